@@ -1,0 +1,47 @@
+# Everything sets itself up: a virtual environment in .venv, made once and renewed when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WORKERS ?= 2
+
+.PHONY: help setup test test-long check format bench serve dist clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(READY)
+
+setup: $(READY)  ## make the virtual environment
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long"
+
+test-long: $(READY)  ## run the long random tests
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m long
+
+check: $(READY)  ## lint, formatting, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)  ## format and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## measure the engine and draw the figures under docs/
+	$(BIN)/quire bench engine --out docs/figures
+
+serve: $(READY)  ## serve the default model
+	@echo "quire has no server yet: it comes with the HTTP layer (see CHANGELOG.md)." && exit 1
+
+dist: $(READY)  ## build the wheel and the sdist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	$(BIN)/python -m build
+
+clean:  ## remove what was made
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""quire runs many text-generation requests through one language model together."""

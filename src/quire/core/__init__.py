@@ -1,0 +1,1 @@
+"""The nouns every layer shares: requests, plans, results, configurations, errors."""

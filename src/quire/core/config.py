@@ -1,0 +1,64 @@
+"""EngineConfig: every knob of the engine, resolved once and never written to again."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from quire.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine batches. What can be switched off: `fairness`, `prefix_reuse` and `chunking` by
+    False, waiting for company by `batch_timeout_ms=0`, pacing by leaving both targets None."""
+
+    max_batch_size: int = 64  # sequences a step
+    max_step_tokens: int = 512  # tokens a step, prompts and completions together
+    max_queue_requests: int = 1024
+    max_queue_tokens: int = 4_000_000  # prompt and requested completion tokens waiting
+    batch_timeout_ms: float = 0.0  # longest wait for company after the oldest arrival
+    chunking: bool = True  # a prompt may be spread over several steps
+    prefix_reuse: bool = True
+    fairness: bool = True  # between keys; off: one queue by priority and arrival
+    key_weights: Mapping[str, float] = field(default_factory=dict)  # 1.0 unless named
+    aging_s: float = 10.0  # waiting this long is worth one level of priority
+    slo_itl_ms: float | None = None  # target for the time between a request's tokens
+    slo_ttft_ms: float | None = None  # target for the time to its first token
+    plan_ahead: bool = True  # plan step n + 1 while step n runs
+    step_timeout_s: float | None = 120.0  # a step that takes longer is told to stop ...
+    step_grace_s: float = 10.0  # ... and given up if it does not
+    max_unread_tokens: int = 4096  # a stream nobody reads pauses its request here
+    timeout_s: float | None = None  # deadline of requests that bring none
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_step_tokens", "max_queue_requests", "max_queue_tokens"):
+            _at_least_one(name, getattr(self, name))
+        _at_least_one("max_unread_tokens", self.max_unread_tokens)
+        if self.max_step_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"max_step_tokens ({self.max_step_tokens}) must be at least max_batch_size "
+                f"({self.max_batch_size}): each running sequence takes one token a step"
+            )
+        _positive_or_zero("batch_timeout_ms", self.batch_timeout_ms)
+        for name in ("aging_s", "step_grace_s"):
+            _positive(name, getattr(self, name))
+        for name in ("slo_itl_ms", "slo_ttft_ms", "step_timeout_s", "timeout_s"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for key, weight in self.key_weights.items():
+            _positive(f"key_weights[{key!r}]", weight)
+
+
+def _at_least_one(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number above 0, got {value!r}")
+
+
+def _positive_or_zero(name: str, value: object) -> None:
+    if value != 0:
+        _positive(name, value)

@@ -1,0 +1,72 @@
+"""The errors quire raises.
+
+QuireError
+├── ConfigError              a setting that cannot work
+├── ModelFileError           a file that is missing, broken or lying
+├── UnsupportedModelError    a sound file of a kind we do not run
+├── RequestError             one request asks for something impossible
+│   ├── RequestCancelledError   its owner took it back
+│   └── DeadlineError           it ran out of time
+├── OverloadedError          the queue is full; says when to come back
+└── ExecutorError            the machinery failed
+    ├── RowFaultError           ... for one sequence alone (NaN, a grammar that raised)
+    ├── ExecutorMemoryError     ... for want of memory
+    ├── StepTimeoutError        ... by not answering in time (the step may still run)
+    └── StepCancelledError      ... because the step heeded its cancel flag
+"""
+
+
+class QuireError(Exception):
+    """Base of everything quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """A setting that cannot work."""
+
+
+class ModelFileError(QuireError):
+    """A model file that is missing, broken or lying."""
+
+
+class UnsupportedModelError(QuireError):
+    """A sound model file of a kind that quire does not run."""
+
+
+class RequestError(QuireError, ValueError):
+    """One request asks for something impossible; the others go on."""
+
+
+class RequestCancelledError(RequestError):
+    """The request's owner took it back."""
+
+
+class DeadlineError(RequestError):
+    """The request ran out of time."""
+
+
+class OverloadedError(QuireError):
+    """The queue is full."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ExecutorError(QuireError):
+    """The machinery that computes steps failed."""
+
+
+class RowFaultError(ExecutorError):
+    """One sequence's row of a step failed; the other rows are sound."""
+
+
+class ExecutorMemoryError(ExecutorError):
+    """A step could not get the memory it needs."""
+
+
+class StepTimeoutError(ExecutorError):
+    """A step did not answer in time; it may still be running."""
+
+
+class StepCancelledError(ExecutorError):
+    """A step stopped because its cancel flag was raised."""

@@ -1,0 +1,129 @@
+"""What the engine asks of an executor in one step, and what comes back: plain data, both ways.
+
+Rows are named tuples, not frozen dataclasses: a step of 256 sequences builds 256 of each, and a
+named tuple costs a quarter as much to make.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from quire.core.sampling import SamplingParams
+
+
+class Want(IntEnum):
+    """What a row is computed for."""
+
+    NOTHING = 0  # only its keys and values: a chunk that ends inside the prompt
+    SAMPLE = 1  # the next token
+    LOGITS = 2  # the logits at every new position
+    POOLED = 3  # the hidden state after the last new position
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one sequence's tokens are chosen; the same object in every step of its life."""
+
+    params: SamplingParams
+    seed: int
+    index: int  # of the sequence within its request
+    end_token_ids: tuple[int, ...] = ()  # forbidden before params.min_tokens
+
+
+class History(NamedTuple):
+    """The tokens that penalties look at; a pending sample (SequencePlan.follows) comes after."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+
+
+class SequencePlan(NamedTuple):
+    """One sequence's chunk of a step.
+
+    The new tokens are `tokens`, then, where `follows` names a step, what that step samples for this
+    sequence. They take the positions from `start` on; what they attend to lies in `block_table`.
+    """
+
+    sequence_id: int
+    start: int
+    tokens: tuple[int, ...]
+    follows: int | None
+    block_table: tuple[int, ...]
+    want: Want
+    sampling: Sampling | None = None
+    completion_position: int = 0  # of the token to sample: 0 for the first after the prompt
+    history: History | None = None  # only where sampling.params.needs_history
+    allowed: bytes | None = None  # grammar mask: bit t of the little-endian bit string allows t
+    prompt_targets: tuple[int, ...] = ()  # score these as the tokens after each new position
+
+    @property
+    def num_new_tokens(self) -> int:
+        return len(self.tokens) + (self.follows is not None)
+
+    @property
+    def end(self) -> int:
+        """One past the last new position."""
+        return self.start + self.num_new_tokens
+
+
+class BlockCopy(NamedTuple):
+    """Copy a whole block of keys and values before the step's rows are computed."""
+
+    source: int
+    target: int
+
+
+class StepPlan(NamedTuple):
+    """One step: block copies first, then every row, in one pass over the model."""
+
+    step_id: int
+    sequences: tuple[SequencePlan, ...]
+    copies: tuple[BlockCopy, ...] = ()
+
+
+class TokenLogprob(NamedTuple):
+    """A token's log-probability, its rank (1 is the likeliest), and the likeliest beside it."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SequenceResult(NamedTuple):
+    """What one row gave: what was wanted, or a fault of this sequence alone."""
+
+    sequence_id: int
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    logits: Any = None  # array [new tokens, vocabulary] for Want.LOGITS
+    pooled: Any = None  # array [hidden] for Want.POOLED
+    fault: str | None = None
+
+
+class StepResult(NamedTuple):
+    """One collected step; its rows stand in the plan's order."""
+
+    step_id: int
+    started_at: float  # on the executor's clock
+    elapsed_s: float
+    sequences: tuple[SequenceResult, ...]
+    padding_tokens: int = 0  # computed for nobody
+
+
+class Capacity(NamedTuple):
+    """What an executor can hold and do in a step."""
+
+    num_blocks: int
+    block_size: int
+    max_context: int
+    vocabulary_size: int
+    max_batch_size: int
+    max_step_tokens: int
+
+
+def allows(mask: bytes, token: int) -> bool:
+    """Whether a grammar mask allows a token."""
+    byte = token >> 3
+    return byte < len(mask) and bool(mask[byte] >> (token & 7) & 1)

@@ -1,0 +1,144 @@
+"""SamplingParams: how one request wants its tokens chosen and when it ends."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from quire.core.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_COMPLETIONS = 128
+CONSTRAINT_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A shape the completion must have, such as a JSON schema, as the grammar engine takes it."""
+
+    kind: str
+    value: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in CONSTRAINT_KINDS:
+            raise RequestError(
+                f"constraint kind must be one of {CONSTRAINT_KINDS}, got {self.kind!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Names and meanings follow OpenAI and vLLM; every field is obeyed."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _integer("top_k", self.top_k, 0)
+        _integer("n", self.n, 1, MAX_COMPLETIONS)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        self._check_stops()
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias token", token, 0)
+            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+    def _normalise(self) -> None:
+        """Accept the forms users write: one stop string, lists, -1 for every token."""
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is None:
+                value = ()
+            if not isinstance(value, list | tuple):
+                raise RequestError(f"{name} must be a list, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}"
+            )
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop must hold non-empty strings, got {text!r}")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether choosing a token looks at the tokens before it (the penalties do)."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """Build from untyped input such as JSON; an unknown field is an error that names it."""
+        known = [f.name for f in fields(cls)]
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            raise RequestError(f"unknown sampling field {unknown[0]!r}; known: {', '.join(known)}")
+        return cls(**values)
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"{name} must be {limit}, got {value}")
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number, got {value!r}")
+    too_low = value <= low if open_low else value < low
+    if math.isnan(value) or too_low or value > high:
+        bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+        raise RequestError(f"{name} must be {bounds}, got {value}")
