@@ -1,0 +1,146 @@
+"""Every decoder against the gguf package's, bit for bit."""
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.fixture_files import TINY_BITNET_FILES, TINY_FILES, fixture_file
+
+from quire.core.errors import UnsupportedModelError
+from quire.quant.formats import FORMATS, Format, format_named, format_of_ggml_type
+
+every_format = pytest.mark.parametrize("block_format", FORMATS, ids=lambda known: known.name)
+
+# Where each quantised format keeps its float16 scales and offsets.
+HALVES = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+QUANTISED_BY_GGUF = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    *("TQ1_0", "TQ2_0"),
+)
+
+
+def kind(block_format: Format) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[block_format.name]
+
+
+def reference(raw: npt.NDArray[np.uint8], block_format: Format) -> npt.NDArray[np.float32]:
+    if block_format.name in ("F32", "F16"):  # the package takes these as arrays of floats
+        return raw.view({"F32": "<f4", "F16": "<f2"}[block_format.name]).astype(np.float32)
+    return np.asarray(gguf.quants.dequantize(raw, kind(block_format)), dtype=np.float32)
+
+
+def assert_bits_equal(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32]) -> None:
+    assert ours.dtype == np.float32
+    assert ours.shape == theirs.shape
+    assert np.array_equal(
+        np.ascontiguousarray(ours).view(np.uint32), np.ascontiguousarray(theirs).view(np.uint32)
+    )
+
+
+def random_blocks(block_format: Format, count: int, seed: int) -> npt.NDArray[np.uint8]:
+    """Random bytes, which every block may hold, but for scales that a model could have."""
+    generator = np.random.default_rng(seed)
+    raw = generator.integers(0, 256, (count, block_format.block_bytes), dtype=np.uint8)
+    if block_format.is_float:
+        values = generator.standard_normal((count, 1)).astype(np.float32)
+        packed = gguf.quants.quantize(values, kind(block_format))
+        return np.ascontiguousarray(packed).view(np.uint8).reshape(count, block_format.block_bytes)
+    for at in HALVES[block_format.name]:
+        scale = (0.1 * generator.standard_normal((count, 1))).astype("<f2")
+        raw[:, at : at + 2] = scale.view(np.uint8)
+    return raw
+
+
+@every_format
+def test_the_table_agrees_with_gguf_on_numbers_and_sizes(block_format: Format) -> None:
+    assert block_format.ggml_type == kind(block_format).value
+    sizes = (block_format.block_size, block_format.block_bytes)
+    assert sizes == gguf.GGML_QUANT_SIZES[kind(block_format)]
+
+
+@every_format
+def test_random_blocks_decode_as_gguf_decodes_them(block_format: Format) -> None:
+    raw = random_blocks(block_format, count=512, seed=block_format.ggml_type)
+    decoded = block_format.decode(raw)
+    assert decoded.shape == (512, block_format.block_size)
+    assert_bits_equal(decoded, reference(raw, block_format))
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_blocks_decode_alike_whichever_values_their_bytes_take(name: str) -> None:
+    """Each byte of a block in turn takes all its 256 values; the others stay."""
+    block_format = format_named(name, "test")
+    start = random_blocks(block_format, count=1, seed=1)
+    halves = [at + byte for at in HALVES[block_format.name] for byte in (0, 1)]
+    for at in set(range(block_format.block_bytes)) - set(halves):
+        raw = np.repeat(start, 256, axis=0)
+        raw[:, at] = np.arange(256)
+        assert_bits_equal(block_format.decode(raw), reference(raw, block_format))
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16"])
+def test_all_16_bit_floats_widen_exactly(name: str) -> None:
+    block_format = format_named(name, "test")
+    raw = np.arange(65536, dtype="<u2").view(np.uint8).reshape(-1, 2)
+    decoded = block_format.decode(raw).ravel()
+    theirs = reference(raw, block_format).ravel()
+    assert np.array_equal(np.isnan(decoded), np.isnan(theirs))
+    assert_bits_equal(decoded[~np.isnan(decoded)], theirs[~np.isnan(theirs)])
+
+
+@pytest.mark.parametrize("name", QUANTISED_BY_GGUF)
+def test_what_gguf_quantises_decodes_as_gguf_decodes_it(name: str) -> None:
+    block_format = format_named(name, "test")
+    weights = np.random.default_rng(3).standard_normal((16, 512)).astype(np.float32)
+    weights[0] = 0.0  # an all-zero block has scale 0
+    packed = gguf.quants.quantize(weights, kind(block_format))
+    raw = np.ascontiguousarray(packed).view(np.uint8).reshape(-1, block_format.block_bytes)
+    decoded = block_format.decode(raw).reshape(weights.shape)
+    assert_bits_equal(decoded, reference(raw, block_format).reshape(weights.shape))
+    tolerance = {"TQ1_0": 4.0, "TQ2_0": 4.0}.get(name, 0.5)
+    assert np.abs(decoded - weights).max() < tolerance
+
+
+@pytest.mark.parametrize("name", TINY_FILES + TINY_BITNET_FILES)
+def test_fixture_tensors_decode_as_gguf_decodes_them(name: str) -> None:
+    for tensor in gguf.GGUFReader(fixture_file(name)).tensors:
+        block_format = format_of_ggml_type(tensor.tensor_type.value, tensor.name)
+        raw = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1, block_format.block_bytes)
+        theirs = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert_bits_equal(block_format.decode(raw).ravel(), theirs.astype(np.float32).ravel())
+
+
+def test_decoding_no_blocks_gives_no_weights() -> None:
+    for block_format in FORMATS:
+        empty = np.empty((0, block_format.block_bytes), dtype=np.uint8)
+        assert block_format.decode(empty).shape == (0, block_format.block_size)
+
+
+def test_formats_are_found_by_name_and_by_number() -> None:
+    for block_format in FORMATS:
+        assert format_named(block_format.name, "t") is block_format
+        assert format_of_ggml_type(block_format.ggml_type, "t") is block_format
+
+
+def test_an_unsupported_type_is_named_with_its_tensor_and_what_is_supported() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'blk.0.x'.*IQ2_XS \(GGUF type 17\).*Q4_K"):
+        format_of_ggml_type(17, "blk.0.x")
+    with pytest.raises(UnsupportedModelError, match=r"unknown \(GGUF type 4711\)"):
+        format_of_ggml_type(4711, "blk.0.x")
+    with pytest.raises(UnsupportedModelError, match=r"'blk.0.x' has type I64"):
+        format_named("I64", "blk.0.x")
