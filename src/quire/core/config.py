@@ -9,8 +9,11 @@ from quire.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How the engine batches. What can be switched off: `fairness`, `prefix_reuse` and `chunking` by
-    False, waiting for company by `batch_timeout_ms=0`, pacing by leaving both targets None."""
+    """How the engine batches.
+
+    What can be switched off: `fairness`, `prefix_reuse` and `chunking` by False, waiting for
+    company by `batch_timeout_ms=0`, pacing by leaving both targets None.
+    """
 
     max_batch_size: int = 64  # sequences a step
     max_step_tokens: int = 512  # tokens a step, prompts and completions together
@@ -47,6 +50,8 @@ class EngineConfig:
                 _positive(name, getattr(self, name))
         for key, weight in self.key_weights.items():
             _positive(f"key_weights[{key!r}]", weight)
+            if not 0.01 <= weight <= 100:
+                raise ConfigError(f"key_weights[{key!r}] must be from 0.01 to 100, got {weight}")
 
 
 def _at_least_one(name: str, value: object) -> None:

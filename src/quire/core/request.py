@@ -1,0 +1,170 @@
+"""Request: what one caller asked for, where it stands, and what it got."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from quire.core.errors import QuireError
+from quire.core.plan import TokenLogprob
+from quire.core.sampling import SamplingParams
+
+
+class Status(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        return self in _FINAL
+
+
+_FINAL = frozenset({Status.FINISHED, Status.CANCELLED, Status.EXPIRED, Status.FAILED})
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+class WaitReason(StrEnum):
+    """Why a request is not running right now."""
+
+    QUEUED = "queued"  # behind others of its key or of other keys
+    COMPANY = "company"  # the engine waits for more arrivals to batch
+    BATCH_FULL = "batch_full"
+    NO_BLOCKS = "no_blocks"
+    PACING = "pacing"  # joining would break the inter-token target
+    PREEMPTED = "preempted"
+    UNREAD = "unread"  # its reader does not keep up
+    DEGRADED = "degraded"  # batches kept failing; requests run a few at a time
+
+
+class Transition(NamedTuple):
+    status: Status
+    at: float
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """What happened to one request, on the engine's clock (seconds)."""
+
+    arrived_at: float
+    started_at: float | None = None  # its first chunk was planned
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    num_chunks: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    waited_for: dict[WaitReason, float] = field(default_factory=dict)  # seconds by reason
+
+    @property
+    def queued_s(self) -> float | None:
+        return None if self.started_at is None else self.started_at - self.arrived_at
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    @property
+    def total_s(self) -> float | None:
+        return None if self.finished_at is None else self.finished_at - self.arrived_at
+
+
+@dataclass(slots=True)
+class Request:
+    """One caller's wish. `priority`: lower is more urgent, as in vLLM; `key`: whose it is."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    key: str
+    priority: int
+    deadline: float | None
+    metrics: RequestMetrics
+    transitions: list[Transition] = field(default_factory=list)
+
+    @property
+    def status(self) -> Status:
+        return self.transitions[-1].status
+
+    @property
+    def num_tokens_asked(self) -> int:
+        """Prompt and completion tokens it may come to."""
+        return len(self.prompt) + self.params.max_tokens * self.params.n
+
+    def move_to(self, status: Status, now: float) -> None:
+        assert not self.transitions or not self.status.is_final, f"{self.id} ended twice"
+        self.transitions.append(Transition(status, now))
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sequence's completion, as far as it has come."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string that ended it
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a finished request got. The short names mean completion 0."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    completions: list[Completion]
+    metrics: RequestMetrics
+    status: Status
+    prompt_logprobs: list[TokenLogprob] | None = None
+    error: QuireError | None = None
+    prompt: str | None = None  # the text it came as, where it came as text
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        return self.completions[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.completions[0].finish_reason
+
+
+class Piece(NamedTuple):
+    """An event: a live request's new tokens of one sequence, with the text they complete."""
+
+    request_id: str
+    completion_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+class Ended(NamedTuple):
+    """The event that ends a request; each request has exactly one."""
+
+    request_id: str
+    output: RequestOutput
+
+
+Event = Piece | Ended

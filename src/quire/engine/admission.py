@@ -1,0 +1,199 @@
+"""Admission: checks a request against what the engine can do, before anything is kept of it."""
+
+import itertools
+from collections.abc import Iterable
+
+from quire.core.config import EngineConfig
+from quire.core.errors import RequestError
+from quire.core.plan import Capacity, Sampling
+from quire.core.randomness import new_seed
+from quire.core.request import Completion, Request, RequestMetrics, Status
+from quire.core.sampling import SamplingParams
+from quire.engine.output import Grammar, MakeDetokenizer, MakeGrammar, Transcript
+from quire.engine.sequence import LiveRequest, Sequence
+from quire.kvcache import KVCache
+
+
+class Admission:
+    """Turns what a caller gives into a live request, or raises a RequestError that says why not."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        capacity: Capacity,
+        cache: KVCache,
+        end_token_ids: Iterable[int],
+        make_detokenizer: MakeDetokenizer | None,
+        make_grammar: MakeGrammar | None,
+    ) -> None:
+        self._config = config
+        self._capacity = capacity
+        self._cache = cache
+        self._end_token_ids = tuple(end_token_ids)
+        self._make_detokenizer = make_detokenizer
+        self._make_grammar = make_grammar
+        self._request_ids = itertools.count(1)
+        self._sequence_ids = itertools.count(1)
+
+    def build_request(
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams,
+        now: float,
+        *,
+        request_id: str | None,
+        key: str,
+        priority: int,
+        timeout_s: float | None,
+    ) -> Request:
+        request_id = request_id or f"request-{next(self._request_ids)}"
+        tokens = self._checked_prompt(prompt)
+        self._check_room(tokens, params)
+        self._check_params(params)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r}")
+        if not isinstance(key, str):
+            raise RequestError(f"key must be a string, got {key!r}")
+        timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
+        if timeout_s is not None and not timeout_s > 0:
+            raise RequestError(f"timeout_s must be above 0, got {timeout_s}")
+        seed = new_seed() if params.seed is None else params.seed % 2**64
+        deadline = None if timeout_s is None else now + timeout_s
+        request = Request(
+            request_id, tokens, params, seed, key, priority, deadline, RequestMetrics(now)
+        )
+        request.move_to(Status.WAITING, now)
+        return request
+
+    def _checked_prompt(self, prompt: Iterable[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            raise RequestError("the engine takes token ids, got text; use LLM for text")
+        tokens = tuple(prompt)
+        if not tokens:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        vocabulary = self._capacity.vocabulary_size
+        for place, token in enumerate(tokens):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(f"prompt token {place} must be an integer, got {token!r}")
+            if not 0 <= token < vocabulary:
+                raise RequestError(
+                    f"prompt token {place} is {token}; the vocabulary has 0 to {vocabulary - 1}"
+                )
+        return tokens
+
+    def _check_room(self, tokens: tuple[int, ...], params: SamplingParams) -> None:
+        capacity = self._capacity
+        if len(tokens) >= capacity.max_context:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; the context holds {capacity.max_context} "
+                "with at least one for the completion"
+            )
+        total = len(tokens) + params.max_tokens
+        if total > capacity.max_context:
+            raise RequestError(
+                f"prompt ({len(tokens)}) and max_tokens ({params.max_tokens}) come to {total} "
+                f"tokens; the context holds {capacity.max_context}"
+            )
+        needed = self._cache.blocks_for(total)
+        if needed > capacity.num_blocks:
+            raise RequestError(
+                f"{total} tokens need {needed} blocks of the KV cache, which has "
+                f"{capacity.num_blocks}; ask for fewer tokens or give it more memory"
+            )
+        if not self._config.chunking and total > capacity.max_step_tokens:
+            raise RequestError(
+                f"without chunking a step must hold all {total} tokens; it holds "
+                f"{capacity.max_step_tokens}"
+            )
+        batch = min(self._config.max_batch_size, capacity.max_batch_size)
+        if params.n > batch:
+            raise RequestError(f"n is {params.n}; a batch holds {batch} sequences")
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocabulary = self._capacity.vocabulary_size
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(params, name):
+                if token >= vocabulary:
+                    raise RequestError(
+                        f"{name} names token {token}; the vocabulary has 0 to {vocabulary - 1}"
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > vocabulary:
+                raise RequestError(f"{name} is {count}; the vocabulary has {vocabulary} tokens")
+        if params.stop and self._make_detokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids")
+        if params.constraint is not None and self._make_grammar is None:
+            raise RequestError(
+                f"constraint {params.constraint.kind!r} needs a grammar engine; none is set up"
+            )
+
+    def open(self, request: Request, *, wants_pieces: bool) -> LiveRequest:
+        """The live side of a checked request, with its first sequence."""
+        live = LiveRequest(request, wants_pieces)
+        if request.params.prompt_logprobs is not None:
+            live.prompt_logprobs = []
+        sequence = self._new_sequence(live, 0)
+        sequence.num_slots = request.params.n
+        live.sequences.append(sequence)
+        return live
+
+    def fork(self, first: Sequence) -> list[Sequence]:
+        """The siblings of a sequence whose prompt is computed: they share its blocks.
+
+        Each computes the last prompt token again, for logits of its own to sample from.
+        """
+        siblings = []
+        for index in range(1, first.request.params.n):
+            sibling = self._new_sequence(first.live, index)
+            if first.is_running:
+                sibling.hold = self._cache.fork(first.hold)
+                sibling.num_computed = first.prompt_length - 1
+            first.live.sequences.append(sibling)
+            siblings.append(sibling)
+        first.num_writable = 0  # its blocks are shared now
+        return siblings
+
+    def _new_sequence(self, live: LiveRequest, index: int) -> Sequence:
+        request = live.request
+        params = request.params
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids.update(self._end_token_ids)
+        # Prompt scores need every prompt position computed, so such requests skip prefix reuse.
+        salt = None if params.prompt_logprobs is not None else request.key
+        sequence = Sequence(
+            id=next(self._sequence_ids),
+            live=live,
+            sampling=Sampling(params, request.seed, index, tuple(sorted(stop_ids))),
+            completion=Completion(index, logprobs=None if params.logprobs is None else []),
+            tokens=list(request.prompt),
+            hold=self._cache.open(salt),
+            rank=(0.0, 0),
+            transcript=self._transcript(params),
+            grammar=self._grammar(params),
+            stop_token_ids=frozenset(stop_ids),
+        )
+        sequence.rank = (self._urgency(request), sequence.id)
+        sequence.is_special = (
+            params.needs_history
+            or sequence.grammar is not None
+            or params.prompt_logprobs is not None
+        )
+        return sequence
+
+    def _urgency(self, request: Request) -> float:
+        """Arrival time, moved by priority: waiting `aging_s` is worth one level."""
+        return request.metrics.arrived_at + request.priority * self._config.aging_s
+
+    def _transcript(self, params: SamplingParams) -> Transcript | None:
+        if self._make_detokenizer is None:
+            return None
+        return Transcript(
+            self._make_detokenizer(), params.stop, include_stop=params.include_stop_str_in_output
+        )
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.constraint is None or self._make_grammar is None:
+            return None
+        return self._make_grammar(params.constraint)

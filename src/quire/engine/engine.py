@@ -1,0 +1,452 @@
+"""Engine: takes requests in, runs the loop (schedule, execute, update), tells what happened."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import heappop, heappush
+
+from quire.core.clock import Clock, RealClock
+from quire.core.config import EngineConfig
+from quire.core.errors import (
+    ExecutorError,
+    ExecutorMemoryError,
+    OverloadedError,
+    RequestError,
+    StepTimeoutError,
+)
+from quire.core.plan import SequencePlan, SequenceResult, StepResult
+from quire.core.request import Event, Request
+from quire.core.sampling import SamplingParams
+from quire.engine.admission import Admission
+from quire.engine.isolation import Footing, isolate
+from quire.engine.lifecycle import Lifecycle
+from quire.engine.output import MakeDetokenizer, MakeGrammar
+from quire.engine.scheduler import Row, Scheduler, Step
+from quire.engine.stats import EngineStats, Snapshot
+from quire.executors.protocol import Executor, Ticket
+
+
+class Health(StrEnum):
+    OK = "ok"
+    DEGRADED = "degraded"  # batches failed lately; smaller ones run
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+    STUCK = "stuck"  # the executor does not answer: only a new process helps
+
+
+@dataclass(slots=True)
+class Flight:
+    """A submitted step; `error` where submitting it already failed."""
+
+    step: Step
+    ticket: Ticket
+    error: ExecutorError | None = None
+
+
+class _UnresponsiveError(Exception):
+    """The executor neither finished a step nor heeded its cancel flag."""
+
+
+class Engine:
+    """Continuous batching over any executor. Not thread-safe: see AsyncEngine for that."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig | None = None,
+        *,
+        clock: Clock | None = None,
+        end_token_ids: Iterable[int] = (),
+        make_detokenizer: MakeDetokenizer | None = None,
+        make_grammar: MakeGrammar | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.executor = executor
+        self.clock = clock or RealClock()
+        self.stats = EngineStats(since=self.clock.now())
+        self._scheduler = Scheduler(self.config, executor.capacity, self.stats)
+        self._admission = Admission(
+            self.config,
+            executor.capacity,
+            self._scheduler.cache,
+            end_token_ids,
+            make_detokenizer,
+            make_grammar,
+        )
+        self._lifecycle = Lifecycle(self._scheduler, self._admission, self.stats)
+        self._footing = Footing(self._scheduler.max_batch_size, self._scheduler.max_step_tokens)
+        self._flights: deque[Flight] = deque()
+        self._deadlines: list[tuple[float, str]] = []
+        self._is_draining = False
+        self._is_stuck = False
+
+    # ---- requests
+
+    def add_request(
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        key: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
+        stream: bool = False,
+    ) -> Request:
+        """Queue a request; its events come from step(). Raises if it can never run, or not now.
+
+        `key` says whose it is (fairness, prefix reuse); `priority`: lower is more urgent;
+        `stream`: whether to report each token as it comes.
+        """
+        now = self.clock.now()
+        self._check_open()
+        request = self._admission.build_request(
+            prompt,
+            params or SamplingParams(),
+            now,
+            request_id=request_id,
+            key=key,
+            priority=priority,
+            timeout_s=timeout_s,
+        )
+        if request.id in self._lifecycle.live:
+            raise RequestError(f"request id {request.id!r} is in use")
+        self._check_queue(request)
+        live = self._admission.open(request, wants_pieces=stream)
+        self._lifecycle.begin(live, now)
+        self._scheduler.company.arrived(now)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.id))
+        return request
+
+    def _check_open(self) -> None:
+        if self._is_stuck:
+            raise ExecutorError("the executor does not answer; restart the process")
+        if self._is_draining:
+            raise OverloadedError("the engine is draining and takes no new requests", 30.0)
+
+    def _check_queue(self, request: Request) -> None:
+        waiting = self._scheduler.waiting
+        config = self.config
+        if len(waiting) >= config.max_queue_requests:
+            raise OverloadedError(
+                f"{len(waiting)} requests wait; the queue holds {config.max_queue_requests}",
+                self._retry_after(),
+            )
+        if waiting and waiting.num_tokens + request.num_tokens_asked > config.max_queue_tokens:
+            raise OverloadedError(
+                f"{waiting.num_tokens} tokens wait and this request asks for "
+                f"{request.num_tokens_asked}; the queue holds {config.max_queue_tokens}",
+                self._retry_after(),
+            )
+
+    def _retry_after(self) -> float:
+        """When a place in the queue should come free, at the rate requests have been ending."""
+        elapsed = self.clock.now() - self.stats.since
+        num_ended = sum(self.stats.requests_ended.values())
+        return elapsed / num_ended if num_ended else 1.0
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request now and free its blocks; False if it is not live."""
+        live = self._lifecycle.live.get(request_id)
+        if live is not None:
+            self._lifecycle.cancel(live, self.clock.now())
+        return live is not None
+
+    def pause(self, request_id: str) -> None:
+        """Compute nothing more for a request until resume(): its reader does not keep up."""
+        live = self._lifecycle.live.get(request_id)
+        if live is None or live.is_paused:
+            return
+        live.is_paused = True
+        for sequence in live.sequences:
+            if not sequence.is_done:
+                self._scheduler.park(sequence, self.clock.now())
+
+    def resume(self, request_id: str) -> None:
+        live = self._lifecycle.live.get(request_id)
+        if live is None or not live.is_paused:
+            return
+        live.is_paused = False
+        for sequence in live.sequences:
+            if sequence in self._scheduler.parked:
+                self._scheduler.unpark(sequence, self.clock.now())
+
+    def drain(self) -> None:
+        """Take no more requests; those it has go on."""
+        self._is_draining = True
+
+    # ---- the loop
+
+    def step(self) -> list[Event]:
+        """Schedule a step and execute it; update with the one that is done. What happened."""
+        started = time.perf_counter()
+        self._expire_requests()
+        step = self._scheduler.schedule(self.clock.now(), is_idle=not self._flights)
+        self._bury_casualties()
+        if step is not None:
+            self._flights.append(self._submit(step))
+        host_s = time.perf_counter() - started
+        if self._flights and (step is None or len(self._flights) > self.config.plan_ahead):
+            host_s += self._complete(self._flights.popleft())
+        self.stats.host_seconds.add(host_s)
+        events, self._lifecycle.events = self._lifecycle.events, []
+        return events
+
+    def run(self) -> Iterable[Event]:
+        """Step until every request has ended, sleeping where there is nothing to do yet."""
+        while self.has_work:
+            yield from self.step()
+            self.sleep_until_due()
+
+    def sleep_until_due(self) -> None:
+        """Sleep while the engine waits for company; returns at once if it has work."""
+        due = self._scheduler.wake_at
+        if due is not None and not self._flights:
+            self.clock.sleep(due - self.clock.now())
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._lifecycle.live or self._flights or self._lifecycle.events)
+
+    @property
+    def wake_at(self) -> float | None:
+        """When step() should next be called if nothing arrives before; None: call it at once."""
+        if self._flights or self._scheduler.running:
+            return None
+        if self._scheduler.waiting and self._scheduler.wake_at is None:
+            return None
+        times = [t for t in (self._scheduler.wake_at, self._next_deadline()) if t is not None]
+        return min(times, default=float("inf"))
+
+    def _submit(self, step: Step) -> Flight:
+        try:
+            return Flight(step, self.executor.submit(step.plan()))
+        except Exception as error:
+            return Flight(step, None, _as_executor_error(error))
+
+    def _complete(self, flight: Flight) -> float:
+        """Wait for a step, then update; returns the host's seconds, the waiting left out."""
+        step = flight.step
+        try:
+            result = self._collect(flight)
+        except ExecutorError as error:
+            try:
+                self._recover(step, error)
+            except _UnresponsiveError:
+                self._give_up()
+            return 0.0
+        except _UnresponsiveError:
+            self._give_up()
+            return 0.0
+        started = time.perf_counter()
+        self._footing.succeeded()
+        self._apply_footing()
+        self._record(step, result)
+        self._settle(step.rows)
+        self._lifecycle.apply(zip(step.rows, result.sequences, strict=True), self.clock.now())
+        return time.perf_counter() - started
+
+    def _collect(self, flight: Flight) -> StepResult:
+        if flight.error is not None:
+            raise flight.error
+        try:
+            try:
+                return self.executor.collect(flight.ticket, self.config.step_timeout_s)
+            except StepTimeoutError:
+                self.executor.cancel(flight.ticket)
+                return self.executor.collect(flight.ticket, self.config.step_grace_s)
+        except StepTimeoutError as error:
+            raise _UnresponsiveError from error
+        except Exception as error:
+            raise _as_executor_error(error) from error
+
+    def _record(self, step: Step, result: StepResult) -> None:
+        stats = self.stats
+        stats.num_steps += 1
+        stats.batch_size.add(len(step.rows))
+        stats.step_tokens.add(step.num_tokens)
+        stats.step_seconds.add(result.elapsed_s)
+        stats.busy_s += result.elapsed_s
+        stats.padding_tokens += result.padding_tokens
+        self._scheduler.model.observe(step.num_tokens, step.context, result.elapsed_s)
+
+    def _settle(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            if row.copies:
+                self._scheduler.cache.settle(row.copies)
+
+    def _expire_requests(self) -> None:
+        now = self.clock.now()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heappop(self._deadlines)
+            live = self._lifecycle.live.get(request_id)
+            if live is None or live.request.deadline is None:
+                continue
+            if live.request.deadline <= now:  # not another request that took the same id
+                self._lifecycle.expire(live, now)
+
+    def _next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _bury_casualties(self) -> None:
+        """End the requests that could not even be planned."""
+        casualties, self._scheduler.casualties = self._scheduler.casualties, []
+        for sequence, error in casualties:
+            if not sequence.is_done:
+                self._lifecycle.fail(sequence.live, error, self.clock.now())
+
+    # ---- when a step fails
+
+    def _recover(self, step: Step, error: ExecutorError) -> None:
+        """Find the culprits of a failed step in ever smaller parts; the others go on."""
+        now = self.clock.now()
+        self._abandon_later_flights()
+        self._footing.failed(len(step.rows), step.num_tokens, error)
+        self._apply_footing()
+        current = []
+        for row in step.rows:
+            if not row.sequence.is_done and row.epoch == row.sequence.epoch:
+                current.append(row)
+            else:
+                self._roll_back(row)
+        outcome = isolate(current, self._run_rows)
+        self._settle(step.rows)
+        self._lifecycle.apply(outcome.sound, now)
+        for row, fault in outcome.culprits:
+            if not row.sequence.is_done:
+                self._lifecycle.fail(row.sequence.live, fault, now)
+        for row in outcome.retry:
+            self._roll_back(row)
+        if isinstance(error, ExecutorMemoryError):
+            self._shed_load()
+
+    def _abandon_later_flights(self) -> None:
+        """Steps planned on top of a failed one count as never run."""
+        for flight in self._flights:
+            if flight.error is None:
+                self.executor.cancel(flight.ticket)
+        while self._flights:
+            flight = self._flights.popleft()
+            with suppress(ExecutorError):  # its rows are run again whatever became of them
+                self._collect(flight)
+            for row in flight.step.rows:
+                self._roll_back(row)
+            self._settle(flight.step.rows)
+
+    def _roll_back(self, row: Row) -> None:
+        """Forget that a row was planned."""
+        sequence = row.sequence
+        if sequence.is_done:
+            return
+        if row.plan.sampling is not None:
+            sequence.num_pending -= 1
+        if row.epoch != sequence.epoch:
+            return
+        if row.copies:
+            self._scheduler.restart(sequence)  # nobody knows whether its blocks were copied
+        else:
+            sequence.num_computed = min(sequence.num_computed, row.plan.start)
+
+    def _run_rows(self, rows: SequenceOf[Row]) -> SequenceOf[SequenceResult]:
+        """Run some rows of a failed step again, as a step of their own."""
+        again = [row._replace(plan=_resolved(row)) for row in rows]
+        part = Step(self._scheduler.new_step_id(), again)
+        flight = self._submit(part)
+        return self._collect(flight).sequences
+
+    def _apply_footing(self) -> None:
+        self._scheduler.batch_limit = self._footing.batch_limit
+        self._scheduler.token_limit = self._footing.token_limit
+
+    def _shed_load(self) -> None:
+        """Pre-empt what the lowered limits leave no place for, the least important first."""
+        running = self._scheduler.running
+        while len(running) > self._footing.batch_limit:
+            self._scheduler.preempt(running[-1], self.clock.now())
+
+    def _give_up(self) -> None:
+        """The executor is beyond reach: end every request with an error that says so."""
+        self._is_stuck = True
+        self._flights.clear()
+        now = self.clock.now()
+        waited = (self.config.step_timeout_s or 0.0) + self.config.step_grace_s
+        for live in list(self._lifecycle.live.values()):
+            error = ExecutorError(f"the executor did not answer within {waited:g} s")
+            self._lifecycle.fail(live, error, now)
+
+    # ---- looking at it
+
+    @property
+    def health(self) -> Health:
+        if self._is_stuck:
+            return Health.STUCK
+        if self._is_draining:
+            return Health.DRAINING
+        return Health.DEGRADED if self._footing.is_degraded else Health.OK
+
+    def snapshot(self) -> Snapshot:
+        """What runs, what waits and why, right now."""
+        scheduler = self._scheduler
+        waiting = [*scheduler.waiting, *scheduler.parked]
+        now = self.clock.now()
+        elapsed = now - self.stats.since
+        return Snapshot(
+            at=now,
+            num_running=len(scheduler.running),
+            num_waiting=len(waiting),
+            waiting_by_reason=Counter(s.wait_reason for s in waiting if s.wait_reason),
+            waiting_by_key=Counter(s.request.key for s in waiting),
+            queued_tokens=scheduler.waiting.num_tokens,
+            kv_usage=scheduler.cache.usage,
+            num_known_blocks=scheduler.cache.pool.num_known,
+            memory_bytes=self.executor.memory_bytes,
+            utilisation=self.stats.busy_s / elapsed if elapsed > 0 else 0.0,
+            health=self.health.value,
+            stats=self.stats,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the engine's books do not balance. For tests."""
+        scheduler = self._scheduler
+        sequences = [s for live in self._lifecycle.live.values() for s in live.sequences]
+        alive = [s for s in sequences if not s.is_done]
+        copies = [c for f in self._flights for row in f.step.rows for c in row.copies]
+        scheduler.cache.check_integrity([s.hold for s in alive], copies)
+        places = Counter([*scheduler.running, *scheduler.waiting, *scheduler.parked])
+        assert places == Counter(alive), "a live sequence stands nowhere, or twice"
+        assert all(s.is_running == (s in scheduler.running) for s in alive), "a flag is wrong"
+        assert scheduler.running == sorted(scheduler.running, key=lambda s: s.rank), "out of order"
+        for sequence in alive:
+            assert sequence.num_pending >= 0, "collected more than was planned"
+            assert sequence.num_computed <= len(sequence.tokens) + sequence.num_pending
+
+    def close(self) -> None:
+        """End what is left and let the executor go."""
+        for live in list(self._lifecycle.live.values()):
+            self._lifecycle.cancel(live, self.clock.now())
+        self.executor.close()
+
+
+def _resolved(row: Row) -> SequencePlan:
+    """A row's plan with nothing left to come from another step: those are collected now."""
+    sequence = row.sequence
+    plan = row.plan._replace(
+        tokens=tuple(sequence.tokens[row.plan.start : row.plan.end]), follows=None
+    )
+    if plan.history is not None:
+        completion = tuple(sequence.tokens[sequence.prompt_length :])
+        plan = plan._replace(history=plan.history._replace(completion=completion))
+    return plan
+
+
+def _as_executor_error(error: Exception) -> ExecutorError:
+    if isinstance(error, ExecutorError):
+        return error
+    kind = ExecutorMemoryError if isinstance(error, MemoryError) else ExecutorError
+    wrapped = kind(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,97 @@
+"""Fault isolation: finds the rows that make a step fail, and keeps the rest going."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quire.core.errors import ExecutorError, ExecutorMemoryError
+from quire.core.plan import SequenceResult
+from quire.engine.scheduler import Row
+
+RunRows = Callable[[Sequence[Row]], Sequence[SequenceResult]]
+
+_FAILURES_TO_DEGRADE = 3  # batches in a row that raise
+_SUCCESSES_TO_CLIMB = 16
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a failed step's rows, each run again in ever smaller parts."""
+
+    sound: list[tuple[Row, SequenceResult]] = field(default_factory=list)
+    culprits: list[tuple[Row, ExecutorError]] = field(default_factory=list)
+    retry: list[Row] = field(default_factory=list)  # to be planned again
+
+
+def isolate(rows: Sequence[Row], run: RunRows) -> Outcome:
+    """Run rows in halves until each either succeeds or fails alone."""
+    outcome = Outcome()
+    if len(rows) == 1:
+        _run_part(rows, run, outcome)
+    else:
+        _run_part(rows[: len(rows) // 2], run, outcome)
+        _run_part(rows[len(rows) // 2 :], run, outcome)
+    _spare_all_but_largest(outcome)
+    return outcome
+
+
+def _run_part(rows: Sequence[Row], run: RunRows, outcome: Outcome) -> None:
+    if not rows:
+        return
+    try:
+        results = run(rows)
+    except ExecutorError as error:
+        if len(rows) == 1:
+            outcome.culprits.append((rows[0], error))
+            return
+        _run_part(rows[: len(rows) // 2], run, outcome)
+        _run_part(rows[len(rows) // 2 :], run, outcome)
+    else:
+        outcome.sound.extend(zip(rows, results, strict=True))
+
+
+def _spare_all_but_largest(outcome: Outcome) -> None:
+    """Where memory is short for every row alone, only the one with the most context must go."""
+    short = [pair for pair in outcome.culprits if isinstance(pair[1], ExecutorMemoryError)]
+    if outcome.sound or len(short) < 2:
+        return
+    largest = max(short, key=lambda pair: pair[0].plan.end)
+    for pair in short:
+        if pair is not largest:
+            outcome.culprits.remove(pair)
+            outcome.retry.append(pair[0])
+
+
+class Footing:
+    """How much the engine dares to batch: less while batches keep failing, then more again."""
+
+    def __init__(self, max_batch_size: int, max_step_tokens: int) -> None:
+        self._max_batch_size = max_batch_size
+        self._max_step_tokens = max_step_tokens
+        self.batch_limit = max_batch_size
+        self.token_limit = max_step_tokens
+        self._failures = 0
+        self._successes = 0
+
+    @property
+    def is_degraded(self) -> bool:
+        return self.batch_limit < self._max_batch_size or self.token_limit < self._max_step_tokens
+
+    def failed(self, num_rows: int, num_tokens: int, error: ExecutorError) -> None:
+        self._successes = 0
+        if isinstance(error, ExecutorMemoryError):
+            self.batch_limit = max(1, min(self.batch_limit, num_rows) // 2)
+            self.token_limit = max(1, min(self.token_limit, num_tokens) // 2)
+        elif num_rows > 1:
+            self._failures += 1
+            if self._failures >= _FAILURES_TO_DEGRADE:
+                self.batch_limit = 1
+
+    def succeeded(self) -> None:
+        self._failures = 0
+        if not self.is_degraded:
+            return
+        self._successes += 1
+        if self._successes >= _SUCCESSES_TO_CLIMB:
+            self._successes = 0
+            self.batch_limit = min(self._max_batch_size, self.batch_limit * 2)
+            self.token_limit = min(self._max_step_tokens, self.token_limit * 2)

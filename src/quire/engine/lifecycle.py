@@ -1,0 +1,209 @@
+"""Lifecycle: what a step's results mean for requests, from first token to the one last event."""
+
+from collections.abc import Iterable
+
+from quire.core.errors import DeadlineError, QuireError, RequestCancelledError, RowFaultError
+from quire.core.plan import SequenceResult, Want
+from quire.core.request import (
+    Ended,
+    Event,
+    FinishReason,
+    Piece,
+    RequestOutput,
+    Status,
+    WaitReason,
+)
+from quire.engine.admission import Admission
+from quire.engine.output import NewText
+from quire.engine.scheduler import Row, Scheduler
+from quire.engine.sequence import LiveRequest, Sequence
+from quire.engine.stats import EngineStats
+
+_REASONS = {
+    Status.CANCELLED: FinishReason.CANCELLED,
+    Status.EXPIRED: FinishReason.TIMEOUT,
+    Status.FAILED: FinishReason.ERROR,
+}
+
+
+class Lifecycle:
+    def __init__(self, scheduler: Scheduler, admission: Admission, stats: EngineStats) -> None:
+        self.live: dict[str, LiveRequest] = {}
+        self.events: list[Event] = []
+        self._scheduler = scheduler
+        self._admission = admission
+        self._stats = stats
+
+    def begin(self, live: LiveRequest, now: float) -> None:
+        self.live[live.request.id] = live
+        self._scheduler.enqueue(live.sequences[0], WaitReason.QUEUED, now)
+
+    def apply(self, results: Iterable[tuple[Row, SequenceResult]], now: float) -> None:
+        """Take each row's result to its sequence."""
+        block_size = self._scheduler.cache.block_size
+        for row, result in results:
+            sequence = row.sequence
+            if sequence.is_done:
+                self._stats.discarded_rows += 1
+                continue
+            if result.fault is not None:
+                self.fail(sequence.live, RowFaultError(result.fault), now)
+                continue
+            plan = row.plan
+            sequence.live.request.metrics.num_steps += 1
+            end = plan.start + len(plan.tokens) + (plan.follows is not None)
+            if plan.start < sequence.prompt_length:
+                self._advance_prompt(sequence, row, result, end)
+            if row.epoch == sequence.epoch:
+                hold = sequence.hold
+                if end // block_size > hold.num_published:
+                    self._scheduler.cache.publish(hold, sequence.tokens, end)
+            if plan.want is Want.SAMPLE:
+                self._accept(sequence, result, now)
+
+    def _advance_prompt(
+        self, sequence: Sequence, row: Row, result: SequenceResult, end: int
+    ) -> None:
+        metrics = sequence.request.metrics
+        metrics.num_chunks += 1
+        start = row.plan.start
+        self._stats.prompt_tokens += min(end, sequence.prompt_length) - start
+        scores = sequence.live.prompt_logprobs
+        if scores is not None and result.prompt_logprobs:
+            scores.extend(result.prompt_logprobs[len(scores) - start :])
+
+    def _accept(self, sequence: Sequence, result: SequenceResult, now: float) -> None:
+        """Append a sampled token and see whether it ends the sequence."""
+        sequence.num_pending -= 1
+        token = result.token
+        live = sequence.live
+        if token is None:
+            self.fail(live, RowFaultError("the executor gave no token"), now)
+            return
+        completion = sequence.completion
+        completion.token_ids.append(token)
+        sequence.tokens.append(token)
+        self._stats.completion_tokens += 1
+        if completion.logprobs is not None and result.logprob is not None:
+            completion.logprobs.append(result.logprob)
+        if live.request.metrics.first_token_at is None:
+            live.request.metrics.first_token_at = now
+        if sequence.num_slots > 1:
+            self._fork(sequence, now)
+        if sequence.grammar is not None and not self._follow_grammar(sequence, token, now):
+            return
+        reason = self._reason_to_stop(sequence, token)
+        if sequence.transcript is None:
+            text = ""
+        else:
+            text, reason = self._write(sequence, token, reason)
+        if live.wants_pieces:
+            logprobs = () if result.logprob is None else (result.logprob,)
+            self.events.append(
+                Piece(live.request.id, completion.index, (token,), text, logprobs, reason)
+            )
+        if reason is not None:
+            self._finish(sequence, reason, now)
+
+    def _fork(self, first: Sequence, now: float) -> None:
+        """The prompt is computed: the request's other sequences set out from it."""
+        self._scheduler.release_slots(first)
+        for sibling in self._admission.fork(first):
+            if first.is_running:
+                self._scheduler.join(sibling)
+            else:  # its blocks were taken meanwhile; they wait as it does
+                self._scheduler.enqueue(sibling, WaitReason.PREEMPTED, now)
+                if first.live.is_paused:
+                    self._scheduler.park(sibling, now)
+
+    def _follow_grammar(self, sequence: Sequence, token: int, now: float) -> bool:
+        assert sequence.grammar is not None
+        try:
+            if token not in sequence.stop_token_ids:
+                sequence.grammar.accept(token)
+        except Exception as error:
+            self.fail(sequence.live, RowFaultError(f"the grammar failed: {error}"), now)
+            return False
+        return True
+
+    def _reason_to_stop(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.sampling.params
+        count = len(sequence.completion.token_ids)
+        if token in sequence.stop_token_ids and count > params.min_tokens:
+            sequence.completion.stop_reason = token
+            return FinishReason.STOP
+        if sequence.grammar is not None and sequence.grammar.is_complete:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count >= params.max_tokens else None
+
+    def _write(
+        self, sequence: Sequence, token: int, reason: FinishReason | None
+    ) -> tuple[str, FinishReason | None]:
+        """Turn the token into text; a stop string may end the sequence."""
+        assert sequence.transcript is not None
+        completion = sequence.completion
+        new = NewText("")
+        if completion.stop_reason is None:  # the token that ends a sequence is not part of its text
+            may_stop = len(completion.token_ids) >= sequence.sampling.params.min_tokens
+            new = sequence.transcript.add(token, may_stop=may_stop)
+        if new.stopped_by is None and reason is not None:
+            rest = sequence.transcript.finish()
+            new = NewText(new.text + rest.text, rest.stopped_by)
+        completion.text += new.text
+        if new.stopped_by is not None:
+            completion.stop_reason = new.stopped_by
+            reason = FinishReason.STOP
+        return new.text, reason
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        sequence.is_done = True
+        sequence.completion.finish_reason = reason
+        self._scheduler.leave(sequence, now)
+        if sequence.live.num_open == 0:
+            self._end(sequence.live, Status.FINISHED, None, now)
+
+    # ---- other ends
+
+    def cancel(self, live: LiveRequest, now: float) -> None:
+        error = RequestCancelledError(f"{live.request.id} was cancelled")
+        self._abort(live, Status.CANCELLED, error, now)
+
+    def expire(self, live: LiveRequest, now: float) -> None:
+        waited = now - live.request.metrics.arrived_at
+        error = DeadlineError(f"{live.request.id} ran out of time after {waited:.3f} s")
+        self._abort(live, Status.EXPIRED, error, now)
+
+    def fail(self, live: LiveRequest, error: QuireError, now: float) -> None:
+        """End a request because of a fault of its own; the others do not notice."""
+        faults = self._stats.faults_isolated
+        faults[type(error).__name__] = faults.get(type(error).__name__, 0) + 1
+        self._abort(live, Status.FAILED, error, now)
+
+    def _abort(self, live: LiveRequest, status: Status, error: QuireError, now: float) -> None:
+        for sequence in live.sequences:
+            if sequence.is_done:
+                continue
+            sequence.is_done = True
+            sequence.completion.finish_reason = _REASONS[status]
+            if sequence.transcript is not None:
+                sequence.completion.text += sequence.transcript.finish().text
+            self._scheduler.leave(sequence, now, faulted=status is Status.FAILED)
+        self._end(live, status, error, now)
+
+    def _end(self, live: LiveRequest, status: Status, error: QuireError | None, now: float) -> None:
+        request = live.request
+        del self.live[request.id]
+        request.move_to(status, now)
+        request.metrics.finished_at = now
+        ended = self._stats.requests_ended
+        ended[status.value] = ended.get(status.value, 0) + 1
+        output = RequestOutput(
+            request_id=request.id,
+            prompt_token_ids=request.prompt,
+            completions=[sequence.completion for sequence in live.sequences],
+            metrics=request.metrics,
+            status=status,
+            prompt_logprobs=live.prompt_logprobs,
+            error=error,
+        )
+        self.events.append(Ended(request.id, output))

@@ -1,0 +1,427 @@
+"""Scheduler: decides which tokens of which sequences the next step computes.
+
+There is no prefill phase and no decode phase. Each sequence has tokens and a number of computed
+tokens, and catches up a chunk at a time. Running sequences that lack one token get it first; what
+is left of the step's token budget goes to prompts, key by key, a key's running and waiting ones in
+order of rank.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.core.config import EngineConfig
+from quire.core.errors import QuireError, RowFaultError
+from quire.core.plan import BlockCopy, Capacity, History, SequencePlan, StepPlan, Want
+from quire.core.request import Status, WaitReason
+from quire.engine.company import Company
+from quire.engine.fairness import RoundRobin, Shares, WaitingLines
+from quire.engine.pacing import Pacer, StepTimeModel
+from quire.engine.sequence import Sequence
+from quire.engine.stats import EngineStats
+from quire.kvcache import KVCache
+
+
+class Row(NamedTuple):
+    """A planned chunk and the sequence it belongs to."""
+
+    plan: SequencePlan
+    sequence: Sequence
+    epoch: int  # the sequence's when planned: a later one means it lost its blocks since
+    copies: tuple[BlockCopy, ...] = ()
+
+
+@dataclass(slots=True)
+class Step:
+    """A step being planned, then in flight."""
+
+    id: int
+    rows: list[Row] = field(default_factory=list)
+    num_tokens: int = 0
+    context: int = 0  # positions its rows attend to
+
+    def plan(self) -> StepPlan:
+        copies = tuple([copy for row in self.rows for copy in row.copies])
+        return StepPlan(self.id, tuple([row.plan for row in self.rows]), copies)
+
+
+class PromptLine:
+    """One key's prompts: running ones that lack tokens and waiting ones, by rank."""
+
+    def __init__(self, waiting: list[Sequence]) -> None:
+        self.running: list[Sequence] = []
+        self._waiting = waiting
+        self._next_running = 0
+        self.is_closed = False  # its waiting ones cannot be admitted in this step
+
+    def head(self) -> Sequence | None:
+        has_running = self._next_running < len(self.running)
+        first_running = self.running[self._next_running] if has_running else None
+        if self.is_closed or not self._waiting:
+            return first_running
+        first_waiting = self._waiting[0]
+        if first_running is None or first_waiting.rank < first_running.rank:
+            return first_waiting
+        return first_running
+
+    def advance(self) -> None:
+        self._next_running += 1
+
+    def admit(self, sequence: Sequence) -> None:
+        """The waiting head was admitted: it goes on as the running head."""
+        self.running.insert(self._next_running, sequence)
+
+
+class Scheduler:
+    def __init__(self, config: EngineConfig, capacity: Capacity, stats: EngineStats) -> None:
+        self.config = config
+        self.cache = KVCache(
+            capacity.num_blocks, capacity.block_size, prefix_reuse=config.prefix_reuse
+        )
+        self.model = StepTimeModel()
+        self.pacer = Pacer(config, self.model)
+        self.company = Company(config.batch_timeout_ms / 1000)
+        self.waiting = WaitingLines()
+        self.parked: set[Sequence] = set()  # their readers do not keep up
+        self.running: list[Sequence] = []  # by rank
+        self.max_batch_size = min(config.max_batch_size, capacity.max_batch_size)
+        self.max_step_tokens = min(config.max_step_tokens, capacity.max_step_tokens)
+        self.batch_limit = self.max_batch_size  # lowered while batches fail
+        self.token_limit = self.max_step_tokens  # lowered while memory is short
+        self.wake_at: float | None = None  # when waiting for company ends
+        self.casualties: list[tuple[Sequence, QuireError]] = []  # failed while being planned
+        self._turns = RoundRobin(config.key_weights)
+        self._shares = Shares(config.key_weights)
+        self._stats = stats
+        self._next_step_id = 1
+        self._now = 0.0
+
+    # ---- joining and leaving
+
+    def enqueue(self, sequence: Sequence, reason: WaitReason, now: float) -> None:
+        sequence.wait_for(reason, now)
+        self.waiting.push(self._key(sequence), sequence)
+
+    def join(self, sequence: Sequence) -> None:
+        """Put a sequence among the running and count the places it takes."""
+        sequence.is_running = True
+        insort(self.running, sequence, key=lambda running: running.rank)
+        self._shares.add(self._key(sequence), sequence.num_slots)
+
+    def _part(self, sequence: Sequence) -> None:
+        sequence.is_running = False
+        self.running.remove(sequence)
+        self._shares.add(self._key(sequence), -sequence.num_slots)
+
+    def release_slots(self, sequence: Sequence) -> None:
+        """Hand back the places a sequence reserved for its siblings."""
+        if sequence.is_running:
+            self._shares.add(self._key(sequence), 1 - sequence.num_slots)
+        sequence.num_slots = 1
+
+    def leave(self, sequence: Sequence, now: float, *, faulted: bool = False) -> None:
+        """Take an ended sequence out, wherever it stands, and free its blocks."""
+        if sequence.is_running:
+            self._part(sequence)
+        elif sequence in self.parked:
+            self.parked.remove(sequence)
+        else:
+            self.waiting.remove(self._key(sequence), sequence)
+        sequence.wait_for(None, now)
+        sequence.epoch += 1
+        if faulted:
+            self.cache.disown(sequence.hold)
+        else:
+            self.cache.close(sequence.hold)
+
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Take a running sequence's blocks; it is computed again when its turn comes."""
+        self._part(sequence)
+        self.restart(sequence)
+        sequence.request.metrics.num_preemptions += 1
+        self._stats.num_preemptions += 1
+        sequence.request.move_to(Status.PREEMPTED, now)
+        self.enqueue(sequence, WaitReason.PREEMPTED, now)
+
+    def restart(self, sequence: Sequence) -> None:
+        """Give a sequence's blocks back; what it computed counts no longer."""
+        self.cache.close(sequence.hold)
+        sequence.epoch += 1
+        sequence.num_computed = sequence.num_writable = 0
+
+    def park(self, sequence: Sequence, now: float) -> None:
+        """Keep a sequence off the machine until unpark; others take its place."""
+        if sequence.is_running:
+            self.preempt(sequence, now)
+        self.waiting.remove(self._key(sequence), sequence)
+        sequence.wait_for(WaitReason.UNREAD, now)
+        self.parked.add(sequence)
+
+    def unpark(self, sequence: Sequence, now: float) -> None:
+        self.parked.remove(sequence)
+        self.enqueue(sequence, WaitReason.QUEUED, now)
+
+    def _key(self, sequence: Sequence) -> str:
+        return sequence.request.key if self.config.fairness else ""
+
+    # ---- the step
+
+    def schedule(self, now: float, *, is_idle: bool) -> Step | None:
+        """Plan a step, or None when nothing can be planned now (see wake_at)."""
+        self._now = now
+        self.wake_at = None
+        if is_idle and self._waits_for_company():
+            return None
+        if self.config.fairness and self.waiting:
+            self._make_room()
+        step = Step(self._next_step_id)
+        prompts = self._plan_decodes(step)
+        if prompts or self.waiting:
+            self._plan_prompts(step, prompts)
+        if is_idle and not step.rows:
+            self._force_progress(step)
+        if not step.rows:
+            return None
+        self._next_step_id += 1
+        return step
+
+    def new_step_id(self) -> int:
+        """An id for a step made of parts of another."""
+        self._next_step_id += 1
+        return self._next_step_id - 1
+
+    def _waits_for_company(self) -> bool:
+        if self.running or not self.waiting:
+            return False
+        sequences = list(self.waiting)
+        if sum(sequence.num_slots for sequence in sequences) >= self.batch_limit:
+            return False
+        oldest = min(sequence.request.metrics.arrived_at for sequence in sequences)
+        self.wake_at = self.company.wait_until(self._now, oldest)
+        if self.wake_at is None:
+            return False
+        for sequence in sequences:
+            sequence.wait_for(WaitReason.COMPANY, self._now)
+        return True
+
+    def _plan_decodes(self, step: Step) -> list[Sequence]:
+        """One token for each running sequence that lacks one; returns those that lack more."""
+        prompts: list[Sequence] = []
+        limit = min(self.batch_limit, self.token_limit)
+        place = 0
+        while place < len(self.running):
+            sequence = self.running[place]
+            place += 1
+            if place > limit:
+                sequence.wait_for(WaitReason.DEGRADED, self._now)
+                continue
+            num_remaining = len(sequence.tokens) + sequence.num_pending - sequence.num_computed
+            if num_remaining == 0 or not sequence.is_plannable:
+                continue
+            if num_remaining > 1:
+                prompts.append(sequence)
+                continue
+            while not self._plan_row(step, sequence, 1):
+                victim = self.running[-1]
+                self.preempt(victim, self._now)
+                if victim is sequence:
+                    break
+        return [sequence for sequence in prompts if sequence.is_running]
+
+    def _plan_row(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
+        """Add a chunk of the sequence to the step; False if there are no blocks for it."""
+        start = sequence.num_computed
+        end = start + num_tokens
+        copies: tuple[BlockCopy, ...] = ()
+        if end > sequence.num_writable:
+            found = self.cache.extend(sequence.hold, start, end)
+            if found is None:
+                return False
+            copies = tuple(found)
+            sequence.num_writable = len(sequence.hold.blocks) * self.cache.block_size
+        known = len(sequence.tokens)
+        is_last = end == known + sequence.num_pending
+        row = SequencePlan(
+            sequence.id,
+            start,
+            tuple(sequence.tokens[start:end]),
+            sequence.last_step if end > known else None,
+            sequence.hold.table,
+            Want.SAMPLE if is_last else Want.NOTHING,
+            sequence.sampling if is_last else None,
+            end - len(sequence.live.request.prompt) if is_last else 0,
+        )
+        if sequence.is_special:
+            row = self._add_extras(row, sequence)
+        step.rows.append(Row(row, sequence, sequence.epoch, copies))
+        step.num_tokens += num_tokens
+        step.context += end
+        sequence.num_computed = end
+        if is_last:
+            sequence.num_pending += 1
+            sequence.last_step = step.id
+        if sequence.wait_reason is not None:
+            sequence.wait_for(None, self._now)
+        return True
+
+    def _add_extras(self, row: SequencePlan, sequence: Sequence) -> SequencePlan:
+        """What only some rows carry: history for penalties, a mask, prompt tokens to score."""
+        prompt = sequence.request.prompt
+        params = sequence.request.params
+        if row.sampling is not None and params.needs_history:
+            completion = tuple(sequence.tokens[len(prompt) :])
+            row = row._replace(history=History(prompt, completion))
+        if row.sampling is not None and sequence.grammar is not None:
+            try:
+                row = row._replace(allowed=sequence.grammar.allowed())
+            except Exception as error:
+                fault = RowFaultError(f"the grammar failed: {error}")
+                self.casualties.append((sequence, fault))
+        if sequence.live.prompt_logprobs is not None and sequence.sampling.index == 0:
+            row = row._replace(prompt_targets=prompt[row.start + 1 : row.end + 1])
+        return row
+
+    # ---- prompts
+
+    def _plan_prompts(self, step: Step, prompts: list[Sequence]) -> None:
+        """Share what is left of the step's budget among prompts, taking turns between keys."""
+        paced = self.pacer.step_tokens(len(step.rows), step.context)
+        budget = min(self.token_limit, paced) - step.num_tokens
+        if budget <= 0:
+            return
+        lines = {key: PromptLine(self.waiting.line(key)) for key in self.waiting.keys}
+        for sequence in prompts:
+            key = self._key(sequence)
+            lines.setdefault(key, PromptLine(self.waiting.line(key))).running.append(sequence)
+        self._turns.keep(lines)
+        for sequence, num_tokens in self._share_out(lines, budget, step).items():
+            self._plan_chunk(step, sequence, num_tokens)
+
+    def _share_out(
+        self, lines: dict[str, PromptLine], budget: int, step: Step
+    ) -> dict[Sequence, int]:
+        """Deficit round robin: who gets how many tokens; admits waiting sequences on the way."""
+        grants: dict[Sequence, int] = {}
+        open_keys = set(lines)
+        while budget > 0 and open_keys:
+            key, credit = self._turns.next_turn()
+            if key not in open_keys:
+                continue
+            line = lines[key]
+            while budget > 0 and credit > 0:
+                sequence = line.head()
+                if sequence is None:
+                    open_keys.discard(key)
+                    break
+                if not sequence.is_running:
+                    if self._refuses(sequence):
+                        line.is_closed = True
+                        continue
+                    self._admit(sequence)
+                    line.admit(sequence)
+                if sequence not in grants:
+                    budget -= self.pacer.row_tokens(sequence.num_computed)
+                wanted = sequence.num_remaining - grants.get(sequence, 0)
+                grant = min(wanted, credit, max(1, budget))
+                if not self.config.chunking:
+                    grant = wanted
+                    if wanted > budget and (grants or step.rows):
+                        return grants
+                grants[sequence] = grants.get(sequence, 0) + grant
+                budget -= grant
+                credit -= grant
+                self._turns.spend(key, grant)
+                if grant == wanted:
+                    line.advance()
+        return grants
+
+    def _refuses(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence cannot join now; it then waits for the reason found."""
+        reason = self._obstacle(sequence)
+        if reason is not None and sequence.wait_reason is not WaitReason.PREEMPTED:
+            sequence.wait_for(reason, self._now)
+        return reason is not None
+
+    def _obstacle(self, sequence: Sequence) -> WaitReason | None:
+        if sequence.num_pending:
+            return WaitReason.PREEMPTED  # its last sample is still on its way
+        if self.running:
+            num_slots = self._shares.total + sequence.num_slots
+            if num_slots > self.batch_limit:
+                is_full = self.batch_limit == self.max_batch_size
+                return WaitReason.BATCH_FULL if is_full else WaitReason.DEGRADED
+            if not self.pacer.admits(num_slots, self._expected_context(sequence)):
+                return WaitReason.PACING
+        room = self.cache.pool.num_free - len(self.running)  # each running one may want a block
+        if self.cache.cost(sequence.hold, sequence.tokens) > room:
+            return WaitReason.NO_BLOCKS
+        return None
+
+    def _expected_context(self, newcomer: Sequence) -> int:
+        """The context of the batch once it has grown half way to what its requests ask for."""
+        total = 0
+        for sequence in (*self.running, newcomer):
+            params = sequence.request.params
+            total += len(sequence.tokens)
+            total += (params.max_tokens - len(sequence.completion.token_ids)) // 2
+        return total
+
+    def _admit(self, sequence: Sequence) -> None:
+        self.waiting.remove(self._key(sequence), sequence)
+        num_found = self.cache.match_prefix(sequence.hold, sequence.tokens)
+        sequence.num_computed = min(num_found, len(sequence.tokens) - 1)
+        sequence.num_writable = 0
+        sequence.wait_for(None, self._now)
+        request = sequence.request
+        request.move_to(Status.RUNNING, self._now)
+        if request.metrics.started_at is None:
+            request.metrics.started_at = self._now
+            request.metrics.num_cached_tokens = sequence.num_computed
+            self._stats.prefix_queries += len(sequence.tokens)
+            self._stats.prefix_hits += sequence.num_computed
+        self.join(sequence)
+
+    def _plan_chunk(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
+        """Plan a prompt's chunk, or as much of it as there are blocks for."""
+        while num_tokens > 0 and not self._plan_row(step, sequence, num_tokens):
+            if not self.config.chunking:
+                return
+            num_tokens //= 2
+
+    # ---- making room
+
+    def _make_room(self) -> None:
+        """Let keys below their fair share of the batch displace sequences of keys above theirs."""
+        for key in self.waiting.keys:
+            head = self.waiting.line(key)[0]
+            while (reason := self._obstacle(head)) is not None:
+                if reason is WaitReason.PREEMPTED or not self._displace_for(head):
+                    break
+
+    def _displace_for(self, newcomer: Sequence) -> bool:
+        key = self._key(newcomer)
+        wanting = self.waiting.keys
+        num_slots = min(self.batch_limit, max(1, self._shares.total))
+        claimed = self._shares.held.get(key, 0) + newcomer.num_slots
+        if claimed > self._shares.fair(key, wanting, num_slots):
+            return False
+        victim_key = self._shares.most_over(wanting, num_slots)
+        if victim_key is None or victim_key == key:
+            return False
+        victim = next(s for s in reversed(self.running) if self._key(s) == victim_key)
+        self.preempt(victim, self._now)
+        return True
+
+    def _force_progress(self, step: Step) -> None:
+        """Every running sequence lacks blocks: the first takes them from the last."""
+        for sequence in list(self.running):
+            if not sequence.is_running or not sequence.is_plannable:
+                continue
+            num_tokens = sequence.num_remaining
+            if self.config.chunking:
+                num_tokens = min(num_tokens, self.token_limit)
+            while num_tokens and not self._plan_row(step, sequence, num_tokens):
+                if self.running[-1] is sequence:
+                    return
+                self.preempt(self.running[-1], self._now)
+            return

@@ -1,0 +1,91 @@
+"""Sequence: one line of tokens of a live request, and how far it has been computed.
+
+    tokens          prompt ................ completion ....
+    known           ├──────────────────────────────────────┤   len(tokens)
+    computed        ├───────────────────────────┤              planned or done
+    pending                                                ├┤  sampled by steps not collected yet
+
+A sequence can be planned while its computed tokens are fewer than known + pending.
+"""
+
+from dataclasses import dataclass, field
+
+from quire.core.plan import Sampling, TokenLogprob
+from quire.core.request import Completion, Request, WaitReason
+from quire.engine.output import Grammar, Transcript
+from quire.kvcache import SequenceBlocks
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request the engine is working on, with its sequences."""
+
+    request: Request
+    wants_pieces: bool
+    sequences: list["Sequence"] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
+    is_paused: bool = False
+
+    @property
+    def num_open(self) -> int:
+        return sum(not sequence.is_done for sequence in self.sequences)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one sequence. `rank` orders it among all: lower is more important."""
+
+    id: int
+    live: LiveRequest
+    sampling: Sampling
+    completion: Completion
+    tokens: list[int]
+    hold: SequenceBlocks
+    rank: tuple[float, int]
+    transcript: Transcript | None = None
+    grammar: Grammar | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    num_slots: int = 1  # places in the batch it takes or reserves for its siblings
+    num_computed: int = 0
+    num_pending: int = 0
+    num_writable: int = 0  # positions its blocks hold that it may write without asking the cache
+    last_step: int = 0  # the step that samples its pending token
+    epoch: int = 0  # moves when its blocks are taken away
+    is_done: bool = False
+    is_running: bool = False
+    is_special: bool = False  # its rows carry more than tokens: history, a mask, prompt scores
+    wait_reason: WaitReason | None = None
+    wait_since: float = 0.0
+
+    @property
+    def request(self) -> Request:
+        return self.live.request
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.live.request.prompt)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens, known or pending, that no step has been planned for."""
+        return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
+    def is_plannable(self) -> bool:
+        """Whether a further step makes sense before the ones in flight are collected."""
+        if self.num_pending == 0:
+            return True
+        if self.grammar is not None:
+            return False
+        num_sampled = len(self.completion.token_ids) + self.num_pending
+        return num_sampled < self.request.params.max_tokens
+
+    def wait_for(self, reason: WaitReason | None, now: float) -> None:
+        """Book the time waited so far under its reason, and go on waiting for another."""
+        if self.wait_reason is reason:
+            return
+        if self.wait_reason is not None:
+            waited = self.live.request.metrics.waited_for
+            waited[self.wait_reason] = waited.get(self.wait_reason, 0.0) + now - self.wait_since
+        self.wait_reason = reason
+        self.wait_since = now

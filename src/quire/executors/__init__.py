@@ -1,0 +1,1 @@
+"""What runs plans: one small protocol, and the machinery behind it."""

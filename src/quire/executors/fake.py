@@ -1,0 +1,227 @@
+"""FakeExecutor: a model made of hashes, for tests of everything above an executor.
+
+It keeps tokens in block slots and derives each next token by hashing what it reads through the
+block table, so that a block given to two sequences, freed too early or copied too late changes the
+output. Time is virtual, and faults can be put in: rows that yield NaN, steps that raise, hang or
+run out of memory.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from math import log
+
+from quire.core.clock import VirtualClock
+from quire.core.errors import (
+    ExecutorError,
+    ExecutorMemoryError,
+    StepCancelledError,
+    StepTimeoutError,
+)
+from quire.core.plan import (
+    Capacity,
+    SequencePlan,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+    Want,
+    allows,
+)
+from quire.core.randomness import draw_bits
+from quire.executors.token_store import TokenStore
+
+_STEPS_REMEMBERED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Virtual seconds of a step: a + b·tokens + c·context, context counted once a row."""
+
+    a: float = 0.010
+    b: float = 0.0001
+    c: float = 0.0
+
+    def seconds(self, plan: StepPlan) -> float:
+        tokens = sum(row.num_new_tokens for row in plan.sequences)
+        context = sum(row.end for row in plan.sequences)
+        return self.a + self.b * tokens + self.c * context
+
+
+def _never(_row: SequencePlan) -> bool:
+    return False
+
+
+@dataclass(slots=True)
+class Faults:
+    """What goes wrong: each is asked about every row (by its plan) of every step."""
+
+    nan: Callable[[SequencePlan], bool] = _never
+    raises: Callable[[SequencePlan], bool] = _never
+    no_memory: Callable[[SequencePlan], bool] = _never
+    hangs: Callable[[SequencePlan], bool] = _never
+    heeds_cancel: bool = True
+    no_memory_above: int | None = None  # tokens a step
+
+
+@dataclass(slots=True)
+class _Running:
+    """A submitted step. `done_at` None: it hangs."""
+
+    plan: StepPlan
+    started_at: float
+    done_at: float | None
+    is_cancelled: bool = False
+
+
+@dataclass(slots=True)
+class FakeExecutor:
+    """Deterministic, instant, and in the way of a real one: see the module's first lines."""
+
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    num_blocks: int = 256
+    block_size: int = 16
+    max_context: int = 4096
+    vocabulary_size: int = 1000
+    max_batch_size: int = 1024
+    max_step_tokens: int = 65536
+    cost: StepCost = field(default_factory=StepCost)
+    faults: Faults = field(default_factory=Faults)
+    is_warm: bool = False
+    is_closed: bool = False
+    plans: list[StepPlan] = field(default_factory=list)  # every plan, where keep_plans is set
+    keep_plans: bool = False
+    _store: TokenStore = field(init=False)
+    _free_at: float = field(init=False, default=0.0)
+    _samples: OrderedDict[int, dict[int, int]] = field(init=False, default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._store = TokenStore(self.num_blocks, self.block_size)
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_context=self.max_context,
+            vocabulary_size=self.vocabulary_size,
+            max_batch_size=self.max_batch_size,
+            max_step_tokens=self.max_step_tokens,
+        )
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        return {"kv": self._store.num_bytes}
+
+    def warm_up(self) -> None:
+        self.is_warm = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def submit(self, plan: StepPlan) -> _Running:
+        if self.keep_plans:
+            self.plans.append(plan)
+        started_at = max(self.clock.now(), self._free_at)
+        if any(self.faults.hangs(row) for row in plan.sequences):
+            return _Running(plan, started_at, None)
+        self._free_at = started_at + self.cost.seconds(plan)
+        return _Running(plan, started_at, self._free_at)
+
+    def cancel(self, ticket: _Running) -> None:
+        ticket.is_cancelled = True
+
+    def collect(self, ticket: _Running, timeout_s: float | None = None) -> StepResult:
+        if ticket.is_cancelled and self.faults.heeds_cancel:
+            raise StepCancelledError(f"step {ticket.plan.step_id} was cancelled")
+        if ticket.done_at is None:
+            if timeout_s is None:
+                raise AssertionError("the step hangs and nobody set a timeout")
+            self.clock.sleep(timeout_s)
+            raise StepTimeoutError(f"step {ticket.plan.step_id} took over {timeout_s} s")
+        self.clock.advance_to(ticket.done_at)
+        self._raise_faults(ticket.plan)
+        for copy in ticket.plan.copies:
+            self._store.copy(copy.source, copy.target)
+        rows = self._rows(ticket.plan)
+        elapsed = ticket.done_at - ticket.started_at
+        return StepResult(ticket.plan.step_id, ticket.started_at, elapsed, rows)
+
+    def _raise_faults(self, plan: StepPlan) -> None:
+        if any(self.faults.raises(row) for row in plan.sequences):
+            raise ExecutorError(f"step {plan.step_id} raised")
+        tokens = sum(row.num_new_tokens for row in plan.sequences)
+        limit = self.faults.no_memory_above
+        if any(self.faults.no_memory(row) for row in plan.sequences) or (
+            limit is not None and tokens > limit
+        ):
+            raise ExecutorMemoryError(f"step {plan.step_id} of {tokens} tokens: out of memory")
+
+    def _rows(self, plan: StepPlan) -> tuple[SequenceResult, ...]:
+        samples: dict[int, int] = {}
+        self._samples[plan.step_id] = samples
+        while len(self._samples) > _STEPS_REMEMBERED:
+            self._samples.popitem(last=False)
+        results = []
+        for row in plan.sequences:
+            result = self._row(row)
+            if result.token is not None:
+                samples[row.sequence_id] = result.token
+            results.append(result)
+        return tuple(results)
+
+    def _row(self, row: SequencePlan) -> SequenceResult:
+        tokens = row.tokens
+        if row.follows is not None:
+            tokens = (*tokens, self._samples[row.follows][row.sequence_id])
+        self._store.write(row.block_table, row.start, tokens)
+        scores = self._prompt_scores(row)
+        if self.faults.nan(row):
+            return SequenceResult(row.sequence_id, fault="the logits are NaN")
+        if row.want is Want.NOTHING:
+            return SequenceResult(row.sequence_id, prompt_logprobs=scores)
+        if row.want is not Want.SAMPLE:
+            return SequenceResult(row.sequence_id, fault=f"{row.want.name} is not faked")
+        digest = self._digest(row, row.end)
+        token = self._choose(row, digest, tokens)
+        if token is None:
+            return SequenceResult(row.sequence_id, fault="the mask allows no token")
+        assert row.sampling is not None
+        logprob = None
+        if row.sampling.params.logprobs is not None:
+            logprob = self._score(digest, token, row.sampling.params.logprobs)
+        return SequenceResult(row.sequence_id, token, logprob, scores)
+
+    def _digest(self, row: SequencePlan, end: int) -> int:
+        """A number that every token up to `end` changes, read through the block table."""
+        context = self._store.read(row.block_table, end)
+        return int.from_bytes(blake2b(context.tobytes(), digest_size=8).digest(), "little")
+
+    def _choose(self, row: SequencePlan, digest: int, tokens: tuple[int, ...]) -> int | None:
+        sampling = row.sampling
+        assert sampling is not None, "a sample was wanted without saying how"
+        if not sampling.params.is_greedy:
+            digest ^= draw_bits(sampling.seed, sampling.index, row.completion_position)
+        if row.history is not None:
+            digest ^= hash((row.history.prompt, row.history.completion + tokens[-1:]))
+        banned: Iterable[int] = ()
+        if row.completion_position < sampling.params.min_tokens:
+            banned = sampling.end_token_ids
+        for attempt in range(self.vocabulary_size):
+            token = (digest + attempt) % self.vocabulary_size
+            if token not in banned and (row.allowed is None or allows(row.allowed, token)):
+                return token
+        return None
+
+    def _score(self, digest: int, token: int, num_top: int) -> TokenLogprob:
+        """Made-up log-probabilities, a function of the context alone."""
+        chance = (digest % 997 + 1) / 998
+        top = tuple(((token + i) % self.vocabulary_size, log(chance) - i) for i in range(num_top))
+        return TokenLogprob(token, log(chance), 1, top)
+
+    def _prompt_scores(self, row: SequencePlan) -> tuple[TokenLogprob, ...]:
+        return tuple(
+            self._score(self._digest(row, row.start + 1 + i), target, 0)
+            for i, target in enumerate(row.prompt_targets)
+        )
