@@ -65,6 +65,13 @@ class SequencePlan(NamedTuple):
         """One past the last new position."""
         return self.start + self.num_new_tokens
 
+    def resolved(self, sampled: int) -> "SequencePlan":
+        """The same row once the sample it follows is known."""
+        history = self.history
+        if history is not None:
+            history = history._replace(completion=(*history.completion, sampled))
+        return self._replace(tokens=(*self.tokens, sampled), follows=None, history=history)
+
 
 class BlockCopy(NamedTuple):
     """Copy a whole block of keys and values before the step's rows are computed."""

@@ -193,6 +193,10 @@ class Engine:
         if self._flights and (step is None or len(self._flights) > self.config.plan_ahead):
             host_s += self._complete(self._flights.popleft())
         self.stats.host_seconds.add(host_s)
+        return self.take_events()
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last step, such as cancellations."""
         events, self._lifecycle.events = self._lifecycle.events, []
         return events
 
@@ -370,13 +374,19 @@ class Engine:
 
     def _give_up(self) -> None:
         """The executor is beyond reach: end every request with an error that says so."""
+        waited = (self.config.step_timeout_s or 0.0) + self.config.step_grace_s
+        self._fail_all(ExecutorError(f"the executor did not answer within {waited:g} s"))
+
+    def fail_all(self, error: ExecutorError) -> list[Event]:
+        """Give up: end every request with this error; the engine takes no more."""
+        self._fail_all(error)
+        return self.take_events()
+
+    def _fail_all(self, error: ExecutorError) -> None:
         self._is_stuck = True
         self._flights.clear()
-        now = self.clock.now()
-        waited = (self.config.step_timeout_s or 0.0) + self.config.step_grace_s
         for live in list(self._lifecycle.live.values()):
-            error = ExecutorError(f"the executor did not answer within {waited:g} s")
-            self._lifecycle.fail(live, error, now)
+            self._lifecycle.fail(live, error, self.clock.now())
 
     # ---- looking at it
 

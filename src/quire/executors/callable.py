@@ -67,10 +67,11 @@ class CallableExecutor:
         started_at = self._clock.now()
         for copy in plan.copies:
             self._store.copy(copy.source, copy.target)
-        for row in plan.sequences:
-            self._write(row)
-        wanted = [row for row in plan.sequences if row.want is not Want.NOTHING]
-        results = {row.sequence_id: SequenceResult(row.sequence_id) for row in plan.sequences}
+        rows = [self._resolved(row) for row in plan.sequences]
+        for row in rows:
+            self._store.write(row.block_table, row.start, row.tokens)
+        wanted = [row for row in rows if row.want is not Want.NOTHING]
+        results = {row.sequence_id: SequenceResult(row.sequence_id) for row in rows}
         padding = 0
         if wanted:
             tokens, mask = self._padded(wanted)
@@ -87,11 +88,8 @@ class CallableExecutor:
         elapsed = self._clock.now() - started_at
         return StepResult(plan.step_id, started_at, elapsed, tuple(results.values()), padding)
 
-    def _write(self, row: SequencePlan) -> None:
-        tokens = row.tokens
-        if row.follows is not None:
-            tokens = (*tokens, self._samples[row.sequence_id])
-        self._store.write(row.block_table, row.start, tokens)
+    def _resolved(self, row: SequencePlan) -> SequencePlan:
+        return row if row.follows is None else row.resolved(self._samples[row.sequence_id])
 
     def _padded(self, rows: Sequence[SequencePlan]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The rows' whole sequences, aligned on the right; the mask is true on real tokens."""

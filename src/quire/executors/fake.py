@@ -172,10 +172,9 @@ class FakeExecutor:
         return tuple(results)
 
     def _row(self, row: SequencePlan) -> SequenceResult:
-        tokens = row.tokens
         if row.follows is not None:
-            tokens = (*tokens, self._samples[row.follows][row.sequence_id])
-        self._store.write(row.block_table, row.start, tokens)
+            row = row.resolved(self._samples[row.follows][row.sequence_id])
+        self._store.write(row.block_table, row.start, row.tokens)
         scores = self._prompt_scores(row)
         if self.faults.nan(row):
             return SequenceResult(row.sequence_id, fault="the logits are NaN")
@@ -184,7 +183,7 @@ class FakeExecutor:
         if row.want is not Want.SAMPLE:
             return SequenceResult(row.sequence_id, fault=f"{row.want.name} is not faked")
         digest = self._digest(row, row.end)
-        token = self._choose(row, digest, tokens)
+        token = self._choose(row, digest)
         if token is None:
             return SequenceResult(row.sequence_id, fault="the mask allows no token")
         assert row.sampling is not None
@@ -198,13 +197,13 @@ class FakeExecutor:
         context = self._store.read(row.block_table, end)
         return int.from_bytes(blake2b(context.tobytes(), digest_size=8).digest(), "little")
 
-    def _choose(self, row: SequencePlan, digest: int, tokens: tuple[int, ...]) -> int | None:
+    def _choose(self, row: SequencePlan, digest: int) -> int | None:
         sampling = row.sampling
         assert sampling is not None, "a sample was wanted without saying how"
         if not sampling.params.is_greedy:
             digest ^= draw_bits(sampling.seed, sampling.index, row.completion_position)
         if row.history is not None:
-            digest ^= hash((row.history.prompt, row.history.completion + tokens[-1:]))
+            digest ^= hash(row.history)
         banned: Iterable[int] = ()
         if row.completion_position < sampling.params.min_tokens:
             banned = sampling.end_token_ids

@@ -35,7 +35,10 @@ def sample(
     """Choose the token at a completion position; RowFaultError where there is none to choose."""
     if not np.isfinite(logits).all():
         raise RowFaultError("the logits are not finite")
-    scores = _adjusted(logits, sampling, completion_position, history, allowed)
+    try:
+        scores = _adjusted(logits, sampling, completion_position, history, allowed)
+    except IndexError as error:
+        raise RowFaultError(f"a token id is beyond the {len(logits)} logits") from error
     if scores.max() == -np.inf:
         raise RowFaultError("the mask allows no token")
     params = sampling.params
@@ -53,7 +56,7 @@ def score(logits: Logits, token: int, num_top: int) -> TokenLogprob:
     """A token's log-probability under the logits, with the likeliest `num_top` beside it."""
     shifted = logits.astype(np.float64) - float(logits.max())
     logprobs = shifted - np.log(np.exp(shifted).sum())
-    likeliest = np.lexsort((np.arange(len(logprobs)), -logprobs))[:num_top] if num_top else []
+    likeliest = np.argsort(-logprobs, kind="stable")[:num_top] if num_top else np.empty(0, np.int64)
     return TokenLogprob(
         token,
         float(logprobs[token]),
@@ -85,7 +88,7 @@ def _adjusted(
 
 def _mask(allowed: bytes, vocabulary_size: int) -> NDArray[np.bool_]:
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")
-    mask = np.zeros(vocabulary_size, np.bool_)
+    mask: NDArray[np.bool_] = np.zeros(vocabulary_size, np.bool_)
     count = min(vocabulary_size, len(bits))
     mask[:count] = bits[:count] != 0
     return mask
@@ -108,7 +111,7 @@ def _weights(scores: Logits, params: SamplingParams) -> NDArray[np.uint64]:
     """Integer weights of the tokens that may be drawn; 0 for the others."""
     scaled = scores / np.float32(params.temperature)
     likelihood = np.exp((scaled - scaled.max()).astype(np.float64))
-    weights = np.floor(likelihood * _WEIGHT_ONE).astype(np.uint64)
+    weights: NDArray[np.uint64] = np.floor(likelihood * _WEIGHT_ONE).astype(np.uint64)
     if params.min_p > 0.0:
         weights[likelihood < params.min_p] = 0
     if params.top_k or params.top_p < 1.0:

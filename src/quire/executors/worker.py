@@ -1,7 +1,8 @@
 """StepWorker: runs an executor's steps in order on a thread of their own.
 
-It is what makes a plain function of a plan two-phase: the engine plans on while the thread computes,
-a step that takes too long is reported instead of waited for, and its cancel flag is within reach.
+It is what makes a plain function of a plan two-phase: the engine plans on while the thread
+computes, a step that takes too long is reported instead of waited for, and its cancel flag is
+within reach.
 """
 
 import threading

@@ -1,0 +1,131 @@
+"""BatchProcessor: the same engine over a forward function that the user brings."""
+
+import asyncio
+import inspect
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError, ExecutorError, RequestError
+from quire.core.plan import Capacity
+from quire.core.request import RequestOutput
+from quire.core.sampling import SamplingParams
+from quire.engine.aio import AsyncEngine
+from quire.engine.engine import Engine
+from quire.engine.stats import Snapshot
+from quire.executors.callable import CallableExecutor, Forward
+
+_BLOCK_SIZE = 16
+_ANY_VOCABULARY = 2**31 - 1
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+class BatchProcessor:
+    """Dynamic batching for any `forward(tokens [B, T], mask [B, T]) -> logits [B, V]`.
+
+    Requests that arrive together run together: `forward`, a plain or an async function, gets their
+    tokens padded on the left with `pad_token`, a mask that is true on the real ones, and returns
+    the logits after each row's last token. It is called from one thread at a time (an async one on the
+    caller's event loop). A batch that fails is run again in halves until the culprit stands alone.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        max_batch_size: int = 8,
+        batch_timeout_ms: float = 20.0,
+        pad_token: int = 0,
+        vocabulary_size: int | None = None,
+        max_context: int = 4096,
+        end_token_ids: Iterable[int] = (),
+        step_timeout_s: float | None = 120.0,
+    ) -> None:
+        if not callable(forward):
+            raise ConfigError(f"forward must be a function of (tokens, mask), got {forward!r}")
+        config = EngineConfig(
+            max_batch_size=max_batch_size,
+            max_step_tokens=max_batch_size * max_context,
+            batch_timeout_ms=batch_timeout_ms,
+            step_timeout_s=step_timeout_s,
+            prefix_reuse=False,  # the function sees whole sequences: nothing is saved
+            plan_ahead=False,  # nor should it see rows that turn out not to be needed
+        )
+        self._forward = forward
+        self._loop: asyncio.AbstractEventLoop | None = None
+        executor = CallableExecutor(
+            self._call,
+            Capacity(
+                num_blocks=max_batch_size * -(-max_context // _BLOCK_SIZE),
+                block_size=_BLOCK_SIZE,
+                max_context=max_context,
+                vocabulary_size=vocabulary_size or _ANY_VOCABULARY,
+                max_batch_size=max_batch_size,
+                max_step_tokens=max_batch_size * max_context,
+            ),
+            pad_token=pad_token,
+            checks_vocabulary=vocabulary_size is not None,
+        )
+        self._engine = AsyncEngine(Engine(executor, config, end_token_ids=end_token_ids))
+
+    async def process_request(
+        self, prompt: Iterable[int], params: SamplingParams = _GREEDY, **options: Any
+    ) -> int:
+        """The one token after the prompt: greedy, or as the params say."""
+        return (await self.generate(prompt, _one_token(params), **options))[0]
+
+    async def generate(
+        self, prompt: Iterable[int], params: SamplingParams | None = None, **options: Any
+    ) -> list[int]:
+        """The completion's tokens; options as for Engine.add_request (key, priority, timeout_s)."""
+        output = await self.complete(prompt, params, **options)
+        if output.error is not None:
+            raise output.error
+        return output.token_ids
+
+    async def complete(
+        self, prompt: Iterable[int], params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """All that is known of the finished request: completions, log-probabilities, metrics."""
+        if params is not None and params.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs needs logits at every prompt position; forward gives the last"
+            )
+        self._loop = asyncio.get_running_loop()
+        return await self._engine.generate(prompt, params, **options)
+
+    def _call(self, tokens: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
+        """On the executor's thread; an async forward runs on its callers' event loop."""
+        returned = self._forward(tokens, mask)
+        if not inspect.isawaitable(returned):
+            return returned
+        if self._loop is None or self._loop.is_closed():
+            raise ExecutorError("the event loop of the async forward function is closed")
+        return asyncio.run_coroutine_threadsafe(_awaited(returned), self._loop).result()
+
+    def snapshot(self) -> Snapshot:
+        """What runs, what waits and why, with the counters since the start."""
+        return self._engine.engine.snapshot()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    async def __aenter__(self) -> "BatchProcessor":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+async def _awaited(returned: Any) -> Any:
+    return await returned
+
+
+def _one_token(params: SamplingParams) -> SamplingParams:
+    if params.max_tokens == 1:
+        return params
+    return replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))

@@ -1,0 +1,258 @@
+"""AsyncEngine: the engine on a thread of its own, requests and streams on the event loop.
+
+Commands go to the thread through an inbox that is looked at between steps; events come back
+through the loop. The thread is woken at the end of the loop's turn, so that all arrivals of one
+turn meet in one batch.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from quire.core.errors import ExecutorError
+from quire.core.request import Ended, Event, Piece, Request, RequestOutput
+from quire.core.sampling import SamplingParams
+from quire.engine.engine import Engine, Health
+
+Command = Callable[[], object]
+
+
+class Stream:
+    """One request's pieces as they come; reading slowly pauses the request, leaving cancels it."""
+
+    def __init__(self, owner: "AsyncEngine", loop: asyncio.AbstractEventLoop) -> None:
+        self.request: Request
+        self._owner = owner
+        self.loop = loop
+        self._pieces: deque[Piece] = deque()
+        self._num_unread = 0
+        self._is_paused = False
+        self._output: RequestOutput | None = None
+        self._news = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The pieces, once; raises the request's error where it ended with one."""
+        try:
+            while (piece := await self._next()) is not None:
+                yield piece
+        finally:
+            self.cancel()
+        if self._output is not None and self._output.error is not None:
+            raise self._output.error
+
+    async def _next(self) -> Piece | None:
+        while not self._pieces and self._output is None:
+            self._news.clear()
+            await self._news.wait()
+        if not self._pieces:
+            return None
+        piece = self._pieces.popleft()
+        self._num_unread -= len(piece.token_ids)
+        if self._is_paused and self._num_unread <= self._owner.max_unread_tokens // 2:
+            self._is_paused = False
+            self._owner.post(lambda: self._owner.engine.resume(self.request.id))
+        return piece
+
+    async def output(self) -> RequestOutput:
+        """Wait for the end, whatever it is; pieces need not be read."""
+        try:
+            while self._output is None:
+                self._drop_pieces()
+                self._news.clear()
+                await self._news.wait()
+        finally:
+            self.cancel()
+        return self._output
+
+    def _drop_pieces(self) -> None:
+        self._pieces.clear()
+        self._num_unread = 0
+        if self._is_paused:
+            self._is_paused = False
+            self._owner.post(lambda: self._owner.engine.resume(self.request.id))
+
+    def cancel(self) -> None:
+        """End the request; nothing happens if it has ended."""
+        if self._output is None:
+            self._owner.post(lambda: self._owner.engine.cancel(self.request.id))
+
+    def receive(self, event: Event) -> None:
+        """On the event loop: take what the engine reports."""
+        if isinstance(event, Ended):
+            self._output = event.output
+        else:
+            self._pieces.append(event)
+            self._num_unread += len(event.token_ids)
+            if self._num_unread > self._owner.max_unread_tokens and not self._is_paused:
+                self._is_paused = True
+                self._owner.post(lambda: self._owner.engine.pause(self.request.id))
+        self._news.set()
+
+
+class AsyncEngine:
+    """For one or more event loops; `on_stuck` is called if the executor stops answering."""
+
+    def __init__(self, engine: Engine, on_stuck: Callable[[], None] | None = None) -> None:
+        self.engine = engine
+        self.max_unread_tokens = engine.config.max_unread_tokens
+        self._on_stuck = on_stuck
+        self._inbox: deque[Command] = deque()
+        self._wake = threading.Event()
+        self._streams: dict[str, Stream] = {}  # the thread's alone
+        self._idle_waiters: list[Future[None]] = []  # likewise
+        self._thread: threading.Thread | None = None
+        self._loops_to_wake: set[asyncio.AbstractEventLoop] = set()
+        self._is_closed = False
+
+    # ---- on the event loop
+
+    async def submit(
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = True,
+        **options: Any,
+    ) -> Stream:
+        """Queue a request (options as for Engine.add_request); raises if it is refused."""
+        if self._is_closed:
+            raise ExecutorError("the engine is closed")
+        loop = asyncio.get_running_loop()
+        handle = Stream(self, loop)
+        accepted: Future[Request] = Future()
+
+        def add() -> None:
+            try:
+                request = self.engine.add_request(prompt, params, stream=stream, **options)
+            except Exception as error:
+                accepted.set_exception(error)
+            else:
+                handle.request = request
+                self._streams[request.id] = handle
+                accepted.set_result(request)
+
+        self._post_at_end_of_turn(add, loop)
+        try:
+            await asyncio.wrap_future(accepted)
+        except asyncio.CancelledError:
+            self.post(lambda: self._cancel_if_accepted(accepted))
+            raise
+        return handle
+
+    async def generate(
+        self, prompt: Iterable[int], params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """Run a request to its end; an error of the request is in the output."""
+        handle = await self.submit(prompt, params, stream=False, **options)
+        return await handle.output()
+
+    def _post_at_end_of_turn(self, command: Command, loop: asyncio.AbstractEventLoop) -> None:
+        self._inbox.append(command)
+        if loop not in self._loops_to_wake:
+            self._loops_to_wake.add(loop)
+            loop.call_soon(self._end_of_turn, loop)
+
+    def _end_of_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loops_to_wake.discard(loop)
+        self._start_and_wake()
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Take nothing new, wait for what runs; what is left after the timeout is cancelled."""
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            self.engine.drain()
+            self._idle_waiters.append(done)
+
+        self.post(begin)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(done), timeout_s)
+        except TimeoutError:
+            await self.close()
+
+    async def close(self) -> None:
+        """End every request and the thread."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._start_and_wake()
+            await asyncio.to_thread(self._thread.join)
+
+    # ---- from anywhere
+
+    def post(self, command: Command) -> None:
+        """Have the engine's thread do something between two steps."""
+        self._inbox.append(command)
+        self._start_and_wake()
+
+    def _start_and_wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    # ---- on the engine's thread
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._do_commands()
+            try:
+                events = self.engine.step()
+            except Exception as error:  # a bug of ours: nobody may be left waiting for it
+                events = self.engine.fail_all(ExecutorError(f"the engine failed: {error!r}"))
+            self._deliver(events)
+            if self.engine.health is Health.STUCK:
+                self._report_stuck()
+            if not self.engine.has_work:
+                self._resolve_idle_waiters()
+            self._sleep()
+        self._do_commands()
+        self.engine.close()
+        self._deliver(self.engine.take_events())
+        self._resolve_idle_waiters()
+
+    def _do_commands(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _sleep(self) -> None:
+        """Until there is something to do: a command, or the time the engine named."""
+        wake_at = self.engine.wake_at
+        if wake_at is not None and not self._inbox and not self._is_closed:
+            seconds = wake_at - self.engine.clock.now()
+            self._wake.wait(None if seconds == float("inf") else max(0.0, seconds))
+        self._wake.clear()
+
+    def _deliver(self, events: Iterable[Event]) -> None:
+        """Hand events to their streams, one call into each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Event]]] = {}
+        for event in events:
+            stream = self._streams[event.request_id]
+            if isinstance(event, Ended):
+                del self._streams[event.request_id]
+            by_loop.setdefault(stream.loop, []).append((stream, event))
+        for loop, deliveries in by_loop.items():
+            with suppress(RuntimeError):  # that loop is closed: nobody is there to read
+                loop.call_soon_threadsafe(_hand_over, deliveries)
+
+    def _cancel_if_accepted(self, accepted: Future[Request]) -> None:
+        if accepted.done() and accepted.exception() is None:
+            self.engine.cancel(accepted.result().id)
+
+    def _resolve_idle_waiters(self) -> None:
+        waiters, self._idle_waiters = self._idle_waiters, []
+        for waiter in waiters:
+            waiter.set_result(None)
+
+    def _report_stuck(self) -> None:
+        on_stuck, self._on_stuck = self._on_stuck, None
+        if on_stuck is not None:
+            on_stuck()
+
+
+def _hand_over(deliveries: list[tuple[Stream, Event]]) -> None:
+    for stream, event in deliveries:
+        stream.receive(event)
