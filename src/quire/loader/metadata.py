@@ -1,0 +1,161 @@
+"""Metadata: what a model file says of itself; its getters name the field that is wrong."""
+
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import numpy as np
+
+from quire.core.errors import ModelFileError
+
+
+@dataclass(frozen=True, slots=True)
+class Lazy:
+    """A value that is decoded each time it is asked for, because it may be large."""
+
+    decode: Callable[[], object]
+
+
+class Metadata(Mapping[str, object]):
+    """The fields of one file: a plain mapping, and typed getters.
+
+    Each getter raises ModelFileError, with the file, the field, its value and what was expected,
+    where the field is missing (and no default is given) or is not what the getter's name says.
+    Arrays of numbers in GGUF are read-only numpy arrays, arrays of strings are tuples. A field that
+    is null (JSON) is a missing field.
+    """
+
+    def __init__(self, source: str, fields: Mapping[str, object]) -> None:
+        self._source = source  # the file, as errors call it
+        self._fields = {key: value for key, value in fields.items() if value is not None}
+
+    def __getitem__(self, key: str) -> object:
+        value = self._fields[key]
+        return value.decode() if isinstance(value, Lazy) else value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._fields  # the inherited test would decode the value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def integer(
+        self,
+        key: str,
+        default: int | None = None,
+        *,
+        low: int | None = None,
+        high: int | None = None,
+    ) -> int:
+        value = self._present(key, default)
+        expected = "an integer" + _bounds(low, high)
+        if not _is_integer(value) or not _within(value, low, high):
+            raise self._wrong(key, value, expected)
+        return value
+
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        low: float | None = None,
+        high: float | None = None,
+    ) -> float:
+        """A finite float; integers are taken too."""
+        value = self._present(key, default)
+        expected = "a finite number" + _bounds(low, high)
+        if not _is_integer(value) and not isinstance(value, float):
+            raise self._wrong(key, value, expected)
+        # Compared before it is converted: an integer may be too large for a float.
+        if not -_LARGEST <= value <= _LARGEST or not _within(value, low, high):
+            raise self._wrong(key, value, expected)
+        return float(value)
+
+    def boolean(self, key: str, default: bool | None = None) -> bool:
+        value = self._present(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._present(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        items = self._items(key, "an array of integers")
+        good = tuple(item for item in items if _is_integer(item))
+        if len(good) != len(items):
+            raise self._wrong(key, items, "an array of integers")
+        return good
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        items = self._items(key, "an array of numbers")
+        good = tuple(item for item in items if _is_integer(item) or isinstance(item, float))
+        if len(good) != len(items):
+            raise self._wrong(key, items, "an array of numbers")
+        try:
+            return tuple(float(item) for item in good)
+        except OverflowError:
+            raise self._wrong(key, items, "an array of numbers that a float can hold") from None
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        items = self._items(key, "an array of strings")
+        good = tuple(item for item in items if isinstance(item, str))
+        if len(good) != len(items):
+            raise self._wrong(key, items, "an array of strings")
+        return good
+
+    def section(self, key: str) -> "Metadata":
+        """A field that holds fields of its own, as JSON objects do."""
+        value = self._present(key, None)
+        if not isinstance(value, Mapping):
+            raise self._wrong(key, value, "an object")
+        return Metadata(f"{self._source}: {key}", value)
+
+    def error(self, key: str, message: str) -> ModelFileError:
+        """The error to raise for a field that is wrong in a way only its reader knows."""
+        return ModelFileError(f"{self._source}: {key} {message}")
+
+    def _present(self, key: str, default: object) -> object:
+        if key in self._fields:
+            return self[key]
+        if default is None:
+            raise self.error(key, "is missing")
+        return default
+
+    def _items(self, key: str, expected: str) -> Sequence[object]:
+        value = self._present(key, None)
+        if isinstance(value, np.ndarray):
+            items: list[object] = value.tolist()
+            return items
+        if isinstance(value, list | tuple):
+            return value
+        raise self._wrong(key, value, expected)
+
+    def _wrong(self, key: str, value: object, expected: str) -> ModelFileError:
+        return self.error(key, f"must be {expected}, got {reprlib.repr(value)}")
+
+
+_LARGEST = np.finfo(np.float64).max.item()
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _within(value: float, low: float | None, high: float | None) -> bool:
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    if low is not None:
+        return f" of at least {low}"
+    return f" of at most {high}" if high is not None else ""
