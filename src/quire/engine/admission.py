@@ -147,7 +147,7 @@ class Admission:
         for index in range(1, first.request.params.n):
             sibling = self._new_sequence(first.live, index)
             if first.is_running:
-                sibling.hold = self._cache.fork(first.hold)
+                sibling.hold = self._cache.fork(first.hold, first.prompt_length)
                 sibling.num_computed = first.prompt_length - 1
             first.live.sequences.append(sibling)
             siblings.append(sibling)

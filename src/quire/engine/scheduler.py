@@ -238,7 +238,7 @@ class Scheduler:
             if found is None:
                 return False
             copies = tuple(found)
-            sequence.num_writable = len(sequence.hold.blocks) * self.cache.block_size
+            sequence.num_writable = self.cache.blocks_for(end) * self.cache.block_size
         known = len(sequence.tokens)
         is_last = end == known + sequence.num_pending
         row = SequencePlan(

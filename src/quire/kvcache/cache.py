@@ -129,16 +129,16 @@ class KVCache:
         for copy in copies:
             self.pool.release(copy.source)
 
-    def fork(self, hold: SequenceBlocks) -> SequenceBlocks:
-        """A second hold on the same blocks; whoever writes into a shared one copies it first."""
+    def fork(self, hold: SequenceBlocks, num_tokens: int) -> SequenceBlocks:
+        """A second hold on the blocks of the first tokens; whoever writes into them copies."""
         twin = SequenceBlocks(hold.salt)
-        for block in hold.blocks:
+        twin.blocks = hold.blocks[: self.blocks_for(num_tokens)]
+        for block in twin.blocks:
             self.pool.retain(block)
-        twin.blocks = list(hold.blocks)
-        twin.hashes = list(hold.hashes)
-        twin.num_published = hold.num_published
+        twin.hashes = hold.hashes[: num_tokens // self.block_size]
+        twin.num_published = min(hold.num_published, len(twin.hashes))
         twin.num_reused = len(twin.blocks)
-        twin.table = hold.table
+        twin.table = tuple(twin.blocks)
         return twin
 
     def publish(self, hold: SequenceBlocks, tokens: Sequence[int], num_computed: int) -> None:

@@ -1,0 +1,99 @@
+"""Random runs of the engine against solo runs of each request, and proof that they find faults."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from quire.core.plan import BlockCopy
+from quire.kvcache.blocks import BlockPool
+from quire.kvcache.cache import KVCache, SequenceBlocks
+from tests.engine.machine import EngineMachine
+
+STEPS = 50
+PARTS = 8  # so that workers can share them
+EXAMPLES_A_PART = 250
+
+
+def run_machine(name: str, num_examples: int, **more: Any) -> None:
+    """Hypothesis derives a repeatable run from the machine's name."""
+    machine = type(name, (EngineMachine,), {})
+    options = settings(max_examples=num_examples, stateful_step_count=STEPS, **more)
+    run_state_machine_as_test(machine, settings=options)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_request_gets_the_tokens_of_its_solo_run(part: int) -> None:
+    run_machine(f"EngineMachine{part}", EXAMPLES_A_PART)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_request_gets_the_tokens_of_its_solo_run_at_length(part: int) -> None:
+    run_machine(f"LongEngineMachine{part}", 20 * EXAMPLES_A_PART)
+
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+
+
+def forget_to_copy(patch: pytest.MonkeyPatch) -> None:
+    extend = KVCache.extend
+
+    def broken(self: KVCache, hold: SequenceBlocks, start: int, end: int) -> list[BlockCopy] | None:
+        copies = extend(self, hold, start, end)
+        if copies:
+            self.settle(copies)
+        return None if copies is None else []
+
+    patch.setattr(KVCache, "extend", broken)
+
+
+def write_into_shared_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockPool, "is_writable", lambda self, block: True)
+
+
+def share_blocks_between_different_prompts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("quire.kvcache.cache.chain", lambda parent, tokens: bytes(tokens[:1]))
+
+
+def free_a_block_that_is_still_held(patch: pytest.MonkeyPatch) -> None:
+    retain = BlockPool.retain
+
+    def broken(self: BlockPool, block: int) -> None:
+        if self._references[block] == 0:  # forgets to count the second holder
+            retain(self, block)
+
+    patch.setattr(BlockPool, "retain", broken)
+
+
+def publish_a_block_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
+    publish = KVCache.publish
+
+    def broken(self: KVCache, hold: SequenceBlocks, tokens: list[int], num_computed: int) -> None:
+        reach = min(len(hold.blocks) * self.block_size, len(tokens))
+        publish(self, hold, tokens, max(num_computed, reach))
+
+    patch.setattr(KVCache, "publish", broken)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        forget_to_copy,
+        write_into_shared_blocks,
+        share_blocks_between_different_prompts,
+        free_a_block_that_is_still_held,
+        publish_a_block_before_it_is_full,
+    ],
+)
+def test_a_broken_allocator_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        run_machine(
+            f"Broken{mutate.__name__}",
+            4 * EXAMPLES_A_PART,
+            phases=[Phase.generate],
+            report_multiple_bugs=False,
+        )
