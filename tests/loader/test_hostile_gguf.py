@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fixture_files import fixture_file
 from tests.loader import gguf_bytes as build
-from tests.loader.hostile import memory_at_most, survives
+from tests.loader.hostile import memory_at_most, survives, tracing
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.gguf import GGUFFile
@@ -30,18 +31,20 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_a_file_cut_at_any_byte_of_its_header_is_refused(copy: Path) -> None:
-    for length in reversed(range(HEADER_BYTES)):
-        os.truncate(copy, length)
-        with pytest.raises(ModelFileError, match=r"truncated|empty"), memory_at_most(100_000):
-            GGUFFile(copy)
+    _assert_refused_at(copy, reversed(range(HEADER_BYTES)))
 
 
 def test_a_file_cut_anywhere_else_is_refused(copy: Path) -> None:
     places = random.Random(1).sample(range(HEADER_BYTES, copy.stat().st_size), 1000)
-    for length in sorted(places, reverse=True):
-        os.truncate(copy, length)
-        with pytest.raises(ModelFileError, match="truncated"), memory_at_most(100_000):
-            GGUFFile(copy)
+    _assert_refused_at(copy, sorted(places, reverse=True))
+
+
+def _assert_refused_at(copy: Path, lengths: Iterable[int]) -> None:
+    with tracing():
+        for length in lengths:
+            os.truncate(copy, length)
+            with pytest.raises(ModelFileError, match=r"truncated|empty"), memory_at_most(100_000):
+                GGUFFile(copy)
 
 
 def test_random_mutations_give_typed_errors_or_open(copy: Path) -> None:
@@ -49,7 +52,7 @@ def test_random_mutations_give_typed_errors_or_open(copy: Path) -> None:
     generator = random.Random(2)
     size = copy.stat().st_size
     opened = 0
-    with copy.open("r+b", buffering=0) as file:
+    with tracing(), copy.open("r+b", buffering=0) as file:
         for _ in range(MUTATIONS):
             undo = [_mutate(file.fileno(), generator, size) for _ in range(generator.randint(1, 3))]
             opened += survives(GGUFFile, copy, 2 * size)

@@ -13,25 +13,26 @@ class Cursor:
 
     def __init__(self, data: memoryview, source: str) -> None:
         self.data = data
+        self.length = len(data)
         self.source = source  # the file, as errors call it
         self.position = 0
 
     @property
     def remaining(self) -> int:
-        return len(self.data) - self.position
+        return self.length - self.position
 
     def error(self, message: str) -> ModelFileError:
         return ModelFileError(f"{self.source}: {message}")
 
     def advance(self, count: int, what: str) -> int:
         """Step over so many bytes and return where they start."""
-        if count > self.remaining:
+        start, end = self.position, self.position + count
+        if end > self.length:
             raise self.error(
-                f"{what} takes {count} bytes at byte {self.position}, but the file ends after "
+                f"{what} takes {count} bytes at byte {start}, but the file ends after "
                 f"{self.remaining}: it is truncated or broken, fetch it again"
             )
-        start = self.position
-        self.position += count
+        self.position = end
         return start
 
     def check_count(self, count: int, smallest: int, what: str) -> None:
@@ -74,5 +75,5 @@ class Cursor:
             for _ in range(count):
                 position += 8 + unpack(data, position)[0]
         except struct.error:
-            position = len(data) + 1
+            position = self.length + 1
         self.advance(position - self.position, what)

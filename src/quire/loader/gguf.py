@@ -165,9 +165,9 @@ def _checked_size(cursor: Cursor, what: str, shape: tuple[int, ...], block_forma
             f"blocks of {block_format.block_size}"
         )
     nbytes = packed_size(block_format, math.prod(shape))  # Python's integers do not overflow
-    if not 0 < nbytes <= len(cursor.data):
+    if not 0 < nbytes <= cursor.length:
         raise cursor.error(
-            f"{what} of shape {shape} takes {nbytes} bytes, and the file has {len(cursor.data)}: "
+            f"{what} of shape {shape} takes {nbytes} bytes, and the file has {cursor.length}: "
             "it is truncated or broken, fetch it again"
         )
     return nbytes
@@ -192,10 +192,10 @@ def _check_places(cursor: Cursor, infos: list[_TensorInfo], begin: int, alignmen
         if info.offset < free_from:
             raise cursor.error(f"tensor {info.name!r} overlaps the tensor before it")
         free_from = info.offset + info.nbytes
-        if begin + free_from > len(cursor.data):
+        if begin + free_from > cursor.length:
             raise cursor.error(
                 f"tensor {info.name!r} ends at byte {begin + free_from}, but the file has "
-                f"{len(cursor.data)}: it is truncated or broken, fetch it again"
+                f"{cursor.length}: it is truncated or broken, fetch it again"
             )
 
 

@@ -29,13 +29,13 @@ def map_file(path: Path) -> Bytes:
 def read_capped(path: Path, limit: int) -> bytes:
     """A small file's content, or an error if it is larger than such a file can sensibly be."""
     with _open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ModelFileError(f"{path} has {size} bytes; quire reads at most {limit} of it")
         try:
-            content = file.read(limit + 1)
+            return file.read(size)
         except OSError as error:
             raise _unreadable(path, error) from error
-    if len(content) > limit:
-        raise ModelFileError(f"{path} has more than the {limit} bytes that quire reads of it")
-    return content
 
 
 def _open_regular(path: Path) -> BinaryIO:

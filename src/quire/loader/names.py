@@ -20,11 +20,13 @@ _IN_LAYERS = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.attn_sub_norm": "attn_sub_norm",
+    "self_attn.inner_attn_ln": "attn_sub_norm",  # the same, in the first BitNet checkpoints
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.ffn_sub_norm": "ffn_sub_norm",
+    "mlp.ffn_layernorm": "ffn_sub_norm",
 }
 
 _LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(.+)\.(weight|bias)")
