@@ -1,0 +1,1 @@
+"""Which decoder a model file holds: one description for all families, and its tensors."""

@@ -1,0 +1,181 @@
+"""From a Hugging Face config.json to a ModelSpec."""
+
+from collections.abc import Mapping
+
+from quire.core.errors import ModelFileError
+from quire.loader.metadata import Metadata
+from quire.model.families import CONFIG_FAMILIES, Family, find_family
+from quire.model.fields import Fields
+from quire.model.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
+from quire.model.spec import MAX_SIZES, Activation, ModelSpec
+
+_FILE = "config.json"
+_DEFAULTS: Mapping[str, object] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+_ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "relu2": Activation.RELU2}
+
+# Fields that change the mathematics in some family and that quire does not compute, with the values
+# that mean "not in this model". config.json is full of other fields; these alone matter.
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "add_cross_attention": (False,),
+    "alibi": (False,),
+    "attention_chunk_size": (),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1.0,),
+    "final_logit_softcapping": (),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "logits_scaling": (1.0,),
+    "moe_intermediate_size": (0,),
+    "n_routed_experts": (0,),
+    "no_rope_layer_interval": (),
+    "no_rope_layers": ([],),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (),
+    "residual_multiplier": (1.0,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "use_qk_norm": (False,),
+}
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "truncate",
+    ),
+}
+_ROPE_COMMON_KEYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+
+
+def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
+    """Describe the model; check_tensors then holds the folder's tensors against it.
+
+    `config` is the file as it stands: an explicit null overrides a family's default, which is how
+    files switch a sliding window off.
+    """
+    name = Metadata(_FILE, config).text("model_type")
+    family = find_family(CONFIG_FAMILIES, "model_type", name)
+    fields = Fields(Metadata(_FILE, {**_DEFAULTS, **family.config_defaults, **config}), _FILE)
+    fields.refuse(_NEUTRAL_VALUES)
+    return _spec(family, fields)
+
+
+def _spec(family: Family, fields: Fields) -> ModelSpec:
+    num_layers = fields.integer("num_hidden_layers", high=MAX_SIZES["num_layers"])
+    num_heads = fields.integer("num_attention_heads", high=MAX_SIZES["num_heads"])
+    hidden_size = fields.integer("hidden_size", high=MAX_SIZES["hidden_size"])
+    head_dim = fields.integer(
+        "head_dim", max(1, hidden_size // num_heads), high=MAX_SIZES["head_dim"]
+    )
+    biased = fields.boolean("attention_bias", False)
+    return ModelSpec(
+        family=family.name,
+        hidden_size=hidden_size,
+        ffn_size=fields.integer("intermediate_size", high=MAX_SIZES["ffn_size"]),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer(
+            "num_key_value_heads", num_heads, high=MAX_SIZES["num_kv_heads"]
+        ),
+        head_dim=head_dim,
+        vocabulary_size=fields.integer("vocab_size", high=MAX_SIZES["vocabulary_size"]),
+        context_length=fields.integer("max_position_embeddings", high=MAX_SIZES["context_length"]),
+        norm_epsilon=fields.number("rms_norm_eps"),
+        activation=_activation(fields),
+        rope=_rope(fields, head_dim),
+        windows=_windows(family, fields, num_layers),
+        qkv_bias=family.qkv_bias or biased,
+        output_bias=biased,
+        ffn_bias=fields.boolean("mlp_bias", False),
+        qk_norm=family.qk_norm,
+        sub_norms=family.sub_norms,
+        tied_head=fields.boolean("tie_word_embeddings", False),
+    )
+
+
+def _activation(fields: Fields) -> Activation:
+    name = fields.text("hidden_act")
+    if name not in _ACTIVATIONS:
+        raise fields.unsupported("hidden_act", _ACTIVATIONS)
+    return _ACTIVATIONS[name]
+
+
+def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    if family.window == "none":
+        fields.refuse({"sliding_window": (), "use_sliding_window": (False,)})
+        return (None,) * num_layers
+    window = fields.optional_integer("sliding_window", high=MAX_SIZES["context_length"])
+    if family.window == "every":
+        fields.refuse({"layer_types": ()})
+        return (window,) * num_layers
+    if not fields.boolean("use_sliding_window", False):
+        window = None
+    first = fields.integer("max_window_layers", low=0, high=MAX_SIZES["num_layers"])
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelFileError(
+            f"{_FILE}: layer_types must be a list of {num_layers} strings, one for each layer"
+        )
+    return tuple(_layer_window(fields, kind, window) for kind in kinds)
+
+
+def _layer_window(fields: Fields, kind: object, window: int | None) -> int | None:
+    if kind == "sliding_attention":
+        return window
+    if kind == "full_attention":
+        return None
+    raise fields.unsupported("layer_types", ["full_attention", "sliding_attention"])
+
+
+def _rope(fields: Fields, head_dim: int) -> Rope:
+    """Newer files say all in rope_parameters, older ones in rope_scaling and rope_theta."""
+    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+    rope = old if fields.get("rope_scaling") is not None else new
+    return Rope(
+        base=rope.number("rope_theta", fields.number("rope_theta")),
+        dims=head_dim,
+        interleaved=False,
+        scaling=_scaling(rope, fields.integer("max_position_embeddings", high=1 << 31)),
+    )
+
+
+def _scaling(rope: Fields, context_length: int) -> RopeScaling | None:
+    key = "rope_type" if rope.get("rope_type") is not None else "type"
+    kind = rope.text(key, "default")
+    if kind not in _ROPE_KEYS:
+        raise rope.unsupported(key, _ROPE_KEYS)
+    rope.refuse_unknown((*_ROPE_COMMON_KEYS, *_ROPE_KEYS[kind]))
+    rope.refuse({"partial_rotary_factor": (1.0,), "truncate": (True,)})
+    if kind == "default":
+        return None
+    factor = rope.number("factor")
+    if kind == "linear":
+        return LinearScaling(factor)
+    original = rope.integer("original_max_position_embeddings", context_length, high=1 << 31)
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor, rope.number("low_freq_factor"), rope.number("high_freq_factor"), original
+        )
+    return YarnScaling(
+        factor,
+        original,
+        rope.number("beta_fast", 32.0),
+        rope.number("beta_slow", 1.0),
+        rope.optional_number("attention_factor"),
+    )

@@ -1,0 +1,168 @@
+"""From a GGUF file's metadata to a ModelSpec."""
+
+from collections.abc import Mapping
+
+from quire.core.errors import ModelFileError
+from quire.loader.metadata import Metadata
+from quire.loader.tensor import Tensor
+from quire.model.families import GGUF_FAMILIES, Family, find_family
+from quire.model.fields import Fields
+from quire.model.rope import DivisorScaling, LinearScaling, Rope, RopeScaling, YarnScaling
+from quire.model.spec import MAX_SIZES, ModelSpec
+
+# Keys under the architecture's name that are read below or say nothing about the mathematics.
+_READ_KEYS = frozenset(
+    {
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.layer_norm_epsilon",  # of layer norms; these families have RMS norms alone
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "attention.value_length",
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.factor",
+        "rope.scaling.finetuned",
+        "rope.scaling.original_context_length",
+        "rope.scaling.type",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "tensor_data_layout",
+        "vocab_size",
+    }
+)
+# Keys that quire does not compute, with the values that mean "not in this model". Any other key is
+# refused: it may change the mathematics.
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_count": (0,),
+    "expert_feed_forward_length": (0,),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0, 3),  # none, or the last token's state, which is what Want.POOLED gives
+    "residual_scale": (0.0, 1.0),
+    "rope.scale_linear": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "use_parallel_residual": (False,),
+}
+_SCALING_TYPES = ("none", "linear", "yarn")
+
+
+def spec_from_gguf(metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    """Describe the model; the tensors' names say which optional parts it has."""
+    architecture = metadata.text("general.architecture")
+    family = find_family(GGUF_FAMILIES, "general.architecture", architecture)
+    fields = Fields(metadata, "GGUF metadata", f"{architecture}.")
+    fields.refuse(_NEUTRAL_VALUES)
+    fields.refuse_unknown(_READ_KEYS | _NEUTRAL_VALUES.keys())
+    num_layers = fields.integer("block_count", high=MAX_SIZES["num_layers"])
+    num_heads = fields.integer("attention.head_count", high=MAX_SIZES["num_heads"])
+    hidden_size = fields.integer("embedding_length", high=MAX_SIZES["hidden_size"])
+    head_dim = _head_dim(fields, hidden_size, num_heads)
+    return ModelSpec(
+        family=family.name,
+        hidden_size=hidden_size,
+        ffn_size=fields.integer("feed_forward_length", high=MAX_SIZES["ffn_size"]),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer(
+            "attention.head_count_kv", num_heads, high=MAX_SIZES["num_kv_heads"]
+        ),
+        head_dim=head_dim,
+        vocabulary_size=_vocabulary_size(fields, tensors),
+        context_length=fields.integer("context_length", high=MAX_SIZES["context_length"]),
+        norm_epsilon=fields.number("attention.layer_norm_rms_epsilon"),
+        activation=family.gguf_activation,
+        rope=_rope(family, fields, tensors, head_dim),
+        windows=(_window(fields),) * num_layers,
+        qkv_bias=family.qkv_bias or "blk.0.attn_q.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
+        ffn_bias="blk.0.ffn_up.bias" in tensors,
+        qk_norm=family.qk_norm,
+        sub_norms=family.sub_norms,
+        linear_scales="blk.0.attn_q.scale" in tensors,
+        tied_head="output.weight" not in tensors,
+    )
+
+
+def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    limit = MAX_SIZES["head_dim"]
+    default = max(1, hidden_size // num_heads)
+    head_dim = fields.integer("attention.key_length", default, high=limit)
+    if fields.integer("attention.value_length", head_dim, high=limit) != head_dim:
+        raise fields.unsupported("attention.value_length", [f"{head_dim}, the key_length"])
+    return head_dim
+
+
+def _vocabulary_size(fields: Fields, tensors: Mapping[str, Tensor]) -> int:
+    """Files may leave it to the embedding matrix."""
+    embedding = tensors.get("token_embd.weight")
+    rows = embedding.shape[0] if embedding is not None and embedding.shape else None
+    return fields.integer("vocab_size", rows, high=MAX_SIZES["vocabulary_size"])
+
+
+def _window(fields: Fields) -> int | None:
+    """Zero means none."""
+    high = MAX_SIZES["context_length"]
+    return fields.integer("attention.sliding_window", 0, low=0, high=high) or None
+
+
+def _rope(family: Family, fields: Fields, tensors: Mapping[str, Tensor], head_dim: int) -> Rope:
+    dims = fields.integer("rope.dimension_count", head_dim, high=MAX_SIZES["head_dim"])
+    scaling = _scaling(fields)
+    divisors = tensors.get("rope_freqs.weight")
+    if divisors is not None:
+        if scaling is not None:
+            raise fields.unsupported("rope.scaling.type", ["none beside rope_freqs.weight"])
+        scaling = _divisors(divisors, dims)
+    return Rope(
+        base=fields.number("rope.freq_base", 10000.0),
+        dims=dims,
+        interleaved=family.interleaved_in_gguf,
+        scaling=scaling,
+    )
+
+
+def _divisors(tensor: Tensor, dims: int) -> DivisorScaling:
+    if tensor.shape != (dims // 2,):
+        raise ModelFileError(
+            f"tensor {tensor.name} has shape {list(tensor.shape)}, expected [{dims // 2}]: half of "
+            f"the {dims} rope dimensions"
+        )
+    return DivisorScaling(tuple(tensor.to_float32().tolist()))
+
+
+def _scaling(fields: Fields) -> RopeScaling | None:
+    factor = fields.number("rope.scaling.factor", 1.0)
+    kind = fields.text("rope.scaling.type", "linear")  # a factor alone means linear
+    if kind not in _SCALING_TYPES:
+        raise fields.unsupported("rope.scaling.type", _SCALING_TYPES)
+    if kind == "yarn":
+        limit = MAX_SIZES["context_length"]
+        return YarnScaling(
+            factor=factor,
+            original_context=fields.integer(
+                "rope.scaling.original_context_length",
+                fields.integer("context_length", high=limit),
+                high=limit,
+            ),
+            beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        )
+    if kind == "none" or factor in (0.0, 1.0):
+        return None
+    return LinearScaling(factor)

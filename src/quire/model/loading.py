@@ -1,0 +1,138 @@
+"""Model: an open model file together with its spec; what it will need, and whether it is sound."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from quire.loader.files import open_model_file
+from quire.loader.gguf import GGUFFile
+from quire.loader.json_files import read_json_object
+from quire.loader.metadata import Metadata
+from quire.loader.safetensors import CONFIG, MAX_CONFIG_BYTES, SafetensorsFolder
+from quire.loader.tensor import Tensor
+from quire.model.config_spec import spec_from_config
+from quire.model.gguf_spec import spec_from_gguf
+from quire.model.spec import ModelSpec, check_tensors
+
+LARGEST_SOUND_NORM = 1000.0  # trained norm weights stay far below
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model whose tensors were found to fit its spec. Close it, or use it in a `with`."""
+
+    spec: ModelSpec
+    tensors: Mapping[str, Tensor]
+    source: GGUFFile | SafetensorsFolder
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def file_bytes(self) -> int:
+        return self.source.file_bytes
+
+    @property
+    def metadata(self) -> Metadata:
+        """GGUF's metadata, tokenizer and all, or the fields of config.json."""
+        return self.source.metadata if isinstance(self.source, GGUFFile) else self.source.config
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The tokenizer.json beside safetensors; GGUF carries its tokenizer in the metadata."""
+        path = self.source.path / "tokenizer.json"
+        is_there = isinstance(self.source, SafetensorsFolder) and path.is_file()
+        return path if is_there else None
+
+    def close(self) -> None:
+        """Let go of the files; the mapping goes when the last tensor in use does."""
+        self.source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def load_model(path: str | Path) -> Model:
+    """Open a GGUF file or a safetensors folder; nothing is decoded yet."""
+    source = open_model_file(path)
+    tensors = dict(source.tensors)
+    if isinstance(source, GGUFFile):
+        spec = spec_from_gguf(source.metadata, tensors)
+    else:
+        spec = spec_from_config(read_json_object(source.path / CONFIG, MAX_CONFIG_BYTES))
+        if spec.tied_head:
+            tensors.pop("output.weight", None)  # some files keep a copy of the tied matrix
+    check_tensors(spec, tensors)
+    return Model(spec, tensors, source)
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes a model takes. `weights`: as packed in the file; `float32_weights`: as the reference
+    executor unpacks them."""
+
+    weights: int
+    float32_weights: int
+    kv_per_token: int
+    kv: int
+
+
+def memory_estimate(
+    model: Model, *, num_kv_tokens: int, kv_element_bytes: int = 4
+) -> MemoryEstimate:
+    """What a model takes with room for so many tokens in its cache."""
+    kv_per_token = model.spec.num_kv_elements * kv_element_bytes
+    return MemoryEstimate(
+        weights=sum(tensor.nbytes for tensor in model.tensors.values()),
+        float32_weights=4 * sum(tensor.num_weights for tensor in model.tensors.values()),
+        kv_per_token=kv_per_token,
+        kv=kv_per_token * num_kv_tokens,
+    )
+
+
+class NormHealth(NamedTuple):
+    """One norm's weights at a glance; `problem` says what is suspicious, if anything is."""
+
+    name: str
+    low: float
+    high: float
+    mean: float
+    problem: str | None
+
+
+def norm_health(model: Model) -> list[NormHealth]:
+    """Look at every norm: a broken conversion shows there first."""
+    return [
+        _health(tensor) for name, tensor in model.tensors.items() if name.endswith("_norm.weight")
+    ]
+
+
+def _health(tensor: Tensor) -> NormHealth:
+    with np.errstate(invalid="ignore"):
+        weights = tensor.to_float32().astype(np.float64)
+    finite = weights[np.isfinite(weights)]
+    low, high, mean = (
+        (float(finite.min()), float(finite.max()), float(finite.mean()))
+        if finite.size
+        else (np.nan, np.nan, np.nan)
+    )
+    problem = None
+    if finite.size < weights.size:
+        problem = f"{weights.size - finite.size} of {weights.size} weights are not finite"
+    elif not finite.any():
+        problem = "every weight is zero"
+    elif max(-low, high) > LARGEST_SOUND_NORM:
+        problem = f"a weight of {max(low, high, key=abs):g} is beyond {LARGEST_SOUND_NORM:g}"
+    return NormHealth(tensor.name, low, high, mean, problem)

@@ -1,0 +1,159 @@
+"""Rotary position embedding as data: base, pairing and scaling, and the frequencies they give."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.core.errors import ModelFileError
+
+MAX_BASE = 1e12
+
+Frequencies = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions are divided by the factor."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _at_least("rope scaling factor", self.factor, 1.0)
+
+    def scale(self, frequencies: Frequencies) -> Frequencies:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Long waves are stretched by the factor, short ones kept, those between blended."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_context: int
+
+    def __post_init__(self) -> None:
+        _at_least("rope scaling factor", self.factor, 1.0)
+        _at_least("rope low_freq_factor", self.low_frequency_factor, 1e-6)
+        _at_least("rope original context", self.original_context, 1)
+        if not self.low_frequency_factor < self.high_frequency_factor < math.inf:
+            raise ModelFileError(
+                f"rope high_freq_factor must be above low_freq_factor "
+                f"({self.low_frequency_factor}), got {self.high_frequency_factor}"
+            )
+
+    def scale(self, frequencies: Frequencies) -> Frequencies:
+        turns = self.original_context * frequencies / (2 * math.pi)  # within the original context
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return (1.0 - kept) * frequencies / self.factor + kept * frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """As Peng et al. 2023: blended by dimension, and the rotated vectors made a little longer."""
+
+    factor: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # None: the paper's 1 + ln(factor) / 10
+
+    def __post_init__(self) -> None:
+        _at_least("rope scaling factor", self.factor, 1.0)
+        _at_least("rope original context", self.original_context, 1)
+        _at_least("rope beta_slow", self.beta_slow, 1e-6)
+        _at_least("rope beta_fast", self.beta_fast, self.beta_slow)
+        if self.attention_factor is not None:
+            _at_least("rope attention_factor", self.attention_factor, 0.0)
+
+    def scale(self, frequencies: Frequencies, base: float) -> Frequencies:
+        dims = 2 * len(frequencies)
+        low = max(math.floor(self._dimension(self.beta_fast, dims, base)), 0)
+        high = min(math.ceil(self._dimension(self.beta_slow, dims, base)), dims - 1)
+        span = max(high - low, 0.001)
+        stretched = np.clip((np.arange(len(frequencies)) - low) / span, 0.0, 1.0)
+        return stretched * frequencies / self.factor + (1.0 - stretched) * frequencies
+
+    def _dimension(self, turns: float, dims: int, base: float) -> float:
+        """The dimension that makes so many turns within the original context."""
+        waves = self.original_context / (turns * 2 * math.pi)
+        return dims * math.log(waves) / (2 * math.log(base))
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DivisorScaling:
+    """Each frequency is divided by its own number: GGUF's rope_freqs.weight."""
+
+    divisors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for place, divisor in enumerate(self.divisors):
+            if not 0 < divisor < math.inf:
+                raise ModelFileError(
+                    f"rope_freqs.weight[{place}] must be a number above 0, got {divisor}"
+                )
+
+    def scale(self, frequencies: Frequencies) -> Frequencies:
+        return frequencies / np.array(self.divisors, dtype=np.float64)
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DivisorScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How queries and keys are turned by their position; only the first `dims` of a head turn.
+
+    Pair i is dimensions (2i, 2i + 1) where `interleaved`, else (i, i + dims / 2).
+    """
+
+    base: float
+    dims: int
+    interleaved: bool
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not 1.0 < self.base <= MAX_BASE:
+            raise ModelFileError(
+                f"rope base must be above 1 and at most {MAX_BASE:g}, got {self.base}"
+            )
+        if self.dims < 2 or self.dims % 2:
+            raise ModelFileError(f"rope dimensions must be even and at least 2, got {self.dims}")
+        if isinstance(self.scaling, DivisorScaling) and len(self.scaling.divisors) * 2 != self.dims:
+            raise ModelFileError(
+                f"rope_freqs.weight has {len(self.scaling.divisors)} numbers, expected "
+                f"{self.dims // 2}: half of the {self.dims} rope dimensions"
+            )
+
+    def frequencies(self) -> Frequencies:
+        """Radians a position turns each pair by: [dims / 2], float64."""
+        plain: Frequencies = self.base ** (
+            -np.arange(0, self.dims, 2, dtype=np.float64) / self.dims
+        )
+        match self.scaling:
+            case None:
+                return plain
+            case YarnScaling() as yarn:
+                return yarn.scale(plain, self.base)
+            case scaling:
+                return scaling.scale(plain)
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return self.scaling.magnitude if isinstance(self.scaling, YarnScaling) else 1.0
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if not low <= value < math.inf:
+        raise ModelFileError(f"{name} must be a number of at least {low:g}, got {value}")

@@ -1,0 +1,174 @@
+"""ModelSpec: one description of a decoder, and the tensors it must find."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.model.rope import Rope
+
+# Far beyond any model, and small enough that a lying file cannot make us count for long.
+MAX_SIZES = {
+    "hidden_size": 1 << 20,
+    "ffn_size": 1 << 22,
+    "num_layers": 1 << 12,
+    "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "vocabulary_size": 1 << 24,
+    "context_length": 1 << 31,
+}
+
+
+class Activation(StrEnum):
+    """What the gate of the feed-forward layer goes through."""
+
+    SILU = "silu"
+    RELU2 = "relu2"  # the square of the positive part
+
+
+class Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder of pre-normed layers: attention, then a gated feed-forward, each with a residual.
+
+    Every norm is an RMS norm. Tensors are named as GGUF names them; matrices are [out, in].
+    """
+
+    family: str
+    hidden_size: int
+    ffn_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary_size: int
+    context_length: int
+    norm_epsilon: float
+    activation: Activation
+    rope: Rope
+    windows: tuple[int | None, ...]  # per layer: how many positions a token sees; None: all
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    ffn_bias: bool = False
+    qk_norm: bool = False  # queries and keys are normed per head before they turn
+    sub_norms: bool = False  # norms before the output and the down projection
+    linear_scales: bool = False  # each layer's products are multiplied by a number of their own
+    tied_head: bool = False  # logits come from the embedding matrix
+
+    def __post_init__(self) -> None:
+        for name, limit in MAX_SIZES.items():
+            value = getattr(self, name)
+            if not 1 <= value <= limit:
+                raise ModelFileError(f"{name} must be from 1 to {limit}, got {value}")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelFileError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+        if self.rope.dims > self.head_dim:
+            raise ModelFileError(
+                f"rope dimensions ({self.rope.dims}) exceed head_dim ({self.head_dim})"
+            )
+        if not 0.0 <= self.norm_epsilon <= 1.0 or math.isnan(self.norm_epsilon):
+            raise ModelFileError(f"norm_epsilon must be from 0 to 1, got {self.norm_epsilon}")
+        if len(self.windows) != self.num_layers:
+            raise ModelFileError(
+                f"windows has {len(self.windows)} entries for {self.num_layers} layers"
+            )
+        for layer, window in enumerate(self.windows):
+            if window is not None and window < 1:
+                raise ModelFileError(f"the window of layer {layer} must be positive, got {window}")
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_kv_elements(self) -> int:
+        """Numbers that one token leaves in the cache: keys and values of every layer."""
+        return 2 * self.num_layers * self.kv_size
+
+
+def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """A layer's tensors, without the leading `blk.N.`."""
+    hidden, ffn, query, kv = spec.hidden_size, spec.ffn_size, spec.query_size, spec.kv_size
+    linears = {
+        "attn_q": (query, hidden),
+        "attn_k": (kv, hidden),
+        "attn_v": (kv, hidden),
+        "attn_output": (hidden, query),
+        "ffn_gate": (ffn, hidden),
+        "ffn_up": (ffn, hidden),
+        "ffn_down": (hidden, ffn),
+    }
+    norms = {"attn_norm": hidden, "ffn_norm": hidden}
+    if spec.qk_norm:
+        norms |= {"attn_q_norm": spec.head_dim, "attn_k_norm": spec.head_dim}
+    if spec.sub_norms:
+        norms |= {"attn_sub_norm": query, "ffn_sub_norm": ffn}
+    biased = {
+        "attn_q": spec.qkv_bias,
+        "attn_k": spec.qkv_bias,
+        "attn_v": spec.qkv_bias,
+        "attn_output": spec.output_bias,
+        "ffn_gate": spec.ffn_bias,
+        "ffn_up": spec.ffn_bias,
+        "ffn_down": spec.ffn_bias,
+    }
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
+    for name, shape in linears.items():
+        shapes[f"{name}.weight"] = shape
+        if biased[name]:
+            shapes[f"{name}.bias"] = shape[:1]
+        if spec.linear_scales:
+            shapes[f"{name}.scale"] = (1,)
+    return shapes
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor the spec computes with."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (spec.vocabulary_size, spec.hidden_size),
+        "output_norm.weight": (spec.hidden_size,),
+    }
+    if not spec.tied_head:
+        shapes["output.weight"] = (spec.vocabulary_size, spec.hidden_size)
+    layer = layer_shapes(spec)
+    for index in range(spec.num_layers):
+        shapes |= {f"blk.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+# Already part of the spec as Rope.scaling.
+_READ_INTO_SPEC = frozenset({"rope_freqs.weight"})
+
+
+def check_tensors(spec: ModelSpec, tensors: Mapping[str, Shaped]) -> None:
+    """Raise unless the tensors are exactly those of the spec, in its shapes."""
+    shapes = tensor_shapes(spec)
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise ModelFileError(
+                f"tensor {name} {list(shape)} is missing: the {spec.family} model needs it"
+            )
+        if tuple(tensors[name].shape) != shape:
+            raise ModelFileError(
+                f"tensor {name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
+            )
+    for name in tensors:
+        if name not in shapes and name not in _READ_INTO_SPEC:
+            raise UnsupportedModelError(
+                f"tensor {name} {list(tensors[name].shape)} has no place in the {spec.family} "
+                "model as quire runs it; leaving it out would change the results"
+            )

@@ -1,0 +1,185 @@
+"""From config.json to specs: what is read, what is refused, and how the refusal is worded."""
+
+import json
+from typing import Any
+
+import pytest
+from tests.fixture_files import FIXTURES
+
+from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.model.config_spec import spec_from_config
+from quire.model.rope import LinearScaling, Llama3Scaling, YarnScaling
+from quire.model.spec import Activation, ModelSpec
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def spec(model_type: str = "llama", /, **changes: Any) -> ModelSpec:
+    return spec_from_config({**CONFIG, "model_type": model_type, **changes})
+
+
+def test_what_a_family_leaves_out_is_what_transformers_means_by_it() -> None:
+    llama = spec()
+    assert (llama.num_kv_heads, llama.head_dim, llama.norm_epsilon) == (4, 12, 1e-6)
+    assert (llama.rope.base, llama.activation) == (10000.0, Activation.SILU)
+    assert not llama.rope.interleaved and not llama.tied_head
+    mistral = spec("mistral", num_attention_heads=8)
+    assert mistral.num_kv_heads == 8
+    assert mistral.windows == (4096, 4096, 4096)
+    assert spec("qwen3", num_attention_heads=32).head_dim == 128
+    bitnet = spec("bitnet", num_attention_heads=10)
+    assert (bitnet.num_kv_heads, bitnet.activation) == (5, Activation.RELU2)
+    assert (bitnet.rope.base, bitnet.norm_epsilon) == (500000.0, 1e-5)
+    assert bitnet.sub_norms
+
+
+def test_a_null_overrides_a_default() -> None:
+    assert spec("mistral", num_key_value_heads=None, sliding_window=None).windows == (None,) * 3
+    assert spec("mistral", num_key_value_heads=None).num_kv_heads == 4
+
+
+def test_biases_are_where_each_family_has_them() -> None:
+    plain, biased = spec(), spec(attention_bias=True, mlp_bias=True)
+    assert not (plain.qkv_bias or plain.output_bias or plain.ffn_bias)
+    assert biased.qkv_bias and biased.output_bias and biased.ffn_bias
+    qwen2 = spec("qwen2", num_key_value_heads=2)
+    assert qwen2.qkv_bias and not qwen2.output_bias
+
+
+def test_windows_of_later_layers_are_read_both_ways() -> None:
+    def windows(**changes: Any) -> tuple[int | None, ...]:
+        sizes = {"num_key_value_heads": 2, "sliding_window": 9, "max_window_layers": 1}
+        return spec("qwen2", **sizes, **changes).windows
+
+    assert windows() == (None, None, None)
+    assert windows(use_sliding_window=True) == (None, 9, 9)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows(use_sliding_window=True, layer_types=kinds) == (9, None, 9)
+    with pytest.raises(ModelFileError, match="layer_types must be a list of 3 strings"):
+        windows(layer_types=kinds[:2])
+    with pytest.raises(UnsupportedModelError, match=r"layer_types = .* is not supported"):
+        windows(layer_types=["chunked_attention"] * 3)
+
+
+def test_rope_is_read_from_old_and_new_fields_alike() -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    old = spec(rope_theta=5e5, rope_scaling=scaling)
+    new = spec(rope_parameters={**scaling, "rope_theta": 5e5})
+    assert old == new
+    assert old.rope.base == 5e5
+    assert old.rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 16)
+    oldest = spec(rope_scaling={"type": "linear", "factor": 2.0})
+    assert oldest.rope.scaling == LinearScaling(2.0)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}
+    assert spec(rope_scaling=yarn).rope.scaling == YarnScaling(4.0, 64, attention_factor=1.5)
+    assert spec(rope_parameters={"rope_type": "default", "rope_theta": 9e3}).rope.base == 9e3
+
+
+@pytest.mark.parametrize(
+    ("rope", "error", "message"),
+    [
+        ({"rope_type": "longrope"}, UnsupportedModelError, "rope_type = 'longrope' is not supp"),
+        ({"type": "dynamic", "factor": 2.0}, UnsupportedModelError, "type = 'dynamic' is not supp"),
+        ({"type": "linear"}, ModelFileError, "rope_scaling: factor is missing"),
+        ({"type": "linear", "factor": "2"}, ModelFileError, "factor must be a finite number"),
+        ({"type": "linear", "factor": 2, "mscale": 1}, UnsupportedModelError, "mscale = 1 is not"),
+        ({"mrope_section": [1, 2]}, UnsupportedModelError, "mrope_section"),
+        (
+            {"type": "yarn", "factor": 2, "truncate": False},
+            UnsupportedModelError,
+            "truncate = False is not supported",
+        ),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor = 0.5"),
+        ("yarn", ModelFileError, "rope_scaling must be an object"),
+    ],
+)
+def test_rope_scaling_that_we_do_not_compute_is_refused(
+    rope: object, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        spec(rope_scaling=rope)
+
+
+def test_an_unknown_model_type_is_named_with_those_we_run() -> None:
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"'gemma3_text' \(model_type\).*supported: bitnet, llama, mistral, qwen2, qwen3",
+    ):
+        spec("gemma3_text")
+
+
+@pytest.mark.parametrize("key", CONFIG)
+def test_a_missing_field_is_named(key: str) -> None:
+    with pytest.raises(ModelFileError, match=f"config.json: {key} is missing"):
+        spec_from_config({name: value for name, value in CONFIG.items() if name != key})
+
+
+@pytest.mark.parametrize("key", [key for key in CONFIG if key != "model_type"])
+@pytest.mark.parametrize("value", [0, -1, 2**40, 3.5, True, "4", [4]])
+def test_a_field_that_cannot_be_is_named(key: str, value: object) -> None:
+    with pytest.raises(ModelFileError, match=f"config.json: {key} must be an integer from 1 to"):
+        spec(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("num_local_experts", 8),
+        ("num_experts", 128),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("quantization_config", {"quant_method": "bitnet"}),
+        ("partial_rotary_factor", 0.5),
+        ("embedding_multiplier", 12.0),
+        ("residual_multiplier", 0.22),
+        ("attention_multiplier", 0.015),
+        ("logits_scaling", 8.0),
+        ("sliding_window", 4096),
+        ("rope_interleaved", True),
+        ("is_causal", False),
+        ("no_rope_layers", [1, 1, 0]),
+    ],
+)
+def test_what_would_change_the_mathematics_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"config.json: {key} = .* is not supported"):
+        spec(**{key: value})
+
+
+def test_what_says_nothing_of_the_mathematics_is_accepted() -> None:
+    # Fields that published files of these families carry.
+    harmless = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "initializer_range": 0.02,
+        "is_llama_config": True,
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "transformers.js_config": {"dtype": "q4"},
+        "use_cache": True,
+    }
+    assert spec(**harmless) == spec()
+
+
+@pytest.mark.parametrize("family", sorted(p.name for p in (FIXTURES / "families").iterdir()))
+def test_what_transformers_writes_today_is_read(family: str) -> None:
+    config = json.loads((FIXTURES / "families" / family / "config.json").read_text())
+    found = spec_from_config(config)
+    assert found.family == config["model_type"]
+    assert found.tied_head is config["tie_word_embeddings"]

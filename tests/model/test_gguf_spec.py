@@ -1,0 +1,203 @@
+"""From GGUF metadata to specs: what is read, what is refused, and how the refusal is worded."""
+
+import numpy as np
+import pytest
+from tests.model.tensors import tensor, zeros
+
+from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.loader.metadata import Metadata
+from quire.loader.tensor import Tensor
+from quire.model.gguf_spec import spec_from_gguf
+from quire.model.rope import DivisorScaling, LinearScaling, YarnScaling
+from quire.model.spec import Activation, ModelSpec
+
+SIZES: dict[str, object] = {
+    "context_length": 512,
+    "embedding_length": 48,
+    "block_count": 2,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "vocab_size": 128,
+}
+EMBEDDING = zeros({"token_embd.weight": (128, 48), "output.weight": (128, 48)})
+
+
+def spec(
+    architecture: str = "llama", tensors: dict[str, Tensor] | None = None, /, **changes: object
+) -> ModelSpec:
+    """Changes are keys under the architecture's name, with `__` for dots; None leaves one out."""
+    changed = {key.replace("__", "."): value for key, value in changes.items()}
+    fields = {f"{architecture}.{key}": value for key, value in {**SIZES, **changed}.items()}
+    metadata = Metadata("m.gguf", {"general.architecture": architecture, **fields})
+    return spec_from_gguf(metadata, EMBEDDING if tensors is None else tensors)
+
+
+def test_a_plain_llama_is_read() -> None:
+    found = spec()
+    assert (found.hidden_size, found.ffn_size, found.num_layers) == (48, 96, 2)
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (4, 2, 12)
+    assert (found.vocabulary_size, found.context_length) == (128, 512)
+    assert found.windows == (None, None)
+    assert found.rope.base == 10000.0 and found.rope.dims == 12 and found.rope.scaling is None
+    assert not found.tied_head
+    assert not (found.qkv_bias or found.output_bias or found.ffn_bias)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "interleaved", "qkv_bias", "qk_norm", "sub_norms"),
+    [
+        ("llama", True, False, False, False),
+        ("qwen2", False, True, False, False),
+        ("qwen3", False, False, True, False),
+        ("bitnet", False, False, False, True),
+    ],
+)
+def test_each_architecture_has_its_own_parts(
+    architecture: str, interleaved: bool, qkv_bias: bool, qk_norm: bool, sub_norms: bool
+) -> None:
+    found = spec(architecture)
+    assert found.family == architecture
+    assert found.rope.interleaved is interleaved
+    assert (found.qkv_bias, found.qk_norm, found.sub_norms) == (qkv_bias, qk_norm, sub_norms)
+    assert found.activation is Activation.SILU  # llama.cpp's bitnet too
+
+
+def test_an_unknown_architecture_is_named_with_those_we_run() -> None:
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"'gemma3' \(general.architecture\).*supported: bitnet, llama, qwen2, qwen3",
+    ):
+        spec("gemma3")
+
+
+def test_a_missing_architecture_is_named() -> None:
+    with pytest.raises(ModelFileError, match=r"general\.architecture is missing"):
+        spec_from_gguf(Metadata("m.gguf", {}), {})
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in SIZES if key not in {"attention.head_count_kv", "vocab_size"}]
+)
+def test_a_missing_size_is_named(key: str) -> None:
+    with pytest.raises(ModelFileError, match=f"llama.{key} is missing"):
+        spec(**{key: None})
+
+
+@pytest.mark.parametrize("key", [key for key in SIZES if "epsilon" not in key])
+@pytest.mark.parametrize("value", [0, -1, 2**40, 3.5, True, "4", np.array([4, 4])])
+def test_a_size_that_cannot_be_is_named(key: str, value: object) -> None:
+    with pytest.raises(ModelFileError, match=f"llama.{key} must be an integer from 1 to"):
+        spec(**{key: value})
+
+
+def test_what_a_file_may_leave_out() -> None:
+    found = spec(attention__head_count_kv=None, vocab_size=None)
+    assert found.num_kv_heads == 4
+    assert found.vocabulary_size == 128  # the embedding's rows
+
+
+def test_a_file_without_vocabulary_or_embedding_is_refused() -> None:
+    with pytest.raises(ModelFileError, match=r"llama\.vocab_size is missing"):
+        spec("llama", {}, vocab_size=None)
+
+
+def test_head_size_is_read_where_it_is_not_the_quotient() -> None:
+    found = spec("qwen3", attention__key_length=32, attention__value_length=32)
+    assert found.head_dim == 32 and found.query_size == 128 and found.rope.dims == 32
+    with pytest.raises(UnsupportedModelError, match=r"attention\.value_length = 16"):
+        spec("qwen3", attention__key_length=32, attention__value_length=16)
+
+
+def test_part_of_a_head_may_turn() -> None:
+    assert spec(rope__dimension_count=4).rope.dims == 4
+
+
+def test_optional_tensors_switch_their_parts_on() -> None:
+    names = ("attn_q.bias", "attn_output.bias", "ffn_up.bias", "attn_q.scale")
+    found = spec("llama", {**EMBEDDING, **zeros({f"blk.0.{name}": (1,) for name in names})})
+    assert found.qkv_bias and found.output_bias and found.ffn_bias and found.linear_scales
+
+
+def test_a_file_without_a_head_ties_it_to_the_embedding() -> None:
+    assert spec("llama", zeros({"token_embd.weight": (128, 48)})).tied_head
+
+
+def test_a_window_holds_for_every_layer_and_zero_means_none() -> None:
+    assert spec(attention__sliding_window=64).windows == (64, 64)
+    assert spec(attention__sliding_window=0).windows == (None, None)
+
+
+def test_rope_scaling_is_read() -> None:
+    assert spec(rope__scaling__type="none", rope__scaling__factor=8.0).rope.scaling is None
+    # What llama.cpp's converter writes for every bitnet.
+    unscaled = spec("bitnet", rope__scaling__type="linear", rope__scaling__factor=1.0)
+    assert unscaled.rope.scaling is None
+    linear = LinearScaling(2.0)
+    assert spec(rope__scaling__type="linear", rope__scaling__factor=2.0).rope.scaling == linear
+    assert spec(rope__scaling__factor=2.0).rope.scaling == linear
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    assert spec("qwen2", **yarn).rope.scaling == YarnScaling(4.0, 512)
+    told = {
+        **yarn,
+        "rope.scaling.original_context_length": 128,
+        "rope.scaling.yarn_beta_fast": 16.0,
+    }
+    assert spec("qwen2", **told).rope.scaling == YarnScaling(4.0, 128, beta_fast=16.0)
+
+
+def test_frequency_divisors_are_read_from_their_tensor() -> None:
+    divisors = {"rope_freqs.weight": tensor("rope_freqs.weight", [1, 1, 2, 4, 8, 8])}
+    found = spec("llama", {**EMBEDDING, **divisors})
+    assert found.rope.scaling == DivisorScaling((1.0, 1.0, 2.0, 4.0, 8.0, 8.0))
+    with pytest.raises(UnsupportedModelError, match="none beside rope_freqs"):
+        spec("llama", {**EMBEDDING, **divisors}, rope__scaling__factor=2.0)
+    with pytest.raises(ModelFileError, match=r"rope_freqs\.weight has shape \[6\], expected \[5\]"):
+        spec("llama", {**EMBEDDING, **divisors}, rope__dimension_count=10)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("expert_count", 8),
+        ("expert_count", np.array([8, 8])),
+        ("attention.causal", False),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("attention.scale", 0.1),
+        ("logit_scale", 0.5),
+        ("embedding_scale", 12.0),
+        ("residual_scale", 0.2),
+        ("pooling_type", 1),
+        ("rope.scaling.type", "longrope"),
+        ("rope.scaling.attn_factor", 1.2),
+        ("rope.dimension_sections", np.array([16, 24, 24, 0])),
+        ("attention.sliding_window_pattern", np.array([True, False])),
+        ("something.new", 1),
+    ],
+)
+def test_what_would_change_the_mathematics_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"llama.{key} = .* is not supported"):
+        spec(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("expert_count", 0),
+        ("attention.causal", True),
+        ("attn_logit_softcapping", 0.0),
+        ("rope.scaling.finetuned", True),
+        ("tensor_data_layout", "Meta AI original pth"),
+        ("pooling_type", 3),
+    ],
+)
+def test_what_says_nothing_new_is_accepted(key: str, value: object) -> None:
+    assert spec(**{key: value}) == spec()
+
+
+def test_keys_of_other_architectures_are_none_of_our_business() -> None:
+    metadata = {"general.architecture": "llama", "llamafile.version": 1, "clip.projector": "x"}
+    fields = {f"llama.{key}": value for key, value in SIZES.items()}
+    assert spec_from_gguf(Metadata("m.gguf", {**metadata, **fields}), EMBEDDING) == spec()
