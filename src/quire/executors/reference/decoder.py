@@ -1,0 +1,265 @@
+"""Decoder: the mathematics of a ModelSpec, written plainly in numpy float32.
+
+A row is one token at one position. Whatever is computed for a row is computed from that row alone,
+in arrays whose shapes depend on the spec and on its position and on nothing else: the products are
+matrix times vector, because a matrix product's sums may change with the number of rows in it. So a
+row comes out the same, bit for bit, in any company, in any chunk, and when it is computed again.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.loader.tensor import Tensor
+from quire.model.spec import Activation, ModelSpec, layer_shapes
+
+Floats = npt.NDArray[np.float32]
+Slots = npt.NDArray[np.intp]
+
+_ALIGNMENT = 64  # bytes
+# Few enough that BLAS keeps a product on one thread: its sums may change with their number, and on
+# a busy machine its threads wait for each other far longer than they compute.
+_WEIGHTS_AT_ONCE = 1 << 18
+
+
+class KVBlocks:
+    """Keys and values of every layer in blocks; a slot is one token's place in them."""
+
+    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        shape = (spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self.keys: Floats = np.zeros(shape, np.float32)
+        self.values: Floats = np.zeros(shape, np.float32)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def copy(self, source: int, target: int) -> None:
+        self.keys[:, target] = self.keys[:, source]
+        self.values[:, target] = self.values[:, source]
+
+    def slots(self, block_table: Sequence[int], end: int) -> Slots:
+        """The slots of positions 0 to `end` of the sequence that has this table."""
+        blocks = np.array(block_table[: -(-end // self.block_size)], dtype=np.intp)
+        return (blocks[:, None] * self.block_size + np.arange(self.block_size)).ravel()[:end]
+
+    def write(self, layer: int, slot: int, key: Floats, value: Floats) -> None:
+        block, offset = divmod(slot, self.block_size)
+        self.keys[layer, block, offset] = key
+        self.values[layer, block, offset] = value
+
+    def read(self, layer: int, slots: Slots) -> tuple[Floats, Floats]:
+        """Keys and values at these slots alone: [context, kv_heads, head_dim] each."""
+        return _gather(self.keys[layer], slots), _gather(self.values[layer], slots)
+
+
+class Linear(NamedTuple):
+    """weight · x, times the scale, plus the bias: for one vector."""
+
+    weight: Floats  # [out, in]
+    bias: Floats | None = None
+    scale: Floats | None = None  # [1]
+
+    def __call__(self, x: Floats) -> Floats:
+        x = _aligned_copy(x)
+        product: Floats = np.empty(len(self.weight), np.float32)
+        step = max(1, _WEIGHTS_AT_ONCE // len(x))
+        for start in range(0, len(product), step):
+            np.dot(self.weight[start : start + step], x, out=product[start : start + step])
+        if self.scale is not None:
+            product = product * self.scale
+        return product if self.bias is None else product + self.bias
+
+
+@dataclass(slots=True)
+class Row:
+    """One token on its way through the layers."""
+
+    state: Floats  # [hidden]
+    slots: Slots  # of every position up to its own, [position + 1]
+    cosines: Floats  # [rope dims / 2]
+    sines: Floats
+
+    @property
+    def slot(self) -> int:
+        return int(self.slots[-1])
+
+    def seen(self, window: int | None) -> Slots:
+        """The slots it attends to: its own and those before it, within the window."""
+        return self.slots if window is None else self.slots[-window:]
+
+
+class Decoder:
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+        self.spec = spec
+        self.embedding = _decoded(tensors["token_embd.weight"])
+        self._output_norm = _decoded(tensors["output_norm.weight"])
+        head = self.embedding if spec.tied_head else _decoded(tensors["output.weight"])
+        self._head = Linear(head)
+        self._layers = [_Layer(spec, tensors, index) for index in range(spec.num_layers)]
+        self._frequencies = spec.rope.frequencies()
+
+    @property
+    def weight_bytes(self) -> int:
+        tied = 0 if self.spec.tied_head else self._head.weight.nbytes
+        layers = sum(layer.weight_bytes for layer in self._layers)
+        return self.embedding.nbytes + self._output_norm.nbytes + tied + layers
+
+    def row(self, token: int, slots: Slots) -> Row:
+        """The token at the last of these slots."""
+        angles = (len(slots) - 1) * self._frequencies
+        magnitude = self.spec.rope.magnitude
+        return Row(
+            state=self.embedding[token].copy(),
+            slots=slots,
+            cosines=(np.cos(angles) * magnitude).astype(np.float32),
+            sines=(np.sin(angles) * magnitude).astype(np.float32),
+        )
+
+    def run(self, rows: Sequence[Row], blocks: KVBlocks, checkpoint: Callable[[], None]) -> None:
+        """Take all rows through all layers, calling `checkpoint` before each.
+
+        Layers are the outer loop, so that a matrix is fetched from memory once for all rows. All
+        keys of a layer are written before any is read: rows of one chunk see those before them.
+        """
+        for layer in self._layers:
+            checkpoint()
+            queries = [layer.project(row, blocks) for row in rows]
+            for row, query in zip(rows, queries, strict=True):
+                row.state = row.state + layer.attend(row, query, blocks)
+            for row in rows:
+                row.state = row.state + layer.feed_forward(row.state)
+
+    def final_state(self, row: Row) -> Floats:
+        """The state after the last norm: what is pooled, and what logits are computed from."""
+        return rms_norm(row.state, self._output_norm, self.spec.norm_epsilon)
+
+    def logits(self, row: Row) -> Floats:
+        return self._head(self.final_state(row))
+
+
+class _Layer:
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor], index: int) -> None:
+        self._spec = spec
+        self._index = index
+        self._scale = np.float32(spec.head_dim**-0.5)
+        arrays = {name: _decoded(tensors[f"blk.{index}.{name}"]) for name in layer_shapes(spec)}
+        self.weight_bytes = sum(array.nbytes for array in arrays.values())
+        self._norms: dict[str, Floats] = {}
+        self._linears: dict[str, Linear] = {}
+        for part, array in arrays.items():
+            name = part.removesuffix(".weight")
+            if name.endswith("_norm"):
+                self._norms[name] = array
+            elif name != part:
+                extras = arrays.get(f"{name}.bias"), arrays.get(f"{name}.scale")
+                self._linears[name] = Linear(array, *extras)
+
+    def project(self, row: Row, blocks: KVBlocks) -> Floats:
+        """Write the row's key and value; its query, [heads, head_dim]."""
+        spec = self._spec
+        x = self._norm("attn_norm", row.state)
+        query = self._linears["attn_q"](x).reshape(spec.num_heads, spec.head_dim)
+        key = self._linears["attn_k"](x).reshape(spec.num_kv_heads, spec.head_dim)
+        value = self._linears["attn_v"](x).reshape(spec.num_kv_heads, spec.head_dim)
+        if spec.qk_norm:
+            query, key = self._norm("attn_q_norm", query), self._norm("attn_k_norm", key)
+        blocks.write(self._index, row.slot, self._turned(key, row), value)
+        return self._turned(query, row)
+
+    def attend(self, row: Row, query: Floats, blocks: KVBlocks) -> Floats:
+        spec = self._spec
+        keys, values = blocks.read(self._index, row.seen(spec.windows[self._index]))
+        # Query heads of one group share a key head: [kv_heads, group, head_dim].
+        grouped = query.reshape(spec.num_kv_heads, -1, spec.head_dim)
+        scores = np.matmul(grouped, keys.transpose(1, 2, 0)) * self._scale
+        mixed = np.matmul(softmax(scores), values.transpose(1, 0, 2)).ravel()
+        if spec.sub_norms:
+            mixed = self._norm("attn_sub_norm", mixed)
+        return self._linears["attn_output"](mixed)
+
+    def feed_forward(self, state: Floats) -> Floats:
+        x = self._norm("ffn_norm", state)
+        gate = _ACTIVATIONS[self._spec.activation](self._linears["ffn_gate"](x))
+        product = gate * self._linears["ffn_up"](x)
+        if self._spec.sub_norms:
+            product = self._norm("ffn_sub_norm", product)
+        return self._linears["ffn_down"](product)
+
+    def _norm(self, name: str, x: Floats) -> Floats:
+        return rms_norm(x, self._norms[name], self._spec.norm_epsilon)
+
+    def _turned(self, heads: Floats, row: Row) -> Floats:
+        return rotate(heads, row.cosines, row.sines, self._spec.rope.interleaved)
+
+
+def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
+    """Over the last axis."""
+    mean: Floats = np.mean(np.square(x), axis=-1, keepdims=True)
+    normed: Floats = x / np.sqrt(mean + np.float32(epsilon)) * weight
+    return normed
+
+
+def rotate(heads: Floats, cosines: Floats, sines: Floats, interleaved: bool) -> Floats:
+    """Turn the first 2 * len(cosines) dimensions of each head by their angles."""
+    dims = 2 * len(cosines)
+    if interleaved:
+        first, second = slice(0, dims, 2), slice(1, dims, 2)
+    else:
+        first, second = slice(0, dims // 2), slice(dims // 2, dims)
+    turned = heads.copy()
+    turned[:, first] = heads[:, first] * cosines - heads[:, second] * sines
+    turned[:, second] = heads[:, first] * sines + heads[:, second] * cosines
+    return turned
+
+
+def softmax(scores: Floats) -> Floats:
+    """Over the last axis."""
+    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    shares: Floats = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def _silu(x: Floats) -> Floats:
+    gated: Floats = np.divide(x, np.exp(-x) + np.float32(1.0))
+    return gated
+
+
+def _relu2(x: Floats) -> Floats:
+    return np.square(np.maximum(x, np.float32(0.0)))
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Floats], Floats]] = {
+    Activation.SILU: _silu,
+    Activation.RELU2: _relu2,
+}
+
+
+def _decoded(tensor: Tensor) -> Floats:
+    return _aligned_copy(tensor.to_float32())
+
+
+def _aligned(shape: tuple[int, ...]) -> Floats:
+    """An array at a fixed alignment: BLAS may sum differently at another."""
+    size = math.prod(shape) * 4
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(np.float32).reshape(shape)
+
+
+def _aligned_copy(x: Floats) -> Floats:
+    copy = _aligned(x.shape)
+    copy[...] = x
+    return copy
+
+
+def _gather(layer: Floats, slots: Slots) -> Floats:
+    """The tokens at these slots of one layer's blocks: [slots, kv_heads, head_dim]."""
+    tokens = layer.reshape(-1, *layer.shape[2:])
+    gathered = _aligned((len(slots), *tokens.shape[1:]))
+    return np.take(tokens, slots, axis=0, out=gathered, mode="clip")  # "raise" would copy twice

@@ -1,0 +1,57 @@
+"""Short ways to write plans and to have the reference executor compute them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.core.plan import BlockCopy, Sampling, SequencePlan, SequenceResult, StepPlan, Want
+from quire.core.sampling import SamplingParams
+from quire.executors.reference import ReferenceExecutor
+from quire.model.loading import load_model
+
+GREEDY = Sampling(SamplingParams(temperature=0.0), seed=0, index=0)
+
+
+def row(
+    tokens: Sequence[int],
+    table: Sequence[int],
+    *,
+    start: int = 0,
+    sequence_id: int = 0,
+    want: Want = Want.LOGITS,
+    follows: int | None = None,
+    **extras: Any,
+) -> SequencePlan:
+    if want is Want.SAMPLE:
+        extras.setdefault("sampling", GREEDY)
+    return SequencePlan(sequence_id, start, tuple(tokens), follows, tuple(table), want, **extras)
+
+
+def run(
+    executor: ReferenceExecutor,
+    *rows: SequencePlan,
+    step_id: int = 0,
+    copies: Sequence[BlockCopy] = (),
+) -> tuple[SequenceResult, ...]:
+    ticket = executor.submit(StepPlan(step_id, rows, tuple(copies)))
+    return executor.collect(ticket, timeout_s=60).sequences
+
+
+def logits(executor: ReferenceExecutor, plan: SequencePlan) -> npt.NDArray[np.float32]:
+    [result] = run(executor, plan)
+    assert result.fault is None
+    return np.asarray(result.logits)
+
+
+@contextmanager
+def opened(path: Path, num_blocks: int = 16, block_size: int = 16) -> Iterator[ReferenceExecutor]:
+    with load_model(path) as model:
+        executor = ReferenceExecutor(model, num_blocks=num_blocks, block_size=block_size)
+        try:
+            yield executor
+        finally:
+            executor.close()
