@@ -74,6 +74,6 @@ class Cursor:
         try:
             for _ in range(count):
                 position += 8 + unpack(data, position)[0]
-        except struct.error:
+        except (struct.error, OverflowError):  # past the end, or past what an address can be
             position = self.length + 1
         self.advance(position - self.position, what)
