@@ -10,6 +10,7 @@ from quire.model.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, Ya
 from quire.model.spec import MAX_SIZES, Activation, ModelSpec
 
 _FILE = "config.json"
+_CONTEXT_LIMIT = MAX_SIZES["context_length"]
 _DEFAULTS: Mapping[str, object] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 _ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "relu2": Activation.RELU2}
 
@@ -93,7 +94,7 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
         ),
         head_dim=head_dim,
         vocabulary_size=fields.integer("vocab_size", high=MAX_SIZES["vocabulary_size"]),
-        context_length=fields.integer("max_position_embeddings", high=MAX_SIZES["context_length"]),
+        context_length=fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT),
         norm_epsilon=fields.number("rms_norm_eps"),
         activation=_activation(fields),
         rope=_rope(fields, head_dim),
@@ -118,7 +119,7 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     if family.window == "none":
         fields.refuse({"sliding_window": (), "use_sliding_window": (False,)})
         return (None,) * num_layers
-    window = fields.optional_integer("sliding_window", high=MAX_SIZES["context_length"])
+    window = fields.optional_integer("sliding_window", high=_CONTEXT_LIMIT)
     if family.window == "every":
         fields.refuse({"layer_types": ()})
         return (window,) * num_layers
@@ -146,12 +147,12 @@ def _layer_window(fields: Fields, kind: object, window: int | None) -> int | Non
 def _rope(fields: Fields, head_dim: int) -> Rope:
     """Newer files say all in rope_parameters, older ones in rope_scaling and rope_theta."""
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    rope = old if fields.get("rope_scaling") is not None else new
+    rope = old if fields.get("rope_scaling") else new
     return Rope(
         base=rope.number("rope_theta", fields.number("rope_theta")),
         dims=head_dim,
         interleaved=False,
-        scaling=_scaling(rope, fields.integer("max_position_embeddings", high=1 << 31)),
+        scaling=_scaling(rope, fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT)),
     )
 
 
@@ -167,7 +168,7 @@ def _scaling(rope: Fields, context_length: int) -> RopeScaling | None:
     factor = rope.number("factor")
     if kind == "linear":
         return LinearScaling(factor)
-    original = rope.integer("original_max_position_embeddings", context_length, high=1 << 31)
+    original = rope.integer("original_max_position_embeddings", context_length, high=_CONTEXT_LIMIT)
     if kind == "llama3":
         return Llama3Scaling(
             factor, rope.number("low_freq_factor"), rope.number("high_freq_factor"), original
