@@ -3,6 +3,8 @@
 import struct
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 from tests.loader import gguf_bytes as build
 
@@ -101,3 +103,19 @@ def test_a_broken_part_is_named(tmp_path: Path) -> None:
     first = write(tmp_path, part(0, "a"), part(1, "b"), part(2, "c")[:-30])
     with pytest.raises(ModelFileError, match=r"m-00003-of-00003.gguf: tensor 'c' ends at byte"):
         GGUFFile(first)
+
+
+def test_what_the_gguf_package_splits_is_read(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=2)
+    arrays = {f"t{at}": np.full((2, 3), at, dtype=np.float32) for at in range(5)}
+    for name, array in arrays.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with GGUFFile(tmp_path / "m-00001-of-00003.gguf") as file:
+        assert file.metadata.text("general.architecture") == "llama"
+        assert list(file.tensors) == list(arrays)
+        for name, array in arrays.items():
+            assert np.array_equal(file.tensors[name].to_float32(), array)

