@@ -50,7 +50,7 @@ class SequencePlan(NamedTuple):
     follows: int | None
     block_table: tuple[int, ...]
     want: Want
-    sampling: Sampling | None = None
+    sampling: Sampling | None = None  # for a sample, or for how to score prompt_targets
     completion_position: int = 0  # of the token to sample: 0 for the first after the prompt
     history: History | None = None  # only where sampling.params.needs_history
     allowed: bytes | None = None  # grammar mask: bit t of the little-endian bit string allows t

@@ -18,7 +18,7 @@ from quire.core.errors import (
     RequestError,
     StepTimeoutError,
 )
-from quire.core.plan import SequencePlan, SequenceResult, StepResult
+from quire.core.plan import SequencePlan, SequenceResult, StepResult, Want
 from quire.core.request import Event, Request
 from quire.core.sampling import SamplingParams
 from quire.engine.admission import Admission
@@ -95,13 +95,15 @@ class Engine:
         priority: int = 0,
         timeout_s: float | None = None,
         stream: bool = False,
+        arrived_at: float | None = None,
     ) -> Request:
         """Queue a request; its events come from step(). Raises if it can never run, or not now.
 
         `key` says whose it is (fairness, prefix reuse); `priority`: lower is more urgent;
-        `stream`: whether to report each token as it comes.
+        `stream`: whether to report each token as it comes; `arrived_at`: on the engine's clock,
+        where the request came in before it could be handed over.
         """
-        now = self.clock.now()
+        now = self.clock.now() if arrived_at is None else arrived_at
         self._check_open()
         request = self._admission.build_request(
             prompt,
@@ -346,7 +348,7 @@ class Engine:
         sequence = row.sequence
         if sequence.is_done:
             return
-        if row.plan.sampling is not None:
+        if row.plan.want is Want.SAMPLE:
             sequence.num_pending -= 1
         if row.epoch != sequence.epoch:
             return

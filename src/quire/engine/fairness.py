@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from quire.engine.sequence import Sequence
 
-_QUANTUM = 64  # prompt tokens a turn is worth
+_QUANTUM = 16  # tokens a turn is worth
+_STEPS_OF_CREDIT = 4  # a key can save up this many steps' tokens
 
 
 class WaitingLines:
@@ -44,74 +45,89 @@ class WaitingLines:
         return sum(len(line) for line in self._lines.values())
 
 
-class RoundRobin:
-    """Deficit round robin: each turn adds to a key's credit by its weight; tokens use it up.
+class Ledger:
+    """What each key holds of the batch and has been served, and what it may claim of both.
 
-    A key whose work ends loses its credit, so that nobody saves up for a burst.
+    Deficit round robin with credit that ages: every step, each key with work earns its fair share
+    of the step's tokens and pays for those it got. Who took less than it earned goes first, up to
+    its credit, so that a key below its share hardly notices another far above. What nobody has
+    earned goes round in turns. Credit and debt are bounded, and end with a key's work.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, float], max_step_tokens: int) -> None:
         self._weights = weights
+        self._most = float(_STEPS_OF_CREDIT * max_step_tokens)
         self._credit: dict[str, float] = {}
+        self._slots: dict[str, int] = {}
         self._order: deque[str] = deque()
-
-    def weight(self, key: str) -> float:
-        return self._weights.get(key, 1.0)
-
-    def keep(self, keys: Iterable[str]) -> None:
-        """Only these keys have work now; newcomers take the last turn."""
-        wanted = dict.fromkeys(keys)
-        for key in [key for key in self._order if key not in wanted]:
-            self._order.remove(key)
-            del self._credit[key]
-        for key in wanted:
-            if key not in self._credit:
-                self._order.append(key)
-                self._credit[key] = 0.0
-
-    def next_turn(self) -> tuple[str, int]:
-        """The key whose turn it is, and the tokens it may use."""
-        key = self._order[0]
-        self._order.rotate(-1)
-        turn = _QUANTUM * self.weight(key)
-        most = max(1.0, 2 * turn)  # a key that cannot join for a while does not save up either
-        self._credit[key] = min(self._credit[key] + turn, most)
-        return key, int(self._credit[key])
-
-    def spend(self, key: str, tokens: int) -> None:
-        self._credit[key] -= tokens
-
-
-class Shares:
-    """How many places in the batch each key holds, against what is fair."""
-
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = weights
-        self.held: dict[str, int] = {}
+        self.num_slots = 0  # held by all keys together
 
     @property
-    def total(self) -> int:
-        return sum(self.held.values())
+    def num_keys(self) -> int:
+        """Keys that hold places in the batch."""
+        return len(self._slots)
 
-    def add(self, key: str, num_slots: int) -> None:
-        self.held[key] = self.held.get(key, 0) + num_slots
-        if not self.held[key]:
-            del self.held[key]
+    def hold(self, key: str, num_slots: int) -> None:
+        """Places in the batch taken, or given back."""
+        self.num_slots += num_slots
+        self._slots[key] = self._slots.get(key, 0) + num_slots
+        if not self._slots[key]:
+            del self._slots[key]
 
-    def fair(self, key: str, waiting_keys: Iterable[str], num_slots: int) -> float:
-        """The places `key` may claim when all these and the holders want some."""
-        keys = {key, *waiting_keys, *self.held}
-        return num_slots * self._weight(key) / sum(self._weight(k) for k in keys)
+    def account(self, served: Mapping[str, int], waiting: Iterable[str]) -> None:
+        """Book a step: what each key was served, and the share that each key with work earned."""
+        keys = {*self._slots, *waiting}
+        for key in [key for key in self._credit if key not in keys]:
+            del self._credit[key]
+        if len(keys) < 2:
+            return
+        fair = sum(served.values()) / sum(self._weight(key) for key in keys)
+        for key in keys:
+            credit = self.credit(key) + fair * self._weight(key) - served.get(key, 0)
+            self._credit[key] = max(-self._most, min(credit, self._most))
 
-    def most_over(self, waiting_keys: Iterable[str], num_slots: int) -> str | None:
-        """The key furthest above its fair share, if any is above."""
-        waiting = list(waiting_keys)
-        over = {
-            key: held / self._weight(key)
-            for key, held in self.held.items()
-            if held > self.fair(key, waiting, num_slots)
-        }
-        return max(over, key=lambda key: over[key]) if over else None
+    def credit(self, key: str) -> float:
+        """Tokens the key has earned and not used; one that comes new has as many as it can."""
+        return self._credit.get(key, self._most)
+
+    def claim(self, key: str) -> float:
+        """What orders keys when places come free: lower first."""
+        return -self.credit(key) / self._weight(key)
+
+    def displaced_by(self, newcomer: str, num_slots: int) -> str | None:
+        """The key that must give way in the batch to a newcomer of another, if one must: one in
+        debt to a key in credit, or one that still holds no less after the exchange."""
+        holders = [key for key in self._slots if key != newcomer]
+        if not holders:
+            return None
+        poorest = max(holders, key=self.claim)
+        if self.credit(newcomer) > num_slots and self.credit(poorest) < 0:
+            return poorest
+        largest = max(holders, key=self._slots_for_weight)
+        after = (self._slots[largest] - num_slots) / self._weight(largest)
+        claimed = (self._slots.get(newcomer, 0) + num_slots) / self._weight(newcomer)
+        return largest if claimed <= after else None
+
+    def share_out(self, wanted: Mapping[str, int], budget: int) -> dict[str, int]:
+        """How many tokens of a step each key gets, when together they want more."""
+        granted = dict.fromkeys(wanted, 0)
+        for key in sorted(wanted, key=self.claim):
+            granted[key] = min(wanted[key], budget, max(0, int(self.credit(key))))
+            budget -= granted[key]
+        self._order.extend(key for key in wanted if key not in self._order)
+        while budget > 0 and granted != wanted:
+            key = self._order.popleft()
+            if key not in wanted:
+                continue
+            self._order.append(key)
+            turn = max(1, int(_QUANTUM * self._weight(key)))
+            grant = min(wanted[key] - granted[key], turn, budget)
+            granted[key] += grant
+            budget -= grant
+        return granted
+
+    def _slots_for_weight(self, key: str) -> float:
+        return self._slots.get(key, 0) / self._weight(key)
 
     def _weight(self, key: str) -> float:
         return self._weights.get(key, 1.0)

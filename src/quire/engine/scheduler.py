@@ -15,7 +15,7 @@ from quire.core.errors import QuireError, RowFaultError
 from quire.core.plan import BlockCopy, Capacity, History, SequencePlan, StepPlan, Want
 from quire.core.request import Status, WaitReason
 from quire.engine.company import Company
-from quire.engine.fairness import RoundRobin, Shares, WaitingLines
+from quire.engine.fairness import Ledger, WaitingLines
 from quire.engine.pacing import Pacer, StepTimeModel
 from quire.engine.sequence import Sequence
 from quire.engine.stats import EngineStats
@@ -45,33 +45,6 @@ class Step:
         return StepPlan(self.id, tuple([row.plan for row in self.rows]), copies)
 
 
-class PromptLine:
-    """One key's prompts: running ones that lack tokens and waiting ones, by rank."""
-
-    def __init__(self, waiting: list[Sequence]) -> None:
-        self.running: list[Sequence] = []
-        self._waiting = waiting
-        self._next_running = 0
-        self.is_closed = False  # its waiting ones cannot be admitted in this step
-
-    def head(self) -> Sequence | None:
-        has_running = self._next_running < len(self.running)
-        first_running = self.running[self._next_running] if has_running else None
-        if self.is_closed or not self._waiting:
-            return first_running
-        first_waiting = self._waiting[0]
-        if first_running is None or first_waiting.rank < first_running.rank:
-            return first_waiting
-        return first_running
-
-    def advance(self) -> None:
-        self._next_running += 1
-
-    def admit(self, sequence: Sequence) -> None:
-        """The waiting head was admitted: it goes on as the running head."""
-        self.running.insert(self._next_running, sequence)
-
-
 class Scheduler:
     def __init__(self, config: EngineConfig, capacity: Capacity, stats: EngineStats) -> None:
         self.config = config
@@ -90,8 +63,7 @@ class Scheduler:
         self.token_limit = self.max_step_tokens  # lowered while memory is short
         self.wake_at: float | None = None  # when waiting for company ends
         self.casualties: list[tuple[Sequence, QuireError]] = []  # failed while being planned
-        self._turns = RoundRobin(config.key_weights)
-        self._shares = Shares(config.key_weights)
+        self._ledger = Ledger(config.key_weights, self.max_step_tokens)
         self._stats = stats
         self._next_step_id = 1
         self._now = 0.0
@@ -106,17 +78,17 @@ class Scheduler:
         """Put a sequence among the running and count the places it takes."""
         sequence.is_running = True
         insort(self.running, sequence, key=lambda running: running.rank)
-        self._shares.add(self._key(sequence), sequence.num_slots)
+        self._ledger.hold(self._key(sequence), sequence.num_slots)
 
     def _part(self, sequence: Sequence) -> None:
         sequence.is_running = False
         self.running.remove(sequence)
-        self._shares.add(self._key(sequence), -sequence.num_slots)
+        self._ledger.hold(self._key(sequence), -sequence.num_slots)
 
     def release_slots(self, sequence: Sequence) -> None:
         """Hand back the places a sequence reserved for its siblings."""
         if sequence.is_running:
-            self._shares.add(self._key(sequence), 1 - sequence.num_slots)
+            self._ledger.hold(self._key(sequence), 1 - sequence.num_slots)
         sequence.num_slots = 1
 
     def leave(self, sequence: Sequence, now: float, *, faulted: bool = False) -> None:
@@ -172,18 +144,28 @@ class Scheduler:
         self.wake_at = None
         if is_idle and self._waits_for_company():
             return None
-        if self.config.fairness and self.waiting:
-            self._make_room()
+        if self.waiting:
+            self._admit_waiting()
         step = Step(self._next_step_id)
-        prompts = self._plan_decodes(step)
-        if prompts or self.waiting:
-            self._plan_prompts(step, prompts)
+        self._fill(step)
         if is_idle and not step.rows:
             self._force_progress(step)
         if not step.rows:
             return None
+        if self.config.fairness:
+            self._account(step)
         self._next_step_id += 1
         return step
+
+    def _account(self, step: Step) -> None:
+        """Book what each key is served by the step; a single key has nobody to be fair to."""
+        if self._ledger.num_keys + len(self.waiting.keys) < 2:
+            return
+        served: dict[str, int] = {}
+        for row in step.rows:
+            key = self._key(row.sequence)
+            served[key] = served.get(key, 0) + row.plan.num_new_tokens
+        self._ledger.account(served, self.waiting.keys)
 
     def new_step_id(self) -> int:
         """An id for a step made of parts of another."""
@@ -204,29 +186,95 @@ class Scheduler:
             sequence.wait_for(WaitReason.COMPANY, self._now)
         return True
 
-    def _plan_decodes(self, step: Step) -> list[Sequence]:
-        """One token for each running sequence that lacks one; returns those that lack more."""
+    def _fill(self, step: Step) -> None:
+        """Give each ready sequence its tokens of the step, within the budget."""
+        decodes, prompts, context = self._ready()
+        budget = min(self.token_limit, self.pacer.step_tokens(len(decodes), context))
+        if self._is_contended(decodes, prompts, budget):
+            grants = self._share_out([*decodes, *prompts], budget)
+            decodes = [sequence for sequence in decodes if sequence in grants]
+        else:
+            grants = self._hand_out(prompts, budget - len(decodes), is_empty=not decodes)
+        self._plan_decodes(step, decodes)
+        for sequence in prompts:
+            if sequence in grants and sequence.is_running:
+                self._plan_chunk(step, sequence, grants[sequence])
+
+    def _ready(self) -> tuple[list[Sequence], list[Sequence], int]:
+        """Running sequences that lack one token, those that lack more, the context of the first."""
+        decodes: list[Sequence] = []
         prompts: list[Sequence] = []
+        context = 0
         limit = min(self.batch_limit, self.token_limit)
-        place = 0
-        while place < len(self.running):
-            sequence = self.running[place]
-            place += 1
-            if place > limit:
-                sequence.wait_for(WaitReason.DEGRADED, self._now)
-                continue
+        for sequence in self.running[:limit]:
             num_remaining = len(sequence.tokens) + sequence.num_pending - sequence.num_computed
-            if num_remaining == 0 or not sequence.is_plannable:
+            if num_remaining == 0 or (sequence.num_pending and not sequence.is_plannable):
                 continue
-            if num_remaining > 1:
+            if num_remaining == 1:
+                decodes.append(sequence)
+                context += sequence.num_computed
+            else:
                 prompts.append(sequence)
+        for sequence in self.running[limit:]:
+            sequence.wait_for(WaitReason.DEGRADED, self._now)
+        return decodes, prompts, context
+
+    def _is_contended(self, decodes: list[Sequence], prompts: list[Sequence], budget: int) -> bool:
+        """Whether several keys want more than the step can hold."""
+        if not prompts or self._ledger.num_keys < 2:
+            return False
+        return len(decodes) + sum(sequence.num_remaining for sequence in prompts) > budget
+
+    def _hand_out(
+        self, prompts: list[Sequence], budget: int, *, is_empty: bool
+    ) -> dict[Sequence, int]:
+        """First come, first served: how many tokens each prompt gets."""
+        grants: dict[Sequence, int] = {}
+        for sequence in prompts:
+            budget -= self.pacer.row_tokens(sequence.num_computed)
+            wanted = sequence.num_remaining
+            if not self.config.chunking and wanted > budget and (grants or not is_empty):
+                break
+            if budget <= 0:
+                break
+            grants[sequence] = min(wanted, budget) if self.config.chunking else wanted
+            budget -= grants[sequence]
+        return grants
+
+    def _share_out(self, sequences: list[Sequence], budget: int) -> dict[Sequence, int]:
+        """Between keys by turns, within a key in order: how many tokens each sequence gets."""
+        lines: dict[str, list[Sequence]] = {}
+        wanted: dict[str, int] = {}
+        for sequence in sequences:
+            key = self._key(sequence)
+            lines.setdefault(key, []).append(sequence)
+            wanted[key] = wanted.get(key, 0) + sequence.num_remaining
+        grants: dict[Sequence, int] = {}
+        for key, tokens in self._ledger.share_out(wanted, budget).items():
+            for sequence in lines[key]:
+                if tokens <= 0:
+                    break
+                if sequence.num_remaining > 1:
+                    tokens -= self.pacer.row_tokens(sequence.num_computed)
+                grant = min(sequence.num_remaining, max(1, tokens))
+                if not self.config.chunking and grant < sequence.num_remaining:
+                    if grants:
+                        break
+                    grant = sequence.num_remaining
+                grants[sequence] = grant
+                tokens -= grant
+        return grants
+
+    def _plan_decodes(self, step: Step, decodes: list[Sequence]) -> None:
+        """One token each; where blocks run out, the last running sequence gives its own up."""
+        for sequence in decodes:
+            if not sequence.is_running:
                 continue
             while not self._plan_row(step, sequence, 1):
                 victim = self.running[-1]
                 self.preempt(victim, self._now)
                 if victim is sequence:
                     break
-        return [sequence for sequence in prompts if sequence.is_running]
 
     def _plan_row(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
         """Add a chunk of the sequence to the step; False if there are no blocks for it."""
@@ -268,85 +316,70 @@ class Scheduler:
         """What only some rows carry: history for penalties, a mask, prompt tokens to score."""
         prompt = sequence.request.prompt
         params = sequence.request.params
-        if row.sampling is not None and params.needs_history:
+        if row.want is Want.SAMPLE and params.needs_history:
             completion = tuple(sequence.tokens[len(prompt) :])
             row = row._replace(history=History(prompt, completion))
-        if row.sampling is not None and sequence.grammar is not None:
+        if row.want is Want.SAMPLE and sequence.grammar is not None:
             try:
                 row = row._replace(allowed=sequence.grammar.allowed())
             except Exception as error:
                 fault = RowFaultError(f"the grammar failed: {error}")
                 self.casualties.append((sequence, fault))
         if sequence.live.prompt_logprobs is not None and sequence.sampling.index == 0:
-            row = row._replace(prompt_targets=prompt[row.start + 1 : row.end + 1])
+            targets = prompt[row.start + 1 : row.end + 1]
+            row = row._replace(prompt_targets=targets, sampling=sequence.sampling)
         return row
 
-    # ---- prompts
+    def _plan_chunk(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
+        """Plan a prompt's chunk, or as much of it as there are blocks for."""
+        while num_tokens > 0 and not self._plan_row(step, sequence, num_tokens):
+            if not self.config.chunking:
+                return
+            num_tokens //= 2
 
-    def _plan_prompts(self, step: Step, prompts: list[Sequence]) -> None:
-        """Share what is left of the step's budget among prompts, taking turns between keys."""
-        paced = self.pacer.step_tokens(len(step.rows), step.context)
-        budget = min(self.token_limit, paced) - step.num_tokens
-        if budget <= 0:
-            return
-        lines = {key: PromptLine(self.waiting.line(key)) for key in self.waiting.keys}
-        for sequence in prompts:
-            key = self._key(sequence)
-            lines.setdefault(key, PromptLine(self.waiting.line(key))).running.append(sequence)
-        self._turns.keep(lines)
-        for sequence, num_tokens in self._share_out(lines, budget, step).items():
-            self._plan_chunk(step, sequence, num_tokens)
+    # ---- admission
 
-    def _share_out(
-        self, lines: dict[str, PromptLine], budget: int, step: Step
-    ) -> dict[Sequence, int]:
-        """Deficit round robin: who gets how many tokens; admits waiting sequences on the way."""
-        grants: dict[Sequence, int] = {}
-        open_keys = set(lines)
-        while budget > 0 and open_keys:
-            key, credit = self._turns.next_turn()
-            if key not in open_keys:
+    def _admit_waiting(self) -> None:
+        """Let sequences join: of the keys with most credit first, each up to a step of prompts.
+
+        Where there is no room, they may displace sequences of keys that had more than their share.
+        """
+        backlog = self._backlog_by_key()
+        open_keys = set(self.waiting.keys)
+        while open_keys:
+            key = min(open_keys, key=self._claim)
+            head = self.waiting.line(key)[0]
+            if backlog.get(key, 0) >= self.token_limit:
+                open_keys.discard(key)
                 continue
-            line = lines[key]
-            while budget > 0 and credit > 0:
-                sequence = line.head()
-                if sequence is None:
+            reason = self._obstacle(head)
+            if reason is None:
+                self._admit(head)
+                backlog[key] = backlog.get(key, 0) + head.num_remaining
+                if not self.waiting.line(key):
                     open_keys.discard(key)
-                    break
-                if not sequence.is_running:
-                    if self._refuses(sequence):
-                        line.is_closed = True
-                        continue
-                    self._admit(sequence)
-                    line.admit(sequence)
-                if sequence not in grants:
-                    budget -= self.pacer.row_tokens(sequence.num_computed)
-                wanted = sequence.num_remaining - grants.get(sequence, 0)
-                grant = min(wanted, credit, max(1, budget))
-                if not self.config.chunking:
-                    grant = wanted
-                    if wanted > budget and (grants or step.rows):
-                        return grants
-                grants[sequence] = grants.get(sequence, 0) + grant
-                budget -= grant
-                credit -= grant
-                self._turns.spend(key, grant)
-                if grant == wanted:
-                    line.advance()
-        return grants
+            elif reason is WaitReason.PREEMPTED or not self._displace_for(head):
+                if head.wait_reason is not WaitReason.PREEMPTED:
+                    head.wait_for(reason, self._now)
+                open_keys.discard(key)
 
-    def _refuses(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence cannot join now; it then waits for the reason found."""
-        reason = self._obstacle(sequence)
-        if reason is not None and sequence.wait_reason is not WaitReason.PREEMPTED:
-            sequence.wait_for(reason, self._now)
-        return reason is not None
+    def _backlog_by_key(self) -> dict[str, int]:
+        """Prompt tokens of running sequences that no step has computed yet."""
+        backlog: dict[str, int] = {}
+        for sequence in self.running:
+            if sequence.num_remaining > 1:
+                key = self._key(sequence)
+                backlog[key] = backlog.get(key, 0) + sequence.num_remaining
+        return backlog
+
+    def _claim(self, key: str) -> tuple[float, tuple[float, int]]:
+        return self._ledger.claim(key), self.waiting.line(key)[0].rank
 
     def _obstacle(self, sequence: Sequence) -> WaitReason | None:
         if sequence.num_pending:
             return WaitReason.PREEMPTED  # its last sample is still on its way
         if self.running:
-            num_slots = self._shares.total + sequence.num_slots
+            num_slots = self._ledger.num_slots + sequence.num_slots
             if num_slots > self.batch_limit:
                 is_full = self.batch_limit == self.max_batch_size
                 return WaitReason.BATCH_FULL if is_full else WaitReason.DEGRADED
@@ -381,32 +414,10 @@ class Scheduler:
             self._stats.prefix_hits += sequence.num_computed
         self.join(sequence)
 
-    def _plan_chunk(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
-        """Plan a prompt's chunk, or as much of it as there are blocks for."""
-        while num_tokens > 0 and not self._plan_row(step, sequence, num_tokens):
-            if not self.config.chunking:
-                return
-            num_tokens //= 2
-
-    # ---- making room
-
-    def _make_room(self) -> None:
-        """Let keys below their fair share of the batch displace sequences of keys above theirs."""
-        for key in self.waiting.keys:
-            head = self.waiting.line(key)[0]
-            while (reason := self._obstacle(head)) is not None:
-                if reason is WaitReason.PREEMPTED or not self._displace_for(head):
-                    break
-
     def _displace_for(self, newcomer: Sequence) -> bool:
-        key = self._key(newcomer)
-        wanting = self.waiting.keys
-        num_slots = min(self.batch_limit, max(1, self._shares.total))
-        claimed = self._shares.held.get(key, 0) + newcomer.num_slots
-        if claimed > self._shares.fair(key, wanting, num_slots):
-            return False
-        victim_key = self._shares.most_over(wanting, num_slots)
-        if victim_key is None or victim_key == key:
+        """Pre-empt the last sequence of a key that had more than its share, if there is one."""
+        victim_key = self._ledger.displaced_by(self._key(newcomer), newcomer.num_slots)
+        if victim_key is None:
             return False
         victim = next(s for s in reversed(self.running) if self._key(s) == victim_key)
         self.preempt(victim, self._now)

@@ -220,7 +220,11 @@ class FakeExecutor:
         return TokenLogprob(token, log(chance), 1, top)
 
     def _prompt_scores(self, row: SequencePlan) -> tuple[TokenLogprob, ...]:
+        if not row.prompt_targets:
+            return ()
+        assert row.sampling is not None, "prompt tokens are to be scored without saying how"
+        num_top = row.sampling.params.prompt_logprobs or 0
         return tuple(
-            self._score(self._digest(row, row.start + 1 + i), target, 0)
+            self._score(self._digest(row, row.start + 1 + i), target, num_top)
             for i, target in enumerate(row.prompt_targets)
         )
