@@ -126,6 +126,8 @@ class AsyncEngine:
         accepted: Future[Request] = Future()
 
         def add() -> None:
+            if not accepted.set_running_or_notify_cancel():
+                return  # its caller went away before its turn came
             try:
                 request = self.engine.add_request(prompt, params, stream=stream, **options)
             except Exception as error:
@@ -239,13 +241,14 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(_hand_over, deliveries)
 
     def _cancel_if_accepted(self, accepted: Future[Request]) -> None:
-        if accepted.done() and accepted.exception() is None:
+        if not accepted.cancelled() and accepted.exception() is None:
             self.engine.cancel(accepted.result().id)
 
     def _resolve_idle_waiters(self) -> None:
         waiters, self._idle_waiters = self._idle_waiters, []
         for waiter in waiters:
-            waiter.set_result(None)
+            if waiter.set_running_or_notify_cancel():  # else it waits no longer
+                waiter.set_result(None)
 
     def _report_stuck(self) -> None:
         on_stuck, self._on_stuck = self._on_stuck, None
