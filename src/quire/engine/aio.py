@@ -105,6 +105,7 @@ class AsyncEngine:
         self._streams: dict[str, Stream] = {}  # the thread's alone
         self._idle_waiters: list[Future[None]] = []  # likewise
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._loops_to_wake: set[asyncio.AbstractEventLoop] = set()
         self._is_closed = False
 
@@ -164,6 +165,9 @@ class AsyncEngine:
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take nothing new, wait for what runs; what is left after the timeout is cancelled."""
+        if self._is_closed:
+            await self.close()
+            return
         done: Future[None] = Future()
 
         def begin() -> None:
@@ -179,9 +183,8 @@ class AsyncEngine:
     async def close(self) -> None:
         """End every request and the thread."""
         self._is_closed = True
-        if self._thread is not None:
-            self._start_and_wake()
-            await asyncio.to_thread(self._thread.join)
+        thread = self._start_and_wake()  # also if nothing ever ran: it closes the executor
+        await asyncio.to_thread(thread.join)
 
     # ---- from anywhere
 
@@ -190,11 +193,13 @@ class AsyncEngine:
         self._inbox.append(command)
         self._start_and_wake()
 
-    def _start_and_wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
-            self._thread.start()
+    def _start_and_wake(self) -> threading.Thread:
+        with self._starting:  # two event loops may be the first at once
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+                self._thread.start()
         self._wake.set()
+        return self._thread
 
     # ---- on the engine's thread
 
