@@ -205,8 +205,8 @@ class AsyncEngine:
 
     def _run(self) -> None:
         while not self._is_closed:
-            self._do_commands()
             try:
+                self._do_commands()
                 events = self.engine.step()
             except Exception as error:  # a bug of ours: nobody may be left waiting for it
                 events = self.engine.fail_all(ExecutorError(f"the engine failed: {error!r}"))
