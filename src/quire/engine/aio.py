@@ -226,9 +226,12 @@ class AsyncEngine:
             self._inbox.popleft()()
 
     def _sleep(self) -> None:
-        """Until there is something to do: a command, or the time the engine named."""
+        """Until there is something to do: a command, or the time the engine named.
+
+        The inbox may hold the first arrivals of a turn: the wake-up comes when all of them are in.
+        """
         wake_at = self.engine.wake_at
-        if wake_at is not None and not self._inbox and not self._is_closed:
+        if wake_at is not None:
             seconds = wake_at - self.engine.clock.now()
             self._wake.wait(None if seconds == float("inf") else max(0.0, seconds))
         self._wake.clear()
