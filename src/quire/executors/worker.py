@@ -59,8 +59,8 @@ class StepWorker:
         except CancelledError as error:
             raise StepCancelledError(f"step {ticket.step_id} was cancelled") from error
         except FutureTimeoutError as error:
-            if ticket.future.done():
-                raise  # the step itself raised a TimeoutError
+            if ticket.future.done():  # this very moment, or with a TimeoutError of its own
+                return ticket.future.result()
             message = f"step {ticket.step_id} took over {timeout_s} s"
             raise StepTimeoutError(message) from error
 
