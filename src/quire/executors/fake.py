@@ -173,7 +173,11 @@ class FakeExecutor:
 
     def _row(self, row: SequencePlan) -> SequenceResult:
         if row.follows is not None:
-            row = row.resolved(self._samples[row.follows][row.sequence_id])
+            sampled = self._samples[row.follows].get(row.sequence_id)
+            if sampled is None:
+                fault = f"step {row.follows} sampled nothing for it"
+                return SequenceResult(row.sequence_id, fault=fault)
+            row = row.resolved(sampled)
         self._store.write(row.block_table, row.start, row.tokens)
         scores = self._prompt_scores(row)
         if self.faults.nan(row):
