@@ -1,6 +1,5 @@
 """SamplingParams: how one request wants its tokens chosen and when it ends."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -71,6 +70,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise RequestError(f"constraint must be a Constraint, got {self.constraint!r}")
         self._check_stops()
         for token, bias in self.logit_bias.items():
             _integer("logit_bias token", token, 0)
@@ -138,7 +139,7 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} must be a number, got {value!r}")
-    too_low = value <= low if open_low else value < low
-    if math.isnan(value) or too_low or value > high:
+    is_above = value > low if open_low else value >= low
+    if not (is_above and value <= high):  # so that NaN, which compares false, is refused
         bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
         raise RequestError(f"{name} must be {bounds}, got {value}")
