@@ -109,8 +109,9 @@ def _penalise(scores: Logits, params: SamplingParams, history: History) -> None:
 
 def _weights(scores: Logits, params: SamplingParams) -> NDArray[np.uint64]:
     """Integer weights of the tokens that may be drawn; 0 for the others."""
-    scaled = scores / np.float32(params.temperature)
-    likelihood = np.exp((scaled - scaled.max()).astype(np.float64))
+    below_best = scores.astype(np.float64) - float(scores.max())
+    with np.errstate(over="ignore"):  # a tiny temperature takes all but the best to minus infinity
+        likelihood = np.exp(below_best / params.temperature)
     weights: NDArray[np.uint64] = np.floor(likelihood * _WEIGHT_ONE).astype(np.uint64)
     if params.min_p > 0.0:
         weights[likelihood < params.min_p] = 0
