@@ -20,6 +20,7 @@ EXAMPLES_A_PART = 250
 def run_machine(name: str, num_examples: int, **more: Any) -> None:
     """Hypothesis derives a repeatable run from the machine's name."""
     machine = type(name, (EngineMachine,), {})
+    more.setdefault("phases", [Phase.generate, Phase.shrink])  # explaining takes minutes
     options = settings(max_examples=num_examples, stateful_step_count=STEPS, **more)
     run_state_machine_as_test(machine, settings=options)
 

@@ -61,7 +61,7 @@ class RequestMetrics:
     first_token_at: float | None = None
     finished_at: float | None = None
     num_chunks: int = 0
-    num_steps: int = 0
+    num_steps: int = 0  # known at the end
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     waited_for: dict[WaitReason, float] = field(default_factory=dict)  # seconds by reason

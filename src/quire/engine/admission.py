@@ -173,6 +173,8 @@ class Admission:
             transcript=self._transcript(params),
             grammar=self._grammar(params),
             stop_token_ids=frozenset(stop_ids),
+            prompt_length=len(request.prompt),
+            max_length=len(request.prompt) + params.max_tokens,
         )
         sequence.rank = (self._urgency(request), sequence.id)
         sequence.is_special = (

@@ -18,7 +18,7 @@ from quire.core.errors import (
     RequestError,
     StepTimeoutError,
 )
-from quire.core.plan import SequencePlan, SequenceResult, StepResult, Want
+from quire.core.plan import SequencePlan, SequenceResult, StepPlan, StepResult, Want
 from quire.core.request import Event, Request
 from quire.core.sampling import SamplingParams
 from quire.engine.admission import Admission
@@ -189,9 +189,10 @@ class Engine:
         self._expire_requests()
         step = self._scheduler.schedule(self.clock.now(), is_idle=not self._flights)
         self._bury_casualties()
-        if step is not None:
-            self._flights.append(self._submit(step))
+        plan = None if step is None else step.plan()
         host_s = time.perf_counter() - started
+        if step is not None and plan is not None:
+            self._flights.append(self._submit(step, plan))
         if self._flights and (step is None or len(self._flights) > self.config.plan_ahead):
             host_s += self._complete(self._flights.popleft())
         self.stats.host_seconds.add(host_s)
@@ -228,9 +229,9 @@ class Engine:
         times = [t for t in (self._scheduler.wake_at, self._next_deadline()) if t is not None]
         return min(times, default=float("inf"))
 
-    def _submit(self, step: Step) -> Flight:
+    def _submit(self, step: Step, plan: StepPlan) -> Flight:
         try:
-            return Flight(step, self.executor.submit(step.plan()))
+            return Flight(step, self.executor.submit(plan))
         except Exception as error:
             return Flight(step, None, _as_executor_error(error))
 
@@ -361,8 +362,7 @@ class Engine:
         """Run some rows of a failed step again, as a step of their own."""
         again = [row._replace(plan=_resolved(row)) for row in rows]
         part = Step(self._scheduler.new_step_id(), again)
-        flight = self._submit(part)
-        return self._collect(flight).sequences
+        return self._collect(self._submit(part, part.plan())).sequences
 
     def _apply_footing(self) -> None:
         self._scheduler.batch_limit = self._footing.batch_limit

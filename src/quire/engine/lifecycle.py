@@ -40,24 +40,24 @@ class Lifecycle:
 
     def apply(self, results: Iterable[tuple[Row, SequenceResult]], now: float) -> None:
         """Take each row's result to its sequence."""
-        block_size = self._scheduler.cache.block_size
+        cache = self._scheduler.cache
+        block_size = cache.block_size
         for row, result in results:
-            sequence = row.sequence
+            plan, sequence, epoch, _ = row
             if sequence.is_done:
                 self._stats.discarded_rows += 1
                 continue
             if result.fault is not None:
                 self.fail(sequence.live, RowFaultError(result.fault), now)
                 continue
-            plan = row.plan
-            sequence.live.request.metrics.num_steps += 1
-            end = plan.start + len(plan.tokens) + (plan.follows is not None)
-            if plan.start < sequence.prompt_length:
+            sequence.num_steps += 1
+            start = plan.start
+            end = start + len(plan.tokens) + (plan.follows is not None)
+            if start < sequence.prompt_length:
                 self._advance_prompt(sequence, row, result, end)
-            if row.epoch == sequence.epoch:
-                hold = sequence.hold
-                if end // block_size > hold.num_published:
-                    self._scheduler.cache.publish(hold, sequence.tokens, end)
+            hold = sequence.hold
+            if end // block_size > hold.num_published and epoch == sequence.epoch:
+                cache.publish(hold, sequence.tokens, end)
             if plan.want is Want.SAMPLE:
                 self._accept(sequence, result, now)
 
@@ -75,27 +75,30 @@ class Lifecycle:
     def _accept(self, sequence: Sequence, result: SequenceResult, now: float) -> None:
         """Append a sampled token and see whether it ends the sequence."""
         sequence.num_pending -= 1
+        sequence.is_fresh = False
         token = result.token
         live = sequence.live
         if token is None:
             self.fail(live, RowFaultError("the executor gave no token"), now)
             return
         completion = sequence.completion
+        tokens = sequence.tokens
         completion.token_ids.append(token)
-        sequence.tokens.append(token)
+        tokens.append(token)
         self._stats.completion_tokens += 1
         if completion.logprobs is not None and result.logprob is not None:
             completion.logprobs.append(result.logprob)
-        if live.request.metrics.first_token_at is None:
-            live.request.metrics.first_token_at = now
-        if sequence.num_slots > 1:
-            self._fork(sequence, now)
+        if len(completion.token_ids) == 1:
+            self._begin_completion(sequence, now)
         if sequence.grammar is not None and not self._follow_grammar(sequence, token, now):
             return
-        reason = self._reason_to_stop(sequence, token)
-        if sequence.transcript is None:
-            text = ""
-        else:
+        reason: FinishReason | None = None
+        if sequence.grammar is not None and sequence.grammar.is_complete:
+            reason = FinishReason.STOP
+        elif len(tokens) >= sequence.max_length or token in sequence.stop_token_ids:
+            reason = self._reason_to_stop(sequence, token)
+        text = ""
+        if sequence.transcript is not None:
             text, reason = self._write(sequence, token, reason)
         if live.wants_pieces:
             logprobs = () if result.logprob is None else (result.logprob,)
@@ -104,6 +107,13 @@ class Lifecycle:
             )
         if reason is not None:
             self._finish(sequence, reason, now)
+
+    def _begin_completion(self, sequence: Sequence, now: float) -> None:
+        metrics = sequence.request.metrics
+        if metrics.first_token_at is None:
+            metrics.first_token_at = now
+        if sequence.num_slots > 1:
+            self._fork(sequence, now)
 
     def _fork(self, first: Sequence, now: float) -> None:
         """The prompt is computed: the request's other sequences set out from it."""
@@ -131,8 +141,6 @@ class Lifecycle:
         count = len(sequence.completion.token_ids)
         if token in sequence.stop_token_ids and count > params.min_tokens:
             sequence.completion.stop_reason = token
-            return FinishReason.STOP
-        if sequence.grammar is not None and sequence.grammar.is_complete:
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= params.max_tokens else None
 
@@ -195,6 +203,7 @@ class Lifecycle:
         del self.live[request.id]
         request.move_to(status, now)
         request.metrics.finished_at = now
+        request.metrics.num_steps = sum(sequence.num_steps for sequence in live.sequences)
         ended = self._stats.requests_ended
         ended[status.value] = ended.get(status.value, 0) + 1
         output = RequestOutput(

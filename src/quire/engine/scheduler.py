@@ -207,13 +207,14 @@ class Scheduler:
         context = 0
         limit = min(self.batch_limit, self.token_limit)
         for sequence in self.running[:limit]:
-            num_remaining = len(sequence.tokens) + sequence.num_pending - sequence.num_computed
-            if num_remaining == 0 or (sequence.num_pending and not sequence.is_plannable):
-                continue
-            if num_remaining == 1:
+            num_computed = sequence.num_computed
+            length = len(sequence.tokens) + sequence.num_pending
+            if length == num_computed + 1:
+                if length == sequence.max_length or (sequence.num_pending and sequence.grammar):
+                    continue  # its last token, or the next mask, is still on its way
                 decodes.append(sequence)
-                context += sequence.num_computed
-            else:
+                context += num_computed
+            elif length > num_computed:
                 prompts.append(sequence)
         for sequence in self.running[limit:]:
             sequence.wait_for(WaitReason.DEGRADED, self._now)
@@ -297,7 +298,7 @@ class Scheduler:
             sequence.hold.table,
             Want.SAMPLE if is_last else Want.NOTHING,
             sequence.sampling if is_last else None,
-            end - len(sequence.live.request.prompt) if is_last else 0,
+            end - sequence.prompt_length if is_last else 0,
         )
         if sequence.is_special:
             row = self._add_extras(row, sequence)
@@ -404,6 +405,7 @@ class Scheduler:
         num_found = self.cache.match_prefix(sequence.hold, sequence.tokens)
         sequence.num_computed = min(num_found, len(sequence.tokens) - 1)
         sequence.num_writable = 0
+        sequence.is_fresh = True
         sequence.wait_for(None, self._now)
         request = sequence.request
         request.move_to(Status.RUNNING, self._now)
@@ -415,20 +417,23 @@ class Scheduler:
         self.join(sequence)
 
     def _displace_for(self, newcomer: Sequence) -> bool:
-        """Pre-empt the last sequence of a key that had more than its share, if there is one."""
+        """Pre-empt the last sequence of a key that had more than its share, if there is one.
+
+        One that got no token since it was admitted stays, so that each admission is progress.
+        """
         victim_key = self._ledger.displaced_by(self._key(newcomer), newcomer.num_slots)
-        if victim_key is None:
-            return False
-        victim = next(s for s in reversed(self.running) if self._key(s) == victim_key)
-        self.preempt(victim, self._now)
-        return True
+        for sequence in reversed(self.running):
+            if self._key(sequence) == victim_key and not sequence.is_fresh:
+                self.preempt(sequence, self._now)
+                return True
+        return False
 
     def _force_progress(self, step: Step) -> None:
         """Every running sequence lacks blocks: the first takes them from the last."""
         for sequence in list(self.running):
-            if not sequence.is_running or not sequence.is_plannable:
-                continue
             num_tokens = sequence.num_remaining
+            if not num_tokens:
+                continue
             if self.config.chunking:
                 num_tokens = min(num_tokens, self.token_limit)
             while num_tokens and not self._plan_row(step, sequence, num_tokens):

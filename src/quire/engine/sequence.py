@@ -45,14 +45,18 @@ class Sequence:
     transcript: Transcript | None = None
     grammar: Grammar | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    prompt_length: int = 0
+    max_length: int = 0  # tokens it may come to
     num_slots: int = 1  # places in the batch it takes or reserves for its siblings
     num_computed: int = 0
     num_pending: int = 0
     num_writable: int = 0  # positions its blocks hold that it may write without asking the cache
     last_step: int = 0  # the step that samples its pending token
+    num_steps: int = 0  # it had a row in
     epoch: int = 0  # moves when its blocks are taken away
     is_done: bool = False
     is_running: bool = False
+    is_fresh: bool = False  # admitted and not rewarded with a token yet
     is_special: bool = False  # its rows carry more than tokens: history, a mask, prompt scores
     wait_reason: WaitReason | None = None
     wait_since: float = 0.0
@@ -62,23 +66,9 @@ class Sequence:
         return self.live.request
 
     @property
-    def prompt_length(self) -> int:
-        return len(self.live.request.prompt)
-
-    @property
     def num_remaining(self) -> int:
         """Tokens, known or pending, that no step has been planned for."""
         return len(self.tokens) + self.num_pending - self.num_computed
-
-    @property
-    def is_plannable(self) -> bool:
-        """Whether a further step makes sense before the ones in flight are collected."""
-        if self.num_pending == 0:
-            return True
-        if self.grammar is not None:
-            return False
-        num_sampled = len(self.completion.token_ids) + self.num_pending
-        return num_sampled < self.request.params.max_tokens
 
     def wait_for(self, reason: WaitReason | None, now: float) -> None:
         """Book the time waited so far under its reason, and go on waiting for another."""
