@@ -18,14 +18,14 @@ from quire.kvcache.prefixes import chain, root_hash
 class SequenceBlocks:
     """One sequence's hold on the cache; opaque to the scheduler but for its table."""
 
-    __slots__ = ("blocks", "hashes", "num_published", "num_reused", "salt", "table")
+    __slots__ = ("blocks", "hashes", "num_published", "own", "salt", "table")
 
     def __init__(self, salt: str | None) -> None:
         self.salt = salt  # None: this sequence neither reuses nor offers prefixes
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []  # of its tokens' full blocks, whether held or not
         self.num_published = 0  # leading blocks already offered to others
-        self.num_reused = 0  # leading blocks that came from the prefix cache or a fork
+        self.own: list[bytes] = []  # hashes it made findable, though it may have lost the blocks
         self.table: tuple[int, ...] = ()  # what plans show; renewed when the blocks change
 
 
@@ -69,7 +69,7 @@ class KVCache:
                 break
             self.pool.retain(block)
             hold.blocks.append(block)
-        hold.num_reused = hold.num_published = len(hold.blocks)
+        hold.num_published = len(hold.blocks)
         hold.table = tuple(hold.blocks)
         return len(hold.blocks) * self.block_size
 
@@ -116,7 +116,6 @@ class KVCache:
             else:
                 self.pool.release(block)
         hold.num_published = min(hold.num_published, first)
-        hold.num_reused = min(hold.num_reused, first)
         return copies
 
     def _take(self) -> int:
@@ -137,7 +136,7 @@ class KVCache:
             self.pool.retain(block)
         twin.hashes = hold.hashes[: num_tokens // self.block_size]
         twin.num_published = min(hold.num_published, len(twin.hashes))
-        twin.num_reused = len(twin.blocks)
+        twin.own = hold.own  # of one request: a fault of either concerns both
         twin.table = tuple(twin.blocks)
         return twin
 
@@ -148,7 +147,8 @@ class KVCache:
         num_full = num_computed // self.block_size
         self._hash_blocks(hold, tokens, num_full)
         for place in range(hold.num_published, num_full):
-            self.pool.remember(hold.blocks[place], hold.hashes[place])
+            if self.pool.remember(hold.blocks[place], hold.hashes[place]):
+                hold.own.append(hold.hashes[place])
         hold.num_published = max(hold.num_published, num_full)
 
     def close(self, hold: SequenceBlocks) -> None:
@@ -156,13 +156,15 @@ class KVCache:
         for block in reversed(hold.blocks):
             self.pool.release(block)
         hold.blocks.clear()
-        hold.num_published = hold.num_reused = 0
+        hold.num_published = 0
         hold.table = ()
 
     def disown(self, hold: SequenceBlocks) -> None:
         """Close the hold of a faulted sequence: what it computed itself is never reused."""
-        for block in hold.blocks[hold.num_reused :]:
-            self.pool.forget(block)
+        for block_hash in hold.own:
+            block = self.pool.lookup(block_hash)
+            if block is not None:
+                self.pool.forget(block)
         self.close(hold)
 
     @property
