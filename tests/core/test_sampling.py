@@ -1,0 +1,224 @@
+"""SamplingParams: what is refused, with the value and the limit; what users may write."""
+
+import math
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from quire.core.errors import RequestError
+from quire.core.sampling import (
+    CONSTRAINT_KINDS,
+    MAX_COMPLETIONS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    Constraint,
+    SamplingParams,
+)
+
+INTEGERS = ["max_tokens", "min_tokens", "top_k", "n", "seed", "logprobs", "prompt_logprobs"]
+NUMBERS = [
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+]
+
+
+def refusal(**values: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", -3, "at least 1"),
+        ("min_tokens", -1, "from 0 to 16"),
+        ("min_tokens", 17, "from 0 to 16"),
+        ("top_k", -2, "at least 0"),
+        ("n", 0, "from 1 to 128"),
+        ("n", MAX_COMPLETIONS + 1, f"from 1 to {MAX_COMPLETIONS}"),
+        ("n", 10**6, f"from 1 to {MAX_COMPLETIONS}"),
+        ("temperature", -0.1, "from 0 to 100"),
+        ("temperature", 100.5, "from 0 to 100"),
+        ("temperature", math.inf, "from 0 to 100"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.01, "above 0 and at most 1"),
+        ("min_p", -0.01, "from 0 to 1"),
+        ("min_p", 1.01, "from 0 to 1"),
+        ("repetition_penalty", 0.0, "above 0 and at most 100"),
+        ("repetition_penalty", -1.0, "above 0 and at most 100"),
+        ("presence_penalty", -2.5, "from -2 to 2"),
+        ("presence_penalty", 2.5, "from -2 to 2"),
+        ("frequency_penalty", -2.5, "from -2 to 2"),
+        ("frequency_penalty", 2.5, "from -2 to 2"),
+        ("seed", -(2**63) - 1, f"from {-(2**63)} to {2**64 - 1}"),
+        ("seed", 2**64, f"from {-(2**63)} to {2**64 - 1}"),
+        ("logprobs", -1, f"from 0 to {MAX_LOGPROBS}"),
+        ("logprobs", MAX_LOGPROBS + 1, f"from 0 to {MAX_LOGPROBS}"),
+        ("prompt_logprobs", MAX_LOGPROBS + 1, f"from 0 to {MAX_LOGPROBS}"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_with_its_limit(
+    name: str, value: float, limit: str
+) -> None:
+    message = refusal(**{name: value})
+    assert name in message
+    assert limit in message
+    assert str(value) in message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 1},
+        {"max_tokens": 3, "min_tokens": 3},
+        {"n": MAX_COMPLETIONS},
+        {"temperature": 0.0},
+        {"temperature": 100},
+        {"top_p": 1e-9},
+        {"min_p": 1.0},
+        {"repetition_penalty": 100.0},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"seed": -(2**63)},
+        {"seed": 2**64 - 1},
+        {"logprobs": MAX_LOGPROBS, "prompt_logprobs": 0},
+        {"logit_bias": {0: -100.0, 5: 100.0}},
+        {"stop": ["x"] * MAX_STOP_STRINGS},
+    ],
+)
+def test_a_value_at_its_limit_is_taken(values: dict[str, Any]) -> None:
+    SamplingParams(**values)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_nan_is_refused_wherever_a_number_is_meant(name: str) -> None:
+    message = refusal(**{name: math.nan})
+    assert name in message
+    assert "nan" in message
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_an_integer_that_no_float_can_hold_is_refused_like_any_other(name: str) -> None:
+    assert name in refusal(**{name: 10**400})
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("value", [True, 1.0, "1"])
+def test_only_an_integer_is_taken_for_an_integer(name: str, value: object) -> None:
+    message = refusal(**{name: value})
+    assert name in message
+    assert "integer" in message
+    assert repr(value) in message
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [True, "0.5", None])
+def test_only_a_number_is_taken_for_a_number(name: str, value: object) -> None:
+    message = refusal(**{name: value})
+    assert name in message
+    assert "number" in message
+    assert repr(value) in message
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output"])
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_only_true_and_false_are_taken_for_a_switch(name: str, value: object) -> None:
+    assert name in refusal(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("bias", "part"),
+    [
+        ([(1, 2.0)], "must map"),
+        ({-1: 0.0}, "logit_bias token"),
+        ({"1": 0.0}, "logit_bias token"),
+        ({True: 0.0}, "logit_bias token"),
+        ({4: 100.5}, "logit_bias[4] must be from -100 to 100, got 100.5"),
+        ({4: math.nan}, "logit_bias[4]"),
+        ({4: "1"}, "logit_bias[4]"),
+    ],
+)
+def test_a_bias_names_the_token_it_cannot_be_used_for(bias: Any, part: str) -> None:
+    assert part in refusal(logit_bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"stop": [""]}, "non-empty"),
+        ({"stop": [3]}, "got 3"),
+        ({"stop": 3}, "stop must be a list, got 3"),
+        ({"stop": ["x"] * 17}, "at most 16 strings, got 17"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids must be at least 0, got -1"),
+        ({"stop_token_ids": [True]}, "stop_token_ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+    ],
+)
+def test_stops_that_make_no_sense_are_refused(values: dict[str, Any], part: str) -> None:
+    assert part in refusal(**values)
+
+
+def test_a_constraint_names_its_kinds() -> None:
+    with pytest.raises(RequestError) as caught:
+        Constraint("yaml")
+    assert "yaml" in str(caught.value)
+    assert all(kind in str(caught.value) for kind in CONSTRAINT_KINDS)
+
+
+def test_a_constraint_that_came_as_plain_data_is_refused() -> None:
+    assert "constraint" in refusal(constraint={"kind": "json_schema", "value": "{}"})
+
+
+def test_an_unknown_field_is_named() -> None:
+    with pytest.raises(RequestError, match="'best_of'"):
+        SamplingParams.from_mapping({"max_tokens": 3, "best_of": 2})
+
+
+def test_a_mapping_gives_what_the_constructor_gives() -> None:
+    values = {"max_tokens": 3, "stop": ["a"], "logit_bias": {3: 1.0}, "temperature": 0.5}
+    assert SamplingParams.from_mapping(values) == SamplingParams(**values)  # type: ignore[arg-type]
+
+
+def test_the_forms_users_write_are_brought_to_one() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
+    assert SamplingParams(stop_token_ids=[3]).stop_token_ids == (3,)  # type: ignore[arg-type]
+    assert SamplingParams(top_k=-1).top_k == 0
+
+
+def test_a_bias_changed_later_by_its_owner_does_not_change_the_request() -> None:
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[1] = -2.0
+    assert params.logit_bias == {1: 2.0}
+
+
+def test_params_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().max_tokens = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("values", "needs"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": -0.1}, True),
+    ],
+)
+def test_history_is_needed_by_the_penalties_alone(values: dict[str, Any], needs: bool) -> None:
+    assert SamplingParams(**values).needs_history is needs
+
+
+def test_every_field_is_covered_by_these_tests() -> None:
+    tested = {*INTEGERS, *NUMBERS, "logit_bias", "stop", "stop_token_ids", "constraint"}
+    tested |= {"ignore_eos", "include_stop_str_in_output"}
+    assert {field.name for field in fields(SamplingParams)} == tested
