@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
+FUZZ_SECONDS ?= 60
 
-.PHONY: help setup test test-long check format bench serve dist clean
+.PHONY: help setup test test-long fuzz check format bench serve dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,7 +22,12 @@ test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long"
 
 test-long: $(READY)  ## run the long random tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m long
+	QUIRE_HYPOTHESIS=random $(BIN)/python -m pytest -q -n $(WORKERS) -m long
+
+fuzz: $(READY)  ## run the coverage-guided fuzzers, FUZZ_SECONDS each
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
+	$(BIN)/python -m tests.fuzz.fuzz_gguf -max_total_time=$(FUZZ_SECONDS)
+	$(BIN)/python -m tests.fuzz.fuzz_safetensors -max_total_time=$(FUZZ_SECONDS)
 
 check: $(READY)  ## lint, formatting, types, layers
 	$(BIN)/ruff check .
