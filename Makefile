@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 FUZZ_SECONDS ?= 60
 
-.PHONY: help setup test test-long fuzz check format bench serve dist clean
+.PHONY: help setup test test-long fuzz check format bench serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,7 +47,14 @@ serve: $(READY)  ## serve the default model
 
 dist: $(READY)  ## build the wheel and the sdist
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
-	$(BIN)/python -m build
+	rm -rf dist && $(BIN)/python -m build
+
+dist-check: dist  ## install the wheel and the sdist into clean environments and run them
+	for file in dist/*.whl dist/*.tar.gz; do \
+	  rm -rf build/install && $(PYTHON) -m venv build/install && \
+	  build/install/bin/python -m pip install --quiet --disable-pip-version-check $$file && \
+	  build/install/bin/quire --version || exit 1; \
+	done
 
 clean:  ## remove what was made
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

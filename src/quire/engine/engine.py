@@ -30,6 +30,10 @@ from quire.engine.stats import EngineStats, Snapshot
 from quire.executors.protocol import Executor, Ticket
 
 
+_FIRST_RETRY_S = 1.0  # before any request has ended
+_SHORTEST_RETRY_S = 0.01
+
+
 class Health(StrEnum):
     OK = "ok"
     DEGRADED = "degraded"  # batches failed lately; smaller ones run
@@ -146,10 +150,11 @@ class Engine:
             )
 
     def _retry_after(self) -> float:
-        """When a place in the queue should come free, at the rate requests have been ending."""
-        elapsed = self.clock.now() - self.stats.since
-        num_ended = sum(self.stats.requests_ended.values())
-        return elapsed / num_ended if num_ended else 1.0
+        """When a place in the queue should come free, at the rate requests ended lately."""
+        ends = self._lifecycle.recent_ends
+        if not ends:
+            return _FIRST_RETRY_S
+        return max(_SHORTEST_RETRY_S, (self.clock.now() - ends[0]) / len(ends))
 
     def cancel(self, request_id: str) -> bool:
         """End a request now and free its blocks; False if it is not live."""
@@ -204,15 +209,15 @@ class Engine:
         return events
 
     def run(self) -> Iterable[Event]:
-        """Step until every request has ended, sleeping where there is nothing to do yet."""
-        while self.has_work:
+        """Step until every request has ended or is paused, sleeping while the engine waits."""
+        while self.has_work and self.wake_at != float("inf"):
             yield from self.step()
             self.sleep_until_due()
 
     def sleep_until_due(self) -> None:
-        """Sleep while the engine waits for company; returns at once if it has work."""
-        due = self._scheduler.wake_at
-        if due is not None and not self._flights:
+        """Sleep until the engine has something to do; returns at once if it has, or never will."""
+        due = self.wake_at
+        if due is not None and due != float("inf"):
             self.clock.sleep(due - self.clock.now())
 
     @property
@@ -440,6 +445,9 @@ class Engine:
         """End what is left and let the executor go."""
         for live in list(self._lifecycle.live.values()):
             self._lifecycle.cancel(live, self.clock.now())
+        for flight in self._flights:
+            if flight.error is None:
+                self.executor.cancel(flight.ticket)
         self.executor.close()
 
 

@@ -1,5 +1,6 @@
 """Lifecycle: what a step's results mean for requests, from first token to the one last event."""
 
+from collections import deque
 from collections.abc import Iterable
 
 from quire.core.errors import DeadlineError, QuireError, RequestCancelledError, RowFaultError
@@ -26,10 +27,14 @@ _REASONS = {
 }
 
 
+_ENDS_REMEMBERED = 64
+
+
 class Lifecycle:
     def __init__(self, scheduler: Scheduler, admission: Admission, stats: EngineStats) -> None:
         self.live: dict[str, LiveRequest] = {}
         self.events: list[Event] = []
+        self.recent_ends: deque[float] = deque(maxlen=_ENDS_REMEMBERED)
         self._scheduler = scheduler
         self._admission = admission
         self._stats = stats
@@ -203,6 +208,7 @@ class Lifecycle:
         del self.live[request.id]
         request.move_to(status, now)
         request.metrics.finished_at = now
+        self.recent_ends.append(now)
         request.metrics.num_steps = sum(sequence.num_steps for sequence in live.sequences)
         ended = self._stats.requests_ended
         ended[status.value] = ended.get(status.value, 0) + 1
