@@ -198,4 +198,8 @@ class Admission:
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.constraint is None or self._make_grammar is None:
             return None
-        return self._make_grammar(params.constraint)
+        try:
+            return self._make_grammar(params.constraint)
+        except Exception as error:
+            kind = params.constraint.kind
+            raise RequestError(f"constraint {kind!r} cannot be followed: {error}") from error

@@ -95,11 +95,11 @@ class Lifecycle:
             completion.logprobs.append(result.logprob)
         if len(completion.token_ids) == 1:
             self._begin_completion(sequence, now)
-        if sequence.grammar is not None and not self._follow_grammar(sequence, token, now):
-            return
         reason: FinishReason | None = None
-        if sequence.grammar is not None and sequence.grammar.is_complete:
+        if sequence.grammar is not None and self._completes_grammar(sequence, token, now):
             reason = FinishReason.STOP
+        elif sequence.is_done:
+            return  # its grammar failed
         elif len(tokens) >= sequence.max_length or token in sequence.stop_token_ids:
             reason = self._reason_to_stop(sequence, token)
         text = ""
@@ -131,15 +131,16 @@ class Lifecycle:
                 if first.live.is_paused:
                     self._scheduler.park(sibling, now)
 
-    def _follow_grammar(self, sequence: Sequence, token: int, now: float) -> bool:
+    def _completes_grammar(self, sequence: Sequence, token: int, now: float) -> bool:
+        """Whether nothing may follow the token; a grammar that raises ends its request."""
         assert sequence.grammar is not None
         try:
             if token not in sequence.stop_token_ids:
                 sequence.grammar.accept(token)
+            return sequence.grammar.is_complete
         except Exception as error:
             self.fail(sequence.live, RowFaultError(f"the grammar failed: {error}"), now)
             return False
-        return True
 
     def _reason_to_stop(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.sampling.params
