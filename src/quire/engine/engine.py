@@ -227,7 +227,7 @@ class Engine:
     @property
     def wake_at(self) -> float | None:
         """When step() should next be called if nothing arrives before; None: call it at once."""
-        if self._flights or self._scheduler.running:
+        if self._flights or self._scheduler.running or self._lifecycle.events:
             return None
         if self._scheduler.waiting and self._scheduler.wake_at is None:
             return None
