@@ -170,6 +170,7 @@ class Admission:
             tokens=list(request.prompt),
             hold=self._cache.open(salt),
             rank=(0.0, 0),
+            key=request.key if self._config.fairness else "",
             transcript=self._transcript(params),
             grammar=self._grammar(params),
             stop_token_ids=frozenset(stop_ids),

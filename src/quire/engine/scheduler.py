@@ -72,23 +72,23 @@ class Scheduler:
 
     def enqueue(self, sequence: Sequence, reason: WaitReason, now: float) -> None:
         sequence.wait_for(reason, now)
-        self.waiting.push(self._key(sequence), sequence)
+        self.waiting.push(sequence.key, sequence)
 
     def join(self, sequence: Sequence) -> None:
         """Put a sequence among the running and count the places it takes."""
         sequence.is_running = True
         insort(self.running, sequence, key=lambda running: running.rank)
-        self._ledger.hold(self._key(sequence), sequence.num_slots)
+        self._ledger.hold(sequence.key, sequence.num_slots)
 
     def _part(self, sequence: Sequence) -> None:
         sequence.is_running = False
         self.running.remove(sequence)
-        self._ledger.hold(self._key(sequence), -sequence.num_slots)
+        self._ledger.hold(sequence.key, -sequence.num_slots)
 
     def release_slots(self, sequence: Sequence) -> None:
         """Hand back the places a sequence reserved for its siblings."""
         if sequence.is_running:
-            self._ledger.hold(self._key(sequence), 1 - sequence.num_slots)
+            self._ledger.hold(sequence.key, 1 - sequence.num_slots)
         sequence.num_slots = 1
 
     def leave(self, sequence: Sequence, now: float, *, faulted: bool = False) -> None:
@@ -98,7 +98,7 @@ class Scheduler:
         elif sequence in self.parked:
             self.parked.remove(sequence)
         else:
-            self.waiting.remove(self._key(sequence), sequence)
+            self.waiting.remove(sequence.key, sequence)
         sequence.wait_for(None, now)
         sequence.epoch += 1
         if faulted:
@@ -125,16 +125,13 @@ class Scheduler:
         """Keep a sequence off the machine until unpark; others take its place."""
         if sequence.is_running:
             self.preempt(sequence, now)
-        self.waiting.remove(self._key(sequence), sequence)
+        self.waiting.remove(sequence.key, sequence)
         sequence.wait_for(WaitReason.UNREAD, now)
         self.parked.add(sequence)
 
     def unpark(self, sequence: Sequence, now: float) -> None:
         self.parked.remove(sequence)
         self.enqueue(sequence, WaitReason.QUEUED, now)
-
-    def _key(self, sequence: Sequence) -> str:
-        return sequence.request.key if self.config.fairness else ""
 
     # ---- the step
 
@@ -163,8 +160,9 @@ class Scheduler:
             return
         served: dict[str, int] = {}
         for row in step.rows:
-            key = self._key(row.sequence)
-            served[key] = served.get(key, 0) + row.plan.num_new_tokens
+            key = row.sequence.key
+            num_tokens = len(row.plan.tokens) + (row.plan.follows is not None)
+            served[key] = served.get(key, 0) + num_tokens
         self._ledger.account(served, self.waiting.keys)
 
     def new_step_id(self) -> int:
@@ -247,7 +245,7 @@ class Scheduler:
         lines: dict[str, list[Sequence]] = {}
         wanted: dict[str, int] = {}
         for sequence in sequences:
-            key = self._key(sequence)
+            key = sequence.key
             lines.setdefault(key, []).append(sequence)
             wanted[key] = wanted.get(key, 0) + sequence.num_remaining
         grants: dict[Sequence, int] = {}
@@ -369,7 +367,7 @@ class Scheduler:
         backlog: dict[str, int] = {}
         for sequence in self.running:
             if sequence.num_remaining > 1:
-                key = self._key(sequence)
+                key = sequence.key
                 backlog[key] = backlog.get(key, 0) + sequence.num_remaining
         return backlog
 
@@ -401,7 +399,7 @@ class Scheduler:
         return total
 
     def _admit(self, sequence: Sequence) -> None:
-        self.waiting.remove(self._key(sequence), sequence)
+        self.waiting.remove(sequence.key, sequence)
         num_found = self.cache.match_prefix(sequence.hold, sequence.tokens)
         sequence.num_computed = min(num_found, len(sequence.tokens) - 1)
         sequence.num_writable = 0
@@ -421,9 +419,11 @@ class Scheduler:
 
         One that got no token since it was admitted stays, so that each admission is progress.
         """
-        victim_key = self._ledger.displaced_by(self._key(newcomer), newcomer.num_slots)
+        victim_key = self._ledger.displaced_by(newcomer.key, newcomer.num_slots)
+        if victim_key is None:
+            return False
         for sequence in reversed(self.running):
-            if self._key(sequence) == victim_key and not sequence.is_fresh:
+            if sequence.key == victim_key and not sequence.is_fresh:
                 self.preempt(sequence, self._now)
                 return True
         return False

@@ -42,6 +42,7 @@ class Sequence:
     tokens: list[int]
     hold: SequenceBlocks
     rank: tuple[float, int]
+    key: str  # whose line it stands in: its request's, or one for all without fairness
     transcript: Transcript | None = None
     grammar: Grammar | None = None
     stop_token_ids: frozenset[int] = frozenset()
