@@ -1,0 +1,6 @@
+"""LLM and AsyncLLM: a model, an executor and an engine wired together."""
+
+from quire.llm.offline import LLM
+from quire.llm.online import AsyncLLM
+
+__all__ = ["LLM", "AsyncLLM"]

@@ -1,0 +1,166 @@
+"""From a model's name or path to everything that runs it: tokenizer, executor, engine."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError
+from quire.engine.engine import Engine
+from quire.executors.protocol import Executor
+from quire.executors.reference import ReferenceExecutor
+from quire.llm.interrupts import InterruptibleExecutor
+from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan
+from quire.llm.machine import available_memory
+from quire.llm.model_tokenizer import end_token_ids, read_tokenizer
+from quire.loader.defaults import resolve
+from quire.model.loading import Model, load_model, memory_estimate
+from quire.model.spec import ModelSpec
+from quire.tokenizer import Tokenizer
+
+DEVICES = ("auto", "cpu", "cuda", "reference")
+EXECUTORS = {"reference": "numpy in float32, one row at a time: slow, and what others are held to"}
+
+_ANY_SIZE = 1 << 30  # the reference executor takes a step of any size
+_USUAL_STEP_TOKENS = 64  # more gain nothing there, and a step is the least that can be waited for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a user wants a model run. `engine` holds further fields of EngineConfig by name."""
+
+    device: str = "auto"
+    max_batch_size: int = 64
+    kv_memory: str | int | None = None
+    threads: int | None = None
+    batch_timeout_ms: float = 0.0
+    max_context: int | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = {option.name for option in fields(EngineConfig)}
+        for name in self.engine:
+            if name not in known:
+                own = [option.name for option in fields(self) if option.name != "engine"]
+                raise ConfigError(
+                    f"there is no option {name!r}; there are {', '.join(sorted(known | {*own}))}"
+                )
+        context = self.max_context
+        if context is not None and (isinstance(context, bool) or not isinstance(context, int)):
+            raise ConfigError(f"max_context must be an integer, got {context!r}")
+        if context is not None and context < 2:
+            raise ConfigError(f"max_context must hold a prompt and a token after it, got {context}")
+
+    @property
+    def executor(self) -> str:
+        """Which executor runs the model: the one asked for, never silently another."""
+        if self.device not in DEVICES:
+            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
+        name = "reference" if self.device == "auto" else self.device
+        if name not in EXECUTORS:
+            raise ConfigError(
+                f"device {name!r} is not in this version of quire, which has: "
+                f"{', '.join(EXECUTORS)}; device='auto' takes the best there is"
+            )
+        if self.threads is not None:
+            raise ConfigError(
+                f"threads is {self.threads!r}, but the {name} executor computes on one thread: "
+                "leave it out"
+            )
+        return name
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's knobs, resolved."""
+        batch = self.max_batch_size
+        usual: dict[str, Any] = {
+            "plan_ahead": False,  # it would compute rows of sequences that turn out to have ended
+            "step_timeout_s": None,  # a step takes as long as the model is large
+        }
+        if isinstance(batch, int):
+            usual["max_step_tokens"] = max(_USUAL_STEP_TOKENS, batch)
+        return EngineConfig(
+            max_batch_size=batch,
+            batch_timeout_ms=self.batch_timeout_ms,
+            **(usual | dict(self.engine)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A loaded model, ready for engines: one at a time, because they share the executor's cache."""
+
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    executor: Executor
+    options: Options
+    memory: MemoryPlan
+    end_token_ids: tuple[int, ...]
+
+    def with_batch_size(self, max_batch_size: int) -> "Assembly":
+        """The same for batches of another size, which must have blocks enough."""
+        options = replace(self.options, max_batch_size=max_batch_size)
+        options.engine_config()
+        self.memory.check_batch(self.executor.capacity.num_blocks, max_batch_size)
+        return replace(self, options=options)
+
+    def new_engine(self) -> Engine:
+        """An engine with an empty cache; the weights are not touched."""
+        config = self.options.engine_config()
+        return Engine(
+            self.executor,
+            config,
+            end_token_ids=self.end_token_ids,
+            make_detokenizer=None if self.tokenizer is None else self.tokenizer.detokenizer,
+        )
+
+
+def assemble(model: str | Path, options: Options) -> Assembly:
+    """Load a model by name or path; what is wrong with the options is said before that."""
+    assert options.executor == "reference"
+    options.engine_config()
+    with load_model(resolve(model, tell_on_terminal)) as loaded:
+        loaded = _with_context(loaded, options.max_context)
+        tokenizer = read_tokenizer(loaded)
+        estimate = memory_estimate(loaded, num_kv_tokens=0)
+        memory = MemoryPlan(estimate.float32_weights, estimate.kv_per_token, available_memory())
+        num_blocks = memory.num_blocks(memory.pool_bytes(options.kv_memory), options.max_context)
+        memory.check_batch(num_blocks, options.max_batch_size)
+        return Assembly(
+            spec=loaded.spec,
+            tokenizer=tokenizer,
+            executor=_reference_executor(loaded, num_blocks),
+            options=options,
+            memory=memory,
+            end_token_ids=end_token_ids(loaded, tokenizer),
+        )
+
+
+def _with_context(model: Model, max_context: int | None) -> Model:
+    """The same model held to a shorter context."""
+    if max_context is None:
+        return model
+    longest = model.spec.context_length
+    if max_context > longest:
+        raise ConfigError(
+            f"max_context is {max_context}, but the model was made for {longest} tokens"
+        )
+    return replace(model, spec=replace(model.spec, context_length=max_context))
+
+
+def _reference_executor(model: Model, num_blocks: int) -> Executor:
+    executor = ReferenceExecutor(
+        model,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_batch_size=_ANY_SIZE,
+        max_step_tokens=_ANY_SIZE,
+    )
+    return InterruptibleExecutor(executor)
+
+
+def tell_on_terminal(line: str) -> None:
+    """Say what happens, to a person who watches."""
+    if sys.stderr.isatty():
+        print(f"quire: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,217 @@
+"""LLM: a model for programs that wait for their answers; many prompts run together."""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from quire.core.errors import RequestError
+from quire.core.request import RequestOutput
+from quire.core.sampling import SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.stats import Snapshot
+from quire.llm.assembly import Assembly, Options, assemble
+from quire.llm.forward import ForwardRows, Logits
+from quire.llm.offline_run import Asked, OfflineRun
+from quire.llm.progress import ProgressBar
+from quire.llm.prompts import (
+    Conversation,
+    Prompt,
+    PromptReader,
+    listed_conversations,
+    listed_prompts,
+    params_for_each,
+)
+from quire.tokenizer import Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams] | None  # one for all, or one for each
+
+
+class LLM:
+    """A model file, ready to generate. Close it, or use it in a `with`.
+
+    `model`: the path of a GGUF file or a safetensors folder, or "smollm2", which is fetched once.
+    `device`: "auto", "cpu", "cuda" or "reference". `kv_memory`: room for keys and values, in bytes
+    or as text ("2GiB"); left out, what suits the machine. `max_context`: the longest prompt and
+    completion together; left out, what the model and the cache hold. Any other field of
+    EngineConfig may be given by name. `prompts` tells what tokens a prompt or a conversation makes.
+
+    It takes one call at a time; for callers that come and go, see AsyncLLM.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        *,
+        device: str = "auto",
+        max_batch_size: int = 64,
+        kv_memory: str | int | None = None,
+        threads: int | None = None,
+        batch_timeout_ms: float = 0.0,
+        max_context: int | None = None,
+        **engine: Any,
+    ) -> None:
+        options = Options(
+            device=device,
+            max_batch_size=max_batch_size,
+            kv_memory=kv_memory,
+            threads=threads,
+            batch_timeout_ms=batch_timeout_ms,
+            max_context=max_context,
+            engine=engine,
+        )
+        self._call = threading.Lock()  # held while a call runs
+        self._assembly: Assembly | None = assemble(model, options)
+        self.prompts = PromptReader(self.tokenizer, self.max_context)
+        self._renew_engine()
+
+    # ---- generating
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many, each text or token ids; the outputs in the same order.
+
+        A prompt that cannot run has an `error` in its output, and the others go on. `progress`: a
+        bar on standard error; left out, where that is a terminal.
+        """
+        asked = listed_prompts(prompts)
+        with self._alone("generate"):
+            return self._run(asked, params, self.prompts.read, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many: lists of {"role": ..., "content": ...}."""
+        asked = listed_conversations(messages)
+        with self._alone("chat"):
+            if asked:
+                _ = self.prompts.template  # a model that cannot chat is no fault of a prompt
+            return self._run(asked, params, self.prompts.read_chat, progress)
+
+    def _run(
+        self, asked: list[Asked], params: Params, prepare: Any, progress: bool | None
+    ) -> list[RequestOutput]:
+        each = params_for_each(params, len(asked))
+        if not asked:
+            return []
+        run = OfflineRun(
+            self._engine, asked, each, prepare, num_reserved_blocks=self._rows.num_blocks
+        )
+        try:
+            return run.run(ProgressBar(len(asked), show=progress))
+        except BaseException:  # Ctrl-C, most likely: nobody knows what the engine was at
+            self._renew_engine()
+            raise
+
+    # ---- plain forward passes
+
+    def forward_batch(
+        self, rows: Sequence[Sequence[int]], start_positions: Sequence[int] | None = None
+    ) -> list[Logits]:
+        """The logits after every token of every row: one array [tokens, vocabulary] each.
+
+        Row n goes on where the last call left row n if its start is that row's length; an earlier
+        start drops what lies after it, and no starts at all begin every row anew.
+        """
+        with self._alone("forward_batch"):
+            return self._rows.run(rows, start_positions)
+
+    def clear(self, row: int | None = None) -> None:
+        """Forget the keys and values of one row of forward_batch, or of all."""
+        with self._alone("clear"):
+            self._rows.clear(row)
+
+    def set_batch_size(self, max_batch_size: int) -> None:
+        """Run up to so many sequences together from now on.
+
+        The weights stay; the cache begins empty, rows of forward_batch and counters included.
+        """
+        with self._alone("set_batch_size"):
+            self._assembly = self._open.with_batch_size(max_batch_size)
+            self._renew_engine()
+
+    # ---- looking at it
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a model that takes token ids alone."""
+        return self._open.tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its completion together."""
+        return self._open.executor.capacity.max_context
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._open.options.max_batch_size
+
+    @property
+    def stats(self) -> Snapshot:
+        """What runs, what waits and why, what is held, and the counters so far."""
+        _ = self._open
+        return self._engine.snapshot()
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Let go of the weights and the cache."""
+        if self._assembly is None:
+            return
+        with self._alone("close"):
+            self._engine.close()
+            self._assembly = None
+            del self._engine, self._rows
+
+    def __enter__(self) -> Self:
+        _ = self._open
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _open(self) -> Assembly:
+        if self._assembly is None:
+            raise RequestError("this LLM is closed")
+        return self._assembly
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        _ = self._open
+        if not self._call.acquire(blocking=False):
+            raise RequestError(
+                f"{name} is refused while another call runs: give all prompts to one call, or use "
+                "AsyncLLM"
+            )
+        try:
+            yield
+        finally:
+            self._call.release()
+
+    def _renew_engine(self) -> None:
+        """An engine with an empty cache, over the same weights."""
+        engine: Engine = self._open.new_engine()
+        self._engine = engine
+        self._rows = ForwardRows(
+            engine.executor,
+            engine._scheduler.cache,
+            max_batch_size=engine.config.max_batch_size,
+            max_step_tokens=engine.config.max_step_tokens,
+        )

@@ -1,0 +1,148 @@
+"""AsyncLLM: a model for event loops; requests come and go, and share every step."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from quire.core.errors import RequestError
+from quire.core.request import Piece, RequestOutput
+from quire.core.sampling import SamplingParams
+from quire.engine.aio import AsyncEngine
+from quire.engine.stats import Snapshot
+from quire.llm.assembly import Options, assemble
+from quire.llm.prompts import Conversation, Prepared, Prompt, PromptReader
+from quire.tokenizer import Tokenizer
+
+_LONG_TEXT = 16_384  # characters; tokenising more would hold up the event loop
+
+
+class AsyncLLM:
+    """A model file, ready to serve. Made like LLM; close it, or use it in an `async with`.
+
+    `prompts` tells what tokens a prompt or a conversation makes. Further options of every request:
+    `key` says whose it is (fairness, prefix reuse), `priority` (lower is more urgent), `timeout_s`
+    and `request_id`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        *,
+        device: str = "auto",
+        max_batch_size: int = 64,
+        kv_memory: str | int | None = None,
+        threads: int | None = None,
+        batch_timeout_ms: float = 0.0,
+        max_context: int | None = None,
+        **engine: Any,
+    ) -> None:
+        options = Options(
+            device=device,
+            max_batch_size=max_batch_size,
+            kv_memory=kv_memory,
+            threads=threads,
+            batch_timeout_ms=batch_timeout_ms,
+            max_context=max_context,
+            engine=engine,
+        )
+        self._assembly = assemble(model, options)
+        self._engine = AsyncEngine(self._assembly.new_engine())
+        self.prompts = PromptReader(self.tokenizer, self.max_context)
+        self._is_closed = False
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Piece]:
+        """The completion as it comes; leaving the loop ends the request.
+
+        Raises the request's error: at once where it cannot run, else where it ended with one.
+        """
+        prepared = await self._read(prompt)
+        handle = await self._engine.submit(prepared.tokens, params, **options)
+        try:
+            async for piece in handle:
+                yield piece
+        finally:
+            handle.cancel()
+
+    async def chat_stream(
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Piece]:
+        """The answer to a conversation as it comes; see `stream`."""
+        prepared = await self._read_chat(messages)
+        handle = await self._engine.submit(prepared.tokens, params, **options)
+        try:
+            async for piece in handle:
+                yield piece
+        finally:
+            handle.cancel()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """Complete one prompt; for many, gather many calls.
+
+        A request that cannot run raises; an error while it runs is in the output.
+        """
+        return await self._complete(await self._read(prompt), params, options)
+
+    async def chat(
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """Answer one conversation; see `generate`."""
+        return await self._complete(await self._read_chat(messages), params, options)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a model that takes token ids alone."""
+        return self._assembly.tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its completion together."""
+        return self._assembly.executor.capacity.max_context
+
+    @property
+    def stats(self) -> Snapshot:
+        """What runs, what waits and why, what is held, and the counters so far."""
+        return self._engine.engine.snapshot()
+
+    async def close(self) -> None:
+        """End every request; nothing more is taken."""
+        self._is_closed = True
+        await self._engine.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _read(self, prompt: Prompt) -> Prepared:
+        self._check_open()
+        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+            return await asyncio.to_thread(self.prompts.read, prompt)
+        return self.prompts.read(prompt)
+
+    async def _read_chat(self, messages: Conversation) -> Prepared:
+        """Off the event loop: a template may take its time."""
+        self._check_open()
+        return await asyncio.to_thread(self.prompts.read_chat, messages)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RequestError("this AsyncLLM is closed")
+
+    async def _complete(
+        self, prepared: Prepared, params: SamplingParams | None, options: dict[str, Any]
+    ) -> RequestOutput:
+        output = await self._engine.generate(prepared.tokens, params, **options)
+        output.prompt = prepared.text
+        return output

@@ -1,0 +1,137 @@
+"""What users give as prompts, and the tokens it means: text, token ids, conversations."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from operator import index
+from typing import Any, NamedTuple
+
+from quire.core.errors import RequestError
+from quire.core.sampling import SamplingParams
+from quire.tokenizer import ChatTemplate, Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+
+
+class Prepared(NamedTuple):
+    """A prompt as the engine takes it, and the text it came as or was made into."""
+
+    tokens: Sequence[int]
+    text: str | None = None
+
+
+class PromptReader:
+    """Turns prompts into tokens; each that cannot be is a RequestError that says why."""
+
+    def __init__(self, tokenizer: Tokenizer | None, max_context: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_context = max_context
+
+    def read(self, prompt: Prompt) -> Prepared:
+        """The tokens of a text, with those the model wants around it; token ids as they are."""
+        if not isinstance(prompt, str):
+            return Prepared(_token_ids(prompt))
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer: give the prompt as token ids")
+        if not prompt:
+            raise RequestError("the prompt is empty")
+        return Prepared(self._encode(self._tokenizer, prompt, add_special=True), prompt)
+
+    def read_chat(self, messages: Conversation) -> Prepared:
+        """The prompt that asks for the next message of a conversation."""
+        text = self.template.render(messages)
+        assert self._tokenizer is not None
+        return Prepared(self._encode(self._tokenizer, text, add_special=False), text)
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether the model came with a chat template."""
+        return self._tokenizer is not None and self._tokenizer.chat_template is not None
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The model's chat template; compiled when it is first wanted."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RequestError("this model has no tokenizer, so it cannot chat; use generate")
+        if tokenizer.chat_template is None:
+            raise RequestError("this model has no chat template, so it cannot chat; use generate")
+        marks = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        texts = (None if token is None else tokenizer.token_text(token) for token in marks)
+        return ChatTemplate(tokenizer.chat_template, *texts)
+
+    def _encode(self, tokenizer: Tokenizer, text: str, *, add_special: bool) -> list[int]:
+        try:
+            return tokenizer.encode(text, add_special=add_special, limit=self._max_context)
+        except RequestError as error:
+            if not _is_unicode(text):
+                raise
+            raise RequestError(f"the prompt does not fit into the context: {error}") from None
+
+
+def listed_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list of prompts."""
+    items = _listed(prompts, "prompts")
+    if isinstance(items, str) or (items and _is_token(items[0])):
+        return [items]
+    return list(items)
+
+
+def listed_conversations(messages: Conversation | Iterable[Conversation]) -> list[Conversation]:
+    """One conversation or many, as a list of conversations."""
+    items = _listed(messages, "messages")
+    if items and isinstance(items[0], Mapping):
+        return [items]
+    return list(items)
+
+
+def params_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One for all, or one for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise RequestError(f"params must be SamplingParams or a list of them, got {params!r:.100}")
+    for place, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            raise RequestError(f"params[{place}] must be SamplingParams, got {one!r:.100}")
+    if len(params) != count:
+        raise RequestError(f"there are {count} prompts but {len(params)} params: give one for each")
+    return list(params)
+
+
+def _listed(given: Any, name: str) -> Any:
+    """Text as it is, anything else as a list."""
+    if isinstance(given, str):
+        return given
+    if hasattr(given, "tolist"):  # an array
+        given = given.tolist()
+    if isinstance(given, bytes | bytearray | Mapping) or not isinstance(given, Iterable):
+        raise RequestError(f"{name} must be a list, got {type(given).__name__}")
+    return list(given)
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """Plain integers; the engine checks that the model has such tokens."""
+    if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt is text or a list of token ids, got {prompt!r:.100}")
+    tokens = []
+    for place, token in enumerate(prompt):
+        if not _is_token(token):
+            raise RequestError(f"prompt token {place} must be an integer, got {token!r:.100}")
+        tokens.append(index(token))
+    return tokens
+
+
+def _is_token(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

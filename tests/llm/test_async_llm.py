@@ -1,0 +1,174 @@
+"""AsyncLLM: the same answers as LLM, streamed, side by side, and taken back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.llm.conftest import KV_MEMORY
+
+from quire import LLM, AsyncLLM, ConfigError, OverloadedError, Piece, RequestError, SamplingParams
+from quire.llm.prompts import Prompt
+
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, logprobs=1)
+SAMPLED = replace(GREEDY, temperature=1.2, seed=3, ignore_eos=True, max_tokens=30)
+QUESTION = [{"role": "user", "content": "hi"}]
+
+
+def run(path: Path, work: Callable[[AsyncLLM], Awaitable[None]], **options: Any) -> None:
+    """Do something with a model inside an event loop."""
+
+    async def main() -> None:
+        async with AsyncLLM(path, kv_memory=KV_MEMORY, **options) as llm:
+            await work(llm)
+
+    asyncio.run(main())
+
+
+async def collected(pieces: AsyncIterator[Piece]) -> list[Piece]:
+    return [piece async for piece in pieces]
+
+
+def test_streams_joined_are_what_the_blocking_model_gives(text_model: Path, text_llm: LLM) -> None:
+    prompts: list[Prompt] = ["Hello", "a longer prompt than that", [5, 6, 7]]
+    expected = text_llm.generate(prompts, SAMPLED)
+
+    async def work(llm: AsyncLLM) -> None:
+        streams = await asyncio.gather(
+            *(collected(llm.stream(prompt, SAMPLED)) for prompt in prompts)
+        )
+        for pieces, output in zip(streams, expected, strict=True):
+            assert [token for p in pieces for token in p.token_ids] == output.token_ids
+            assert [score for p in pieces for score in p.logprobs] == output.logprobs
+            assert "".join(piece.text for piece in pieces) == output.text
+            assert pieces[-1].finish_reason is output.finish_reason
+            assert all(piece.finish_reason is None for piece in pieces[:-1])
+        outputs = await asyncio.gather(*(llm.generate(prompt, SAMPLED) for prompt in prompts))
+        assert [out.logprobs for out in outputs] == [out.logprobs for out in expected]
+        assert [out.prompt for out in outputs] == ["Hello", "a longer prompt than that", None]
+        assert llm.stats.stats.batch_size.mean > 1
+
+    run(text_model, work)
+
+
+def test_chats_are_what_the_blocking_model_gives(text_model: Path, text_llm: LLM) -> None:
+    [expected] = text_llm.chat(QUESTION, SAMPLED)
+
+    async def work(llm: AsyncLLM) -> None:
+        output = await llm.chat(QUESTION, SAMPLED)
+        assert (output.text, output.prompt) == (expected.text, expected.prompt)
+        pieces = await collected(llm.chat_stream(QUESTION, SAMPLED))
+        assert "".join(piece.text for piece in pieces) == expected.text
+
+    run(text_model, work)
+
+
+async def wait_until_idle(llm: AsyncLLM) -> None:
+    async with asyncio.timeout(10):
+        while llm.stats.num_running or llm.stats.num_waiting:
+            await asyncio.sleep(0.005)
+
+
+def test_a_reader_that_leaves_ends_its_request(text_model: Path) -> None:
+    long = replace(SAMPLED, max_tokens=480)
+
+    async def work(llm: AsyncLLM) -> None:
+        async for _ in llm.stream("Hello", long):
+            break
+        await wait_until_idle(llm)
+        async for _ in llm.chat_stream(QUESTION, long):
+            break
+        await wait_until_idle(llm)
+        assert llm.stats.stats.requests_ended == {"cancelled": 2}
+        assert llm.stats.kv_usage == 0.0
+
+    run(text_model, work)
+
+
+def test_cancelling_the_task_ends_its_request(text_model: Path) -> None:
+    long = replace(SAMPLED, max_tokens=480)
+
+    async def work(llm: AsyncLLM) -> None:
+        for waiting in (llm.generate("Hello", long), collected(llm.stream("Hello", long))):
+            task = asyncio.ensure_future(waiting)
+            while not llm.stats.num_running:
+                await asyncio.sleep(0.005)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await wait_until_idle(llm)
+        assert llm.stats.stats.requests_ended == {"cancelled": 2}
+
+    run(text_model, work)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [600], "x" * 99_999, None])
+def test_a_request_that_cannot_run_raises(text_model: Path, prompt: Any) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        with pytest.raises(RequestError):
+            await llm.generate(prompt, GREEDY)
+        with pytest.raises(RequestError):
+            await collected(llm.stream(prompt, GREEDY))
+        with pytest.raises(RequestError):
+            await llm.chat([{"role": "user", "content": prompt}] if prompt is None else [])
+        assert (await llm.generate("fine", GREEDY)).error is None
+
+    run(text_model, work)
+
+
+def test_a_full_queue_says_when_to_come_back(text_model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        results = await asyncio.gather(
+            *(llm.generate([n + 1], GREEDY) for n in range(10)), return_exceptions=True
+        )
+        refused = [result for result in results if isinstance(result, OverloadedError)]
+        assert refused
+        assert all(error.retry_after_s > 0 for error in refused)
+        assert len(refused) < 10
+
+    run(text_model, work, max_batch_size=1, max_queue_requests=2)
+
+
+def test_options_of_a_request_reach_the_engine(text_model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        output = await llm.generate("hi", GREEDY, request_id="mine", key="a", priority=1)
+        assert output.request_id == "mine"
+        with pytest.raises(RequestError, match="timeout_s must be above 0"):
+            await llm.generate("hi", GREEDY, timeout_s=0)
+
+    run(text_model, work)
+
+
+def test_a_closed_model_says_so(text_model: Path) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(text_model, kv_memory=KV_MEMORY)
+        await llm.generate("hi", GREEDY)
+        await llm.close()
+        await llm.close()
+        for call in (llm.generate("hi"), llm.chat(QUESTION), collected(llm.stream("hi"))):
+            with pytest.raises(RequestError, match="this AsyncLLM is closed"):
+                await call
+
+    asyncio.run(main())
+
+
+def test_closing_ends_what_runs(text_model: Path) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(text_model, kv_memory=KV_MEMORY)
+        task = asyncio.ensure_future(llm.generate("hi", replace(SAMPLED, max_tokens=480)))
+        while not llm.stats.num_running:
+            await asyncio.sleep(0.005)
+        await llm.close()
+        output = await task
+        assert output.status == "cancelled"
+
+    asyncio.run(main())
+
+
+def test_it_is_made_like_the_blocking_model(text_model: Path) -> None:
+    with pytest.raises(ConfigError, match="device 'cuda'"):
+        AsyncLLM(text_model, device="cuda")
+    with pytest.raises(ConfigError, match="there is no option 'max_batch'"):
+        AsyncLLM(text_model, max_batch=2)

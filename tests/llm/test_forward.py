@@ -1,0 +1,197 @@
+"""forward_batch: plain forward passes that keep keys and values per row."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.fixture_files import fixture_file
+from tests.llm.text_models import write_changed_model
+
+from quire import LLM, RequestError, SamplingParams
+from quire.core.errors import RowFaultError
+
+Logits = npt.NDArray[np.float32]
+GOLDEN = np.load(fixture_file("tiny/golden.npz"))
+TOKENS = [int(token) for token in GOLDEN["tokens"]]
+
+
+@pytest.fixture
+def rows(llm: LLM) -> Iterator[LLM]:
+    """The model with nothing kept."""
+    llm.clear()
+    yield llm
+    llm.clear()
+
+
+def whole(llm: LLM, tokens: list[int]) -> Logits:
+    """The logits of a row computed at once and alone."""
+    llm.clear()
+    return llm.forward_batch([tokens])[0]
+
+
+def test_the_logits_are_those_of_the_golden_file(rows: LLM) -> None:
+    [logits] = rows.forward_batch([TOKENS])
+    exact = GOLDEN["Q4_K_M.exact"]
+    assert logits.dtype == np.float32
+    assert logits.shape == exact.shape
+    assert np.linalg.norm(logits - exact) <= 1e-5 * np.linalg.norm(exact)
+
+
+def test_rows_may_differ_in_length_and_do_not_change_each_other(rows: LLM) -> None:
+    given = [TOKENS[:5], TOKENS[3:20], [7]]
+    together = rows.forward_batch(given)
+    assert [logits.shape for logits in together] == [(5, 512), (17, 512), (1, 512)]
+    for tokens, logits in zip(given, together, strict=True):
+        np.testing.assert_array_equal(logits, whole(rows, tokens))
+
+
+def test_a_row_goes_on_where_it_was(rows: LLM) -> None:
+    expected = whole(rows, TOKENS)
+    rows.clear()
+    parts = []
+    for start, stop in [(0, 3), (3, 4), (4, 20), (20, 32)]:
+        parts += rows.forward_batch([TOKENS[start:stop]], [start])
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
+
+
+def test_a_start_before_the_end_drops_what_comes_after(rows: LLM) -> None:
+    rows.forward_batch([TOKENS])
+    changed = [*TOKENS[:6], 9, 10]
+    [logits] = rows.forward_batch([[9, 10]], [6])
+    np.testing.assert_array_equal(logits, whole(rows, changed)[6:])
+    with pytest.raises(RequestError, match=r"start_positions\[0\] is 9; the row has 8 tokens"):
+        rows.forward_batch([[1]], [9])
+
+
+def test_without_starts_every_row_begins_anew(rows: LLM) -> None:
+    rows.forward_batch([[1, 2, 3], [4, 5]])
+    [logits, _] = rows.forward_batch([TOKENS[:4], [6]])
+    np.testing.assert_array_equal(logits, whole(rows, TOKENS[:4]))
+
+
+def test_an_empty_row_is_left_as_it_is(rows: LLM) -> None:
+    expected = whole(rows, TOKENS[:6])
+    rows.clear()
+    rows.forward_batch([TOKENS[:5], [1, 2]])
+    nothing, some = rows.forward_batch([[], [3]], [5, 2])
+    assert nothing.shape == (0, 512)
+    assert some.shape == (1, 512)
+    [logits, _] = rows.forward_batch([TOKENS[5:6], []], [5, 3])
+    np.testing.assert_array_equal(logits, expected[5:])
+
+
+def test_no_rows_give_no_logits(rows: LLM) -> None:
+    assert rows.forward_batch([]) == []
+
+
+def test_steps_are_cut_as_the_executor_takes_them() -> None:
+    path = fixture_file("tiny/Q4_K_M.gguf")
+    given = [TOKENS * 4, TOKENS[:7], TOKENS[:1], TOKENS[5:9]]
+    with (
+        LLM(path, kv_memory="4MiB") as wide,
+        LLM(path, kv_memory="4MiB", max_batch_size=2, max_step_tokens=5) as narrow,
+    ):
+        for one, other in zip(wide.forward_batch(given), narrow.forward_batch(given), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_clearing_a_row_gives_its_blocks_back(rows: LLM) -> None:
+    rows.forward_batch([[1] * 17, [2] * 33])
+    held = rows.stats.kv_usage
+    rows.clear(row=1)
+    assert rows.stats.kv_usage == pytest.approx(held * 2 / 5)
+    with pytest.raises(RequestError, match="the row has 0 tokens"):
+        rows.forward_batch([[], [3]], [17, 33])
+    rows.forward_batch([[3], []], [17, 0])
+    rows.clear()
+    rows.clear(row=0)
+    assert rows.stats.kv_usage == 0.0
+
+
+def test_truncating_a_row_gives_blocks_back(rows: LLM) -> None:
+    rows.forward_batch([[1] * 100])
+    rows.forward_batch([[]], [20])
+    assert rows.stats.kv_usage * 128 == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "starts", "message"),
+    [
+        ([[512]], None, r"rows\[0\]\[0\] is 512; the vocabulary has 0 to 511"),
+        ([[1], [2, -1]], None, r"rows\[1\]\[1\] is -1"),
+        ([[1.5]], None, r"rows\[0\]\[0\] must be an integer, got 1.5"),
+        ([[True]], None, r"rows\[0\]\[0\] must be an integer"),
+        ("text", None, "rows must be a list"),
+        ([5], None, r"rows\[0\] must be a list, got 5"),
+        ([[1]], [0, 0], "1 rows but 2 start_positions"),
+        ([[1]], [-1], r"start_positions\[0\] is -1"),
+        ([[1]], ["0"], r"start_positions\[0\] must be an integer"),
+        ([[1]], 0, "start_positions must be a list"),
+        ([[1] * 513], None, r"rows\[0\] would come to 513 tokens; the context holds 512"),
+        ([[1] * 512] * 5, None, "need 160 blocks .* hold 0 of its 128"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_and_changes_nothing(
+    rows: LLM, given: Any, starts: Any, message: str
+) -> None:
+    expected = whole(rows, TOKENS[:3])
+    rows.clear()
+    rows.forward_batch([TOKENS[:2]])
+    with pytest.raises(RequestError, match=message):
+        rows.forward_batch(given, starts)
+    [logits] = rows.forward_batch([TOKENS[2:3]], [2])
+    np.testing.assert_array_equal(logits, expected[2:])
+
+
+def test_arrays_are_taken_as_lists(rows: LLM) -> None:
+    expected = rows.forward_batch([[1, 2], [3, 4]])
+    given = rows.forward_batch(np.array([[1, 2], [3, 4]]), np.array([0, 0]))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(given, expected)
+
+
+def test_requests_and_rows_share_the_cache_without_touching_each_other(rows: LLM) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=1)
+    prompts = [[n, n + 1, n + 2] for n in range(60)]
+    alone = rows.generate(prompts, params)
+    expected = whole(rows, [*TOKENS, 5])
+    rows.clear()
+    rows.forward_batch([TOKENS, [1] * 480, [2] * 480, [3] * 480])  # most of the cache
+    beside = rows.generate(prompts, params)
+    assert [out.logprobs for out in beside] == [out.logprobs for out in alone]
+    assert any(out.metrics.num_preemptions for out in beside)
+    [logits, *_] = rows.forward_batch([[5], [], [], []], [32, 480, 480, 480])
+    np.testing.assert_array_equal(logits, expected[-1:])
+
+
+def test_a_request_that_the_rows_leave_no_room_for_is_refused_alone(rows: LLM) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    rows.forward_batch([[1] * 500, [1] * 500, [1] * 500, [1] * 100])  # 103 of 128 blocks
+    refused, fits = rows.generate([[1] * 381, [1] * 380], params)
+    assert "401 tokens need 26 blocks" in str(refused.error)
+    assert "rows leave 25 of 128: call clear() first" in str(refused.error)
+    assert fits.error is None
+    rows.forward_batch([[1] * 500] * 4)
+    [output] = rows.generate([[1]], params)
+    assert "need 2 blocks of the KV cache, and forward_batch's rows leave 0" in str(output.error)
+    rows.clear()
+    assert rows.generate([[1]], params)[0].error is None
+
+
+def test_a_row_that_is_not_finite_fails_and_counts_no_further(tmp_path: Path) -> None:
+    path = write_changed_model(tmp_path / "poisoned.gguf", {"token_embd.weight": (7, np.nan)})
+    with LLM(path, kv_memory="4MiB") as llm:
+        expected = llm.forward_batch([[1, 2, 3]])[0]
+        llm.forward_batch([[1, 2], [4]])
+        with pytest.raises(RowFaultError, match=r"rows\[1\]: the hidden state is not finite"):
+            llm.forward_batch([[3], [7]], [2, 1])
+        [logits, _] = llm.forward_batch([[3], [5]], [2, 1])
+        np.testing.assert_array_equal(logits, expected[2:])
+
+
+@pytest.mark.parametrize("row", [-1.5, "0", True])
+def test_only_a_number_names_a_row(llm: LLM, row: Any) -> None:
+    with pytest.raises(RequestError, match="row must be an integer"):
+        llm.clear(row)

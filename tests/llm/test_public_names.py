@@ -1,0 +1,28 @@
+"""`import quire`: what it offers, and what it does not load until it is used."""
+
+import subprocess
+import sys
+
+import pytest
+
+import quire
+
+
+def test_every_public_name_is_there() -> None:
+    for name in quire.__all__:
+        assert getattr(quire, name).__name__ == name
+    assert set(quire.__all__) <= set(dir(quire))
+    assert quire.__all__ == sorted(quire.__all__, key=lambda name: (name != "LLM", name))
+
+
+def test_an_unknown_name_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="module 'quire' has no attribute 'Nonsense'"):
+        _ = quire.Nonsense
+    with pytest.raises(ImportError, match="Nonsense"):
+        exec("from quire import Nonsense")
+
+
+def test_importing_quire_loads_nothing_heavy() -> None:
+    code = "import sys, quire; print([m for m in ('numpy', 'asyncio') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,88 @@
+"""Models that take text: the tiny Llama of the fixtures, given a vocabulary and a template."""
+
+import itertools
+import string
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tests.fixture_files import fixture_file
+
+from quire.tokenizer.pieces import BYTE_ALPHABET
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END = 2
+NUM_ROWS = 512  # of the tiny model's embedding
+
+
+def write_text_model(
+    path: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    pre: str = "gpt-2",
+    architecture: str = "llama",
+    num_tokens: int = NUM_ROWS,
+) -> Path:
+    """A GGUF file that takes text: control tokens, the 256 bytes, and pairs of letters."""
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_sizes(writer)
+    merges = list(itertools.product(string.ascii_letters, repeat=2))
+    merges = merges[: num_tokens - len(SPECIALS) - len(BYTE_ALPHABET)]
+    texts = [*SPECIALS, *BYTE_ALPHABET, *("".join(pair) for pair in merges)]
+    kinds = [gguf.TokenType.CONTROL] * len(SPECIALS)
+    kinds += [gguf.TokenType.NORMAL] * (len(texts) - len(SPECIALS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_eos_token_id(END)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
+    _add_tensors(writer, "tiny/Q4_0.gguf", {})
+    return _written(writer, path)
+
+
+def write_changed_model(path: Path, changes: dict[str, tuple[Any, float]]) -> Path:
+    """The tiny model in F32 with some weights set: by tensor, where and to what."""
+    writer = gguf.GGUFWriter(path, "llama")
+    _add_sizes(writer)
+    writer.add_tokenizer_model("none")
+    _add_tensors(writer, "tiny/F32.gguf", changes)
+    return _written(writer, path)
+
+
+def _add_sizes(writer: gguf.GGUFWriter) -> None:
+    writer.add_name("tiny text model")
+    writer.add_context_length(512)
+    writer.add_embedding_length(256)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(512)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+
+
+def _add_tensors(
+    writer: gguf.GGUFWriter, source: str, changes: dict[str, tuple[Any, float]]
+) -> None:
+    for tensor in gguf.GGUFReader(fixture_file(source)).tensors:
+        data = np.array(tensor.data)
+        if tensor.name in changes:
+            place, value = changes[tensor.name]
+            data[place] = value
+        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+
+
+def _written(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
