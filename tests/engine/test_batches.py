@@ -1,0 +1,208 @@
+"""Which requests share a step, and when it starts: in virtual time, exactly."""
+
+import pytest
+from tests.engine.simulated import finish, new_engine, solo
+from tests.engine.toys import Script, ended, greedy, play, rows_of
+
+from quire.core.request import RequestOutput, WaitReason
+from quire.engine import Engine
+from quire.engine.company import Company
+from quire.executors.fake import FakeExecutor, StepCost
+
+QUICK = StepCost(a=0.001, b=0.0)  # a millisecond a step
+
+
+def recording(**settings: object) -> tuple[FakeExecutor, Engine]:
+    executor = FakeExecutor(keep_plans=True, cost=QUICK)
+    return executor, new_engine(executor, **settings)
+
+
+def one_token_each(engine: Engine, times: list[float]) -> Script:
+    return [(at, lambda: engine.add_request([1], greedy(1))) for at in times]
+
+
+def shapes(executor: FakeExecutor) -> list[list[int]]:
+    """New tokens of each row of each step."""
+    return [[row.num_new_tokens for row in plan.sequences] for plan in executor.plans]
+
+
+def test_four_concurrent_requests_complete_in_one_batch() -> None:
+    executor, engine = recording(max_batch_size=4, batch_timeout_ms=100)
+    for first in range(4):
+        engine.add_request([first, 50, 51], greedy(3))
+    outputs = finish(engine)
+    assert shapes(executor) == [[3] * 4, [1] * 4, [1] * 4]
+    assert all(output.metrics.queued_s == 0.0 for output in outputs.values()), "full: no waiting"
+    assert executor.clock.now() == pytest.approx(0.003)
+
+
+def test_a_lone_request_starts_at_once() -> None:
+    executor = FakeExecutor(cost=StepCost(a=0.020))
+    engine = new_engine(executor, max_batch_size=10, batch_timeout_ms=50)
+    engine.add_request([1, 2, 3], greedy(3))
+    (output,) = finish(engine).values()
+    assert output.metrics.queued_s == 0.0
+    assert output.metrics.total_s is not None
+    assert output.metrics.total_s < 0.100
+
+
+def test_prompts_of_different_lengths_run_together_and_match_solo_runs() -> None:
+    executor, engine = recording(max_batch_size=8)
+    prompts = [[5], [6, 7, 8, 9], [10, 11]]
+    ids = [engine.add_request(prompt, greedy(6)).id for prompt in prompts]
+    outputs = finish(engine)
+    assert shapes(executor)[0] == [1, 4, 2]
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert [outputs[request_id].token_ids] == solo(prompt, greedy(6))
+
+
+def test_a_hundred_batched_take_less_than_half_the_time_of_a_hundred_alone() -> None:
+    prompts = [[i, i + 1, i + 2] for i in range(100)]
+    alone = FakeExecutor()
+    engine = new_engine(alone)
+    apart: list[RequestOutput] = []
+    for prompt in prompts:
+        engine.add_request(prompt, greedy(10))
+        apart.extend(finish(engine).values())
+    together = FakeExecutor()
+    engine = new_engine(together, max_batch_size=100)
+    ids = [engine.add_request(prompt, greedy(10)).id for prompt in prompts]
+    outputs = finish(engine)
+    assert together.clock.now() < 0.5 * alone.clock.now()
+    assert [outputs[name].token_ids for name in ids] == [output.token_ids for output in apart]
+
+
+# ---- waiting for company
+
+
+def test_arrivals_that_predict_company_are_waited_for_no_longer_than_the_timeout() -> None:
+    executor, engine = recording(max_batch_size=64, batch_timeout_ms=50)
+    times = [i / 100 for i in range(12)]  # one every 10 ms
+    play(engine, one_token_each(engine, times))
+    starts = [len(plan.sequences) for plan in executor.plans]
+    # The first has no company to expect. The second waits 50 ms, with those at 20, 30, 40, 50 and
+    # 60 ms; the one at 70 ms waits for those up to 110 ms, then until no more are due.
+    assert starts == [1, 6, 5]
+
+
+def test_the_wait_is_booked_under_its_reason() -> None:
+    _, engine = recording(max_batch_size=64, batch_timeout_ms=50)
+    times = [0.0, 0.010, 0.020]
+    outputs = ended(play(engine, one_token_each(engine, times)))
+    by_arrival = sorted(outputs, key=lambda output: output.metrics.arrived_at)
+    # Three mean gaps of 10 ms after the last arrival, nobody is expected any more.
+    assert by_arrival[1].metrics.started_at == pytest.approx(0.050)
+    assert by_arrival[1].metrics.waited_for[WaitReason.COMPANY] == pytest.approx(0.040)
+    assert by_arrival[2].metrics.waited_for[WaitReason.COMPANY] == pytest.approx(0.030)
+
+
+def test_a_batch_that_is_full_while_waiting_starts_at_once() -> None:
+    executor, engine = recording(max_batch_size=3, batch_timeout_ms=50)
+    times = [0.0, 0.010, 0.020, 0.030]
+    play(engine, one_token_each(engine, times))
+    assert [len(plan.sequences) for plan in executor.plans] == [1, 3]
+    assert executor.clock.now() == pytest.approx(0.031)
+
+
+def test_nobody_waits_for_company_without_a_timeout() -> None:
+    executor, engine = recording(batch_timeout_ms=0)
+    times = [i / 100 for i in range(5)]
+    outputs = ended(play(engine, one_token_each(engine, times)))
+    assert [len(plan.sequences) for plan in executor.plans] == [1] * 5
+    assert all(output.metrics.queued_s == 0.0 for output in outputs)
+
+
+def test_a_deadline_that_falls_into_the_wait_is_kept() -> None:
+    _, engine = recording(max_batch_size=64, batch_timeout_ms=50)
+    script = [
+        *one_token_each(engine, [0.0, 0.010]),
+        (0.020, lambda: engine.add_request([2], greedy(1), timeout_s=0.005)),
+    ]
+    outputs = {output.prompt_token_ids: output for output in ended(play(engine, script))}
+    assert outputs[(2,)].metrics.finished_at == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "now", "until"),
+    [
+        ([], 0.0, None),
+        ([0.0], 0.0, None),  # one arrival predicts nothing
+        ([0.0, 0.0, 0.0], 0.0, None),  # all at once: nobody else is announced
+        ([0.0, 0.010], 0.010, 0.040),  # three gaps after the last
+        ([0.0, 0.040], 0.040, 0.140),  # the timeout after the oldest that waits
+        ([0.0, 0.200], 0.200, None),  # rarer than the timeout
+        ([0.0, 0.010], 0.041, None),  # the next is late: it is not coming
+        ([0.0, 0.010, 0.500, 0.510], 0.510, 0.540),  # it was quiet between: begin anew
+    ],
+)
+def test_company_is_expected(arrivals: list[float], now: float, until: float | None) -> None:
+    company = Company(0.100)
+    for moment in arrivals:
+        company.arrived(moment)
+    oldest = arrivals[-1] if arrivals else now
+    assert company.wait_until(now, oldest) == (None if until is None else pytest.approx(until))
+
+
+# ---- joining and leaving
+
+
+def test_a_request_joins_while_others_run_and_leaves_at_once_when_done() -> None:
+    executor, engine = recording()
+    script = [
+        (0.0, lambda: engine.add_request([1, 2], greedy(10))),
+        (0.004, lambda: engine.add_request([3, 4, 5], greedy(2))),
+    ]
+    outputs = {output.prompt_token_ids: output for output in ended(play(engine, script))}
+    together = [len(plan.sequences) for plan in executor.plans]
+    assert together.count(2) == 2, "exactly the two steps of the short one"
+    assert len(rows_of(executor, 1)) == 10
+    assert outputs[(3, 4, 5)].metrics.finished_at == pytest.approx(0.006, abs=0.0011)
+    for prompt, params in (((1, 2), greedy(10)), ((3, 4, 5), greedy(2))):
+        assert [outputs[prompt].token_ids] == solo(prompt, params)
+
+
+def test_a_freed_place_is_taken_by_the_next_in_line() -> None:
+    executor, engine = recording(max_batch_size=2, plan_ahead=False)
+    for first, count in enumerate([2, 5, 3]):
+        engine.add_request([first], greedy(count))
+    finish(engine)
+    rows = [[row.sequence_id for row in plan.sequences] for plan in executor.plans]
+    assert rows == [[1, 2], [1, 2], [2, 3], [2, 3], [2, 3]]
+
+
+# ---- chunks
+
+
+@pytest.mark.parametrize("budget", [7, 16, 33])
+def test_no_step_holds_more_tokens_than_its_budget(budget: int) -> None:
+    executor, engine = recording(max_batch_size=7, max_step_tokens=budget)
+    prompts = [list(range(100, 100 + length)) for length in (50, 1, 33, 8, 90)]
+    ids = [
+        engine.add_request(prompt, greedy(5), key=str(i % 2)).id for i, prompt in enumerate(prompts)
+    ]
+    outputs = finish(engine)
+    assert max(sum(shape) for shape in shapes(executor)) <= budget
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert [outputs[request_id].token_ids] == solo(prompt, greedy(5))
+
+
+def test_running_sequences_get_their_token_before_prompts_get_chunks() -> None:
+    executor, engine = recording(max_batch_size=4, max_step_tokens=8)
+    script = [
+        (0.0, lambda: engine.add_request([1], greedy(20))),
+        (0.0055, lambda: engine.add_request(list(range(40)), greedy(1))),
+    ]
+    play(engine, script)
+    long_prompt = [plan for plan in executor.plans if len(plan.sequences) == 2]
+    assert len(long_prompt) == 6
+    assert all(plan.sequences[0].num_new_tokens == 1 for plan in long_prompt)
+    assert [plan.sequences[1].num_new_tokens for plan in long_prompt] == [7, 7, 7, 7, 7, 5]
+
+
+@pytest.mark.parametrize("plan_ahead", [True, False])
+def test_the_next_step_is_planned_while_one_runs_unless_told_not_to(plan_ahead: bool) -> None:
+    executor, engine = recording(plan_ahead=plan_ahead)
+    engine.add_request([1], greedy(4))
+    finish(engine)
+    follows = [row.follows is not None for row in rows_of(executor, 1)]
+    assert follows == [False, plan_ahead, plan_ahead, plan_ahead]

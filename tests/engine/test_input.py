@@ -1,0 +1,197 @@
+"""What the engine refuses, one request at a time: typed, with the value and the limit."""
+
+from typing import Any
+
+import pytest
+from tests.engine.simulated import finish, new_engine, solo
+from tests.engine.toys import greedy, toy_engine
+
+from quire.core.errors import OverloadedError, QuireError, RequestError
+from quire.core.request import Status
+from quire.core.sampling import Constraint, SamplingParams
+from quire.engine import Engine
+from quire.executors.fake import FakeExecutor
+
+CONTEXT = 64
+
+
+def small_engine(**settings: object) -> Engine:
+    executor = FakeExecutor(max_context=CONTEXT, vocabulary_size=100, num_blocks=64, block_size=4)
+    return new_engine(executor, **settings)
+
+
+def refusal(engine: Engine, error: type[QuireError], *arguments: Any, **options: Any) -> str:
+    """The refusal's words; nothing of the request may stay behind, and the others go on."""
+    bystander = engine.add_request([1, 2, 3], greedy(4))
+    num_waiting = engine.snapshot().num_waiting
+    with pytest.raises(error) as caught:
+        engine.add_request(*arguments, **options)
+    assert engine.snapshot().num_waiting == num_waiting
+    outputs = finish(engine)
+    assert outputs.keys() == {bystander.id}
+    expected = solo([1, 2, 3], greedy(4), vocabulary_size=100)
+    assert [outputs[bystander.id].token_ids] == expected
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], ["empty"]),
+        ("hello", ["token ids", "text"]),
+        ([1, 100], ["token 1 is 100", "0 to 99"]),
+        ([-1], ["token 0 is -1", "0 to 99"]),
+        ([1.5], ["token 0", "1.5"]),
+        ([True], ["token 0", "True"]),
+        (["1"], ["token 0", "'1'"]),
+        ([1, None], ["token 1", "None"]),
+        ([1] * CONTEXT, [f"has {CONTEXT} tokens", f"holds {CONTEXT}"]),
+        ([1] * 1000, ["has 1000 tokens", f"holds {CONTEXT}"]),
+    ],
+)
+def test_a_prompt_that_cannot_be_run_is_refused(prompt: Any, words: list[str]) -> None:
+    message = refusal(small_engine(), RequestError, prompt, greedy(1))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_tokens": 62}, ["prompt (3)", "max_tokens (62)", "65", f"holds {CONTEXT}"]),
+        ({"n": 5}, ["n is 5", "holds 4"]),
+        ({"stop_token_ids": [100]}, ["stop_token_ids", "100", "0 to 99"]),
+        ({"logit_bias": {100: 1.0}}, ["logit_bias", "100", "0 to 99"]),
+        ({"stop": ["x"]}, ["stop strings", "tokenizer"]),
+        ({"constraint": Constraint("regex", "a")}, ["'regex'", "grammar"]),
+    ],
+)
+def test_params_that_do_not_fit_this_engine_are_refused(
+    values: dict[str, Any], words: list[str]
+) -> None:
+    engine = small_engine(max_batch_size=4)
+    message = refusal(engine, RequestError, [1, 2, 3], SamplingParams(**values))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"priority": 1.5}, ["priority", "1.5"]),
+        ({"priority": True}, ["priority", "True"]),
+        ({"key": 3}, ["key", "3"]),
+        ({"timeout_s": 0}, ["timeout_s", "above 0", "0"]),
+        ({"timeout_s": -1.0}, ["timeout_s", "-1.0"]),
+        ({"timeout_s": float("nan")}, ["timeout_s", "nan"]),
+        ({"request_id": "request-1"}, ["'request-1'", "in use"]),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: list[str]) -> None:
+    message = refusal(small_engine(), RequestError, [1], greedy(1), **options)
+    assert all(word in message for word in words), message
+
+
+def test_a_request_the_pool_could_never_hold_is_refused() -> None:
+    engine = new_engine(FakeExecutor(num_blocks=4, block_size=4))
+    with pytest.raises(RequestError, match=r"17 tokens need 5 blocks .* has 4"):
+        engine.add_request([1] * 10, greedy(7))
+    engine.add_request([1] * 10, greedy(6))
+    (output,) = finish(engine).values()
+    assert [output.token_ids] == solo([1] * 10, greedy(6))
+
+
+def test_without_chunking_a_prompt_must_fit_the_executors_step() -> None:
+    engine = new_engine(FakeExecutor(max_step_tokens=16), chunking=False, max_batch_size=8)
+    with pytest.raises(RequestError, match="all 20 tokens; it holds 16"):
+        engine.add_request([1] * 15, greedy(5))
+
+
+def test_a_constraint_that_cannot_be_compiled_is_its_requests_error() -> None:
+    def make_grammar(constraint: Constraint) -> Any:
+        raise ValueError(f"unbalanced {constraint.value}")
+
+    engine = toy_engine(FakeExecutor(), make_grammar=make_grammar)
+    with pytest.raises(RequestError, match=r"'regex' .*unbalanced \("):
+        engine.add_request([1], SamplingParams(constraint=Constraint("regex", "(")))
+    assert not engine.has_work
+
+
+def test_no_prompts_give_no_results_and_no_error() -> None:
+    engine = new_engine()
+    assert not engine.has_work
+    assert list(engine.run()) == []
+    assert engine.step() == []
+
+
+def test_a_request_may_bring_its_own_id_and_take_one_that_is_free_again() -> None:
+    engine = new_engine()
+    for _ in range(2):
+        assert engine.add_request([1], greedy(1), request_id="mine").id == "mine"
+        assert finish(engine).keys() == {"mine"}
+
+
+def test_a_missing_seed_is_drawn_once_and_kept() -> None:
+    engine = new_engine()
+    first = engine.add_request([1], SamplingParams(max_tokens=8, ignore_eos=True))
+    second = engine.add_request([1], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert first.seed != second.seed
+    outputs = finish(engine)
+    again = SamplingParams(max_tokens=8, ignore_eos=True, seed=first.seed)
+    assert [outputs[first.id].token_ids] == solo([1], again)
+    assert outputs[first.id].token_ids != outputs[second.id].token_ids
+
+
+def test_a_negative_seed_is_taken_modulo_two_to_the_64() -> None:
+    request = new_engine().add_request([1], SamplingParams(seed=-1))
+    assert request.seed == 2**64 - 1
+
+
+# ---- the bounded queue
+
+
+def test_the_queue_is_bounded_by_requests() -> None:
+    engine = small_engine(max_batch_size=1, max_queue_requests=3)
+    requests = [engine.add_request([1], greedy(2)) for _ in range(3)]
+    with pytest.raises(OverloadedError, match="3 requests wait; the queue holds 3") as caught:
+        engine.add_request([1], greedy(2))
+    assert caught.value.retry_after_s > 0
+    assert finish(engine).keys() == {request.id for request in requests}
+    engine.add_request([1], greedy(2))
+
+
+def test_the_queue_is_bounded_by_tokens() -> None:
+    engine = small_engine(max_batch_size=1, max_queue_tokens=20)
+    engine.add_request([1] * 5, greedy(5))
+    engine.add_request([1] * 4, greedy(5))
+    message = "19 tokens wait and this request asks for 2; the queue holds 20"
+    with pytest.raises(OverloadedError, match=message) as caught:
+        engine.add_request([1], greedy(1))
+    assert caught.value.retry_after_s > 0
+    assert len(finish(engine)) == 2
+
+
+def test_a_request_larger_than_the_whole_queue_may_wait_alone() -> None:
+    engine = small_engine(max_queue_tokens=10)
+    engine.add_request([1] * 20, greedy(5))
+    (output,) = finish(engine).values()
+    assert output.status is Status.FINISHED
+
+
+def test_the_time_to_come_back_follows_the_rate_of_ends() -> None:
+    engine = small_engine(max_batch_size=1, max_queue_requests=1)
+    for _ in range(4):
+        engine.add_request([1], greedy(10))  # about a tenth of a second each
+        finish(engine)
+    engine.add_request([1], greedy(10))
+    with pytest.raises(OverloadedError) as caught:
+        engine.add_request([1], greedy(10))
+    assert 0.02 < caught.value.retry_after_s < 0.5
+
+
+def test_a_draining_engine_takes_nothing_new_and_finishes_what_it_has() -> None:
+    engine = small_engine()
+    request = engine.add_request([1], greedy(3))
+    engine.drain()
+    with pytest.raises(OverloadedError, match="draining") as caught:
+        engine.add_request([1], greedy(3))
+    assert caught.value.retry_after_s > 0
+    assert finish(engine)[request.id].status is Status.FINISHED
