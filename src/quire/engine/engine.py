@@ -29,7 +29,6 @@ from quire.engine.scheduler import Row, Scheduler, Step
 from quire.engine.stats import EngineStats, Snapshot
 from quire.executors.protocol import Executor, Ticket
 
-
 _FIRST_RETRY_S = 1.0  # before any request has ended
 _SHORTEST_RETRY_S = 0.01
 
@@ -325,7 +324,7 @@ class Engine:
                 current.append(row)
             else:
                 self._roll_back(row)
-        outcome = isolate(current, self._run_rows)
+        outcome = isolate(current, self._run_rows, can_shrink=self.config.chunking)
         self._settle(step.rows)
         self._lifecycle.apply(outcome.sound, now)
         for row, fault in outcome.culprits:

@@ -20,17 +20,21 @@ class Outcome:
     sound: list[tuple[Row, SequenceResult]] = field(default_factory=list)
     culprits: list[tuple[Row, ExecutorError]] = field(default_factory=list)
     retry: list[Row] = field(default_factory=list)  # to be planned again
+    largest_run: int = 0  # tokens of the largest part that ran
 
 
-def isolate(rows: Sequence[Row], run: RunRows) -> Outcome:
-    """Run rows in halves until each either succeeds or fails alone."""
+def isolate(rows: Sequence[Row], run: RunRows, *, can_shrink: bool = False) -> Outcome:
+    """Run rows in halves until each either succeeds or fails alone.
+
+    `can_shrink`: a row that lacks memory alone can be planned again as smaller chunks.
+    """
     outcome = Outcome()
     if len(rows) == 1:
         _run_part(rows, run, outcome)
     else:
         _run_part(rows[: len(rows) // 2], run, outcome)
         _run_part(rows[len(rows) // 2 :], run, outcome)
-    _spare_all_but_largest(outcome)
+    _spare(outcome, can_shrink=can_shrink)
     return outcome
 
 
@@ -47,18 +51,27 @@ def _run_part(rows: Sequence[Row], run: RunRows, outcome: Outcome) -> None:
         _run_part(rows[len(rows) // 2 :], run, outcome)
     else:
         outcome.sound.extend(zip(rows, results, strict=True))
+        num_tokens = sum(row.plan.num_new_tokens for row in rows)
+        outcome.largest_run = max(outcome.largest_run, num_tokens)
 
 
-def _spare_all_but_largest(outcome: Outcome) -> None:
-    """Where memory is short for every row alone, only the one with the most context must go."""
+def _spare(outcome: Outcome, *, can_shrink: bool) -> None:
+    """For want of memory only what cannot be made smaller must go, and of that only the largest.
+
+    A chunk with more tokens than any part that ran may just be too large: it is planned again.
+    """
     short = [pair for pair in outcome.culprits if isinstance(pair[1], ExecutorMemoryError)]
-    if outcome.sound or len(short) < 2:
-        return
-    largest = max(short, key=lambda pair: pair[0].plan.end)
-    for pair in short:
-        if pair is not largest:
-            outcome.culprits.remove(pair)
-            outcome.retry.append(pair[0])
+    most = max(1, outcome.largest_run)
+    too_large = [pair for pair in short if pair[0].plan.num_new_tokens > most]
+    spared = []
+    if can_shrink and too_large:
+        spared = too_large if outcome.sound else short
+    elif short and not outcome.sound:
+        largest = max(short, key=lambda pair: pair[0].plan.end)
+        spared = [pair for pair in short if pair is not largest]
+    for pair in spared:
+        outcome.culprits.remove(pair)
+        outcome.retry.append(pair[0])
 
 
 class Footing:
