@@ -314,7 +314,6 @@ class Engine:
 
     def _recover(self, step: Step, error: ExecutorError) -> None:
         """Find the culprits of a failed step in ever smaller parts; the others go on."""
-        now = self.clock.now()
         self._abandon_later_flights()
         self._footing.failed(len(step.rows), step.num_tokens, error)
         self._apply_footing()
@@ -326,6 +325,7 @@ class Engine:
                 self._roll_back(row)
         outcome = isolate(current, self._run_rows, can_shrink=self.config.chunking)
         self._settle(step.rows)
+        now = self.clock.now()
         self._lifecycle.apply(outcome.sound, now)
         for row, fault in outcome.culprits:
             if not row.sequence.is_done:
