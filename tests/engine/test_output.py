@@ -1,0 +1,406 @@
+"""What a caller sees: ends by token, string, length and grammar; text; scores; pieces."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine.simulated import END_TOKEN, finish, new_engine, outputs, solo, tokens_of
+from tests.engine.toys import Letters, Multiples, ended, greedy, mask, rows_of, toy_engine
+
+from quire.core.errors import RowFaultError
+from quire.core.plan import allows
+from quire.core.request import FinishReason, Piece, RequestOutput, Status
+from quire.core.sampling import Constraint, SamplingParams
+from quire.engine.output import Transcript
+from quire.executors.fake import FakeExecutor
+
+PROMPT = [3, 1, 4]
+REGEX = Constraint("regex", "x")
+
+
+def run(params: SamplingParams, prompt: Sequence[int] = PROMPT) -> RequestOutput:
+    engine = new_engine()
+    engine.add_request(prompt, params)
+    (output,) = finish(engine).values()
+    return output
+
+
+# ---- stopping by token
+
+
+def test_a_stop_token_ends_the_completion_and_belongs_to_it() -> None:
+    tokens = solo(PROMPT, greedy(10))[0]
+    output = run(greedy(10, stop_token_ids=(tokens[4],)))
+    assert output.token_ids == tokens[:5]
+    assert output.finish_reason is FinishReason.STOP
+    assert output.completions[0].stop_reason == tokens[4]
+
+
+def test_without_a_stop_the_length_ends_it() -> None:
+    output = run(greedy(10))
+    assert len(output.token_ids) == 10
+    assert output.finish_reason is FinishReason.LENGTH
+    assert output.completions[0].stop_reason is None
+
+
+def prompt_that_ends() -> list[int]:
+    """A prompt after which the end token comes up on its own, between the third and ninth token."""
+    for first in range(1000):
+        tokens = solo([first], greedy(10), vocabulary_size=50)[0]
+        if END_TOKEN in tokens[2:9] and END_TOKEN not in tokens[:2]:
+            return [first]
+    raise AssertionError("no such prompt")
+
+
+def run_small(prompt: list[int], params: SamplingParams) -> RequestOutput:
+    engine = new_engine(FakeExecutor(vocabulary_size=50))
+    engine.add_request(prompt, params)
+    (output,) = finish(engine).values()
+    return output
+
+
+def test_the_models_end_token_ends_the_completion_unless_it_is_ignored() -> None:
+    prompt = prompt_that_ends()
+    whole = run_small(prompt, greedy(10))
+    assert len(whole.token_ids) == 10, "ignored"
+    ended_early = run_small(prompt, replace(greedy(10), ignore_eos=False))
+    at = whole.token_ids.index(END_TOKEN)
+    assert ended_early.token_ids == whole.token_ids[: at + 1]
+    assert ended_early.finish_reason is FinishReason.STOP
+
+
+def test_no_end_comes_before_the_minimum() -> None:
+    prompt = prompt_that_ends()
+    output = run_small(prompt, replace(greedy(20), ignore_eos=False, min_tokens=12))
+    assert len(output.token_ids) > 12
+    assert END_TOKEN not in output.token_ids[:12]
+
+
+# ---- stop strings
+
+
+def spelled(text: Sequence[str]) -> dict[int, str]:
+    """Spell the tokens that the fake model gives after PROMPT as told."""
+    tokens = solo(PROMPT, greedy(len(text)))[0]
+    assert len(set(tokens)) == len(tokens)
+    return dict(zip(tokens, text, strict=True))
+
+
+def write(text: Sequence[str], **params: object) -> tuple[RequestOutput, list[Piece]]:
+    spelling = spelled(text)
+    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda: Letters(spelling))
+    engine.add_request(PROMPT, greedy(len(text), **params), stream=True)
+    events = list(engine.run())
+    (output,) = ended(events)
+    return output, [event for event in events if isinstance(event, Piece)]
+
+
+def test_text_comes_with_its_tokens() -> None:
+    output, pieces = write(["Once", " upon", " a", " time"])
+    assert output.text == "Once upon a time"
+    assert [piece.text for piece in pieces] == ["Once", " upon", " a", " time"]
+    assert [piece.finish_reason for piece in pieces] == [None, None, None, FinishReason.LENGTH]
+
+
+@pytest.mark.parametrize("stop", ["END", "a EN", "D"])
+def test_a_stop_string_that_spans_tokens_ends_the_text_before_it(stop: str) -> None:
+    text = ["Once", " a", " E", "N", "D of", " it"]
+    output, pieces = write(text, stop=[stop])
+    whole = "".join(text)
+    assert output.text == whole[: whole.index(stop)]
+    assert output.finish_reason is FinishReason.STOP
+    assert output.completions[0].stop_reason == stop
+    assert len(output.token_ids) == (4 if stop == "a EN" else 5)
+    assert "".join(piece.text for piece in pieces) == output.text, "nothing of it was leaked"
+    assert pieces[-1].finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_can_be_kept_in_the_text() -> None:
+    output, pieces = write(["a", "EN", "Dx"], stop=["END"], include_stop_str_in_output=True)
+    assert output.text == "aEND"
+    assert "".join(piece.text for piece in pieces) == "aEND"
+
+
+def test_what_only_looked_like_a_stop_string_comes_out() -> None:
+    output, pieces = write(["a", "E", "N", "x", "E"], stop=["END"])
+    assert output.text == "aENxE"
+    assert [piece.text for piece in pieces] == ["a", "", "", "ENx", "E"]
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+def test_the_first_of_several_stop_strings_counts() -> None:
+    output, _ = write(["a", "bcd", "e"], stop=["d", "c", "e"])
+    assert output.text == "ab"
+    assert output.completions[0].stop_reason == "c"
+
+
+def test_a_stop_string_before_the_minimum_is_text_like_any_other() -> None:
+    output, _ = write(["a", "X", "b", "X", "c"], stop=["X"], min_tokens=3)
+    assert output.text == "aXb"
+    assert len(output.token_ids) == 4
+
+
+def test_a_stop_token_is_no_part_of_the_text_and_held_text_comes_out() -> None:
+    spelling = spelled(["a", "E", "N", "!"])
+    last = list(spelling)[-1]
+    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda: Letters(spelling))
+    engine.add_request(PROMPT, greedy(9, stop=["END"], stop_token_ids=[last]))
+    (output,) = finish(engine).values()
+    assert output.text == "aEN"
+    assert output.completions[0].stop_reason == last
+
+
+def test_held_text_of_a_cancelled_request_comes_out() -> None:
+    spelling = spelled(["a", "E", "N", "D"])
+    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda: Letters(spelling))
+    request = engine.add_request(PROMPT, greedy(9, stop=["END"]))
+    while len(engine._lifecycle.live[request.id].sequences[0].completion.token_ids) < 3:
+        engine.step()
+    engine.cancel(request.id)
+    assert finish(engine)[request.id].text == "aEN"
+
+
+class Raw:
+    """A detokenizer that is told what each token adds, and holds some of it to the end."""
+
+    def __init__(self, parts: Sequence[str], rest: str) -> None:
+        self._parts = parts
+        self._rest = rest
+
+    def add(self, token: int) -> str:
+        return self._parts[token]
+
+    def flush(self) -> str:
+        return self._rest
+
+
+@given(
+    parts=st.lists(st.text("abX", max_size=4), max_size=12),
+    rest=st.text("abX", max_size=3),
+    stop=st.lists(st.text("abX", min_size=1, max_size=4), max_size=3),
+    include=st.booleans(),
+)
+@settings(max_examples=500)
+def test_text_is_cut_at_the_first_stop_string_however_it_comes(
+    parts: list[str], rest: str, stop: list[str], include: bool
+) -> None:
+    transcript = Transcript(Raw(parts, rest), tuple(stop), include_stop=include)
+    shown = ""
+    stopped_by = None
+    for token in range(len(parts)):
+        new = transcript.add(token)
+        shown += new.text
+        stopped_by = new.stopped_by
+        if stopped_by is not None:
+            break
+    else:
+        new = transcript.finish()
+        shown += new.text
+        stopped_by = new.stopped_by
+    whole = "".join(parts) + rest
+    if stopped_by is None:
+        assert shown == whole
+        assert not any(text in whole for text in stop)
+        return
+    text = shown if include else shown + stopped_by
+    assert whole.startswith(text)
+    assert text.endswith(stopped_by)
+    before = text[: len(text) - len(stopped_by)]
+    assert not any(other in before for other in stop), "an earlier one was leaked"
+
+
+# ---- scores
+
+
+def test_scores_are_given_where_they_are_asked_for() -> None:
+    output = run(greedy(5, logprobs=2, prompt_logprobs=1))
+    assert output.logprobs is not None
+    assert [score.token for score in output.logprobs] == output.token_ids
+    assert all(len(score.top) == 2 for score in output.logprobs)
+    assert output.prompt_logprobs is not None
+    assert [score.token for score in output.prompt_logprobs] == PROMPT[1:]
+    assert all(len(score.top) == 1 for score in output.prompt_logprobs)
+
+
+def test_scores_are_left_out_where_they_are_not() -> None:
+    output = run(greedy(5))
+    assert output.logprobs is None
+    assert output.prompt_logprobs is None
+
+
+def test_pieces_carry_the_scores_of_their_tokens() -> None:
+    engine = new_engine()
+    engine.add_request(PROMPT, greedy(4, logprobs=0), stream=True)
+    events = list(engine.run())
+    pieces = [event for event in events if isinstance(event, Piece)]
+    (output,) = outputs(events).values()
+    assert output.logprobs == [score for piece in pieces for score in piece.logprobs]
+
+
+@pytest.mark.parametrize("budget", [3, 8, 17])
+def test_chunks_and_company_do_not_change_the_scores(budget: int) -> None:
+    prompt = list(range(200, 240))
+    params = greedy(6, logprobs=3, prompt_logprobs=2)
+    whole = run(params, prompt)
+    engine = new_engine(max_batch_size=3, max_step_tokens=budget)
+    request = engine.add_request(prompt, params)
+    engine.add_request([5, 6], greedy(30))
+    output = finish(engine)[request.id]
+    assert output.metrics.num_chunks > 1
+    assert output.logprobs == whole.logprobs
+    assert output.prompt_logprobs == whole.prompt_logprobs
+
+
+def test_preemption_does_not_change_the_scores() -> None:
+    params = greedy(20, logprobs=1, prompt_logprobs=1)
+    prompts = [[i] * 8 for i in range(4)]
+    engine = new_engine(FakeExecutor(num_blocks=10, block_size=4), max_batch_size=4)
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    found = finish(engine)
+    assert engine.stats.num_preemptions > 0
+    for request in requests:
+        whole = run(params, request.prompt)
+        assert found[request.id].logprobs == whole.logprobs
+        assert found[request.id].prompt_logprobs == whole.prompt_logprobs
+
+
+def test_all_completions_share_the_scores_of_the_prompt() -> None:
+    output = run(SamplingParams(n=3, max_tokens=3, seed=1, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(PROMPT) - 1
+
+
+# ---- pieces
+
+
+def test_pieces_are_given_to_streams_only_and_add_up() -> None:
+    engine = new_engine()
+    streamed = engine.add_request([1], greedy(5, n=2), stream=True)
+    engine.add_request([2], greedy(5))
+    events = list(engine.run())
+    pieces = [event for event in events if isinstance(event, Piece)]
+    assert {piece.request_id for piece in pieces} == {streamed.id}
+    output = outputs(events)[streamed.id]
+    for completion in output.completions:
+        own = [piece for piece in pieces if piece.completion_index == completion.index]
+        assert [token for piece in own for token in piece.token_ids] == completion.token_ids
+        assert [piece.finish_reason for piece in own] == [None] * 4 + [FinishReason.LENGTH]
+
+
+# ---- grammars
+
+
+def test_a_grammar_is_followed_and_ends_the_completion() -> None:
+    executor = FakeExecutor(keep_plans=True)
+    engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=7, count=4))
+    held = engine.add_request(PROMPT, greedy(10, constraint=REGEX))
+    free = engine.add_request(PROMPT, greedy(10))
+    found = finish(engine)
+    tokens = found[held.id].token_ids
+    assert len(tokens) == 4
+    assert all(token % 7 == 0 for token in tokens)
+    assert found[held.id].finish_reason is FinishReason.STOP
+    assert tokens_of(found[free.id]) == solo(PROMPT, greedy(10))
+
+
+def test_a_sequence_with_a_grammar_is_planned_when_its_last_token_is_known() -> None:
+    executor = FakeExecutor(keep_plans=True)
+    engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=7, count=4))
+    engine.add_request(PROMPT, greedy(10, constraint=REGEX))
+    engine.add_request(PROMPT, greedy(10))
+    finish(engine)
+    assert any(row.follows is not None for row in rows_of(executor, 2)), "others are planned ahead"
+    held = rows_of(executor, 1)
+    assert all(row.follows is None for row in held)
+    assert all(row.allowed is not None and allows(row.allowed, 14) for row in held)
+    assert all(row.allowed is None for row in rows_of(executor, 2))
+
+
+def test_each_completion_has_a_grammar_of_its_own() -> None:
+    made: list[Multiples] = []
+
+    def make_grammar(_: Constraint) -> Multiples:
+        made.append(Multiples(of=2, count=3))
+        return made[-1]
+
+    engine = toy_engine(FakeExecutor(), make_grammar=make_grammar)
+    params = SamplingParams(n=3, max_tokens=10, seed=1, ignore_eos=True, constraint=REGEX)
+    engine.add_request(PROMPT, params)
+    (output,) = finish(engine).values()
+    assert len(made) == 3
+    assert [len(tokens) for tokens in tokens_of(output)] == [3, 3, 3]
+
+
+def test_a_grammar_holds_after_preemption() -> None:
+    prompts = [[i] * 8 for i in range(4)]
+
+    def tokens(num_blocks: int) -> tuple[list[list[list[int]]], int]:
+        executor = FakeExecutor(num_blocks=num_blocks, block_size=4)
+        engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=3, count=20))
+        params = greedy(30, constraint=REGEX)
+        ids = [engine.add_request(prompt, params).id for prompt in prompts]
+        found = finish(engine)
+        return [tokens_of(found[name]) for name in ids], engine.stats.num_preemptions
+
+    roomy, none = tokens(100)
+    tight, some = tokens(12)
+    assert (none, some > 0) == (0, True)
+    assert tight == roomy
+
+
+class Broken(Multiples):
+    """A grammar that raises when asked for one thing, the third time."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(of=1, count=10)
+        self._part = part
+        self._asked = 0
+
+    def _ask(self, part: str) -> None:
+        if part == self._part:
+            self._asked += 1
+            if self._asked == 3:
+                raise RuntimeError("lost the thread")
+
+    def allowed(self) -> bytes:
+        self._ask("allowed")
+        return super().allowed()
+
+    def accept(self, token: int) -> None:
+        self._ask("accept")
+        super().accept(token)
+
+    @property
+    def is_complete(self) -> bool:
+        self._ask("is_complete")
+        return super().is_complete
+
+
+@pytest.mark.parametrize("part", ["allowed", "accept", "is_complete"])
+def test_a_grammar_that_raises_fails_alone(part: str) -> None:
+    engine = toy_engine(FakeExecutor(), make_grammar=lambda _: Broken(part))
+    doomed = engine.add_request(PROMPT, greedy(10, constraint=REGEX))
+    others = [engine.add_request([i], greedy(10)) for i in range(3)]
+    found = finish(engine)
+    output = found[doomed.id]
+    assert output.status is Status.FAILED
+    assert isinstance(output.error, RowFaultError)
+    assert "lost the thread" in str(output.error)
+    for request in others:
+        assert tokens_of(found[request.id]) == solo(request.prompt, request.params)
+    assert engine.snapshot().kv_usage == 0.0
+
+
+def test_a_mask_that_allows_nothing_fails_alone() -> None:
+    class Impossible(Multiples):
+        def allowed(self) -> bytes:
+            return mask([], 1000)
+
+    engine = toy_engine(FakeExecutor(), make_grammar=lambda _: Impossible(1, 1))
+    doomed = engine.add_request(PROMPT, greedy(10, constraint=REGEX))
+    other = engine.add_request(PROMPT, greedy(10))
+    found = finish(engine)
+    assert isinstance(found[doomed.id].error, RowFaultError)
+    assert found[other.id].status is Status.FINISHED
