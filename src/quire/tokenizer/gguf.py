@@ -1,0 +1,204 @@
+"""Building a tokenizer from a GGUF file's metadata."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken
+
+from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.tokenizer.byte_level import byte_level_engine
+from quire.tokenizer.parts import TokenizerParts
+from quire.tokenizer.pieces import (
+    PieceBytes,
+    byte_level_bytes,
+    byte_token_value,
+    sentencepiece_bytes,
+)
+from quire.tokenizer.pretokenizers import pre_tokenizer
+from quire.tokenizer.sentencepiece import sentencepiece_engine
+from quire.tokenizer.special_tokens import MIDDLE_END_NAMES, SpecialTokens, end_token_ids
+from quire.tokenizer.vocabulary import (
+    PREFIX,
+    TokenKind,
+    Vocabulary,
+    check_merges,
+    read_flag,
+    read_merges,
+    read_scores,
+    read_text,
+    read_token_id,
+    read_vocabulary,
+)
+from quire.tokenizer.windows import TextEncoder, library_errors
+
+_NO_VOCABULARY = ("none", "no_vocab")
+_WITHOUT_TEXT = (TokenKind.UNUSED, TokenKind.UNDEFINED)
+
+
+class _Family(NamedTuple):
+    """What is left of a kind of vocabulary once its tokens are read."""
+
+    engine: Any  # tokenizers.Tokenizer without special tokens
+    piece_bytes: PieceBytes
+    bos: int | None
+    eos: int | None
+    unknown: int | None
+    add_bos: bool
+    strip_space: bool
+
+
+def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts | None:
+    """The tokenizer that a GGUF file describes; None where it has no vocabulary."""
+    model = read_text(metadata, f"{PREFIX}model", None)
+    if model is None or model in _NO_VOCABULARY:
+        return None
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if model not in builders:
+        raise UnsupportedModelError(
+            f"tokenizer {model!r} ({PREFIX}model) is not supported; supported: "
+            f"{', '.join(builders)}, and {' or '.join(_NO_VOCABULARY)} for token ids alone"
+        )
+    vocabulary = read_vocabulary(metadata)
+    return _assemble(metadata, vocabulary, builders[model](metadata, vocabulary))
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Family:
+    kind = pre_tokenizer(read_text(metadata, f"{PREFIX}pre", None) or "default")
+    merges = read_merges(metadata)
+    try:
+        with library_errors(f"{PREFIX}merges cannot be used"):
+            engine = byte_level_engine(vocabulary.ids, merges, kind)
+    except ModelFileError:
+        check_merges(merges, vocabulary.ids)  # says more than the library
+        raise
+    return _Family(
+        engine,
+        byte_level_bytes,
+        bos=None,
+        eos=None,
+        unknown=_lenient_token_id(metadata, "unknown_token_id", len(vocabulary.texts)),
+        add_bos=kind.add_bos,
+        strip_space=False,
+    )
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Family:
+    scores = read_scores(metadata, len(vocabulary.texts))
+    add_space_prefix = read_flag(metadata, "add_space_prefix", True)
+    in_range = range(len(vocabulary.texts))
+    bos, eos, unknown = (token if token in in_range else None for token in (1, 2, 0))
+    named = _lenient_token_id(metadata, "unknown_token_id", len(vocabulary.texts))
+    unknown = unknown if named is None else named
+    engine = sentencepiece_engine(vocabulary, scores, unknown, add_space_prefix)
+    return _Family(
+        engine,
+        sentencepiece_bytes,
+        bos=bos,
+        eos=eos,
+        unknown=unknown,
+        add_bos=True,
+        strip_space=add_space_prefix,
+    )
+
+
+def _assemble(
+    metadata: Mapping[str, Any], vocabulary: Vocabulary, family: _Family
+) -> TokenizerParts:
+    special = _special_tokens(metadata, vocabulary, family)
+    add_bos = read_flag(metadata, "add_bos_token", family.add_bos)
+    add_eos = read_flag(metadata, "add_eos_token", False)
+    control = vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN)
+    user_defined = vocabulary.of_kind(TokenKind.USER_DEFINED)
+    return TokenizerParts(
+        encoder=_text_encoder(family.engine, vocabulary, control, user_defined),
+        literal_encoder=_text_encoder(family.engine, vocabulary, [], user_defined),
+        texts=vocabulary.texts,
+        ids=vocabulary.ids,
+        piece_bytes=_piece_bytes(vocabulary, family.piece_bytes),
+        hidden=frozenset(control).union(special.ends),
+        special=special,
+        prefix=(special.bos,) if add_bos and special.bos is not None else (),
+        suffix=(special.eos,) if add_eos and special.eos is not None else (),
+        strip_space=family.strip_space,
+        chat_template=read_text(metadata, "tokenizer.chat_template", None),
+    )
+
+
+def _special_tokens(
+    metadata: Mapping[str, Any], vocabulary: Vocabulary, family: _Family
+) -> SpecialTokens:
+    count = len(vocabulary.texts)
+    bos, eos, turn, message = (
+        read_token_id(metadata, f"{name}_token_id", count) for name in ("bos", "eos", "eot", "eom")
+    )
+    eos = family.eos if eos is None else eos
+    ends = [eos, turn, message]
+    for field, names in MIDDLE_END_NAMES.items():
+        named = _lenient_token_id(metadata, field, count)
+        ends += [named] if named is not None else [vocabulary.ids.get(name) for name in names]
+    return SpecialTokens(
+        bos=family.bos if bos is None else bos,
+        eos=eos,
+        unknown=family.unknown,
+        padding=_lenient_token_id(metadata, "padding_token_id", count),
+        ends=end_token_ids(ends, vocabulary.ids),
+    )
+
+
+def _lenient_token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
+    """A token id that nothing hangs on, so that one out of range is as good as none."""
+    try:
+        return read_token_id(metadata, name, count)
+    except ModelFileError:
+        return None
+
+
+def _text_encoder(
+    engine: Any, vocabulary: Vocabulary, control: list[int], user_defined: list[int]
+) -> TextEncoder:
+    """A tokenizer that shares its merges with `engine` and finds these tokens in text first."""
+    own = tokenizers.Tokenizer(engine.model)
+    if engine.normalizer is not None:
+        own.normalizer = engine.normalizer
+    if engine.pre_tokenizer is not None:
+        own.pre_tokenizer = engine.pre_tokenizer
+    texts = [vocabulary.texts[token] for token in control]
+    own.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in texts])
+    more = [vocabulary.texts[token] for token in user_defined]
+    own.add_tokens([AddedToken(text, normalized=False, special=False) for text in more])
+    return TextEncoder(
+        own,
+        longest_special=max(map(len, texts + more), default=0),
+        longest_token=max(map(len, vocabulary.texts)),
+        placeholder=len(vocabulary.texts),
+    )
+
+
+def _piece_bytes(vocabulary: Vocabulary, of_normal: PieceBytes) -> Callable[[int], bytes]:
+    values = _byte_values(vocabulary)
+
+    def piece_bytes(token: int) -> bytes:
+        kind = vocabulary.kinds[token]
+        if kind is TokenKind.NORMAL:
+            return of_normal(vocabulary.texts[token])
+        if kind is TokenKind.BYTE:
+            return values[token]
+        if kind in _WITHOUT_TEXT:
+            return b""
+        return vocabulary.texts[token].encode()
+
+    return piece_bytes
+
+
+def _byte_values(vocabulary: Vocabulary) -> dict[int, bytes]:
+    values = {}
+    for token in vocabulary.of_kind(TokenKind.BYTE):
+        value = byte_token_value(vocabulary.texts[token])
+        if value is None:
+            raise ModelFileError(
+                f"{PREFIX}tokens[{token}] is {vocabulary.texts[token]!r}, which the file calls a "
+                "byte token; byte tokens are written <0x00> to <0xFF>"
+            )
+        values[token] = bytes([value])
+    return values

@@ -1,0 +1,125 @@
+"""Tokenizer: text to token ids and back, over a vocabulary from a GGUF file or a tokenizer.json."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.core.errors import ModelFileError, RequestError
+from quire.tokenizer.detokenizer import IncrementalDetokenizer
+from quire.tokenizer.gguf import parts_from_gguf
+from quire.tokenizer.parts import TokenizerParts
+from quire.tokenizer.tokenizer_json import parts_from_json
+from quire.tokenizer.windows import WINDOW, encode_text
+
+
+class Tokenizer:
+    """Text to token ids and back. Immutable, and safe to share between threads."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._parts = parts
+        self._bytes: list[bytes | None] = [None] * len(parts.texts)
+        self.chat_template = parts.chat_template
+        self.vocabulary_size = len(parts.texts)
+        self.bos_token_id = parts.special.bos
+        self.eos_token_id = parts.special.eos
+        self.unknown_token_id = parts.special.unknown
+        self.padding_token_id = parts.special.padding
+        self.end_token_ids = parts.special.ends  # each of them ends a generation
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer | None":
+        """The tokenizer that a GGUF file describes; None where it has none and takes token ids."""
+        parts = parts_from_gguf(metadata)
+        return None if parts is None else cls(parts)
+
+    @classmethod
+    def from_file(
+        cls,
+        tokenizer_json: str | Path,
+        tokenizer_config: Mapping[str, Any] | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+    ) -> "Tokenizer":
+        """The tokenizer of a model folder: its tokenizer.json, and what its configs add to that."""
+        return cls(parts_from_json(Path(tokenizer_json), tokenizer_config, generation_config))
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        limit: int | None = None,
+    ) -> list[int]:
+        """The tokens of a text.
+
+        `add_special` puts before and after it what the model wants there; leave it off for the
+        output of a chat template, which has put it there itself. Without `parse_special` control
+        tokens in the text are read as the letters they are written in. A text of more than `limit`
+        tokens is a RequestError, raised as soon as that is certain.
+        """
+        _check_text(text)
+        encoder = self._parts.encoder if parse_special else self._parts.literal_encoder
+        prefix, suffix = (self._parts.prefix, self._parts.suffix) if add_special else ((), ())
+        left = None if limit is None else limit - len(prefix) - len(suffix)
+        return [*prefix, *encode_text(encoder, text, left, WINDOW), *suffix]
+
+    def decode(
+        self, ids: Iterable[int], *, skip_special: bool = True, continuation: bool = False
+    ) -> str:
+        """The text of tokens; bytes that form no character become U+FFFD.
+
+        SentencePiece vocabularies put a space before a text, which is taken away again unless the
+        tokens are the `continuation` of others, such as a completion.
+        """
+        detokenizer = self.detokenizer(skip_special=skip_special, continuation=continuation)
+        return "".join([*map(detokenizer.add, ids), detokenizer.flush()])
+
+    def detokenizer(
+        self, *, skip_special: bool = True, continuation: bool = True
+    ) -> IncrementalDetokenizer:
+        """A decoder for tokens that arrive one by one; see `decode`."""
+        pieces = self._visible_bytes if skip_special else self.token_bytes
+        strip_space = self._parts.strip_space and not continuation
+        return IncrementalDetokenizer(pieces, strip_space=strip_space)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for; nothing for an id past the vocabulary, in a model's padding."""
+        if token >= self.vocabulary_size:
+            return b""
+        if token < 0:
+            raise RequestError(f"token ids are 0 or more, got {token}")
+        cached = self._bytes[token]
+        if cached is None:
+            cached = self._bytes[token] = self._parts.piece_bytes(token)
+        return cached
+
+    def token_text(self, token: int) -> str:
+        """A token's bytes as text, with U+FFFD for those that are no character by themselves."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_id(self, text: str) -> int | None:
+        """The token that the vocabulary writes this way, such as <|im_end|>, if there is one."""
+        return self._parts.ids.get(text)
+
+    def _visible_bytes(self, token: int) -> bytes:
+        return b"" if token in self._parts.hidden else self.token_bytes(token)
+
+
+def check_vocabulary(tokenizer: Tokenizer, embedding_rows: int) -> None:
+    """Refuse a tokenizer that makes tokens the model has no row for; spare rows are padding."""
+    if tokenizer.vocabulary_size > embedding_rows:
+        raise ModelFileError(
+            f"the tokenizer has {tokenizer.vocabulary_size} tokens but the model's embedding has "
+            f"{embedding_rows} rows; tokenizer and weights are not of the same model"
+        )
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"text must be a string, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text holds half a surrogate pair at character {error.start}, which is no text"
+        ) from None

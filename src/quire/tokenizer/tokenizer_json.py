@@ -1,0 +1,284 @@
+"""Building a tokenizer from the tokenizer.json of a model folder, and the configs beside it."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, pre_tokenizers
+
+from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.tokenizer.parts import TokenizerParts
+from quire.tokenizer.pieces import (
+    SPACE_MARK,
+    PieceBytes,
+    byte_level_bytes,
+    byte_token_value,
+    sentencepiece_bytes,
+)
+from quire.tokenizer.pretokenizers import KNOWN_PATTERNS
+from quire.tokenizer.sentencepiece import WORDS, splits_at_spaces
+from quire.tokenizer.special_tokens import SpecialTokens, end_token_ids
+from quire.tokenizer.windows import TextEncoder, library_errors
+
+_MAX_FILE_BYTES = 256 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
+_CHAT_TEMPLATE_FILE = "chat_template.jinja"
+
+Config = Mapping[str, Any]
+
+
+def parts_from_json(
+    path: Path, tokenizer_config: Config | None, generation_config: Config | None
+) -> TokenizerParts:
+    """The tokenizer of a folder; the configs say which tokens are special and end a generation."""
+    config = tokenizer_config or {}
+    content = _read(path, _MAX_FILE_BYTES)
+    description = _parse(content, path.name)
+    _refuse_unknown_patterns(description, path.name)
+    decoders = list(_steps(description.get("decoder"), "decoders"))
+    engine = _load_engine(content, path.name)
+    ids = engine.get_vocab(with_added_tokens=True)
+    texts = _texts_by_id(ids, path.name)
+    added = engine.get_added_tokens_decoder()
+    special = {token.content: token_id for token_id, token in added.items() if token.special}
+    tokens = _special_tokens(config, generation_config or {}, ids, special, path.name)
+    prefix, suffix = _added_around(description, config, tokens, path.name)
+    piece_bytes = _piece_bytes_of(decoders, path.name)
+    encoders = [_text_encoder(engine, texts, piece_bytes, literal) for literal in (False, True)]
+    return TokenizerParts(
+        encoder=encoders[0],
+        literal_encoder=encoders[1],
+        texts=texts,
+        ids=ids,
+        piece_bytes=_bytes_by_id(texts, frozenset(added), piece_bytes),
+        hidden=frozenset(special.values()).union(tokens.ends),
+        special=tokens,
+        prefix=prefix,
+        suffix=suffix,
+        strip_space=any(map(_strips_space, decoders)),
+        chat_template=_chat_template(path.with_name(_CHAT_TEMPLATE_FILE), config),
+    )
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise ModelFileError(f"cannot read {path.name}: {error.strerror}") from error
+    if len(content) > limit:
+        raise ModelFileError(f"{path.name} is larger than {limit} bytes, too large for its kind")
+    return content
+
+
+def _parse(content: bytes, name: str) -> dict[str, Any]:
+    try:
+        description = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{name} does not hold sound JSON: {error}") from error
+    if not isinstance(description, dict):
+        raise ModelFileError(f"{name} must hold a JSON object")
+    return description
+
+
+def _steps(component: Any, plural: str) -> Iterator[dict[str, Any]]:
+    """The steps of a component of tokenizer.json: itself, or those of a sequence."""
+    if not isinstance(component, dict):
+        return
+    steps = component.get(plural)
+    for step in steps if isinstance(steps, list) else [component]:
+        if isinstance(step, dict):
+            yield step
+
+
+def _refuse_unknown_patterns(description: Mapping[str, Any], name: str) -> None:
+    """A pattern from a file could keep the library busy for hours on a short text."""
+    for key, plural in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        for step in _steps(description.get(key), plural):
+            pattern = step.get("pattern")
+            regex = pattern.get("Regex") if isinstance(pattern, dict) else None
+            if regex is not None and _escaped(regex) not in KNOWN_PATTERNS:
+                raise UnsupportedModelError(
+                    f"{name} splits text by a pattern that is not supported: {str(regex)[:200]!r}"
+                )
+
+
+def _escaped(regex: Any) -> str:
+    return str(regex).replace("\r", r"\r").replace("\n", r"\n")
+
+
+def _load_engine(content: bytes, name: str) -> Any:
+    with library_errors(f"{name} describes no tokenizer"):
+        engine = tokenizers.Tokenizer.from_buffer(content)
+    engine.no_padding()
+    engine.no_truncation()
+    if getattr(engine.model, "dropout", None) is not None:
+        engine.model.dropout = None  # for training: it would make tokens a matter of chance
+    return engine
+
+
+def _texts_by_id(ids: Mapping[str, int], name: str) -> list[str]:
+    if not ids:
+        raise ModelFileError(f"{name} has no tokens")
+    size = max(ids.values()) + 1
+    if size > 4 * len(ids) + 4096:
+        raise ModelFileError(f"{name} gives the id {size - 1} but has only {len(ids)} tokens")
+    texts = [""] * size
+    for text, token in ids.items():
+        texts[token] = text
+    return texts
+
+
+def _special_tokens(
+    config: Config,
+    generation_config: Config,
+    ids: Mapping[str, int],
+    special: Mapping[str, int],
+    name: str,
+) -> SpecialTokens:
+    named = {key: _content(config.get(f"{key}_token")) for key in ("bos", "eos", "unk", "pad")}
+    for key in ("bos", "eos"):
+        if named[key] is not None and named[key] not in ids:
+            raise ModelFileError(f"{key}_token {named[key]!r} is not a token of {name}")
+    found = {key: ids.get(text) for key, text in named.items() if text is not None}
+    ends = [found.get("eos"), *_generation_ends(generation_config)]
+    return SpecialTokens(
+        bos=found.get("bos"),
+        eos=found.get("eos"),
+        unknown=found.get("unk"),
+        padding=found.get("pad"),
+        ends=end_token_ids(ends, special),
+    )
+
+
+def _content(token: Any) -> str | None:
+    """A token of a config: its text, or an object that holds it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _generation_ends(generation_config: Config) -> Sequence[int]:
+    value = generation_config.get("eos_token_id")
+    ends = value if isinstance(value, list) else [] if value is None else [value]
+    for end in ends:
+        if isinstance(end, bool) or not isinstance(end, int) or end < 0:
+            raise ModelFileError(
+                f"eos_token_id of generation_config must be token ids, got {end!r}"
+            )
+    return ends
+
+
+def _added_around(
+    description: Mapping[str, Any], config: Config, tokens: SpecialTokens, name: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What goes before and after a text: as tokenizer.json has it, unless the config says."""
+    around: tuple[list[int], list[int]] = ([], [])
+    for step in _steps(description.get("post_processor"), "processors"):
+        if step.get("type") == "TemplateProcessing":
+            around = _template_around(step, name)
+        elif step.get("type") != "ByteLevel":
+            raise UnsupportedModelError(
+                f"{name} adds tokens by {step.get('type')!r}, which is not supported; "
+                "supported: TemplateProcessing"
+            )
+    prefix = _overridden(around[0], config.get("add_bos_token"), tokens.bos)
+    suffix = _overridden(around[1], config.get("add_eos_token"), tokens.eos)
+    return tuple(prefix), tuple(suffix)
+
+
+def _template_around(template: Mapping[str, Any], name: str) -> tuple[list[int], list[int]]:
+    """The ids around the text in a template such as <s> $A."""
+    around: tuple[list[int], list[int]] = ([], [])
+    side = 0
+    try:
+        for part in template["single"]:
+            if "Sequence" in part:
+                side = 1
+            else:
+                around[side].extend(template["special_tokens"][part["SpecialToken"]["id"]]["ids"])
+    except (KeyError, TypeError) as error:
+        raise ModelFileError(f"{name} has a broken post_processor: {error!r}") from None
+    if not all(type(token) is int and token >= 0 for token in (*around[0], *around[1])):
+        raise ModelFileError(f"{name} has a post_processor whose ids are no token ids: {around}")
+    return around
+
+
+def _overridden(around: list[int], wanted: Any, token: int | None) -> list[int]:
+    if not isinstance(wanted, bool) or token is None or (token in around) == wanted:
+        return around
+    return [token] if wanted else [other for other in around if other != token]
+
+
+def _text_encoder(
+    engine: Any, texts: Sequence[str], piece_bytes: PieceBytes, literal: bool
+) -> TextEncoder:
+    """A tokenizer that shares the vocabulary of `engine`, without its post-processing."""
+    own = tokenizers.Tokenizer(engine.model)
+    added = [token for _, token in sorted(engine.get_added_tokens_decoder().items())]
+    own.add_tokens(added)
+    own.encode_special_tokens = literal
+    if engine.normalizer is not None:
+        own.normalizer = engine.normalizer
+    if engine.pre_tokenizer is not None:
+        own.pre_tokenizer = engine.pre_tokenizer
+    elif piece_bytes is sentencepiece_bytes and splits_at_spaces(texts):
+        own.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    return TextEncoder(
+        own,
+        longest_special=max((len(token.content) for token in added), default=0),
+        longest_token=max(map(len, texts)) if engine.normalizer is None else None,
+        in_windows=not any(token.lstrip or token.single_word for token in added),
+    )
+
+
+def _piece_bytes_of(decoders: Sequence[Mapping[str, Any]], name: str) -> PieceBytes:
+    kinds = [decoder.get("type") for decoder in decoders]
+    if "ByteLevel" in kinds:
+        return byte_level_bytes
+    if "Metaspace" in kinds or any(map(_turns_marks_to_spaces, decoders)):
+        return sentencepiece_bytes
+    raise UnsupportedModelError(
+        f"{name} decodes by {', '.join(map(str, kinds)) or 'nothing'}, which is not supported; "
+        "supported: ByteLevel, Metaspace, and Replace of ▁ by a space"
+    )
+
+
+def _turns_marks_to_spaces(decoder: Mapping[str, Any]) -> bool:
+    return decoder.get("type") == "Replace" and decoder.get("pattern") == {"String": SPACE_MARK}
+
+
+def _strips_space(decoder: Mapping[str, Any]) -> bool:
+    if decoder.get("type") == "Metaspace":
+        return bool(decoder.get("prepend_scheme", "always") != "never")
+    return bool(decoder.get("type") == "Strip" and decoder.get("start") == 1)
+
+
+def _bytes_by_id(
+    texts: Sequence[str], added: frozenset[int], piece_bytes: PieceBytes
+) -> Callable[[int], bytes]:
+    def bytes_of(token: int) -> bytes:
+        text = texts[token]
+        if token in added:
+            return text.encode()
+        if piece_bytes is sentencepiece_bytes:
+            value = byte_token_value(text)
+            if value is not None:
+                return bytes([value])
+        return piece_bytes(text)
+
+    return bytes_of
+
+
+def _chat_template(file: Path, config: Config) -> str | None:
+    """The folder's chat template: in a file of its own, or else in the config."""
+    if file.is_file():
+        return _read(file, _MAX_TEMPLATE_BYTES).decode(errors="replace")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry.get("name"): entry for entry in template if isinstance(entry, dict)}
+        template = named.get("default", {}).get("template")
+    if template is not None and not isinstance(template, str):
+        raise ModelFileError(f"chat_template of the tokenizer's config is no text: {template!r}")
+    return template
