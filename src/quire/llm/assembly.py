@@ -24,7 +24,7 @@ DEVICES = ("auto", "cpu", "cuda", "reference")
 EXECUTORS = {"reference": "numpy in float32, one row at a time: slow, and what others are held to"}
 
 _ANY_SIZE = 1 << 30  # the reference executor takes a step of any size
-_USUAL_STEP_TOKENS = 64  # more gain nothing there, and a step is the least that can be waited for
+_USUAL_STEP_TOKENS = 16  # more gain nothing there, and whoever cancels waits for a step to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

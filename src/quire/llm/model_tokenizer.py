@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quire.loader.json_files import read_json_object
+from quire.loader.metadata import Metadata
 from quire.loader.safetensors import SafetensorsFolder
 from quire.model.loading import Model
 from quire.tokenizer import Tokenizer, check_vocabulary
@@ -35,9 +36,7 @@ def end_token_ids(model: Model, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if tokenizer is not None:
         named = tokenizer.end_token_ids
     elif isinstance(model.source, SafetensorsFolder):
-        value = _generation_config(model.source).get(_EOS)
-        listed = value if isinstance(value, list) else [value]
-        named = tuple(token for token in listed if isinstance(token, int))
+        named = _named_ends(_generation_config(model.source))
     elif "tokenizer.ggml.eos_token_id" in model.metadata:
         named = (model.metadata.integer("tokenizer.ggml.eos_token_id"),)
     else:
@@ -50,6 +49,15 @@ def _generation_config(folder: SafetensorsFolder) -> Mapping[str, object]:
     if folder.generation_config_path is not None:
         return _read_config(folder.generation_config_path)
     return {_EOS: folder.config[_EOS]} if _EOS in folder.config else {}
+
+
+def _named_ends(config: Mapping[str, object]) -> tuple[int, ...]:
+    """One end token, or several, or none."""
+    value = config.get(_EOS)
+    if value is None:
+        return ()
+    listed = value if isinstance(value, list) else [value]
+    return Metadata("the generation config", {_EOS: listed}).integers(_EOS)
 
 
 def _read_config(path: Path | None) -> Mapping[str, object]:

@@ -1,0 +1,125 @@
+"""The facts `quire doctor` shows: processor, memory, GPUs, versions, executors, cache."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from quire.llm.assembly import DEVICES, EXECUTORS, Options
+from quire.llm.machine import available_memory, cgroup_cores, total_memory, usable_cores
+from quire.loader.defaults import DEFAULT_MODELS, cache_folder
+
+Facts = dict[str, Any]  # in JSON's types
+
+_PACKAGES = ("quire", "numpy", "tokenizers", "safetensors", "jinja2", "torch", "triton")
+# The features that kernels of quantised models are written for.
+_FEATURES = (
+    *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512vl"),
+    *("avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
+    *("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
+)
+_GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
+_GPU_TIMEOUT_S = 10.0
+_SMALL_MEMORY = 1 << 30
+
+
+def diagnose() -> Facts:
+    facts: Facts = {
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": _cpu(),
+        "memory": {"total": total_memory(), "available": available_memory()},
+        "gpus": _gpus(),
+        "versions": _versions(),
+        "executors": _executors(),
+        "cache": _cache(),
+    }
+    facts["advice"] = _advice(facts)
+    return facts
+
+
+def _cpu() -> Facts:
+    fields = _cpuinfo(Path("/proc/cpuinfo"))
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    return {
+        "name": fields.get("model name") or platform.processor() or None,
+        "architecture": platform.machine(),
+        "features": [feature for feature in _FEATURES if feature in flags],
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "quota": cgroup_cores(),
+    }
+
+
+def _cpuinfo(path: Path) -> dict[str, str]:
+    """What the system says of its first processor."""
+    try:
+        lines = path.read_text(errors="replace").split("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _gpus() -> list[Facts]:
+    """NVIDIA's GPUs, as its own tool lists them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return [{"name": f"nvidia-smi fails: {error}"}]
+    rows = (line.split(", ") for line in done.stdout.splitlines() if line.strip())
+    names = [field.replace(".", "_") for field in _GPU_FIELDS]
+    return [dict(zip(names, row, strict=False)) for row in rows]
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _executors() -> Facts:
+    known = [device for device in DEVICES if device != "auto"]
+    states = {name: EXECUTORS.get(name, "not in this version of quire") for name in known}
+    return {"known": states, "picked": Options().executor}
+
+
+def _cache() -> Facts:
+    folder = cache_folder()
+    return {
+        "folder": str(folder),
+        "models": {
+            name: (folder / model.file_name).is_file() for name, model in DEFAULT_MODELS.items()
+        },
+    }
+
+
+def _advice(facts: Facts) -> list[str]:
+    lines = []
+    available = facts["memory"]["available"]
+    if available is not None and available < _SMALL_MEMORY:
+        lines.append("less than 1 GiB of memory is available: give --kv-memory a small size")
+    if not all(facts["cache"]["models"].values()) and importlib.util.find_spec("pip") is None:
+        lines.append("this Python has no pip, which quire pull needs: python -m ensurepip")
+    if not _is_writable(Path(facts["cache"]["folder"])):
+        lines.append("the cache folder cannot be written: set QUIRE_CACHE to one that can")
+    return lines
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether files can be put there, making it if need be."""
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    return existing.is_dir() and os.access(existing, os.W_OK)

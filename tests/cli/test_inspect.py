@@ -1,0 +1,125 @@
+"""`quire inspect`: what is in a model file, sound or broken."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.program import quire
+from tests.fixture_files import FIXTURES, fixture_file
+from tests.llm.text_models import write_changed_model, write_text_model
+
+TINY = fixture_file("tiny/Q4_K_M.gguf")
+
+
+def test_a_sound_file_is_described(text_model: Path) -> None:
+    run = quire("inspect", text_model)
+    assert (run.code, run.err) == (0, "")
+    for fact in (
+        "tiny text model, llama, GGUF",
+        "2 layers, hidden 256, feed-forward 512 (silu)",
+        "4 heads and 2 KV heads of 64, rope base 10000",
+        "context 512, vocabulary 512",
+        "Q4_0",
+        "512 tokens, a chat template",
+        "ends with <|endoftext|> (0), <|im_end|> (2)",
+        "keys and values 2.0 KiB a token, 1.0 MiB for one whole context",
+        "all sound",
+    ):
+        assert fact in run.out
+
+
+def test_json_holds_the_figures() -> None:
+    run = quire("inspect", TINY, "--json")
+    assert run.code == 0
+    found = json.loads(run.out)
+    assert found["problems"] == []
+    assert found["file"]["bytes"] == TINY.stat().st_size
+    assert found["file"]["architecture"] == found["model"]["family"] == "llama"
+    assert found["tokenizer"] == {"present": False}
+    by_type = found["tensors"]["by_type"]
+    assert sum(row["count"] for row in by_type.values()) == found["tensors"]["count"] == 21
+    assert {"F32", "Q4_K", "Q6_K"} <= set(by_type)
+    weights = found["tensors"]["weights"]
+    assert found["memory"]["weights_in_reference_executor"] == 4 * weights
+    assert found["memory"]["weights_in_file"] == sum(row["bytes"] for row in by_type.values())
+    assert found["memory"]["kv_per_token"] == 2048
+    assert found["memory"]["kv_per_context"] == 2048 * 512
+    assert found["norms"]["count"] == 5
+
+
+def test_a_folder_is_described() -> None:
+    found = json.loads(quire("inspect", FIXTURES / "families" / "qwen3", "--json").out)
+    assert found["file"]["format"] == "safetensors"
+    assert found["model"]["family"] == "qwen3"
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_broken_file_is_what_is_wrong_and_exit_code_1(tmp_path: Path, as_json: bool) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(TINY.read_bytes()[:-5000])
+    run = quire("inspect", broken, *(["--json"] if as_json else []))
+    assert run.code == 1
+    assert run.err.startswith("quire: broken.gguf: ")
+    assert "it is truncated or broken" in run.err
+    assert run.err.count("\n") == 1
+    if as_json:
+        [problem] = json.loads(run.out)["problems"]
+        assert f"quire: {problem}\n" == run.err
+    else:
+        assert run.out == ""
+
+
+def test_of_a_file_that_is_half_understood_the_rest_is_shown(tmp_path: Path) -> None:
+    path = write_text_model(tmp_path / "odd.gguf", architecture="mamba")
+    run = quire("inspect", path)
+    assert run.code == 1
+    assert "tiny text model, mamba, GGUF" in run.out
+    assert "Q4_0" in run.out
+    assert "mamba" in run.err
+
+
+def test_every_problem_of_a_file_is_told(tmp_path: Path) -> None:
+    path = write_changed_model(
+        tmp_path / "norms.gguf",
+        {
+            "blk.0.attn_norm.weight": (slice(None), 0.0),
+            "blk.1.ffn_norm.weight": (3, float("inf")),
+        },
+    )
+    run = quire("inspect", path)
+    assert run.code == 1
+    assert run.err.splitlines() == [
+        "quire: blk.0.attn_norm.weight: every weight is zero",
+        "quire: blk.1.ffn_norm.weight: 1 of 256 weights are not finite",
+    ]
+    assert "2 of 5 look broken" in run.out
+
+
+@pytest.mark.parametrize(
+    ("pre", "template", "problem"),
+    [("martian", None, "martian"), ("gpt-2", "{% for %}", "chat template does not compile")],
+)
+def test_a_tokenizer_that_cannot_be_used_is_a_problem(
+    tmp_path: Path, pre: str, template: str | None, problem: str
+) -> None:
+    path = write_text_model(tmp_path / "odd.gguf", pre=pre, chat_template=template)
+    run = quire("inspect", path)
+    assert run.code == 1
+    assert problem in run.err
+    assert "context 512" in run.out
+
+
+def test_names_from_a_file_cannot_play_tricks_on_a_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "tricky.gguf"
+    content = write_text_model(tmp_path / "plain.gguf").read_bytes()
+    path.write_bytes(content.replace(b"tiny text model", b"tiny\x1b[2J\x07 model"))
+    run = quire("inspect", path)
+    assert run.code == 0
+    assert "\x1b" not in run.out
+    assert "tiny\\x1b[2J\\x07 model" in run.out
+
+
+def test_a_missing_file_is_one_line() -> None:
+    run = quire("inspect", "missing.gguf")
+    assert (run.code, run.out) == (1, "")
+    assert run.err.startswith("quire: missing.gguf is neither a file")

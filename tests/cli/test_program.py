@@ -1,0 +1,123 @@
+"""The program itself: help, versions, wrong calls, pipes that close."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from tests.cli.program import COMMAND, environment, quire
+
+from quire.cli import generate, main
+
+NAMES = ("generate", "chat", "inspect", "pull", "doctor", "bench")
+
+
+def test_the_version_is_the_package_version() -> None:
+    run = quire("--version")
+    assert (run.code, run.out, run.err) == (0, f"quire {version('quire')}\n", "")
+
+
+def test_help_names_every_command_and_none_that_does_not_exist() -> None:
+    run = quire("--help")
+    assert run.code == 0
+    assert re.findall(r"^    (\w+)  ", run.out, re.MULTILINE) == list(NAMES)
+    assert "examples:" in run.out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_help(name: str) -> None:
+    run = quire(name, "--help")
+    assert (run.code, run.err) == (0, "")
+    assert run.out.startswith(f"usage: quire {name}")
+    assert f"quire {name}" in run.out.partition("\n")[2] or name == "bench"
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom quire.cli import main\n"
+        "try:\n    main(['generate', '--help'])\n"
+        "finally:\n    print([m for m in ('numpy', 'tokenizers', 'jinja2') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("[]\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["serve"],
+        ["generate", "--nonsense"],
+        ["generate", "--prompt", "x", "--file", "y"],
+        ["generate", "--prompt-tokens", "1,x"],
+        ["generate", "--prompt", "x", "--temperature", "warm"],
+        ["generate", "--prompt", "x", "--logit-bias", "5"],
+        ["generate", "--prompt", "x", "--logprobs", "2"],
+        ["chat", "extra"],
+        ["inspect", "a", "b"],
+    ],
+)
+def test_a_wrong_call_says_how_it_is_done_and_exits_with_2(arguments: list[str]) -> None:
+    run = quire(*arguments)
+    assert run.code == 2
+    assert run.out == ""
+    assert run.err.startswith("usage: quire")
+    assert "error: " in run.err
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["generate", "--prompt", "hi", "--n", "8"]])
+def test_a_reader_that_goes_away_is_met_with_silence(
+    text_model: Path, arguments: list[str]
+) -> None:
+    model = [str(text_model)] if arguments == ["inspect"] else ["--model", str(text_model)]
+    with subprocess.Popen(
+        [*COMMAND, *arguments, *model],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    ) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        program.stdout.close()
+        assert program.stderr.read() == b""
+    assert program.returncode == 141
+
+
+def test_what_nobody_foresaw_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: object) -> int:
+        raise ZeroDivisionError("by\nnothing")
+
+    monkeypatch.setattr(generate, "run", run)
+    monkeypatch.delenv("QUIRE_TRACEBACK", raising=False)
+    assert main(["generate"]) == 1
+    assert capsys.readouterr().err == (
+        "quire: this should not have happened: ZeroDivisionError: by nothing "
+        "(QUIRE_TRACEBACK=1 shows where)\n"
+    )
+    monkeypatch.setenv("QUIRE_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["generate"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [(KeyboardInterrupt(), 130, ""), (MemoryError(), 1, "quire: there is not enough memory\n")],
+)
+def test_interrupts_and_exhaustion_have_exit_codes(
+    error: BaseException,
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(generate, "run", run)
+    assert main(["generate"]) == code
+    assert capsys.readouterr().err == message
