@@ -12,7 +12,6 @@ def test_every_public_name_is_there() -> None:
     for name in quire.__all__:
         assert getattr(quire, name).__name__ == name
     assert set(quire.__all__) <= set(dir(quire))
-    assert quire.__all__ == sorted(quire.__all__, key=lambda name: (name != "LLM", name))
 
 
 def test_an_unknown_name_is_an_error() -> None:
