@@ -14,6 +14,7 @@ from pathlib import Path
 from quire.core.errors import ModelFileError
 
 Progress = Callable[[str], None]  # told in one line what happens now
+DUMMY_PREFIX = "dummy:"  # begins the name of a model that is made, not read
 _COPY_BYTES = 1 << 20
 
 
@@ -41,10 +42,15 @@ DEFAULT_MODELS = {
 
 
 def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
-    """The path of a model given by name (pulled if need be) or by path (which must exist)."""
+    """The path of a model given by name (pulled if need be) or by path (which must exist).
+
+    The name of a model without a file is its own path: load_model knows it again.
+    """
     if name_or_path in DEFAULT_MODELS:
         return pull(str(name_or_path), progress)
     path = Path(name_or_path)
+    if str(name_or_path).startswith(DUMMY_PREFIX):
+        return path
     if not os.path.exists(path):
         known = ", ".join(DEFAULT_MODELS)
         raise ModelFileError(f"{path} is neither a file or folder nor a known model ({known})")

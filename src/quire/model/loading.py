@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from quire.loader.defaults import DUMMY_PREFIX
 from quire.loader.files import open_model_file
 from quire.loader.gguf import GGUFFile
 from quire.loader.json_files import read_json_object
@@ -15,6 +16,7 @@ from quire.loader.metadata import Metadata
 from quire.loader.safetensors import CONFIG, MAX_CONFIG_BYTES, SafetensorsFolder
 from quire.loader.tensor import Tensor
 from quire.model.config_spec import spec_from_config
+from quire.model.dummy import DummyModel
 from quire.model.gguf_spec import spec_from_gguf
 from quire.model.spec import ModelSpec, check_tensors
 
@@ -27,7 +29,7 @@ class Model:
 
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
-    source: GGUFFile | SafetensorsFolder
+    source: GGUFFile | SafetensorsFolder | DummyModel
 
     @property
     def path(self) -> Path:
@@ -40,7 +42,8 @@ class Model:
     @property
     def metadata(self) -> Metadata:
         """GGUF's metadata, tokenizer and all, or the fields of config.json."""
-        return self.source.metadata if isinstance(self.source, GGUFFile) else self.source.config
+        source = self.source
+        return source.config if isinstance(source, SafetensorsFolder) else source.metadata
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -66,7 +69,10 @@ class Model:
 
 
 def load_model(path: str | Path) -> Model:
-    """Open a GGUF file or a safetensors folder; nothing is decoded yet."""
+    """Open a GGUF file or a safetensors folder, or make a model without a file (`dummy:...`);
+    nothing is decoded yet."""
+    if str(path).startswith(DUMMY_PREFIX):
+        return _make_model(str(path))
     source = open_model_file(path)
     tensors = dict(source.tensors)
     if isinstance(source, GGUFFile):
@@ -75,6 +81,14 @@ def load_model(path: str | Path) -> Model:
         spec = spec_from_config(read_json_object(source.path / CONFIG, MAX_CONFIG_BYTES))
         if spec.tied_head:
             tensors.pop("output.weight", None)  # some files keep a copy of the tied matrix
+    check_tensors(spec, tensors)
+    return Model(spec, tensors, source)
+
+
+def _make_model(name: str) -> Model:
+    source = DummyModel(name)
+    tensors = source.make_tensors()
+    spec = spec_from_gguf(source.metadata, tensors)
     check_tensors(spec, tensors)
     return Model(spec, tensors, source)
 

@@ -1,0 +1,241 @@
+"""Models without files: `dummy:SHAPE[:MIX[:SEED]]`, of random weights, for measuring alone.
+
+    dummy:llama-8b:Q4_K_M      the shape of an 8B Llama as llama.cpp would quantise it
+    dummy:tiny                 a shape for tests: nothing is learnt of speed from it
+
+They take token ids, have no tokenizer, and say nothing sensible. One name is the same model on
+every machine, byte by byte.
+"""
+
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.core.errors import ConfigError
+from quire.loader.defaults import DUMMY_PREFIX
+from quire.loader.mapping import Bytes
+from quire.loader.metadata import Metadata
+from quire.loader.tensor import Tensor, packed_size
+from quire.model.gguf_spec import spec_from_gguf
+from quire.model.quant_mixes import Mix, find_mix, tensor_format
+from quire.model.random_blocks import random_blocks
+from quire.model.spec import ModelSpec, tensor_shapes
+from quire.quant.formats import Format, format_named
+
+_MAX_SEED = (1 << 32) - 1
+_NORM_SPREAD = 0.1  # norm weights lie around one
+_QUANTIZATION_VERSION = 2  # of the block formats, as files say it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model's sizes."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocabulary_size: int
+    tied_head: bool
+    family: str = "llama"
+    rope_base: float = 500_000.0
+    context_length: int = 8192
+    usual_mix: str = "Q4_K_M"
+
+
+SHAPES = {
+    "smollm2-135m": Shape(
+        num_layers=30,
+        hidden_size=576,
+        ffn_size=1536,
+        num_heads=9,
+        num_kv_heads=3,
+        vocabulary_size=49_152,
+        tied_head=True,
+        rope_base=100_000.0,
+    ),
+    "llama-1b": Shape(
+        num_layers=16,
+        hidden_size=2048,
+        ffn_size=8192,
+        num_heads=32,
+        num_kv_heads=8,
+        vocabulary_size=49_152,
+        tied_head=False,
+    ),
+    "llama-8b": Shape(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_size=14_336,
+        num_heads=32,
+        num_kv_heads=8,
+        vocabulary_size=128_256,
+        tied_head=False,
+    ),
+    "bitnet-2b": Shape(
+        num_layers=30,
+        hidden_size=2560,
+        ffn_size=6912,
+        num_heads=20,
+        num_kv_heads=5,
+        vocabulary_size=128_256,
+        tied_head=True,
+        family="bitnet",
+        context_length=4096,
+        usual_mix="TQ2_0",
+    ),
+    "tiny": Shape(
+        num_layers=2,
+        hidden_size=256,
+        ffn_size=512,
+        num_heads=4,
+        num_kv_heads=2,
+        vocabulary_size=512,
+        tied_head=False,
+        context_length=2048,
+    ),
+}
+
+
+class DummyName(NamedTuple):
+    """What a name such as dummy:llama-1b:Q4_K_M:7 asks for."""
+
+    shape: str
+    mix: Mix
+    seed: int
+
+    @property
+    def text(self) -> str:
+        seed = f":{self.seed}" if self.seed else ""
+        return f"{DUMMY_PREFIX}{self.shape}:{self.mix.name}{seed}"
+
+
+def read_name(name: str) -> DummyName:
+    """Take a name apart; a ConfigError where there is no such model."""
+    shape, *rest = name.removeprefix(DUMMY_PREFIX).split(":")
+    if not name.startswith(DUMMY_PREFIX) or len(rest) > 2:
+        raise ConfigError(f"a model without a file is named dummy:SHAPE:MIX, got {name!r:.100}")
+    if shape not in SHAPES:
+        raise ConfigError(f"there is no shape {shape!r:.100}; there are {', '.join(SHAPES)}")
+    mix = find_mix(rest[0] if rest else SHAPES[shape].usual_mix)
+    seed = rest[1] if len(rest) == 2 else "0"
+    if not (seed.isascii() and seed.isdigit() and len(seed) <= 10 and int(seed) <= _MAX_SEED):
+        raise ConfigError(f"the seed must be from 0 to {_MAX_SEED}, got {seed!r:.100}")
+    return DummyName(shape, mix, int(seed))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """A tensor that is made when its data are asked for, always the same."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+    seed: int
+
+    @property
+    def nbytes(self) -> int:
+        return packed_size(self.format, math.prod(self.shape))
+
+    @property
+    def data(self) -> Bytes:
+        own = np.random.SeedSequence([self.seed, zlib.crc32(self.name.encode())])
+        rng = np.random.Generator(np.random.SFC64(own))
+        if len(self.shape) == 1:
+            spread = _NORM_SPREAD * rng.standard_normal(self.shape, dtype=np.float32)
+            return (1 + spread).astype("<f4").view(np.uint8)
+        # Sums over a row of this size keep the size of what comes in.
+        return random_blocks(self.format, math.prod(self.shape), self.shape[-1] ** -0.5, rng)
+
+
+class DummyModel:
+    """What a GGUF file would hold: its metadata, its spec, and its tensors, made when wanted."""
+
+    def __init__(self, name: str) -> None:
+        asked = read_name(name)
+        self.name = asked.text
+        self.mix = asked.mix
+        self.fields = _fields(SHAPES[asked.shape], asked)
+        self.metadata = Metadata(self.name, self.fields)
+        self.planned = tuple(_planned(SHAPES[asked.shape], self.metadata, asked))
+
+    @property
+    def path(self) -> Path:
+        return Path(self.name)
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.planned)
+
+    def make_tensors(self) -> dict[str, Tensor]:
+        """All tensors, in memory."""
+        _check_memory(self.name, self.file_bytes)
+        with ThreadPoolExecutor() as pool:  # numpy makes random numbers without the GIL
+            data = list(pool.map(lambda tensor: tensor.data, self.planned))
+        return {
+            tensor.name: Tensor(tensor.name, tensor.shape, tensor.format, made)
+            for tensor, made in zip(self.planned, data, strict=True)
+        }
+
+    def close(self) -> None:
+        """There is no file to let go of."""
+
+
+def _fields(shape: Shape, asked: DummyName) -> dict[str, str | int | float]:
+    """The metadata of a GGUF file; llama.cpp takes "none" for a model without a tokenizer."""
+    own: Mapping[str, int | float] = {
+        "vocab_size": shape.vocabulary_size,
+        "context_length": shape.context_length,
+        "embedding_length": shape.hidden_size,
+        "block_count": shape.num_layers,
+        "feed_forward_length": shape.ffn_size,
+        "attention.head_count": shape.num_heads,
+        "attention.head_count_kv": shape.num_kv_heads,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": shape.hidden_size // shape.num_heads,
+        "rope.freq_base": shape.rope_base,
+    }
+    return {
+        "general.architecture": shape.family,
+        "general.name": asked.text,
+        "general.file_type": asked.mix.file_type,
+        "general.quantization_version": _QUANTIZATION_VERSION,
+        **{f"{shape.family}.{key}": value for key, value in own.items()},
+        "tokenizer.ggml.model": "none",
+    }
+
+
+def _planned(shape: Shape, metadata: Metadata, asked: DummyName) -> Iterator[PlannedTensor]:
+    spec = _spec(shape, metadata)
+    for name, sizes in tensor_shapes(spec).items():
+        yield PlannedTensor(name, sizes, tensor_format(asked.mix, spec, name, sizes), asked.seed)
+
+
+def _spec(shape: Shape, metadata: Metadata) -> ModelSpec:
+    """As of a file: what it is tied to shows in which tensors there are."""
+    size = (shape.vocabulary_size, shape.hidden_size)
+    names = ["token_embd.weight"] + ([] if shape.tied_head else ["output.weight"])
+    nothing = np.empty(0, np.uint8)
+    heads = {name: Tensor(name, size, format_named("F32", name), nothing) for name in names}
+    return spec_from_gguf(metadata, heads)
+
+
+def _check_memory(name: str, num_bytes: int) -> None:
+    """Refuse what this machine could never hold, before it tries."""
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > memory:
+        raise ConfigError(
+            f"{name} takes {num_bytes / 2**30:.1f} GiB, and this machine has "
+            f"{memory / 2**30:.1f} GiB of memory: choose a smaller shape or a mix of fewer bits"
+        )

@@ -1,0 +1,153 @@
+"""Which format each tensor has in a mix, such as Q4_K_M: the choices llama.cpp's quantiser makes.
+
+They are its choices for dense models without an importance matrix. A mix has a base format; the
+tensors that suffer most from rounding (the head, values, down projections of some layers) get more
+bits, and rows that do not fill a format's blocks get a format of smaller blocks.
+"""
+
+import re
+from dataclasses import dataclass
+
+from quire.core.errors import ConfigError
+from quire.model.spec import ModelSpec
+from quire.quant.formats import Format, format_named
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A way to quantise a model; `file_type` is its number in general.file_type."""
+
+    name: str
+    base: str
+    file_type: int
+
+
+MIXES = {
+    mix.name: mix
+    for mix in (
+        Mix("F32", "F32", 0),
+        Mix("F16", "F16", 1),
+        Mix("BF16", "BF16", 32),
+        Mix("Q8_0", "Q8_0", 7),
+        Mix("Q6_K", "Q6_K", 18),
+        Mix("Q5_K_M", "Q5_K", 17),
+        Mix("Q5_K_S", "Q5_K", 16),
+        Mix("Q5_1", "Q5_1", 9),
+        Mix("Q5_0", "Q5_0", 8),
+        Mix("Q4_K_M", "Q4_K", 15),
+        Mix("Q4_K_S", "Q4_K", 14),
+        Mix("Q4_1", "Q4_1", 3),
+        Mix("Q4_0", "Q4_0", 2),
+        Mix("IQ4_NL", "IQ4_NL", 25),
+        Mix("IQ4_XS", "IQ4_XS", 30),
+        Mix("Q3_K_L", "Q3_K", 13),
+        Mix("Q3_K_M", "Q3_K", 12),
+        Mix("Q3_K_S", "Q3_K", 11),
+        Mix("Q2_K", "Q2_K", 10),
+        Mix("TQ2_0", "TQ2_0", 37),
+        Mix("TQ1_0", "TQ1_0", 36),
+    )
+}
+
+# What takes the place of a format whose blocks of 256 a row does not fill.
+_SMALLER_BLOCKS = {
+    "IQ4_XS": "IQ4_NL",
+    "Q2_K": "Q4_0",
+    "Q3_K": "Q4_0",
+    "TQ1_0": "Q4_0",
+    "TQ2_0": "Q4_0",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+}
+
+
+def find_mix(name: str) -> Mix:
+    """The mix of that name, in whatever case."""
+    if name.upper() not in MIXES:
+        raise ConfigError(f"there is no mix {name!r}; there are {', '.join(MIXES)}")
+    return MIXES[name.upper()]
+
+
+def tensor_format(mix: Mix, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Format:
+    """The format that a tensor has in a mix."""
+    if len(shape) < 2:
+        return format_named("F32", name)
+    base = format_named(mix.base, name)
+    if base.is_float:
+        return base
+    chosen = format_named(_chosen(mix, spec, name, shape[-1] % base.block_size == 0), name)
+    return chosen if shape[-1] % chosen.block_size == 0 else _filled(chosen, name, shape[-1])
+
+
+def _filled(wanted: Format, name: str, columns: int) -> Format:
+    smaller = _SMALLER_BLOCKS.get(wanted.name)
+    if smaller is None:
+        raise ConfigError(
+            f"tensor {name} has rows of {columns} weights, which do not fill {wanted.name}'s "
+            f"blocks of {wanted.block_size}: choose F16 or BF16"
+        )
+    replacement = format_named(smaller, name)
+    return replacement if columns % replacement.block_size == 0 else format_named("F16", name)
+
+
+def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
+    if name == "output.weight" or (name == "token_embd.weight" and spec.tied_head):
+        return "Q8_0" if mix.base == "Q8_0" or not fills_base else "Q6_K"
+    if name == "token_embd.weight":
+        return "Q4_K" if mix.base in ("TQ1_0", "TQ2_0") else mix.base
+    layer, kind = _place(name)
+    match kind:
+        case "attn_v":
+            return _values(mix, spec, layer)
+        case "ffn_down":
+            return _down(mix, spec, layer)
+        case "attn_output":
+            return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mix.name, mix.base)
+    return mix.base
+
+
+def _place(name: str) -> tuple[int, str]:
+    """The layer of a layer's tensor, and which it is there."""
+    matched = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    assert matched is not None, f"{name} is no matrix of a layer"
+    return int(matched[1]), matched[2]
+
+
+def _values(mix: Mix, spec: ModelSpec, layer: int) -> str:
+    shares_much = spec.num_heads // spec.num_kv_heads >= 4  # such a small matrix may be large
+    match mix.name:
+        case "Q2_K":
+            return "Q4_K" if shares_much else "Q3_K"
+        case "Q3_K_M":
+            return "Q5_K" if layer < 2 else "Q4_K"
+        case "Q3_K_L":
+            return "Q5_K"
+        case "IQ4_NL" | "IQ4_XS" if shares_much:
+            return "Q5_K"
+        case "Q4_K_M" | "Q5_K_M" if _is_sensitive(layer, spec.num_layers):
+            return "Q6_K"
+        case "Q4_K_S" if layer < 4:
+            return "Q5_K"
+    return mix.base
+
+
+def _down(mix: Mix, spec: ModelSpec, layer: int) -> str:
+    match mix.name:
+        case "Q2_K":
+            return "Q3_K"
+        case "Q3_K_M":
+            return "Q5_K" if layer < spec.num_layers // 16 else "Q4_K"
+        case "Q3_K_L":
+            return "Q5_K"
+        case "Q4_K_M" | "Q5_K_M" if _is_sensitive(layer, spec.num_layers):
+            return "Q6_K"
+        case "IQ4_NL" | "IQ4_XS" | "Q4_K_S" if layer < spec.num_layers // 8:
+            return "Q5_K"
+    return mix.base
+
+
+def _is_sensitive(layer: int, num_layers: int) -> bool:
+    """The first eighth of the layers, the last, and every third between."""
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
