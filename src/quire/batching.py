@@ -29,8 +29,9 @@ class BatchProcessor:
 
     Requests that arrive together run together: `forward`, a plain or an async function, gets their
     tokens padded on the left with `pad_token`, a mask that is true on the real ones, and returns
-    the logits after each row's last token. It is called from one thread at a time (an async one on the
-    caller's event loop). A batch that fails is run again in halves until the culprit stands alone.
+    the logits after each row's last token. It is called from one thread at a time (an async one on
+    the caller's event loop). A batch that fails is run again in halves until the culprit stands
+    alone.
     """
 
     def __init__(

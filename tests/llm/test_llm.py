@@ -24,7 +24,7 @@ from quire import (
     UnsupportedModelError,
 )
 from quire.core.errors import RowFaultError
-from quire.llm.interrupts import InterruptibleExecutor
+from quire.executors.reference import ReferenceExecutor
 from quire.llm.prompts import Prompt
 
 PATH = fixture_file("tiny/Q4_K_M.gguf")
@@ -283,14 +283,14 @@ def test_an_interrupted_call_leaves_a_sound_model(monkeypatch: pytest.MonkeyPatc
     with LLM(PATH, kv_memory=KV_MEMORY) as llm:
         before = llm.generate([p for p, _ in REQUESTS], SAMPLED)
         calls = iter(range(100))
-        real = InterruptibleExecutor.collect
+        real = ReferenceExecutor.collect
 
-        def collect(self: InterruptibleExecutor, *args: Any) -> Any:
+        def collect(self: ReferenceExecutor, *args: Any) -> Any:
             if next(calls) == 3:
                 raise KeyboardInterrupt
             return real(self, *args)
 
-        monkeypatch.setattr(InterruptibleExecutor, "collect", collect)
+        monkeypatch.setattr(ReferenceExecutor, "collect", collect)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([p for p, _ in REQUESTS], SAMPLED)
         stats = llm.stats

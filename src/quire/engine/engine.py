@@ -28,6 +28,7 @@ from quire.engine.output import MakeDetokenizer, MakeGrammar
 from quire.engine.scheduler import Row, Scheduler, Step
 from quire.engine.stats import EngineStats, Snapshot
 from quire.executors.protocol import Executor, Ticket
+from quire.kvcache import KVCache
 
 _FIRST_RETRY_S = 1.0  # before any request has ended
 _SHORTEST_RETRY_S = 0.01
@@ -397,6 +398,11 @@ class Engine:
     # ---- looking at it
 
     @property
+    def cache(self) -> KVCache:
+        """Its KV blocks; who takes some beside the engine gives them back between two steps."""
+        return self._scheduler.cache
+
+    @property
     def health(self) -> Health:
         if self._is_stuck:
             return Health.STUCK
@@ -407,7 +413,7 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """What runs, what waits and why, right now."""
         scheduler = self._scheduler
-        waiting = [*scheduler.waiting, *scheduler.parked]
+        waiting = [*scheduler.waiting, *list(scheduler.parked)]
         now = self.clock.now()
         elapsed = now - self.stats.since
         return Snapshot(

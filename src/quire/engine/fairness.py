@@ -38,8 +38,8 @@ class WaitingLines:
         return list(self._lines)
 
     def __iter__(self) -> Iterator[Sequence]:
-        for line in self._lines.values():
-            yield from line
+        for line in list(self._lines.values()):  # copies: another thread may look at the queue
+            yield from list(line)
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines.values())

@@ -63,6 +63,9 @@ class StepWorker:
                 return ticket.future.result()
             message = f"step {ticket.step_id} took over {timeout_s} s"
             raise StepTimeoutError(message) from error
+        except (KeyboardInterrupt, SystemExit):
+            ticket.flag.set()  # nobody waits for it any more: the next step should not either
+            raise
 
     def cancel(self, ticket: StepTicket) -> None:
         ticket.flag.set()

@@ -11,7 +11,6 @@ from quire.core.errors import ConfigError
 from quire.engine.engine import Engine
 from quire.executors.protocol import Executor
 from quire.executors.reference import ReferenceExecutor
-from quire.llm.interrupts import InterruptibleExecutor
 from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan
 from quire.llm.machine import available_memory
 from quire.llm.model_tokenizer import end_token_ids, read_tokenizer
@@ -150,14 +149,13 @@ def _with_context(model: Model, max_context: int | None) -> Model:
 
 
 def _reference_executor(model: Model, num_blocks: int) -> Executor:
-    executor = ReferenceExecutor(
+    return ReferenceExecutor(
         model,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_batch_size=_ANY_SIZE,
         max_step_tokens=_ANY_SIZE,
     )
-    return InterruptibleExecutor(executor)
 
 
 def tell_on_terminal(line: str) -> None:

@@ -211,7 +211,7 @@ class LLM:
         self._engine = engine
         self._rows = ForwardRows(
             engine.executor,
-            engine._scheduler.cache,  # shared, so that neither writes the other's blocks
+            engine.cache,  # shared, so that neither writes the other's blocks
             max_batch_size=engine.config.max_batch_size,
             max_step_tokens=engine.config.max_step_tokens,
         )
