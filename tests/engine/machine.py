@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from tests.engine.simulated import END_TOKEN, solo, tokens_of
+
 from quire.core.config import EngineConfig
 from quire.core.errors import OverloadedError
 from quire.core.request import Ended, Piece, Request, RequestOutput, Status

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from tests.engine.machine import EngineMachine
 
 from quire.core.plan import BlockCopy
 from quire.kvcache.blocks import BlockPool
 from quire.kvcache.cache import KVCache, SequenceBlocks
-from tests.engine.machine import EngineMachine
 
 STEPS = 50
 PARTS = 8  # so that workers can share them

@@ -192,7 +192,10 @@ class Scheduler:
             grants = self._share_out([*decodes, *prompts], budget)
             decodes = [sequence for sequence in decodes if sequence in grants]
         else:
-            grants = self._hand_out(prompts, budget - len(decodes), is_empty=not decodes)
+            grants = self._hand_out(prompts, budget - len(decodes))
+        if not self.config.chunking and prompts and grants.keys().isdisjoint(prompts):
+            grants = {prompts[0]: prompts[0].num_remaining}  # too long for company: it goes alone
+            decodes = []
         self._plan_decodes(step, decodes)
         for sequence in prompts:
             if sequence in grants and sequence.is_running:
@@ -224,19 +227,15 @@ class Scheduler:
             return False
         return len(decodes) + sum(sequence.num_remaining for sequence in prompts) > budget
 
-    def _hand_out(
-        self, prompts: list[Sequence], budget: int, *, is_empty: bool
-    ) -> dict[Sequence, int]:
+    def _hand_out(self, prompts: list[Sequence], budget: int) -> dict[Sequence, int]:
         """First come, first served: how many tokens each prompt gets."""
         grants: dict[Sequence, int] = {}
         for sequence in prompts:
             budget -= self.pacer.row_tokens(sequence.num_computed)
             wanted = sequence.num_remaining
-            if not self.config.chunking and wanted > budget and (grants or not is_empty):
+            if budget <= 0 or (wanted > budget and not self.config.chunking):
                 break
-            if budget <= 0:
-                break
-            grants[sequence] = min(wanted, budget) if self.config.chunking else wanted
+            grants[sequence] = min(wanted, budget)
             budget -= grants[sequence]
         return grants
 
@@ -256,10 +255,8 @@ class Scheduler:
                 if sequence.num_remaining > 1:
                     tokens -= self.pacer.row_tokens(sequence.num_computed)
                 grant = min(sequence.num_remaining, max(1, tokens))
-                if not self.config.chunking and grant < sequence.num_remaining:
-                    if grants:
-                        break
-                    grant = sequence.num_remaining
+                if grant < sequence.num_remaining and not self.config.chunking:
+                    break
                 grants[sequence] = grant
                 tokens -= grant
         return grants
