@@ -105,8 +105,8 @@ class AsyncEngine:
         self._streams: dict[str, Stream] = {}  # the thread's alone
         self._idle_waiters: list[Future[None]] = []  # likewise
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-        self._loops_to_wake: set[asyncio.AbstractEventLoop] = set()
+        self._lock = threading.Lock()  # guards what several event loops write
+        self._turns: dict[asyncio.AbstractEventLoop, list[Command]] = {}  # arrivals so far
         self._is_closed = False
 
     # ---- on the event loop
@@ -120,8 +120,6 @@ class AsyncEngine:
         **options: Any,
     ) -> Stream:
         """Queue a request (options as for Engine.add_request); raises if it is refused."""
-        if self._is_closed:
-            raise ExecutorError("the engine is closed")
         loop = asyncio.get_running_loop()
         handle = Stream(self, loop)
         accepted: Future[Request] = Future()
@@ -154,14 +152,18 @@ class AsyncEngine:
         return await handle.output()
 
     def _post_at_end_of_turn(self, command: Command, loop: asyncio.AbstractEventLoop) -> None:
-        self._inbox.append(command)
-        if loop not in self._loops_to_wake:
-            self._loops_to_wake.add(loop)
-            loop.call_soon(self._end_of_turn, loop)
+        with self._lock:
+            if self._is_closed:
+                raise ExecutorError("the engine is closed")
+            if loop not in self._turns:
+                self._turns[loop] = []
+                loop.call_soon(self._end_turn, loop)
+            self._turns[loop].append(command)
 
-    def _end_of_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loops_to_wake.discard(loop)
-        self._start_and_wake()
+    def _end_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            arrivals = self._turns.pop(loop, [])
+        self.post(lambda: _do_all(arrivals))
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take nothing new, wait for what runs; what is left after the timeout is cancelled."""
@@ -182,7 +184,10 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End every request and the thread."""
-        self._is_closed = True
+        with self._lock:
+            self._inbox.extend(arrival for turn in self._turns.values() for arrival in turn)
+            self._turns.clear()
+            self._is_closed = True
         thread = self._start_and_wake()  # also if nothing ever ran: it closes the executor
         await asyncio.to_thread(thread.join)
 
@@ -194,7 +199,7 @@ class AsyncEngine:
         self._start_and_wake()
 
     def _start_and_wake(self) -> threading.Thread:
-        with self._starting:  # two event loops may be the first at once
+        with self._lock:  # two event loops may be the first at once
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
                 self._thread.start()
@@ -226,10 +231,7 @@ class AsyncEngine:
             self._inbox.popleft()()
 
     def _sleep(self) -> None:
-        """Until there is something to do: a command, or the time the engine named.
-
-        The inbox may hold the first arrivals of a turn: the wake-up comes when all of them are in.
-        """
+        """Until there is something to do: a command, or the time the engine named."""
         wake_at = self.engine.wake_at
         if wake_at is not None:
             seconds = wake_at - self.engine.clock.now()
@@ -249,7 +251,7 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(_hand_over, deliveries)
 
     def _cancel_if_accepted(self, accepted: Future[Request]) -> None:
-        if not accepted.cancelled() and accepted.exception() is None:
+        if accepted.done() and not accepted.cancelled() and accepted.exception() is None:
             self.engine.cancel(accepted.result().id)
 
     def _resolve_idle_waiters(self) -> None:
@@ -262,6 +264,11 @@ class AsyncEngine:
         on_stuck, self._on_stuck = self._on_stuck, None
         if on_stuck is not None:
             on_stuck()
+
+
+def _do_all(commands: Iterable[Command]) -> None:
+    for command in commands:
+        command()
 
 
 def _hand_over(deliveries: list[tuple[Stream, Event]]) -> None:
