@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -153,6 +154,32 @@ def test_the_arrivals_of_one_turn_meet_in_one_batch_time_after_time() -> None:
             executor.plans.clear()
             await asyncio.gather(*[engine.generate([i], greedy(2)) for i in range(6)])
             assert [len(plan.sequences) for plan in executor.plans] == [6, 6]
+        await engine.close()
+
+    run(main())
+
+
+def test_the_engine_does_not_start_before_a_turn_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        executor = FakeExecutor(keep_plans=True)
+        engine = front(executor)
+        sleep = engine._sleep
+
+        def sleep_late() -> None:
+            """Goes to sleep, once, only when the first arrival of the turn is in."""
+            monkeypatch.setattr(engine, "_sleep", sleep)
+            while not engine._inbox:
+                time.sleep(0.001)
+            sleep()
+
+        async def after_a_while(first: int) -> None:
+            time.sleep(0.02)  # blocks the event loop: the turn goes on
+            await engine.generate([first], greedy(1))
+
+        monkeypatch.setattr(engine, "_sleep", sleep_late)
+        engine.post(lambda: None)
+        await asyncio.gather(*[after_a_while(first) for first in range(3)])
+        assert [len(plan.sequences) for plan in executor.plans] == [3]
         await engine.close()
 
     run(main())
