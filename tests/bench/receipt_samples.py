@@ -1,30 +1,35 @@
-"""A small receipt, and how a full implementation of JSON schema judges one."""
+"""Receipts for tests, of samples that the test gives."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
-
-from quire.bench.receipts import Receipt, schema
+from quire.bench.receipts import Receipt
 
 
-def make_receipt(**changes: Any) -> Receipt:
-    fields: dict[str, Any] = {
-        "kind": "throughput",
-        "created": "2026-01-02T03:04:05.678Z",
-        "command": ["quire", "bench", "throughput"],
-        "seed": 7,
-        "model": {"name": "dummy:tiny:Q8_0", "sha256": "0" * 64, "quant": "Q8_0"},
-        "machine": {"cpu": "a cpu", "cores": 2, "memory_bytes": None, "gpu": None, "os": "an os"},
-        "versions": {"python": "3.11.0"},
-        "asked": {"device": "auto"},
-        "executed": {"device": "reference", "kernels": ["numpy"], "fallback": None},
-        "settings": {"requests": 2},
-        "samples": {"seconds": [1.0, 2.5]},
-        "results": {"tokens_per_second": 3.5, "spread": {"low": 1}, "busy": None},
+def receipt(
+    samples: Mapping[str, Sequence[float]] | None = None,
+    *,
+    kind: str = "throughput",
+    name: str = "tiny",
+    quant: str | None = "Q8_0",
+    settings: Mapping[str, Any] | None = None,
+    results: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Receipt:
+    facts: dict[str, Any] = {
+        "kind": kind,
+        "created": "2026-01-02T03:04:05Z",
+        "command": ["quire", "bench", kind],
+        "seed": 1,
+        "model": {"name": name, "sha256": None, "quant": quant},
+        "machine": {"cpu": "a CPU", "cores": 2, "memory_bytes": 1 << 34, "gpu": None, "os": "x"},
+        "versions": {"quire": "0.1.0"},
+        "asked": {"device": "cpu"},
+        "executed": {"device": "cpu", "kernels": ["plain"], "fallback": None},
+        "settings": settings or {},
+        "samples": samples or {},
+        "results": results or {},
         "limits": None,
+        **fields,
     }
-    return Receipt(**(fields | changes))
-
-
-def is_valid_to_jsonschema(data: object) -> bool:
-    return bool(jsonschema.Draft202012Validator(schema()).is_valid(data))
+    return Receipt(**facts)

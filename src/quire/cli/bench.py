@@ -1,4 +1,4 @@
-"""`quire bench`: measures quire; for now the engine without a model."""
+"""`quire bench`: finds what to measure; holds `quire bench engine`, the engine without a model."""
 
 import argparse
 import json
@@ -7,8 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cli import bench_regress
+
 if TYPE_CHECKING:
     from quire.bench.engine import Fairness, HostCost, Pacing
+
+# Each is the subcommand of its name: add_parser(benches), and run(args), which gives the exit code.
+_MODULES = (bench_regress,)
 
 _LOADS = (0.2, 0.4, 0.6, 0.8, 1.0)
 
@@ -25,9 +30,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     engine.add_argument("--out", type=Path, help="folder to draw the figures into, as SVG")
     engine.add_argument("--json", action="store_true", help="print the figures as JSON")
+    for module in _MODULES:
+        module.add_parser(benches)
 
 
 def run(args: argparse.Namespace) -> int:
+    name = f".bench_{args.bench.replace('-', '_')}"
+    for module in _MODULES:
+        if module.__name__.endswith(name):
+            code: int = module.run(args)
+            return code
+    return _run_engine(args)
+
+
+def _run_engine(args: argparse.Namespace) -> int:
     from quire.bench.engine import MACHINES, fairness, host_cost, pacing
 
     def say(what: str) -> None:
