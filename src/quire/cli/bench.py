@@ -7,13 +7,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import bench_regress
+from quire.cli import (
+    bench_grid,
+    bench_latency,
+    bench_limits,
+    bench_make_model,
+    bench_regress,
+    bench_serve,
+    bench_throughput,
+)
 
 if TYPE_CHECKING:
     from quire.bench.engine import Fairness, HostCost, Pacing
 
 # Each is the subcommand of its name: add_parser(benches), and run(args), which gives the exit code.
-_MODULES = (bench_regress,)
+_MODULES = (
+    bench_limits,
+    bench_make_model,
+    bench_throughput,
+    bench_latency,
+    bench_grid,
+    bench_serve,
+    bench_regress,
+)
 
 _LOADS = (0.2, 0.4, 0.6, 0.8, 1.0)
 

@@ -1,0 +1,117 @@
+"""Convoy, saturation and soak, against a server whose limits are known."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.bench.openai_like_server import Behaviour, OpenAILikeServer, serving
+
+from quire.bench.http_client import parse_endpoint
+from quire.bench.lengths import Bounds, fixed
+from quire.bench.load import Target
+from quire.bench.load_scenarios import (
+    SCENARIOS,
+    Finding,
+    LoadSettings,
+    _drift,
+    _is_past_knee,
+    memory_of,
+)
+from quire.core.errors import ConfigError
+
+
+def settings(**changes: Any) -> LoadSettings:
+    return LoadSettings(mix=fixed(5, 3), bounds=Bounds(), **changes)
+
+
+def run(name: str, server: OpenAILikeServer, chosen: LoadSettings) -> Finding:
+    target = Target(parse_endpoint(server.url), timeout_s=20.0)
+    return asyncio.run(SCENARIOS[name](target, chosen, lambda _: None))
+
+
+def test_a_plain_load_is_closed_without_a_rate_and_open_with_one() -> None:
+    with serving(Behaviour()) as server:
+        closed = run("plain", server, settings(num_clients=2, num_requests=3))
+        opened = run("plain", server, settings(rate=40.0, duration_s=0.5, seed=3))
+    assert closed.results["requests"] == 6
+    assert closed.results["completion_tokens"] == 18
+    assert opened.results["requests"] == len(opened.outcomes) > 5
+    spans = [outcome.due_at - opened.outcomes[0].due_at for outcome in opened.outcomes]
+    assert spans == sorted(spans)
+    assert spans[-1] < 0.5
+
+
+def test_the_same_seed_sends_the_same_requests() -> None:
+    sent = []
+    for _ in range(2):
+        with serving(Behaviour()) as server:
+            run("plain", server, settings(rate=30.0, duration_s=0.3, seed=9))
+        sent.append(sorted(body["prompt"] for body in server.behaviour.bodies))
+    assert sent[0] == sent[1]
+
+
+def test_a_convoy_shows_what_long_prompts_do_to_short_requests() -> None:
+    """One request at a time, and a long prompt holds the server for 0.2 s."""
+    with serving(Behaviour(max_running=1, long_prompt_delay_s=0.2)) as server:
+        chosen = settings(rate=30.0, duration_s=0.6, long_rate=4.0, long_prompt_tokens=300)
+        found = run("convoy", server, chosen)
+    alone, beside = found.results["alone"], found.results["beside_long"]
+    assert alone["requests"] == beside["requests"]  # the same short ones both times
+    assert found.results["long"]["requests"] >= 1
+    assert beside["first_token_s"]["max"] >= 0.1
+    assert found.results["first_token_p99_ratio"] > 2
+    assert {"alone_first_token_s", "beside_long_inter_token_s"} <= set(found.samples)
+
+
+def test_saturation_finds_the_knee_of_a_server_of_known_capacity() -> None:
+    """Two requests at a time, of 0.04 s each: some 50 a second at best."""
+    with serving(Behaviour(max_running=2, first_delay_s=0.04)) as server:
+        chosen = settings(rate=5.0, duration_s=0.5, rate_factor=4.0, max_steps=5)
+        found = run("saturation", server, chosen)
+    steps = found.results["saturation"]["steps"]
+    assert [step["rate"] for step in steps] == [5.0 * 4**number for number in range(len(steps))]
+    assert steps[-1]["is_past_knee"]
+    assert found.results["knee_rate"] in (5.0, 20.0, 80.0)
+    assert found.results["capacity_requests_per_second"] <= 52
+    assert "step1_first_token_s" in found.samples
+
+
+def test_a_step_with_errors_is_past_the_knee_and_a_slower_median_as_well() -> None:
+    light = {"errors": 0, "requests": 100, "first_token_s": {"p50": 0.1}}
+    assert not _is_past_knee(light, light)
+    assert not _is_past_knee({**light, "errors": 1}, light)
+    assert _is_past_knee({**light, "errors": 2}, light)
+    assert _is_past_knee({**light, "first_token_s": {"p50": 0.31}}, light)
+
+
+def test_a_soak_lasts_its_duration_and_watches_the_process() -> None:
+    with serving(Behaviour(first_delay_s=0.005)) as server:
+        found = run("soak", server, settings(num_clients=2, duration_s=1.2, pid=os.getpid()))
+    windows = found.results["soak"]["windows"]
+    assert len(windows) == 10
+    counted = sum(window["completion_tokens_per_second"] * 0.12 for window in windows)
+    assert counted == pytest.approx(found.results["completion_tokens"], abs=6)
+    assert found.results["seconds"] >= 1.2
+    assert all(size > 1 << 20 for size in found.samples["memory_bytes"])
+
+
+def test_drift_is_the_trend_over_a_run_whatever_single_windows_do() -> None:
+    def windows(shape: Callable[[int], float]) -> list[dict[str, float | None]]:
+        return [{"x": shape(place)} for place in range(10)]
+
+    assert _drift(windows(lambda _: 5.0), "x") == 0.0
+    slowing = _drift(windows(lambda place: 100.0 - 2 * place), "x")
+    assert slowing == pytest.approx(-20 / 91)
+    assert _drift(windows(lambda place: 900.0 if place == 4 else 5.0), "x") == 0.0
+    assert _drift([{"x": None}] * 10, "x") is None
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    for wrong in ({"num_clients": 0}, {"rate": 0.0}, {"duration_s": -1.0}, {"rate_factor": 1.0}):
+        (name,) = wrong
+        with pytest.raises(ConfigError, match=name):
+            settings(**wrong)
+    with pytest.raises(ConfigError, match="memory cannot be read"):
+        memory_of(2**22 + 1)  # beyond the largest process number
