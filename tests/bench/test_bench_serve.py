@@ -14,7 +14,7 @@ SMALL = ["--prompt-tokens", "5", "--new-tokens", "4", "--clients", "2", "--reque
 
 
 def bench(url: str, out: Path, *more: str) -> int:
-    return main(["bench", "serve", url, "--out", str(out), *more])
+    return main(["bench", "serve", url, "--receipts", str(out), *more])
 
 
 def only_receipt(folder: Path) -> Receipt:
@@ -33,12 +33,14 @@ def test_a_load_gives_a_table_and_a_receipt(
     assert "all: 1 × http 500" in printed
     receipt = only_receipt(tmp_path)
     assert receipt.kind == "serve"
+    assert receipt.command[:4] == ["quire", "bench", "serve", server.url]
+    assert receipt.command[receipt.command.index("--clients") + 1] == "2"
     assert receipt.model["name"] == "tiny"
     assert receipt.settings["clients"] == 2
     assert receipt.results["completed"] == 5
     assert receipt.results["completion_tokens"] == 20
     assert receipt.results["errors_by_kind"] == {"http 500": 1}
-    assert len(receipt.samples["first_token_s"]) == 5
+    assert len(receipt.samples["time_to_first_token_s"]) == 5
     assert len(receipt.samples["inter_token_s"]) == 15
 
 
@@ -68,10 +70,7 @@ def test_the_key_is_sent_and_never_written(
     with serving(Behaviour(api_key="s3cret")) as server:
         assert bench(server.url, tmp_path, *SMALL) == 1
         assert "QUIRE_API_KEY" in capsys.readouterr().err
-        words = ["bench", "serve", server.url, "--api-key", "s3cret", *SMALL]
-        monkeypatch.setattr("sys.argv", ["quire", *words])
-        assert main([*words, "--out", str(tmp_path)]) == 0
-        monkeypatch.setattr("sys.argv", ["quire", "--api-key=s3cret"])
+        assert bench(server.url, tmp_path, *SMALL, "--api-key", "s3cret") == 0
         monkeypatch.setenv("QUIRE_API_KEY", "s3cret")
         assert bench(server.url, tmp_path, *SMALL, "--json") == 0
     written = [path.read_text() for path in read_folder(tmp_path)]

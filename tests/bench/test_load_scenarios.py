@@ -60,9 +60,9 @@ def test_a_convoy_shows_what_long_prompts_do_to_short_requests() -> None:
     alone, beside = found.results["alone"], found.results["beside_long"]
     assert alone["requests"] == beside["requests"]  # the same short ones both times
     assert found.results["long"]["requests"] >= 1
-    assert beside["first_token_s"]["max"] >= 0.1
-    assert found.results["first_token_p99_ratio"] > 2
-    assert {"alone_first_token_s", "beside_long_inter_token_s"} <= set(found.samples)
+    assert beside["time_to_first_token_s"]["max"] >= 0.1
+    assert found.results["time_to_first_token_p99_ratio"] > 2
+    assert {"alone_time_to_first_token_s", "beside_long_inter_token_s"} <= set(found.samples)
 
 
 def test_saturation_finds_the_knee_of_a_server_of_known_capacity() -> None:
@@ -75,15 +75,15 @@ def test_saturation_finds_the_knee_of_a_server_of_known_capacity() -> None:
     assert steps[-1]["is_past_knee"]
     assert found.results["knee_rate"] in (5.0, 20.0, 80.0)
     assert found.results["capacity_requests_per_second"] <= 52
-    assert "step1_first_token_s" in found.samples
+    assert "step1_time_to_first_token_s" in found.samples
 
 
 def test_a_step_with_errors_is_past_the_knee_and_a_slower_median_as_well() -> None:
-    light = {"errors": 0, "requests": 100, "first_token_s": {"p50": 0.1}}
+    light = {"errors": 0, "requests": 100, "time_to_first_token_s": {"p50": 0.1}}
     assert not _is_past_knee(light, light)
     assert not _is_past_knee({**light, "errors": 1}, light)
     assert _is_past_knee({**light, "errors": 2}, light)
-    assert _is_past_knee({**light, "first_token_s": {"p50": 0.31}}, light)
+    assert _is_past_knee({**light, "time_to_first_token_s": {"p50": 0.31}}, light)
 
 
 def test_a_soak_lasts_its_duration_and_watches_the_process() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.bench.receipt_samples import receipt
 
 from quire.bench.receipts import Receipt, write
-from quire.bench.regress import compare, folded, load_receipts, permutation_p_value
+from quire.bench.regress import compare, folded, less_is_better, load_receipts, permutation_p_value
 from quire.cli import main
 from quire.core.errors import ConfigError
 
@@ -29,7 +29,7 @@ def run_of(seed: int, slowness: float = 1.0) -> Receipt:
     return receipt(
         {
             "inter_token_s": noisy(rng, 0.020 * level, 600),
-            "first_token_s": noisy(rng, 0.3 * level, 10),
+            "time_to_first_token_s": noisy(rng, 0.3 * level, 10),
             "completion_tokens_per_second": [1 / x for x in noisy(rng, 0.02 * level, 10)],
         },
         settings={"batch_size": 4},
@@ -117,6 +117,14 @@ def test_the_permutation_test_is_exact_for_few_and_close_for_many() -> None:
     even = [float(x) for x in rng.normal(size=40)]
     assert permutation_p_value(even[::2], even[1::2], rng) > 0.05
     assert permutation_p_value(even[:20], [x + 5 for x in even[20:]], rng) < 1e-4
+
+
+def test_names_of_samples_tell_which_way_is_better() -> None:
+    assert less_is_better("inter_token_s") is True
+    assert less_is_better("peak_bytes") is True
+    assert less_is_better("prompt_tokens_per_second") is False
+    assert less_is_better("memory_read_bytes_per_second.threads_2") is False
+    assert less_is_better("batch_size") is None
 
 
 def test_many_samples_fold_into_medians_in_order() -> None:

@@ -114,7 +114,7 @@ async def convoy(target: Target, settings: LoadSettings, on_outcome: OnOutcome) 
         "alone": quiet,
         "beside_long": busy,
         "long": figures(_labelled(beside, "long")),
-        "first_token_p99_ratio": _ratio(busy, quiet, "first_token_s"),
+        "time_to_first_token_p99_ratio": _ratio(busy, quiet, "time_to_first_token_s"),
         "inter_token_p99_ratio": _ratio(busy, quiet, "inter_token_s"),
         "errors": quiet["errors"] + sum(errors(beside.outcomes).values()),
     }
@@ -162,7 +162,7 @@ def _saturation_results(steps: list[dict[str, Any]]) -> dict[str, Any]:
 def _is_past_knee(step: dict[str, Any], lightest: dict[str, Any]) -> bool:
     if step["errors"] > MAX_ERROR_SHARE * step["requests"]:
         return True
-    now, then = step["first_token_s"]["p50"], lightest["first_token_s"]["p50"]
+    now, then = step["time_to_first_token_s"]["p50"], lightest["time_to_first_token_s"]["p50"]
     return now is not None and then is not None and now > KNEE_FACTOR * then
 
 
@@ -184,7 +184,7 @@ async def soak(target: Target, settings: LoadSettings, on_outcome: OnOutcome) ->
     results = figures(load)
     results["drift"] = {
         "completion_tokens_per_second": _drift(windows, "completion_tokens_per_second"),
-        "first_token_p50_s": _drift(windows, "first_token_p50_s"),
+        "time_to_first_token_p50_s": _drift(windows, "time_to_first_token_p50_s"),
         "memory_bytes": _drift(windows, "memory_bytes"),
     }
     results["soak"] = {"windows": windows}
@@ -236,7 +236,7 @@ def _windows(
             {
                 "start_s": number * width,
                 "completion_tokens_per_second": tokens / width,
-                "first_token_p50_s": median(first) if first else None,
+                "time_to_first_token_p50_s": median(first) if first else None,
                 "memory_bytes": median(sizes) if sizes else None,
             }
         )

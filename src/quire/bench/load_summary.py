@@ -59,7 +59,7 @@ def counted_by(outcomes: Iterable[Outcome]) -> str:
 def samples(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     """What a receipt keeps of a load."""
     every = {
-        "first_token_s": first_token_times(outcomes),
+        "time_to_first_token_s": first_token_times(outcomes),
         "inter_token_s": gaps(outcomes),
         "request_tokens_per_second": speeds(outcomes),
     }
@@ -89,7 +89,7 @@ def figures(load: Load) -> dict[str, Any]:
         "completion_tokens_per_second": tokens / load.seconds,
         "prompt_tokens": _prompt_tokens(good),
         "tokens_per_piece": tokens / pieces if pieces else None,
-        "first_token_s": spread(first_token_times(outcomes)),
+        "time_to_first_token_s": spread(first_token_times(outcomes)),
         "inter_token_s": spread(gaps(outcomes)),
         "sent_late_s": spread([outcome.sent_at - outcome.due_at for outcome in outcomes]),
     }

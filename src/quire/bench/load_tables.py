@@ -40,7 +40,7 @@ def loads(results: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _row(name: str, figures: Mapping[str, Any]) -> str:
     rate = figures["completion_tokens_per_second"]
-    first, between = figures["first_token_s"], figures["inter_token_s"]
+    first, between = figures["time_to_first_token_s"], figures["inter_token_s"]
     shown = [
         " ".join(_milliseconds(times[share]) for share in ("p50", "p95", "p99"))
         for times in (first, between)
@@ -59,7 +59,10 @@ def _conclusions(results: Mapping[str, Any]) -> Iterator[str]:
         found = "no knee found" if knee is None else f"knee: {knee:g} requests/s"
         yield f"{found}; most served: {results['capacity_tokens_per_second']:.1f} tokens/s"
     if "beside_long" in results:
-        for name, title in (("first_token", "first token"), ("inter_token", "between tokens")):
+        for name, title in (
+            ("time_to_first_token", "first token"),
+            ("inter_token", "between tokens"),
+        ):
             ratio = results[f"{name}_p99_ratio"]
             if ratio is not None:
                 yield f"short requests' p99, {title}: {ratio:.2f} × that without long prompts"

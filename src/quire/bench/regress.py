@@ -121,7 +121,8 @@ def compare(
 
 
 def less_is_better(sample: str) -> bool | None:
-    """Which way a list of samples is better, by its name; None where that is not known."""
+    """Which way a list of samples is better, by its name up to a dot; None where not known."""
+    sample = sample.partition(".")[0]
     if sample.endswith(("_per_second", "_per_s")):
         return False
     return True if sample.endswith(("_s", "_ms", "_bytes")) else None

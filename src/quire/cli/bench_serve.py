@@ -4,10 +4,10 @@ import argparse
 import asyncio
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.results import complain, print_json, printable
+from quire.cli.bench_options import add_receipt_options, command_line, finish, keep
+from quire.cli.results import printable
 
 if TYPE_CHECKING:
     from quire.bench.load import Outcome, Target
@@ -51,9 +51,7 @@ def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--scenario", choices=_SCENARIOS, default="plain")
     _add_server_options(parser.add_argument_group("server"))
     _add_load_options(parser.add_argument_group("load"))
-    parser.add_argument("--out", type=Path, default=Path("receipts"), help="folder of receipts")
-    parser.add_argument("--strict", action="store_true", help="fail if ignore_eos was not heeded")
-    parser.add_argument("--json", action="store_true", help="print the receipt")
+    add_receipt_options(parser)
 
 
 def _add_server_options(group: "argparse._ArgumentGroup") -> None:
@@ -86,21 +84,17 @@ def _add_load_options(group: "argparse._ArgumentGroup") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.bench.receipts import as_data, deviation, write
+    from quire.bench.load_tables import lines
 
     _check(args)
     target, finding = asyncio.run(_measure(args))
     receipt = _receipt(args, target, finding)
-    path = write(receipt, args.out)
-    if args.json:
-        print_json(as_data(receipt))
-    else:
-        _print(receipt, path)
-    left_path = deviation(receipt)
-    if left_path is not None:
-        complain(left_path)
+    keep(args, receipt)
+    if not args.json:
+        for line in lines(receipt):
+            print(printable(line))
     is_empty = all(outcome.error is not None for outcome in finding.outcomes)
-    return FAILURE if is_empty or (args.strict and left_path is not None) else 0
+    return finish(args, [receipt]) or (FAILURE if is_empty else 0)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -202,7 +196,7 @@ def _receipt(args: argparse.Namespace, target: "Target", finding: "Finding") -> 
     return Receipt(
         kind="serve",
         created=now(),
-        command=_without_key(["quire", *sys.argv[1:]]),
+        command=_command(args),
         seed=args.seed,
         model={"name": target.model or "unnamed", "sha256": None, "quant": None},
         machine=machine(),
@@ -254,22 +248,8 @@ def _settings_data(args: argparse.Namespace) -> dict[str, Any]:
     return data
 
 
-def _without_key(command: list[str]) -> list[str]:
+def _command(args: argparse.Namespace) -> list[str]:
     """The command without the key: receipts are shown to others."""
-    kept: list[str] = []
-    for word in command:
-        if kept and kept[-1] == "--api-key":
-            kept.append("…")
-        elif word.startswith("--api-key="):
-            kept.append("--api-key=…")
-        else:
-            kept.append(word)
-    return kept
-
-
-def _print(receipt: "Receipt", path: Path) -> None:
-    from quire.bench.load_tables import lines
-
-    for line in lines(receipt):
-        print(printable(line))
-    print(f"receipt: {printable(str(path))}")
+    options = {name: value for name, value in vars(args).items() if name not in ("url", "api_key")}
+    words = command_line(argparse.Namespace(**options))
+    return [*words[:3], args.url, *words[3:]]
