@@ -212,5 +212,3 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_work, "the engine does not come to rest"
         assert self.outputs.keys() == self.requests.keys(), "a request never ended"
         assert self.engine.snapshot().kv_usage == 0.0, "a block leaked"
-
-
