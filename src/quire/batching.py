@@ -48,6 +48,11 @@ class BatchProcessor:
     ) -> None:
         if not callable(forward):
             raise ConfigError(f"forward must be a function of (tokens, mask), got {forward!r}")
+        _check_integer("max_batch_size", max_batch_size, at_least=1)
+        _check_integer("max_context", max_context, at_least=2)  # a prompt and a completion
+        _check_integer("pad_token", pad_token, at_least=0)
+        if vocabulary_size is not None:
+            _check_integer("vocabulary_size", vocabulary_size, at_least=1)
         config = EngineConfig(
             max_batch_size=max_batch_size,
             max_step_tokens=max_batch_size * max_context,
@@ -124,6 +129,11 @@ class BatchProcessor:
 
 async def _awaited(returned: Any) -> Any:
     return await returned
+
+
+def _check_integer(name: str, value: object, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ConfigError(f"{name} must be an integer of at least {at_least}, got {value!r}")
 
 
 def _one_token(params: SamplingParams) -> SamplingParams:
