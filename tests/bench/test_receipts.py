@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.bench.receipt_samples import is_valid_to_jsonschema, make_receipt
+from tests.bench.sound_receipt import is_valid_to_jsonschema, make_receipt
 
 from quire.bench.receipts import (
     ReceiptError,
