@@ -1,0 +1,149 @@
+"""Subject: the model under measurement, loaded, with what receipts say of it.
+
+What really runs is asked of the executor, not of the options: an executor may have `kernels` (the
+names of those it runs) and `fallback` (why it is not the path asked for).
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.core.errors import ConfigError
+from quire.llm.assembly import Assembly, Options, assemble
+from quire.loader.defaults import DEFAULT_MODELS, DUMMY_PREFIX, resolve
+from quire.loader.gguf_writer import Writable
+from quire.loader.metadata import Metadata
+from quire.model.dummy import DummyModel, read_name
+from quire.model.loading import load_model
+from quire.model.quant_mixes import MIXES
+
+_USUAL_KERNELS = {"reference": ("numpy float32, one row at a time",)}
+_READ_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model before it is loaded."""
+
+    name: str
+    sha256: str | None
+    quant: str | None
+    num_weights: int
+    matrix_weights: int  # that every token is multiplied with
+    packed_bytes: int
+    formats: dict[str, int]  # how many tensors have each
+
+    def as_data(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "sha256": self.sha256,
+            "quant": self.quant,
+            "parameters": self.num_weights,
+            "packed_bytes": self.packed_bytes,
+            "formats": self.formats,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A loaded model. Close it when done."""
+
+    facts: ModelFacts
+    assembly: Assembly
+    device: str  # as asked for
+
+    @property
+    def executed(self) -> dict[str, Any]:
+        """The executor that runs, its kernels, and why it is not what was asked for."""
+        name, executor = self.assembly.options.executor, self.assembly.executor
+        return {
+            "device": name,
+            "kernels": list(getattr(executor, "kernels", _USUAL_KERNELS.get(name, ()))),
+            "fallback": getattr(executor, "fallback", None),
+        }
+
+    def close(self) -> None:
+        self.assembly.executor.close()
+
+
+def open_subject(model: str, quant: str | None, options: Options) -> Subject:
+    """Load a model for measuring; `quant` chooses the mix of a model without a file."""
+    name = with_quant(model, quant)
+    return Subject(read_facts(name), assemble(name, options), options.device)
+
+
+def with_quant(model: str, quant: str | None) -> str:
+    """The model's name with the mix asked for; a file has the one it has."""
+    if model.startswith(DUMMY_PREFIX):
+        asked = read_name(model)
+        has_mix = model.count(":") > 1
+        if quant is None:
+            return asked.text
+        if has_mix and asked.mix.name != quant.upper():
+            raise ConfigError(f"--model is {model}, but --quant is {quant}: leave one out")
+        seed = f":{asked.seed}" if asked.seed else ""
+        return read_name(f"{DUMMY_PREFIX}{asked.shape}:{quant}{seed}").text
+    if quant is not None:
+        raise ConfigError(
+            f"--quant {quant} chooses the mix of a dummy:SHAPE model; {model} is a file and has "
+            "its own: leave it out"
+        )
+    return model
+
+
+def read_facts(name: str) -> ModelFacts:
+    if name.startswith(DUMMY_PREFIX):
+        dummy = DummyModel(name)
+        return _facts(dummy.name, None, dummy.metadata, dummy.planned)
+    path = resolve(name)
+    shown = name if name in DEFAULT_MODELS else path.name  # where it lies is nobody's business
+    with load_model(path) as model:
+        return _facts(shown, _sha256(path), model.metadata, model.tensors.values())
+
+
+def _facts(
+    name: str, sha256: str | None, metadata: Metadata, tensors: Collection[Writable]
+) -> ModelFacts:
+    sizes = {tensor.name: _num_weights(tensor) for tensor in tensors}
+    matrices = {tensor.name: sizes[tensor.name] for tensor in tensors if len(tensor.shape) > 1}
+    looked_up = "token_embd.weight" if "output.weight" in matrices else ""  # else it is the head
+    formats = Counter(tensor.format.name for tensor in tensors)
+    return ModelFacts(
+        name=name,
+        sha256=sha256,
+        quant=_quant(metadata, formats),
+        num_weights=sum(sizes.values()),
+        matrix_weights=sum(matrices.values()) - matrices.get(looked_up, 0),
+        packed_bytes=sum(tensor.nbytes for tensor in tensors),
+        formats=dict(sorted(formats.items())),
+    )
+
+
+def _num_weights(tensor: Writable) -> int:
+    blocks = tensor.nbytes // tensor.format.block_bytes
+    return blocks * tensor.format.block_size
+
+
+def _quant(metadata: Metadata, formats: Counter[str]) -> str | None:
+    """The mix, as the file says it; else the commonest format."""
+    by_number = {mix.file_type: mix.name for mix in MIXES.values()}
+    stated = metadata.get("general.file_type")
+    if isinstance(stated, int) and stated in by_number:
+        return by_number[stated]
+    return formats.most_common(1)[0][0] if formats else None
+
+
+def _sha256(path: Path) -> str:
+    """Of a file; of a folder, of its weights and config in order of their names."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(part for part in path.iterdir() if part.suffix in (".safetensors", ".json"))
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            while piece := content.read(_READ_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()

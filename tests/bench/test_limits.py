@@ -1,0 +1,131 @@
+"""The limits: measured for real on small buffers, summarised, and found again as receipts."""
+
+from pathlib import Path
+
+import pytest
+from tests.bench.sound_receipt import make_receipt
+
+from quire.bench.limits import RATES, LimitsPlan, measure_limits, summarise, usual_threads
+from quire.bench.measure import Load, Run, StepTime
+from quire.bench.receipts import ReceiptError, write
+from quire.bench.utilisation import Cost, achieved, find_limits, shares
+from quire.core.errors import ConfigError, ExecutorError
+
+RESULTS = {
+    "memory_read_bytes_per_second": {"1": 5.0, "best": 10.0},
+    "float32_operations_per_second": {"1": 100.0, "best": 200.0},
+}
+
+
+def test_every_rate_is_measured_for_every_thread_count() -> None:
+    plan = LimitsPlan((1, 2), 1 << 20, seconds=0.005, repeats=2, matrix_size=32)
+    samples = measure_limits(plan)
+    assert set(samples) == {f"{rate}.threads_{n}" for rate in RATES.values() for n in (1, 2)}
+    assert all(len(values) == 2 and min(values) > 0 for values in samples.values())
+
+
+def test_the_best_sample_is_the_limit() -> None:
+    samples = {f"{rate}.threads_{n}": [1.0 * n, 3.0 * n] for rate in RATES.values() for n in (1, 4)}
+    assert summarise(samples)["float32_operations_per_second"] == {
+        "1": 3.0,
+        "4": 12.0,
+        "best": 12.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"threads": (0,)}, "thread counts must be from 1"),
+        ({"threads": ()}, "thread counts"),
+        ({"buffer_bytes": 10}, "64 KiB"),
+        ({"seconds": 0.0}, "seconds must be above 0"),
+        ({"repeats": 0}, "repeats must be from 1"),
+        ({"matrix_size": 0}, "matrix_size must be from 1"),
+    ],
+)
+def test_a_plan_that_measures_nothing_is_refused(
+    changes: dict[str, object], complaint: str
+) -> None:
+    usual = {"threads": (1,), "buffer_bytes": 1 << 20, "seconds": 0.1, "repeats": 1}
+    with pytest.raises(ConfigError, match=complaint):
+        LimitsPlan(**(usual | changes))  # type: ignore[arg-type]
+
+
+def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "false")
+    with pytest.raises(ExecutorError, match="measuring the limits failed: status 1"):
+        measure_limits(LimitsPlan((1,), 1 << 20, 0.01, 1))
+
+
+def test_usual_threads_are_powers_of_two_and_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.bench.limits.usable_threads", lambda: 6)
+    assert usual_threads() == (1, 2, 4, 6)
+    monkeypatch.setattr("quire.bench.limits.usable_threads", lambda: 1)
+    assert usual_threads() == (1,)
+
+
+# ---- as receipts
+
+
+def test_the_newest_limits_of_this_processor_are_found(tmp_path: Path) -> None:
+    assert find_limits(None, tmp_path, "a cpu") is None
+    for created, best in (("2026-01-02T00:00:00Z", 7.0), ("2026-01-01T00:00:00Z", 1.0)):
+        rates = RESULTS | {"memory_read_bytes_per_second": {"best": best}}
+        write(make_receipt(kind="limits", created=created, results=rates), tmp_path)
+    other = {**make_receipt().machine, "cpu": "another"}
+    newest = make_receipt(
+        kind="limits", created="2026-02-01T00:00:00Z", results=RESULTS, machine=other
+    )
+    write(newest, tmp_path)
+    found = find_limits(None, tmp_path, "a cpu")
+    assert found is not None
+    assert found["memory_read_bytes_per_second"] == 7.0
+    assert found["float32_operations_per_second"] == 200.0
+    assert found["receipt"].startswith("limits-")
+
+
+def test_limits_given_are_taken_whatever_the_processor(tmp_path: Path) -> None:
+    path = write(make_receipt(kind="limits", results=RESULTS), tmp_path)
+    found = find_limits(str(path), tmp_path, "another")
+    assert found is not None and found["memory_read_bytes_per_second"] == 10.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [("grid-cell", "of grid-cell, not of limits"), ("limits", "results.memory_read.*is missing")],
+)
+def test_a_receipt_without_limits_is_refused(tmp_path: Path, kind: str, complaint: str) -> None:
+    path = write(make_receipt(kind=kind), tmp_path)
+    with pytest.raises(ReceiptError, match=complaint):
+        find_limits(str(path), tmp_path, "a cpu")
+
+
+# ---- utilisation
+
+
+def test_what_was_achieved_counts_what_must_be_read_and_computed() -> None:
+    cost = Cost(
+        weight_bytes=1000, kv_bytes=10, layer_weights=100, head_weights=20, attention_size=3
+    )
+    steps = [StepTime(2.0, 2, 8, 0), StepTime(1.0, 2, 0, 2), StepTime(1.0, 2, 0, 2)]
+    found = achieved(cost, Run(Load(2, 4, 4), seconds=4.0, steps=steps))
+    context = 4 + 4 / 2
+    assert found == {
+        "decode_bytes_per_second": (2 * 1000 + 4 * context * 10) / 2.0,
+        "decode_operations_per_second": 4 * (2 * 120 + 4 * context * 3) / 2.0,
+        "prompt_operations_per_second": (8 * (2 * 100 + 2 * 4 * 3) + 2 * 2 * 20) / 2.0,
+    }
+    limits = {"memory_read_bytes_per_second": 2240.0, "float32_operations_per_second": 624.0}
+    assert shares(found, limits) == {
+        "decode_memory_share": pytest.approx(0.5),
+        "decode_float32_share": pytest.approx(1.0),
+        "prompt_float32_share": pytest.approx((8 * 224 + 80) / 2 / 624),
+    }
+
+
+def test_nothing_achieved_has_no_share() -> None:
+    cost = Cost(1000, 10, 100, 20, 3)
+    found = achieved(cost, Run(Load(1, 4, 1), seconds=1.0, steps=[StepTime(1.0, 1, 4, 0)]))
+    limits = {"memory_read_bytes_per_second": 1.0, "float32_operations_per_second": 1.0}
+    assert shares(found, limits)["decode_memory_share"] is None
