@@ -31,6 +31,7 @@ from quire.quant.formats import Format, format_named
 
 _MAX_SEED = (1 << 32) - 1
 _NORM_SPREAD = 0.1  # norm weights lie around one
+_NORM_EPSILON = float(np.float32(1e-5))  # as a file gives it back, which keeps float32
 _QUANTIZATION_VERSION = 2  # of the block formats, as files say it
 
 
@@ -200,7 +201,7 @@ def _fields(shape: Shape, asked: DummyName) -> dict[str, str | int | float]:
         "feed_forward_length": shape.ffn_size,
         "attention.head_count": shape.num_heads,
         "attention.head_count_kv": shape.num_kv_heads,
-        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.layer_norm_rms_epsilon": _NORM_EPSILON,
         "rope.dimension_count": shape.hidden_size // shape.num_heads,
         "rope.freq_base": shape.rope_base,
     }

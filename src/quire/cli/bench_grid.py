@@ -1,0 +1,236 @@
+"""`quire bench grid`: throughput over batch sizes, prompt lengths and mixes; resumable."""
+
+import argparse
+import shutil
+import sys
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+from quire.cli.bench_options import (
+    add_limits_option,
+    add_receipt_options,
+    add_seed_option,
+    add_subject_options,
+    finish,
+    load_options,
+    make_receipt,
+)
+from quire.cli.results import print_json, tell
+
+if TYPE_CHECKING:
+    from quire.bench.grid import Cell, Grid
+    from quire.bench.receipts import Receipt
+    from quire.bench.subject import Subject
+
+_EPILOG = """\
+examples:
+  quire bench grid --model dummy:llama-1b
+  quire bench grid --model dummy:llama-1b --quants Q4_K_M,Q8_0 --batches 1,8,64 --prompts 16,512
+  quire bench grid --model model.gguf
+
+Each cell is a receipt. The same command goes on where it was interrupted; --again measures anew.
+"""
+BATCHES = (1, 2, 4, 8, 16)
+PROMPTS = (1, 16, 128, 512)
+QUANTS = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
+_BAR_CELLS = 24
+
+
+def add_parser(benches: Any) -> None:
+    parser = benches.add_parser(
+        "grid",
+        help="throughput over batch sizes, prompt lengths and mixes",
+        description="Measure every combination of batch size, prompt length and mix.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_subject_options(parser)
+    group = parser.add_argument_group("grid")
+    group.add_argument(
+        "--quants",
+        type=_words,
+        metavar="MIX,MIX",
+        help=f"mixes of a dummy model (default: {','.join(QUANTS)}; a file has its own)",
+    )
+    for name, usual, what in (
+        ("batches", BATCHES, "sequences that run together"),
+        ("prompts", PROMPTS, "prompt lengths"),
+    ):
+        shown = ",".join(map(str, usual))
+        group.add_argument(
+            f"--{name}",
+            type=_numbers,
+            default=usual,
+            metavar="N,N",
+            help=f"{what} (default: {shown})",
+        )
+    for name, usual_count in (("new-tokens", 32), ("repeats", 7)):
+        group.add_argument(
+            f"--{name}", type=int, default=usual_count, metavar="N", help="(default: %(default)s)"
+        )
+    group.add_argument("--again", action="store_true", help="measure cells that are there, too")
+    add_seed_option(parser)
+    add_limits_option(parser)
+    add_receipt_options(parser)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+_numbers.__name__ = "list of numbers"  # argparse names it in errors
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire.bench.grid import summary, table
+
+    receipts, num_measured = _GridRun(args).run()
+    if args.json:
+        resumed = len(receipts) - num_measured
+        print_json({"measured": num_measured, "resumed": resumed, "cells": summary(receipts)})
+    else:
+        for line in table(receipts):
+            print(line)
+    return finish(args, list(receipts.values()))
+
+
+class _GridRun:
+    """One call: what is done already, what is left, and how far it has come."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from quire.bench.grid import Grid
+        from quire.bench.machine_info import machine
+        from quire.bench.utilisation import find_limits
+        from quire.loader.defaults import DUMMY_PREFIX
+
+        self._args = args
+        has_mix = not args.model.startswith(DUMMY_PREFIX) or args.model.count(":") > 1
+        self._grid = Grid(
+            quants=args.quants or ((None,) if has_mix else QUANTS),
+            batches=args.batches,
+            prompts=args.prompts,
+            new_tokens=args.new_tokens,
+            repeats=args.repeats,
+        )
+        self._limits = find_limits(args.limits, args.receipts, machine()["cpu"])
+
+    def run(self) -> "tuple[dict[Cell, Receipt], int]":
+        """The receipts of all cells, and how many of them were measured now."""
+        done: dict[Cell, Receipt] = {}
+        left: dict[str | None, list[Cell]] = {}
+        for quant in self._grid.quants:
+            found = self._finished(quant)
+            done |= found
+            left[quant] = [cell for cell in self._grid.cells(quant) if cell not in found]
+        todo = [cell for cells in left.values() for cell in cells]
+        if done:
+            tell(f"{len(done)} cells are there already; --again measures them anew")
+        progress = GridProgress(self._grid, todo)
+        for quant, cells in left.items():
+            if cells:
+                done |= self._measure(quant, cells, progress)
+        progress.finish()
+        order = [cell for quant in self._grid.quants for cell in self._grid.cells(quant)]
+        return {cell: done[cell] for cell in order}, len(todo)
+
+    def _finished(self, quant: str | None) -> "dict[Cell, Receipt]":
+        from quire.bench.grid import Conditions, finished
+        from quire.bench.machine_info import machine, versions
+        from quire.bench.subject import read_facts, with_quant
+        from quire.cli.bench_options import asked
+
+        model = read_facts(with_quant(self._args.model, quant)).as_data()  # says what is wrong
+        if self._args.again:
+            return {}
+        conditions = Conditions(model, machine(), versions(), asked(self._args), self._args.seed)
+        return finished(self._grid, self._grid.cells(quant), self._args.receipts, conditions)
+
+    def _measure(
+        self, quant: str | None, cells: "list[Cell]", progress: "GridProgress"
+    ) -> "dict[Cell, Receipt]":
+        from quire.bench.grid import check_blocks
+        from quire.bench.subject import open_subject
+
+        largest = max(cell.batch for cell in cells)
+        subject = open_subject(self._args.model, quant, load_options(self._args, largest))
+        try:
+            check_blocks(self._grid, cells, subject)
+            return {cell: self._measure_cell(subject, cell, progress) for cell in cells}
+        finally:
+            subject.close()
+
+    def _measure_cell(
+        self, subject: "Subject", cell: "Cell", progress: "GridProgress"
+    ) -> "Receipt":
+        from quire.bench.grid import KIND, with_batch
+        from quire.bench.receipts import write
+        from quire.bench.throughput import measure_throughput
+
+        progress.begin(cell)
+        figures = measure_throughput(
+            with_batch(subject, cell),
+            self._grid.load(cell),
+            repeats=self._grid.repeats,
+            seed=self._args.seed,
+            limits=self._limits,
+        )
+        receipt = make_receipt(
+            self._args,
+            subject,
+            KIND,
+            settings=self._grid.settings(cell),
+            samples=figures.samples,
+            results=figures.results,
+            limits=self._limits,
+        )
+        write(receipt, self._args.receipts)
+        progress.end(cell)
+        return receipt
+
+
+class GridProgress:
+    """One line on a terminal: how many cells are done, which one runs, how long it will take."""
+
+    def __init__(self, grid: "Grid", cells: "list[Cell]", stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._is_shown = self._stream.isatty() and bool(cells)
+        self._work = {cell: grid.work(cell) for cell in cells}
+        self._done: set[Cell] = set()
+        self._started = time.monotonic()
+
+    def begin(self, cell: "Cell") -> None:
+        what = f"batch {cell.batch}, prompt {cell.prompt_tokens}"
+        self._draw(f"{cell.quant}, {what}" if cell.quant else what)
+
+    def end(self, cell: "Cell") -> None:
+        self._done.add(cell)
+
+    def finish(self) -> None:
+        self._draw("done")
+        if self._is_shown:
+            print(file=self._stream, flush=True)
+
+    def _draw(self, what: str) -> None:
+        if not self._is_shown:
+            return
+        count, total = len(self._done), len(self._work)
+        filled = _BAR_CELLS * count // total
+        bar = "#" * filled + "." * (_BAR_CELLS - filled)
+        line = f"[{bar}] {count}/{total} cells, {what}{self._estimate()}"
+        width = shutil.get_terminal_size().columns
+        print(f"\r\x1b[K{line[: width - 1]}", end="", file=self._stream, flush=True)
+
+    def _estimate(self) -> str:
+        from quire.bench.grid import remaining_s
+
+        done = sum(self._work[cell] for cell in self._done)
+        left = sum(self._work.values()) - done
+        seconds = remaining_s(time.monotonic() - self._started, done, left)
+        if seconds is None or not left:
+            return ""
+        minutes, rest = divmod(round(seconds), 60)
+        return f", about {minutes} min {rest:02d} s left" if minutes else f", about {rest} s left"

@@ -1,0 +1,43 @@
+"""`quire bench make-model`: writes a dummy model as a GGUF file, for engines that need one."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from quire.cli.results import print_json
+
+_EPILOG = """\
+examples:
+  quire bench make-model --model dummy:llama-1b:Q4_K_M --out llama-1b.gguf
+  quire bench make-model --model dummy:llama-8b:Q8_0 --out llama-8b.gguf
+
+The weights are noise and there is no tokenizer: such a model measures speed and nothing else.
+"""
+
+
+def add_parser(benches: Any) -> None:
+    parser = benches.add_parser(
+        "make-model",
+        help="write a dummy model as GGUF",
+        description="Write dummy:SHAPE[:MIX[:SEED]] as a GGUF file that other engines read too.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, metavar="dummy:SHAPE:MIX", help="what to make")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to write it")
+    parser.add_argument("--json", action="store_true", help="say in JSON what was written")
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire.llm.kv_memory import format_bytes
+    from quire.loader.gguf_writer import write_gguf
+    from quire.model.dummy import DummyModel
+
+    model = DummyModel(args.model)
+    write_gguf(args.out, model.fields, model.planned)
+    size = args.out.stat().st_size
+    if args.json:
+        print_json({"path": str(args.out), "model": model.name, "bytes": size})
+    else:
+        print(f"{args.out}: {model.name}, {len(model.planned)} tensors, {format_bytes(size)}")
+    return 0
