@@ -27,6 +27,8 @@ _FINAL = frozenset({Status.FINISHED, Status.CANCELLED, Status.EXPIRED, Status.FA
 
 
 class FinishReason(StrEnum):
+    """Why a completion came to its end."""
+
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"

@@ -1,0 +1,428 @@
+"""BatchProcessor: the engine over a function the user brings, in real time."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from quire import BatchProcessor, EngineConfig, SamplingParams
+from quire.core.errors import (
+    ConfigError,
+    ExecutorError,
+    QuireError,
+    RequestCancelledError,
+    RequestError,
+    RowFaultError,
+)
+from quire.core.request import FinishReason, Status
+
+T = TypeVar("T")
+VOCABULARY = 50
+PATIENCE_S = 20.0  # a guard against waiting for ever; nothing is measured
+GREEDY = partial(SamplingParams, temperature=0.0)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The model: a function of every token of the sequence and of its order."""
+    return sum((place + 1) * token for place, token in enumerate(tokens)) % VOCABULARY
+
+
+def expected(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class Model:
+    """A forward function that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any]] = []
+
+    def __call__(self, tokens: Any, mask: Any) -> Any:
+        self.calls.append((tokens.copy(), mask.copy()))
+        logits = np.zeros((len(tokens), VOCABULARY), np.float32)
+        for place, (row, real) in enumerate(zip(tokens, mask, strict=True)):
+            logits[place, next_token(row[real].tolist())] = 9.0
+        return logits
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        return [len(tokens) for tokens, _ in self.calls]
+
+
+class AsyncModel(Model):
+    """The same, but it lets others have a turn in between."""
+
+    async def __call__(self, tokens: Any, mask: Any) -> Any:
+        await asyncio.sleep(0)
+        return super().__call__(tokens, mask)
+
+
+@pytest.fixture(params=[Model, AsyncModel])
+def model(request: pytest.FixtureRequest) -> Model:
+    made: Model = request.param()
+    return made
+
+
+# ---- what comes back
+
+
+def test_one_token_or_the_whole_loop(model: Model) -> None:
+    async def main() -> None:
+        async with BatchProcessor(model) as batcher:
+            assert await batcher.process_request([1, 2, 3]) == next_token([1, 2, 3])
+            found = await batcher.generate([1, 2, 3], GREEDY(max_tokens=12))
+            assert found == expected([1, 2, 3], 12)
+
+    run(main())
+
+
+def test_results_go_to_their_requests(model: Model) -> None:
+    async def main() -> None:
+        prompts = [[i, *range(i % 5), 7] for i in range(40)]
+        async with BatchProcessor(model, max_batch_size=8) as batcher:
+            found = await asyncio.gather(
+                *[batcher.generate(p, GREEDY(max_tokens=3 + p[0] % 4)) for p in prompts]
+            )
+        assert found == [expected(p, 3 + p[0] % 4) for p in prompts]
+        assert max(model.batch_sizes) == 8
+
+    run(main())
+
+
+def test_requests_that_come_together_run_together(model: Model) -> None:
+    async def main() -> None:
+        async with BatchProcessor(model, max_batch_size=4) as batcher:
+            prompts = [[1], [2, 3, 4, 5], [6, 7], [8]]
+            found = await asyncio.gather(*[batcher.process_request(p) for p in prompts])
+        assert found == [next_token(p) for p in prompts]
+        assert model.batch_sizes == [4]
+
+    run(main())
+
+
+def test_the_function_sees_left_padding_and_a_mask_of_the_real_tokens() -> None:
+    async def main() -> None:
+        model = Model()
+        async with BatchProcessor(model, pad_token=49) as batcher:
+            prompts = [[1], [2, 3, 4, 5], [6, 7]]
+            await asyncio.gather(*[batcher.process_request(p) for p in prompts])
+            stats = batcher.snapshot().stats
+        tokens, mask = model.calls[0]
+        assert tokens.tolist() == [[49, 49, 49, 1], [2, 3, 4, 5], [49, 49, 6, 7]]
+        assert mask.tolist() == [
+            [False, False, False, True],
+            [True] * 4,
+            [False, False, True, True],
+        ]
+        assert (tokens.dtype, mask.dtype) == (np.int64, np.bool_)
+        assert stats.padding_tokens == 5
+
+    run(main())
+
+
+def test_no_row_is_computed_for_what_has_ended() -> None:
+    async def main() -> None:
+        model = Model()
+        async with BatchProcessor(model) as batcher:
+            await asyncio.gather(
+                batcher.generate([1], GREEDY(max_tokens=2)),
+                batcher.generate([2], GREEDY(max_tokens=5)),
+            )
+        assert model.batch_sizes == [2, 2, 1, 1, 1]
+
+    run(main())
+
+
+def test_sampling_is_per_request_and_repeatable() -> None:
+    def flat(tokens: Any, _mask: Any) -> Any:
+        return np.zeros((len(tokens), VOCABULARY))
+
+    async def main() -> None:
+        async with BatchProcessor(flat) as batcher:
+            hot = SamplingParams(max_tokens=8, seed=5)
+            first, again, other, cold = await asyncio.gather(
+                batcher.generate([1], hot),
+                batcher.generate([2], hot),
+                batcher.generate([1], SamplingParams(max_tokens=8, seed=6)),
+                batcher.generate([1], GREEDY(max_tokens=8)),
+            )
+            assert first == again, "the same seed, the same draws"
+            assert first != other
+            assert cold == [0] * 8
+            assert await batcher.process_request([3], hot) == first[0]
+
+    run(main())
+
+
+def test_stop_tokens_and_scores_are_as_anywhere() -> None:
+    async def main() -> None:
+        tokens = expected([1, 2], 6)
+        async with BatchProcessor(Model(), end_token_ids=[tokens[3]]) as batcher:
+            output = await batcher.complete([1, 2], GREEDY(max_tokens=6, logprobs=1))
+            assert output.token_ids == tokens[: tokens.index(tokens[3]) + 1]
+            assert output.finish_reason is FinishReason.STOP
+            assert output.logprobs is not None
+            assert [score.token for score in output.logprobs] == output.token_ids
+            several = await batcher.complete([1, 2], SamplingParams(max_tokens=3, n=3, seed=1))
+            assert len(several.completions) == 3
+
+    run(main())
+
+
+def test_an_async_function_runs_on_its_callers_event_loop() -> None:
+    seen: set[int] = set()
+
+    async def forward(tokens: Any, _mask: Any) -> Any:
+        seen.add(id(asyncio.get_running_loop()))
+        return np.zeros((len(tokens), 3))
+
+    async def main() -> None:
+        async with BatchProcessor(forward) as batcher:
+            await batcher.process_request([1])
+        assert seen == {id(asyncio.get_running_loop())}
+
+    run(main())
+
+
+def test_a_plain_function_does_not_block_the_event_loop() -> None:
+    gate = threading.Event()
+
+    def forward(tokens: Any, _mask: Any) -> Any:
+        assert gate.wait(PATIENCE_S)
+        return np.zeros((len(tokens), 3))
+
+    async def main() -> None:
+        async with BatchProcessor(forward) as batcher:
+            task = asyncio.create_task(batcher.process_request([1]))
+            await asyncio.sleep(0.01)  # the event loop is free while the function waits
+            gate.set()
+            assert await task == 0
+
+    run(main())
+
+
+# ---- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda n: np.zeros((n, 2, 3)), ["(1, 2, 3)", "(1, V)"]),
+        (lambda n: np.zeros((n + 1, 3)), ["(2, 3)", "(1, V)"]),
+        (lambda n: np.zeros((n, 3), np.complex128), ["complex128", "real numbers"]),
+        (lambda n: None, ["()", "(1, V)"]),
+    ],
+)
+def test_a_wrong_answer_is_told_with_what_was_expected(
+    returned: Callable[[int], Any], words: list[str]
+) -> None:
+    async def main() -> None:
+        async with BatchProcessor(lambda tokens, _: returned(len(tokens))) as batcher:
+            with pytest.raises(ExecutorError) as caught:
+                await batcher.process_request([1])
+            assert all(word in str(caught.value) for word in words), str(caught.value)
+
+    run(main())
+
+
+def test_with_a_vocabulary_size_width_and_tokens_are_checked() -> None:
+    async def main() -> None:
+        async with BatchProcessor(Model(), vocabulary_size=VOCABULARY + 1) as batcher:
+            with pytest.raises(ExecutorError, match=r"\(1, 50\), expected \(1, 51\)"):
+                await batcher.process_request([1])
+            with pytest.raises(RequestError, match="token 0 is 51; the vocabulary has 0 to 50"):
+                await batcher.process_request([51])
+
+    run(main())
+
+
+def test_a_failing_batch_is_bisected_and_only_the_culprit_fails(model: Model) -> None:
+    poison = 13
+
+    class Picky(type(model)):  # type: ignore[misc]
+        def __call__(self, tokens: Any, mask: Any) -> Any:
+            if (tokens == poison).any():
+                raise ValueError(f"token {poison} is bad luck")
+            return super().__call__(tokens, mask)
+
+    async def main() -> None:
+        async with BatchProcessor(Picky(), max_batch_size=8) as batcher:
+            prompts = [[i, 1] for i in (1, 2, 3, poison, 5, 6, 7, 8)]
+            found = await asyncio.gather(
+                *[batcher.process_request(p) for p in prompts], return_exceptions=True
+            )
+            for prompt, result in zip(prompts, found, strict=True):
+                if poison in prompt:
+                    assert type(result) is ExecutorError
+                    assert "ValueError: token 13 is bad luck" in str(result)
+                else:
+                    assert result == next_token(prompt)
+            assert batcher.snapshot().stats.faults_isolated == {"ExecutorError": 1}
+
+    run(main())
+
+
+def test_a_row_of_nan_fails_alone() -> None:
+    def forward(tokens: Any, _mask: Any) -> Any:
+        logits = np.zeros((len(tokens), 5))
+        logits[tokens[:, -1] == 4] = np.nan
+        return logits
+
+    async def main() -> None:
+        async with BatchProcessor(forward) as batcher:
+            sound, faulted = await asyncio.gather(
+                batcher.process_request([1]), batcher.process_request([4]), return_exceptions=True
+            )
+        assert sound == 0
+        assert isinstance(faulted, RowFaultError)
+
+    run(main())
+
+
+def test_bad_requests_are_refused_and_the_others_go_on() -> None:
+    async def main() -> None:
+        model = Model()
+        async with BatchProcessor(model, max_context=16) as batcher:
+            found = await asyncio.gather(
+                batcher.process_request([]),
+                batcher.process_request([-1]),
+                batcher.process_request([1] * 16),
+                batcher.generate([1], GREEDY(max_tokens=16)),
+                batcher.generate([1], SamplingParams(max_tokens=2, n=9)),
+                batcher.generate([1], SamplingParams(max_tokens=2, stop=("x",))),
+                batcher.process_request([1, 2]),
+                return_exceptions=True,
+            )
+        assert [type(result) for result in found] == [RequestError] * 6 + [int]
+        assert found[-1] == next_token([1, 2])
+
+    run(main())
+
+
+def test_prompt_scores_are_refused_because_the_function_does_not_give_them() -> None:
+    async def main() -> None:
+        async with BatchProcessor(Model()) as batcher:
+            with pytest.raises(RequestError, match="prompt_logprobs"):
+                await batcher.generate([1, 2], SamplingParams(prompt_logprobs=0))
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"forward": 3}, "forward must be a function"),
+        ({"max_batch_size": 0}, "max_batch_size must be an integer of at least 1, got 0"),
+        ({"max_batch_size": "8"}, "max_batch_size"),
+        ({"max_context": 1}, "max_context must be an integer of at least 2, got 1"),
+        ({"vocabulary_size": 0}, "vocabulary_size must be an integer of at least 1, got 0"),
+        ({"pad_token": "<pad>"}, "pad_token must be an integer of at least 0, got '<pad>'"),
+        ({"batch_timeout_ms": -1}, "batch_timeout_ms"),
+        ({"step_timeout_s": 0}, "step_timeout_s"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        BatchProcessor(**{"forward": Model(), **options})
+
+
+def test_a_function_that_hangs_fails_its_requests_and_refuses_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = threading.Event()
+
+    def forward(tokens: Any, _mask: Any) -> Any:
+        gate.wait(PATIENCE_S)
+        return np.zeros((len(tokens), 3))
+
+    async def main() -> None:
+        batcher = BatchProcessor(forward, step_timeout_s=0.05)
+        found = await asyncio.gather(
+            *[batcher.process_request([i]) for i in range(3)], return_exceptions=True
+        )
+        assert all(isinstance(error, ExecutorError) for error in found)
+        assert all("did not answer" in str(error) for error in found)
+        assert batcher.snapshot().health == "stuck"
+        with pytest.raises(ExecutorError, match="restart"):
+            await batcher.process_request([1])
+        gate.set()
+        await batcher.close()
+
+    monkeypatch.setattr("quire.batching.EngineConfig", partial(EngineConfig, step_grace_s=0.05))
+    run(main())
+
+
+def test_a_deadline_is_kept_and_an_impatient_caller_frees_its_place() -> None:
+    async def main() -> None:
+        model = Model()
+        async with BatchProcessor(model, max_batch_size=2) as batcher:
+            with pytest.raises(QuireError, match="ran out of time"):
+                await batcher.generate([1], GREEDY(max_tokens=4000), timeout_s=0.05)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(batcher.generate([1], GREEDY(max_tokens=4000)), 0.05)
+            assert await batcher.process_request([1, 2]) == next_token([1, 2])
+            ended = batcher.snapshot().stats.requests_ended
+        assert (ended["expired"], ended["cancelled"]) == (1, 1)
+
+    run(main())
+
+
+# ---- the end
+
+
+def test_closing_ends_what_is_left_and_refuses_the_rest() -> None:
+    gate = threading.Event()
+
+    def forward(tokens: Any, _mask: Any) -> Any:
+        assert gate.wait(PATIENCE_S)
+        return np.zeros((len(tokens), 3))
+
+    async def main() -> None:
+        batcher = BatchProcessor(forward)
+        task = asyncio.create_task(batcher.generate([1], GREEDY(max_tokens=50)))
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(batcher.close())
+        await asyncio.sleep(0.01)
+        gate.set()
+        await closing
+        with pytest.raises(RequestCancelledError):
+            await task
+        with pytest.raises(ExecutorError, match="closed"):
+            await batcher.process_request([1])
+
+    run(main())
+
+
+def test_closing_one_that_was_never_used_returns() -> None:
+    run(BatchProcessor(Model()).close())
+
+
+def test_one_batcher_serves_one_event_loop_after_another() -> None:
+    model = AsyncModel()
+    batcher = BatchProcessor(model)
+    for first in range(3):
+        assert run(batcher.process_request([first])) == next_token([first])
+    run(batcher.close())
+
+
+def test_the_output_tells_what_happened() -> None:
+    async def main() -> None:
+        async with BatchProcessor(Model()) as batcher:
+            output = await batcher.complete([1, 2], GREEDY(max_tokens=3))
+        assert output.status is Status.FINISHED
+        assert output.metrics.num_steps == 3
+        assert output.metrics.first_token_at is not None
+        assert output.prompt_token_ids == (1, 2)
+
+    run(main())
