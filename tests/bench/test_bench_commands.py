@@ -270,6 +270,26 @@ def test_a_grid_runs_each_cell_at_its_batch_size(quire: Quire, receipts: Path) -
         assert max(map(int, results["batch_histogram"])) == receipt.settings["batch"]
 
 
+def test_an_interrupted_grid_keeps_what_it_has(
+    quire: Quire, receipts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.bench import throughput
+
+    real, calls = throughput.measure_throughput, iter(range(100))
+
+    def interrupted(*args: Any, **more: Any) -> throughput.Figures:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **more)
+
+    grid = ("grid", *SMALL, "--quants", "Q8_0", "--batches", "1,2", "--prompts", "1,4")
+    monkeypatch.setattr(throughput, "measure_throughput", interrupted)
+    quire(*grid, code=130)
+    assert len(read_folder(receipts, "grid-cell")) == 2
+    resumed = quire(*grid, "--json")
+    assert (resumed["measured"], resumed["resumed"]) == (2, 2)
+
+
 def test_a_grid_that_is_done_prints_its_table_at_once(
     quire: Quire, monkeypatch: pytest.MonkeyPatch
 ) -> None:

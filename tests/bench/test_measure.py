@@ -14,6 +14,7 @@ from quire.bench.measure import (
     percentiles,
     random_prompts,
     run_load,
+    run_phases,
     spread,
 )
 from quire.bench.subject import Subject, open_subject
@@ -108,6 +109,22 @@ def test_a_run_computes_each_token_once_and_times_each(tiny: Subject) -> None:
     assert len(run.inter_token_s) == 12
     assert all(0 < value < run.seconds for value in run.first_token_s + run.inter_token_s)
     assert sum(step.seconds for step in run.steps) <= run.seconds
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 16, 32])
+def test_in_phases_every_decode_step_has_the_whole_batch(tiny: Subject, prompt_tokens: int) -> None:
+    run = run_phases(tiny.assembly, Load(4, prompt_tokens, 5), seed=2)
+    assert sum(step.prompt_tokens for step in run.steps) == 4 * prompt_tokens
+    assert [step.decode_tokens for step in run.decode_steps] == [4] * 4
+    assert len(run.first_token_s) == 4
+    assert len(run.inter_token_s) == 16
+    assert sum(step.seconds for step in run.steps) < run.busy_s <= run.seconds
+
+
+def test_a_plain_run_of_long_prompts_has_smaller_batches(tiny: Subject) -> None:
+    """What the phases are for: here the first are at their end before the last begin."""
+    run = run_load(tiny.assembly, Load(4, 64, 3), seed=2)
+    assert not any(step.decode_tokens == 4 for step in run.decode_steps)
 
 
 def test_concurrency_bounds_the_batch(tiny: Subject) -> None:

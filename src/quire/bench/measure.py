@@ -97,6 +97,7 @@ class Run:
 
     load: Load
     seconds: float = 0.0
+    busy_s: float = 0.0  # of these, with a step under way
     steps: list[StepTime] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)  # by request
     inter_token_s: list[float] = field(default_factory=list)  # between tokens of a request
@@ -157,11 +158,41 @@ def run_load(assembly: Assembly, load: Load, seed: int) -> Run:
     engine = replace(assembly, executor=recorder).new_engine()
     prompts = random_prompts(load, assembly.spec.vocabulary_size, seed)
     run = Run(load)
-    started = time.perf_counter()
     _drive(engine, prompts, run)
-    run.seconds = time.perf_counter() - started
     run.steps = recorder.steps
+    run.busy_s = sum(step.seconds for step in run.steps)
     return run
+
+
+def run_phases(assembly: Assembly, load: Load, seed: int) -> Run:
+    """The same in two phases, so that every decode step has the whole batch.
+
+    In a plain run the first sequences may be at their end before the last prompt is read. So the
+    prompts come first, with a token each; then the same prompts again, whose keys and values are in
+    the cache by now, and all completions begin together. Prompt steps are those of the first phase,
+    decode steps those of the second with the whole batch; each request's first token is computed
+    twice.
+    """
+    recorder = StepRecorder(assembly.executor, load.prompt_tokens)
+    engine = replace(assembly, executor=recorder).new_engine()
+    prompts = random_prompts(load, assembly.spec.vocabulary_size, seed)
+    reading, writing = Run(load._replace(new_tokens=1)), Run(load)
+    _drive(engine, prompts, reading)
+    num_steps = len(recorder.steps)
+    _drive(engine, prompts, writing)
+    whole = [
+        step
+        for step in recorder.steps[num_steps:]
+        if step.num_sequences == step.decode_tokens == load.num_requests
+    ]
+    return Run(
+        load,
+        seconds=reading.seconds + writing.seconds,
+        busy_s=sum(step.seconds for step in recorder.steps),
+        steps=recorder.steps[:num_steps] + whole,
+        first_token_s=reading.first_token_s,
+        inter_token_s=writing.inter_token_s,
+    )
 
 
 def _drive(engine: Engine, prompts: Sequence[Sequence[int]], run: Run) -> None:
@@ -170,6 +201,7 @@ def _drive(engine: Engine, prompts: Sequence[Sequence[int]], run: Run) -> None:
     waiting = list(reversed(prompts))
     last_at: dict[str, float] = {}  # when a live request arrived, or its last token came
     begun: set[str] = set()  # of which tokens have come
+    started = time.perf_counter()
     while waiting or engine.has_work:
         while waiting and len(last_at) < (load.concurrency or load.num_requests):
             request = engine.add_request(waiting.pop(), params, stream=True)
@@ -185,6 +217,7 @@ def _drive(engine: Engine, prompts: Sequence[Sequence[int]], run: Run) -> None:
                 _check(event, load)
                 del last_at[event.request_id]
         engine.sleep_until_due()
+    run.seconds = time.perf_counter() - started
 
 
 def _check(event: Ended, load: Load) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from quire.bench.machine_info import forget_peak_memory, peak_memory_bytes
-from quire.bench.measure import Load, Run, percentiles, run_load, spread
+from quire.bench.measure import Load, Run, percentiles, run_load, run_phases, spread
 from quire.bench.subject import Subject
 from quire.bench.utilisation import Cost, achieved, shares
 from quire.core.errors import ConfigError
@@ -53,12 +53,17 @@ def measure_throughput(
     repeats: int,
     seed: int,
     limits: Mapping[str, Any] | None = None,
+    in_phases: bool = False,
 ) -> Figures:
-    """Run the load so many times, each with prompts of its own, after a run that is not counted."""
+    """Run the load so many times, each with prompts of its own, after a run that is not counted.
+
+    `in_phases`: prompts first, then completions, all of them together (see run_phases).
+    """
     check_load(load, repeats, subject.assembly.executor.capacity.max_context)
     warm_up(subject, load, seed)
     is_own_peak = forget_peak_memory()
-    runs = [run_load(subject.assembly, load, seed + 1 + repeat) for repeat in range(repeats)]
+    run_once = run_phases if in_phases else run_load
+    runs = [run_once(subject.assembly, load, seed + 1 + repeat) for repeat in range(repeats)]
     samples = _samples(runs)
     results = _results(runs, samples)
     results["memory"] = {
@@ -90,7 +95,7 @@ def _samples(runs: Sequence[Run]) -> dict[str, list[float]]:
 def _results(runs: Sequence[Run], samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     per_run = [name for name in samples if name == "run_s" or name.endswith("_per_second")]
     spreads: dict[str, Any] = {name: spread(samples[name]) for name in per_run}
-    busy = [sum(step.seconds for step in run.steps) / run.seconds for run in runs]
+    busy = [run.busy_s / run.seconds for run in runs]
     histogram: dict[str, int] = {}
     for run in runs:
         for size, count in run.batch_histogram.items():

@@ -28,7 +28,9 @@ examples:
   quire bench grid --model dummy:llama-1b --quants Q4_K_M,Q8_0 --batches 1,8,64 --prompts 16,512
   quire bench grid --model model.gguf
 
-Each cell is a receipt. The same command goes on where it was interrupted; --again measures anew.
+A cell is one batch: all its prompts first, then all its completions together, so that the rates
+are those of that batch size. Each cell is a receipt. The same command goes on where it was
+interrupted; --again measures anew.
 """
 BATCHES = (1, 2, 4, 8, 16)
 PROMPTS = (1, 16, 128, 512)
@@ -177,6 +179,7 @@ class _GridRun:
             repeats=self._grid.repeats,
             seed=self._args.seed,
             limits=self._limits,
+            in_phases=True,
         )
         receipt = make_receipt(
             self._args,

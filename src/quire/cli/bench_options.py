@@ -36,7 +36,7 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
 
 def add_receipt_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
-    group.add_argument("--json", action="store_true", help="print the receipt")
+    group.add_argument("--json", action="store_true", help="print everything as JSON")
     group.add_argument(
         "--strict",
         action="store_true",

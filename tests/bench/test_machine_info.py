@@ -1,0 +1,53 @@
+"""What receipts say of the machine: true of the one the tests run on."""
+
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.bench.sound_receipt import make_receipt
+
+from quire.bench.machine_info import (
+    forget_peak_memory,
+    machine,
+    peak_memory_bytes,
+    usable_threads,
+    versions,
+)
+from quire.bench.receipts import as_data, validate
+
+
+def test_it_is_what_a_receipt_wants() -> None:
+    validate(as_data(make_receipt(machine=machine(), versions=versions())))
+    assert machine()["os"].startswith(platform.system())
+    assert versions()["python"] == platform.python_version()
+    assert versions()["numpy"] == np.__version__
+    assert 1 <= usable_threads() <= machine()["cores"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets the peak")
+def test_the_peak_stays_until_it_is_forgotten() -> None:
+    size = 64 << 20
+    assert forget_peak_memory()
+    before = peak_memory_bytes()
+    held = np.ones(size, np.uint8)
+    del held
+    assert peak_memory_bytes() >= before + size // 2
+    assert forget_peak_memory()
+    assert peak_memory_bytes() < before + size // 2
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("echo 'Some GPU'; echo 'Other GPU'", "Some GPU, Other GPU"), ("exit 9", None), ("", None)],
+)
+def test_gpus_are_asked_of_their_own_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, name: str | None
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!{shutil.which('sh')}\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine()["gpu"] == name
