@@ -101,6 +101,18 @@ def test_nothing_broken_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_write_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(ReceiptError, match=r"cannot write .*: No space left on device"):
+        write(make_receipt(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [("{", "no JSON"), ("NaN", "no JSON"), ("[]", "must be object"), ("[" * 10**5, "no JSON")],

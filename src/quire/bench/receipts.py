@@ -90,10 +90,14 @@ def write(receipt: Receipt, folder: str | Path = DEFAULT_FOLDER) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=".receipt-", dir=target.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)  # mkstemp's files are for their owner alone
-        os.replace(name, target)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(name, 0o644)  # mkstemp's files are for their owner alone
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
     except OSError as error:
         raise ReceiptError(f"cannot write {target}: {error.strerror or error}") from error
     return target
