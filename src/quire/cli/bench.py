@@ -13,6 +13,7 @@ from quire.cli import (
     bench_limits,
     bench_make_model,
     bench_regress,
+    bench_report,
     bench_serve,
     bench_throughput,
 )
@@ -29,6 +30,7 @@ _MODULES = (
     bench_grid,
     bench_serve,
     bench_regress,
+    bench_report,
 )
 
 _LOADS = (0.2, 0.4, 0.6, 0.8, 1.0)
