@@ -134,9 +134,10 @@ def test_the_function_sees_left_padding_and_a_mask_of_the_real_tokens() -> None:
 def test_no_row_is_computed_for_what_has_ended() -> None:
     async def main() -> None:
         model = Model()
+        stop = expected([1], 2)[1]
         async with BatchProcessor(model) as batcher:
             await asyncio.gather(
-                batcher.generate([1], GREEDY(max_tokens=2)),
+                batcher.generate([1], GREEDY(max_tokens=5, stop_token_ids=(stop,))),
                 batcher.generate([2], GREEDY(max_tokens=5)),
             )
         assert model.batch_sizes == [2, 2, 1, 1, 1]
