@@ -39,6 +39,9 @@ def refusal(engine: Engine, error: type[QuireError], *arguments: Any, **options:
     [
         ([], ["empty"]),
         ("hello", ["token ids", "text"]),
+        (b"hello", ["token ids", "text"]),
+        (None, ["list of token ids", "None"]),
+        (5, ["list of token ids", "5"]),
         ([1, 100], ["token 1 is 100", "0 to 99"]),
         ([-1], ["token 0 is -1", "0 to 99"]),
         ([1.5], ["token 0", "1.5"]),
@@ -81,6 +84,8 @@ def test_params_that_do_not_fit_this_engine_are_refused(
         ({"key": 3}, ["key", "3"]),
         ({"timeout_s": 0}, ["timeout_s", "above 0", "0"]),
         ({"timeout_s": -1.0}, ["timeout_s", "-1.0"]),
+        ({"timeout_s": "5"}, ["timeout_s", "'5'"]),
+        ({"request_id": 7}, ["request_id", "7"]),
         ({"timeout_s": float("nan")}, ["timeout_s", "nan"]),
         ({"request_id": "request-1"}, ["'request-1'", "in use"]),
     ],

@@ -52,11 +52,12 @@ class Admission:
         self._check_params(params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, got {priority!r}")
-        if not isinstance(key, str):
-            raise RequestError(f"key must be a string, got {key!r}")
+        for name, value in (("request_id", request_id), ("key", key)):
+            if not isinstance(value, str):
+                raise RequestError(f"{name} must be a string, got {value!r}")
         timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
-        if timeout_s is not None and not timeout_s > 0:
-            raise RequestError(f"timeout_s must be above 0, got {timeout_s}")
+        if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
+            raise RequestError(f"timeout_s must be a number above 0, got {timeout_s!r}")
         seed = new_seed() if params.seed is None else params.seed % 2**64
         deadline = None if timeout_s is None else now + timeout_s
         request = Request(
@@ -66,8 +67,10 @@ class Admission:
         return request
 
     def _checked_prompt(self, prompt: Iterable[int]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | bytes):
             raise RequestError("the engine takes token ids, got text; use LLM for text")
+        if not isinstance(prompt, Iterable):
+            raise RequestError(f"the prompt must be a list of token ids, got {prompt!r}")
         tokens = tuple(prompt)
         if not tokens:
             raise RequestError("the prompt is empty; it needs at least one token")
