@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from tests.bench.openai_like_server import Behaviour, serving
+from tests.bench.sound_receipt import is_valid_to_jsonschema
 
-from quire.bench.receipts import Receipt, read_folder
+from quire.bench.receipts import Receipt, as_data, read_folder
 from quire.cli import main
 
 SMALL = ["--prompt-tokens", "5", "--new-tokens", "4", "--clients", "2", "--requests", "3"]
@@ -19,6 +20,7 @@ def bench(url: str, out: Path, *more: str) -> int:
 
 def only_receipt(folder: Path) -> Receipt:
     (found,) = read_folder(folder).values()
+    assert is_valid_to_jsonschema(as_data(found))
     return found
 
 

@@ -82,6 +82,15 @@ def test_noise_between_whole_runs_is_seen_where_there_are_several() -> None:
     assert verdicts(runs["before"][:1], runs["after"][:1]) == ["loss"]
 
 
+def test_a_slow_down_is_caught_through_noise_between_runs() -> None:
+    """Runs differ by some 1%; three a side tell a tenth from it, and nothing from nothing."""
+    for pair in range(5):
+        seeds = range(6 * pair, 6 * pair + 6)
+        before = [run_of(seed) for seed in seeds[::2]]
+        assert compare(before, [run_of(seed, slowness=1.1) for seed in seeds[1::2]]).has_loss
+        assert verdicts(before, [run_of(seed) for seed in seeds[1::2]]) == ["same"] * 3
+
+
 def test_receipts_pair_by_what_was_measured() -> None:
     def of(batch: int, quant: str, level: float) -> Receipt:
         samples = {"a_s": [level + place / 1000 for place in range(8)], "odd": [1.0]}
@@ -105,9 +114,11 @@ def test_another_machine_or_path_is_noted() -> None:
     one = run_of(1)
     elsewhere = replace(one, machine={**one.machine, "cpu": "another"})
     slow_path = replace(one, executed={**one.executed, "device": "reference"})
-    assert not compare([one], [one]).notes
-    assert "another machine" in compare([one], [elsewhere]).notes[0]
-    assert "path executed" in compare([one], [slow_path]).notes[0]
+    two = [one, one]
+    assert not compare(two, two).notes
+    assert "another machine" in compare(two, [elsewhere] * 2).notes[0]
+    assert "path executed" in compare(two, [slow_path] * 2).notes[0]
+    assert "1 of 1 pairs have a single receipt" in compare([one], two).notes[0]
 
 
 def test_the_permutation_test_is_exact_for_few_and_close_for_many() -> None:

@@ -202,7 +202,7 @@ def test_tables_show_figures_and_where_they_come_from() -> None:
     found = {table.title: table for table in tables(some())}
     row = dict(zip(found["Throughput"].columns, found["Throughput"].rows[2], strict=True))
     assert row["batch"] == "4"
-    assert row["completion tokens/s"] == "20 (18–22)"
+    assert row["completion tokens/s"] == "20.0 (18.0–22.0)"
     assert row["between p50, ms"] == "200"
     assert row["of memory bandwidth"] == "100.0%"
     assert [row[3] for row in found["Serving"].rows] == ["1/s", "2/s", "4/s"]
@@ -233,7 +233,7 @@ def test_tables_go_between_the_marks_and_nowhere_else() -> None:
     assert made.startswith("# Speed\n\n")
     assert made.endswith(f"{END}\n\nThe end.\n")
     assert "old" not in made
-    assert "| 20 (18–22) |" in made
+    assert "| 20.0 (18.0–22.0) |" in made
     assert with_tables(made, some()) == made
     assert with_tables(made, list(reversed(some()))) == made  # the order of files is nothing
     for wrong in ("no marks", f"{BEGIN}\n", f"{END}\n{BEGIN}\n", f"{BEGIN}{BEGIN}{END}"):

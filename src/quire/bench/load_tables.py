@@ -31,7 +31,7 @@ def loads(results: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """The single loads in a receipt's results, with their names."""
     if "saturation" in results:
         steps = results["saturation"]["steps"]
-        return [(f"{step['rate']:g}/s", step) for step in steps]
+        return [(f"{step['rate']:.3g}/s", step) for step in steps]
     if "beside_long" in results:
         names = {"alone": "alone", "beside_long": "beside long", "long": "long"}
         return [(title, results[name]) for name, title in names.items()]
@@ -56,7 +56,7 @@ def _milliseconds(seconds: float | None) -> str:
 def _conclusions(results: Mapping[str, Any]) -> Iterator[str]:
     if "saturation" in results:
         knee = results["knee_rate"]
-        found = "no knee found" if knee is None else f"knee: {knee:g} requests/s"
+        found = "no knee found" if knee is None else f"knee: {knee:.3g} requests/s"
         yield f"{found}; most served: {results['capacity_tokens_per_second']:.1f} tokens/s"
     if "beside_long" in results:
         for name, title in (

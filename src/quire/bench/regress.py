@@ -12,8 +12,10 @@ name says which way is better is judged (`…_s` and `…_bytes`: less; `…_per
 4. Size: the change is at least four standard errors of the ratio, from the samples' spread
    (median absolute deviation), widened by how much neighbours resemble one another
    (autocorrelation). Noise that lasts for several samples looks like signal to a permutation test.
-5. Runs: where both sides hold several receipts of the same thing, the ranges of the receipts'
-   medians must not overlap. A run's own samples cannot show how much whole runs differ.
+5. Runs: a run's own samples cannot show how much whole runs differ. Where both sides hold several
+   receipts of the same thing, the spread of the receipts' medians adds to the standard error, and
+   the two sides' ranges of medians must not overlap. So on a machine that others use as well,
+   measure each side several times, in turn; a single receipt a side is noted.
 
 A change needs all of 2 to 5. Where there are too few samples for any p-value of 1% (fewer than
 five on each side), the verdict is "too few", not "same"; seven show a change in one list among
@@ -116,7 +118,7 @@ def compare(
         comparisons=_judge(found, least_effect),
         only_before=[names[key] for key in old if key not in new],
         only_after=[names[key] for key in new if key not in old],
-        notes=_notes(before, after),
+        notes=[*_single_runs(old, new, shared), *_notes(before, after)],
     )
 
 
@@ -222,17 +224,20 @@ def _is_too_few(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _standard_error(old: Sequence[Sequence[float]], new: Sequence[Sequence[float]]) -> float:
-    """Of the ratio of the two sides' medians; neighbours that agree count for less."""
+    """Of the ratio of the two sides' medians, from noise within runs and between them."""
     sides = [[_residuals(run) for run in side] for side in (old, new)]
-    shared = [run for side in sides for run in side]
-    likeness = _autocorrelation(shared)
-    widening = (1 + likeness) / (1 - likeness)
-    variances = []
+    likeness = _autocorrelation([run for side in sides for run in side])
+    widening = (1 + likeness) / (1 - likeness)  # neighbours that agree count for less
+    variance = 0.0
     for runs in sides:
         values = np.concatenate(runs)
         spread = 1.4826 * float(np.median(np.abs(values)))  # as a normal deviation
-        variances.append(1.5708 * spread**2 * widening / len(values))  # pi/2: of a median
-    return math.sqrt(sum(variances))
+        variance += 1.5708 * spread**2 * widening / len(values)  # pi/2: of a median
+    if min(len(old), len(new)) > 1:
+        for side in (old, new):
+            middles = _residuals([median(run) for run in side])
+            variance += float(np.var(middles, ddof=1)) / len(side)
+    return math.sqrt(variance)
 
 
 def _residuals(run: Sequence[float]) -> "np.ndarray[Any, np.dtype[np.float64]]":
@@ -284,6 +289,20 @@ def _verdict(comparison: Comparison, limit: float, least_effect: float) -> Compa
         return comparison
     is_worse = (comparison.change > 0) == less_is_better(comparison.sample)
     return replace(comparison, verdict="loss" if is_worse else "gain")
+
+
+def _single_runs(
+    old: Mapping[Key, Sequence[Receipt]],
+    new: Mapping[Key, Sequence[Receipt]],
+    shared: Sequence[Key],
+) -> list[str]:
+    single = sum(min(len(old[key]), len(new[key])) < 2 for key in shared)
+    if not single:
+        return []
+    return [
+        f"{single} of {len(shared)} pairs have a single receipt on a side: how much whole runs "
+        "differ is not known; measure each side several times, in turn"
+    ]
 
 
 def _notes(before: Sequence[Receipt], after: Sequence[Receipt]) -> list[str]:

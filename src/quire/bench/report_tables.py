@@ -1,5 +1,6 @@
 """What receipts show as tables, for the page and for Markdown alike."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ class Table:
 
 def tables(receipts: Sequence[Receipt]) -> list[Table]:
     """Every table that the receipts have figures for; oldest receipts first within each."""
-    ordered = sorted(receipts, key=lambda receipt: (receipt.created, receipt.kind))
+    ordered = sorted(receipts, key=_order)
     found = [
         _limits_table(ordered),
         _throughput_table(ordered),
@@ -35,6 +36,11 @@ def tables(receipts: Sequence[Receipt]) -> list[Table]:
         _origin_table(ordered),
     ]
     return [table for table in found if table.rows]
+
+
+def _order(receipt: Receipt) -> tuple[str, ...]:
+    """Oldest first, and never as the files happen to come."""
+    return receipt.created, receipt.kind, json.dumps(dict(receipt.settings), sort_keys=True)
 
 
 def _throughput_table(receipts: Sequence[Receipt]) -> Table:
@@ -165,7 +171,7 @@ def _origin_table(receipts: Sequence[Receipt]) -> Table:
             receipt.kind,
             title_of(receipt),
             receipt.created[:10],
-            f"{machine['cpu']}, {_short(float(machine['cores']))} cores{gpu}",
+            f"{machine['cpu']}, {machine['cores']:g} cores{gpu}",
             f"quire {receipt.versions.get('quire', '?')}",
             kernels,
             deviation(receipt) or "as asked",
@@ -181,7 +187,7 @@ def _origin_table(receipts: Sequence[Receipt]) -> Table:
 
 def _short(value: float) -> str:
     """Three digits or more, without an exponent."""
-    if abs(value) >= 100 or value == int(value):
+    if abs(value) >= 100 or value == 0:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
