@@ -57,7 +57,7 @@ class Admission:
                 raise RequestError(f"{name} must be a string, got {value!r}")
         timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
         if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
-            raise RequestError(f"timeout_s must be a number above 0, got {timeout_s!r}")
+            raise RequestError(f"timeout_s must be above 0, got {timeout_s!r}")
         seed = new_seed() if params.seed is None else params.seed % 2**64
         deadline = None if timeout_s is None else now + timeout_s
         request = Request(
