@@ -20,6 +20,7 @@ class Behaviour:
     api_key: str | None = None
     has_usage: bool = True
     has_models: bool = True
+    model: str = "tiny"
     is_chunked: bool = True
     max_pieces: int | None = None  # ends early, as at an end of text
     tokens_per_piece: int = 1
@@ -69,7 +70,7 @@ class OpenAILikeServer:
         ):
             _write_json(writer, 401, {"error": {"message": "wrong key"}})
         elif path == "/v1/models" and behaviour.has_models:
-            _write_json(writer, 200, {"object": "list", "data": [{"id": "tiny"}]})
+            _write_json(writer, 200, {"object": "list", "data": [{"id": behaviour.model}]})
         elif path in ("/v1/completions", "/v1/chat/completions"):
             await self.complete(path.endswith("chat/completions"), json.loads(content), writer)
         else:

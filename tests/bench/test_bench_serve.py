@@ -93,6 +93,13 @@ def test_json_is_the_receipt_and_the_model_may_be_chosen_or_missing(
     assert server.behaviour.bodies[-1]["model"] == "mine"
 
 
+def test_a_model_named_by_its_path_is_asked_for_so_and_shown_by_its_file(tmp_path: Path) -> None:
+    with serving(Behaviour(model="/home/me/models/one.gguf")) as server:
+        assert bench(server.url, tmp_path, *SMALL) == 0
+    assert server.behaviour.bodies[-1]["model"] == "/home/me/models/one.gguf"
+    assert only_receipt(tmp_path).model["name"] == "one.gguf"
+
+
 def test_completions_that_end_early_although_ignore_eos_was_sent_fail_a_strict_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

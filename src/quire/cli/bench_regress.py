@@ -20,7 +20,7 @@ def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="compare two sets of receipts: change or noise",
         description="Pairs receipts by kind, model, device and settings, and tells change from "
         "noise on their samples: a change is larger than the least effect, unlikely by chance "
-        "(permutation test, false discoveries at 1%%), at least four standard errors large, and "
+        "(permutation test, false discoveries at 1%), at least four standard errors large, and "
         "holds between all receipts of either side. Exit code 1 where anything became worse.",
         epilog="example: quire bench regress receipts/before receipts/after",
     )

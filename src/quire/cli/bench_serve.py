@@ -1,9 +1,9 @@
 """`quire bench serve`: loads an OpenAI-compatible server and tells what it gave."""
 
 import argparse
-import asyncio
 import os
 import sys
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench_options import add_receipt_options, command_line, finish, keep
@@ -18,6 +18,19 @@ KEY_VARIABLE = "QUIRE_API_KEY"
 FAILURE = 1
 _MIXES = ("fixed", "instruct", "chat", "conversation", "code")
 _SCENARIOS = ("plain", "convoy", "saturation", "soak")
+_NUMBERS: tuple[tuple[str, int | float, str], ...] = (
+    ("--prompt-tokens", 64, "fixed lengths: of a prompt"),
+    ("--new-tokens", 64, "fixed lengths: of a completion"),
+    ("--max-prompt-tokens", 4096, "other mixes: the longest prompt"),
+    ("--max-new-tokens", 1024, "other mixes: the longest completion"),
+    ("--clients", 4, "closed loop: requests at a time"),
+    ("--requests", 8, "closed loop: requests of each client"),
+    ("--duration", 30.0, "seconds of an open loop, a step or a soak"),
+    ("--long-rate", 0.5, "convoy: long prompts a second"),
+    ("--long-prompt-tokens", 2048, "convoy: of a long prompt"),
+    ("--rate-factor", 1.5, "saturation: by which the rate rises"),
+    ("--max-steps", 12, "saturation: at most so many steps"),
+)
 _EPILOG = """\
 scenarios:
   plain        one load: closed (--clients, --requests) or open (--rate, --duration)
@@ -67,23 +80,19 @@ def _add_server_options(group: "argparse._ArgumentGroup") -> None:
 
 def _add_load_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--mix", choices=_MIXES, default="fixed", help="of lengths (see below)")
-    group.add_argument("--prompt-tokens", type=int, default=64, metavar="N")
-    group.add_argument("--new-tokens", type=int, default=64, metavar="N")
     group.add_argument("--scale", type=float, default=1.0, help="multiplies the mix's lengths")
-    group.add_argument("--max-prompt-tokens", type=int, default=4096, metavar="N")
-    group.add_argument("--max-new-tokens", type=int, default=1024, metavar="N")
-    group.add_argument("--clients", type=int, default=4, metavar="N", help="closed loop (4)")
-    group.add_argument("--requests", type=int, default=8, metavar="N", help="of each client (8)")
-    group.add_argument("--rate", type=float, metavar="R", help="open loop: requests a second")
-    group.add_argument("--duration", type=float, default=30.0, metavar="S", help="of a step (30)")
-    group.add_argument("--long-prompt-tokens", type=int, default=2048, metavar="N", help="convoy")
-    group.add_argument("--long-rate", type=float, default=0.5, metavar="R", help="convoy")
-    group.add_argument("--rate-factor", type=float, default=1.5, metavar="X", help="saturation")
-    group.add_argument("--max-steps", type=int, default=12, metavar="N", help="saturation")
-    group.add_argument("--seed", type=int, default=0)
+    for flag, usual, what in _NUMBERS:
+        kind = type(usual)
+        group.add_argument(
+            flag, type=kind, default=usual, metavar="N", help=f"{what} (default: {usual:g})"
+        )
+    group.add_argument("--rate", type=float, metavar="N", help="open loop: requests a second")
+    group.add_argument("--seed", type=int, default=0, help="of lengths, texts and arrivals")
 
 
 def run(args: argparse.Namespace) -> int:
+    import asyncio
+
     from quire.bench.load_tables import lines
 
     _check(args)
@@ -198,7 +207,7 @@ def _receipt(args: argparse.Namespace, target: "Target", finding: "Finding") -> 
         created=now(),
         command=_command(args),
         seed=args.seed,
-        model={"name": target.model or "unnamed", "sha256": None, "quant": None},
+        model={"name": _shown_name(target.model), "sha256": None, "quant": None},
         machine=machine(),
         versions=versions(),
         asked={"device": None, "url": target.endpoint.url, "ignore_eos": args.ignore_eos},
@@ -212,6 +221,12 @@ def _receipt(args: argparse.Namespace, target: "Target", finding: "Finding") -> 
         samples=finding.samples,
         results=finding.results,
     )
+
+
+def _shown_name(model: str | None) -> str:
+    """Some servers name a model by its path: receipts are shown to others, who need the file's."""
+    name = model or "unnamed"
+    return PurePath(name).name if PurePath(name).is_absolute() else name
 
 
 def _shortfall(args: argparse.Namespace, finding: "Finding") -> str | None:
