@@ -162,6 +162,39 @@ def test_held_text_of_a_cancelled_request_comes_out() -> None:
     assert finish(engine)[request.id].text == "aEN"
 
 
+class Speechless(Letters):
+    """A detokenizer that one token leaves without words."""
+
+    def __init__(self, unknown: int) -> None:
+        super().__init__({})
+        self._unknown = unknown
+        self._is_lost = False
+
+    def add(self, token: int) -> str:
+        self._is_lost |= token == self._unknown
+        return self.flush() + super().add(token)
+
+    def flush(self) -> str:
+        if self._is_lost:
+            raise UnicodeError("no such letter")
+        return ""
+
+
+def test_a_detokenizer_that_raises_fails_its_request_alone() -> None:
+    unknown = solo(PROMPT, greedy(10))[0][4]
+    prompts = [PROMPT, [1], [2]]
+    assert all(unknown not in solo(prompt, greedy(10))[0] for prompt in prompts[1:])
+    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda: Speechless(unknown))
+    doomed, *others = [engine.add_request(prompt, greedy(10, stop=["x"])) for prompt in prompts]
+    found = finish(engine)
+    assert isinstance(found[doomed.id].error, RowFaultError)
+    assert "no such letter" in str(found[doomed.id].error)
+    for request in others:
+        assert tokens_of(found[request.id]) == solo(request.prompt, greedy(10))
+        assert found[request.id].text == "·" * 10
+    assert engine.snapshot().kv_usage == 0.0
+
+
 class Raw:
     """A detokenizer that is told what each token adds, and holds some of it to the end."""
 

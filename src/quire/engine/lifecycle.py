@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 
 from quire.core.errors import DeadlineError, QuireError, RequestCancelledError, RowFaultError
 from quire.core.plan import SequenceResult, Want
@@ -104,7 +105,11 @@ class Lifecycle:
             reason = self._reason_to_stop(sequence, token)
         text = ""
         if sequence.transcript is not None:
-            text, reason = self._write(sequence, token, reason)
+            try:
+                text, reason = self._write(sequence, token, reason)
+            except Exception as error:  # one odd token must not end everybody's step
+                self.fail(live, RowFaultError(f"the detokenizer failed: {error!r}"), now)
+                return
         if live.wants_pieces:
             logprobs = () if result.logprob is None else (result.logprob,)
             self.events.append(
@@ -200,7 +205,8 @@ class Lifecycle:
             sequence.is_done = True
             sequence.completion.finish_reason = _REASONS[status]
             if sequence.transcript is not None:
-                sequence.completion.text += sequence.transcript.finish().text
+                with suppress(Exception):  # what failed before may fail again
+                    sequence.completion.text += sequence.transcript.finish().text
             self._scheduler.leave(sequence, now, faulted=status is Status.FAILED)
         self._end(live, status, error, now)
 
