@@ -7,9 +7,9 @@ from quire.bench.receipts import Receipt
 
 _HEAD = (
     f"{'':<12} {'requests':>8} {'errors':>6} {'tokens/s':>9}   "
-    f"{'first token, ms':^26}   {'between tokens, ms':^26}"
+    f"{'first token, ms':^26}     {'between tokens, ms':^26}"
 )
-_UNDER = f"{'':<40}{'p50':>8} {'p95':>8} {'p99':>8}     {'p50':>8} {'p95':>8} {'p99':>8}"
+_UNDER = f"{'':<41}{'p50':>8} {'p95':>8} {'p99':>8}     {'p50':>8} {'p95':>8} {'p99':>8}"
 
 
 def lines(receipt: Receipt) -> Iterator[str]:
