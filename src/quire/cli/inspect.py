@@ -40,8 +40,14 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from quire.cli.inspection import inspect_model
     from quire.llm.assembly import tell_on_terminal
-    from quire.loader.defaults import resolve
+    from quire.core.errors import ConfigError
+    from quire.loader.defaults import DUMMY_PREFIX, resolve
 
+    if args.model.startswith(DUMMY_PREFIX):
+        raise ConfigError(
+            f"{args.model} is made in memory and has no file to look into; "
+            "`quire bench make-model` writes it as one"
+        )
     found = inspect_model(str(resolve(args.model, tell_on_terminal)))
     if args.json:
         print_json({**found.sections, "problems": found.problems})
