@@ -179,7 +179,7 @@ def _origin_table(receipts: Sequence[Receipt]) -> Table:
         rows[row] = rows.get(row, 0) + 1
     return Table(
         title="Where the figures come from",
-        columns=("kind", "model", "day", "machine", "version", "kernels", "path", "receipts"),
+        columns=("kind", "model", "day", "machine", "measured by", "kernels", "path", "receipts"),
         rows=[[*row, str(count)] for row, count in rows.items()],
         text_columns=7,
     )
