@@ -15,13 +15,13 @@ from quire.core.errors import ExecutorError, RowFaultError
 from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, StepResult, Want
 from quire.executors.sampler import Logits, sample
 from quire.executors.token_store import TokenStore
-from quire.executors.worker import CancelFlag, StepTicket, StepWorker
+from quire.executors.worker import CancelFlag, StepWorker
 
 # forward(tokens [B, T], mask [B, T]) -> logits [B, V], those after each row's last token
 Forward = Callable[[NDArray[np.int64], NDArray[np.bool_]], Any]
 
 
-class CallableExecutor:
+class CallableExecutor(StepWorker):
     """Steps run one after another on a thread of their own."""
 
     is_warm = True  # there is nothing to prepare
@@ -42,7 +42,7 @@ class CallableExecutor:
         self._clock = clock or RealClock()
         self._store = TokenStore(capacity.num_blocks, capacity.block_size)
         self._samples: dict[int, int] = {}  # the latest of each sequence in the last step
-        self._worker = StepWorker(self._run, "quire-forward")
+        super().__init__(self._compute, "quire-forward")
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
@@ -51,19 +51,7 @@ class CallableExecutor:
     def warm_up(self) -> None:
         """Nothing to do: the function is the user's."""
 
-    def submit(self, plan: StepPlan) -> StepTicket:
-        return self._worker.submit(plan)
-
-    def collect(self, ticket: StepTicket, timeout_s: float | None = None) -> StepResult:
-        return self._worker.collect(ticket, timeout_s)
-
-    def cancel(self, ticket: StepTicket) -> None:
-        self._worker.cancel(ticket)
-
-    def close(self) -> None:
-        self._worker.close()
-
-    def _run(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
+    def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
         started_at = self._clock.now()
         for copy in plan.copies:
             self._store.copy(copy.source, copy.target)

@@ -41,6 +41,8 @@ RunStep = Callable[[StepPlan, CancelFlag], StepResult]
 
 
 class StepWorker:
+    """The two phases of an executor whose steps are one function; such executors inherit them."""
+
     def __init__(self, run: RunStep, name: str) -> None:
         self._run = run
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=name)

@@ -19,7 +19,7 @@ from quire.core.plan import (
 )
 from quire.executors.reference.decoder import Decoder, Floats, KVBlocks, Row
 from quire.executors.sampler import sample, score
-from quire.executors.worker import CancelFlag, StepTicket, StepWorker
+from quire.executors.worker import CancelFlag, StepWorker
 from quire.model.loading import Model
 
 _STEPS_REMEMBERED = 8  # whose samples later steps may follow
@@ -32,7 +32,7 @@ class _Chunk(NamedTuple):
     rows: tuple[Row, ...]
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(StepWorker):
     """Slow, plain and right. Weights are unpacked to float32 on construction."""
 
     def __init__(
@@ -61,7 +61,7 @@ class ReferenceExecutor:
             max_step_tokens=max_step_tokens,
         )
         self._samples: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
-        self._worker = StepWorker(self._run, "quire-reference")
+        super().__init__(self._compute, "quire-reference")
 
     @property
     def capacity(self) -> Capacity:
@@ -78,19 +78,7 @@ class ReferenceExecutor:
     def warm_up(self) -> None:
         """The first step waits for nothing: there is nothing to compile."""
 
-    def submit(self, plan: StepPlan) -> StepTicket:
-        return self._worker.submit(plan)
-
-    def collect(self, ticket: StepTicket, timeout_s: float | None = None) -> StepResult:
-        return self._worker.collect(ticket, timeout_s)
-
-    def cancel(self, ticket: StepTicket) -> None:
-        self._worker.cancel(ticket)
-
-    def close(self) -> None:
-        self._worker.close()
-
-    def _run(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
+    def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
         started_at = self._clock.now()
         with np.errstate(all="ignore"):  # what is not finite is found in its row
             for copy in plan.copies:
