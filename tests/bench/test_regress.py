@@ -91,6 +91,20 @@ def test_a_slow_down_is_caught_through_noise_between_runs() -> None:
         assert verdicts(before, [run_of(seed) for seed in seeds[1::2]]) == ["same"] * 3
 
 
+def test_a_fall_to_a_ninth_is_seen_through_noise_as_a_rise_to_nine_times_is() -> None:
+    """As shares, -89% is less than 800%; as ratios they are one."""
+    quick, slow = (
+        [noisy(np.random.default_rng(seed), level, 10, 0.3) for seed in (1, 2)]
+        for level in (1.0, 9.0)
+    )
+    times = [[receipt({"a_s": run}) for run in runs] for runs in (quick, slow)]
+    rates = [
+        [receipt({"a_per_second": [1 / value for value in run]}) for run in runs]
+        for runs in (quick, slow)
+    ]
+    assert verdicts(*times) == verdicts(*rates) == ["loss"]
+
+
 def test_receipts_pair_by_what_was_measured() -> None:
     def of(batch: int, quant: str, level: float) -> Receipt:
         samples = {"a_s": [level + place / 1000 for place in range(8)], "odd": [1.0]}

@@ -35,9 +35,7 @@ def test_a_slowed_executor_is_caught(
     capsys.readouterr()
     assert main(["bench", "regress", str(tmp_path / "before"), str(tmp_path / "after")]) == 1
     told = capsys.readouterr().out
-    lines = {line.split()[0]: line for line in told.splitlines() if line.startswith("  ")}
-    assert "LOSS" in lines["run_s"]
-    assert "LOSS" in lines["completion_tokens_per_second"]
-    assert "gain" not in "".join(lines.values())
+    assert "LOSS" in told
+    assert ", 0 gain" in told
     same = ["bench", "regress", str(tmp_path / "before"), str(tmp_path / "before")]
     assert main(same) == 0

@@ -5,7 +5,8 @@ name says which way is better is judged (`…_s` and `…_bytes`: less; `…_per
 
 1. Samples that follow one another in a run resemble one another, so more than MAX_BLOCKS of them
    are folded into MAX_BLOCKS medians of consecutive ones; these are compared.
-2. Effect: the ratio of the medians. Below the least effect (5% unless told), it is no change.
+2. Effect: the ratio of the medians. Below the least effect (5% unless told) it is no change; a
+   rate's fall to 1/1.05 counts as a time's rise by 5%.
 3. Chance: a two-sided permutation test of the rank sum (Mann and Whitney's), with a seed; exact
    where there are few samples. Of all p-values together, those pass that Benjamini and Hochberg's
    procedure lets pass at 1%, so that a large grid does not find changes by its size alone.
@@ -66,6 +67,13 @@ class Comparison:
     def change(self) -> float:
         """How much more `after` is, as a share of `before`."""
         return self.after / self.before - 1.0 if self.before else 0.0
+
+    @property
+    def log_ratio(self) -> float:
+        """The change's size, the same whether something doubles or halves."""
+        if self.before > 0 and self.after > 0:
+            return abs(math.log(self.after / self.before))
+        return 0.0 if self.before == self.after else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,14 +288,14 @@ def _discovery_limit(p_values: Sequence[float]) -> float:
 def _verdict(comparison: Comparison, limit: float, least_effect: float) -> Comparison:
     is_change = (
         comparison.verdict != "too few"
-        and abs(comparison.change) >= least_effect
-        and abs(comparison.change) >= LEAST_ERRORS * comparison.standard_error
+        and comparison.log_ratio >= math.log1p(least_effect)
+        and comparison.log_ratio >= LEAST_ERRORS * comparison.standard_error
         and comparison.p_value <= limit
         and not comparison.receipts_overlap
     )
     if not is_change:
         return comparison
-    is_worse = (comparison.change > 0) == less_is_better(comparison.sample)
+    is_worse = (comparison.after > comparison.before) == less_is_better(comparison.sample)
     return replace(comparison, verdict="loss" if is_worse else "gain")
 
 
