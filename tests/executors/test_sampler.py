@@ -339,10 +339,19 @@ def test_no_score_is_given_unasked() -> None:
 # ---- faults
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_a_fault_of_the_row(bad: float) -> None:
     with pytest.raises(RowFaultError, match="finite"):
         sample(logits_of([1.0, bad, 0.0]), sampling_of(ZERO), 0)
+
+
+def test_minus_infinity_bans_a_token_but_not_all_of_them() -> None:
+    banned = [-math.inf, 1.0, -math.inf]
+    assert all(
+        sample(logits_of(banned), sampling_of(SamplingParams(), s), 0).token == 1 for s in range(9)
+    )
+    with pytest.raises(RowFaultError, match="finite"):
+        sample(logits_of([-math.inf] * 3), sampling_of(ZERO), 0)
 
 
 def test_a_mask_that_allows_nothing_is_a_fault_of_the_row() -> None:

@@ -1,11 +1,14 @@
 """StepWorker: steps in order on one thread, timeouts, cancel flags, closing."""
 
+import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from quire.core.errors import StepCancelledError, StepTimeoutError
+from quire.core.errors import ExecutorError, StepCancelledError, StepTimeoutError
 from quire.core.plan import StepPlan, StepResult
 from quire.executors.worker import CancelFlag, StepWorker
 
@@ -125,3 +128,33 @@ def test_closing_drops_the_steps_that_have_not_begun(steps: Steps, worker: StepW
     assert worker.collect(first, PATIENCE_S).step_id == 1
     with pytest.raises(StepCancelledError):
         worker.collect(second, PATIENCE_S)
+
+
+def test_a_step_that_never_ends_does_not_keep_the_process() -> None:
+    program = (
+        "import threading\n"
+        "from quire.core.plan import StepPlan\n"
+        "from quire.executors.worker import StepWorker\n"
+        "worker = StepWorker(lambda *_: threading.Event().wait(), 'hangs')\n"
+        "worker.submit(StepPlan(1, ()))\n"
+        "print('the end')\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (0, "the end\n")
+
+
+def test_the_thread_ends_with_a_worker_that_nobody_closed() -> None:
+    worker = StepWorker(lambda plan, _: StepResult(plan.step_id, 0.0, 0.0, ()), "forgotten")
+    worker.collect(worker.submit(StepPlan(1, ())), PATIENCE_S)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "forgotten"]
+    del worker
+    gc.collect()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_a_closed_worker_takes_no_more_steps(worker: StepWorker) -> None:
+    worker.close()
+    with pytest.raises(ExecutorError, match="closed"):
+        worker.submit(StepPlan(1, ()))

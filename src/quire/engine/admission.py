@@ -1,7 +1,9 @@
 """Admission: checks a request against what the engine can do, before anything is kept of it."""
 
 import itertools
-from collections.abc import Iterable
+import operator
+from collections.abc import Container, Iterable
+from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import RequestError
@@ -45,8 +47,9 @@ class Admission:
         key: str,
         priority: int,
         timeout_s: float | None,
+        taken_ids: Container[str] = (),
     ) -> Request:
-        request_id = request_id or f"request-{next(self._request_ids)}"
+        request_id = request_id or self._new_id(taken_ids)
         tokens = self._checked_prompt(prompt)
         self._check_room(tokens, params)
         self._check_params(params)
@@ -66,18 +69,19 @@ class Admission:
         request.move_to(Status.WAITING, now)
         return request
 
+    def _new_id(self, taken: Container[str]) -> str:
+        return next(name for n in self._request_ids if (name := f"request-{n}") not in taken)
+
     def _checked_prompt(self, prompt: Iterable[int]) -> tuple[int, ...]:
         if isinstance(prompt, str | bytes):
             raise RequestError("the engine takes token ids, got text; use LLM for text")
         if not isinstance(prompt, Iterable):
             raise RequestError(f"the prompt must be a list of token ids, got {prompt!r}")
-        tokens = tuple(prompt)
+        tokens = tuple(_integer(token, place) for place, token in enumerate(prompt))
         if not tokens:
             raise RequestError("the prompt is empty; it needs at least one token")
         vocabulary = self._capacity.vocabulary_size
         for place, token in enumerate(tokens):
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(f"prompt token {place} must be an integer, got {token!r}")
             if not 0 <= token < vocabulary:
                 raise RequestError(
                     f"prompt token {place} is {token}; the vocabulary has 0 to {vocabulary - 1}"
@@ -207,3 +211,14 @@ class Admission:
         except Exception as error:
             kind = params.constraint.kind
             raise RequestError(f"constraint {kind!r} cannot be followed: {error}") from error
+
+
+def _integer(token: Any, place: int) -> int:
+    """A token id as an int; numpy's integers are welcome."""
+    if isinstance(token, bool):
+        raise RequestError(f"prompt token {place} must be an integer, got {token!r}")
+    try:
+        return operator.index(token)
+    except TypeError as error:
+        message = f"prompt token {place} must be an integer, got {token!r}"
+        raise RequestError(message) from error

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from heapq import heappop, heappush
 
 from quire.core.clock import Clock, RealClock
@@ -16,6 +17,7 @@ from quire.core.errors import (
     ExecutorMemoryError,
     OverloadedError,
     RequestError,
+    StepCancelledError,
     StepTimeoutError,
 )
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, StepResult, Want
@@ -117,6 +119,7 @@ class Engine:
             key=key,
             priority=priority,
             timeout_s=timeout_s,
+            taken_ids=self._lifecycle.live,
         )
         if request.id in self._lifecycle.live:
             raise RequestError(f"request id {request.id!r} is in use")
@@ -137,9 +140,10 @@ class Engine:
     def _check_queue(self, request: Request) -> None:
         waiting = self._scheduler.waiting
         config = self.config
-        if len(waiting) >= config.max_queue_requests:
+        num_waiting = len(waiting) + len(self._scheduler.parked)
+        if num_waiting >= config.max_queue_requests:
             raise OverloadedError(
-                f"{len(waiting)} requests wait; the queue holds {config.max_queue_requests}",
+                f"{num_waiting} requests wait; the queue holds {config.max_queue_requests}",
                 self._retry_after(),
             )
         if waiting and waiting.num_tokens + request.num_tokens_asked > config.max_queue_tokens:
@@ -244,15 +248,15 @@ class Engine:
         """Wait for a step, then update; returns the host's seconds, the waiting left out."""
         step = flight.step
         try:
-            result = self._collect(flight)
+            result = self._collect(flight, self.config.step_timeout_s)
         except ExecutorError as error:
             try:
                 self._recover(step, error)
             except _UnresponsiveError:
-                self._give_up()
+                self._give_up(step)
             return 0.0
         except _UnresponsiveError:
-            self._give_up()
+            self._give_up(step)
             return 0.0
         started = time.perf_counter()
         self._footing.succeeded()
@@ -262,12 +266,12 @@ class Engine:
         self._lifecycle.apply(zip(step.rows, result.sequences, strict=True), self.clock.now())
         return time.perf_counter() - started
 
-    def _collect(self, flight: Flight) -> StepResult:
+    def _collect(self, flight: Flight, timeout_s: float | None) -> StepResult:
         if flight.error is not None:
             raise flight.error
         try:
             try:
-                return self.executor.collect(flight.ticket, self.config.step_timeout_s)
+                return self.executor.collect(flight.ticket, timeout_s)
             except StepTimeoutError:
                 self.executor.cancel(flight.ticket)
                 return self.executor.collect(flight.ticket, self.config.step_grace_s)
@@ -324,7 +328,8 @@ class Engine:
                 current.append(row)
             else:
                 self._roll_back(row)
-        outcome = isolate(current, self._run_rows, can_shrink=self.config.chunking)
+        run = partial(self._run_rows, is_hung=isinstance(error, StepCancelledError))
+        outcome = isolate(current, run, can_shrink=self.config.chunking)
         self._settle(step.rows)
         now = self.clock.now()
         self._lifecycle.apply(outcome.sound, now)
@@ -344,7 +349,7 @@ class Engine:
         while self._flights:
             flight = self._flights.popleft()
             with suppress(ExecutorError):  # its rows are run again whatever became of them
-                self._collect(flight)
+                self._collect(flight, self.config.step_timeout_s)
             for row in flight.step.rows:
                 self._roll_back(row)
             self._settle(flight.step.rows)
@@ -363,11 +368,16 @@ class Engine:
         else:
             sequence.num_computed = min(sequence.num_computed, row.plan.start)
 
-    def _run_rows(self, rows: SequenceOf[Row]) -> SequenceOf[SequenceResult]:
+    def _run_rows(
+        self, rows: SequenceOf[Row], *, is_hung: bool = False
+    ) -> SequenceOf[SequenceResult]:
         """Run some rows of a failed step again, as a step of their own."""
         again = [row._replace(plan=_resolved(row)) for row in rows]
         part = Step(self._scheduler.new_step_id(), again)
-        return self._collect(self._submit(part, part.plan())).sequences
+        timeout_s = self.config.step_timeout_s
+        if timeout_s is not None and is_hung:  # a part takes less; do not wait as long for each
+            timeout_s = min(timeout_s, self.config.step_grace_s)
+        return self._collect(self._submit(part, part.plan()), timeout_s).sequences
 
     def _apply_footing(self) -> None:
         self._scheduler.batch_limit = self._footing.batch_limit
@@ -379,8 +389,9 @@ class Engine:
         while len(running) > self._footing.batch_limit:
             self._scheduler.preempt(running[-1], self.clock.now())
 
-    def _give_up(self) -> None:
+    def _give_up(self, step: Step) -> None:
         """The executor is beyond reach: end every request with an error that says so."""
+        self._settle(step.rows)
         waited = (self.config.step_timeout_s or 0.0) + self.config.step_grace_s
         self._fail_all(ExecutorError(f"the executor did not answer within {waited:g} s"))
 
@@ -391,7 +402,8 @@ class Engine:
 
     def _fail_all(self, error: ExecutorError) -> None:
         self._is_stuck = True
-        self._flights.clear()
+        while self._flights:
+            self._settle(self._flights.popleft().step.rows)
         for live in list(self._lifecycle.live.values()):
             self._lifecycle.fail(live, error, self.clock.now())
 

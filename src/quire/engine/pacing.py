@@ -4,7 +4,7 @@ from quire.core.config import EngineConfig
 
 _FORGETTING = 0.995  # older steps count less: half after 140 steps
 _MARGIN = 0.96  # plan for a little less than the target
-_SMALLEST_CHUNK = 16  # prompts go on, however slow the steps
+SMALLEST_CHUNK = 16  # prompts go on, however slow the steps
 _FIRST_BUDGET = 64  # tokens of a step before anything is known
 _SCALES = (1.0, 1 / 64, 1 / 4096)  # bring 1, tokens and context to one size
 
@@ -91,7 +91,7 @@ class Pacer:
             return self._max_step_tokens
         within = self._model.tokens_within(self._target_s, context)
         grown = max(_FIRST_BUDGET, 2 * self._model.largest_step)
-        budget = max(min(within, grown), num_decodes + _SMALLEST_CHUNK)
+        budget = max(min(within, grown), num_decodes + SMALLEST_CHUNK)
         return min(budget, self._max_step_tokens)
 
     def row_tokens(self, context: int) -> int:

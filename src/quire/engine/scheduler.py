@@ -16,7 +16,7 @@ from quire.core.plan import BlockCopy, Capacity, History, SequencePlan, StepPlan
 from quire.core.request import Status, WaitReason
 from quire.engine.company import Company
 from quire.engine.fairness import Ledger, WaitingLines
-from quire.engine.pacing import Pacer, StepTimeModel
+from quire.engine.pacing import SMALLEST_CHUNK, Pacer, StepTimeModel
 from quire.engine.sequence import Sequence
 from quire.engine.stats import EngineStats
 from quire.kvcache import KVCache
@@ -211,8 +211,10 @@ class Scheduler:
             num_computed = sequence.num_computed
             length = len(sequence.tokens) + sequence.num_pending
             if length == num_computed + 1:
-                if length == sequence.max_length or (sequence.num_pending and sequence.grammar):
-                    continue  # its last token, or the next mask, is still on its way
+                if length == sequence.max_length:
+                    continue  # its last token is still on its way
+                if sequence.num_pending and sequence.grammar is not None:
+                    continue  # the next mask follows from a token still on its way
                 decodes.append(sequence)
                 context += num_computed
             elif length > num_computed:
@@ -231,7 +233,10 @@ class Scheduler:
         """First come, first served: how many tokens each prompt gets."""
         grants: dict[Sequence, int] = {}
         for sequence in prompts:
-            budget -= self.pacer.row_tokens(sequence.num_computed)
+            cost = self.pacer.row_tokens(sequence.num_computed)
+            if not grants:  # the first goes on, however long its context
+                cost = min(cost, max(0, budget - SMALLEST_CHUNK))
+            budget -= cost
             wanted = sequence.num_remaining
             if budget <= 0 or (wanted > budget and not self.config.chunking):
                 break
@@ -381,10 +386,14 @@ class Scheduler:
                 return WaitReason.BATCH_FULL if is_full else WaitReason.DEGRADED
             if not self.pacer.admits(num_slots, self._expected_context(sequence)):
                 return WaitReason.PACING
-        room = self.cache.pool.num_free - len(self.running)  # each running one may want a block
+        room = self.cache.pool.num_free - sum(map(self._blocks_to_come, self.running))
         if self.cache.cost(sequence.hold, sequence.tokens) > room:
             return WaitReason.NO_BLOCKS
         return None
+
+    def _blocks_to_come(self, sequence: Sequence) -> int:
+        """Blocks a running sequence still needs for its prompt, or may soon want for its next."""
+        return max(1, self.cache.blocks_for(len(sequence.tokens)) - len(sequence.hold.blocks))
 
     def _expected_context(self, newcomer: Sequence) -> int:
         """The context of the batch once it has grown half way to what its requests ask for."""
@@ -407,8 +416,9 @@ class Scheduler:
         if request.metrics.started_at is None:
             request.metrics.started_at = self._now
             request.metrics.num_cached_tokens = sequence.num_computed
-            self._stats.prefix_queries += len(sequence.tokens)
-            self._stats.prefix_hits += sequence.num_computed
+            if sequence.hold.salt is not None:
+                self._stats.prefix_queries += len(sequence.tokens)
+                self._stats.prefix_hits += sequence.num_computed
         self.join(sequence)
 
     def _displace_for(self, newcomer: Sequence) -> bool:

@@ -33,7 +33,7 @@ def sample(
     allowed: bytes | None = None,
 ) -> Choice:
     """Choose the token at a completion position; RowFaultError where there is none to choose."""
-    if not np.isfinite(logits).all():
+    if np.isnan(logits).any() or not np.isfinite(logits.max()):  # -inf is a banned token
         raise RowFaultError("the logits are not finite")
     try:
         scores = _adjusted(logits, sampling, completion_position, history, allowed)

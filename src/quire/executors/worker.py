@@ -6,12 +6,14 @@ within reach.
 """
 
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 
-from quire.core.errors import StepCancelledError, StepTimeoutError
+from quire.core.errors import ExecutorError, StepCancelledError, StepTimeoutError
 from quire.core.plan import StepPlan, StepResult
 
 
@@ -40,20 +42,28 @@ class StepTicket:
 RunStep = Callable[[StepPlan, CancelFlag], StepResult]
 
 
+_Queue = SimpleQueue[tuple[RunStep, StepPlan, StepTicket] | None]  # None: nothing more comes
+
+
 class StepWorker:
-    """The two phases of an executor whose steps are one function; such executors inherit them."""
+    """The two phases of an executor whose steps are one function; such executors inherit them.
+
+    The thread is a daemon, unlike a pool's: a step that never ends must not keep the process.
+    """
 
     def __init__(self, run: RunStep, name: str) -> None:
         self._run = run
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._queue: _Queue = SimpleQueue()
+        self._is_closed = False
+        weakref.finalize(self, self._queue.put, None)  # the thread ends with its owner
+        threading.Thread(target=_work, args=[self._queue], name=name, daemon=True).start()
 
     def submit(self, plan: StepPlan) -> StepTicket:
-        flag = CancelFlag()
-        return StepTicket(plan.step_id, flag, self._threads.submit(self._start, plan, flag))
-
-    def _start(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
-        flag.check()
-        return self._run(plan, flag)
+        if self._is_closed:
+            raise ExecutorError("the executor is closed")
+        ticket = StepTicket(plan.step_id, CancelFlag(), Future())
+        self._queue.put((self._run, plan, ticket))
+        return ticket
 
     def collect(self, ticket: StepTicket, timeout_s: float | None = None) -> StepResult:
         try:
@@ -73,4 +83,29 @@ class StepWorker:
         ticket.flag.set()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Drop the steps that have not begun; the one that runs may end."""
+        self._is_closed = True
+        while True:
+            try:
+                item = self._queue.get_nowait()
+            except Empty:
+                break
+            if item is not None:
+                item[2].future.cancel()
+        self._queue.put(None)
+
+
+def _work(queue: _Queue) -> None:
+    while (item := queue.get()) is not None:
+        _run_step(*item)
+        del item  # keep nothing alive while there is nothing to do
+
+
+def _run_step(run: RunStep, plan: StepPlan, ticket: StepTicket) -> None:
+    try:
+        ticket.flag.check()
+        result = run(plan, ticket.flag)
+    except BaseException as error:
+        ticket.future.set_exception(error)
+    else:
+        ticket.future.set_result(result)
