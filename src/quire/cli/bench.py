@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli import (
+    bench_compare,
     bench_grid,
     bench_latency,
     bench_limits,
@@ -29,6 +30,7 @@ _MODULES = (
     bench_latency,
     bench_grid,
     bench_serve,
+    bench_compare,
     bench_regress,
     bench_report,
 )
