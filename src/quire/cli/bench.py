@@ -17,6 +17,7 @@ from quire.cli import (
     bench_report,
     bench_serve,
     bench_throughput,
+    bench_tune,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _MODULES = (
     bench_grid,
     bench_serve,
     bench_compare,
+    bench_tune,
     bench_regress,
     bench_report,
 )
