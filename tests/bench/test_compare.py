@@ -151,13 +151,14 @@ def test_packages_are_compared_for_real(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_packages(tmp_path, monkeypatch)
-    assert bench(tmp_path, "--strict", "--quant", "Q8_0", "--seed", "3") == 0
+    assert bench(tmp_path, "--strict", "--quant", "Q8_0", "--rival-threads", "3") == 0
     printed, _ = capsys.readouterr()
     assert printed.startswith("dummy:tiny:Q8_0; quire on reference\n")
     assert len(printed.splitlines()) == 2 + 2 * 3 * 3  # batches, engines, rates
     receipt = only_receipt(tmp_path)
     assert receipt.versions["llama.cpp"] == receipt.versions["transformers"] == "9.9"
-    assert "FAKE = 1" in receipt.executed["rivals"]["llama.cpp"]["about"]
+    assert receipt.executed["rivals"]["transformers"]["about"].endswith("3 threads")
+    assert "3 threads; CPU : FAKE = 1" in receipt.executed["rivals"]["llama.cpp"]["about"]
     assert receipt.settings["batches"] == [1, 3]
     for rival in ("llama.cpp", "transformers"):
         for metric in compare_module.METRICS:
@@ -210,6 +211,7 @@ def test_a_receipt_does_not_tell_where_an_interpreter_lies(
         (["--rivals", "vllm"], "--rivals has 'vllm': there are llama.cpp, transformers and URLs"),
         (["--python-for", "llama.cpp"], "--python-for is 'llama.cpp': expected NAME=PATH"),
         (["--python-for", "x=y"], "--python-for is 'x=y': expected NAME=PATH"),
+        (["--rival-threads", "0"], "--rival-threads must be at least 1, got 0"),
         (["--timeout", "0"], "--timeout must be above 0"),
         (["--rivals", "http://a:b"], "URL 'http://a:b'"),
         (["--batch", "0"], "--batch must be sizes of at least 1"),

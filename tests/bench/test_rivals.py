@@ -87,6 +87,17 @@ def test_a_worker_in_its_process_is_timed(
     assert timing.seconds == pytest.approx(timing.prompt_s + timing.completion_s)
 
 
+def test_llama_cpp_repacks_weights_unless_told_not_to(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_packages(tmp_path, monkeypatch)
+    for repack, told in ((True, "2 threads; CPU"), (False, "2 threads; weights not repacked; CPU")):
+        rival = PackageRival("llama.cpp", model, WorkerSettings(threads=2, repack=repack))
+        rival.close()
+        assert rival.facts["about"].startswith(told)
+        assert rival.facts["about"].endswith(f"REPACKS = {repack}")
+
+
 def test_rates_count_the_first_token_to_the_prompt() -> None:
     timing = Timing(2.0, 30, 12, prompt_s=0.5, completion_s=1.5, num_sequences=3)
     assert timing.rates == {
@@ -125,7 +136,9 @@ def test_an_error_of_the_engine_is_told(
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("sys.exit('out of luck')", "ended unasked: it said …out of luck"),
+        ("sys.exit('out of luck')", "ended unasked; it said …out of luck"),
+        ("import os; os.kill(os.getpid(), 9)", "ended unasked by SIGKILL; it said nothing"),
+        ("import os; os.kill(os.getpid(), 4)", r"by SIGILL: .*\(try --no-repack\)"),
         ("print('hello', flush=True)", r"answered 'hello\\n', not JSON"),
         ("print('[1]', flush=True)", r"answered '\[1\]\\n': no tokens"),
         ('print(\'{"tokens": [[1]], "seconds": 1}\', flush=True)', r"gave \[1\] tokens, not 2"),

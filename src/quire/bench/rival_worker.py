@@ -41,13 +41,14 @@ class LlamaCpp:
     package = "llama_cpp"
     distribution = "llama_cpp_python"
 
-    def __init__(self, model: str, threads: int, use_gpu: bool) -> None:
+    def __init__(self, model: str, threads: int, use_gpu: bool, repack: bool = True) -> None:
         self._api: Any = importlib.import_module(self.package)
         self._numpy: Any = importlib.import_module("numpy")  # which the package needs itself
-        self._threads = threads
+        self._threads, self._repack = threads, repack
         self._api.llama_backend_init()
         params = self._api.llama_model_default_params()
         params.n_gpu_layers = 999 if use_gpu else 0
+        params.use_extra_bufts = repack
         self._model = self._api.llama_model_load_from_file(os.fsencode(model), params)
         if not self._model:
             raise RuntimeError("llama.cpp could not load the model")
@@ -59,7 +60,8 @@ class LlamaCpp:
     @property
     def about(self) -> str:
         features = self._api.llama_print_system_info().decode(errors="replace").strip()
-        return f"{self._threads} threads; {features}"
+        how = "" if self._repack else "weights not repacked; "
+        return f"{self._threads} threads; {how}{features}"
 
     def run(self, prompts: "list[list[int]]", new_tokens: int) -> Times:
         length = max(map(len, prompts)) + new_tokens

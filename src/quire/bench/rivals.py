@@ -6,6 +6,7 @@ A rival that is not there is no failure of the run: RivalMissingError says how t
 import asyncio
 import json
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,7 @@ class WorkerSettings:
     threads: int = 1
     use_gpu: bool = False
     timeout_s: float = 600.0  # for one answer
+    repack: bool = True  # llama.cpp's weights, for the processor's widest instructions
 
 
 class PackageRival:
@@ -118,7 +120,13 @@ class PackageRival:
 
     def _open(self, model: Path) -> dict[str, str]:
         settings = self._settings
-        options = {"model": str(model), "threads": settings.threads, "use_gpu": settings.use_gpu}
+        options: dict[str, Any] = {
+            "model": str(model),
+            "threads": settings.threads,
+            "use_gpu": settings.use_gpu,
+        }
+        if not settings.repack and self.name == "llama.cpp":
+            options["repack"] = False
         answer = self._ask({"open": options}, "ready", "missing")
         if "missing" in answer:
             raise RivalMissingError(
@@ -171,23 +179,36 @@ class PackageRival:
                 f"{self.name} did not answer within {self._settings.timeout_s:g} s (--timeout)"
             ) from None
         if not line:
-            raise RivalFailedError(f"{self.name} ended unasked: {self._last_words()}")
+            raise RivalFailedError(
+                f"{self.name} ended unasked{self._cause()}; {self._last_words()}"
+            )
         return line
+
+    def _cause(self) -> str:
+        """The signal that ended it; an illegal instruction has a known way round."""
+        code = self._end()
+        if code == -signal.SIGILL and self.name == "llama.cpp":
+            return " by SIGILL: it uses instructions that this machine refuses (try --no-repack)"
+        return f" by {signal.Signals(-code).name}" if code < 0 else ""
 
     def _last_words(self) -> str:
         self._said.seek(0)
         words = " ".join(self._said.read().decode(errors="replace").split())
         return f"it said …{words[-_SHOWN_CHARACTERS:]}" if words else "it said nothing"
 
+    def _end(self) -> int:
+        """Wait for the process's end, though not for ever; its exit code."""
+        try:
+            return self._process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
     def close(self) -> None:
         """The end of its input ends a worker; one that does not heed it is killed."""
         with suppress(BrokenPipeError):  # it is gone already
             self._input.close()
-        try:
-            self._process.wait(_CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._end()
         self._reader.join()
         self._said.close()
 

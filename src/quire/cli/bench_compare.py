@@ -34,10 +34,10 @@ examples:
   quire bench compare --model model.gguf --batch 1,8 --rivals llama.cpp,http://127.0.0.1:8000
 
 Engines take turns, round by round, on the same prompts; a round gives one ratio, and the median and
-range of the ratios are told. A dummy model is written to a file for the rivals, and removed. Rivals
-run on --threads, or else on all this process may use. A server gets words for tokens, asks and
-answers over HTTP, takes a key from QUIRE_API_KEY, and must heed ignore_eos. A rival that is missing
-or fails is named and left out; with --strict that is an exit of 1.
+range of the ratios are told. A dummy model is written to a file for the rivals, and removed. A
+server gets words for tokens, asks and answers over HTTP, takes a key from QUIRE_API_KEY, and must
+heed ignore_eos. A rival that is missing or fails is named and left out; with --strict that is an
+exit of 1.
 """
 
 
@@ -82,6 +82,18 @@ def _add_rival_options(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="of a rival's batch"
+    )
+    group.add_argument(
+        "--rival-threads",
+        type=int,
+        metavar="N",
+        help="threads of rivals (default: --threads, or else all this process may use)",
+    )
+    group.add_argument(
+        "--no-repack",
+        action="store_true",
+        help="llama.cpp: leave weights as the file has them (slower; some virtual machines refuse "
+        "the AMX instructions that it repacks them for)",
     )
     group.add_argument("--allow-remote", action="store_true", help="load another machine's server")
 
@@ -149,6 +161,8 @@ def _interpreters(args: argparse.Namespace) -> dict[str, str]:
                 f"--python-for is {pair!r}: expected NAME=PATH with NAME of {', '.join(_PACKAGED)}"
             )
         found[name] = path
+    if args.rival_threads is not None and args.rival_threads < 1:
+        raise ConfigError(f"--rival-threads must be at least 1, got {args.rival_threads}")
     if not args.timeout > 0:
         raise ConfigError(f"--timeout must be above 0, got {args.timeout}")
     return found
@@ -200,9 +214,10 @@ def _open_rival(
     if name in _PACKAGED:
         settings = WorkerSettings(
             python=interpreters.get(name, sys.executable),
-            threads=args.threads or usable_threads(),
+            threads=args.rival_threads or args.threads or usable_threads(),
             use_gpu=subject.executed["device"] == "cuda",
             timeout_s=args.timeout,
+            repack=not args.no_repack,
         )
         return PackageRival(name, path, settings)
     key = os.environ.get(KEY_VARIABLE) or None
@@ -232,6 +247,8 @@ def _receipt(
             "new_tokens": wanted.new_tokens,
             "repeats": wanted.repeats,
             "rivals": list(args.rivals),
+            "rival_threads": args.rival_threads,
+            "repack": not args.no_repack,
         },
         samples=figures.samples,
         results=figures.results,

@@ -20,11 +20,12 @@ def llama_backend_init() -> None:
 
 
 def llama_model_default_params() -> Any:
-    return SimpleNamespace(n_gpu_layers=-1)
+    return SimpleNamespace(n_gpu_layers=-1, use_extra_bufts=None)
 
 
 def llama_model_load_from_file(path: bytes, params: Any) -> Any:
     assert params.n_gpu_layers in (0, 999)
+    os.environ["FAKE_REPACKS"] = str(params.use_extra_bufts)  # for system_info to tell
     return SimpleNamespace() if os.path.exists(path) else None
 
 
@@ -37,7 +38,7 @@ def llama_vocab_n_tokens(vocabulary: Any) -> int:
 
 
 def llama_print_system_info() -> bytes:
-    return b"CPU : FAKE = 1"
+    return f"CPU : FAKE = 1 | REPACKS = {os.environ['FAKE_REPACKS']}".encode()
 
 
 def llama_context_default_params() -> Any:
