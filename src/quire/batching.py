@@ -79,10 +79,10 @@ class BatchProcessor:
         self._engine = AsyncEngine(Engine(executor, config, end_token_ids=end_token_ids))
 
     async def process_request(
-        self, prompt: Iterable[int], params: SamplingParams = _GREEDY, **options: Any
+        self, prompt: Iterable[int], params: SamplingParams | None = None, **options: Any
     ) -> int:
         """The one token after the prompt: greedy, or as the params say."""
-        return (await self.generate(prompt, _one_token(params), **options))[0]
+        return (await self.generate(prompt, _one_token(params or _GREEDY), **options))[0]
 
     async def generate(
         self, prompt: Iterable[int], params: SamplingParams | None = None, **options: Any

@@ -121,3 +121,13 @@ def test_interrupts_and_exhaustion_have_exit_codes(
     monkeypatch.setattr(generate, "run", run)
     assert main(["generate"]) == code
     assert capsys.readouterr().err == message
+
+
+def test_an_output_that_is_closed_or_full_is_no_accident() -> None:
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *COMMAND, "doctor"], capture_output=True)
+    assert (closed.returncode, closed.stderr) == (0, b"")
+    full = subprocess.run(
+        ["sh", "-c", '"$@" >/dev/full', "sh", *COMMAND, "doctor"], capture_output=True, text=True
+    )
+    assert full.returncode == 1
+    assert full.stderr == "quire: cannot write the output: No space left on device\n"

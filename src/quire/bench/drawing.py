@@ -58,4 +58,7 @@ def _axes(count: int) -> tuple[Any, list[Any]]:
 
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})  # the same figures give the same file
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": "quire"}):  # the same figures give the same file
+        figure.savefig(path, metadata={"Date": None})

@@ -39,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from quire.cli.inspection import inspect_model
-    from quire.llm.assembly import tell_on_terminal
     from quire.core.errors import ConfigError
+    from quire.llm.assembly import tell_on_terminal
     from quire.loader.defaults import DUMMY_PREFIX, resolve
 
     if args.model.startswith(DUMMY_PREFIX):

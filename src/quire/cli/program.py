@@ -1,6 +1,7 @@
 """The program `quire`: finds the command, runs it, and turns what goes wrong into one line."""
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -36,11 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal may lack a character: print the rest
+    if sys.stdout is None:  # closed by the caller, who wants nothing printed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        return _leave_quietly()
+        return _leave_quietly(PIPE_CLOSED)
+    except OSError as error:
+        complain(f"cannot write the output: {error.strerror}")
+        return _leave_quietly(FAILURE)
     return code
 
 
@@ -52,6 +58,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         return code
     except BrokenPipeError:
         raise
+    except OSError as error:
+        if error.filename is None and error.errno == errno.ENOSPC:
+            raise  # the output's disk is full
+        return _unexpected(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except QuireError as error:
@@ -59,12 +69,16 @@ def _run(arguments: Sequence[str] | None) -> int:
     except MemoryError:
         return _fail("there is not enough memory")
     except Exception as error:
-        if os.environ.get("QUIRE_TRACEBACK"):
-            raise
-        return _fail(
-            f"this should not have happened: {type(error).__name__}: {error} "
-            "(QUIRE_TRACEBACK=1 shows where)"
-        )
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    if os.environ.get("QUIRE_TRACEBACK"):
+        raise error
+    return _fail(
+        f"this should not have happened: {type(error).__name__}: {error} "
+        "(QUIRE_TRACEBACK=1 shows where)"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,7 +110,7 @@ def _fail(message: str) -> int:
     return FAILURE
 
 
-def _leave_quietly() -> int:
-    """Nobody reads the output any more: keep Python from complaining of that when it ends."""
+def _leave_quietly(code: int) -> int:
+    """Nobody gets the output any more: keep Python from complaining of that when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return PIPE_CLOSED
+    return code

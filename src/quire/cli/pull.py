@@ -34,7 +34,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from quire.loader.defaults import pull
 
-    path = pull(args.name, lambda line: print(f"quire: {line}", file=sys.stderr, flush=True))
+    def tell(line: str) -> None:
+        print(f"quire: {line}", file=sys.stderr, flush=True)
+
+    path = pull(args.name, tell, recheck=True)
     if args.json:
         print_json({"name": args.name, "path": str(path), "bytes": path.stat().st_size})
     else:

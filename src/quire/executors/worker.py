@@ -105,7 +105,9 @@ def _run_step(run: RunStep, plan: StepPlan, ticket: StepTicket) -> None:
     try:
         ticket.flag.check()
         result = run(plan, ticket.flag)
-    except BaseException as error:
+    except Exception as error:
         ticket.future.set_exception(error)
+    except BaseException as error:  # such as SystemExit: it ends the step, not the engine's thread
+        ticket.future.set_exception(ExecutorError(f"the step raised {error!r}"))
     else:
         ticket.future.set_result(result)

@@ -126,7 +126,11 @@ def _token_ids(prompt: Any) -> list[int]:
 
 
 def _is_token(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def _is_unicode(text: str) -> bool:

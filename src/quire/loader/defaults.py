@@ -57,18 +57,19 @@ def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     return path
 
 
-def pull(name: str, progress: Progress | None = None) -> Path:
+def pull(name: str, progress: Progress | None = None, *, recheck: bool = False) -> Path:
     """Fetch a known model into the cache folder unless it is there, and return its path.
 
-    The file is checked and appears in its place whole or not at all.
+    The file is checked and appears in its place whole or not at all. `recheck`: check one that is
+    there as well, and fetch it anew if it has changed.
     """
     if name not in DEFAULT_MODELS:
         raise ModelFileError(f"no model is known as {name!r}; known: {', '.join(DEFAULT_MODELS)}")
     model = DEFAULT_MODELS[name]
     target = cache_folder() / model.file_name
-    if _is_there(target, model):
-        return target
     tell = progress or _say_nothing
+    if _is_there(target, model) and not (recheck and _has_changed(target, model, tell)):
+        return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="pull-", dir=target.parent) as folder:
@@ -101,6 +102,12 @@ def _is_there(target: Path, model: DefaultModel) -> bool:
         return target.stat().st_size == model.file_bytes
     except OSError:
         return False
+
+
+def _has_changed(target: Path, model: DefaultModel, tell: Progress) -> bool:
+    tell(f"checking {model.file_name}")
+    with target.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() != model.sha256
 
 
 def _download(model: DefaultModel, folder: Path) -> Path:
