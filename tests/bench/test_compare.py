@@ -107,6 +107,7 @@ def test_ratios_are_those_of_each_round() -> None:
         f"batch_4_a_{OUTPUT}": [5.0, 10.0, 8.0],
         f"batch_4_a_{OUTPUT}_ratio": [2.0, 3.0, 1.0],
     }
+    assert figures.results[f"quire_by_a_batch_4_{OUTPUT}"] == 2.0
     last = ["4", "a", "output", "8.0", "2.00", "(1.00", "to", "3.00)"]
     told = figures.results["batch_4"]["a"][OUTPUT]
     assert told["quire_by_rival"] == {"low": 1.0, "median": 2.0, "high": 3.0, "relative": 1.0}

@@ -77,7 +77,11 @@ class Findings:
                     told[metric] = {"rate": spread(rates)}
                     if name != QUIRE:
                         samples[f"batch_{batch}_{name}_{metric}_ratio"] = ratios
-                        told[metric]["quire_by_rival"] = spread(ratios)
+                        found_spread = told[metric]["quire_by_rival"] = spread(ratios)
+                        if found_spread is not None:  # also by itself, for tables of any receipts
+                            results[f"quire_by_{name}_batch_{batch}_{metric}"] = found_spread[
+                                "median"
+                            ]
             results[f"batch_{batch}"] = cell
         return Figures(samples, results)
 
@@ -165,7 +169,8 @@ def table(results: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{'batch':>5}  {'engine':<24}{'rate':<12}{'tokens/s':>10}  quire / rival (least to most)"
     ]
-    for cell_name, cell in results.items():
+    cells = {name: cell for name, cell in results.items() if isinstance(cell, Mapping)}
+    for cell_name, cell in cells.items():
         for name, metrics in cell.items():
             for metric, told in metrics.items():
                 kind = metric.removesuffix("_tokens_per_second")
