@@ -112,9 +112,8 @@ class Lifecycle:
                 return
         if live.wants_pieces:
             logprobs = () if result.logprob is None else (result.logprob,)
-            self.events.append(
-                Piece(live.request.id, completion.index, (token,), text, logprobs, reason)
-            )
+            piece = (live.request.id, completion.index, (token,), text, logprobs, reason)
+            self.events.append(tuple.__new__(Piece, piece))  # skips a Python call a token
         if reason is not None:
             self._finish(sequence, reason, now)
 

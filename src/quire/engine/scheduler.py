@@ -21,6 +21,8 @@ from quire.engine.sequence import Sequence
 from quire.engine.stats import EngineStats
 from quire.kvcache import KVCache
 
+_new_tuple = tuple.__new__  # makes a named tuple without the call that its own constructor is
+
 
 class Row(NamedTuple):
     """A planned chunk and the sequence it belongs to."""
@@ -271,11 +273,43 @@ class Scheduler:
         for sequence in decodes:
             if not sequence.is_running:
                 continue
+            if sequence.num_computed < sequence.num_writable and not sequence.is_special:
+                self._plan_plain_decode(step, sequence)
+                continue
             while not self._plan_row(step, sequence, 1):
                 victim = self.running[-1]
                 self.preempt(victim, self._now)
                 if victim is sequence:
                     break
+
+    def _plan_plain_decode(self, step: Step, sequence: Sequence) -> None:
+        """What _plan_row comes to for nearly every row of a large batch, in half the time."""
+        start = sequence.num_computed
+        is_known = start < len(sequence.tokens)
+        row = _new_tuple(
+            SequencePlan,
+            (
+                sequence.id,
+                start,
+                (sequence.tokens[start],) if is_known else (),
+                None if is_known else sequence.last_step,
+                sequence.hold.table,
+                Want.SAMPLE,
+                sequence.sampling,
+                start + 1 - sequence.prompt_length,
+                None,  # history
+                None,  # mask
+                (),  # prompt targets
+            ),
+        )
+        step.rows.append(_new_tuple(Row, (row, sequence, sequence.epoch, ())))
+        step.num_tokens += 1
+        step.context += start + 1
+        sequence.num_computed = start + 1
+        sequence.num_pending += 1
+        sequence.last_step = step.id
+        if sequence.wait_reason is not None:
+            sequence.wait_for(None, self._now)
 
     def _plan_row(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
         """Add a chunk of the sequence to the step; False if there are no blocks for it."""
