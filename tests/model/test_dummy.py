@@ -67,7 +67,7 @@ def test_shapes_have_the_weights_of_the_models_they_stand_for(shape: str, billio
 
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
-    [  # what the files of such models weigh that llama.cpp made
+    [  # what the mixes come to: held so that a change of a mix shows, not taken from other files
         ("dummy:llama-8b:Q4_K_M", 4.92),
         ("dummy:llama-8b:Q5_K_M", 5.73),
         ("dummy:llama-8b:Q6_K", 6.60),
@@ -78,7 +78,9 @@ def test_shapes_have_the_weights_of_the_models_they_stand_for(shape: str, billio
         ("dummy:llama-8b:Q2_K", 3.18),
     ],
 )
-def test_an_8b_model_weighs_what_published_files_weigh(name: str, gigabytes: float) -> None:
+def test_the_weight_of_each_mix_of_an_8b_model_stays_what_it_is(
+    name: str, gigabytes: float
+) -> None:
     assert DummyModel(name).file_bytes / 1e9 == pytest.approx(gigabytes, abs=0.012)
 
 
