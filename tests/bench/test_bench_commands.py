@@ -96,6 +96,7 @@ def test_limits_are_measured_and_kept(quire: Quire, receipts: Path) -> None:
     rates: Any = kept.results["memory_read_bytes_per_second"]
     assert rates["best"] == max(rates["1"], rates["2"]) > 0
     assert kept.settings["gpu"] == "no GPU executor in this build"
+    assert kept.settings["integer_kernel"] in kept.executed["kernels"]
     assert kept.command[:3] == ["quire", "bench", "limits"]
     assert "--threads 1,2" in " ".join(kept.command)
 
@@ -108,8 +109,9 @@ def test_limits_for_people(quire: Quire) -> None:
         "memory read",
         "memory copy",
         "float32",
-        "int32 elementwise",
+        "integer",
     ]
+    assert lines[5].startswith("integer kernel: numpy")
 
 
 # ---- throughput

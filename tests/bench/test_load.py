@@ -22,7 +22,7 @@ from quire.bench.load import (
     open_loop,
     perform,
 )
-from quire.bench.load_summary import counted_by, errors, figures, percentile, samples, thinned
+from quire.bench.load_summary import counted_by, errors, figures, percentile, samples
 from quire.core.errors import ConfigError
 
 
@@ -227,13 +227,6 @@ def test_arrivals_keep_the_rate_and_the_duration() -> None:
     assert times[-1] < 20.0
     assert 850 < len(times) < 1150
     assert draw_arrivals(Random(3), 0.001, 1.0) == [0.0]
-
-
-def test_a_receipt_keeps_some_of_many_samples_in_order() -> None:
-    kept = thinned([float(value) for value in range(4500)])
-    assert len(kept) == 1500
-    assert kept[:3] == [0.0, 3.0, 6.0]
-    assert thinned([1 / 3]) == [0.3333333]
 
 
 def test_percentiles_are_values_that_occurred() -> None:

@@ -18,6 +18,7 @@ from quire.bench.receipts import (
     read,
     read_folder,
     schema,
+    thinned,
     validate,
     write,
 )
@@ -52,6 +53,22 @@ def test_a_folder_is_read_whole_or_by_kind(tmp_path: Path) -> None:
     assert list(read_folder(tmp_path)) == sorted([one, other])
     assert list(read_folder(tmp_path, "grid")) == [one]
     assert read_folder(tmp_path / "absent") == {}
+
+
+def test_a_receipt_keeps_some_of_many_samples_in_order() -> None:
+    kept = thinned([float(value) for value in range(1200)])
+    assert len(kept) == 400
+    assert kept[:3] == [0.0, 3.0, 6.0]
+    assert thinned([1 / 3, 123456789.0]) == [0.333333, 123457000.0]
+
+
+def test_lists_of_numbers_take_one_line_and_texts_stay_as_they_are(tmp_path: Path) -> None:
+    receipt = make_receipt(
+        samples={"run_s": [1.0, -2.5e-7], "none_s": []}, command=["quire", "[\n 1,\n 2]"]
+    )
+    path = write(receipt, tmp_path)
+    assert '"run_s": [1.0, -2.5e-07]' in path.read_text()
+    assert as_data(read(path)) == as_data(receipt)
 
 
 def test_the_time_now_is_a_time_of_a_receipt() -> None:

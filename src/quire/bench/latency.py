@@ -3,6 +3,7 @@
 from typing import Any
 
 from quire.bench.measure import Load, percentiles, run_load
+from quire.bench.receipts import thinned
 from quire.bench.subject import Subject
 from quire.bench.throughput import Figures, check_load, warm_up
 
@@ -18,8 +19,8 @@ def measure_latency(subject: Subject, load: Load, *, repeats: int, seed: int) ->
         runs = [run_load(subject.assembly, asked, seed + 1 + n) for n in range(repeats)]
         first = [value for run in runs for value in run.first_token_s]
         between = [value for run in runs for value in run.inter_token_s]
-        samples[f"{name}_time_to_first_token_s"] = first
-        samples[f"{name}_inter_token_s"] = between
+        samples[f"{name}_time_to_first_token_s"] = thinned(first)
+        samples[f"{name}_inter_token_s"] = thinned(between)
         results[name] = {
             "concurrency": concurrency,
             "time_to_first_token_s": percentiles(first),

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.bench.load import Load, Outcome
+from quire.bench.receipts import thinned
 
-MAX_SAMPLES = 2000  # of one name in a receipt; of more, every nth is kept
 SHARES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
@@ -64,12 +64,6 @@ def samples(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
         "request_tokens_per_second": speeds(outcomes),
     }
     return {name: thinned(values) for name, values in every.items()}
-
-
-def thinned(values: list[float]) -> list[float]:
-    """At most MAX_SAMPLES, evenly chosen and still in order, to a tenth of a microsecond."""
-    step = max(1, math.ceil(len(values) / MAX_SAMPLES))
-    return [round(value, 7) for value in values[::step]]
 
 
 def figures(load: Load) -> dict[str, Any]:

@@ -8,6 +8,7 @@ and on the way in; other tools can check receipts with the same file.
 
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -25,6 +26,7 @@ SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).with_name("receipt.schema.json")
 DEFAULT_FOLDER = Path("receipts")
 MAX_RECEIPT_BYTES = 64 << 20
+MAX_SAMPLES = 500  # that loads keep of one name: receipts are committed
 
 Facts = Mapping[str, Any]  # in JSON's types
 
@@ -39,8 +41,9 @@ class Receipt:
 
     `model`: name, sha256 (None: no file), quant, and more. `asked` and `executed`: the device
     wanted and the executor that ran, with its kernels and why it is another, if it is (`fallback`).
-    `samples`: every value measured; `results`: numbers made from them, None where nothing could be
-    measured. `limits`: what the machine can do at best, where a limits receipt was given.
+    `samples`: the values measured, of very many an even choice (`thinned`); `results`: numbers made
+    from all of them, None where nothing could be measured. `limits`: what the machine can do at
+    best, where a limits receipt was given.
     """
 
     kind: str
@@ -85,7 +88,7 @@ def write(receipt: Receipt, folder: str | Path = DEFAULT_FOLDER) -> Path:
     """Check a receipt and put it into a folder, whole or not at all; where it is."""
     data = as_data(receipt)
     validate(data)
-    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = _text(data)
     target = Path(folder) / _file_name(receipt, text)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +104,12 @@ def write(receipt: Receipt, folder: str | Path = DEFAULT_FOLDER) -> Path:
     except OSError as error:
         raise ReceiptError(f"cannot write {target}: {error.strerror or error}") from error
     return target
+
+
+def thinned(values: Sequence[float]) -> list[float]:
+    """At most MAX_SAMPLES, evenly chosen and still in order, to six digits."""
+    step = max(1, math.ceil(len(values) / MAX_SAMPLES))
+    return [float(f"{value:.6g}") for value in values[::step]]
 
 
 def read(path: str | Path) -> Receipt:
@@ -143,6 +152,13 @@ def schema() -> dict[str, Any]:
     """The schema as it is committed beside this module."""
     loaded: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
     return loaded
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    """JSON with a line a field, and lists of numbers on one."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    numbers = re.compile(r"\[\n([-+.\deE,\s]+)\]")  # no string holds a line's end
+    return numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
 
 
 def _refuse_constant(name: str) -> float:

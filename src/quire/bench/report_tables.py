@@ -134,18 +134,24 @@ def _limits_table(receipts: Sequence[Receipt]) -> Table:
         "memory_read_bytes_per_second": "memory read, GB/s",
         "memory_copy_bytes_per_second": "memory copy, GB/s",
         "float32_operations_per_second": "float32, Gop/s",
-        "int32_elementwise_operations_per_second": "int32 elementwise, Gop/s",
+        "integer_operations_per_second": "integer, Gop/s",
     }
     rows = []
+    kernels = []
     for receipt in receipts:
         if receipt.kind != "limits":
             continue
-        counts = [str(count) for count in receipt.settings.get("threads", ())]
-        for count in counts:
+        kernels.append(str(receipt.settings.get("integer_kernel", "an unnamed kernel")))
+        for count in map(str, receipt.settings.get("threads", ())):
             values = [number(receipt.results, name, count) for name in names]
             shown = [_NONE if value is None else _short(value / 1e9) for value in values]
             rows.append([str(receipt.machine["cpu"]), count, *shown])
-    return Table("Limits of the machine", ("processor", "threads", *names.values()), rows)
+    return Table(
+        title="Limits of the machine",
+        columns=("processor", "threads", *names.values()),
+        rows=rows,
+        note=f"Best of the samples. Integer: {'; '.join(dict.fromkeys(kernels))}.",
+    )
 
 
 def _other_table(receipts: Sequence[Receipt]) -> Table:

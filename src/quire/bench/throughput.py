@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.bench.machine_info import forget_peak_memory, peak_memory_bytes
 from quire.bench.measure import Load, Run, percentiles, run_load, run_phases, spread
+from quire.bench.receipts import thinned
 from quire.bench.subject import Subject
 from quire.bench.utilisation import Cost, achieved, shares
 from quire.core.errors import ConfigError
@@ -87,9 +88,13 @@ def _samples(runs: Sequence[Run]) -> dict[str, list[float]]:
     return {
         "run_s": [run.seconds for run in runs],
         **known,
-        "time_to_first_token_s": [value for run in runs for value in run.first_token_s],
-        "inter_token_s": [value for run in runs for value in run.inter_token_s],
+        "time_to_first_token_s": thinned(_every(runs, "first_token_s")),
+        "inter_token_s": thinned(_every(runs, "inter_token_s")),
     }
+
+
+def _every(runs: Sequence[Run], name: str) -> list[float]:
+    return [value for run in runs for value in getattr(run, name)]
 
 
 def _results(runs: Sequence[Run], samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -103,8 +108,8 @@ def _results(runs: Sequence[Run], samples: Mapping[str, Sequence[float]]) -> dic
     return {
         **{name: found and found["median"] for name, found in spreads.items()},
         "spread": spreads,
-        "time_to_first_token_s": percentiles(samples["time_to_first_token_s"]),
-        "inter_token_s": percentiles(samples["inter_token_s"]),
+        "time_to_first_token_s": percentiles(_every(runs, "first_token_s")),
+        "inter_token_s": percentiles(_every(runs, "inter_token_s")),
         "executor_busy_share": float(np.median(busy)),
         "batch_histogram": dict(sorted(histogram.items(), key=lambda item: int(item[0]))),
     }

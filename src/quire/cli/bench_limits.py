@@ -17,7 +17,8 @@ examples:
 memory read         sum of squares of a buffer far larger than the caches; bytes read
 memory copy         one buffer into another; bytes read and written
 float32             square matrix products by numpy's BLAS, one BLAS thread on each thread
-int32 elementwise   numpy's multiply and add on cached arrays: a floor, not the rate of a kernel
+integer             multiply and add on cached arrays; the kernel is named (elementwise numpy is
+                    a floor, not the rate of an integer dot product)
 """
 
 
@@ -73,6 +74,7 @@ def _measured(args: argparse.Namespace) -> "Receipt":
     from quire.bench.limits import (
         NO_GPU,
         LimitsPlan,
+        integer_kernel,
         measure_limits,
         summarise,
         usual_buffer_bytes,
@@ -100,13 +102,18 @@ def _measured(args: argparse.Namespace) -> "Receipt":
         machine=machine(),
         versions=versions(),
         asked={"device": "cpu"},
-        executed={"device": "cpu", "kernels": ["numpy", "numpy's BLAS"], "fallback": None},
+        executed={
+            "device": "cpu",
+            "kernels": ["numpy", "numpy's BLAS", integer_kernel().name],
+            "fallback": None,
+        },
         settings={
             "threads": list(plan.threads),
             "buffer_bytes": plan.buffer_bytes,
             "seconds": plan.seconds,
             "repeats": plan.repeats,
             "matrix_size": plan.matrix_size,
+            "integer_kernel": integer_kernel().name,
             "gpu": NO_GPU,
         },
         samples=samples,
@@ -124,4 +131,5 @@ def _print(receipt: "Receipt") -> None:
         rates: Any = receipt.results[rate]
         unit = "GB/s" if "bytes" in rate else "Gop/s"
         print(f"{name:<19}" + "".join(f"{rates[n] / 1e9:>12.1f}" for n in counts) + f"  {unit}")
+    print(f"integer kernel: {receipt.settings['integer_kernel']}")
     print(f"GPU: {receipt.settings['gpu']}")
