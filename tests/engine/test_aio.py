@@ -555,3 +555,41 @@ def test_a_closed_event_loop_does_not_stop_the_others() -> None:
     output = run(engine.generate([2], greedy(5)))
     assert tokens_of(output) == solo([2], greedy(5))
     run(engine.close())
+
+
+def test_pieces_gather_while_nobody_takes_them() -> None:
+    async def main() -> None:
+        executor = Gated()
+        engine = AsyncEngine(Engine(executor, EngineConfig(plan_ahead=False)))
+        stream = await engine.submit([1, 2, 3], greedy(6))
+        executor.allow(1)
+        assert len(await stream.take()) == 1
+        executor.allow(3)
+        gathered: list[Piece] = []
+        while len(gathered) < 3:
+            gathered += await stream.take(0.05)
+        assert len(gathered) == 3
+        executor.open()
+        while pieces := await stream.take(60.0):  # the end does not wait for the pause
+            gathered += pieces
+        assert [piece.token_ids[0] for piece in gathered] == solo([1, 2, 3], greedy(6))[0][1:]
+        assert (await stream.output()).status is Status.FINISHED
+        await engine.close()
+
+    run(main())
+
+
+def test_taking_resumes_a_paused_request() -> None:
+    async def main() -> None:
+        config = EngineConfig(max_unread_tokens=4)
+        engine = AsyncEngine(Engine(FakeExecutor(), config))
+        stream = await engine.submit([1, 2, 3], greedy(64))
+        while not engine.engine.snapshot().num_waiting:
+            await asyncio.sleep(0.001)
+        tokens: list[int] = []
+        while pieces := await stream.take():
+            tokens += [token for piece in pieces for token in piece.token_ids]
+        assert tokens == solo([1, 2, 3], greedy(64))[0]
+        await engine.close()
+
+    run(main())

@@ -38,6 +38,21 @@ def test_the_counters_of_a_small_run() -> None:
     assert stats.prefix_hits == 2, "the first block of the first prompt"
 
 
+def test_what_the_requests_of_a_small_run_met_with() -> None:
+    engine, _ = small_run()
+    requests = engine.stats.requests
+    assert engine.stats.finish_reasons == {"length": 3}
+    assert (requests.first_token.total, requests.total.total, requests.queued.total) == (3, 3, 3)
+    assert requests.first_token.sum == pytest.approx(3 * 0.010)
+    assert requests.total.sum == pytest.approx(2 * 0.020 + 0.010)
+    assert requests.prefill.sum == pytest.approx(3 * 0.010)
+    assert requests.decode.sum == pytest.approx(2 * 0.010)
+    assert requests.token_gap.total == 2
+    assert requests.token_gap.sum == pytest.approx(0.020)
+    assert requests.prompt_tokens.sum == 3 + 3 + 4
+    assert requests.completion_tokens.sum == 2 + 2 + 1
+
+
 def test_the_histograms_of_a_small_run() -> None:
     stats = small_run()[0].stats
     sizes, tokens, seconds = stats.batch_size, stats.step_tokens, stats.step_seconds

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.core.errors import QuireError
 from quire.core.plan import TokenLogprob
@@ -131,6 +131,7 @@ class RequestOutput:
     metrics: RequestMetrics
     status: Status
     prompt_logprobs: list[TokenLogprob] | None = None
+    pooled: Any = None  # array [hidden], where the request was for that
     error: QuireError | None = None
     prompt: str | None = None  # the text it came as, where it came as text
 

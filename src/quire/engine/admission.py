@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import RequestError
-from quire.core.plan import Capacity, Sampling
+from quire.core.plan import Capacity, Sampling, Want
 from quire.core.randomness import new_seed
 from quire.core.request import Completion, Request, RequestMetrics, Status
 from quire.core.sampling import SamplingParams
@@ -135,13 +135,17 @@ class Admission:
                 f"constraint {params.constraint.kind!r} needs a grammar engine; none is set up"
             )
 
-    def open(self, request: Request, *, wants_pieces: bool) -> LiveRequest:
+    def open(self, request: Request, *, wants_pieces: bool, pooling: bool = False) -> LiveRequest:
         """The live side of a checked request, with its first sequence."""
         live = LiveRequest(request, wants_pieces)
         if request.params.prompt_logprobs is not None:
             live.prompt_logprobs = []
         sequence = self._new_sequence(live, 0)
         sequence.num_slots = request.params.n
+        if pooling:
+            sequence.goal = Want.POOLED
+            sequence.is_special = True
+            sequence.hold = self._cache.open(None)  # every position computed: no prefix reuse
         live.sequences.append(sequence)
         return live
 

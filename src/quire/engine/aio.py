@@ -33,6 +33,7 @@ class Stream:
         self._is_paused = False
         self._output: RequestOutput | None = None
         self._news = asyncio.Event()
+        self._ended = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The pieces, once; raises the request's error where it ended with one."""
@@ -56,6 +57,22 @@ class Stream:
             self._is_paused = False
             self._owner.post(lambda: self._owner.engine.resume(self.request.id))
         return piece
+
+    async def take(self, pause_s: float = 0.0) -> list[Piece]:
+        """Every piece that has come, waiting for one; none: the request has ended (see output).
+
+        `pause_s` lets pieces gather that long first; the request's end cuts it short.
+        """
+        if pause_s > 0 and self._output is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._ended.wait()
+        while not self._pieces and self._output is None:
+            self._news.clear()
+            await self._news.wait()
+        pieces = list(self._pieces)
+        self._drop_pieces()
+        return pieces
 
     async def output(self) -> RequestOutput:
         """Wait for the end, whatever it is; pieces need not be read."""
@@ -84,6 +101,7 @@ class Stream:
         """On the event loop: take what the engine reports."""
         if isinstance(event, Ended):
             self._output = event.output
+            self._ended.set()
         else:
             self._pieces.append(event)
             self._num_unread += len(event.token_ids)

@@ -32,7 +32,6 @@ from quire.engine.stats import EngineStats, Snapshot
 from quire.executors.protocol import Executor, Ticket
 from quire.kvcache import KVCache
 
-_FIRST_RETRY_S = 1.0  # before any request has ended
 _SHORTEST_RETRY_S = 0.01
 
 
@@ -101,12 +100,14 @@ class Engine:
         priority: int = 0,
         timeout_s: float | None = None,
         stream: bool = False,
+        pooling: bool = False,
         arrived_at: float | None = None,
     ) -> Request:
         """Queue a request; its events come from step(). Raises if it can never run, or not now.
 
         `key` says whose it is (fairness, prefix reuse); `priority`: lower is more urgent;
-        `stream`: whether to report each token as it comes; `arrived_at`: on the engine's clock,
+        `stream`: whether to report each token as it comes; `pooling`: compute the hidden state
+        after the prompt (RequestOutput.pooled) and no tokens; `arrived_at`: on the engine's clock,
         where the request came in before it could be handed over.
         """
         now = self.clock.now() if arrived_at is None else arrived_at
@@ -124,7 +125,7 @@ class Engine:
         if request.id in self._lifecycle.live:
             raise RequestError(f"request id {request.id!r} is in use")
         self._check_queue(request)
-        live = self._admission.open(request, wants_pieces=stream)
+        live = self._admission.open(request, wants_pieces=stream, pooling=pooling)
         self._lifecycle.begin(live, now)
         self._scheduler.company.arrived(now)
         if request.deadline is not None:
@@ -144,21 +145,20 @@ class Engine:
         if num_waiting >= config.max_queue_requests:
             raise OverloadedError(
                 f"{num_waiting} requests wait; the queue holds {config.max_queue_requests}",
-                self._retry_after(),
+                self._retry_after(1 + num_waiting - config.max_queue_requests),
             )
-        if waiting and waiting.num_tokens + request.num_tokens_asked > config.max_queue_tokens:
+        excess = waiting.num_tokens + request.num_tokens_asked - config.max_queue_tokens
+        if waiting and excess > 0:
             raise OverloadedError(
                 f"{waiting.num_tokens} tokens wait and this request asks for "
                 f"{request.num_tokens_asked}; the queue holds {config.max_queue_tokens}",
-                self._retry_after(),
+                self._retry_after(excess * len(waiting) / waiting.num_tokens),
             )
 
-    def _retry_after(self) -> float:
-        """When a place in the queue should come free, at the rate requests ended lately."""
-        ends = self._lifecycle.recent_ends
-        if not ends:
-            return _FIRST_RETRY_S
-        return max(_SHORTEST_RETRY_S, (self.clock.now() - ends[0]) / len(ends))
+    def _retry_after(self, num_places: float) -> float:
+        """When so many places in the queue should come free, at the rate requests ended lately."""
+        interval_s = self._lifecycle.departures.interval_s(self.clock.now())
+        return max(_SHORTEST_RETRY_S, interval_s * max(1.0, num_places))
 
     def cancel(self, request_id: str) -> bool:
         """End a request now and free its blocks; False if it is not live."""

@@ -1,6 +1,5 @@
 """Lifecycle: what a step's results mean for requests, from first token to the one last event."""
 
-from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -16,6 +15,7 @@ from quire.core.request import (
     WaitReason,
 )
 from quire.engine.admission import Admission
+from quire.engine.departures import Departures
 from quire.engine.output import NewText
 from quire.engine.scheduler import Row, Scheduler
 from quire.engine.sequence import LiveRequest, Sequence
@@ -28,19 +28,18 @@ _REASONS = {
 }
 
 
-_ENDS_REMEMBERED = 64
-
-
 class Lifecycle:
     def __init__(self, scheduler: Scheduler, admission: Admission, stats: EngineStats) -> None:
         self.live: dict[str, LiveRequest] = {}
         self.events: list[Event] = []
-        self.recent_ends: deque[float] = deque(maxlen=_ENDS_REMEMBERED)
+        self.departures = Departures()
         self._scheduler = scheduler
         self._admission = admission
         self._stats = stats
 
     def begin(self, live: LiveRequest, now: float) -> None:
+        if not self.live:
+            self.departures.restart(now)
         self.live[live.request.id] = live
         self._scheduler.enqueue(live.sequences[0], WaitReason.QUEUED, now)
 
@@ -48,6 +47,7 @@ class Lifecycle:
         """Take each row's result to its sequence."""
         cache = self._scheduler.cache
         block_size = cache.block_size
+        gaps: dict[float, int] = {}  # rows by the time of the token before: mostly one step's
         for row, result in results:
             plan, sequence, epoch, _ = row
             if sequence.is_done:
@@ -65,7 +65,15 @@ class Lifecycle:
             if end // block_size > hold.num_published and epoch == sequence.epoch:
                 cache.publish(hold, sequence.tokens, end)
             if plan.want is Want.SAMPLE:
+                before = sequence.last_token_at
+                gaps[before] = gaps.get(before, 0) + 1
+                sequence.last_token_at = now
                 self._accept(sequence, result, now)
+            elif plan.want is Want.POOLED:
+                self._take_pooled(sequence, result, now)
+        gaps.pop(0.0, None)  # first tokens
+        for before, count in gaps.items():
+            self._stats.requests.token_gap.add(now - before, count)
 
     def _advance_prompt(
         self, sequence: Sequence, row: Row, result: SequenceResult, end: int
@@ -116,6 +124,13 @@ class Lifecycle:
             self.events.append(tuple.__new__(Piece, piece))  # skips a Python call a token
         if reason is not None:
             self._finish(sequence, reason, now)
+
+    def _take_pooled(self, sequence: Sequence, result: SequenceResult, now: float) -> None:
+        if result.pooled is None:
+            self.fail(sequence.live, RowFaultError("the executor gave no pooled state"), now)
+            return
+        sequence.live.pooled = result.pooled
+        self._finish(sequence, FinishReason.STOP, now)
 
     def _begin_completion(self, sequence: Sequence, now: float) -> None:
         metrics = sequence.request.metrics
@@ -214,10 +229,11 @@ class Lifecycle:
         del self.live[request.id]
         request.move_to(status, now)
         request.metrics.finished_at = now
-        self.recent_ends.append(now)
+        self.departures.add(now)
         request.metrics.num_steps = sum(sequence.num_steps for sequence in live.sequences)
         ended = self._stats.requests_ended
         ended[status.value] = ended.get(status.value, 0) + 1
+        self._book(live)
         output = RequestOutput(
             request_id=request.id,
             prompt_token_ids=request.prompt,
@@ -225,6 +241,16 @@ class Lifecycle:
             metrics=request.metrics,
             status=status,
             prompt_logprobs=live.prompt_logprobs,
+            pooled=live.pooled,
             error=error,
         )
         self.events.append(Ended(request.id, output))
+
+    def _book(self, live: LiveRequest) -> None:
+        reasons = self._stats.finish_reasons
+        reason = live.sequences[0].completion.finish_reason
+        assert reason is not None
+        reasons[reason.value] = reasons.get(reason.value, 0) + 1
+        num_tokens = sum(len(sequence.completion.token_ids) for sequence in live.sequences)
+        request = live.request
+        self._stats.requests.book(request.metrics, len(request.prompt), num_tokens)

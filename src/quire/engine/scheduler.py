@@ -330,7 +330,7 @@ class Scheduler:
             tuple(sequence.tokens[start:end]),
             sequence.last_step if end > known else None,
             sequence.hold.table,
-            Want.SAMPLE if is_last else Want.NOTHING,
+            sequence.goal if is_last else Want.NOTHING,
             sequence.sampling if is_last else None,
             end - sequence.prompt_length if is_last else 0,
         )
@@ -340,7 +340,7 @@ class Scheduler:
         step.num_tokens += num_tokens
         step.context += end
         sequence.num_computed = end
-        if is_last:
+        if row.want is Want.SAMPLE:
             sequence.num_pending += 1
             sequence.last_step = step.id
         if sequence.wait_reason is not None:

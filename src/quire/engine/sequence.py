@@ -9,8 +9,9 @@ A sequence can be planned while its computed tokens are fewer than known + pendi
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from quire.core.plan import Sampling, TokenLogprob
+from quire.core.plan import Sampling, TokenLogprob, Want
 from quire.core.request import Completion, Request, WaitReason
 from quire.engine.output import Grammar, Transcript
 from quire.kvcache import SequenceBlocks
@@ -24,6 +25,7 @@ class LiveRequest:
     wants_pieces: bool
     sequences: list["Sequence"] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
+    pooled: Any = None  # the state it was made for, where it wants one instead of tokens
     is_paused: bool = False
 
     @property
@@ -45,6 +47,7 @@ class Sequence:
     key: str  # whose line it stands in: its request's, or one for all without fairness
     transcript: Transcript | None = None
     grammar: Grammar | None = None
+    goal: Want = Want.SAMPLE  # what its last known token is computed for
     stop_token_ids: frozenset[int] = frozenset()
     prompt_length: int = 0
     max_length: int = 0  # tokens it may come to
@@ -53,6 +56,7 @@ class Sequence:
     num_pending: int = 0
     num_writable: int = 0  # positions its blocks hold that it may write without asking the cache
     last_step: int = 0  # the step that samples its pending token
+    last_token_at: float = 0.0  # 0: it has none yet
     num_steps: int = 0  # it had a row in
     epoch: int = 0  # moves when its blocks are taken away
     is_done: bool = False

@@ -4,12 +4,17 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quire.core.request import WaitReason
+from quire.core.request import RequestMetrics, WaitReason
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SECONDS = (
     1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0
 )  # fmt: skip
+_LATENCIES = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5,
+    2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+_LENGTHS = (*_COUNTS, 16384, 32768, 65536, 131072)
 
 
 class Histogram:
@@ -21,10 +26,10 @@ class Histogram:
         self.total = 0
         self.sum = 0.0
 
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += 1
-        self.sum += value
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += times
+        self.sum += value * times
 
     @property
     def mean(self) -> float:
@@ -49,8 +54,47 @@ class EngineStats:
     prefix_hits: int = 0  # ... and found computed
     faults_isolated: dict[str, int] = field(default_factory=dict)  # by error type
     requests_ended: dict[str, int] = field(default_factory=dict)  # by status
+    finish_reasons: dict[str, int] = field(default_factory=dict)  # of requests: their first's
+    requests: "RequestStats" = field(default_factory=lambda: RequestStats())
     busy_s: float = 0.0  # time with a step in flight
     since: float = 0.0
+
+
+def _latencies() -> Histogram:
+    return Histogram(_LATENCIES)
+
+
+def _lengths() -> Histogram:
+    return Histogram(_LENGTHS)
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What requests met with: times in seconds, lengths in tokens. Booked when a request ends, but
+    the gaps between its tokens as they come."""
+
+    first_token: Histogram = field(default_factory=_latencies)
+    token_gap: Histogram = field(default_factory=_latencies)
+    total: Histogram = field(default_factory=_latencies)
+    queued: Histogram = field(default_factory=_latencies)
+    prefill: Histogram = field(default_factory=_latencies)  # from its start to its first token
+    decode: Histogram = field(default_factory=_latencies)  # from its first token to its end
+    prompt_tokens: Histogram = field(default_factory=_lengths)
+    completion_tokens: Histogram = field(default_factory=_lengths)
+
+    def book(self, metrics: RequestMetrics, num_prompt: int, num_completion: int) -> None:
+        """A request has ended, however it did; what it never came to is not counted."""
+        self.prompt_tokens.add(num_prompt)
+        self.completion_tokens.add(num_completion)
+        for histogram, start, end in (
+            (self.first_token, metrics.arrived_at, metrics.first_token_at),
+            (self.total, metrics.arrived_at, metrics.finished_at),
+            (self.queued, metrics.arrived_at, metrics.started_at),
+            (self.prefill, metrics.started_at, metrics.first_token_at),
+            (self.decode, metrics.first_token_at, metrics.finished_at),
+        ):
+            if start is not None and end is not None:
+                histogram.add(end - start)
 
 
 @dataclass(frozen=True, slots=True)

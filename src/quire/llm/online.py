@@ -1,7 +1,7 @@
 """AsyncLLM: a model for event loops; requests come and go, and share every step."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -9,9 +9,10 @@ from typing import Any, Self
 from quire.core.errors import RequestError
 from quire.core.request import Piece, RequestOutput
 from quire.core.sampling import SamplingParams
-from quire.engine.aio import AsyncEngine
+from quire.engine.aio import AsyncEngine, Stream
+from quire.engine.engine import Health
 from quire.engine.stats import Snapshot
-from quire.llm.assembly import Options, assemble
+from quire.llm.assembly import Assembly, Options, assemble
 from quire.llm.prompts import Conversation, Prepared, Prompt, PromptReader
 from quire.tokenizer import Tokenizer
 
@@ -47,8 +48,18 @@ class AsyncLLM:
             max_context=max_context,
             engine=engine,
         )
-        self._assembly = assemble(model, options)
-        self._engine = AsyncEngine(self._assembly.new_engine())
+        self._wire(assemble(model, options), None)
+
+    @classmethod
+    def of(cls, assembly: Assembly, on_stuck: Callable[[], None] | None = None) -> Self:
+        """Over a model that is loaded; `on_stuck` is called if its executor stops answering."""
+        made = cls.__new__(cls)
+        made._wire(assembly, on_stuck)
+        return made
+
+    def _wire(self, assembly: Assembly, on_stuck: Callable[[], None] | None) -> None:
+        self._assembly = assembly
+        self._engine = AsyncEngine(assembly.new_engine(), on_stuck)
         self.prompts = PromptReader(self.tokenizer, self.max_context)
         self._is_closed = False
 
@@ -94,6 +105,25 @@ class AsyncLLM:
         """Answer one conversation; see `generate`."""
         return await self._complete(await self._read_chat(messages), params, options)
 
+    async def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Stream:
+        """Queue a request and give its stream, to be read, awaited or cancelled by the caller.
+
+        Beside the options of every request: `stream=False` where only the end is of interest, and
+        `pooling=True` for the hidden state after the prompt in the place of tokens.
+        """
+        prepared = await self._read(prompt)
+        return await self._engine.submit(prepared.tokens, params, **options)
+
+    async def read(self, prompt: Prompt) -> Prepared:
+        """The tokens of a prompt, without holding up the event loop."""
+        return await self._read(prompt)
+
+    async def read_chat(self, messages: Conversation) -> Prepared:
+        """The tokens of a conversation, likewise."""
+        return await self._read_chat(messages)
+
     @property
     def tokenizer(self) -> Tokenizer | None:
         """None for a model that takes token ids alone."""
@@ -108,6 +138,15 @@ class AsyncLLM:
     def stats(self) -> Snapshot:
         """What runs, what waits and why, what is held, and the counters so far."""
         return self._engine.engine.snapshot()
+
+    @property
+    def health(self) -> Health:
+        """Whether it is fit to take requests."""
+        return self._engine.engine.health
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Take nothing new and wait for what runs; what is left after the timeout is ended."""
+        await self._engine.drain(timeout_s)
 
     async def close(self) -> None:
         """End every request; nothing more is taken."""
