@@ -1,0 +1,118 @@
+// The thread pool: hands out the tasks of one short stage after another to threads that stay awake
+// for the length of a step.
+//
+//   Pool pool(2, true);
+//   Pool::Session step(pool);                     // the threads are awake until this ends
+//   pool.run(num_rows, 32, [&](int begin, int end, int thread) { ... });
+//
+// Which thread takes which chunk is chance; where chunks begin and end is not. Work that writes
+// only what belongs to its tasks therefore gives the same bits with any number of threads.
+#pragma once
+#include <climits>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "waiting.h"
+
+namespace quire {
+
+constexpr int apart = 128;  // bytes; processors fetch 64-byte lines in pairs
+
+template <class Waiting>
+class BasicPool {
+ public:
+  // may_spin: whether waiting threads may burn their core for some tens of microseconds; say false
+  // where the process is granted fewer cores than threads. pin: binds each worker to one core of
+  // its own; the calling thread stays free. Throws std::invalid_argument, std::system_error.
+  explicit BasicPool(int num_threads, bool may_spin = true, bool pin = false);
+  ~BasicPool();
+  BasicPool(const BasicPool&) = delete;
+  BasicPool& operator=(const BasicPool&) = delete;
+
+  int size() const { return num_threads_; }
+
+  // Calls work(begin, end, thread) for chunks of [0, num_tasks) on all threads, the caller being
+  // thread 0, and returns when all of them are done. If work throws, later chunks are left out and
+  // the exception of the earliest failing chunk is thrown here. One stage at a time: a call from
+  // within work, or from two threads at once, throws std::logic_error. So does any call in a child
+  // of fork(), where the workers do not exist.
+  template <class Work>
+  void run(int num_tasks, int chunk, Work&& work) {
+    using Plain = std::remove_reference_t<Work>;
+    run_stage({[](void* context, int begin, int end, int thread) {
+                 (*static_cast<Plain*>(context))(begin, end, thread);
+               },
+               const_cast<void*>(static_cast<const void*>(&work)), num_tasks, chunk, 0});
+  }
+
+  // From begin to end the workers stay awake between stages.
+  void begin();
+  void end();
+
+  class Session {
+   public:
+    explicit Session(BasicPool& pool) : pool_(pool) { pool_.begin(); }
+    ~Session() { pool_.end(); }
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+
+   private:
+    BasicPool& pool_;
+  };
+
+ private:
+  struct Stage {
+    void (*call)(void* context, int begin, int end, int thread);
+    void* context;
+    int num_tasks, chunk;
+    int num_chunks;
+  };
+
+  void run_stage(Stage stage);
+  void run_alone(const Stage& stage);
+  void publish(const Stage& stage);
+  void take_part(int thread);
+  int claim();
+  void run_chunk(const Stage& stage, int index, int thread);
+  void remember(int index, std::exception_ptr exception);
+  void await_finish();
+  std::exception_ptr take_failure();
+  void serve(int thread);
+  bool await_stage();
+  void sleep();
+  void wake_sleepers(int count);
+  template <class Condition>
+  bool spin_until(Condition is_met) const;
+  void stop();
+
+  const int num_threads_;
+  const bool may_spin_;
+  const uint32_t born_after_forks_;
+  std::vector<std::thread> workers_;
+
+  // Written by the caller for each stage, and by whoever claims a chunk. `stage_` may be read only
+  // by a thread that has claimed a chunk and not yet reported it: the next stage cannot begin then.
+  alignas(apart) std::atomic<int> unclaimed_{0};  // chunks
+  std::atomic<bool> is_awake_{false};             // between begin and end
+  std::atomic<bool> is_stopping_{false};
+  Stage stage_{};
+
+  alignas(apart) std::atomic<uint32_t> unfinished_{0};  // chunks
+  std::atomic<bool> caller_sleeps_{false};
+
+  alignas(apart) std::atomic<uint32_t> call_{0};  // changes to wake the sleepers
+  std::atomic<int> num_sleepers_{0};
+  Waiting for_call_, for_finish_;
+
+  alignas(apart) std::atomic<int> failed_chunk_{INT_MAX};  // the earliest that threw
+  std::exception_ptr exception_;
+  std::mutex exception_mutex_;
+  std::atomic<bool> is_running_{false};
+};
+
+using Pool = BasicPool<Waiting>;
+
+}  // namespace quire

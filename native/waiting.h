@@ -1,0 +1,64 @@
+// How a thread sleeps until a word changes: on a futex, or on a condition variable where there is
+// none. Both always compile on Linux, so that the fallback is tested beside the futex.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace quire {
+
+// Sleeps in the standard library. Whoever changes the word calls wake afterwards; the mutex makes
+// sure that a sleeper is either already waiting then or sees the changed word.
+class ConditionWaiting {
+ public:
+  void wait(std::atomic<uint32_t>& word, uint32_t seen) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (word.load() == seen) condition_.wait(lock);
+  }
+  void wake(std::atomic<uint32_t>&, int) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+    }
+    condition_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable condition_;
+};
+
+#if defined(__linux__)
+// The kernel compares the word with what was seen and sleeps in one step.
+class FutexWaiting {
+ public:
+  void wait(std::atomic<uint32_t>& word, uint32_t seen) {
+    while (word.load() == seen) {  // a signal, or another word's wake, may end the sleep
+      syscall(SYS_futex, address(word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    }
+  }
+  void wake(std::atomic<uint32_t>& word, int count) {
+    syscall(SYS_futex, address(word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+  }
+
+ private:
+  static uint32_t* address(std::atomic<uint32_t>& word) {
+    static_assert(sizeof(word) == sizeof(uint32_t), "the kernel reads a plain 32-bit word");
+    return reinterpret_cast<uint32_t*>(&word);
+  }
+};
+#endif
+
+#if defined(__linux__) && !defined(QUIRE_NO_FUTEX)
+using Waiting = FutexWaiting;
+#else
+using Waiting = ConditionWaiting;
+#endif
+
+}  // namespace quire
