@@ -58,18 +58,19 @@ class Stream:
             self._owner.post(lambda: self._owner.engine.resume(self.request.id))
         return piece
 
-    async def take(self, pause_s: float = 0.0) -> list[Piece]:
+    async def take(self, not_before: float = 0.0) -> list[Piece]:
         """Every piece that has come, waiting for one; none: the request has ended (see output).
 
-        `pause_s` lets pieces gather that long first; the request's end cuts it short.
+        `not_before`, on the loop's clock: let pieces gather until then, or until the request ends.
         """
-        if pause_s > 0 and self._output is None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._ended.wait()
         while not self._pieces and self._output is None:
             self._news.clear()
             await self._news.wait()
+        early_s = not_before - self.loop.time()
+        if early_s > 0 and self._output is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(early_s):
+                    await self._ended.wait()
         pieces = list(self._pieces)
         self._drop_pieces()
         return pieces
