@@ -374,6 +374,15 @@ def test_a_token_beyond_the_logits_is_a_fault_of_the_row(
         sample(logits_of(ROW), sampling_of(params), 0, history)
 
 
+@pytest.mark.parametrize(("logit", "penalty"), [(3e38, 0.5), (-math.inf, 1e-50)])
+def test_penalties_that_leave_no_finite_best_are_a_fault_of_the_row(
+    logit: float, penalty: float
+) -> None:
+    params = replace(ZERO, repetition_penalty=penalty)
+    with pytest.raises(RowFaultError, match="penalties make the logits infinite"):
+        sample(logits_of([1.0, logit]), sampling_of(params), 0, History((1,), ()))
+
+
 def test_an_end_token_beyond_the_logits_is_a_fault_of_the_row() -> None:
     with pytest.raises(RowFaultError, match="beyond the 3 logits"):
         sample(logits_of([1.0, 2.0, 3.0]), sampling_of(replace(ZERO, min_tokens=1)), 0)

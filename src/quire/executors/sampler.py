@@ -2,7 +2,8 @@
 
 The order is vLLM's: mask and bans, bias, penalties, temperature, min-p, top-k, top-p. A draw walks
 integer weights in order of token id, so that the sum, and with it the token, cannot depend on the
-order in which someone adds. Log-probabilities are those of the model's own logits.
+order in which someone adds. Log-probabilities are those of the model's own logits. Exponentials
+and logarithms are our own, so that native/sampler.cpp gives the same bits.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, TokenLogprob
 from quire.core.randomness import draw_bits
 from quire.core.sampling import SamplingParams
+from quire.executors.elementary import exp, lane_sum, log
 
 Logits = NDArray[np.float32]  # [vocabulary]
 
@@ -39,8 +41,11 @@ def sample(
         scores = _adjusted(logits, sampling, completion_position, history, allowed)
     except IndexError as error:
         raise RowFaultError(f"a token id is beyond the {len(logits)} logits") from error
-    if scores.max() == -np.inf:
+    best = scores.max()
+    if best == -np.inf:
         raise RowFaultError("the mask allows no token")
+    if not np.isfinite(best):  # a tiny repetition penalty divides by almost nothing
+        raise RowFaultError("the penalties make the logits infinite")
     params = sampling.params
     if params.is_greedy:
         token = int(scores.argmax())
@@ -55,7 +60,7 @@ def sample(
 def score(logits: Logits, token: int, num_top: int) -> TokenLogprob:
     """A token's log-probability under the logits, with the likeliest `num_top` beside it."""
     shifted = logits.astype(np.float64) - float(logits.max())
-    logprobs = shifted - np.log(np.exp(shifted).sum())
+    logprobs = shifted - log(lane_sum(exp(shifted)))
     likeliest = np.argsort(-logprobs, kind="stable")[:num_top] if num_top else np.empty(0, np.int64)
     return TokenLogprob(
         token,
@@ -100,7 +105,8 @@ def _penalise(scores: Logits, params: SamplingParams, history: History) -> None:
         seen = np.unique(np.array(history.prompt + history.completion, np.int64))
         penalty = np.float32(params.repetition_penalty)
         values = scores[seen]
-        scores[seen] = np.where(values > 0, values / penalty, values * penalty)
+        with np.errstate(all="ignore"):  # sample() finds what is not finite
+            scores[seen] = np.where(values > 0, values / penalty, values * penalty)
     if history.completion:
         tokens, counts = np.unique(np.array(history.completion, np.int64), return_counts=True)
         scores[tokens] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
@@ -111,7 +117,7 @@ def _weights(scores: Logits, params: SamplingParams) -> NDArray[np.uint64]:
     """Integer weights of the tokens that may be drawn; 0 for the others."""
     below_best = scores.astype(np.float64) - float(scores.max())
     with np.errstate(over="ignore"):  # a tiny temperature takes all but the best to minus infinity
-        likelihood = np.exp(below_best / params.temperature)
+        likelihood = exp(below_best / params.temperature)
     weights: NDArray[np.uint64] = np.floor(likelihood * _WEIGHT_ONE).astype(np.uint64)
     if params.min_p > 0.0:
         weights[likelihood < params.min_p] = 0

@@ -1,0 +1,89 @@
+"""exp, log and a sum that come out the same everywhere: plain IEEE arithmetic in a fixed order.
+
+The exponentials of numpy and of C differ from version to version in the last bit, and numpy's sum
+has an order of its own. A sampler that must give the same token and the same log-probability on
+every executor cannot use them: native/elementary.h holds the same steps in C++, bit for bit. No
+step may be fused or reordered in one place alone.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Doubles = NDArray[np.float64]
+
+LOWEST_EXPONENT = -708.0  # below it exp is 0, so that no result is subnormal
+NUM_LANES = 16
+
+_LOG2_E = float.fromhex("0x1.71547652b82fep+0")
+_LN2_HIGH = float.fromhex("0x1.62e42fefa3800p-1")  # 42 bits: its product with a power is exact
+_LN2_LOW = float.fromhex("0x1.ef35793c76730p-45")
+_TO_INTEGER = 1.5 * 2.0**52  # added, it leaves the nearest integer in the low bits
+_EXP_TAIL = tuple(  # (exp(r) - 1 - r) / r**2 on +-ln(2)/2, interpolated at Chebyshev's nodes
+    float.fromhex(digits)
+    for digits in (
+        "0x1.0000000000001p-1",
+        "0x1.5555555555556p-3",
+        "0x1.5555555553d63p-5",
+        "0x1.11111111109b3p-7",
+        "0x1.6c16c1788bd90p-10",
+        "0x1.a01a01a7c41d5p-13",
+        "0x1.a019b90d2ae7ap-16",
+        "0x1.71de0dae63bb3p-19",
+        "0x1.289185613a3d6p-22",
+        "0x1.af38a9b0ec855p-26",
+    )
+)
+_ROOT_OF_HALF = float.fromhex("0x1.6a09e667f3bcdp-1")
+_LOG_TERMS = tuple(2.0 / odd for odd in range(3, 25, 2))  # of 2 atanh(s) = 2 s + s (2/3 s**2 + ...)
+
+
+def exp(values: Doubles) -> Doubles:
+    """e to each value, for values of at most 0; within one unit in the last place."""
+    bounded = np.maximum(values, LOWEST_EXPONENT)
+    shifted = bounded * _LOG2_E
+    shifted += _TO_INTEGER
+    power = shifted - _TO_INTEGER
+    rest = bounded - power * _LN2_HIGH
+    rest -= power * _LN2_LOW
+    result = np.full_like(rest, _EXP_TAIL[-1])
+    for coefficient in reversed(_EXP_TAIL[:-1]):
+        result *= rest
+        result += coefficient
+    result *= rest
+    result *= rest
+    result += rest
+    result += 1.0
+    result.view(np.uint64)[...] += shifted.view(np.uint64) << np.uint64(52)  # times 2**power
+    result[values < LOWEST_EXPONENT] = 0.0
+    return result
+
+
+def log(value: float) -> float:
+    """The natural logarithm of a finite number of at least 1."""
+    mantissa, power = math.frexp(value)
+    if mantissa < _ROOT_OF_HALF:
+        mantissa, power = mantissa * 2.0, power - 1
+    fraction = mantissa - 1.0
+    ratio = fraction / (2.0 + fraction)
+    square = ratio * ratio
+    series = _LOG_TERMS[-1]
+    for term in reversed(_LOG_TERMS[:-1]):
+        series = series * square + term
+    near = fraction - ratio * (fraction - series * square)
+    return power * _LN2_HIGH + (power * _LN2_LOW + near)
+
+
+def lane_sum(values: Doubles) -> float:
+    """The sum in a fixed order: lane i takes every 16th value from i on, then halves meet halves.
+
+    numpy adds along the slow axis row after row; its pairwise order is for the fast axis alone.
+    """
+    rows = np.zeros((-(-len(values) // NUM_LANES), NUM_LANES))
+    rows.reshape(-1)[: len(values)] = values
+    lanes = np.add.reduce(rows, axis=0)
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = lanes[:half] + lanes[half:]
+    return float(lanes[0])
