@@ -1,0 +1,535 @@
+// Keys and values in blocks, and attention over them.
+//
+// Positions are walked in tiles of tile_size that begin at multiples of it. What a row takes from a
+// tile is (largest score, sum of powers, mixed values); tiles are merged in ascending order. Within
+// a tile a query's sums run in one order (scores over dimensions, values over tokens) however many
+// queries are computed side by side: a row comes out the same in any company.
+//
+// Scores are in units of log 2: the factor is in the query, and weights are powers of 2. What lies
+// outside a row's span is left out or replaced, never multiplied by 0: slots may hold anything.
+
+#define NOINLINE static __attribute__((noinline))
+// Aligned scratch that lives until the function returns.
+#define STACK_FLOATS(COUNT) \
+  static_cast<float*>(__builtin_alloca_with_align(static_cast<size_t>(COUNT) * 4, 512))
+
+constexpr int tile_blocks = tile_size / block_size;
+constexpr int most_queries_packed = 128;
+
+#if defined(QUIRE_UNIT_AVX512)
+constexpr int most_queries = 8;
+// Vectors that go with each of so many queries: enough sums in flight, all of them in registers.
+constexpr int vectors_beside(int num_queries) {
+  return num_queries == 1 ? 8 : num_queries <= 6 ? 4 : 2;
+}
+#elif defined(QUIRE_UNIT_AVX2)
+constexpr int most_queries = 6;
+constexpr int vectors_beside(int num_queries) {
+  return num_queries == 1 ? 4 : num_queries <= 3 ? 2 : 1;
+}
+#else
+constexpr int most_queries = 4;
+constexpr int vectors_beside(int) { return 1; }
+#endif
+
+INLINE Floats load_stored(const uint16_t* p) { return load_half(p); }
+INLINE Floats load_stored(const int8_t* p) { return load_signed_bytes(p); }
+
+template <class Element>
+INLINE Floats load_stored_first(const Element* p, int count) {
+  Element padded[16] = {};
+  for (int i = 0; i < count; i++) padded[i] = p[i];
+  return load_stored(padded);
+}
+
+// ---- where things are
+
+// The keys and values of one kv head, by block.
+template <class Element>
+struct HeadCache {
+  const LayerCache& layer;
+  int64_t num_kv_heads, kv_head, head_dim;
+
+  INLINE_METHOD Element* keys(int32_t block) const {
+    Element* data = reinterpret_cast<Element*>(layer.data + block * layer.block_bytes);
+    return data + kv_head * 2 * head_dim * block_size;
+  }
+  INLINE_METHOD Element* values(int32_t block) const {
+    return keys(block) + head_dim * block_size;
+  }
+  INLINE_METHOD float* scales(float* all, int32_t block) const {
+    return all + (block * num_kv_heads + kv_head) * block_size;
+  }
+};
+
+// Tokens [begin, end), of a sequence or counted from a tile's first.
+struct Span {
+  int begin, end;
+};
+
+INLINE bool is_empty(Span span) { return span.begin >= span.end; }
+INLINE int first_block(Span span) { return span.begin / block_size; }
+INLINE int end_block(Span span) { return (span.end + block_size - 1) / block_size; }
+
+INLINE Span seen_by(const AttentionShape& shape, int position) {
+  const int begin = shape.window > 0 ? position - shape.window + 1 : 0;
+  return {begin > 0 ? begin : 0, position + 1};
+}
+
+INLINE Span within_tile(Span span, int tile) {
+  const int begin = span.begin - tile * tile_size, end = span.end - tile * tile_size;
+  return {begin > 0 ? begin : 0, end < tile_size ? end : tile_size};
+}
+
+// What any, and what all, of some spans hold; empty ones do not count.
+INLINE Span hull(const Span* spans, int count) {
+  Span all{tile_size, 0};
+  for (int i = 0; i < count; i++) {
+    if (is_empty(spans[i])) continue;
+    if (spans[i].begin < all.begin) all.begin = spans[i].begin;
+    if (spans[i].end > all.end) all.end = spans[i].end;
+  }
+  return all;
+}
+
+INLINE Span overlap(const Span* spans, int count) {
+  Span common{0, tile_size};
+  for (int i = 0; i < count; i++) {
+    if (is_empty(spans[i])) continue;
+    if (spans[i].begin > common.begin) common.begin = spans[i].begin;
+    if (spans[i].end < common.end) common.end = spans[i].end;
+  }
+  return common;
+}
+
+// ---- writing
+
+INLINE void store_halves(const float* x, int size, uint16_t* out, int stride) {
+  uint16_t halves[16];
+  for (int i = 0; i < size; i += 16) {
+    const int count = lanes_left(size, i);
+    store_half(halves, count == 16 ? load(x + i) : load_first(x + i, count));
+    for (int k = 0; k < count; k++) out[(i + k) * stride] = halves[k];
+  }
+}
+
+INLINE float store_codes_of(const float* x, int size, int8_t* out, int stride) {
+  const ByteScale bytes = byte_scale_of(x, size);
+  int8_t codes[16];
+  for (int i = 0; i < size; i += 16) {
+    const int count = lanes_left(size, i);
+    const Floats part = count == 16 ? load(x + i) : load_first(x + i, count);
+    store_bytes(codes, byte_codes(part, bytes.inverse));
+    for (int k = 0; k < count; k++) out[(i + k) * stride] = codes[k];
+  }
+  return bytes.scale;
+}
+
+void store_key_value(const LayerCache& cache, const AttentionShape& shape, const RowPlace& place,
+                     const float* key, const float* value) {
+  const int32_t block = place.block_table[place.position / block_size];
+  const int slot = place.position % block_size;
+  const int head_dim = shape.head_dim;
+  for (int head = 0; head < shape.num_kv_heads; head++, key += head_dim, value += head_dim) {
+    if (cache.is_int8) {
+      const HeadCache<int8_t> blocks{cache, shape.num_kv_heads, head, head_dim};
+      int8_t* values = blocks.values(block) + slot * head_dim;
+      blocks.scales(cache.key_scales, block)[slot] =
+          store_codes_of(key, head_dim, blocks.keys(block) + slot, block_size);
+      blocks.scales(cache.value_scales, block)[slot] = store_codes_of(value, head_dim, values, 1);
+    } else {
+      const HeadCache<uint16_t> blocks{cache, shape.num_kv_heads, head, head_dim};
+      store_halves(key, head_dim, blocks.keys(block) + slot, block_size);
+      store_halves(value, head_dim, blocks.values(block) + slot * head_dim, 1);
+    }
+  }
+}
+
+// ---- scores
+
+// Where the blocks of one tile are; those of the span are set.
+template <class Element>
+struct CacheTile {
+  const Element* keys[tile_blocks];
+  const Element* values[tile_blocks];
+  const float* key_scales[tile_blocks];
+  const float* value_scales[tile_blocks];
+};
+
+template <class Element>
+INLINE void find_tile(const HeadCache<Element>& cache, const int32_t* block_table, Span span,
+                      CacheTile<Element>& tile) {
+  for (int i = first_block(span); i < end_block(span); i++) {
+    tile.keys[i] = cache.keys(block_table[i]);
+    tile.values[i] = cache.values(block_table[i]);
+    if (sizeof(Element) == 1) {
+      tile.key_scales[i] = cache.scales(cache.layer.key_scales, block_table[i]);
+      tile.value_scales[i] = cache.scales(cache.layer.value_scales, block_table[i]);
+    }
+  }
+}
+
+// scores[query][token of the tile], for some blocks side by side. queries: [dimension][query].
+template <class Element, int num_queries, int num_blocks>
+NOINLINE void score_blocks(const float* queries, int head_dim, const Element* const* keys,
+                           float* scores) {
+  Floats sums[num_queries][num_blocks];
+  for (int q = 0; q < num_queries; q++)
+    for (int b = 0; b < num_blocks; b++) sums[q][b] = broadcast(0.0f);
+  for (int d = 0; d < head_dim; d++, queries += num_queries) {
+    Floats key[num_blocks];
+    for (int b = 0; b < num_blocks; b++) key[b] = load_stored(keys[b] + d * block_size);
+    for (int q = 0; q < num_queries; q++) {
+      const Floats query = broadcast(queries[q]);
+      for (int b = 0; b < num_blocks; b++) sums[q][b] = fma(query, key[b], sums[q][b]);
+    }
+  }
+  for (int q = 0; q < num_queries; q++)
+    for (int b = 0; b < num_blocks; b++)
+      store(scores + q * tile_size + b * block_size, sums[q][b]);
+}
+
+// Blocks [block, end), as many at once as are left.
+template <class Element, int num_queries, int num_blocks>
+INLINE void score_tile(const float* queries, int head_dim, const Element* const* keys, int block,
+                       int end, float* scores) {
+  for (; block + num_blocks <= end; block += num_blocks)
+    score_blocks<Element, num_queries, num_blocks>(queries, head_dim, keys + block,
+                                                   scores + block * block_size);
+  if constexpr (num_blocks > 1)
+    score_tile<Element, num_queries, num_blocks / 2>(queries, head_dim, keys, block, end, scores);
+}
+
+// ---- from scores to weights
+
+// 2^x for x <= 0 to 2 ulp. x below -126 counts as -126; NaN stays NaN. Adding `shift` leaves n + 127
+// in the lowest bits, where n is x rounded.
+INLINE Floats power_of_two(Floats x) {
+  const Floats shift = broadcast(12582912.0f + 127.0f);
+  x = max(broadcast(-126.0f), x);
+  const Floats shifted = x + shift;
+  const Floats r = x - (shifted - shift);
+  Floats p = broadcast(1.32647273e-3f);
+  p = fma(p, r, broadcast(9.67151299e-3f));
+  p = fma(p, r, broadcast(5.55073358e-2f));
+  p = fma(p, r, broadcast(2.40222424e-1f));
+  p = fma(p, r, broadcast(6.93147004e-1f));
+  p = fma(p, r, broadcast(1.0f));
+  return p * bits_as_floats(shift_left_23(bits_as_ints(shifted)));
+}
+
+// Lanes whose token (that of lane 0 is `first`) is outside the span are replaced.
+INLINE Floats inside(Floats x, Span span, int first, Floats replacement) {
+  if (span.begin > first) x = first_lanes(replacement, x, span.begin - first);
+  if (span.end < first + block_size) x = first_lanes(x, replacement, span.end - first);
+  return x;
+}
+
+// What one query takes from a tile: its weights are 2^(score - largest), `sum` is theirs.
+struct Share {
+  float largest, sum;
+};
+
+// Turns one query's scores into weights, in place. Weights of values in bytes contain their scale.
+template <class Element>
+INLINE Share weigh(const CacheTile<Element>& tile, Span span, float cap, float* scores) {
+  constexpr bool is_int8 = sizeof(Element) == 1;
+  Floats largest = broadcast(-__builtin_inff());
+  for (int b = first_block(span); b < end_block(span); b++) {
+    float* part = scores + b * block_size;
+    Floats x = load(part);
+    if (is_int8) x = x * load(tile.key_scales[b]);
+    if (cap > 0.0f) x = broadcast(cap) * hyperbolic_tangent(x);
+    if (is_int8 || cap > 0.0f) store(part, x);
+    largest = max(largest, inside(x, span, b * block_size, broadcast(-__builtin_inff())));
+  }
+  Share share;
+  share.largest = max_of_lanes(largest);
+  const Floats top = broadcast(share.largest);
+  Floats sum = broadcast(0.0f);
+  for (int b = first_block(span); b < end_block(span); b++) {
+    float* part = scores + b * block_size;
+    const Floats weight = power_of_two(load(part) - top);
+    sum = sum + inside(weight, span, b * block_size, broadcast(0.0f));
+    store(part, is_int8 ? weight * load(tile.value_scales[b]) : weight);
+  }
+  share.sum = sum_of_lanes(sum);
+  return share;
+}
+
+// ---- values
+
+// sums[query][dimension] += weight * value over the span, for the vectors of dimensions from `first`.
+template <class Element, int num_queries, int num_vectors, bool is_part>
+NOINLINE void mix_vectors(const float* weights, const Element* const* values, int head_dim,
+                          Span span, float* sums, int64_t sums_stride, int first) {
+  Floats mixed[num_queries][num_vectors];
+  sums += first;
+  for (int q = 0; q < num_queries; q++)
+    for (int v = 0; v < num_vectors; v++) mixed[q][v] = load(sums + q * sums_stride + 16 * v);
+  for (int token = span.begin; token < span.end;) {
+    const int block = token / block_size;
+    const int end = (block + 1) * block_size < span.end ? (block + 1) * block_size : span.end;
+    const Element* row = values[block] + (token % block_size) * head_dim + first;
+    for (; token < end; token++, row += head_dim) {
+      Floats value[num_vectors];
+      for (int v = 0; v < num_vectors; v++)
+        value[v] = is_part ? load_stored_first(row, head_dim - first) : load_stored(row + 16 * v);
+      for (int q = 0; q < num_queries; q++) {
+        const Floats weight = broadcast(weights[q * tile_size + token]);
+        for (int v = 0; v < num_vectors; v++) mixed[q][v] = fma(weight, value[v], mixed[q][v]);
+      }
+    }
+  }
+  for (int q = 0; q < num_queries; q++)
+    for (int v = 0; v < num_vectors; v++) store(sums + q * sums_stride + 16 * v, mixed[q][v]);
+}
+
+// Dimensions from `first` on, as many vectors at once as are left.
+template <class Element, int num_queries, int num_vectors>
+INLINE void mix_dimensions(const float* weights, const Element* const* values, int head_dim,
+                           Span span, float* sums, int64_t sums_stride, int first) {
+  for (; first + 16 * num_vectors <= head_dim; first += 16 * num_vectors)
+    mix_vectors<Element, num_queries, num_vectors, false>(weights, values, head_dim, span, sums,
+                                                          sums_stride, first);
+  if constexpr (num_vectors > 1)
+    mix_dimensions<Element, num_queries, num_vectors / 2>(weights, values, head_dim, span, sums,
+                                                          sums_stride, first);
+  else if (first < head_dim)
+    mix_vectors<Element, num_queries, 1, true>(weights, values, head_dim, span, sums, sums_stride,
+                                               first);
+}
+
+template <class Element, int num_queries>
+INLINE void mix(const float* weights, const CacheTile<Element>& tile, int head_dim, Span span,
+                float* sums, int64_t sums_stride) {
+  if (!is_empty(span))
+    mix_dimensions<Element, num_queries, vectors_beside(num_queries)>(
+        weights, tile.values, head_dim, span, sums, sums_stride, 0);
+}
+
+// ---- several queries over one tile
+
+// Queries computed side by side, and what they take from a tile.
+struct QueryGroup {
+  int begin, count;          // of the queries of the call
+  const float* queries;      // [dimension][query], packed
+  Span spans[most_queries];  // of each query, in the tile; empty where it sees none of it
+  Share shares[most_queries];
+  float* mixed;    // [query][stride]
+  int64_t stride;  // head_dim, rounded up to whole vectors
+};
+
+// The values all queries see are mixed for all of them at once; what only some see, at the edges of
+// a chunk's rows, for each alone: so nothing is multiplied by a weight that is not its own.
+template <class Element, int num_queries>
+INLINE void mix_spans(const float* weights, const CacheTile<Element>& tile, int head_dim,
+                      QueryGroup& group) {
+  const Span common = overlap(group.spans, num_queries);
+  const bool none = is_empty(common);
+  for (int q = 0; q < num_queries; q++) {
+    const Span before{group.spans[q].begin, none ? group.spans[q].end : common.begin};
+    mix<Element, 1>(weights + q * tile_size, tile, head_dim, before,
+                    group.mixed + q * group.stride, group.stride);
+  }
+  mix<Element, num_queries>(weights, tile, head_dim, common, group.mixed, group.stride);
+  for (int q = 0; q < num_queries && !none; q++) {
+    const Span after{common.end, group.spans[q].end};
+    mix<Element, 1>(weights + q * tile_size, tile, head_dim, after,
+                    group.mixed + q * group.stride, group.stride);
+  }
+}
+
+template <class Element, int num_queries>
+NOINLINE void attend_group(const CacheTile<Element>& tile, int head_dim, float cap, QueryGroup& group) {
+  alignas(64) float scores[num_queries * tile_size];
+  const Span any = hull(group.spans, num_queries);
+  score_tile<Element, num_queries, vectors_beside(num_queries)>(
+      group.queries, head_dim, tile.keys, first_block(any), end_block(any), scores);
+  for (int q = 0; q < num_queries; q++)
+    if (!is_empty(group.spans[q]))
+      group.shares[q] = weigh(tile, group.spans[q], cap, scores + q * tile_size);
+  for (int64_t i = 0; i < num_queries * group.stride; i++) group.mixed[i] = 0.0f;
+  mix_spans<Element, num_queries>(scores, tile, head_dim, group);
+}
+
+template <class Element, int num_queries = 1>
+INLINE void attend_any_group(const CacheTile<Element>& tile, int head_dim, float cap,
+                             QueryGroup& group) {
+  if (group.count == num_queries)
+    attend_group<Element, num_queries>(tile, head_dim, cap, group);
+  else if constexpr (num_queries < most_queries)
+    attend_any_group<Element, num_queries + 1>(tile, head_dim, cap, group);
+}
+
+// ---- the rows of one sequence
+
+// Some rows' queries of one kv head. Query q is head q % group of row q / group.
+struct Queries {
+  const AttentionShape& shape;
+  const RowPlace* rows;
+  int count, group;
+  const float* data;  // of the first row's first head
+  int64_t stride;
+
+  INLINE_METHOD int64_t offset(int query) const {
+    return query / group * stride + static_cast<int64_t>(query % group) * shape.head_dim;
+  }
+  INLINE_METHOD Span seen(int query) const { return seen_by(shape, rows[query / group].position); }
+};
+
+// Where group i begins of so many query groups, all of nearly equal size.
+INLINE int group_begin(const Queries& queries, int num_groups, int i) {
+  return queries.count * i / num_groups;
+}
+
+INLINE void pack_group(const Queries& queries, float factor, int begin, int count, float* packed) {
+  const int head_dim = queries.shape.head_dim;
+  for (int q = 0; q < count; q++) {
+    const float* query = queries.data + queries.offset(begin + q);
+    for (int d = 0; d < head_dim; d++) packed[d * count + q] = query[d] * factor;
+  }
+}
+
+// Calls take(query, tile, share, mixed) for every query and each of the tiles in which it sees
+// something, tiles ascending.
+template <class Element, class Take>
+INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, Span tiles,
+                       Take take) {
+  const AttentionShape& shape = queries.shape;
+  constexpr float log2_of_e = 1.44269504088896341f;
+  const float cap = shape.soft_cap * log2_of_e;
+  const float factor = cap > 0.0f ? shape.scale / shape.soft_cap : shape.scale * log2_of_e;
+  const int num_groups = (queries.count + most_queries - 1) / most_queries;
+  float* const packed = STACK_FLOATS(queries.count * shape.head_dim);
+  QueryGroup group;
+  group.stride = (shape.head_dim + 15) / 16 * 16;
+  group.mixed = STACK_FLOATS(most_queries * group.stride);
+  CacheTile<Element> place;
+  const Span seen{queries.seen(0).begin, queries.seen(queries.count - 1).end};
+  for (int tile = tiles.begin; tile < tiles.end; tile++) {
+    find_tile(cache, queries.rows[0].block_table + tile * tile_blocks, within_tile(seen, tile),
+              place);
+    for (int g = 0; g < num_groups; g++) {
+      group.begin = group_begin(queries, num_groups, g);
+      group.count = group_begin(queries, num_groups, g + 1) - group.begin;
+      float* own = packed + group.begin * shape.head_dim;
+      if (tile == tiles.begin) pack_group(queries, factor, group.begin, group.count, own);
+      group.queries = own;
+      for (int q = 0; q < group.count; q++)
+        group.spans[q] = within_tile(queries.seen(group.begin + q), tile);
+      if (is_empty(hull(group.spans, group.count))) continue;
+      attend_any_group<Element>(place, shape.head_dim, cap, group);
+      for (int q = 0; q < group.count; q++)
+        if (!is_empty(group.spans[q]))
+          take(group.begin + q, tile, group.shares[q], group.mixed + q * group.stride);
+    }
+  }
+}
+
+// ---- tiles merged
+
+// A query's share of the tiles so far; `out` holds their mixed values.
+INLINE void merge(Share& total, float* out, Share next, const float* mixed, int head_dim) {
+  const float top = total.largest > next.largest ? total.largest : next.largest;
+  const Floats keep = power_of_two(broadcast(total.largest) - broadcast(top));
+  const Floats take = power_of_two(broadcast(next.largest) - broadcast(top));
+  total.largest = top;
+  total.sum = first_of(fma(broadcast(total.sum), keep, broadcast(next.sum) * take));
+  map_rows(out, mixed, head_dim, out, [=](Floats a, Floats b) { return fma(a, keep, b * take); });
+}
+
+INLINE void copy(const float* from, int size, float* to) {
+  map_row(from, size, to, [](Floats x) { return x; });
+}
+
+INLINE void divide(float* out, int size, float sum) {
+  const Floats inverse = broadcast(1.0f / sum);
+  map_row(out, size, out, [=](Floats x) { return x * inverse; });
+}
+
+INLINE Span tiles_of(Span seen) {
+  return {seen.begin / tile_size, (seen.end + tile_size - 1) / tile_size};
+}
+
+template <class Element>
+NOINLINE void attend_some(const HeadCache<Element>& cache, const Queries& queries, float* out) {
+  const int head_dim = queries.shape.head_dim;
+  Share totals[most_queries_packed];
+  const Span seen{queries.seen(0).begin, queries.seen(queries.count - 1).end};
+  walk_tiles(cache, queries, tiles_of(seen), [&](int query, int tile, Share share, float* mixed) {
+    float* own = out + queries.offset(query);
+    if (tile == tiles_of(queries.seen(query)).begin) {
+      totals[query] = share;
+      copy(mixed, head_dim, own);
+    } else {
+      merge(totals[query], own, share, mixed, head_dim);
+    }
+  });
+  for (int q = 0; q < queries.count; q++) divide(out + queries.offset(q), head_dim, totals[q].sum);
+}
+
+void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head,
+            const RowPlace* rows, int num_rows, const float* queries, float* out, int64_t stride) {
+  const int group = shape.num_heads / shape.num_kv_heads;
+  const int64_t first_head = static_cast<int64_t>(kv_head) * group * shape.head_dim;
+  const int at_once = group < most_queries_packed ? most_queries_packed / group : 1;
+  for (int row = 0; row < num_rows; row += at_once) {
+    const int count = num_rows - row < at_once ? num_rows - row : at_once;
+    const int64_t offset = row * stride + first_head;
+    const Queries some{shape, rows + row, count * group, group, queries + offset, stride};
+    if (cache.is_int8)
+      attend_some<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, out + offset);
+    else
+      attend_some<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some,
+                            out + offset);
+  }
+}
+
+// ---- one row's tiles apart
+
+template <class Element>
+NOINLINE void attend_apart(const HeadCache<Element>& cache, const Queries& queries, Span tiles,
+                           float* parts) {
+  const int head_dim = queries.shape.head_dim;
+  walk_tiles(cache, queries, tiles, [&](int query, int tile, Share share, float* mixed) {
+    const int64_t index = static_cast<int64_t>(tile - tiles.begin) * queries.count + query;
+    float* part = parts + index * (head_dim + 2);
+    part[0] = share.largest;
+    part[1] = share.sum;
+    copy(mixed, head_dim, part + 2);
+  });
+}
+
+void attend_tiles(const LayerCache& cache, const AttentionShape& shape, int kv_head,
+                  const RowPlace& row, int first_tile, int num_tiles, const float* queries,
+                  float* parts) {
+  const int group = shape.num_heads / shape.num_kv_heads;
+  const int64_t first_head = static_cast<int64_t>(kv_head) * group * shape.head_dim;
+  const Queries some{shape, &row, group, group, queries + first_head, 0};
+  const Span tiles{first_tile, first_tile + num_tiles};
+  if (cache.is_int8)
+    attend_apart<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles, parts);
+  else
+    attend_apart<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles,
+                           parts);
+}
+
+void merge_tiles(const AttentionShape& shape, int kv_head, int num_tiles, const float* parts,
+                 float* out) {
+  const int group = shape.num_heads / shape.num_kv_heads, head_dim = shape.head_dim;
+  for (int query = 0; query < group; query++) {
+    float* own = out + (static_cast<int64_t>(kv_head) * group + query) * head_dim;
+    Share total{};
+    for (int tile = 0; tile < num_tiles; tile++) {
+      const float* part = parts + (static_cast<int64_t>(tile) * group + query) * (head_dim + 2);
+      if (tile == 0) {
+        total = {part[0], part[1]};
+        copy(part + 2, head_dim, own);
+      } else {
+        merge(total, own, {part[0], part[1]}, part + 2, head_dim);
+      }
+    }
+    divide(own, head_dim, total.sum);
+  }
+}

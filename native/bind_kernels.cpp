@@ -1,0 +1,200 @@
+// Bindings that run the kernels of a named unit on arrays, one function at a time: for tests.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace nb = nanobind;
+
+namespace quire {
+namespace {
+
+template <class Value>
+using Array = nb::ndarray<Value, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Input = Array<const float>;
+using Output = Array<float>;
+using Table = Array<const int32_t>;
+using Groups = Array<uint8_t>;  // the bytes of as many ActivationGroup
+
+std::vector<const Kernels*> units() {
+  std::vector<const Kernels*> found{&portable_kernels()};
+  for (const Kernels* unit : {avx2_kernels(), avx512_kernels()})
+    if (unit) found.push_back(unit);
+  return found;
+}
+
+const Kernels& unit_named(const std::string& name) {
+  for (const Kernels* unit : units())
+    if (name == unit->name) return *unit;
+  throw nb::value_error(("no unit \"" + name + "\" runs on this processor").c_str());
+}
+
+void expect(bool holds, const char* what) {
+  if (!holds) throw nb::value_error(what);
+}
+
+int size_of(size_t size) { return static_cast<int>(size); }
+
+void expect_groups(const Input& x, const Groups& out) {
+  expect(x.size() % group_size == 0, "x must hold whole groups");
+  expect(out.size() == x.size() / group_size * sizeof(ActivationGroup), "out: 64 bytes a group");
+}
+
+ActivationGroup* groups_at(const Groups& out) {
+  return reinterpret_cast<ActivationGroup*>(out.data());
+}
+
+// The keys and values of one layer, with the block table of one sequence.
+class Cache {
+ public:
+  Cache(const std::string& unit, const AttentionShape& shape, bool is_int8, Table block_table)
+      : kernels_(unit_named(unit)), shape_(shape) {
+    expect(shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0,
+           "num_heads must be a multiple of num_kv_heads");
+    table_.assign(block_table.data(), block_table.data() + block_table.size());
+    int32_t num_blocks = 0;
+    for (int32_t block : table_) {
+      expect(block >= 0, "blocks must not be negative");
+      num_blocks = block >= num_blocks ? block + 1 : num_blocks;
+    }
+    const int64_t values = 2LL * shape.num_kv_heads * shape.head_dim * block_size;
+    const int64_t block_bytes = is_int8 ? values : 2 * values;
+    // Nothing may depend on slots that were not written: all begin as NaN, in bytes as -1.
+    data_.assign(static_cast<size_t>(num_blocks * block_bytes), 0xff);
+    const size_t num_scales = is_int8 ? size_t(num_blocks) * shape.num_kv_heads * block_size : 0;
+    key_scales_.assign(num_scales, __builtin_nanf(""));
+    value_scales_.assign(num_scales, __builtin_nanf(""));
+    layer_ = {data_.data(), block_bytes, is_int8 ? key_scales_.data() : nullptr,
+              is_int8 ? value_scales_.data() : nullptr, is_int8};
+  }
+
+  void store(int position, Input key, Input value) {
+    const size_t size = size_t(shape_.num_kv_heads) * shape_.head_dim;
+    expect(key.size() == size && value.size() == size, "key and value: one row of all kv heads");
+    expect_positions(position, 1);
+    kernels_.store_key_value(layer_, shape_, {position, table_.data()}, key.data(), value.data());
+  }
+
+  // Rows of all heads, at consecutive positions.
+  void attend(int position, int num_rows, Input queries, Output out) {
+    const int64_t stride = row_size();
+    expect(int64_t(queries.size()) == num_rows * stride && out.size() == queries.size(),
+           "queries and out: num_rows rows of all heads");
+    expect_positions(position, num_rows);
+    std::vector<RowPlace> rows;
+    for (int i = 0; i < num_rows; i++) rows.push_back({position + i, table_.data()});
+    for (int head = 0; head < shape_.num_kv_heads; head++)
+      kernels_.attend(layer_, shape_, head, rows.data(), num_rows, queries.data(), out.data(),
+                      stride);
+  }
+
+  // One row, each tile by a call of its own, the last first.
+  void attend_apart(int position, Input queries, Output out) {
+    expect(int64_t(queries.size()) == row_size() && out.size() == queries.size(),
+           "queries and out: one row of all heads");
+    expect_positions(position, 1);
+    const RowPlace row{position, table_.data()};
+    const int start = shape_.window > 0 ? position - shape_.window + 1 : 0;
+    const int first = (start > 0 ? start : 0) / tile_size;
+    const int num_tiles = position / tile_size + 1 - first;
+    const int64_t part = row_size() / shape_.num_kv_heads / shape_.head_dim * (shape_.head_dim + 2);
+    std::vector<float> parts(size_t(part * num_tiles));
+    for (int head = 0; head < shape_.num_kv_heads; head++) {
+      for (int tile = num_tiles - 1; tile >= 0; tile--)
+        kernels_.attend_tiles(layer_, shape_, head, row, first + tile, 1, queries.data(),
+                              parts.data() + tile * part);
+      kernels_.merge_tiles(shape_, head, num_tiles, parts.data(), out.data());
+    }
+  }
+
+  nb::bytes bytes() const {
+    std::string all(data_.begin(), data_.end());
+    for (const std::vector<float>* scales : {&key_scales_, &value_scales_})
+      all.append(reinterpret_cast<const char*>(scales->data()), scales->size() * sizeof(float));
+    return nb::bytes(all.data(), all.size());
+  }
+
+ private:
+  int64_t row_size() const { return int64_t(shape_.num_heads) * shape_.head_dim; }
+
+  void expect_positions(int first, int count) const {
+    expect(first >= 0 && count > 0 && size_t(first + count) <= table_.size() * block_size,
+           "positions must lie in the blocks of the table");
+  }
+
+  const Kernels& kernels_;
+  AttentionShape shape_;
+  std::vector<int32_t> table_;
+  std::vector<uint8_t> data_;
+  std::vector<float> key_scales_, value_scales_;
+  LayerCache layer_;
+};
+
+void bind_rows(nb::module_& m) {
+  m.def("rms_norm", [](const std::string& unit, Input x, Input weight, float epsilon, Output out) {
+    expect(x.size() == weight.size() && x.size() == out.size(), "x, weight, out: one size");
+    unit_named(unit).rms_norm(x.data(), weight.data(), size_of(x.size()), epsilon, out.data());
+  });
+  m.def("quantise_groups", [](const std::string& unit, Input x, Groups out) {
+    expect_groups(x, out);
+    unit_named(unit).quantise_groups(x.data(), size_of(x.size()), groups_at(out));
+  });
+  m.def("quantise_row", [](const std::string& unit, Input x, Groups out) {
+    expect_groups(x, out);
+    return unit_named(unit).quantise_row(x.data(), size_of(x.size()), groups_at(out));
+  });
+  m.def("gate", [](const std::string& unit, bool is_relu2, Input gate, Input up, Output out) {
+    expect(gate.size() == up.size() && gate.size() == out.size(), "gate, up, out: one size");
+    unit_named(unit).gate(is_relu2 ? Gate::relu2 : Gate::silu, gate.data(), up.data(),
+                          size_of(gate.size()), out.data());
+  });
+  m.def("add", [](const std::string& unit, Output x, Input y) {
+    expect(x.size() == y.size(), "x, y: one size");
+    unit_named(unit).add(x.data(), y.data(), size_of(x.size()));
+  });
+  m.def("soft_cap", [](const std::string& unit, Output x, float cap) {
+    unit_named(unit).soft_cap(x.data(), int64_t(x.size()), cap);
+  });
+  m.def("turn", [](const std::string& unit, Output heads, int head_dim, bool interleaved,
+                   Input cosines, Input sines) {
+    const int dims = 2 * size_of(cosines.size());
+    expect(sines.size() == cosines.size() && dims <= head_dim, "at most head_dim / 2 angles");
+    expect(head_dim > 0 && heads.size() % head_dim == 0, "whole heads");
+    const Rope rope{dims, interleaved, cosines.data(), sines.data()};
+    unit_named(unit).turn(heads.data(), size_of(heads.size()) / head_dim, head_dim, rope, 0);
+  });
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  m.def("units", [] {
+    std::vector<std::string> names;
+    for (const Kernels* unit : units()) names.push_back(unit->name);
+    return names;
+  });
+  bind_rows(m);
+  nb::class_<Cache>(m, "Cache")
+      .def(
+          "__init__",
+          [](Cache* self, const std::string& unit, int num_heads, int num_kv_heads, int head_dim,
+             Table block_table, int window, float scale, float soft_cap, bool is_int8) {
+            const AttentionShape shape{num_heads, num_kv_heads, head_dim, window, scale, soft_cap};
+            new (self) Cache(unit, shape, is_int8, block_table);
+          },
+          nb::arg("unit"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
+          nb::arg("block_table"), nb::arg("window") = 0, nb::arg("scale") = 1.0f,
+          nb::arg("soft_cap") = 0.0f, nb::arg("is_int8") = false)
+      .def("store", &Cache::store)
+      .def("attend", &Cache::attend)
+      .def("attend_apart", &Cache::attend_apart)
+      .def("bytes", &Cache::bytes);
+}
+
+}  // namespace quire

@@ -1,0 +1,200 @@
+// What is done to one row (token) at a time besides products and attention.
+
+// The first `count` values at p, then zeros: reads nothing past them.
+INLINE Floats load_first(const float* p, int count) {
+  float padded[16] = {};
+  for (int i = 0; i < count; i++) padded[i] = p[i];
+  return load(padded);
+}
+
+INLINE void store_first(float* p, Floats x, int count) {
+  float padded[16];
+  store(padded, x);
+  for (int i = 0; i < count; i++) p[i] = padded[i];
+}
+
+INLINE int lanes_left(int64_t size, int64_t i) {
+  return size - i < 16 ? static_cast<int>(size - i) : 16;
+}
+
+// out[i] = function(i-th vector of x); the last vector may be a part.
+template <class Function>
+INLINE void map_row(const float* x, int64_t size, float* out, Function function) {
+  int64_t i = 0;
+  for (; i + 16 <= size; i += 16) store(out + i, function(load(x + i)));
+  if (i < size) {
+    const int count = lanes_left(size, i);
+    store_first(out + i, function(load_first(x + i, count)), count);
+  }
+}
+
+template <class Function>
+INLINE void map_rows(const float* x, const float* y, int64_t size, float* out,
+                     Function function) {
+  int64_t i = 0;
+  for (; i + 16 <= size; i += 16) store(out + i, function(load(x + i), load(y + i)));
+  if (i < size) {
+    const int count = lanes_left(size, i);
+    const Floats last = function(load_first(x + i, count), load_first(y + i, count));
+    store_first(out + i, last, count);
+  }
+}
+
+// ---- norm
+
+// Vector i is added to accumulator i % 4: four sums in flight, always in the same order.
+INLINE float sum_of_squares(const float* x, int size) {
+  Floats sums[4] = {broadcast(0.0f), broadcast(0.0f), broadcast(0.0f), broadcast(0.0f)};
+  int i = 0;
+  for (; i + 64 <= size; i += 64)
+    for (int k = 0; k < 4; k++) {
+      const Floats part = load(x + i + 16 * k);
+      sums[k] = fma(part, part, sums[k]);
+    }
+  for (int k = 0; i < size; i += 16, k++) {
+    const int count = lanes_left(size, i);
+    const Floats part = count == 16 ? load(x + i) : load_first(x + i, count);
+    sums[k] = fma(part, part, sums[k]);
+  }
+  return sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+void rms_norm(const float* x, const float* weight, int size, float epsilon, float* out) {
+  const float mean = sum_of_squares(x, size) / static_cast<float>(size);
+  const Floats inverse = broadcast(1.0f / __builtin_sqrtf(mean + epsilon));
+  map_rows(x, weight, size, out, [inverse](Floats a, Floats b) { return a * inverse * b; });
+}
+
+// ---- activations as bytes
+
+// Numbers without sign order as their bits do, and NaN comes after infinity: one comparison of
+// integers finds the largest and misses nothing that is not finite.
+INLINE Ints magnitude_bits(Floats x) { return bits_as_ints(absolute(x)); }
+
+struct ByteScale {
+  float scale;    // of a code; NaN where a value is not finite
+  float inverse;  // of a value; 0 where all codes are to be 0
+};
+
+INLINE ByteScale byte_scale(int32_t largest_bits) {
+  constexpr int32_t infinity = 0x7f800000;
+  constexpr float smallest = 1e-36f;  // below it the inverse would not be finite
+  if (largest_bits >= infinity) return {float_of_bits(0x7fc00000u), 0.0f};
+  const float largest = float_of_bits(static_cast<uint32_t>(largest_bits));
+  return {largest / 127.0f, largest < smallest ? 0.0f : 127.0f / largest};
+}
+
+// Codes of sixteen values. Where the inverse is 0 they are 0 whatever the values: NaN is no code.
+INLINE Ints byte_codes(Floats x, float inverse) {
+  if (inverse == 0.0f) return broadcast_int(0);
+  return to_ints(x * broadcast(inverse));
+}
+
+INLINE void quantise_group(const float* x, float inverse, float scale, ActivationGroup* out) {
+  const Ints low = byte_codes(load(x), inverse);
+  const Ints high = byte_codes(load(x + 16), inverse);
+  store_bytes(out->codes, low);
+  store_bytes(out->codes + 16, high);
+  const int32_t sum_low = sum_of_lanes(low), sum_high = sum_of_lanes(high);
+  out->scale = scale;
+  out->sum = static_cast<float>(sum_low + sum_high);
+  out->sum_low = static_cast<float>(sum_low);
+  out->sum_high = static_cast<float>(sum_high);
+  out->scaled_sum = scale * out->sum;
+  out->scaled_sum_low = scale * out->sum_low;
+  out->scaled_sum_high = scale * out->sum_high;
+  out->unused = 0.0f;
+}
+
+void quantise_groups(const float* x, int size, ActivationGroup* out) {
+  for (int i = 0; i < size; i += group_size, out++) {
+    const Ints largest = max(magnitude_bits(load(x + i)), magnitude_bits(load(x + i + 16)));
+    const ByteScale bytes = byte_scale(max_of_lanes(largest));
+    quantise_group(x + i, bytes.inverse, bytes.scale, out);
+  }
+}
+
+INLINE ByteScale byte_scale_of(const float* x, int size) {
+  Ints largest = broadcast_int(0);
+  for (int i = 0; i < size; i += 16) {
+    const int count = lanes_left(size, i);
+    largest = max(largest, magnitude_bits(count == 16 ? load(x + i) : load_first(x + i, count)));
+  }
+  return byte_scale(max_of_lanes(largest));
+}
+
+float quantise_row(const float* x, int size, ActivationGroup* out) {
+  const ByteScale bytes = byte_scale_of(x, size);
+  for (int i = 0; i < size; i += group_size, out++)
+    quantise_group(x + i, bytes.inverse, 1.0f, out);
+  return bytes.scale;
+}
+
+// ---- gate, sum, caps
+
+void apply_gate(Gate kind, const float* gate, const float* up, int size, float* out) {
+  const Floats zero = broadcast(0.0f), one = broadcast(1.0f);
+  if (kind == Gate::silu) {
+    map_rows(gate, up, size, out, [=](Floats g, Floats u) {
+      return g / (one + exponential(zero - g)) * u;
+    });
+  } else {
+    map_rows(gate, up, size, out, [=](Floats g, Floats u) {
+      const Floats positive = max(zero, g);  // in this order NaN stays NaN
+      return positive * positive * u;
+    });
+  }
+}
+
+void add_rows(float* x, const float* y, int size) {
+  map_rows(x, y, size, x, [](Floats a, Floats b) { return a + b; });
+}
+
+// tanh(x) = m / (m + 2) with m = e^2x - 1, which near 0 is a polynomial without a constant term:
+// so small x keep their precision. Beyond 10 it is 1 in single precision.
+INLINE Floats hyperbolic_tangent(Floats x) {
+  const Floats one = broadcast(1.0f), two = broadcast(2.0f);
+  x = max(broadcast(-10.0f), min(broadcast(10.0f), x)) * two;
+  const Ints exponent = to_ints(x * broadcast(1.44269504088896341f));
+  const Floats n = to_floats(exponent);
+  Floats r = fma(n, broadcast(-0.693145751953125f), x);
+  r = fma(n, broadcast(-1.42860682030941723212e-6f), r);
+  Floats p = broadcast(1.9875691500e-4f);
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, r * r, r);  // e^r - 1
+  const Floats power = bits_as_floats(shift_left_23(exponent + broadcast_int(127)));
+  const Floats less_one = fma(power, p, power - one);
+  return less_one / (less_one + two);
+}
+
+void soft_cap(float* x, int64_t size, float cap) {
+  const Floats limit = broadcast(cap), inverse = broadcast(1.0f / cap);
+  map_row(x, size, x, [=](Floats a) { return limit * hyperbolic_tangent(a * inverse); });
+}
+
+// ---- rotary positions
+
+// Products are rounded before they are added, as everywhere else they are computed.
+INLINE void turn_pair(float* first, float* second, float cosine, float sine) {
+  const float a = *first, b = *second;
+  *first = a * cosine - b * sine;
+  *second = a * sine + b * cosine;
+}
+
+void turn(float* heads, int num_heads, int head_dim, const Rope& rope, int position) {
+  const int half = rope.dims / 2;
+  const float* __restrict cosines = rope.cosines + static_cast<int64_t>(position) * half;
+  const float* __restrict sines = rope.sines + static_cast<int64_t>(position) * half;
+  for (int head = 0; head < num_heads; head++) {
+    float* __restrict x = heads + static_cast<int64_t>(head) * head_dim;
+    if (rope.interleaved) {
+      for (int i = 0; i < half; i++) turn_pair(x + 2 * i, x + 2 * i + 1, cosines[i], sines[i]);
+    } else {
+      for (int i = 0; i < half; i++) turn_pair(x + i, x + half + i, cosines[i], sines[i]);
+    }
+  }
+}
