@@ -64,6 +64,19 @@ def test_every_scenario_prints_what_it_found(
     receipt = only_receipt(tmp_path)
     assert receipt.settings["scenario"] == scenario
     assert receipt.settings.get("rate") == (None if scenario == "soak" else float(more[1]))
+    assert receipt.settings["max_new_tokens"] == 1024  # the usual value, where none is given
+    assert "new_tokens" not in receipt.settings
+    assert "--new-tokens" not in receipt.command
+
+
+def test_the_command_of_a_receipt_runs_again(tmp_path: Path) -> None:
+    with serving(Behaviour()) as server:
+        assert bench(server.url, tmp_path, *SMALL, "--server-name", "a server 1.0") == 0
+        first = only_receipt(tmp_path)
+        assert main(list(first.command[1:])) == 0
+    again = [found for found in read_folder(tmp_path).values() if found.created != first.created]
+    assert [found.settings for found in again] == [first.settings]
+    assert first.executed["server"] == "a server 1.0"
 
 
 def test_the_key_is_sent_and_never_written(
@@ -123,9 +136,13 @@ def test_a_load_of_which_nothing_came_back_fails(tmp_path: Path) -> None:
         (["http://127.0.0.1:1"], "no server answers"),
         (["http://192.0.2.1"], "--allow-remote"),
         (["http://127.0.0.1:1", "--pid", "1"], "for --scenario soak"),
-        (["http://127.0.0.1:1", "--scenario", "soak", "--rate", "1"], "closed loop"),
+        (["http://127.0.0.1:1", "--scenario", "soak", "--rate", "1"], "--rate has no effect"),
+        (["http://127.0.0.1:1", "--scale", "2"], "--scale has no effect on a closed loop"),
+        (["http://127.0.0.1:1", "--mix", "chat", "--new-tokens", "2"], "--new-tokens has no"),
+        (["http://127.0.0.1:1", "--rate", "2", "--clients", "2"], "--clients has no effect on an"),
+        (["http://127.0.0.1:1", "--duration", "2"], "of effect: --prompt-tokens, --new-tokens, --"),
         (["http://127.0.0.1:1", "--timeout", "0"], "--timeout"),
-        (["http://127.0.0.1:1", "--clients", "0"], "num_clients"),
+        (["http://127.0.0.1:1", "--clients", "0"], "--clients must be at least 1"),
     ],
 )
 def test_a_wrong_call_says_what_to_do(

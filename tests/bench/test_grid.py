@@ -1,6 +1,5 @@
 """The grid: its cells, what counts as done, how far it is, and what it says in the end."""
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ from quire.bench.grid import (
     Conditions,
     Grid,
     finished,
-    remaining_s,
     summary,
     table,
 )
 from quire.bench.receipts import Receipt, write
-from quire.cli.bench_grid import GridProgress
 from quire.core.errors import ConfigError
 
 GRID = Grid(quants=("Q8_0",), batches=(2, 1, 2), prompts=(16, 1), new_tokens=4, repeats=3)
@@ -120,42 +117,3 @@ def test_the_table_has_a_dash_where_nothing_was_measured() -> None:
     assert title.startswith("dummy:tiny:Q8_0")
     assert header.split() == ["prompt", "batch", "1", "batch", "2"]
     assert row.split() == ["16", "10.0", "(1.00×)", "-"]
-
-
-def test_the_rest_takes_as_long_as_the_pace_says() -> None:
-    assert remaining_s(10.0, work_done=5, work_left=15) == 30.0
-    assert remaining_s(10.0, work_done=0, work_left=15) is None
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_sees_a_bar_the_cell_and_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setenv("COLUMNS", "120")
-    terminal = Terminal()
-    cells = [Cell("Q8_0", 16, 1), Cell("Q8_0", 16, 9)]  # a tenth of the work, and the rest
-    progress = GridProgress(GRID, cells, terminal)
-    progress.begin(cells[0])
-    now[0] = 10.0
-    progress.end(cells[0])
-    progress.begin(cells[1])
-    progress.end(cells[1])
-    progress.finish()
-    lines = terminal.getvalue().split("\r")
-    assert "0/2 cells, Q8_0, batch 1, prompt 16" in lines[1]
-    assert "left" not in lines[1]
-    assert "[############............] 1/2 cells" in lines[2]
-    assert "about 1 min 30 s left" in lines[2]
-    assert "2/2 cells, done" in lines[3] and lines[3].endswith("\n")
-
-
-def test_a_pipe_sees_nothing() -> None:
-    stream = io.StringIO()
-    progress = GridProgress(GRID, [CELL], stream)
-    progress.begin(CELL)
-    progress.finish()
-    assert stream.getvalue() == ""

@@ -109,9 +109,14 @@ def test_drift_is_the_trend_over_a_run_whatever_single_windows_do() -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    for wrong in ({"num_clients": 0}, {"rate": 0.0}, {"duration_s": -1.0}, {"rate_factor": 1.0}):
-        (name,) = wrong
-        with pytest.raises(ConfigError, match=name):
+    refused: dict[str, dict[str, Any]] = {
+        "--clients": {"num_clients": 0},
+        "--rate": {"rate": 0.0},
+        "--duration": {"duration_s": -1.0},
+        "--rate-factor": {"rate_factor": 1.0},
+    }
+    for flag, wrong in refused.items():
+        with pytest.raises(ConfigError, match=f"^{flag} must"):
             settings(**wrong)
     with pytest.raises(ConfigError, match="memory cannot be read"):
         memory_of(2**22 + 1)  # beyond the largest process number

@@ -11,8 +11,7 @@ from tests.bench.receipt_samples import receipt
 
 from quire.bench.charts import DARK, LIGHT, MAX_SERIES, Chart, Point, Series, png, svg
 from quire.bench.receipts import Receipt, write
-from quire.bench.report import BEGIN, END, gather, html, markdown, with_tables, write_pngs
-from quire.bench.report_data import charts
+from quire.bench.report import BEGIN, END, charts, gather, html, markdown, with_tables, write_pngs
 from quire.bench.report_tables import tables
 from quire.cli import main
 from quire.core.errors import ConfigError
@@ -86,10 +85,10 @@ def test_receipts_give_every_chart_they_have_figures_for() -> None:
     assert list(found) == [
         "throughput-16-8",
         "inter-token-16-8",
-        "load-time_to_first_token-1-tiny-Q8_0-on-cpu",
-        "load-inter_token-1-tiny-Q8_0-on-cpu",
         "roofline-a",
         "memory",
+        "load-time_to_first_token-1-tiny-Q8_0-on-cpu",
+        "load-inter_token-1-tiny-Q8_0-on-cpu",
     ]
     (throughput,) = found["throughput-16-8"].series
     assert [(point.x, point.y) for point in throughput.points] == [
@@ -195,7 +194,7 @@ def test_whatever_receipts_hold_is_text_on_the_page() -> None:
     table = markdown([hostile])
     assert "<script>" not in table
     widths = {re.sub(r"\\.", "", line).count("|") for line in table.splitlines() if "alert" in line}
-    assert widths == {14, 9}  # bars of the two tables: none came from the name
+    assert widths == {15, 9}  # bars of the two tables: none came from the name
 
 
 def test_tables_show_figures_and_where_they_come_from() -> None:
@@ -203,6 +202,7 @@ def test_tables_show_figures_and_where_they_come_from() -> None:
     row = dict(zip(found["Throughput"].columns, found["Throughput"].rows[2], strict=True))
     assert row["batch"] == "4"
     assert row["completion tokens/s"] == "20.0 (18.0–22.0)"
+    assert row["× batch 1"] == "2"
     assert row["between p50, ms"] == "200"
     assert row["of memory bandwidth"] == "100.0%"
     assert [row[3] for row in found["Serving"].rows] == ["1/s", "2/s", "4/s"]
@@ -211,8 +211,8 @@ def test_tables_show_figures_and_where_they_come_from() -> None:
     assert [origin[0][0], origin[0][1], origin[0][-1]] == ["grid-cell", "tiny Q8_0 on cpu", "3"]
     fallen = cell(1, 1.0, executed={"device": "reference", "kernels": [], "fallback": "no AVX2"})
     assert "no AVX2" in markdown([fallen])
-    other = receipt(kind="compare", results={"ratio": 1.25, "more": {}})
-    assert ["compare", "tiny Q8_0 on cpu", "ratio", "1.25"] in [
+    other = receipt(kind="tune", results={"ratio": 1.25, "more": {}})
+    assert ["tune", "tiny Q8_0 on cpu", "ratio", "1.25"] in [
         list(row) for table in tables([other]) for row in table.rows
     ]
 

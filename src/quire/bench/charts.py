@@ -45,7 +45,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What to draw: axes begin at zero, or are logarithmic and say so in their labels."""
+    """What to draw: axes begin at zero, or are logarithmic and say so in their labels.
+
+    With `x_names` it is a chart of bars: a point's x is the place of its name.
+    """
 
     slug: str
     title: str
@@ -55,6 +58,7 @@ class Chart:
     x_scale: Scale = "zero"
     y_scale: Scale = "zero"
     x_ticks: Sequence[float] = ()
+    x_names: Sequence[str] = ()
     note: str = ""
     marked_x: tuple[float, str] | None = None  # a vertical line, and what it says
 
@@ -160,10 +164,15 @@ def _draw(chart: Chart, theme: Theme, *, with_title: bool) -> Any:
         axis = figure.subplots()
         axis.set_facecolor("none")
         shown = set(legend.names)
-        for series, look in zip(chart.series, _looks(chart, theme), strict=True):
+        for place, (series, look) in enumerate(
+            zip(chart.series, _looks(chart, theme), strict=True)
+        ):
             label = _clean(series.name) if series.name in shown else "_"
             shown.discard(series.name)
-            _draw_series(axis, series, label, look, theme)
+            if chart.x_names:
+                _draw_bars(axis, chart, place, label, look[0], theme)
+            else:
+                _draw_series(axis, series, label, look, theme)
         _shape_axes(axis, chart, theme)
         if chart.marked_x is not None:
             _mark(axis, chart.marked_x, theme)
@@ -223,10 +232,26 @@ def _draw_series(
             )
 
 
+def _draw_bars(axis: Any, chart: Chart, place: int, label: str, color: str, theme: Theme) -> None:
+    """A series' bars, beside those of the others at each name, with their values above."""
+    points = chart.series[place].points
+    width = 0.8 / len(chart.series)
+    shift = (place - (len(chart.series) - 1) / 2) * width
+    middles = [point.x + shift for point in points]
+    bars = axis.bar(middles, [point.y for point in points], 0.94 * width, color=color, label=label)
+    for middle, point in zip(middles, points, strict=True):
+        if point.low is not None and point.high is not None:
+            axis.vlines(middle, point.low, point.high, color=theme.ink, linewidth=1.4, zorder=3)
+    tops = [f"{point.y:.3g}" if point.y < 1000 else f"{point.y:,.0f}" for point in points]
+    axis.bar_label(bars, tops, padding=3, color=theme.ink, fontsize=11)
+
+
 def _shape_axes(axis: Any, chart: Chart, theme: Theme) -> None:
     axis.margins(y=0.1)
     said = {"zero": "", "log": " (log scale)"}
-    if chart.x_scale == "log":
+    if chart.x_names:
+        axis.set_xlim(-0.6, len(chart.x_names) - 0.4)
+    elif chart.x_scale == "log":
         axis.set_xscale("log")
     else:
         axis.set_xlim(left=0)
@@ -234,6 +259,8 @@ def _shape_axes(axis: Any, chart: Chart, theme: Theme) -> None:
         axis.set_yscale("log")
     else:
         axis.set_ylim(bottom=0)
+    if chart.x_names:
+        axis.set_xticks(range(len(chart.x_names)), list(map(_clean, chart.x_names)))
     if chart.x_ticks:
         axis.set_xticks(chart.x_ticks, [f"{tick:.3g}" for tick in chart.x_ticks])
         axis.minorticks_off()
@@ -244,7 +271,8 @@ def _shape_axes(axis: Any, chart: Chart, theme: Theme) -> None:
     axis.set_xlabel(_clean(chart.x_label) + said[chart.x_scale], color=theme.ink)
     axis.set_ylabel(_clean(chart.y_label) + said[chart.y_scale], color=theme.ink)
     axis.tick_params(colors=theme.muted, which="both", labelcolor=theme.ink)
-    axis.grid(visible=True, which="major", color=theme.grid, linewidth=0.9)
+    lines: Literal["y", "both"] = "y" if chart.x_names else "both"
+    axis.grid(visible=True, which="major", axis=lines, color=theme.grid, linewidth=0.9)
     axis.set_axisbelow(True)
     for spine in axis.spines.values():
         spine.set_color(theme.muted)

@@ -110,7 +110,7 @@ def compare(
         _round(assembly, rivals, load, wanted.seed, findings, with_quire=False)  # warms them
         findings.rounds[batch] = []
         for repeat in range(wanted.repeats):
-            tell(f"batch {batch}, round {repeat + 1} of {wanted.repeats} …")
+            tell(f"batch {batch}, round {repeat + 1} of {wanted.repeats}")
             seed = wanted.seed + 1 + repeat
             findings.rounds[batch].append(_round(assembly, rivals, load, seed, findings))
     for found in (found for rounds in findings.rounds.values() for found in rounds):

@@ -121,11 +121,6 @@ def finished(
     return found
 
 
-def remaining_s(elapsed_s: float, work_done: int, work_left: int) -> float | None:
-    """How long the rest takes at the pace so far; None before there is one."""
-    return elapsed_s / work_done * work_left if work_done else None
-
-
 def summary(receipts: Mapping[Cell, Receipt]) -> list[dict[str, Any]]:
     """One entry a cell: its figures, and how its completion rate scales against batch 1."""
     return [

@@ -5,10 +5,12 @@ from typing import Any
 from quire.bench.measure import Load, percentiles, run_load
 from quire.bench.receipts import thinned
 from quire.bench.subject import Subject
-from quire.bench.throughput import Figures, check_load, warm_up
+from quire.bench.throughput import Figures, OnRun, check_load, warm_up
 
 
-def measure_latency(subject: Subject, load: Load, *, repeats: int, seed: int) -> Figures:
+def measure_latency(
+    subject: Subject, load: Load, *, repeats: int, seed: int, on_run: OnRun = lambda _: None
+) -> Figures:
     """The load one request at a time, then with `concurrency` of them always with the engine."""
     check_load(load, repeats, subject.assembly.executor.capacity.max_context)
     warm_up(subject, load, seed)
@@ -16,7 +18,10 @@ def measure_latency(subject: Subject, load: Load, *, repeats: int, seed: int) ->
     results: dict[str, Any] = {}
     for name, concurrency in (("alone", 1), ("together", load.concurrency)):
         asked = load._replace(concurrency=concurrency)
-        runs = [run_load(subject.assembly, asked, seed + 1 + n) for n in range(repeats)]
+        runs = []
+        for repeat in range(repeats):
+            on_run(f"{concurrency} at a time, run {repeat + 1}")
+            runs.append(run_load(subject.assembly, asked, seed + 1 + repeat))
         first = [value for run in runs for value in run.first_token_s]
         between = [value for run in runs for value in run.inter_token_s]
         samples[f"{name}_time_to_first_token_s"] = thinned(first)

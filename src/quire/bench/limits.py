@@ -86,6 +86,11 @@ class LimitsPlan:
             if not 1 <= getattr(self, name) <= 1 << 14:
                 raise ConfigError(f"{name} must be from 1 to 16384, got {getattr(self, name)}")
 
+    @property
+    def expected_s(self) -> float:
+        """How long measuring takes, about."""
+        return len(RATES) * len(self.threads) * self.seconds * (self.repeats + 1)
+
 
 def usual_buffer_bytes() -> int:
     """Far more than the caches hold."""

@@ -61,16 +61,24 @@ class LoadSettings:
     pid: int | None = None
 
     def __post_init__(self) -> None:
-        least = {"num_clients": 1, "num_requests": 1, "long_prompt_tokens": 1, "max_steps": 2}
-        for name, limit in least.items():
+        for name, flag, limit in (
+            ("num_clients", "--clients", 1),
+            ("num_requests", "--requests", 1),
+            ("long_prompt_tokens", "--long-prompt-tokens", 1),
+            ("max_steps", "--max-steps", 2),
+        ):
             if getattr(self, name) < limit:
-                raise ConfigError(f"{name} must be at least {limit}, got {getattr(self, name)}")
-        for name in ("rate", "duration_s", "long_rate"):
+                raise ConfigError(f"{flag} must be at least {limit}, got {getattr(self, name)}")
+        for name, flag in (
+            ("rate", "--rate"),
+            ("duration_s", "--duration"),
+            ("long_rate", "--long-rate"),
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e6:
-                raise ConfigError(f"{name} must be above 0, got {value}")
+                raise ConfigError(f"{flag} must be above 0, below a million, got {value}")
         if not 1 < self.rate_factor <= 10:
-            raise ConfigError(f"rate_factor must be above 1, at most 10, got {self.rate_factor}")
+            raise ConfigError(f"--rate-factor must be above 1, at most 10, got {self.rate_factor}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from quire.bench.charts import DARK, LIGHT, png, svg, variables
+from quire.bench.charts import DARK, LIGHT, Chart, png, svg, variables
 from quire.bench.receipts import Receipt, read, read_folder
-from quire.bench.report_data import charts
+from quire.bench.report_compare import compare_charts
+from quire.bench.report_data import model_charts
+from quire.bench.report_serving import serving_charts
 from quire.bench.report_tables import Table, tables
 from quire.core.errors import ConfigError
 
@@ -30,6 +32,15 @@ def gather(paths: Sequence[str | Path]) -> list[Receipt]:
             raise ConfigError(f"{path} holds no receipts (*.json)")
         found |= {name.resolve(): receipt for name, receipt in chosen.items()}
     return list(found.values())
+
+
+def charts(receipts: Sequence[Receipt]) -> list[Chart]:
+    """Every chart that the receipts have figures for."""
+    return [
+        *model_charts(receipts),
+        *compare_charts(receipts),
+        *serving_charts(receipts),
+    ]
 
 
 def html(receipts: Sequence[Receipt], title: str = "quire, measured") -> str:

@@ -1,4 +1,4 @@
-"""What receipts show as charts: throughput, latency, the roofline and memory.
+"""What receipts of models show as charts: throughput, times, the roofline and memory.
 
 Receipts of the same point (a model on a device at a batch and prompt length) are one point: the
 median of their values, and the least and most among them. A receipt that lacks a figure is left out
@@ -16,7 +16,6 @@ from quire.bench.charts import MAX_SERIES, Chart, Point, Series
 from quire.bench.receipts import Receipt, slug
 
 GIB = 1 << 30
-_SHARES = ("p50", "p95", "p99")
 _OWN_KINDS = ("throughput", "grid-cell")
 
 
@@ -32,13 +31,12 @@ class Place(NamedTuple):
 Groups = dict[Place, list[Receipt]]
 
 
-def charts(receipts: Sequence[Receipt]) -> list[Chart]:
-    """Every chart that the receipts have figures for."""
+def model_charts(receipts: Sequence[Receipt]) -> list[Chart]:
+    """Every chart that throughput receipts and grid cells have figures for."""
     groups = by_place(receipts)
     return [
         *_throughput_charts(groups),
         *_inter_token_charts(groups),
-        *_load_charts(receipts),
         *_rooflines(groups, receipts),
         *_memory_charts(groups),
     ]
@@ -63,11 +61,12 @@ def number(data: Any, *path: str) -> float | None:
 
 
 def title_of(receipt: Receipt) -> str:
-    """The model with its mix, where the name does not say it, and what it ran on."""
+    """The model with its mix, where the name does not say it, and what it ran on: the executor, or
+    the server, where its name was given."""
     name, quant = str(receipt.model["name"]), receipt.model.get("quant")
     shown = name if not quant or str(quant) in name else f"{name} {quant}"
-    device = receipt.executed["device"]
-    return f"{shown} on {device}" if device else shown
+    ran_on = receipt.executed["device"] or receipt.executed.get("server")
+    return f"{shown} on {ran_on}" if ran_on else shown
 
 
 def _place(receipt: Receipt) -> Place | None:
@@ -217,50 +216,6 @@ def _num_shared(words: Sequence[Sequence[str]]) -> int:
     while all(len(found) > count and found[count] == words[0][count] for found in words):
         count += 1
     return count
-
-
-def _load_charts(receipts: Sequence[Receipt]) -> list[Chart]:
-    """First-token and inter-token times at rising load, of each saturation run."""
-    found = []
-    runs = [receipt for receipt in receipts if _steps(receipt)]
-    for count, receipt in enumerate(runs, start=1):
-        knee = number(receipt.results, "knee_rate")
-        for name, words in (
-            ("time_to_first_token_s", "Time to first token"),
-            ("inter_token_s", "Time between tokens"),
-        ):
-            found.append(
-                Chart(
-                    slug=f"load-{name.removesuffix('_s')}-{count}-{slug(title_of(receipt))}",
-                    title=f"{words} against load: {title_of(receipt)}",
-                    x_label="load, requests a second",
-                    y_label=f"{words.lower()}, ms",
-                    series=_step_series(_steps(receipt), name),
-                    x_scale="log",
-                    y_scale="log",
-                    x_ticks=[step["rate"] for step in _steps(receipt)],
-                    marked_x=None if knee is None else (knee, "knee"),
-                    note="Open loop, Poisson arrivals; times count from when a request was due.",
-                )
-            )
-    return [chart for chart in found if any(series.points for series in chart.series)]
-
-
-def _steps(receipt: Receipt) -> list[Mapping[str, Any]]:
-    saturation = receipt.results.get("saturation")
-    steps = saturation.get("steps") if isinstance(saturation, Mapping) else None
-    if receipt.kind != "serve" or not isinstance(steps, list):
-        return []
-    return [step for step in steps if (number(step, "rate") or 0) > 0]
-
-
-def _step_series(steps: Sequence[Mapping[str, Any]], name: str) -> list[Series]:
-    found = []
-    for share in _SHARES:
-        values = [(number(step, "rate"), number(step, name, share)) for step in steps]
-        points = [Point(x, 1000 * y) for x, y in values if x is not None and y]
-        found.append(Series(share, points))
-    return found
 
 
 def _rooflines(groups: Groups, receipts: Sequence[Receipt]) -> list[Chart]:

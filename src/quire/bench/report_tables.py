@@ -3,14 +3,16 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from quire.bench.load_tables import loads
 from quire.bench.receipts import Receipt, deviation
+from quire.bench.report_compare import engine_name, measured
 from quire.bench.report_data import GIB, by_place, number, title_of
 
 _NONE = "–"
-_KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve")
+_KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve", "compare")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ def tables(receipts: Sequence[Receipt]) -> list[Table]:
         _limits_table(ordered),
         _throughput_table(ordered),
         _latency_table(ordered),
+        _compare_table(ordered),
         _serve_table(ordered),
         _other_table(ordered),
         _origin_table(ordered),
@@ -45,11 +48,15 @@ def _order(receipt: Receipt) -> tuple[str, ...]:
 
 def _throughput_table(receipts: Sequence[Receipt]) -> Table:
     rows = []
-    for place, members in by_place(receipts).items():
+    groups = by_place(receipts)
+    for place, members in groups.items():
+        alone = _completion_rate(groups.get(place._replace(batch=1), ()))
         for receipt in members:
             results = receipt.results
             sizes = [str(place.batch), str(place.prompt_tokens), str(place.new_tokens)]
-            rates = [_rate(results, "prompt"), _rate(results, "completion")]
+            own = _completion_rate([receipt])
+            scaling = _NONE if not own or not alone else _short(own / alone)
+            rates = [_rate(results, "prompt"), _rate(results, "completion"), scaling]
             times = [
                 _milliseconds(number(results, "time_to_first_token_s", "p50")),
                 _milliseconds(number(results, "inter_token_s", "p50")),
@@ -65,6 +72,7 @@ def _throughput_table(receipts: Sequence[Receipt]) -> Table:
         title="Throughput",
         columns=(
             *("model", "batch", "prompt", "new", "prompt tokens/s", "completion tokens/s"),
+            "× batch 1",
             *("first token p50, ms", "between p50, ms", "between p99, ms"),
             *("weights, GiB", "KV, GiB", "peak, GiB", "of memory bandwidth"),
         ),
@@ -72,6 +80,13 @@ def _throughput_table(receipts: Sequence[Receipt]) -> Table:
         note="Rates are medians of the runs, with the slowest and the fastest. The last column is "
         "what decode steps need to read, against the machine's measured read bandwidth.",
     )
+
+
+def _completion_rate(members: Sequence[Receipt]) -> float | None:
+    """The median of receipts of one place."""
+    rates = [number(receipt.results, "completion_tokens_per_second") for receipt in members]
+    known = [rate for rate in rates if rate is not None]
+    return median(known) if known else None
 
 
 def _rate(results: Mapping[str, Any], name: str) -> str:
@@ -103,6 +118,36 @@ _TIME_COLUMNS = tuple(
 )
 
 
+def _compare_table(receipts: Sequence[Receipt]) -> Table:
+    rows = []
+    for receipt in receipts:
+        sizes = [_count(number(receipt.settings, n)) for n in ("prompt_tokens", "new_tokens")]
+        for one in measured(receipt):
+            kind = one.metric.removesuffix("_tokens_per_second")
+            names = [str(receipt.model["name"]), engine_name(receipt, one.engine), kind]
+            shown = [_ranged(one.rate), _NONE if one.ratio is None else _ranged(one.ratio)]
+            rows.append([*names, str(one.batch), *sizes, *shown])
+    return Table(
+        title="Beside other engines",
+        columns=(
+            *("model", "engine", "rate", "batch", "prompt", "new"),
+            *("tokens/s", "quire / rival"),
+        ),
+        rows=rows,
+        note="Medians of the rounds, with the least and the most; a ratio is of one round, above 1 "
+        "where quire is faster. `output` is completion tokens by the time of the whole batch, "
+        "`prompt` and `completion` are those of each phase.",
+        text_columns=3,
+    )
+
+
+def _ranged(spread: Mapping[str, Any]) -> str:
+    middle, low, high = (number(spread, name) for name in ("median", "low", "high"))
+    if middle is None or low is None or high is None:
+        return _NONE
+    return f"{_short(middle)} ({_short(low)}–{_short(high)})"
+
+
 def _serve_table(receipts: Sequence[Receipt]) -> Table:
     rows = []
     for receipt in receipts:
@@ -116,7 +161,7 @@ def _serve_table(receipts: Sequence[Receipt]) -> Table:
             rate = number(figures, "completion_tokens_per_second")
             scenario = str(receipt.settings.get("scenario", ""))
             mix = str(receipt.settings.get("mix", ""))
-            names = [str(receipt.model["name"]), scenario, mix, name]
+            names = [title_of(receipt), scenario, mix, name]
             rows.append([*names, *counts, _NONE if rate is None else _short(rate), *times])
     return Table(
         title="Serving",

@@ -1,6 +1,6 @@
 """Throughput: the same load several times over a loaded model, and what comes of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from quire.bench.utilisation import Cost, achieved, shares
 from quire.core.errors import ConfigError
 
 _WARM_UP_TOKENS = 2
+
+OnRun = Callable[[str], None]  # told which one begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ def measure_throughput(
     seed: int,
     limits: Mapping[str, Any] | None = None,
     in_phases: bool = False,
+    on_run: OnRun = lambda _: None,
 ) -> Figures:
     """Run the load so many times, each with prompts of its own, after a run that is not counted.
 
@@ -64,7 +67,10 @@ def measure_throughput(
     warm_up(subject, load, seed)
     is_own_peak = forget_peak_memory()
     run_once = run_phases if in_phases else run_load
-    runs = [run_once(subject.assembly, load, seed + 1 + repeat) for repeat in range(repeats)]
+    runs = []
+    for repeat in range(repeats):
+        on_run(f"run {repeat + 1}")
+        runs.append(run_once(subject.assembly, load, seed + 1 + repeat))
     samples = _samples(runs)
     results = _results(runs, samples)
     results["memory"] = {

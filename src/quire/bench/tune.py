@@ -104,7 +104,7 @@ def try_settings(
     wanted.check(subject.assembly.executor.capacity.max_context)
     trials = []
     for setting in wanted.settings(subject, threads):
-        tell(f"batch {setting.max_batch_size}, {setting.max_step_tokens} tokens a step …")
+        tell(f"batch {setting.max_batch_size}, {setting.max_step_tokens} tokens a step")
         trials.append(_try(subject, wanted, setting))
     return trials
 

@@ -17,6 +17,7 @@ from quire.cli.bench_options import (
     load_options,
     make_receipt,
 )
+from quire.cli.bench_progress import Progress
 from quire.cli.bench_throughput import add_load_options
 from quire.cli.results import printable, tell
 
@@ -139,7 +140,10 @@ def _measured(args: argparse.Namespace) -> "Receipt":
         subject = open_subject(args.model, args.quant, load_options(args, max(args.batch)))
         stack.callback(subject.close)
         rivals, missing = _open_rivals(args, subject, interpreters, stack)
-        findings = compare(subject, rivals, wanted, tell)
+        works = [float(batch) for batch in wanted.batches for _ in range(wanted.repeats)]
+        progress = Progress(works, "rounds")
+        findings = compare(subject, rivals, wanted, progress.begin)
+        progress.finish()
         findings.failures |= missing
         return _receipt(args, subject, rivals, wanted, findings)
 

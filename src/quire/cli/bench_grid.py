@@ -1,10 +1,7 @@
 """`quire bench grid`: throughput over batch sizes, prompt lengths and mixes; resumable."""
 
 import argparse
-import shutil
-import sys
-import time
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench_options import (
     add_limits_option,
@@ -15,10 +12,11 @@ from quire.cli.bench_options import (
     load_options,
     make_receipt,
 )
+from quire.cli.bench_progress import Progress
 from quire.cli.results import print_json, tell
 
 if TYPE_CHECKING:
-    from quire.bench.grid import Cell, Grid
+    from quire.bench.grid import Cell
     from quire.bench.receipts import Receipt
     from quire.bench.subject import Subject
 
@@ -35,7 +33,6 @@ interrupted; --again measures anew.
 BATCHES = (1, 2, 4, 8, 16)
 PROMPTS = (1, 16, 128, 512)
 QUANTS = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
-_BAR_CELLS = 24
 
 
 def add_parser(benches: Any) -> None:
@@ -131,7 +128,7 @@ class _GridRun:
         todo = [cell for cells in left.values() for cell in cells]
         if done:
             tell(f"{len(done)} cells are there already; --again measures them anew")
-        progress = GridProgress(self._grid, todo)
+        progress = Progress([self._grid.work(cell) for cell in todo], "cells")
         for quant, cells in left.items():
             if cells:
                 done |= self._measure(quant, cells, progress)
@@ -152,7 +149,7 @@ class _GridRun:
         return finished(self._grid, self._grid.cells(quant), self._args.receipts, conditions)
 
     def _measure(
-        self, quant: str | None, cells: "list[Cell]", progress: "GridProgress"
+        self, quant: str | None, cells: "list[Cell]", progress: Progress
     ) -> "dict[Cell, Receipt]":
         from quire.bench.grid import check_blocks
         from quire.bench.subject import open_subject
@@ -165,14 +162,13 @@ class _GridRun:
         finally:
             subject.close()
 
-    def _measure_cell(
-        self, subject: "Subject", cell: "Cell", progress: "GridProgress"
-    ) -> "Receipt":
+    def _measure_cell(self, subject: "Subject", cell: "Cell", progress: Progress) -> "Receipt":
         from quire.bench.grid import KIND, with_batch
         from quire.bench.receipts import write
         from quire.bench.throughput import measure_throughput
 
-        progress.begin(cell)
+        what = f"batch {cell.batch}, prompt {cell.prompt_tokens}"
+        progress.begin(f"{cell.quant}, {what}" if cell.quant else what)
         figures = measure_throughput(
             with_batch(subject, cell),
             self._grid.load(cell),
@@ -191,49 +187,4 @@ class _GridRun:
             limits=self._limits,
         )
         write(receipt, self._args.receipts)
-        progress.end(cell)
         return receipt
-
-
-class GridProgress:
-    """One line on a terminal: how many cells are done, which one runs, how long it will take."""
-
-    def __init__(self, grid: "Grid", cells: "list[Cell]", stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._is_shown = self._stream.isatty() and bool(cells)
-        self._work = {cell: grid.work(cell) for cell in cells}
-        self._done: set[Cell] = set()
-        self._started = time.monotonic()
-
-    def begin(self, cell: "Cell") -> None:
-        what = f"batch {cell.batch}, prompt {cell.prompt_tokens}"
-        self._draw(f"{cell.quant}, {what}" if cell.quant else what)
-
-    def end(self, cell: "Cell") -> None:
-        self._done.add(cell)
-
-    def finish(self) -> None:
-        self._draw("done")
-        if self._is_shown:
-            print(file=self._stream, flush=True)
-
-    def _draw(self, what: str) -> None:
-        if not self._is_shown:
-            return
-        count, total = len(self._done), len(self._work)
-        filled = _BAR_CELLS * count // total
-        bar = "#" * filled + "." * (_BAR_CELLS - filled)
-        line = f"[{bar}] {count}/{total} cells, {what}{self._estimate()}"
-        width = shutil.get_terminal_size().columns
-        print(f"\r\x1b[K{line[: width - 1]}", end="", file=self._stream, flush=True)
-
-    def _estimate(self) -> str:
-        from quire.bench.grid import remaining_s
-
-        done = sum(self._work[cell] for cell in self._done)
-        left = sum(self._work.values()) - done
-        seconds = remaining_s(time.monotonic() - self._started, done, left)
-        if seconds is None or not left:
-            return ""
-        minutes, rest = divmod(round(seconds), 60)
-        return f", about {minutes} min {rest:02d} s left" if minutes else f", about {rest} s left"

@@ -12,6 +12,7 @@ from quire.cli.bench_options import (
     load_options,
     make_receipt,
 )
+from quire.cli.bench_progress import Progress
 from quire.cli.bench_throughput import add_load_options
 from quire.cli.results import tell
 
@@ -70,8 +71,11 @@ def _measured(args: argparse.Namespace) -> "Receipt":
     tell("loading the model …")
     subject = open_subject(args.model, args.quant, load_options(args, args.concurrency))
     try:
-        tell(f"measuring {args.requests} requests, {args.repeats} times alone and in company …")
-        figures = measure_latency(subject, load, repeats=args.repeats, seed=args.seed)
+        progress = Progress([1.0] * 2 * args.repeats, "runs")  # alone, and in company
+        figures = measure_latency(
+            subject, load, repeats=args.repeats, seed=args.seed, on_run=progress.begin
+        )
+        progress.finish()
         settings = {
             "requests": args.requests,
             "prompt_tokens": args.prompt_tokens,

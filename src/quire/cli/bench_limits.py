@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench_options import add_receipt_options, command_line, finish, keep
+from quire.cli.bench_progress import in_words
 from quire.cli.results import tell
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def _measured(args: argparse.Namespace) -> "Receipt":
         repeats=args.repeats,
         matrix_size=args.matrix_size,
     )
-    tell(f"measuring memory and arithmetic on {', '.join(map(str, plan.threads))} threads …")
+    counts = ", ".join(map(str, plan.threads))
+    tell(f"memory and arithmetic on {counts} threads: about {in_words(plan.expected_s)} …")
     samples = measure_limits(plan)
     return Receipt(
         kind="limits",

@@ -3,10 +3,21 @@
 import argparse
 import os
 import sys
+import time
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench_options import add_receipt_options, command_line, finish, keep
+from quire.cli.bench_progress import in_words
+from quire.cli.bench_serve_options import (
+    KEY_VARIABLE,
+    SCENARIOS,
+    add_load_options,
+    add_server_options,
+    fill,
+    heeded,
+    value,
+)
 from quire.cli.results import printable
 
 if TYPE_CHECKING:
@@ -14,23 +25,7 @@ if TYPE_CHECKING:
     from quire.bench.load_scenarios import Finding, LoadSettings
     from quire.bench.receipts import Receipt
 
-KEY_VARIABLE = "QUIRE_API_KEY"
 FAILURE = 1
-_MIXES = ("fixed", "instruct", "chat", "conversation", "code")
-_SCENARIOS = ("plain", "convoy", "saturation", "soak")
-_NUMBERS: tuple[tuple[str, int | float, str], ...] = (
-    ("--prompt-tokens", 64, "fixed lengths: of a prompt"),
-    ("--new-tokens", 64, "fixed lengths: of a completion"),
-    ("--max-prompt-tokens", 4096, "other mixes: the longest prompt"),
-    ("--max-new-tokens", 1024, "other mixes: the longest completion"),
-    ("--clients", 4, "closed loop: requests at a time"),
-    ("--requests", 8, "closed loop: requests of each client"),
-    ("--duration", 30.0, "seconds of an open loop, a step or a soak"),
-    ("--long-rate", 0.5, "convoy: long prompts a second"),
-    ("--long-prompt-tokens", 2048, "convoy: of a long prompt"),
-    ("--rate-factor", 1.5, "saturation: by which the rate rises"),
-    ("--max-steps", 12, "saturation: at most so many steps"),
-)
 _EPILOG = """\
 scenarios:
   plain        one load: closed (--clients, --requests) or open (--rate, --duration)
@@ -61,33 +56,10 @@ def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("url", metavar="URL", help="such as http://127.0.0.1:8000")
-    parser.add_argument("--scenario", choices=_SCENARIOS, default="plain")
-    _add_server_options(parser.add_argument_group("server"))
-    _add_load_options(parser.add_argument_group("load"))
+    parser.add_argument("--scenario", choices=SCENARIOS, default="plain")
+    add_server_options(parser.add_argument_group("server"))
+    add_load_options(parser.add_argument_group("load"))
     add_receipt_options(parser)
-
-
-def _add_server_options(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--model", help="default: the first that /v1/models lists, or none")
-    group.add_argument("--api", choices=("completions", "chat"), default="completions")
-    group.add_argument("--api-key", help=f"default: the environment's {KEY_VARIABLE}")
-    group.add_argument("--timeout", type=float, default=300.0, metavar="S", help="of one request")
-    group.add_argument("--ignore-eos", action="store_true", help="send ignore_eos (an extension)")
-    group.add_argument("--no-usage", action="store_true", help="do not ask for token counts")
-    group.add_argument("--allow-remote", action="store_true", help="load another machine's server")
-    group.add_argument("--pid", type=int, help="the server's process, to watch its memory (soak)")
-
-
-def _add_load_options(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--mix", choices=_MIXES, default="fixed", help="of lengths (see below)")
-    group.add_argument("--scale", type=float, default=1.0, help="multiplies the mix's lengths")
-    for flag, usual, what in _NUMBERS:
-        kind = type(usual)
-        group.add_argument(
-            flag, type=kind, default=usual, metavar="N", help=f"{what} (default: {usual:g})"
-        )
-    group.add_argument("--rate", type=float, metavar="N", help="open loop: requests a second")
-    group.add_argument("--seed", type=int, default=0, help="of lengths, texts and arrivals")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.bench.load_tables import lines
 
     _check(args)
+    fill(args)
     target, finding = asyncio.run(_measure(args))
     receipt = _receipt(args, target, finding)
     keep(args, receipt)
@@ -111,8 +84,6 @@ def _check(args: argparse.Namespace) -> None:
     from quire.bench.load_scenarios import memory_of
     from quire.core.errors import ConfigError
 
-    if args.scenario == "soak" and args.rate is not None:
-        raise ConfigError("--scenario soak is a closed loop: give --clients, not --rate")
     if args.pid is not None:
         if args.scenario != "soak":
             raise ConfigError("--pid is for --scenario soak, which watches the server's memory")
@@ -131,7 +102,7 @@ async def _measure(args: argparse.Namespace) -> "tuple[Target, Finding]":
     if target.model is None:
         target = replace(target, model=await find_model(target))
     await check_server(target)
-    progress = _Progress()
+    progress = _Progress(args)
     finding = await SCENARIOS[args.scenario](target, settings, progress.count)
     progress.end()
     return target, finding
@@ -157,44 +128,55 @@ def _settings(args: argparse.Namespace) -> "LoadSettings":
     from quire.bench.load_scenarios import LoadSettings
 
     is_fixed = args.mix == "fixed"
-    limits = (args.prompt_tokens, args.new_tokens) if is_fixed else None
+    sizes = ("prompt_tokens", "new_tokens")
+    if not is_fixed:
+        sizes = ("max_prompt_tokens", "max_new_tokens")
+    longest: tuple[int, int] = (value(args, sizes[0]), value(args, sizes[1]))
     return LoadSettings(
-        mix=fixed(*limits) if limits else MIXES[args.mix],
-        bounds=Bounds(
-            1.0 if is_fixed else args.scale,
-            limits[0] if limits else args.max_prompt_tokens,
-            limits[1] if limits else args.max_new_tokens,
-        ),
+        mix=fixed(*longest) if is_fixed else MIXES[args.mix],
+        bounds=Bounds(1.0 if is_fixed else args.scale, *longest),
         seed=args.seed,
-        num_clients=args.clients,
-        num_requests=args.requests,
+        num_clients=value(args, "clients"),
+        num_requests=value(args, "requests"),
         rate=args.rate,
-        duration_s=args.duration,
-        long_rate=args.long_rate,
-        long_prompt_tokens=args.long_prompt_tokens,
-        rate_factor=args.rate_factor,
-        max_steps=args.max_steps,
+        duration_s=value(args, "duration"),
+        long_rate=value(args, "long_rate"),
+        long_prompt_tokens=value(args, "long_prompt_tokens"),
+        rate_factor=value(args, "rate_factor"),
+        max_steps=value(args, "max_steps"),
         pid=args.pid,
     )
 
 
 class _Progress:
-    """Counts requests on a terminal."""
+    """Counts requests on a terminal, beside how long the load is to last."""
 
-    def __init__(self) -> None:
-        self.done = 0
-        self.failed = 0
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._whole = _extent(args)
+        self._done = self._failed = 0
+        self._started = time.monotonic()
 
     def count(self, outcome: "Outcome") -> None:
-        self.done += 1
-        self.failed += outcome.error is not None
+        self._done += 1
+        self._failed += outcome.error is not None
         if sys.stderr.isatty():
-            failures = f", {self.failed} failed" if self.failed else ""
-            print(f"\r{self.done} requests{failures} ", end="", file=sys.stderr, flush=True)
+            failures = f", {self._failed} failed" if self._failed else ""
+            elapsed = in_words(time.monotonic() - self._started)
+            line = f"{self._done} requests{failures}, {elapsed} of {self._whole}"
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         if sys.stderr.isatty():
             print(file=sys.stderr)
+
+
+def _extent(args: argparse.Namespace) -> str:
+    """How long a load lasts, as far as it is known: a server that falls behind takes longer."""
+    if args.duration is None:
+        return f"{args.clients * args.requests} requests"
+    parts = {"convoy": 2, "saturation": args.max_steps}.get(args.scenario, 1)
+    word = "at most about" if args.scenario == "saturation" else "about"
+    return f"{word} {in_words(parts * args.duration)}"
 
 
 def _receipt(args: argparse.Namespace, target: "Target", finding: "Finding") -> "Receipt":
@@ -216,6 +198,7 @@ def _receipt(args: argparse.Namespace, target: "Target", finding: "Finding") -> 
             "kernels": [],
             "fallback": _shortfall(args, finding),
             "tokens_counted_by": counted_by(finding.outcomes),
+            "server": args.server_name,
         },
         settings=_settings_data(args),
         samples=finding.samples,
@@ -245,22 +228,8 @@ def _shortfall(args: argparse.Namespace, finding: "Finding") -> str | None:
 
 def _settings_data(args: argparse.Namespace) -> dict[str, Any]:
     """What was asked of the load; only what the scenario heeds."""
-    from quire.bench.load_scenarios import DEFAULT_RATES
-
-    names = ["scenario", "api", "mix", "ignore_eos"]
-    lengths = ["prompt_tokens", "new_tokens"]
-    names += lengths if args.mix == "fixed" else ["scale", "max_prompt_tokens", "max_new_tokens"]
-    is_closed = args.scenario == "soak" or (args.scenario == "plain" and args.rate is None)
-    names += {
-        "plain": ["clients", "requests"] if is_closed else ["rate", "duration"],
-        "convoy": ["rate", "duration", "long_prompt_tokens", "long_rate"],
-        "saturation": ["rate", "duration", "rate_factor", "max_steps"],
-        "soak": ["clients", "duration"],
-    }[args.scenario]
-    data = {name: getattr(args, name) for name in names}
-    if "rate" in data:
-        data["rate"] = args.rate or DEFAULT_RATES[args.scenario]
-    return data
+    names = ["scenario", "api", "mix", "ignore_eos", *heeded(args)]
+    return {name: getattr(args, name) for name in names}
 
 
 def _command(args: argparse.Namespace) -> list[str]:

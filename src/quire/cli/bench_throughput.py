@@ -13,6 +13,7 @@ from quire.cli.bench_options import (
     load_options,
     make_receipt,
 )
+from quire.cli.bench_progress import Progress
 from quire.cli.results import tell
 
 if TYPE_CHECKING:
@@ -80,10 +81,16 @@ def _measured(args: argparse.Namespace) -> "Receipt":
     tell("loading the model …")
     subject = open_subject(args.model, args.quant, load_options(args, batch))
     try:
-        tell(f"measuring {args.repeats} runs of {args.requests} requests …")
+        progress = Progress([1.0] * args.repeats, "runs")
         figures = measure_throughput(
-            subject, load, repeats=args.repeats, seed=args.seed, limits=limits
+            subject,
+            load,
+            repeats=args.repeats,
+            seed=args.seed,
+            limits=limits,
+            on_run=progress.begin,
         )
+        progress.finish()
         settings = {
             "requests": args.requests,
             "prompt_tokens": args.prompt_tokens,

@@ -13,6 +13,7 @@ from quire.cli.bench_options import (
     load_options,
     make_receipt,
 )
+from quire.cli.bench_progress import Progress
 from quire.cli.results import complain, printable, tell
 
 if TYPE_CHECKING:
@@ -142,7 +143,10 @@ def _measured(args: argparse.Namespace, wanted: "Tuning") -> "tuple[Receipt, lis
         spoken = argparse.Namespace(**{**vars(args), "threads": threads})
         subject = open_subject(args.model, args.quant, load_options(spoken, max(args.batches)))
         try:
-            trials += try_settings(subject, wanted, threads, tell)
+            works = [s.max_batch_size for s in wanted.settings(subject, threads)]
+            progress = Progress(works, "settings" if threads is None else f"on {threads} threads")
+            trials += try_settings(subject, wanted, threads, progress.begin)
+            progress.finish()
         finally:
             subject.close()
     if not trials:
