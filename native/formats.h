@@ -1,0 +1,65 @@
+// The packed formats: how a matrix's rows lie side by side, sixteen to a row group.
+//
+// A row group holds its codes first, sub-block after sub-block of 32 k, then its scales. Within a
+// sub-block vector j (64 bytes) is sixteen rows times k = 4j to 4j+3, so that a dot product leaves
+// one row to a lane and nothing is summed across lanes. Codes below eight bits share bytes:
+//
+//   4 bits: vector j in the low nibbles of stored vector j, j+4 in the high ones     (256 bytes)
+//   2 bits: vector j at bit 2 * (j / 2) of stored vector j % 2                       (128 bytes)
+//   1 bit:  vector j at bit j of one stored vector                                    (64 bytes)
+//   5 = 4 + 1, 6 = 4 + 2 and 3 = 2 + 1: the low bits' vectors, then the high bits'.
+//
+// A scale record holds a field for all sixteen rows, then the next field; K-quants' packed 6-bit
+// scales are spread to a byte each.
+#pragma once
+#include <cstdint>
+
+namespace quire {
+
+enum Format : int {
+  F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,
+  TERNARY,  // TQ1_0 and TQ2_0
+  num_formats
+};
+
+struct FormatInfo {
+  int bits;          // of a code; 0: the weights are floats
+  int code_bytes;    // of a sub-block in a row group; of one k for floats
+  int scale_bytes;   // of a scale record
+  int scale_span;    // sub-blocks a scale record serves
+};
+
+constexpr FormatInfo format_infos[num_formats] = {
+    {0, 64, 0, 1},      // F32
+    {0, 32, 0, 1},      // F16
+    {0, 32, 0, 1},      // BF16
+    {8, 512, 32, 1},    // Q8_0: d
+    {4, 256, 32, 1},    // Q4_0: d
+    {4, 256, 64, 1},    // Q4_1: d, m
+    {5, 320, 32, 1},    // Q5_0: d
+    {5, 320, 64, 1},    // Q5_1: d, m
+    {2, 128, 320, 8},   // Q2_K: d, dmin, sixteen of (scale | min << 4)
+    {3, 192, 288, 8},   // Q3_K: d, sixteen signed scales
+    {4, 256, 320, 8},   // Q4_K: d, dmin, eight scales, eight mins
+    {5, 320, 320, 8},   // Q5_K: as Q4_K
+    {6, 384, 288, 8},   // Q6_K: d, sixteen signed scales
+    {4, 256, 32, 1},    // IQ4_NL: d
+    {4, 256, 160, 8},   // IQ4_XS: d, eight signed scales
+    {2, 128, 32, 8},    // ternary: d
+};
+
+constexpr int64_t code_area(int format, int64_t in_size) {
+  const FormatInfo& info = format_infos[format];
+  return info.bits == 0 ? in_size * info.code_bytes : in_size / 32 * info.code_bytes;
+}
+
+constexpr int64_t group_bytes_of(int format, int64_t in_size) {
+  const FormatInfo& info = format_infos[format];
+  const int64_t records = info.bits == 0 ? 0 : in_size / 32 / info.scale_span;
+  return code_area(format, in_size) + (records * info.scale_bytes + 63) / 64 * 64;
+}
+
+constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                   1,    13,   25,  38,  53,  69,  89,  113};
+
+}  // namespace quire

@@ -1,0 +1,106 @@
+// What the units offer: one table of functions for each instruction set, all with the same results.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace quire {
+
+constexpr int group_size = 32;  // activations that share a scale; one sub-block of weights
+constexpr int row_group = 16;   // weight rows that are packed side by side, one to a lane
+constexpr int block_size = 16;  // tokens in a block of keys and values
+constexpr int tile_size = 128;  // positions whose attention is one part, at multiples of it
+
+// Thirty-two activations of one token: value = scale * code. The sums are of codes, whole and by
+// halves, and the scaled ones are scale * sum: what weights with an offset are multiplied by.
+struct alignas(64) ActivationGroup {
+  int8_t codes[group_size];
+  float scale;
+  float sum, sum_low, sum_high;
+  float scaled_sum, scaled_sum_low, scaled_sum_high;
+  float unused;
+};
+static_assert(sizeof(ActivationGroup) == 64, "one cache line");
+
+// Rows [first_group, first_group + num_groups) * row_group of a packed matrix times every column.
+struct Product {
+  int format;             // index into the formats of formats.h
+  const uint8_t* weights; // of the whole matrix
+  int64_t group_bytes;    // of one row group
+  int64_t in_size;        // K
+  int first_group, num_groups;
+  int num_rows;           // that exist from the first group on; the rest of the last is padding
+  const void* columns;    // ActivationGroup or float, as the format wants
+  int64_t column_stride;  // in ActivationGroup or float
+  int num_columns;
+  float* out;             // [column][row - first row]
+  int64_t out_stride;
+};
+
+// Keys and values of one layer in blocks. A block holds, for each kv head in turn, its keys
+// [head_dim][block_size] and its values [block_size][head_dim].
+//   half: uint16 halves. int8: bytes, with one float scale for each (token, kv head) of the keys in
+//   key_scales [block][kv head][block_size], of the values in value_scales likewise.
+struct LayerCache {
+  uint8_t* data;
+  int64_t block_bytes;
+  float* key_scales;  // null where the cache is in halves
+  float* value_scales;
+  bool is_int8;
+};
+
+// Where one new token stands, and where its sequence's blocks are.
+struct RowPlace {
+  int32_t position;
+  const int32_t* block_table;
+};
+
+struct Rope {
+  int dims;          // of each head that turn; the rest stay
+  bool interleaved;  // pairs are neighbours, not halves
+  const float* cosines;  // [position][dims / 2]
+  const float* sines;
+};
+
+struct AttentionShape {
+  int num_heads, num_kv_heads, head_dim;
+  int window;      // positions a token sees; 0: all
+  float scale;     // of the scores
+  float soft_cap;  // 0: none; else scores become cap * tanh(score / cap)
+};
+
+enum class Gate : int { silu = 0, relu2 = 1 };
+
+struct Kernels {
+  const char* name;
+  // ---- products
+  void (*product)(const Product&);
+  // ---- one row (token) at a time; sizes need not be multiples of anything unless said
+  void (*rms_norm)(const float* x, const float* weight, int size, float epsilon, float* out);
+  void (*quantise_groups)(const float* x, int size, ActivationGroup* out);  // size % 32 == 0
+  // One scale for the whole row, returned; the groups' own scales are 1.
+  float (*quantise_row)(const float* x, int size, ActivationGroup* out);
+  void (*gate)(Gate kind, const float* gate, const float* up, int size, float* out);
+  void (*add)(float* x, const float* y, int size);
+  void (*turn)(float* heads, int num_heads, int head_dim, const Rope&, int position);
+  void (*store_key_value)(const LayerCache&, const AttentionShape&, const RowPlace&,
+                          const float* key, const float* value);
+  // Attention of the query heads of one kv head for `num_rows` tokens of ONE sequence at ascending,
+  // consecutive positions (one block table). queries and out: [row][stride], all heads of a row.
+  void (*attend)(const LayerCache&, const AttentionShape&, int kv_head, const RowPlace* rows,
+                 int num_rows, const float* queries, float* out, int64_t stride);
+  // The same attention of one row in parts, with the same bits, for few rows and long contexts.
+  // Parts: [tile - first_tile][query head of the kv head][head_dim + 2]. Tiles are those of
+  // tile_size positions from the one the row's window begins in to the one it stands in.
+  // merge_tiles takes all of them and writes the kv head's heads of `out`, a row of all heads.
+  void (*attend_tiles)(const LayerCache&, const AttentionShape&, int kv_head, const RowPlace& row,
+                       int first_tile, int num_tiles, const float* queries, float* parts);
+  void (*merge_tiles)(const AttentionShape&, int kv_head, int num_tiles, const float* parts,
+                      float* out);
+  void (*soft_cap)(float* x, int64_t size, float cap);
+};
+
+const Kernels& portable_kernels();
+const Kernels* avx2_kernels();    // null where the compiler or the processor cannot
+const Kernels* avx512_kernels();
+
+}  // namespace quire

@@ -1,0 +1,29 @@
+// The body of a unit: included by each unit_*.cpp after its QUIRE_UNIT_* macro, it makes that
+// unit's table of kernels. Everything but the table is in an anonymous namespace, so that no
+// function of one instruction set can stand in for another's when the units are linked.
+
+#if defined(QUIRE_UNIT_AVX512) || defined(QUIRE_UNIT_AVX2)
+#include <immintrin.h>
+#endif
+#include "formats.h"
+#include "kernels.h"
+#include "scalar.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_METHOD inline __attribute__((always_inline))
+#define INLINE_STATIC static inline __attribute__((always_inline))
+
+namespace quire {
+namespace {
+
+#include "lanes.h"
+#include "product.h"
+#include "rows.h"
+#include "attention.h"
+
+constexpr Kernels kernels_of_unit = {
+    unit_name, product, rms_norm, quantise_groups, quantise_row, apply_gate, add_rows,
+    turn,      store_key_value, attend, attend_tiles, merge_tiles, soft_cap,
+};
+
+}  // namespace
