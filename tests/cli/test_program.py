@@ -11,7 +11,7 @@ from tests.cli.program import COMMAND, environment, quire
 
 from quire.cli import generate, main
 
-NAMES = ("generate", "chat", "inspect", "pull", "doctor", "bench")
+NAMES = ("generate", "chat", "serve", "inspect", "pull", "doctor", "bench")
 
 
 def test_the_version_is_the_package_version() -> None:
@@ -48,7 +48,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
     "arguments",
     [
         [],
-        ["serve"],
+        ["serve", "a", "b"],
         ["generate", "--nonsense"],
         ["generate", "--prompt", "x", "--file", "y"],
         ["generate", "--prompt-tokens", "1,x"],

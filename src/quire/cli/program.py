@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from quire.cli import bench, chat, doctor, generate, inspect, pull
+from quire.cli import bench, chat, doctor, generate, inspect, pull, serve
 from quire.cli.results import complain
 from quire.core.errors import QuireError
 
 # Each module is a command of its name: add_parser(subparsers), and run(args), which gives the exit
 # code and imports what is heavy.
-COMMANDS = (generate, chat, inspect, pull, doctor, bench)
+COMMANDS = (generate, chat, serve, inspect, pull, doctor, bench)
 
 FAILURE = 1
 INTERRUPTED = 130  # as shells say of a program ended by Ctrl-C ...
@@ -24,6 +24,7 @@ _EPILOG = """\
 examples:
   quire generate --prompt "What is gravity?"    answer a question with the default model
   quire chat --model model.gguf                 talk to a model of your own
+  quire serve model.gguf                        serve it through OpenAI's API
   quire inspect model.gguf                      see what is in a file, and what it would take
   quire doctor                                  see what this machine offers
 

@@ -1,0 +1,235 @@
+"""`quire serve`: a model behind OpenAI's API."""
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.options import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from quire.llm import AsyncLLM
+    from quire.llm.assembly import Options
+    from quire.server import ServerSettings
+
+_ENGINE_NUMBERS = {  # options that are fields of EngineConfig, and their types
+    "max_queue_requests": int,
+    "max_queue_tokens": int,
+    "batch_timeout_ms": float,
+    "slo_itl_ms": float,
+    "slo_ttft_ms": float,
+}
+_USUAL_STEP_TIMEOUT_S = 120.0
+_EPILOG = """\
+examples:
+  quire serve                                        the default model on http://127.0.0.1:8000
+  quire serve model.gguf --port 9000 --max-batch-size 32
+  quire serve model.gguf --config quire.toml         with what `quire bench tune` wrote
+  quire serve model.gguf --host 0.0.0.0 --api-keys keys.toml
+
+Without keys the server listens on this machine alone and lets everybody on it in. Keys come from a
+TOML file or from QUIRE_API_KEY. SIGTERM and Ctrl-C let running requests end, up to
+--drain-timeout; a second one ends them at once. Options here go before those of --config.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model through OpenAI's API",
+        description="Serve a model through OpenAI's API.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="a GGUF file, a safetensors folder, or a name (default: %(default)s)",
+    )
+    _add_run_options(parser.add_argument_group("running the model"))
+    _add_listen_options(parser.add_argument_group("listening"))
+    _add_limit_options(parser.add_argument_group("limits"))
+    _add_operation_options(parser.add_argument_group("operation"))
+
+
+def _add_run_options(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--config", type=Path, metavar="FILE", help="TOML: [engine] and [run]")
+    group.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or reference")
+    group.add_argument("--max-batch-size", type=int, metavar="N", help="sequences a step")
+    group.add_argument(
+        "--kv-memory", metavar="SIZE", help='memory for keys and values, such as "512MiB"'
+    )
+    group.add_argument(
+        "--max-context", type=int, metavar="N", help="hold prompt and completion to N tokens"
+    )
+    group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
+    group.add_argument(
+        "--batch-timeout-ms", type=float, metavar="MS", help="longest wait for company"
+    )
+    group.add_argument("--slo-itl-ms", type=float, metavar="MS", help="target between tokens")
+    group.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="target to the first token")
+    group.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="S",
+        help=f"a step that takes longer has hung (default: {_USUAL_STEP_TIMEOUT_S:g})",
+    )
+
+
+def _add_listen_options(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    group.add_argument(
+        "--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)"
+    )
+    group.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="what clients call the model; may be repeated (default: MODEL's name)",
+    )
+    group.add_argument("--api-keys", type=Path, metavar="FILE", help="TOML: [keys.NAME] tables")
+    group.add_argument(
+        "--no-auth", action="store_true", help="let other machines in although there are no keys"
+    )
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a host name that clients reach the server by; may be repeated",
+    )
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a web page that may use the server, as https://HOST; may be repeated",
+    )
+
+
+def _add_limit_options(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--max-queue-requests", type=int, metavar="N", help="that may wait")
+    group.add_argument("--max-queue-tokens", type=int, metavar="N", help="that may wait")
+    group.add_argument(
+        "--request-timeout", type=float, metavar="S", help="of requests that bring none"
+    )
+    group.add_argument(
+        "--max-body-bytes", type=int, default=4 << 20, metavar="N", help="(default: %(default)s)"
+    )
+
+
+def _add_operation_options(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="what running requests get after SIGTERM (default: %(default)s)",
+    )
+    group.add_argument(
+        "--ping-interval",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="between comments in a silent stream (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-format", choices=("json", "text"), help="(default: text on a terminal, else json)"
+    )
+    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    group.add_argument(
+        "--otlp-endpoint",
+        default=os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"),
+        metavar="URL",
+        help="send traces there (default: OTEL_EXPORTER_OTLP_ENDPOINT)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import quire.server
+    except ImportError as error:
+        from quire.core.errors import ConfigError
+
+        raise ConfigError(
+            f"the server's packages are not installed ({error.name}): pip install 'quire[server]'"
+        ) from error
+    from quire.server.logs import set_up_logs
+
+    settings = _settings(args)
+    options = _options(args, settings)
+    set_up_logs(args.log_format or ("text" if sys.stderr.isatty() else "json"), args.log_level)
+
+    def load(on_stuck: Any) -> "AsyncLLM":
+        from quire.llm import AsyncLLM
+        from quire.llm.assembly import assemble
+
+        assembly = assemble(args.model, options)
+        assembly.executor.warm_up()
+        return AsyncLLM.of(assembly, on_stuck)
+
+    quire.server.serve(settings, load, lambda address: _greet(address, settings))
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> "ServerSettings":
+    from quire.server import ServerSettings, read_keys
+
+    return ServerSettings(
+        host=args.host,
+        port=args.port,
+        model_names=tuple(args.served_model_name or (_name_of(args.model),)),
+        keys=read_keys(args.api_keys, os.environ),
+        no_auth=args.no_auth,
+        allowed_hosts=tuple(name.lower() for name in args.allowed_host),
+        cors_origins=tuple(args.cors_origin),
+        max_body_bytes=args.max_body_bytes,
+        drain_timeout_s=args.drain_timeout,
+        ping_interval_s=args.ping_interval,
+        otlp_endpoint=args.otlp_endpoint or None,
+    )
+
+
+def _name_of(model: str) -> str:
+    """A path would tell clients where the model lies."""
+    return Path(model).name if Path(model).exists() else model
+
+
+def _options(args: argparse.Namespace, settings: "ServerSettings") -> "Options":
+    """What the file says, with what the command line says put over it."""
+    from quire.llm.assembly import Options
+    from quire.llm.configuration import read_configuration
+
+    options = Options() if args.config is None else read_configuration(args.config)
+    own = ("device", "max_batch_size", "kv_memory", "max_context", "threads")
+    given = {name: getattr(args, name) for name in own if getattr(args, name) is not None}
+    engine = dict(options.engine)
+    for name, kind in _ENGINE_NUMBERS.items():
+        if getattr(args, name) is not None:
+            engine[name] = kind(getattr(args, name))
+    if "batch_timeout_ms" in engine:
+        given["batch_timeout_ms"] = engine.pop("batch_timeout_ms")
+    if args.request_timeout is not None:
+        engine["timeout_s"] = args.request_timeout
+    if args.step_timeout is not None:
+        engine["step_timeout_s"] = args.step_timeout
+    engine.setdefault("step_timeout_s", _USUAL_STEP_TIMEOUT_S)
+    engine["key_weights"] = {**engine.get("key_weights", {}), **settings.keys.weights}
+    options = replace(options, **given, engine=engine)
+    options.engine_config()
+    return options
+
+
+def _greet(address: str, settings: "ServerSettings") -> None:
+    """Where it is and how to try it; on standard output, for a person or a script."""
+    key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if settings.keys else ""
+    print(f"quire serves {settings.model_names[0]} at {address}/v1 (see {address}/docs)")
+    print(
+        f"try: curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        '-d \'{"messages": [{"role": "user", "content": "What is gravity?"}]}\'',
+        flush=True,
+    )

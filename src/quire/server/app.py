@@ -1,0 +1,285 @@
+"""The application: routes, what they take and answer, and errors in OpenAI's shape."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from quire.engine.stats import Snapshot
+from quire.server.calls import SCOPE_KEY, Call
+from quire.server.docs_page import docs_page
+from quire.server.embeddings import embed
+from quire.server.errors import ApiError
+from quire.server.gate import ClientGoneError, Gate
+from quire.server.generation import complete_chat, complete_text
+from quire.server.logs import LOGGER, log
+from quire.server.metrics import CONTENT_TYPE, exposition
+from quire.server.replies import (
+    Alive,
+    ChatCompletion,
+    DetokenizedText,
+    EmbeddingList,
+    ErrorReply,
+    ModelCard,
+    ModelList,
+    Readiness,
+    StatsReply,
+    TextCompletion,
+    TokenList,
+)
+from quire.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from quire.server.service import Service
+from quire.server.texts import detokenize, tokenize
+from quire.server.tracing import Tracing, open_tracing
+from quire.server.validation import refusal_of
+
+_ANYWHERE = {401: "no valid key", 403: "Host or Origin not allowed"}
+_POSTED = {
+    400: "a field is wrong or not supported; `param` names it",
+    404: "no such model",
+    408: "the body or the answer did not come in time",
+    413: "the body is too large",
+    415: "the body is not JSON",
+    429: "the queue is full or the key's limit reached; see Retry-After",
+    500: "this request failed alone",
+    503: "loading, shutting down, or the executor does not answer",
+}
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    told = _ANYWHERE | _POSTED
+    return {
+        status: {"model": ErrorReply, "description": told[status]}
+        for status in (*_ANYWHERE, *statuses)
+    }
+
+
+_STREAMS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+def create_app(service: Service) -> Gate:
+    """The whole server as an ASGI application; its lifespan loads the model and lets it go."""
+    settings = service.settings
+    tracing = (
+        None
+        if settings.otlp_endpoint is None
+        else open_tracing(settings.otlp_endpoint, service.name)
+    )
+    rejected: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        if tracing is not None:
+            tracing.close()
+
+    app = FastAPI(
+        title="quire",
+        version=version("quire"),
+        description="OpenAI's API over a live batch.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    _add_error_handlers(app)
+    _add_generation(app, service)
+    _add_texts(app, service)
+    _add_models(app, service)
+    _add_operations(app, service, rejected)
+    return Gate(app, settings, _on_done(tracing, rejected))
+
+
+def _on_done(tracing: Tracing | None, rejected: Counter[str]) -> Callable[[Call], None]:
+    def done(call: Call) -> None:
+        if call.status is not None and call.status >= 400:
+            rejected[str(call.status)] += 1
+        quiet = call.method == "GET" and (call.status or 0) < 400
+        log("request", logging.DEBUG if quiet else logging.INFO, **call.summary())
+        if tracing is not None and call.outputs:
+            tracing.record(call)
+
+    return done
+
+
+# ---- errors
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return _reply(request, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _reply(request, refusal_of(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        messages = {
+            404: f"there is nothing at {path}; see /docs",
+            405: f"{request.method} is not for {path}; see /docs",
+        }
+        message = messages.get(error.status_code, str(error.detail))
+        return _reply(request, ApiError(error.status_code, message))
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(request: Request, _: ClientGoneError) -> Response:
+        request.scope[SCOPE_KEY].error = "client_gone"
+        return Response(status_code=499)  # which nobody will read
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        LOGGER.error("unexpected error", exc_info=error)
+        return _reply(request, ApiError(500, "this should not have happened", code="internal"))
+
+
+def _reply(request: Request, error: ApiError) -> Response:
+    call: Call = request.scope[SCOPE_KEY]
+    call.error = error.code or error.message
+    return Response(
+        error.body,
+        status_code=error.status,
+        headers=dict(error.headers),
+        media_type="application/json",
+    )
+
+
+# ---- routes
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    errors = _errors(*_POSTED)
+
+    @app.post(
+        "/v1/chat/completions",
+        summary="Answer a conversation",
+        response_model=ChatCompletion,
+        responses={**errors, 200: {"content": _STREAMS}},
+    )
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await complete_chat(service, body, request)
+
+    @app.post(
+        "/v1/completions",
+        summary="Continue texts",
+        response_model=TextCompletion,
+        responses={**errors, 200: {"content": _STREAMS}},
+    )
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await complete_text(service, body, request)
+
+    @app.post(
+        "/v1/embeddings",
+        summary="The model's state after the last token of each input, at length 1",
+        response_model=EmbeddingList,
+        responses=errors,
+    )
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        return await embed(service, body, request)
+
+
+def _add_texts(app: FastAPI, service: Service) -> None:
+    errors = _errors(*_POSTED)
+
+    @app.post("/tokenize", summary="The tokens of a text or conversation", responses=errors)
+    async def tokenize_(body: TokenizeRequest, request: Request) -> TokenList:
+        return await tokenize(service, body, request)
+
+    @app.post("/detokenize", summary="The text of tokens", responses=errors)
+    async def detokenize_(body: DetokenizeRequest, request: Request) -> DetokenizedText:
+        return await detokenize(service, body, request)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    def cards() -> list[ModelCard]:
+        longest = service.llm.max_context
+        created = int(service.loaded_at)
+        names = service.settings.model_names
+        return [ModelCard(id=name, created=created, max_model_len=longest) for name in names]
+
+    @app.get("/v1/models", summary="The names of the model", responses=_errors(503))
+    async def models() -> ModelList:
+        return ModelList(data=cards())
+
+    @app.get("/v1/models/{name:path}", summary="One of them", responses=_errors(404, 503))
+    async def model(name: str) -> ModelCard:
+        service.check_model(name)
+        return next(card for card in cards() if card.id == name)
+
+
+def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> None:
+    def snapshot() -> Snapshot:
+        loaded = service.loaded
+        return service.llm.stats if loaded is None else loaded.stats
+
+    @app.get("/health", summary="Whether the process lives", responses=_errors())
+    async def health() -> Alive:
+        return Alive()
+
+    @app.get(
+        "/ready",
+        summary="Whether requests are taken",
+        responses={**_errors(), 503: {"model": Readiness, "description": "not now"}},
+    )
+    async def ready() -> Response:
+        reply = Readiness(status=service.state.value)
+        return JSONResponse(reply.model_dump(), 200 if service.is_ready else 503)
+
+    @app.get(
+        "/metrics",
+        summary="For Prometheus",
+        response_class=PlainTextResponse,
+        responses=_errors(503),
+    )
+    async def metrics() -> Response:
+        text = exposition(snapshot(), service.name, service.num_streams, rejected)
+        return Response(text, media_type=CONTENT_TYPE)
+
+    @app.get("/v1/stats", summary="What the engine does right now", responses=_errors(503))
+    async def stats(request: Request) -> StatsReply:
+        return _stats(service, snapshot(), request.scope[SCOPE_KEY])
+
+    @app.get("/docs", summary="This page", response_class=HTMLResponse, responses=_errors())
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
+
+
+def _stats(service: Service, snapshot: Snapshot, call: Call) -> StatsReply:
+    stats = snapshot.stats
+    return StatsReply(
+        status=service.state.value,
+        model=service.name,
+        uptime_s=time.time() - service.loaded_at,
+        num_running=snapshot.num_running,
+        num_waiting=snapshot.num_waiting,
+        num_waiting_of_this_key=snapshot.waiting_by_key.get(call.key_name, 0),
+        waiting_by_reason={r.value: count for r, count in snapshot.waiting_by_reason.items()},
+        queued_tokens=snapshot.queued_tokens,
+        kv_cache_usage=snapshot.kv_usage,
+        memory_bytes=dict(snapshot.memory_bytes),
+        device_utilization=snapshot.utilisation,
+        num_steps=stats.num_steps,
+        prompt_tokens=stats.prompt_tokens,
+        completion_tokens=stats.completion_tokens,
+        prefix_cache_queries=stats.prefix_queries,
+        prefix_cache_hits=stats.prefix_hits,
+        num_preemptions=stats.num_preemptions,
+        mean_batch_size=stats.batch_size.mean,
+        requests_ended=dict(stats.requests_ended),
+        faults_isolated=dict(stats.faults_isolated),
+    )

@@ -1,0 +1,78 @@
+"""The page under /docs: the OpenAPI description as plain HTML, without a script or another host."""
+
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
+    "color:#222;background:#fff}h2{border-top:1px solid #ccc;padding-top:1rem}"
+    "code{background:#f2f2f2;padding:0 .2em}table{border-collapse:collapse;width:100%}"
+    "td,th{border:1px solid #ddd;padding:.2rem .5rem;text-align:left;vertical-align:top}"
+    "@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}code{background:#222}"
+    "td,th{border-color:#333}h2{border-color:#444}}"
+)
+
+
+def docs_page(description: Mapping[str, Any]) -> str:
+    """Every route with what it takes and what it answers."""
+    info = description["info"]
+    schemas = description.get("components", {}).get("schemas", {})
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(info['title'])}</title>",
+        f"<meta name=viewport content='width=device-width'><style>{_STYLE}</style>",
+        f"<h1>{escape(info['title'])} {escape(info['version'])}</h1>",
+        f"<p>{escape(info.get('description', ''))} The same as "
+        "<a href=openapi.json>openapi.json</a>, for programs.</p>",
+    ]
+    for path, methods in description["paths"].items():
+        for method, route in methods.items():
+            parts += _route(f"{method.upper()} {path}", route, schemas)
+    return "\n".join(parts)
+
+
+def _route(title: str, route: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[str]:
+    yield f"<h2><code>{escape(title)}</code></h2><p>{escape(route.get('summary', ''))}</p>"
+    yield f"<p>{escape(route.get('description', ''))}</p>"
+    body = route.get("requestBody", {}).get("content", {}).get("application/json", {})
+    reference = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
+    if reference:
+        yield from _fields(schemas[reference])
+    statuses = ", ".join(f"<code>{escape(status)}</code>" for status in route["responses"])
+    yield f"<p>Answers: {statuses}</p>"
+
+
+def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
+    yield "<table><tr><th>field<th>type<th>meaning"
+    required = schema.get("required", ())
+    for name, field in schema["properties"].items():
+        mark = " (required)" if name in required else ""
+        told = escape(field.get("description", ""))
+        yield f"<tr><td><code>{escape(name)}</code>{mark}<td>{escape(_kind(field))}<td>{told}"
+    yield "</table>"
+
+
+def _kind(field: Mapping[str, Any]) -> str:
+    """A schema in a few words."""
+    if "anyOf" in field:
+        kinds = dict.fromkeys(_kind(option) for option in field["anyOf"])
+        return " or ".join(kind for kind in kinds if kind != "null")
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    if "const" in field:
+        return repr(field["const"])
+    if "enum" in field:
+        return ", ".join(map(repr, field["enum"]))
+    if field.get("type") == "array":
+        return f"list of {_kind(field.get('items', {}))}"
+    bounds = [
+        f"{sign} {field[name]}"
+        for name, sign in (
+            ("minimum", "≥"),
+            ("exclusiveMinimum", ">"),
+            ("maximum", "≤"),
+            ("exclusiveMaximum", "<"),
+        )
+        if name in field
+    ]
+    return " ".join([str(field.get("type", "any")), *bounds])

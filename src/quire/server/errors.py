@@ -1,0 +1,95 @@
+"""ApiError: what goes wrong, as OpenAI's API says it, and what quire's errors become there."""
+
+import json
+import math
+import re
+from collections.abc import Container
+
+from quire.core.errors import (
+    DeadlineError,
+    ModelFileError,
+    OverloadedError,
+    QuireError,
+    RequestCancelledError,
+    RequestError,
+    RowFaultError,
+    StepTimeoutError,
+)
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error; `param` names the field it is about, where it is about one."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self._headers = headers
+
+    @property
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        """Retry-After counts in whole seconds; OpenAI's clients heed the finer header first."""
+        found = list(self._headers)
+        if self.retry_after_s is not None:
+            found.append(("retry-after", str(max(1, math.ceil(self.retry_after_s)))))
+            found.append(("retry-after-ms", str(max(1, round(1000 * self.retry_after_s)))))
+        return found
+
+
+def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool) -> ApiError:
+    """What a request's error means to its client; `fields` are those the client could have set."""
+    text = str(error)
+    match error:
+        case DeadlineError():
+            return ApiError(408, text, code="timeout")
+        case RequestCancelledError():
+            return ApiError(503, "the server ended this request: it is shutting down", code="drain")
+        case RequestError():
+            return ApiError(400, text, param=_field_of(text, fields))
+        case OverloadedError() if is_draining:
+            return ApiError(503, text, code="drain", retry_after_s=error.retry_after_s)
+        case OverloadedError():
+            return ApiError(429, text, code="overloaded", retry_after_s=error.retry_after_s)
+        case RowFaultError():
+            return ApiError(500, f"this request failed alone: {text}", code="row_fault")
+        case StepTimeoutError():
+            return ApiError(503, text, code="stuck")
+        case ModelFileError():
+            return ApiError(500, f"the model's chat template failed: {text}", code="template")
+    return ApiError(500, text, code="engine")
+
+
+def _field_of(message: str, fields: Container[str]) -> str | None:
+    """The engine's messages begin with the field they are about, such as "n is 500; ...", or
+    mention it by a name that is no other word."""
+    words: list[str] = re.findall(r"[a-z_]+", message)
+    if words and words[0] in fields:
+        return words[0]
+    return next((word for word in words if "_" in word and word in fields), None)

@@ -1,0 +1,213 @@
+"""Gate: what every request passes before the application sees it.
+
+In order: its Host and Origin, its key, its kind of body, its key's limits, its body within size and
+time. It also gives each a request id and writes its line of the log.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, new_call
+from quire.server.errors import ApiError
+from quire.server.keys import ApiKey
+from quire.server.limits import KeyLimits
+from quire.server.origins import check_host, check_origin, cors_headers, is_preflight
+from quire.server.settings import ServerSettings
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+OPEN_PATHS = ("/health", "/ready")  # for whoever watches over the process
+
+
+class ClientGoneError(Exception):
+    """Nobody is there to answer."""
+
+
+class Gate:
+    """ASGI middleware; `on_done` is told of every call when it has ended."""
+
+    def __init__(self, app: App, settings: ServerSettings, on_done: Callable[[Call], None]) -> None:
+        self._app = app
+        self._settings = settings
+        self._on_done = on_done
+        self._limits = KeyLimits()
+        self._num_buffered = 0  # bytes of bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        # There are no web sockets: uvicorn answers those itself.
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: Headers = scope["headers"]
+        call = new_call(scope["method"], scope["path"], headers)
+        scope[SCOPE_KEY] = call
+        extra = [(b"x-request-id", call.id.encode()), *cors_headers(headers, self._settings)]
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, send_marked, call)
+        except ApiError as error:
+            call.error = error.code or error.message
+            await send_error(send_marked, error)
+        except ClientGoneError:
+            call.error = CLIENT_GONE
+        finally:
+            self._on_done(call)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
+        headers: Headers = scope["headers"]
+        check_host(headers, self._settings)
+        check_origin(headers, self._settings)
+        if is_preflight(scope["method"], headers):
+            await _send(send, 204, b"", [])
+            return
+        if scope["path"] not in OPEN_PATHS:
+            call.key = self._authenticated(headers)
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        _check_content_type(headers)
+        key = call.key
+        if key is not None:
+            self._limits.enter(key)
+        try:
+            body = await self._read_body(headers, receive)
+            await self._app(scope, _replay(body, receive), send)
+        finally:
+            if key is not None:
+                self._limits.leave(key)
+
+    def _authenticated(self, headers: Headers) -> ApiKey | None:
+        if not self._settings.keys:
+            return None
+        scheme, _, presented = _header(headers, b"authorization").partition(" ")
+        key = self._settings.keys.find(presented.strip())
+        if scheme.lower() != "bearer" or key is None:
+            raise ApiError(
+                401,
+                "a valid API key is needed: send Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers=(("www-authenticate", "Bearer"),),
+            )
+        return key
+
+    # ---- the body
+
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body, within its limits of size and time."""
+        limit = self._settings.max_body_bytes
+        told = _header(headers, b"content-length")
+        if told.isdecimal() and int(told) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                async for part in _parts(receive):
+                    size += len(part)
+                    self._num_buffered += len(part)
+                    if size > limit:
+                        raise _too_large(limit)
+                    self._check_buffered()
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not come within {self._settings.body_timeout_s:g} s",
+                code="timeout",
+                headers=(("connection", "close"),),
+            ) from None
+        finally:
+            self._num_buffered -= size
+        return b"".join(parts)
+
+    def _check_buffered(self) -> None:
+        if self._num_buffered > self._settings.max_buffered_bytes:
+            raise ApiError(
+                503,
+                "too many large requests are coming in at once",
+                code="overloaded",
+                retry_after_s=1.0,
+                headers=(("connection", "close"),),
+            )
+
+
+async def _parts(receive: Receive) -> Any:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Receive for the application: the body in one piece, then whatever comes."""
+    is_read = False
+
+    async def replay() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than {limit} bytes",
+        code="body_too_large",
+        headers=(("connection", "close"),),
+    )
+
+
+def _check_content_type(headers: Headers) -> None:
+    """JSON alone: a web page can post forms and plain text to anywhere without asking."""
+    kind = _header(headers, b"content-type").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415,
+            f"the content type must be application/json, got {kind!r:.100}",
+            code="content_type",
+            headers=(("connection", "close"),),
+        )
+
+
+def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
+    for found, value in headers:
+        if found == name:
+            return value.decode("latin-1")
+    return ""
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    headers = [(name.encode(), value.encode()) for name, value in error.headers]
+    headers.append((b"content-type", b"application/json"))
+    with suppress(OSError):  # the client went away
+        await _send(send, error.status, error.body, headers)
+
+
+async def _send(send: Send, status: int, body: bytes, headers: Headers) -> None:
+    if status != 204:
+        headers = [*headers, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,128 @@
+"""Metrics in Prometheus' text format, under the names that vLLM's dashboards rely on."""
+
+from collections.abc import Iterable, Mapping
+
+from quire.engine.stats import Histogram, Snapshot
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
+
+
+def exposition(
+    snapshot: Snapshot, model: str, num_streams: int, rejected: Mapping[str, int]
+) -> str:
+    """Everything the engine knows of itself, and what the server turned away."""
+    writer = _Writer(model)
+    _write_moment(writer, snapshot, num_streams)
+    _write_counters(writer, snapshot)
+    writer.counters(
+        "requests_rejected_total", "Requests refused before the engine", "code", rejected
+    )
+    _write_histograms(writer, snapshot)
+    return writer.text()
+
+
+def _write_moment(writer: "_Writer", snapshot: Snapshot, num_streams: int) -> None:
+    writer.gauge("num_requests_running", "Sequences in the batch", snapshot.num_running)
+    writer.gauge("num_requests_waiting", "Sequences that wait", snapshot.num_waiting)
+    by_reason = {reason.value: count for reason, count in snapshot.waiting_by_reason.items()}
+    writer.gauges("num_requests_waiting_by_reason", "Why they wait", "reason", by_reason)
+    writer.gauge("num_streams", "Answers being streamed", num_streams)
+    writer.gauge("queued_tokens", "Tokens that the waiting ask for", snapshot.queued_tokens)
+    writer.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all", snapshot.kv_usage)
+    writer.gauges("memory_bytes", "Memory the executor holds", "kind", snapshot.memory_bytes)
+    writer.gauge(
+        "device_utilization", "Share of the time that a step was in flight", snapshot.utilisation
+    )
+
+
+def _write_counters(writer: "_Writer", snapshot: Snapshot) -> None:
+    stats = snapshot.stats
+    for name, text, value in (
+        ("num_preemptions_total", "Sequences that gave their blocks up", stats.num_preemptions),
+        ("prefix_cache_queries_total", "Prompt tokens looked up", stats.prefix_queries),
+        ("prefix_cache_hits_total", "Prompt tokens found computed", stats.prefix_hits),
+        ("prompt_tokens_total", "Prompt tokens computed", stats.prompt_tokens),
+        ("generation_tokens_total", "Tokens generated", stats.completion_tokens),
+        ("padding_tokens_total", "Tokens computed for nobody", stats.padding_tokens),
+        ("discarded_rows_total", "Rows of sequences that had ended", stats.discarded_rows),
+    ):
+        writer.counter(name, text, value)
+    ended = dict.fromkeys(_FINISH_REASONS, 0) | dict(stats.finish_reasons)
+    writer.counters("request_success_total", "Requests ended", "finished_reason", ended)
+    faults = dict(stats.faults_isolated)
+    writer.counters("fault_isolated_total", "Requests that failed alone", "reason", faults)
+
+
+def _write_histograms(writer: "_Writer", snapshot: Snapshot) -> None:
+    stats = snapshot.stats
+    requests = stats.requests
+    for name, text, histogram in (
+        ("time_to_first_token_seconds", "From arrival to first token", requests.first_token),
+        ("inter_token_latency_seconds", "Between a request's tokens", requests.token_gap),
+        ("e2e_request_latency_seconds", "From arrival to end", requests.total),
+        ("request_queue_time_seconds", "From arrival to first chunk", requests.queued),
+        ("request_prefill_time_seconds", "From first chunk to first token", requests.prefill),
+        ("request_decode_time_seconds", "From first token to end", requests.decode),
+        ("request_prompt_tokens", "Prompt tokens of a request", requests.prompt_tokens),
+        ("request_generation_tokens", "Tokens a request got", requests.completion_tokens),
+        ("iteration_tokens_total", "Tokens a step", stats.step_tokens),
+        ("batch_size", "Sequences a step", stats.batch_size),
+        ("step_seconds", "A step on the executor", stats.step_seconds),
+        ("launch_seconds", "The host's part of a step", stats.host_seconds),
+    ):
+        writer.histogram(name, text, histogram)
+
+
+class _Writer:
+    """Lines of the text format; every sample carries the model's name."""
+
+    def __init__(self, model: str) -> None:
+        self._model = _escaped(model)
+        self._lines: list[str] = []
+
+    def gauge(self, name: str, text: str, value: float) -> None:
+        self._family(name, text, "gauge", [("", value)])
+
+    def gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> None:
+        self._family(name, text, "gauge", _labelled(label, values))
+
+    def counter(self, name: str, text: str, value: float) -> None:
+        self._family(name, text, "counter", [("", value)])
+
+    def counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> None:
+        self._family(name, text, "counter", _labelled(label, values))
+
+    def histogram(self, name: str, text: str, histogram: Histogram) -> None:
+        counts = list(histogram.counts)  # a copy: the engine goes on counting
+        self._head(name, text, "histogram")
+        total = 0
+        for bound, count in zip((*map(repr, histogram.bounds), "+Inf"), counts, strict=True):
+            total += count
+            self._sample(f"{name}_bucket", f',le="{bound}"', total)
+        self._sample(f"{name}_sum", "", histogram.sum)
+        self._sample(f"{name}_count", "", total)
+
+    def text(self) -> str:
+        return "\n".join([*self._lines, ""])
+
+    def _family(
+        self, name: str, text: str, kind: str, samples: Iterable[tuple[str, float]]
+    ) -> None:
+        self._head(name, text, kind)
+        for labels, value in samples:
+            self._sample(name, labels, value)
+
+    def _head(self, name: str, text: str, kind: str) -> None:
+        self._lines += [f"# HELP quire:{name} {text}.", f"# TYPE quire:{name} {kind}"]
+
+    def _sample(self, name: str, labels: str, value: float) -> None:
+        self._lines.append(f'quire:{name}{{model_name="{self._model}"{labels}}} {value}')
+
+
+def _labelled(label: str, values: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [(f',{label}="{_escaped(key)}"', value) for key, value in sorted(values.items())]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,186 @@
+"""What the server answers, in OpenAI's shapes; streams are written by frames.py instead."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+FinishWord = Literal["stop", "length"]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    error: ErrorDetail
+
+
+class PromptDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TraceReport(BaseModel):
+    """Where a request's time went, in seconds; asked for by the header `x-quire-trace: 1`."""
+
+    queued_s: float | None = Field(description="until its first chunk was planned")
+    waited_for_s: dict[str, float] = Field(description="while it was not running, by reason")
+    first_token_s: float | None
+    total_s: float | None
+    prompt_tokens: int
+    cached_tokens: int = Field(description="prompt tokens found computed")
+    chunks: int = Field(description="its prompt was computed in")
+    steps: int = Field(description="rows of steps it had, its sequences together")
+    preemptions: int
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenScore(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenScore]
+    refusal: None = None
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishWord
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    quire_trace: list[TraceReport] | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishWord
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+
+
+class TextCompletion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    quire_trace: list[TraceReport] | None = None
+
+
+class EmbeddingItem(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[EmbeddingItem]
+    model: str
+    pooling: Literal["last_token"] = "last_token"
+    usage: EmbeddingUsage
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["quire"] = "quire"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenList(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizedText(BaseModel):
+    prompt: str
+
+
+class Alive(BaseModel):
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(BaseModel):
+    status: str
+
+
+class StatsReply(BaseModel):
+    """The moment, and the counters since the model was loaded."""
+
+    status: str
+    model: str
+    uptime_s: float
+    num_running: int
+    num_waiting: int
+    num_waiting_of_this_key: int
+    waiting_by_reason: dict[str, int]
+    queued_tokens: int
+    kv_cache_usage: float
+    memory_bytes: dict[str, int]
+    device_utilization: float
+    num_steps: int
+    prompt_tokens: int
+    completion_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_preemptions: int
+    mean_batch_size: float
+    requests_ended: dict[str, int]
+    faults_isolated: dict[str, int]

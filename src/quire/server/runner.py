@@ -1,0 +1,122 @@
+"""serve: the server as a process, from its first signal handler to its exit code."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+import uvloop
+
+from quire.core.errors import ConfigError, ExecutorError
+from quire.server.app import create_app
+from quire.server.logs import log
+from quire.server.protocol import guarded
+from quire.server.service import Load, Service, State
+from quire.server.settings import ServerSettings
+
+_LAST_WORDS_S = 5  # for errors to reach their clients once everything has ended
+
+OnReady = Callable[[str], None]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: a drain goes on answering until it is done."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(settings: ServerSettings, load: Load, on_ready: OnReady) -> None:
+    """Serve until a signal ends it; raises what ended it otherwise.
+
+    SIGTERM and SIGINT drain; a second one ends what is left at once.
+    """
+    listener = _listener(settings)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, load, listener, on_ready))
+
+
+async def _serve(
+    settings: ServerSettings, load: Load, listener: socket.socket, on_ready: OnReady
+) -> None:
+    service = Service(settings, load)
+    server = make_server(service)
+    loop = asyncio.get_running_loop()
+    drains: set[asyncio.Task[None]] = set()
+
+    def drain(name: str) -> None:
+        log("signal", signal=name, state=service.state.value)
+        drains.add(loop.create_task(service.drain()))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drain, number.name)
+    running = loop.create_task(server.serve(sockets=[listener]))
+    ending = loop.create_task(_end(service, server))
+    await service.open()
+    if service.state is State.READY:
+        address = _address(listener, settings)
+        log("ready", address=address, model=service.name)
+        on_ready(address)
+    await running
+    ending.cancel()
+    with suppress(asyncio.CancelledError):
+        await ending
+    log("stopped", state=service.state.value)
+    if service.failure is not None:
+        raise service.failure
+    if service.state is State.STUCK:
+        raise ExecutorError("the executor did not answer; the process ends for its supervisor")
+
+
+async def _end(service: Service, server: uvicorn.Server) -> None:
+    """Stop listening once the service has come to its end."""
+    await service.has_ended.wait()
+    if service.state is State.STUCK:
+        log("stuck", logging.CRITICAL)
+    server.should_exit = True
+
+
+def make_server(service: Service) -> uvicorn.Server:
+    """uvicorn over the application, with the limits of the settings."""
+    settings = service.settings
+    config = uvicorn.Config(
+        create_app(service),
+        http=guarded(settings.max_header_bytes, settings.header_timeout_s),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=settings.max_connections,
+        timeout_keep_alive=round(settings.keep_alive_s),
+        timeout_graceful_shutdown=_LAST_WORDS_S,
+    )
+    return _Server(config)
+
+
+def _listener(settings: ServerSettings) -> socket.socket:
+    """Bound before anything is loaded, so that a taken port is known at once."""
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}"
+        ) from error
+    return listener
+
+
+def _address(listener: socket.socket, settings: ServerSettings) -> str:
+    port = listener.getsockname()[1]
+    host = settings.host
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

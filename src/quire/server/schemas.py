@@ -1,0 +1,213 @@
+"""What clients may send: every field is obeyed, or refused by a 400 that names it.
+
+Fields of OpenAI's API that quire does not have accept null alone; the reason is their description.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from quire.core.sampling import MAX_COMPLETIONS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+
+MAX_PROMPTS = 256  # of one request
+_MOST = 2**31 - 1
+
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+TokenId = Annotated[int, Field(ge=0, le=_MOST)]
+TokenText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
+_NO_TOOLS = "quire does not call tools yet"
+_NO_AUDIO = "quire works with text alone"
+_NO_STORE = "quire keeps nothing of a request"
+
+
+def _refused(reason: str) -> Any:
+    return Field(default=None, description=f"Not supported: {reason}")
+
+
+class Strict(BaseModel):
+    """No unknown fields, no strings for numbers, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = Field(default=None, description="end with a chunk of counts")
+    include_obfuscation: Literal[False] | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class Addressed(Strict):
+    """What every request says of itself, beside what it wants."""
+
+    model: str | None = Field(default=None, description="may be left out: there is one")
+    user: str | None = Field(default=None, max_length=256, description="written to the log")
+    priority: int | None = Field(
+        default=None, ge=-100, le=100, description="lower is more urgent, within a key"
+    )
+    timeout: float | None = Field(default=None, gt=0, le=86_400, description="seconds")
+
+
+class Generation(Addressed):
+    """What chat and plain completions share."""
+
+    max_tokens: int | None = Field(default=None, ge=1, le=_MOST)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    n: int | None = Field(default=None, ge=1, le=MAX_COMPLETIONS)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        default=None, max_length=1024, description="by token id"
+    )
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
+
+    top_k: int | None = Field(default=None, ge=-1, le=_MOST, description="0 or -1: all tokens")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    min_tokens: int | None = Field(default=None, ge=0, le=_MOST)
+    ignore_eos: bool | None = Field(default=None, description="go on past the end of text")
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = Field(default=None, description="beside the text")
+
+    metadata: None = _refused(_NO_STORE)
+    prompt_cache_key: None = _refused("prefixes are reused by what they hold")
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+
+    def sampling(self, usual_max_tokens: int, **more: Any) -> SamplingParams:
+        """How tokens are to be chosen, with room for so many where the client does not say."""
+        given: dict[str, Any] = {
+            name: value for name in _SAMPLED if (value := getattr(self, name)) is not None
+        }
+        if self.logit_bias:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        given.setdefault("max_tokens", max(1, usual_max_tokens))
+        return SamplingParams(**given, **more)
+
+
+_SAMPLED = (
+    *("max_tokens", "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty"),
+    *("seed", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
+    *("stop_token_ids", "include_stop_str_in_output"),
+)
+
+
+class Message(Strict):
+    """One message of a conversation; the model's template says which roles there are."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[dict[str, Any]] | None = Field(
+        default=None, description='text, or parts of {"type": "text", "text": ...}'
+    )
+    name: str | None = Field(default=None, max_length=256)
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = Field(default=None, max_length=256)
+    audio: None = _refused(_NO_AUDIO)
+    function_call: None = _refused("it is the old name of tool_calls")
+    refusal: None = _refused("quire's models do not mark refusals")
+
+
+class ChatRequest(Generation):
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, le=_MOST, description="another name of max_tokens"
+    )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    audio: None = _refused(_NO_AUDIO)
+    function_call: None = _refused(_NO_TOOLS)
+    functions: None = _refused(_NO_TOOLS)
+    modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
+    moderation: None = _refused("quire does not moderate")
+    parallel_tool_calls: None = _refused(_NO_TOOLS)
+    prediction: None = _refused("quire does not speculate yet")
+    prompt_cache_options: None = _refused("prefixes are reused by what they hold")
+    prompt_cache_retention: None = _refused("blocks stay until others need them")
+    reasoning_effort: None = _refused("its models do not reason in steps of their own")
+    response_format: TextFormat | None = Field(default=None, description="text alone")
+    safety_identifier: None = _refused("use `user`")
+    tool_choice: Literal["none"] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=0)] | None = Field(
+        default=None, description=f"Not supported: {_NO_TOOLS}"
+    )
+    verbosity: None = _refused("say it in the messages")
+    web_search_options: None = _refused("quire fetches nothing")
+
+
+class CompletionRequest(Generation):
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_PROMPTS),
+        ]
+    ) = Field(description="text or token ids, one prompt or many")
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: Literal[False] | None = None
+    best_of: None = _refused("use n and choose yourself")
+    suffix: None = _refused("quire continues texts, it does not fill in")
+    response_format: TextFormat | None = Field(default=None, description="text alone")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt by itself."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)
+
+
+class EmbeddingRequest(Addressed):
+    input: (
+        Annotated[str, StringConstraints(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[
+            list[Annotated[str, StringConstraints(min_length=1)]],
+            Field(min_length=1, max_length=MAX_PROMPTS),
+        ]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_PROMPTS),
+        ]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["last"] | None = Field(
+        default=None, description="the state after the last token; there is no other"
+    )
+    dimensions: None = _refused("a state has as many as the model")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each input by itself."""
+        found = self.input
+        if isinstance(found, str):
+            return [found]
+        if isinstance(found[0], int):
+            return [found]
+        return list(found)
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: str | None = Field(default=None, description="a text, or else messages")
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=4096)
+    add_special_tokens: bool = Field(
+        default=True, description="put before and after a text what the model wants there"
+    )
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[TokenId]

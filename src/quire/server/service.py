@@ -1,0 +1,133 @@
+"""Service: the model behind the server, from loading it to letting it go."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum
+
+from quire.engine.engine import Health
+from quire.llm import AsyncLLM
+from quire.server.errors import ApiError
+from quire.server.settings import ServerSettings
+
+OnStuck = Callable[[], None]
+Load = Callable[[OnStuck], AsyncLLM]  # called once, on a thread of its own
+
+_RETRY_WHILE_LOADING_S = 5.0
+
+
+class State(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    STUCK = "stuck"  # the executor does not answer: only a new process helps
+    FAILED = "failed"  # the model could not be loaded
+
+
+class Service:
+    """Says whether requests can be taken, and gives the model to those that are."""
+
+    def __init__(self, settings: ServerSettings, load: Load) -> None:
+        self.settings = settings
+        self.state = State.LOADING
+        self.failure: BaseException | None = None  # why loading failed
+        self.loaded_at = time.time()
+        self.has_ended = asyncio.Event()  # drained, stuck or failed: nothing more will come
+        self.num_streams = 0  # being written right now
+        self._load = load
+        self._llm: AsyncLLM | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hurry = asyncio.Event()
+
+    async def open(self) -> None:
+        """Load the model; the event loop goes on meanwhile."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            llm = await asyncio.to_thread(self._load, self._on_stuck)
+        except Exception as error:
+            self.failure = error
+            self.state = State.FAILED
+            self.has_ended.set()
+            return
+        self._llm = llm
+        self.loaded_at = time.time()
+        if self.state is State.LOADING:
+            self.state = State.READY
+
+    @property
+    def name(self) -> str:
+        """What the model is called in answers."""
+        return self.settings.model_names[0]
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is State.READY
+
+    @property
+    def is_draining(self) -> bool:
+        return self.state is State.DRAINING
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The model, for a new request; a 503 where none can be taken."""
+        if self.state is State.DRAINING:
+            left_s = self.settings.drain_timeout_s
+            raise ApiError(
+                503, "the server is shutting down", code="drain", retry_after_s=max(1.0, left_s)
+            )
+        if self._llm is None:
+            raise ApiError(
+                503,
+                "the model is being loaded",
+                code="loading",
+                retry_after_s=_RETRY_WHILE_LOADING_S,
+            )
+        if self.state is State.STUCK:
+            raise ApiError(503, "the executor does not answer; the server restarts", code="stuck")
+        return self._llm
+
+    @property
+    def loaded(self) -> AsyncLLM | None:
+        """The model whatever its state, to look at."""
+        return self._llm
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model; one that names none means this one."""
+        if name is not None and name not in self.settings.model_names:
+            known = ", ".join(repr(known) for known in self.settings.model_names)
+            raise ApiError(
+                404,
+                f"there is no model {name!r:.100}; this server has {known}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def drain(self) -> None:
+        """Take nothing new; give what runs until the deadline, then end it with an error each."""
+        if self.state is State.DRAINING:
+            self._hurry.set()  # asked twice: do not wait
+            return
+        was_stuck = self.state is State.STUCK
+        self.state = State.DRAINING
+        if self._llm is not None and not was_stuck:
+            draining = asyncio.ensure_future(self._llm.drain(self.settings.drain_timeout_s))
+            hurrying = asyncio.ensure_future(self._hurry.wait())
+            await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+            hurrying.cancel()
+            if not draining.done():
+                draining.cancel()
+                with suppress(asyncio.CancelledError):
+                    await draining
+            await self._llm.close()
+        self.has_ended.set()
+
+    def _on_stuck(self) -> None:
+        """On the engine's thread."""
+        assert self._loop is not None
+        self.state = State.STUCK
+        self._loop.call_soon_threadsafe(self.has_ended.set)
+
+    @property
+    def health(self) -> Health | None:
+        return None if self._llm is None else self._llm.health

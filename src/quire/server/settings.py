@@ -1,0 +1,68 @@
+"""ServerSettings: where the server listens, whom it lets in, and what it bears."""
+
+import ipaddress
+import math
+from dataclasses import dataclass, field
+
+from quire.core.errors import ConfigError
+from quire.server.keys import KeyRing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Everything the server is told; refused as a whole where it would stand open by mistake."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_names: tuple[str, ...] = ("quire",)  # the first is the one that answers carry
+    keys: KeyRing = field(default_factory=KeyRing)
+    no_auth: bool = False  # listen beyond loopback although there are no keys
+    allowed_hosts: tuple[str, ...] = ()  # names the server goes by, beside addresses and localhost
+    cors_origins: tuple[str, ...] = ()  # web pages that may use it, as scheme://host[:port]
+    max_body_bytes: int = 4 << 20
+    max_buffered_bytes: int = 256 << 20  # of all bodies together, while they come
+    max_header_bytes: int = 64 << 10
+    max_connections: int = 4096
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    keep_alive_s: float = 65.0  # longer than the 60 s at which proxies commonly let go
+    drain_timeout_s: float = 30.0
+    ping_interval_s: float = 15.0  # a comment in streams that are silent for so long
+    otlp_endpoint: str | None = None  # where traces go
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise ConfigError("the model needs a name to be served under")
+        if isinstance(self.port, bool) or not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
+        for name in ("max_body_bytes", "max_buffered_bytes", "max_header_bytes", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s", "ping_interval_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
+        if not 0 <= self.drain_timeout_s < math.inf:
+            raise ConfigError(f"drain_timeout_s must be 0 or more, got {self.drain_timeout_s}")
+        for origin in self.cors_origins:
+            _check_origin(origin)
+        if not self.keys and not self.no_auth and not is_loopback(self.host):
+            raise ConfigError(
+                f"{self.host} can be reached from other machines and there are no API keys: give "
+                "--api-keys FILE or set QUIRE_API_KEY, or say --no-auth to let everybody in"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_origin(origin: str) -> None:
+    scheme, separator, rest = origin.partition("://")
+    if scheme not in ("http", "https") or not separator or not rest or "/" in rest or "*" in rest:
+        raise ConfigError(f"CORS origin {origin!r}: expected https://HOST or https://HOST:PORT")

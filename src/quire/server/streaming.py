@@ -1,0 +1,165 @@
+"""StreamReply: writes an answer as it comes, and ends its requests when the client goes away."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from starlette.responses import Response
+
+from quire.core.request import Piece, RequestOutput
+from quire.engine.aio import Stream
+from quire.server.calls import CLIENT_GONE, Call
+from quire.server.errors import ApiError
+from quire.server.frames import DONE, PING, Frames, error_frame
+from quire.server.gate import Receive, Scope, Send, send_error
+from quire.server.service import Service
+
+FRAMES_PER_SECOND = 1000  # of all streams together; beyond it tokens share frames
+LONGEST_PAUSE_S = 0.2  # between frames of one stream
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies would hold the stream back
+]
+
+Ending = Callable[[Sequence[RequestOutput]], bytes]
+AsApiError = Callable[[BaseException], ApiError]
+
+
+class StreamReply(Response):
+    """One or more requests of one client, their choices side by side in one stream.
+
+    The status is sent with the first tokens, so that a request that fails before them gets a
+    status of its own; one that waits long is opened by a ping.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        call: Call,
+        streams: Sequence[Stream],
+        frames: Frames,
+        *,
+        choices_each: int,
+        ending: Ending,
+        as_api_error: AsApiError,
+    ) -> None:
+        self._service = service
+        self._call = call
+        self._streams = streams
+        self._frames = frames
+        self._choices_each = choices_each
+        self._ending = ending
+        self._as_api_error = as_api_error
+        self._is_open = False
+        self._sent_at = 0.0
+        self._send: Send
+        self._loop = asyncio.get_running_loop()
+        self.background = None
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        self._call.is_streaming = True
+        self._service.num_streams += len(self._streams)
+        self._sent_at = self._loop.time()
+        companions = [asyncio.create_task(self._watch(receive)), asyncio.create_task(self._ping())]
+        try:
+            await self._write_all()
+        finally:
+            self._service.num_streams -= len(self._streams)
+            for task in companions:
+                task.cancel()
+            for stream in self._streams:
+                stream.cancel()
+
+    async def _write_all(self) -> None:
+        outputs = await _all(
+            [
+                self._pump(stream, place * self._choices_each)
+                for place, stream in enumerate(self._streams)
+            ]
+        )
+        self._call.outputs += outputs
+        errors = [output.error for output in outputs if output.error is not None]
+        if self._call.error == CLIENT_GONE:
+            return
+        with suppress(OSError):
+            if errors:
+                await self._fail(self._as_api_error(errors[0]))
+                return
+            await self._write(self._ending(outputs) + DONE)
+            await self._send({"type": "http.response.body", "body": b""})
+
+    async def _fail(self, error: ApiError) -> None:
+        self._call.error = error.code or error.message
+        if not self._is_open:
+            await send_error(self._send, error)
+            return
+        await self._write(error_frame(error))
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _pump(self, stream: Stream, first_choice: int) -> RequestOutput:
+        """Write one request's pieces until it has ended."""
+        opened: set[int] = set()
+        not_before = 0.0
+        while pieces := await stream.take(not_before):
+            content = b""
+            for index, some in _by_choice(pieces).items():
+                if index not in opened:
+                    opened.add(index)
+                    content += self._frames.opening(first_choice + index)
+                content += self._frames.chunk(first_choice + index, some)
+            if content:
+                await self._write(content)
+                not_before = self._sent_at + self._pause_s()
+        output = await stream.output()
+        if output.error is not None:  # the others of this answer are of no use any more
+            for other in self._streams:
+                other.cancel()
+        return output
+
+    def _pause_s(self) -> float:
+        """With many streams, each gets fewer and larger frames."""
+        return min(LONGEST_PAUSE_S, self._service.num_streams / FRAMES_PER_SECOND)
+
+    async def _write(self, content: bytes) -> None:
+        if not self._is_open:
+            self._is_open = True
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+            )
+        self._sent_at = self._loop.time()
+        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+
+    async def _ping(self) -> None:
+        """Keep proxies and clients from giving a silent stream up."""
+        interval_s = self._service.settings.ping_interval_s
+        while True:
+            silent_s = self._loop.time() - self._sent_at
+            await asyncio.sleep(max(0.001, interval_s - silent_s))
+            if self._loop.time() - self._sent_at >= interval_s:
+                with suppress(OSError):
+                    await self._write(PING)
+
+    async def _watch(self, receive: Receive) -> None:
+        """End the requests when nobody reads them any more."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._call.error = CLIENT_GONE
+        for stream in self._streams:
+            stream.cancel()
+
+
+def _by_choice(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
+    found: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.completion_index, []).append(piece)
+    return found
+
+
+async def _all(pumps: list[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
+    """Side by side; one, as nearly always, without a task of its own."""
+    if len(pumps) == 1:
+        return [await pumps[0]]
+    return list(await asyncio.gather(*pumps))
