@@ -1,0 +1,189 @@
+"""What a request may weigh and how long it may take to come; what a key may ask for."""
+
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from tests.server.raw import exchange, head, read_all, status_of
+from tests.server.servers import (
+    PATIENCE_S,
+    PacedExecutor,
+    RunningServer,
+    fake_server,
+    wait_until,
+)
+
+from quire.server.errors import ApiError
+from quire.server.keys import ApiKey, KeyRing, digest_of
+from quire.server.limits import KeyLimits
+
+KEY = "k" * 20
+JSON = "Content-Type: application/json"
+
+
+def test_a_large_body_is_refused_before_it_is_read(fake: RunningServer) -> None:
+    limit = fake.service.settings.max_body_bytes
+    answer = exchange(fake.port, head("/tokenize", JSON, f"Content-Length: {limit + 1}"))
+    assert status_of(answer) == 413
+    assert b"body_too_large" in answer
+
+
+def test_a_body_without_a_length_is_counted(text_model: Path) -> None:
+    with fake_server(text_model, max_body_bytes=1000) as server:
+        chunk = b"200\r\n" + b"x" * 512 + b"\r\n"
+        start = head("/tokenize", JSON, "Transfer-Encoding: chunked")
+        assert status_of(exchange(server.port, start, *[chunk] * 50)) == 413
+        assert server.post("/tokenize", {"prompt": "x" * 900}).status == 400, "over the context"
+        assert server.post("/tokenize", {"prompt": "hi"}).status == 200
+
+
+def test_a_body_that_does_not_come_is_given_up(text_model: Path) -> None:
+    with fake_server(text_model, body_timeout_s=0.2) as server:
+        start = head("/tokenize", JSON, "Content-Length: 100")
+        assert status_of(exchange(server.port, start, b'{"prompt"')) == 408
+
+
+def test_bodies_together_have_a_limit(text_model: Path) -> None:
+    with fake_server(text_model, max_buffered_bytes=100_000, body_timeout_s=60) as server:
+        start = head("/tokenize", JSON, "Content-Length: 90001")
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as slow:
+            slow.sendall(start + b"x" * 90_000)
+            wait_until(lambda: server.post("/tokenize", {"prompt": "y" * 50_000}).status == 503)
+        wait_until(lambda: server.post("/tokenize", {"prompt": "hi"}).status == 200)
+
+
+def test_large_headers_are_refused(fake: RunningServer) -> None:
+    many = [f"X-Filler-{number}: {'x' * 1000}" for number in range(100)]
+    assert status_of(exchange(fake.port, head("/health", *many, method="GET"))) == 431
+    long = head("/health?" + "x" * 100_000, method="GET")
+    assert status_of(exchange(fake.port, long)) == 431
+    endless = [b"GET /health HTTP/1.1\r\nX-Endless: ", *[b"x" * 4096] * 40]
+    assert status_of(exchange(fake.port, *endless)) == 431
+    assert fake.get("/health").status == 200
+
+
+def test_headers_that_do_not_come_are_given_up(text_model: Path) -> None:
+    with fake_server(text_model, header_timeout_s=0.3) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as silent:
+            assert read_all(silent) == b"", "a connection without a request is closed"
+        drops = [b"GET /health HTTP/1.1\r\n", *[b"X: y\r\n"] * 20]
+        assert status_of(exchange(server.port, *drops, pause_s=0.05)) == 408
+        twice = b"".join([head("/health", method="GET")] * 2)
+        second = exchange(server.port, twice, b"GET /hea", pause_s=0.02)
+        assert second.count(b"200 OK") == 2
+        assert b"408 Request Timeout" in second, "also the later ones of a connection"
+
+
+def test_a_connection_may_rest_between_requests(text_model: Path) -> None:
+    with fake_server(text_model, header_timeout_s=0.1, keep_alive_s=30.0) as server:
+        ask = head("/health", method="GET")
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as kept:
+            for _ in range(3):
+                kept.sendall(ask)
+                assert b"200 OK" in kept.recv(1 << 16)
+                threading.Event().wait(0.25)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"[" * 100_000,
+        b'{"prompt": ' * 1000,
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b"1" * 5000,
+        b'{"prompt": "hi", "temperature": NaN}',
+        b'{"prompt": "hi", "max_tokens": 1e999}',
+        b'{"prompt": "hi", "seed": ' + b"9" * 4000 + b"}",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/embeddings"])
+def test_a_body_that_is_nonsense_is_a_400(fake: RunningServer, path: str, body: bytes) -> None:
+    reply = fake.post(path, body)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+    assert fake.post("/tokenize", {"prompt": "hi"}).status == 200
+
+
+def test_the_number_of_prompts_is_bounded(fake: RunningServer) -> None:
+    reply = fake.post("/v1/completions", {"prompt": ["x"] * 257})
+    assert (reply.status, reply.error["param"]) == (400, "prompt")
+
+
+# ---- keys
+
+
+def test_a_key_has_so_many_requests_open_and_no_more(text_model: Path) -> None:
+    ring = KeyRing([ApiKey("few", digest_of(KEY), max_concurrent=2)])
+    with fake_server(text_model, PacedExecutor(step_s=0.01), keys=ring) as server:
+        server.headers["Authorization"] = f"Bearer {KEY}"
+        body = {"prompt": "hi", "max_tokens": 30, "ignore_eos": True}
+        statuses: list[int] = []
+        threads = [
+            threading.Thread(
+                target=lambda: statuses.append(server.post("/v1/completions", body).status)
+            )
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(statuses) == [200, 200, 429, 429, 429, 429]
+        assert server.post("/v1/completions", body).status == 200, "places come free again"
+
+
+def test_a_key_that_leaves_gives_its_place_back(text_model: Path) -> None:
+    ring = KeyRing([ApiKey("one", digest_of(KEY), max_concurrent=1)])
+    with fake_server(text_model, PacedExecutor(step_s=0.01), keys=ring) as server:
+        server.headers["Authorization"] = f"Bearer {KEY}"
+        body = json.dumps({"prompt": "hi", "max_tokens": 400, "stream": True}).encode()
+        lines = (JSON, f"Content-Length: {len(body)}", f"Authorization: Bearer {KEY}")
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as leaving:
+            leaving.sendall(head("/v1/completions", *lines) + body)
+            assert leaving.recv(100).startswith(b"HTTP/1.1 200")
+            assert server.post("/tokenize", {"prompt": "hi"}).status == 429
+        wait_until(lambda: server.post("/tokenize", {"prompt": "hi"}).status == 200)
+
+
+def test_a_rate_is_kept_and_its_refusal_says_when() -> None:
+    now = 0.0
+    limits = KeyLimits(lambda: now)
+    key = ApiKey("a", b"", requests_per_minute=60)
+    other = ApiKey("b", b"", requests_per_minute=60)
+    for _ in range(10):  # ten seconds' worth at once
+        limits.enter(key)
+        limits.leave(key)
+    with pytest.raises(ApiError) as caught:
+        limits.enter(key)
+    assert caught.value.status == 429
+    assert caught.value.retry_after_s == pytest.approx(1.0)
+    assert dict(caught.value.headers) == {"retry-after": "1", "retry-after-ms": "1000"}
+    limits.enter(other)
+    now = 0.99
+    with pytest.raises(ApiError, match="more than 60 requests a minute"):
+        limits.enter(key)
+    now = 1.0
+    limits.enter(key)
+
+
+def test_a_concurrency_refusal_says_when_a_place_comes_free() -> None:
+    now = 0.0
+    limits = KeyLimits(lambda: now)
+    key = ApiKey("a", b"", max_concurrent=4)
+    for _ in range(4):
+        limits.enter(key)
+    for number in range(1, 41):  # one ends each half second, and another takes its place
+        now = number / 2
+        limits.leave(key)
+        limits.enter(key)
+    with pytest.raises(ApiError, match="has 4 requests open; its limit is 4") as caught:
+        limits.enter(key)
+    assert caught.value.retry_after_s == pytest.approx(0.5, rel=0.05)
