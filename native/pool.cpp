@@ -94,6 +94,8 @@ BasicPool<Waiting>::~BasicPool() {
     // The threads these handles name were left behind by fork(): they can be neither joined nor
     // detached, so the handles are leaked.
     new std::vector<std::thread>(std::move(workers_));
+    for_call_.abandon();
+    for_finish_.abandon();
   }
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 
 #if defined(__linux__)
@@ -19,19 +20,24 @@ namespace quire {
 class ConditionWaiting {
  public:
   void wait(std::atomic<uint32_t>& word, uint32_t seen) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (word.load() == seen) condition_.wait(lock);
+    std::unique_lock<std::mutex> lock(state_->mutex);
+    while (word.load() == seen) state_->condition.wait(lock);
   }
   void wake(std::atomic<uint32_t>&, int) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-    }
-    condition_.notify_all();
+    std::unique_lock<std::mutex> lock(state_->mutex);
+    lock.unlock();
+    state_->condition.notify_all();
   }
+  // Leaks what cannot be destroyed while threads wait on it: in a child of fork() they would be
+  // waited for, and are not there.
+  void abandon() { static_cast<void>(state_.release()); }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable condition_;
+  struct State {
+    std::mutex mutex;
+    std::condition_variable condition;
+  };
+  std::unique_ptr<State> state_ = std::make_unique<State>();
 };
 
 #if defined(__linux__)
@@ -46,6 +52,7 @@ class FutexWaiting {
   void wake(std::atomic<uint32_t>& word, int count) {
     syscall(SYS_futex, address(word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
   }
+  void abandon() {}
 
  private:
   static uint32_t* address(std::atomic<uint32_t>& word) {

@@ -1,0 +1,115 @@
+// The thread pool in Python, for its tests: stages whose traces show what the pool did.
+#include "bind_pool.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace quire {
+namespace {
+
+using Chunk = std::tuple<int, int, int>;  // begin, end, thread
+
+// The chunks of one stage in order of their tasks, and how often each task ran.
+template <class Waiting>
+std::vector<Chunk> trace(BasicPool<Waiting>& pool, int num_tasks, int chunk) {
+  nb::gil_scoped_release released;
+  std::vector<Chunk> chunks;
+  std::mutex mutex;
+  pool.run(num_tasks, chunk, [&](int begin, int end, int thread) {
+    std::lock_guard<std::mutex> lock(mutex);
+    chunks.emplace_back(begin, end, thread);
+  });
+  std::sort(chunks.begin(), chunks.end());
+  return chunks;
+}
+
+// Runs stages that each double every value and add the place of another: wrong unless each stage
+// waits for the one before. Rests before each stage, so that workers fall asleep.
+template <class Waiting>
+std::vector<uint64_t> mix(BasicPool<Waiting>& pool, int num_stages, int num_tasks, int chunk,
+                          int rest_microseconds) {
+  nb::gil_scoped_release released;
+  std::vector<uint64_t> now(num_tasks, 1), next(num_tasks);
+  typename BasicPool<Waiting>::Session step(pool);
+  for (int stage = 0; stage < num_stages; stage++) {
+    std::this_thread::sleep_for(std::chrono::microseconds(rest_microseconds));
+    pool.run(num_tasks, chunk, [&](int begin, int end, int) {
+      for (int i = begin; i < end; i++) next[i] = 2 * now[i] + now[num_tasks - 1 - i] + i;
+    });
+    now.swap(next);
+  }
+  return now;
+}
+
+// Throws from every task of `failing`.
+template <class Waiting>
+void fail(BasicPool<Waiting>& pool, int num_tasks, const std::vector<int>& failing) {
+  nb::gil_scoped_release released;
+  pool.run(num_tasks, 1, [&](int begin, int, int) {
+    if (std::find(failing.begin(), failing.end(), begin) != failing.end()) {
+      throw std::runtime_error("task " + std::to_string(begin));
+    }
+  });
+}
+
+template <class Waiting>
+void nest(BasicPool<Waiting>& pool) {
+  nb::gil_scoped_release released;
+  pool.run(2, 1, [&](int, int, int) { pool.run(2, 1, [](int, int, int) {}); });
+}
+
+// How many threads met in one stage of as many tasks, each waiting for the others for a while.
+template <class Waiting>
+int meet(BasicPool<Waiting>& pool, int wait_milliseconds) {
+  nb::gil_scoped_release released;
+  std::atomic<int> num_met{0};
+  pool.run(pool.size(), 1, [&](int, int, int) {
+    num_met.fetch_add(1);
+    const auto end =
+        std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_milliseconds);
+    while (num_met.load() < pool.size() && std::chrono::steady_clock::now() < end) {
+      std::this_thread::yield();
+    }
+  });
+  return num_met.load();
+}
+
+template <class Waiting>
+void bind_one(nb::module_& m, const char* name) {
+  using Pool = BasicPool<Waiting>;
+  nb::class_<Pool>(m, name)
+      .def(nb::init<int, bool, bool>(), "num_threads"_a, "may_spin"_a = true, "pin"_a = false)
+      .def_prop_ro("size", &Pool::size)
+      .def("trace", &trace<Waiting>, "num_tasks"_a, "chunk"_a)
+      .def("mix", &mix<Waiting>, "num_stages"_a, "num_tasks"_a, "chunk"_a,
+           "rest_microseconds"_a = 0)
+      .def("fail", &fail<Waiting>, "num_tasks"_a, "failing"_a)
+      .def("nest", &nest<Waiting>)
+      .def("meet", &meet<Waiting>, "wait_milliseconds"_a);
+}
+
+}  // namespace
+
+void bind_pool(nb::module_& m) {
+  nb::module_ parts = m.def_submodule("pool_parts", "The thread pool, for its tests.");
+  bind_one<ConditionWaiting>(parts, "ConditionPool");
+#if defined(__linux__)
+  bind_one<FutexWaiting>(parts, "FutexPool");
+#endif
+}
+
+}  // namespace quire

@@ -1,0 +1,308 @@
+// The rules of sampling, one row at a time; the passes over whole rows are in sampler_passes.cpp.
+#include "sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "elementary.h"
+#include "sampler_cut.h"
+#include "sampler_passes.h"
+
+namespace quire {
+namespace {
+
+constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+
+bool is_within(const int64_t* tokens, size_t count, int64_t vocabulary) {
+  return std::all_of(tokens, tokens + count,
+                     [=](int64_t token) { return 0 <= token && token < vocabulary; });
+}
+
+bool is_within(Tokens tokens, int64_t vocabulary) {
+  return is_within(tokens.data, static_cast<size_t>(tokens.size), vocabulary);
+}
+
+// ---- what does not depend on chance
+
+// Whether the scores are the logits as they are.
+bool is_plain(const SampleRequest& request) {
+  const SampleSettings& settings = *request.settings;
+  return request.allowed == nullptr && settings.bias_tokens.empty() && !request.has_history &&
+         (request.position >= settings.min_tokens || settings.end_tokens.empty());
+}
+
+void forbid_unless_allowed(float* scores, int64_t vocabulary, const SampleRequest& request) {
+  const int64_t num_known = std::min(vocabulary, request.num_allowed_bytes * 8);
+  for (int64_t token = 0; token < num_known; token++) {
+    if (!(request.allowed[token >> 3] >> (token & 7) & 1)) scores[token] = minus_infinity;
+  }
+  std::fill(scores + num_known, scores + vocabulary, minus_infinity);
+}
+
+// Counts tokens, in order of their first appearance in scratch.counted.
+void count_tokens(Tokens tokens, SampleScratch& scratch) {
+  for (int64_t i = 0; i < tokens.size; i++) {
+    const int64_t token = tokens.data[i];
+    if (scratch.counts[token]++ == 0) scratch.counted.push_back(token);
+  }
+}
+
+// Calls apply(token, count) for each counted token, and forgets the counts.
+template <class Apply>
+void take_counts(SampleScratch& scratch, Apply apply) {
+  for (int64_t token : scratch.counted) {
+    apply(token, scratch.counts[token]);
+    scratch.counts[token] = 0;
+  }
+  scratch.counted.clear();
+}
+
+// Repetition looks at prompt and completion, frequency and presence at the completion.
+void penalise(float* scores, const SampleRequest& request, SampleScratch& scratch) {
+  const SampleSettings& settings = *request.settings;
+  const float penalty = settings.repetition_penalty;
+  if (penalty != 1.0f) {
+    count_tokens(request.prompt, scratch);
+    count_tokens(request.completion, scratch);
+    take_counts(scratch, [&](int64_t token, uint32_t) {
+      const float value = scores[token];
+      scores[token] = value > 0.0f ? value / penalty : value * penalty;
+    });
+  }
+  count_tokens(request.completion, scratch);
+  take_counts(scratch, [&](int64_t token, uint32_t count) {
+    scores[token] -= settings.frequency_penalty * static_cast<float>(count);
+    scores[token] -= settings.presence_penalty;
+  });
+}
+
+// Whether every token id that adjust() would use is one of the vocabulary's.
+bool has_known_tokens(int64_t vocabulary, const SampleRequest& request) {
+  const SampleSettings& settings = *request.settings;
+  if (!is_within(settings.bias_tokens.data(), settings.bias_tokens.size(), vocabulary)) {
+    return false;
+  }
+  if (request.position < settings.min_tokens &&
+      !is_within(settings.end_tokens.data(), settings.end_tokens.size(), vocabulary)) {
+    return false;
+  }
+  if (!request.has_history) return true;
+  return is_within(request.prompt, vocabulary) && is_within(request.completion, vocabulary);
+}
+
+void adjust(float* scores, int64_t vocabulary, const SampleRequest& request,
+            SampleScratch& scratch) {
+  const SampleSettings& settings = *request.settings;
+  if (request.allowed != nullptr) forbid_unless_allowed(scores, vocabulary, request);
+  if (request.position < settings.min_tokens) {
+    for (int64_t token : settings.end_tokens) scores[token] = minus_infinity;
+  }
+  for (size_t i = 0; i < settings.bias_tokens.size(); i++) {
+    scores[settings.bias_tokens[i]] += settings.biases[i];
+  }
+  if (request.has_history) penalise(scores, request, scratch);
+}
+
+// ---- the choice
+
+int64_t first_of_the_best(const SurveyedRow& scores) {
+  const float* last_block = scores.block_best + num_pass_blocks(scores.size);
+  const int64_t block = std::find(scores.block_best, last_block, scores.best) - scores.block_best;
+  const float* end = scores.values + scores.size;
+  return std::find(scores.values + block * pass_block, end, scores.best) - scores.values;
+}
+
+// The greater half of the product of two 64-bit numbers.
+uint64_t high_product(uint64_t a, uint64_t b) {
+#if defined(__SIZEOF_INT128__)
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+#else
+  const uint64_t a_low = a & 0xffffffff, a_high = a >> 32;
+  const uint64_t b_low = b & 0xffffffff, b_high = b >> 32;
+  const uint64_t middle = a_high * b_low + ((a_low * b_low) >> 32);
+  const uint64_t other = a_low * b_high + (middle & 0xffffffff);
+  return a_high * b_high + (middle >> 32) + (other >> 32);
+#endif
+}
+
+int64_t draw(const SurveyedRow& scores, const SampleRequest& request, SampleScratch& scratch) {
+  const SampleSettings& settings = *request.settings;
+  const Cut cut = weigh_and_cut(scores, settings, scratch);
+  const uint64_t bits = draw_bits(settings.seed, settings.index, request.position);
+  return token_at(high_product(bits, cut.mass), cut, num_pass_blocks(scores.size), scratch);
+}
+
+SampleResult failed(SampleFault fault) {
+  SampleResult result;
+  result.fault = fault;
+  return result;
+}
+
+SampleResult choose(const SurveyedRow& scores, const SampleRequest& request,
+                    SampleScratch& scratch) {
+  SampleResult result;
+  result.token = request.settings->temperature == 0.0 ? first_of_the_best(scores)
+                                                      : draw(scores, request, scratch);
+  return result;
+}
+
+SampleResult choose_adjusted(const SurveyedRow& logits, const SampleRequest& request,
+                             SampleScratch& scratch) {
+  float* scores = scratch.scores.data();
+  std::copy(logits.values, logits.values + logits.size, scores);
+  adjust(scores, logits.size, request, scratch);
+  const Survey found = survey(scores, logits.size, scratch.block_best.data());
+  if (!found.has_nan && found.best == minus_infinity) return failed(SampleFault::all_forbidden);
+  if (found.has_nan || !std::isfinite(found.best)) {
+    return failed(SampleFault::not_finite_after_penalties);
+  }
+  return choose({scores, logits.size, scratch.block_best.data(), found.best}, request, scratch);
+}
+
+// ---- log-probabilities
+
+// Inserts into a list in falling order, after its equals, and keeps the list's length.
+void insert(std::vector<Likely>& top, size_t length, Likely one) {
+  const auto is_less = [](const Likely& other, double logprob) { return other.logprob >= logprob; };
+  top.insert(std::lower_bound(top.begin(), top.end(), one.logprob, is_less), one);
+  if (top.size() > length) top.pop_back();
+}
+
+// Log-probabilities do not fall where logits rise, so a block's best logit bounds them all.
+class Scorer {
+ public:
+  explicit Scorer(const SurveyedRow& logits)
+      : logits_(logits),
+        log_sum_(log_of(sum_of_exponentials(logits.values, logits.size, logits.best))) {}
+
+  double logprob(float logit) const {
+    return (static_cast<double>(logit) - static_cast<double>(logits_.best)) - log_sum_;
+  }
+
+  int64_t rank(int64_t token) const {
+    const double own = logprob(logits_.values[token]);
+    int64_t num_above = 0;
+    each_block_above(own, [&](const float* values, int count) {
+      num_above += count_above(values, count, logits_.best, log_sum_, own);
+      return own;
+    });
+    return 1 + num_above;
+  }
+
+  std::vector<Likely> likeliest(size_t length) const {
+    std::vector<Likely> top;
+    top.reserve(length + 1);
+    if (length == 0) return top;
+    const auto bar = [&] { return top.size() < length ? no_bar : top.back().logprob; };
+    each_block_above(no_bar, [&](const float* values, int count) {
+      for (int i = 0; i < count; i++) {
+        const double own = logprob(values[i]);
+        if (top.size() < length || own > top.back().logprob) {
+          insert(top, length, {values - logits_.values + i, own});
+        }
+      }
+      return bar();
+    });
+    return top;
+  }
+
+ private:
+  static constexpr double no_bar = -std::numeric_limits<double>::infinity();
+
+  // Calls visit(values, count) for each block whose best is above the bar, or for every one where
+  // there is no bar; it returns the bar for the next ones.
+  template <class Visit>
+  void each_block_above(double bar, Visit visit) const {
+    for (int64_t first = 0; first < logits_.size; first += pass_block) {
+      if (bar != no_bar && !(logprob(logits_.block_best[first / pass_block]) > bar)) continue;
+      const int count = static_cast<int>(std::min<int64_t>(pass_block, logits_.size - first));
+      bar = visit(logits_.values + first, count);
+    }
+  }
+
+  const SurveyedRow& logits_;
+  const double log_sum_;
+};
+
+TokenScore score_surveyed(const SurveyedRow& logits, int64_t token, int num_top) {
+  const Scorer scorer(logits);
+  return {token, scorer.logprob(logits.values[token]), scorer.rank(token),
+          scorer.likeliest(static_cast<size_t>(num_top))};
+}
+
+}  // namespace
+
+std::string fault_message(SampleFault fault, int64_t vocabulary) {
+  switch (fault) {
+    case SampleFault::none:
+      return "";
+    case SampleFault::not_finite:
+      return "the logits are not finite";
+    case SampleFault::not_finite_after_penalties:
+      return "the penalties make the logits infinite";
+    case SampleFault::all_forbidden:
+      return "the mask allows no token";
+    case SampleFault::beyond:
+      return "a token id is beyond the " + std::to_string(vocabulary) + " logits";
+  }
+  return "unknown fault";
+}
+
+void SampleScratch::fit(int64_t vocabulary) {
+  const int64_t num_blocks = num_pass_blocks(vocabulary);
+  if (static_cast<int64_t>(counts.size()) >= vocabulary) return;
+  scores.resize(vocabulary);
+  counts.resize(vocabulary);
+  weights.resize(num_blocks * pass_block);
+  block_best.resize(num_blocks);
+  logit_best.resize(num_blocks);
+  // Estimates are weighed from block_best, a block at a time.
+  block_estimate.resize(num_pass_blocks(num_blocks) * pass_block);
+  block_mass.resize(num_blocks);
+  block_heaviest.resize(num_blocks);
+  candidates.resize(weights.size() + 1);  // gathering writes one past what it keeps
+}
+
+uint64_t draw_bits(uint64_t seed, uint32_t index, uint64_t position) {
+  uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32),
+                         index, 0};
+  uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+  for (int round = 0; round < 10; round++) {
+    const uint64_t product0 = uint64_t{0xD2511F53} * counter[0];
+    const uint64_t product1 = uint64_t{0xCD9E8D57} * counter[2];
+    counter[0] = static_cast<uint32_t>(product1 >> 32) ^ counter[1] ^ key[0];
+    counter[1] = static_cast<uint32_t>(product1);
+    counter[2] = static_cast<uint32_t>(product0 >> 32) ^ counter[3] ^ key[1];
+    counter[3] = static_cast<uint32_t>(product0);
+    key[0] += 0x9E3779B9;
+    key[1] += 0xBB67AE85;
+  }
+  return uint64_t{counter[1]} << 32 | counter[0];
+}
+
+SampleResult sample(const float* logits, int64_t vocabulary, const SampleRequest& request,
+                    SampleScratch& scratch) {
+  scratch.fit(vocabulary);
+  const Survey found = survey(logits, vocabulary, scratch.logit_best.data());
+  if (found.has_nan || !std::isfinite(found.best)) return failed(SampleFault::not_finite);
+  if (!has_known_tokens(vocabulary, request)) return failed(SampleFault::beyond);
+  const SurveyedRow row = {logits, vocabulary, scratch.logit_best.data(), found.best};
+  SampleResult result =
+      is_plain(request) ? choose(row, request, scratch) : choose_adjusted(row, request, scratch);
+  const int num_logprobs = request.settings->num_logprobs;
+  if (result.fault == SampleFault::none && num_logprobs >= 0) {
+    result.score = score_surveyed(row, result.token, num_logprobs);
+  }
+  return result;
+}
+
+TokenScore score(const float* logits, int64_t vocabulary, int64_t token, int num_top,
+                 SampleScratch& scratch) {
+  scratch.fit(vocabulary);
+  const Survey found = survey(logits, vocabulary, scratch.logit_best.data());
+  return score_surveyed({logits, vocabulary, scratch.logit_best.data(), found.best}, token,
+                        num_top);
+}
+
+}  // namespace quire

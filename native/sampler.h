@@ -1,0 +1,93 @@
+// From one row of logits to one token, with the results of the Python reference
+// (quire.executors.sampler), bit for bit: mask and bans, bias, penalties, temperature, min-p,
+// top-k, top-p, a draw that is a pure function of (seed, index, position), and log-probabilities.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace quire {
+
+// How one sequence's tokens are chosen; the same in every step of its life.
+struct SampleSettings {
+  double temperature = 1.0;  // 0: the likeliest token
+  int64_t top_k = 0;         // 0: all
+  double top_p = 1.0;
+  double min_p = 0.0;
+  float repetition_penalty = 1.0f;
+  float frequency_penalty = 0.0f;
+  float presence_penalty = 0.0f;
+  std::vector<int64_t> bias_tokens;
+  std::vector<float> biases;        // of bias_tokens
+  std::vector<int64_t> end_tokens;  // forbidden before min_tokens
+  int64_t min_tokens = 0;
+  uint64_t seed = 0;
+  uint32_t index = 0;     // of the sequence within its request
+  int num_logprobs = -1;  // of the likeliest, beside the token's own; -1: none at all
+};
+
+struct Tokens {
+  const int64_t* data = nullptr;
+  int64_t size = 0;
+};
+
+// One row's sample. The pointers need only last until sample() returns.
+struct SampleRequest {
+  const SampleSettings* settings = nullptr;
+  int64_t position = 0;              // among the completion's tokens
+  bool has_history = false;          // else there are no penalties
+  Tokens prompt, completion;         // what penalties look at; the prompt only for repetition
+  const uint8_t* allowed = nullptr;  // null: all tokens; else bit t of the string allows token t
+  int64_t num_allowed_bytes = 0;
+};
+
+enum class SampleFault { none, not_finite, not_finite_after_penalties, all_forbidden, beyond };
+std::string fault_message(SampleFault fault, int64_t vocabulary);
+
+struct Likely {
+  int64_t token;
+  double logprob;
+};
+
+struct TokenScore {
+  int64_t token = 0;
+  double logprob = 0.0;
+  int64_t rank = 0;         // 1 is the likeliest
+  std::vector<Likely> top;  // in falling order, of equals the lower id first
+};
+
+struct SampleResult {
+  SampleFault fault = SampleFault::none;
+  int64_t token = 0;
+  TokenScore score;  // where num_logprobs is not negative
+};
+
+// What sampling needs beside its arguments, kept between rows so that rows allocate nothing. One
+// for each thread.
+struct SampleScratch {
+  std::vector<float> scores;           // [vocabulary], where they differ from the logits
+  std::vector<float> block_best;       // [block] of the scores
+  std::vector<float> logit_best;       // [block] of the logits
+  std::vector<double> weights;         // [vocabulary, up to whole blocks]
+  std::vector<double> block_estimate;  // [block] the weight of the block's best token
+  std::vector<double> block_mass;      // [block] the sum of its weights
+  std::vector<double> block_heaviest;  // [block]
+  std::vector<double> candidates;      // weights among which top-k and top-p cut
+  std::vector<uint32_t> counts;        // [vocabulary] all 0 between uses
+  std::vector<int64_t> counted;        // tokens whose count is not 0
+
+  void fit(int64_t vocabulary);
+};
+
+// 64 bits from Philox4x32-10, as quire.core.randomness.draw_bits.
+uint64_t draw_bits(uint64_t seed, uint32_t index, uint64_t position);
+
+SampleResult sample(const float* logits, int64_t vocabulary, const SampleRequest& request,
+                    SampleScratch& scratch);
+
+// A token's log-probability with the `num_top` likeliest beside it. The greatest logit must be
+// finite and none NaN, and the token within the vocabulary.
+TokenScore score(const float* logits, int64_t vocabulary, int64_t token, int num_top,
+                 SampleScratch& scratch);
+
+}  // namespace quire
