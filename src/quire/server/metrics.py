@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from quire.core.request import WaitReason
 from quire.engine.stats import Histogram, Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -25,7 +26,7 @@ def exposition(
 def _write_moment(writer: "_Writer", snapshot: Snapshot, num_streams: int) -> None:
     writer.gauge("num_requests_running", "Sequences in the batch", snapshot.num_running)
     writer.gauge("num_requests_waiting", "Sequences that wait", snapshot.num_waiting)
-    by_reason = {reason.value: count for reason, count in snapshot.waiting_by_reason.items()}
+    by_reason = {reason.value: snapshot.waiting_by_reason.get(reason, 0) for reason in WaitReason}
     writer.gauges("num_requests_waiting_by_reason", "Why they wait", "reason", by_reason)
     writer.gauge("num_streams", "Answers being streamed", num_streams)
     writer.gauge("queued_tokens", "Tokens that the waiting ask for", snapshot.queued_tokens)
