@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 FUZZ_SECONDS ?= 60
+NATIVE := build/native/.built
 
-.PHONY: help setup test test-long fuzz check format bench serve dist dist-check clean
+.PHONY: help setup native test test-long fuzz check format bench serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,12 +17,21 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(READY)
 
-setup: $(READY)  ## make the virtual environment
+$(NATIVE): $(READY) CMakeLists.txt $(wildcard native/*)
+	$(BIN)/cmake -S . -B build/native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/cmake --build build/native --parallel 2
+	$(BIN)/cmake --install build/native --prefix src
+	touch $(NATIVE)
 
-test: $(READY)  ## run the tests
+setup: $(READY) $(NATIVE)  ## make the virtual environment and the native module
+
+native: $(NATIVE)  ## build the native module
+
+test: $(READY) $(NATIVE)  ## run the tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long"
 
-test-long: $(READY)  ## run the long random tests
+test-long: $(READY) $(NATIVE)  ## run the long random tests
 	QUIRE_HYPOTHESIS=random $(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
 fuzz: $(READY)  ## run the coverage-guided fuzzers, FUZZ_SECONDS each

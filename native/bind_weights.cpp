@@ -1,0 +1,100 @@
+// Packed matrices in Python, for tests: packing, unpacking, and products of a named unit.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include "kernels.h"
+#include "memory.h"
+#include "pack.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace quire {
+namespace {
+
+using Blocks = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Output = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+class PackedMatrix {
+ public:
+  PackedMatrix(const std::string& format, Blocks blocks, int64_t num_rows, int64_t in_size)
+      : num_rows_(num_rows), in_size_(in_size) {
+    const SourceFormat* source = source_format(format.c_str());
+    if (!source) throw nb::value_error(("no kernel for the format " + format).c_str());
+    const int64_t needed = num_rows * in_size / source->block_size * source->block_bytes;
+    if (in_size % source->block_size != 0 || static_cast<int64_t>(blocks.size()) != needed)
+      throw nb::value_error("the blocks do not make these rows");
+    format_ = source->packed;
+    group_bytes_ = group_bytes_of(format_, in_size);
+    data_ = Buffer(static_cast<size_t>(num_groups() * group_bytes_));
+    for (int64_t group = 0; group < num_groups(); group++)
+      pack_group(*source, blocks.data(), in_size, num_rows, group * row_group,
+                 data_.data() + group * group_bytes_);
+  }
+
+  int64_t num_bytes() const { return static_cast<int64_t>(data_.size()); }
+  bool takes_floats() const { return format_infos[format_].bits == 0; }
+
+  void unpack(Output out) const {
+    expect(static_cast<int64_t>(out.shape(0)) == num_rows_ &&
+               static_cast<int64_t>(out.shape(1)) == in_size_,
+           "out must have the matrix's shape");
+    for (int64_t row = 0; row < num_rows_; row++)
+      unpack_row(format_, data_.data() + row / row_group * group_bytes_, in_size_,
+                 static_cast<int>(row % row_group), out.data() + row * in_size_);
+  }
+
+  // columns: 64 bytes an ActivationGroup [column][in_size / 32], or floats [column][in_size].
+  void multiply(const std::string& unit, nb::ndarray<nb::c_contig, nb::device::cpu> columns,
+                int num_columns, Output out) const {
+    const int64_t a_column = takes_floats() ? in_size_ : in_size_ / group_size;
+    const size_t size = takes_floats() ? sizeof(float) : sizeof(ActivationGroup);
+    expect(columns.nbytes() == static_cast<size_t>(a_column * num_columns) * size,
+           "the columns have another size");
+    expect(static_cast<int64_t>(out.shape(0)) == num_columns &&
+               static_cast<int64_t>(out.shape(1)) == num_rows_,
+           "out must be [columns, rows]");
+    Product product{};
+    product.format = format_;
+    product.weights = data_.data();
+    product.group_bytes = group_bytes_;
+    product.in_size = in_size_;
+    product.num_groups = static_cast<int>(num_groups());
+    product.num_rows = static_cast<int>(num_rows_);
+    product.columns = columns.data();
+    product.column_stride = a_column;
+    product.num_columns = num_columns;
+    product.out = out.data();
+    product.out_stride = num_rows_;
+    for (const Kernels* kernels : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
+      if (kernels && unit == kernels->name) return kernels->product(product);
+    throw nb::value_error(("no unit \"" + unit + "\" runs on this processor").c_str());
+  }
+
+ private:
+  static void expect(bool holds, const char* what) {
+    if (!holds) throw nb::value_error(what);
+  }
+  int64_t num_groups() const { return (num_rows_ + row_group - 1) / row_group; }
+
+  Format format_;
+  int64_t num_rows_, in_size_, group_bytes_ = 0;
+  Buffer data_;
+};
+
+}  // namespace
+
+void bind_weights(nb::module_& m) {
+  nb::class_<PackedMatrix>(m, "PackedMatrix")
+      .def(nb::init<const std::string&, Blocks, int64_t, int64_t>(), "format"_a, "blocks"_a,
+           "num_rows"_a, "in_size"_a)
+      .def("unpack", &PackedMatrix::unpack, "out"_a)
+      .def("multiply", &PackedMatrix::multiply, "unit"_a, "columns"_a, "num_columns"_a, "out"_a)
+      .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
+      .def_prop_ro("takes_floats", &PackedMatrix::takes_floats);
+}
+
+}  // namespace quire

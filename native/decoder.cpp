@@ -1,0 +1,523 @@
+// The stages of a step, as tasks for the pool.
+#include "decoder.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "pack.h"
+
+namespace quire {
+namespace {
+
+constexpr int groups_a_task = 2;      // row groups of a matrix; with them a gate fills one group
+constexpr int task_rows = groups_a_task * row_group;
+constexpr int columns_a_turn = 128;   // whose results wait in a thread's scratch
+constexpr int attend_rows = 16;       // of one sequence, attended to together
+
+enum Forms { wants_groups = 1, wants_row = 2, wants_floats = 4 };
+
+int tasks_of(int64_t num_rows) { return static_cast<int>((num_rows + task_rows - 1) / task_rows); }
+
+// Long stretches for each thread, but enough of them that none waits long for the last.
+int stretch(int num_tasks, int num_threads) { return std::max(1, num_tasks / (num_threads * 8)); }
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& total) : total_(total), start_(std::chrono::steady_clock::now()) {}
+  ~Stopwatch() {
+    total_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  double& total_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+size_t bytes_of(int64_t count, size_t size) { return static_cast<size_t>(count) * size; }
+
+}  // namespace
+
+Decoder::Decoder(const DecoderShape& shape, const Kernels& kernels, int num_threads, bool may_spin)
+    : shape_(shape), kernels_(kernels), pool_(num_threads, may_spin) {}
+
+// ---- made once
+
+int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_rows,
+                        int64_t in_size, bool whole_rows, float scale, int bias) {
+  const SourceFormat* source = source_format(format);
+  if (!source) throw std::invalid_argument(std::string("no kernel for the format ") + format);
+  if (in_size % std::max(source->block_size, 1) != 0)
+    throw std::invalid_argument("a row does not hold whole blocks");
+  auto matrix = std::make_unique<Matrix>();
+  matrix->format = source->packed;
+  matrix->num_rows = num_rows;
+  matrix->in_size = in_size;
+  matrix->group_bytes = group_bytes_of(source->packed, in_size);
+  matrix->scale = scale;
+  matrix->bias = bias;
+  matrix->form = format_infos[source->packed].bits == 0 ? Form::floats : Form::groups;
+  const bool is_whole = whole_rows && source->packed == TERNARY;
+  if (is_whole) matrix->form = Form::row;
+  // With one scale for all its blocks a row's sum is a sum of integers to the end, and exact.
+  float common = 1.0f;
+  const bool is_common =
+      is_whole && common_ternary_scale(*source, blocks, num_rows * in_size / source->block_size,
+                                       &common);
+  if (is_common) matrix->scale = scale * common;
+  const int num_groups = static_cast<int>((num_rows + row_group - 1) / row_group);
+  matrix->data = Buffer(bytes_of(num_groups, static_cast<size_t>(matrix->group_bytes)));
+  Pool::Session awake(pool_);
+  pool_.run(num_groups, 1, [&](int begin, int end, int) {
+    for (int group = begin; group < end; group++) {
+      uint8_t* to = matrix->data.data() + group * matrix->group_bytes;
+      pack_group(*source, blocks, in_size, num_rows, int64_t{group} * row_group, to);
+      if (is_common) set_ternary_scale(to, in_size, 1.0f);
+    }
+  });
+  matrices_.push_back(std::move(matrix));
+  return static_cast<int>(matrices_.size()) - 1;
+}
+
+int Decoder::add_vector(const float* values, int64_t size) {
+  vectors_.emplace_back(values, values + size);
+  return static_cast<int>(vectors_.size()) - 1;
+}
+
+void Decoder::add_stage(Stage stage) { stages_.push_back(std::move(stage)); }
+
+void Decoder::set_ends(int embedding, int output_norm, int head) {
+  embedding_ = embedding;
+  output_norm_ = output_norm;
+  head_ = head;
+}
+
+void Decoder::allocate_cache(int64_t num_blocks, bool is_int8) {
+  const int64_t heads = shape_.num_kv_heads, elements = heads * shape_.head_dim * block_size;
+  num_blocks_ = num_blocks;
+  is_int8_ = is_int8;
+  block_bytes_ = 2 * elements * (is_int8 ? 1 : 2);
+  cache_ = Buffer();  // the old one goes before the new one comes
+  cache_ = Buffer(bytes_of(num_blocks * shape_.num_layers, static_cast<size_t>(block_bytes_)));
+  const int64_t scales = is_int8 ? 2 * num_blocks * heads * block_size * shape_.num_layers : 0;
+  cache_scales_ = Buffer(bytes_of(scales, sizeof(float)));
+}
+
+void Decoder::set_rope(const float* cosines, const float* sines, int64_t num_positions) {
+  const int64_t size = num_positions * shape_.rope_dims / 2;
+  cosines_.assign(cosines, cosines + size);
+  sines_.assign(sines, sines + size);
+}
+
+int64_t Decoder::weight_bytes() const {
+  int64_t total = 0;
+  for (const auto& matrix : matrices_) total += static_cast<int64_t>(matrix->data.size());
+  for (const auto& vector : vectors_) total += static_cast<int64_t>(vector.size() * sizeof(float));
+  return total;
+}
+
+int64_t Decoder::cache_bytes() const {
+  return static_cast<int64_t>(cache_.size() + cache_scales_.size());
+}
+
+int64_t Decoder::workspace_bytes() const {
+  size_t total = state_.size() + projected_.size() + mixed_.size() + gated_.size() +
+                 logits_.size() + scratch_.size();
+  for (const Activations& a : activations_)
+    total += a.groups.size() + a.scales.size() + a.floats.size();
+  return static_cast<int64_t>(total + 4 * (cosines_.size() + sines_.size()));
+}
+
+void Decoder::read_row(int matrix, int64_t row, float* out) const {
+  const Matrix& from = *matrices_[static_cast<size_t>(matrix)];
+  unpack_row(from.format, from.data.data() + row / row_group * from.group_bytes, from.in_size,
+             static_cast<int>(row % row_group), out);
+}
+
+uint8_t* Decoder::cache_block(int layer, int64_t block) const {
+  return cache_.data() + (layer * num_blocks_ + block) * block_bytes_;
+}
+
+// ---- each step
+
+void Decoder::run(const StepInput& input) {
+  Stopwatch watch(counters_.seconds);
+  Pool::Session awake(pool_);
+  num_rows_ = static_cast<int>(input.tokens.size());
+  copy_blocks(input);
+  if (num_rows_ == 0) return;
+  make_room(num_rows_);
+  places_.resize(static_cast<size_t>(num_rows_));
+  for (const Chunk& chunk : input.chunks)
+    for (int row = chunk.first_row; row < chunk.first_row + chunk.num_rows; row++)
+      places_[static_cast<size_t>(row)] = {input.positions[static_cast<size_t>(row)],
+                                           chunk.block_table};
+  plan_attention(input);
+  embed(input);
+  for (const Stage& stage : stages_) {
+    if (stage.kind == Stage::attend) check_cancelled(input.step_id);
+    compute(stage, input);
+  }
+  counters_.steps++;
+  counters_.rows += num_rows_;
+}
+
+void Decoder::compute(const Stage& stage, const StepInput& input) {
+  switch (stage.kind) {
+    case Stage::prepare: return prepare(stage);
+    case Stage::project:
+    case Stage::add: return project(stage);
+    case Stage::gate: return gate(stage);
+    case Stage::turn: return turn(stage, input);
+    case Stage::attend: return attend(stage);
+  }
+}
+
+void Decoder::check_cancelled(int64_t step_id) const {
+  if (cancelled_.load(std::memory_order_relaxed) == step_id) throw Cancelled();
+}
+
+void Decoder::make_room(int num_rows) {
+  if (num_rows <= room_) return;
+  int64_t widest = shape_.hidden_size, projected = 0;
+  bool needs_floats = false;
+  for (const auto& matrix : matrices_) {
+    widest = std::max(widest, matrix->in_size);
+    needs_floats = needs_floats || matrix->form == Form::floats;
+  }
+  projected = int64_t{shape_.num_heads + 2 * shape_.num_kv_heads} * shape_.head_dim;
+  projected_stride_ = (projected + row_group - 1) / row_group * row_group;
+  const auto floats = [](int64_t count) { return bytes_of(count, sizeof(float)); };
+  state_.grow(floats(num_rows * shape_.hidden_size));
+  projected_.grow(floats(num_rows * projected_stride_));
+  mixed_.grow(floats(num_rows * projected_stride_));
+  gated_.grow(floats(num_rows * shape_.ffn_size));
+  for (Activations& a : activations_) {
+    a.group_stride = (widest / group_size) | 1;  // odd: columns must not share cache sets
+    a.float_stride = (widest + 15) / 16 * 16 + 16;
+    a.groups.grow(bytes_of(num_rows * a.group_stride, sizeof(ActivationGroup)));
+    a.scales.grow(floats(num_rows));
+    if (needs_floats) a.floats.grow(floats(num_rows * a.float_stride));
+  }
+  scratch_.grow(floats(pool_.size() * std::max<int64_t>(widest, 2 * columns_a_turn * task_rows)));
+  room_ = num_rows;
+}
+
+float* Decoder::place(Place which) const {
+  if (which == Place::state) return state_.as<float>();
+  return which == Place::mixed ? mixed_.as<float>() : gated_.as<float>();
+}
+
+int64_t Decoder::size_of(Place which) const {
+  if (which == Place::state) return shape_.hidden_size;
+  return which == Place::mixed ? int64_t{shape_.num_heads} * shape_.head_dim : shape_.ffn_size;
+}
+
+int Decoder::forms_of(const std::vector<int>& matrices) const {
+  int forms = 0;
+  for (const int index : matrices) {
+    const Form form = matrices_[static_cast<size_t>(index)]->form;
+    forms |= form == Form::groups ? wants_groups : form == Form::row ? wants_row : wants_floats;
+  }
+  return forms;
+}
+
+void Decoder::copy_blocks(const StepInput& input) {
+  for (const auto& [source, target] : input.copies)
+    for (int layer = 0; layer < shape_.num_layers; layer++) {
+      std::memcpy(cache_block(layer, target), cache_block(layer, source),
+                  static_cast<size_t>(block_bytes_));
+      if (!is_int8_) continue;
+      const LayerCache cache = layer_cache(layer);
+      const int64_t size = int64_t{shape_.num_kv_heads} * block_size;
+      for (float* scales : {cache.key_scales, cache.value_scales})
+        std::memcpy(scales + target * size, scales + source * size,
+                    bytes_of(size, sizeof(float)));
+    }
+}
+
+void Decoder::embed(const StepInput& input) {
+  pool_.run(num_rows_, 1, [&](int begin, int end, int) {
+    for (int row = begin; row < end; row++)
+      read_row(embedding_, input.tokens[static_cast<size_t>(row)],
+               state_.as<float>() + row * shape_.hidden_size);
+  });
+}
+
+void Decoder::prepare(const Stage& stage) {
+  const float* from = place(stage.input);
+  const int64_t size = size_of(stage.input);
+  const int64_t stride = stage.input == Place::mixed ? projected_stride_ : size;
+  const int forms = forms_of(stage.matrices);
+  pool_.run(num_rows_, 1, [&](int begin, int end, int thread) {
+    (void)thread;
+    for (int row = begin; row < end; row++)
+      prepare_row(from + row * stride, size, stage.norm, forms, activations_[current_], row);
+  });
+}
+
+// Norms a row where asked, and writes it in the forms that are wanted.
+void Decoder::prepare_row(const float* x, int64_t size, int norm, int forms, Activations& to,
+                          int row) {
+  thread_local std::vector<float> normed;
+  const int count = static_cast<int>(size);
+  if (norm >= 0) {
+    normed.resize(static_cast<size_t>(size));
+    const float* weight = vectors_[static_cast<size_t>(norm)].data();
+    kernels_.rms_norm(x, weight, count, shape_.norm_epsilon, normed.data());
+    x = normed.data();
+  }
+  ActivationGroup* groups = to.groups.as<ActivationGroup>() + row * to.group_stride;
+  if (forms & wants_groups) kernels_.quantise_groups(x, count, groups);
+  if (forms & wants_row) to.scales.as<float>()[row] = kernels_.quantise_row(x, count, groups);
+  if (forms & wants_floats)
+    std::memcpy(to.floats.as<float>() + row * to.float_stride, x, bytes_of(size, sizeof(float)));
+}
+
+void Decoder::multiply(const Matrix& matrix, const Activations& from, int first_group,
+                       int num_groups, int first, int count, float* out,
+                       int64_t out_stride) const {
+  Product product{};
+  product.format = matrix.format;
+  product.weights = matrix.data.data();
+  product.group_bytes = matrix.group_bytes;
+  product.in_size = matrix.in_size;
+  product.first_group = first_group;
+  product.num_groups = num_groups;
+  const int64_t left = matrix.num_rows - int64_t{first_group} * row_group;
+  product.num_rows = static_cast<int>(std::min<int64_t>(left, num_groups * row_group));
+  if (matrix.form == Form::floats) {
+    product.columns = from.floats.as<float>() + first * from.float_stride;
+    product.column_stride = from.float_stride;
+  } else {
+    product.columns = from.groups.as<ActivationGroup>() + first * from.group_stride;
+    product.column_stride = from.group_stride;
+  }
+  product.num_columns = count;
+  product.out = out;
+  product.out_stride = out_stride;
+  kernels_.product(product);
+  for (int c = 0; c < count; c++) {
+    float* x = out + c * out_stride;
+    if (matrix.form == Form::row || matrix.scale != 1.0f) {
+      const float of_row = matrix.form == Form::row ? from.scales.as<float>()[first + c] : 1.0f;
+      const float factor = matrix.scale * of_row;
+      for (int i = 0; i < product.num_rows; i++) x[i] *= factor;
+    }
+    if (matrix.bias >= 0) {
+      const float* bias =
+          vectors_[static_cast<size_t>(matrix.bias)].data() + int64_t{first_group} * row_group;
+      for (int i = 0; i < product.num_rows; i++) x[i] += bias[i];
+    }
+  }
+}
+
+// One or more products of the same activations: side by side into `projected`, or added to `state`.
+void Decoder::project(const Stage& stage) {
+  Stopwatch watch(counters_.product_seconds);
+  const Activations& from = activations_[current_];
+  const bool adds = stage.kind == Stage::add;
+  std::vector<int> ends;
+  for (const int index : stage.matrices) {
+    const Matrix& matrix = *matrices_[static_cast<size_t>(index)];
+    ends.push_back((ends.empty() ? 0 : ends.back()) + tasks_of(matrix.num_rows));
+    counters_.multiplications += matrix.num_rows * matrix.in_size * num_rows_;
+    counters_.weight_bytes += static_cast<int64_t>(matrix.data.size());
+  }
+  pool_.run(ends.back(), stretch(ends.back(), pool_.size()), [&](int begin, int end, int thread) {
+    for (int task = begin; task < end; task++) {
+      size_t part = 0;
+      int64_t column = 0;
+      for (; task >= ends[part]; part++)
+        column += matrices_[static_cast<size_t>(stage.matrices[part])]->num_rows;
+      const Matrix& matrix = *matrices_[static_cast<size_t>(stage.matrices[part])];
+      const int first_group = (part == 0 ? task : task - ends[part - 1]) * groups_a_task;
+      const int64_t all = (matrix.num_rows + row_group - 1) / row_group;
+      const int groups = static_cast<int>(std::min<int64_t>(groups_a_task, all - first_group));
+      const int64_t row = int64_t{first_group} * row_group;
+      if (!adds) {
+        multiply(matrix, from, first_group, groups, 0, num_rows_,
+                 projected_.as<float>() + column + row, projected_stride_);
+        continue;
+      }
+      float* results = scratch_.as<float>() + thread * int64_t{2 * columns_a_turn * task_rows};
+      const int size = static_cast<int>(std::min<int64_t>(task_rows, matrix.num_rows - row));
+      for (int first = 0; first < num_rows_; first += columns_a_turn) {
+        const int count = std::min(columns_a_turn, num_rows_ - first);
+        multiply(matrix, from, first_group, groups, first, count, results, task_rows);
+        for (int c = 0; c < count; c++)
+          kernels_.add(state_.as<float>() + (first + c) * shape_.hidden_size + row,
+                       results + c * task_rows, size);
+      }
+    }
+  });
+}
+
+// gate(x) * up(x), quantised on the spot where the next product takes groups: a task's rows are one.
+void Decoder::gate(const Stage& stage) {
+  Stopwatch watch(counters_.product_seconds);
+  const Activations& from = activations_[current_];
+  Activations& to = activations_[1 - current_];
+  const Matrix& gate = *matrices_[static_cast<size_t>(stage.matrices[0])];
+  const Matrix& up = *matrices_[static_cast<size_t>(stage.matrices[1])];
+  const Gate kind = static_cast<Gate>(shape_.gate);
+  counters_.multiplications += 2 * gate.num_rows * gate.in_size * num_rows_;
+  counters_.weight_bytes += static_cast<int64_t>(gate.data.size() + up.data.size());
+  const int num_tasks = tasks_of(gate.num_rows);
+  pool_.run(num_tasks, stretch(num_tasks, pool_.size()), [&](int begin, int end, int thread) {
+    float* gates = scratch_.as<float>() + thread * int64_t{2 * columns_a_turn * task_rows};
+    float* ups = gates + columns_a_turn * task_rows;
+    for (int task = begin; task < end; task++) {
+      const int64_t row = int64_t{task} * task_rows;
+      const int size = static_cast<int>(std::min<int64_t>(task_rows, gate.num_rows - row));
+      const int groups = (size + row_group - 1) / row_group;
+      for (int first = 0; first < num_rows_; first += columns_a_turn) {
+        const int count = std::min(columns_a_turn, num_rows_ - first);
+        multiply(gate, from, task * groups_a_task, groups, first, count, gates, task_rows);
+        multiply(up, from, task * groups_a_task, groups, first, count, ups, task_rows);
+        for (int c = 0; c < count; c++) {
+          float* g = gates + c * task_rows;
+          float* out = stage.quantises ? g : gated_.as<float>() + (first + c) * shape_.ffn_size + row;
+          kernels_.gate(kind, g, ups + c * task_rows, size, out);
+          if (stage.quantises)
+            kernels_.quantise_groups(
+                out, size,
+                to.groups.as<ActivationGroup>() + (first + c) * to.group_stride + task);
+        }
+      }
+    }
+  });
+  if (stage.quantises) current_ = 1 - current_;
+}
+
+LayerCache Decoder::layer_cache(int layer) const {
+  LayerCache cache{};
+  cache.data = cache_block(layer, 0);
+  cache.block_bytes = block_bytes_;
+  cache.is_int8 = is_int8_;
+  if (is_int8_) {
+    const int64_t size = num_blocks_ * shape_.num_kv_heads * block_size;
+    cache.key_scales = cache_scales_.as<float>() + 2 * layer * size;
+    cache.value_scales = cache.key_scales + size;
+  }
+  return cache;
+}
+
+AttentionShape Decoder::attention_shape(int layer) const {
+  AttentionShape shape{};
+  shape.num_heads = shape_.num_heads;
+  shape.num_kv_heads = shape_.num_kv_heads;
+  shape.head_dim = shape_.head_dim;
+  shape.window = shape_.windows[static_cast<size_t>(layer)];
+  shape.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
+  shape.soft_cap = shape_.attention_soft_cap;
+  return shape;
+}
+
+// Norms and turns queries and keys, and stores keys and values.
+void Decoder::turn(const Stage& stage, const StepInput& input) {
+  const Rope rope{shape_.rope_dims, shape_.rope_interleaved, cosines_.data(), sines_.data()};
+  const AttentionShape shape = attention_shape(stage.layer);
+  const LayerCache cache = layer_cache(stage.layer);
+  const int64_t head = shape_.head_dim;
+  const auto norm_heads = [&](float* heads, int count, int norm) {
+    if (norm < 0) return;
+    const float* weight = vectors_[static_cast<size_t>(norm)].data();
+    for (int i = 0; i < count; i++)
+      kernels_.rms_norm(heads + i * head, weight, shape_.head_dim, shape_.norm_epsilon,
+                        heads + i * head);
+  };
+  pool_.run(num_rows_, 1, [&](int begin, int end, int) {
+    for (int row = begin; row < end; row++) {
+      float* query = projected_.as<float>() + row * projected_stride_;
+      float* key = query + shape_.num_heads * head;
+      const float* value = key + shape_.num_kv_heads * head;
+      const int position = input.positions[static_cast<size_t>(row)];
+      norm_heads(query, shape_.num_heads, stage.query_norm);
+      norm_heads(key, shape_.num_kv_heads, stage.key_norm);
+      kernels_.turn(query, shape_.num_heads, shape_.head_dim, rope, position);
+      kernels_.turn(key, shape_.num_kv_heads, shape_.head_dim, rope, position);
+      kernels_.store_key_value(cache, shape, places_[static_cast<size_t>(row)], key, value);
+    }
+  });
+}
+
+// The same tasks serve every layer; the dearest come first, so that none is left for the end.
+void Decoder::plan_attention(const StepInput& input) {
+  attend_tasks_.clear();
+  for (size_t i = 0; i < input.chunks.size(); i++) {
+    const Chunk& chunk = input.chunks[i];
+    for (int row = 0; row < chunk.num_rows; row += attend_rows) {
+      const int count = std::min(attend_rows, chunk.num_rows - row);
+      const int64_t seen = input.positions[static_cast<size_t>(chunk.first_row + row)] + count;
+      for (int head = 0; head < shape_.num_kv_heads; head++)
+        attend_tasks_.push_back(
+            {static_cast<int>(i), chunk.first_row + row, count, head, seen * count});
+    }
+  }
+  std::stable_sort(attend_tasks_.begin(), attend_tasks_.end(),
+                   [](const AttendTask& a, const AttendTask& b) { return a.cost > b.cost; });
+}
+
+void Decoder::attend(const Stage& stage) {
+  Stopwatch watch(counters_.attention_seconds);
+  const AttentionShape shape = attention_shape(stage.layer);
+  const LayerCache cache = layer_cache(stage.layer);
+  const int num_tasks = static_cast<int>(attend_tasks_.size());
+  pool_.run(num_tasks, 1, [&](int begin, int end, int) {
+    for (int i = begin; i < end; i++) {
+      const AttendTask& task = attend_tasks_[static_cast<size_t>(i)];
+      kernels_.attend(cache, shape, task.kv_head, &places_[static_cast<size_t>(task.first_row)],
+                      task.num_rows, projected_.as<float>() + task.first_row * projected_stride_,
+                      mixed_.as<float>() + task.first_row * projected_stride_, projected_stride_);
+    }
+  });
+}
+
+bool Decoder::is_finite(int row) const {
+  const float* state = state_.as<float>() + row * shape_.hidden_size;
+  bool finite = true;
+  for (int64_t i = 0; i < shape_.hidden_size; i++) finite = finite && std::isfinite(state[i]);
+  return finite;
+}
+
+void Decoder::final_state(int row, float* out) const {
+  kernels_.rms_norm(state_.as<float>() + row * shape_.hidden_size,
+                    vectors_[static_cast<size_t>(output_norm_)].data(),
+                    static_cast<int>(shape_.hidden_size), shape_.norm_epsilon, out);
+}
+
+void Decoder::compute_logits(const int* rows, int count) {
+  Stopwatch watch(counters_.head_seconds);
+  const Matrix& head = *matrices_[static_cast<size_t>(head_)];
+  logits_stride_ = (head.num_rows + row_group - 1) / row_group * row_group;
+  logits_.grow(bytes_of(count * logits_stride_, sizeof(float)));
+  Activations& to = activations_[current_];
+  const int forms = forms_of({head_});
+  pool_.run(count, 1, [&](int begin, int end, int) {
+    for (int i = begin; i < end; i++)
+      prepare_row(state_.as<float>() + rows[i] * shape_.hidden_size, shape_.hidden_size,
+                  output_norm_, forms, to, i);
+  });
+  counters_.multiplications += head.num_rows * head.in_size * count;
+  counters_.weight_bytes += static_cast<int64_t>(head.data.size());
+  const int num_tasks = tasks_of(head.num_rows);
+  pool_.run(num_tasks, stretch(num_tasks, pool_.size()), [&](int begin, int end, int) {
+    for (int task = begin; task < end; task++) {
+      const int64_t row = int64_t{task} * task_rows;
+      const int groups = static_cast<int>(
+          (std::min<int64_t>(task_rows, head.num_rows - row) + row_group - 1) / row_group);
+      float* out = logits_.as<float>() + row;
+      multiply(head, to, task * groups_a_task, groups, 0, count, out, logits_stride_);
+      if (shape_.logit_soft_cap > 0)
+        for (int i = 0; i < count; i++)
+          kernels_.soft_cap(out + i * logits_stride_,
+                            std::min<int64_t>(task_rows, head.num_rows - row),
+                            shape_.logit_soft_cap);
+    }
+  });
+}
+
+}  // namespace quire

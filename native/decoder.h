@@ -1,0 +1,180 @@
+// Decoder: a model compiled to a flat list of stages, and the step that runs them over a batch.
+//
+// A row is one token at one position. Each stage is a set of independent tasks that the pool hands
+// out; a barrier stands between stages. What is computed for a row depends on that row and on its
+// sequence's keys and values alone.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "formats.h"
+#include "kernels.h"
+#include "memory.h"
+#include "pool.h"
+
+namespace quire {
+
+// What a matrix is multiplied with.
+enum class Form { groups, row, floats };
+
+struct Matrix {
+  Format format;
+  Form form;
+  int64_t num_rows, in_size, group_bytes;
+  float scale;  // of every product
+  int bias;     // index of a vector, or -1
+  Buffer data;
+};
+
+enum class Place { state, mixed, gated };  // what a stage reads
+
+struct Stage {
+  enum Kind { prepare, project, add, gate, turn, attend } kind;
+  Place input = Place::state;
+  int norm = -1;              // prepare: index of a vector, or -1
+  std::vector<int> matrices;  // project: side by side; add: one; gate: the gate's and the up's
+  bool quantises = false;     // gate: straight into the next product's activations
+  int layer = 0;
+  int query_norm = -1, key_norm = -1;  // turn
+};
+
+struct DecoderShape {
+  int64_t hidden_size, ffn_size, vocabulary_size;
+  int num_layers, num_heads, num_kv_heads, head_dim;
+  int rope_dims;
+  bool rope_interleaved;
+  float norm_epsilon;
+  int gate;  // Gate
+  float attention_soft_cap, logit_soft_cap;  // 0: none
+  std::vector<int> windows;  // per layer; 0: all
+};
+
+// One sequence's chunk of a step: rows [first_row, first_row + num_rows).
+struct Chunk {
+  int first_row, num_rows;
+  const int32_t* block_table;
+};
+
+struct StepInput {
+  int64_t step_id;
+  std::vector<int32_t> tokens, positions;  // [rows]
+  std::vector<Chunk> chunks;
+  std::vector<std::pair<int32_t, int32_t>> copies;  // blocks: source, target
+};
+
+struct Counters {  // since the decoder was made
+  int64_t steps = 0, rows = 0, multiplications = 0, weight_bytes = 0, cache_bytes = 0;
+  double seconds = 0, product_seconds = 0, attention_seconds = 0, head_seconds = 0;
+};
+
+class Cancelled {};
+
+class Decoder {
+ public:
+  Decoder(const DecoderShape& shape, const Kernels& kernels, int num_threads, bool may_spin);
+
+  // ---- made once
+  int add_matrix(const char* format, const uint8_t* blocks, int64_t num_rows, int64_t in_size,
+                 bool whole_rows, float scale, int bias);
+  int add_vector(const float* values, int64_t size);
+  void add_stage(Stage stage);
+  void set_ends(int embedding, int output_norm, int head);
+  void allocate_cache(int64_t num_blocks, bool is_int8);
+  void set_rope(const float* cosines, const float* sines, int64_t num_positions);
+
+  // ---- each step
+  // Takes all rows through all layers. Throws Cancelled.
+  void run(const StepInput& input);
+  // Whether a row's state is finite, after run.
+  bool is_finite(int row) const;
+  // The final norm of one row, after run.
+  void final_state(int row, float* out) const;
+  // Logits of rows, after run: calls use(i, logits of rows[i], thread) for each; in parallel.
+  template <class Use>
+  void logits(const std::vector<int>& rows, Use&& use) {
+    for (size_t begin = 0; begin < rows.size(); begin += max_head_rows) {
+      const size_t end = std::min(rows.size(), begin + max_head_rows);
+      compute_logits(rows.data() + begin, static_cast<int>(end - begin));
+      pool_.run(static_cast<int>(end - begin), 1, [&](int first, int last, int thread) {
+        for (int i = first; i < last; i++)
+          use(static_cast<int>(begin) + i, logits_.as<float>() + i * logits_stride_, thread);
+      });
+    }
+  }
+  void cancel(int64_t step_id) { cancelled_ = step_id; }
+
+  Pool& pool() { return pool_; }
+  const DecoderShape& shape() const { return shape_; }
+  const Kernels& kernels() const { return kernels_; }
+  const Counters& counters() const { return counters_; }
+  int64_t weight_bytes() const;
+  int64_t cache_bytes() const;
+  int64_t workspace_bytes() const;
+  void read_row(int matrix, int64_t row, float* out) const;
+  const Matrix& matrix(int index) const { return *matrices_[static_cast<size_t>(index)]; }
+  uint8_t* cache_block(int layer, int64_t block) const;
+  int64_t block_bytes() const { return block_bytes_; }
+
+ private:
+  static constexpr size_t max_head_rows = 64;  // whose logits are held at once
+
+  // Activations of all rows in the forms that the next product takes.
+  struct Activations {
+    Buffer groups, scales, floats;
+    int64_t group_stride = 0, float_stride = 0;
+  };
+
+  struct AttendTask {
+    int chunk, first_row, num_rows, kv_head;
+    int64_t cost;
+  };
+
+  void compute(const Stage& stage, const StepInput& input);
+  void embed(const StepInput& input);
+  void copy_blocks(const StepInput& input);
+  void plan_attention(const StepInput& input);
+  void prepare(const Stage& stage);
+  void prepare_row(const float* x, int64_t size, int norm, int forms, Activations& to, int row);
+  void project(const Stage& stage);
+  void gate(const Stage& stage);
+  void turn(const Stage& stage, const StepInput& input);
+  void attend(const Stage& stage);
+  void compute_logits(const int* rows, int count);
+  // Rows [first_group, +groups) of a matrix times rows [first, +count) into out [count][stride].
+  void multiply(const Matrix& matrix, const Activations& from, int first_group, int num_groups,
+                int first, int count, float* out, int64_t out_stride) const;
+  void make_room(int num_rows);
+  int forms_of(const std::vector<int>& matrices) const;
+  float* place(Place which) const;
+  int64_t size_of(Place which) const;
+  LayerCache layer_cache(int layer) const;
+  AttentionShape attention_shape(int layer) const;
+  void check_cancelled(int64_t step_id) const;
+
+  DecoderShape shape_;
+  const Kernels& kernels_;
+  Pool pool_;
+  std::vector<std::unique_ptr<Matrix>> matrices_;
+  std::vector<std::vector<float>> vectors_;
+  std::vector<Stage> stages_;
+  int embedding_ = -1, output_norm_ = -1, head_ = -1;
+
+  Buffer cache_, cache_scales_;
+  int64_t num_blocks_ = 0, block_bytes_ = 0;
+  bool is_int8_ = false;
+  std::vector<float> cosines_, sines_;
+
+  int num_rows_ = 0, room_ = 0;
+  Buffer state_, projected_, mixed_, gated_, logits_, scratch_;
+  Activations activations_[2];
+  int current_ = 0;  // of activations_
+  int64_t projected_stride_ = 0, logits_stride_ = 0;
+  std::vector<RowPlace> places_;
+  std::vector<AttendTask> attend_tasks_;
+  std::atomic<int64_t> cancelled_{-1};
+  Counters counters_;
+};
+
+}  // namespace quire

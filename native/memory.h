@@ -1,0 +1,42 @@
+// Buffer: aligned memory that the system gives lazily, in large pages where it can.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace quire {
+
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t size);  // zeros; throws std::bad_alloc
+  ~Buffer();
+  Buffer(Buffer&& other) noexcept : data_(other.data_), size_(other.size_) {
+    other.data_ = nullptr;
+    other.size_ = 0;
+  }
+  Buffer& operator=(Buffer&& other) noexcept {
+    Buffer old(static_cast<Buffer&&>(*this));
+    data_ = other.data_;
+    size_ = other.size_;
+    other.data_ = nullptr;
+    other.size_ = 0;
+    return *this;
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+  template <class T>
+  T* as() const { return reinterpret_cast<T*>(data_); }
+  // At least so large; what was in it may be lost.
+  void grow(size_t size) {
+    if (size > size_) *this = Buffer(size);
+  }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace quire

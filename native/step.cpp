@@ -1,0 +1,173 @@
+// One step: jobs to rows, rows through the decoder, and what each sequence wanted out of them.
+#include "step.h"
+
+#include <algorithm>
+
+namespace quire {
+namespace {
+
+std::string fault_of(const SequenceJob& job, const Limits& limits, int64_t vocabulary) {
+  const auto outside = [&](int64_t token) { return token < 0 || token >= vocabulary; };
+  for (const int64_t token : job.tokens)
+    if (outside(token))
+      return "token " + std::to_string(token) + " is outside the vocabulary of " +
+             std::to_string(vocabulary);
+  for (const int64_t token : job.targets)
+    if (outside(token))
+      return "token " + std::to_string(token) + " is outside the vocabulary of " +
+             std::to_string(vocabulary);
+  const int64_t end = job.start + static_cast<int64_t>(job.tokens.size());
+  if (job.tokens.empty() || job.start < 0 || end > limits.max_context)
+    return "positions " + std::to_string(job.start) + " to " + std::to_string(end) +
+           " are not within the context of " + std::to_string(limits.max_context);
+  const int64_t needed = (end + block_size - 1) / block_size;
+  if (static_cast<int64_t>(job.block_table.size()) < needed)
+    return std::to_string(job.block_table.size()) + " blocks do not hold " + std::to_string(end) +
+           " positions";
+  for (int64_t i = 0; i < needed; i++) {
+    const int32_t block = job.block_table[static_cast<size_t>(i)];
+    if (block < 0 || block >= limits.num_blocks)
+      return "block " + std::to_string(block) + " of the block table is not one of the " +
+             std::to_string(limits.num_blocks) + " blocks";
+  }
+  return "";
+}
+
+// What is wanted of one row's logits.
+struct HeadUse {
+  size_t job;
+  int row_of_job;
+  bool is_target;  // else the job's own want
+};
+
+bool is_finite_row(const float* logits, int64_t size) {
+  float worst = 0.0f;  // stays 0 unless something is not finite: x - x is then NaN
+  for (int64_t i = 0; i < size; i++) worst += logits[i] - logits[i];
+  return worst == 0.0f;
+}
+
+class Step {
+ public:
+  Step(Decoder& decoder, const std::vector<SequenceJob>& jobs, std::vector<SampleScratch>& scratch)
+      : decoder_(decoder), jobs_(jobs), scratch_(scratch), outcomes_(jobs.size()) {}
+
+  std::vector<SequenceOutcome> run(int64_t step_id,
+                                   const std::vector<std::pair<int32_t, int32_t>>& copies,
+                                   const Limits& limits) {
+    StepInput input;
+    input.step_id = step_id;
+    input.copies = copies;
+    for (size_t i = 0; i < jobs_.size(); i++) {
+      outcomes_[i].fault = fault_of(jobs_[i], limits, decoder_.shape().vocabulary_size);
+      first_rows_.push_back(static_cast<int>(input.tokens.size()));
+      if (outcomes_[i].fault.empty()) add_rows(jobs_[i], input);
+    }
+    decoder_.run(input);
+    Pool::Session awake(decoder_.pool());
+    for (size_t i = 0; i < jobs_.size(); i++)
+      if (outcomes_[i].fault.empty()) look_at(i);
+    use_logits();
+    return std::move(outcomes_);
+  }
+
+ private:
+  static void add_rows(const SequenceJob& job, StepInput& input) {
+    input.chunks.push_back({static_cast<int>(input.tokens.size()),
+                            static_cast<int>(job.tokens.size()), job.block_table.data()});
+    for (size_t i = 0; i < job.tokens.size(); i++) {
+      input.tokens.push_back(job.tokens[i]);
+      input.positions.push_back(static_cast<int32_t>(job.start + static_cast<int64_t>(i)));
+    }
+  }
+
+  // Finds what a job's rows are needed for, or that they are not finite.
+  void look_at(size_t i) {
+    const SequenceJob& job = jobs_[i];
+    SequenceOutcome& outcome = outcomes_[i];
+    const int rows = static_cast<int>(job.tokens.size()), first = first_rows_[i];
+    for (int row = 0; row < rows; row++)
+      if (!decoder_.is_finite(first + row)) {
+        outcome.fault = "the hidden state is not finite";
+        return;
+      }
+    const int targets = std::min(rows, static_cast<int>(job.targets.size()));
+    outcome.target_scores.resize(static_cast<size_t>(targets));
+    for (int row = 0; row < targets; row++) want_logits(i, row, true);
+    const int64_t vocabulary = decoder_.shape().vocabulary_size;
+    switch (job.want) {
+      case Want::nothing: return;
+      case Want::sample: return want_logits(i, rows - 1, false);
+      case Want::logits:
+        outcome.values.resize(static_cast<size_t>(rows * vocabulary));
+        for (int row = 0; row < rows; row++) want_logits(i, row, false);
+        return;
+      case Want::pooled:
+        outcome.values.resize(static_cast<size_t>(decoder_.shape().hidden_size));
+        decoder_.final_state(first + rows - 1, outcome.values.data());
+        return;
+    }
+  }
+
+  void want_logits(size_t job, int row, bool is_target) {
+    uses_.push_back({job, row, is_target});
+    head_rows_.push_back(first_rows_[job] + row);
+  }
+
+  void use_logits() {
+    std::vector<SampleFault> faults(uses_.size(), SampleFault::none);
+    decoder_.logits(head_rows_, [&](int i, const float* logits, int thread) {
+      const size_t at = static_cast<size_t>(i);
+      faults[at] = use(uses_[at], logits, scratch_[static_cast<size_t>(thread)]);
+    });
+    for (size_t i = 0; i < uses_.size(); i++) {
+      SequenceOutcome& outcome = outcomes_[uses_[i].job];
+      if (faults[i] != SampleFault::none && outcome.fault.empty())
+        outcome.fault = fault_message(faults[i], decoder_.shape().vocabulary_size);
+    }
+  }
+
+  // Runs in any thread: writes only what belongs to this use.
+  SampleFault use(const HeadUse& use, const float* logits, SampleScratch& scratch) {
+    const SequenceJob& job = jobs_[use.job];
+    SequenceOutcome& outcome = outcomes_[use.job];
+    const int64_t vocabulary = decoder_.shape().vocabulary_size;
+    if (!is_finite_row(logits, vocabulary)) return SampleFault::not_finite;
+    const size_t row = static_cast<size_t>(use.row_of_job);
+    if (use.is_target) {
+      outcome.target_scores[row] =
+          score(logits, vocabulary, job.targets[row], job.num_target_logprobs, scratch);
+      return SampleFault::none;
+    }
+    if (job.want == Want::logits) {
+      std::copy(logits, logits + vocabulary,
+                outcome.values.begin() + static_cast<int64_t>(row) * vocabulary);
+      return SampleFault::none;
+    }
+    SampleResult result = sample(logits, vocabulary, job.request, scratch);
+    outcome.token = result.token;
+    outcome.has_score = job.request.settings->num_logprobs >= 0;
+    outcome.score = std::move(result.score);
+    return result.fault;
+  }
+
+  Decoder& decoder_;
+  const std::vector<SequenceJob>& jobs_;
+  std::vector<SampleScratch>& scratch_;
+  std::vector<SequenceOutcome> outcomes_;
+  std::vector<int> first_rows_;  // of each job
+  std::vector<HeadUse> uses_;
+  std::vector<int> head_rows_;
+};
+
+}  // namespace
+
+std::vector<SequenceOutcome> run_step(Decoder& decoder, int64_t step_id,
+                                      const std::vector<SequenceJob>& jobs,
+                                      const std::vector<std::pair<int32_t, int32_t>>& copies,
+                                      const Limits& limits,
+                                      std::vector<SampleScratch>& scratch) {
+  scratch.resize(static_cast<size_t>(decoder.pool().size()));
+  return Step(decoder, jobs, scratch).run(step_id, copies, limits);
+}
+
+}  // namespace quire

@@ -1,0 +1,8 @@
+"""The CPU executor: quantised batches in native code, the same bits whatever the batch.
+
+Import `quire.executors.cpu.executor` only where `native_module()` did not raise.
+"""
+
+from quire.executors.cpu.native import has_native_module, native_module
+
+__all__ = ["has_native_module", "native_module"]

@@ -1,0 +1,164 @@
+"""From a ModelSpec and its tensors to a native decoder: weights packed, stages listed once."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.executors.cpu.native import native_module
+from quire.loader.tensor import Tensor
+from quire.model.spec import Activation, ModelSpec
+
+_NO_VECTOR = -1
+_TERNARY = ("TQ1_0", "TQ2_0")
+
+
+class Threads(NamedTuple):
+    count: int
+    may_spin: bool  # whether waiting threads may burn their cores
+
+
+def compile_decoder(
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    threads: Threads,
+    *,
+    unit: str = "",
+    whole_rows: bool = True,
+    tell: Callable[[str], None] | None = None,
+) -> Any:
+    """Pack every tensor and list the stages of a step.
+
+    `unit` names the instruction set ("": the best there is). `whole_rows`: activations of a BitNet
+    model's ternary products have one scale a row, as it was trained; else one for each group of 32.
+    """
+    compiler = _Compiler(spec, tensors, threads, unit, whole_rows)
+    for layer in range(spec.num_layers):
+        compiler.add_layer(layer)
+        if tell is not None:
+            tell(f"packing weights: layer {layer + 1} of {spec.num_layers}")
+    compiler.add_ends()
+    return compiler.decoder
+
+
+class _Compiler:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, Tensor],
+        threads: Threads,
+        unit: str,
+        whole_rows: bool,
+    ) -> None:
+        self._spec = spec
+        self._tensors = tensors
+        self._native = native_module()
+        self._whole_rows = whole_rows and spec.sub_norms  # which only BitNet models have
+        self.decoder = self._native.make_decoder(
+            hidden_size=spec.hidden_size,
+            ffn_size=spec.ffn_size,
+            vocabulary_size=spec.vocabulary_size,
+            num_layers=spec.num_layers,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rope_dims=spec.rope.dims,
+            rope_interleaved=spec.rope.interleaved,
+            norm_epsilon=spec.norm_epsilon,
+            gate={Activation.SILU: 0, Activation.RELU2: 1}[spec.activation],
+            attention_soft_cap=0.0,
+            logit_soft_cap=0.0,
+            windows=[window or 0 for window in spec.windows],
+            unit=unit,
+            num_threads=threads.count,
+            may_spin=threads.may_spin,
+        )
+
+    def add_layer(self, layer: int) -> None:
+        spec, stage = self._spec, self.decoder.add_stage
+        names = [f"blk.{layer}.attn_{part}" for part in "qkv"]
+        qkv = self._matrices(names)
+        stage("prepare", norm=self._norm(layer, "attn_norm"), matrices=qkv)
+        stage("project", matrices=qkv)
+        has_norms = spec.qk_norm
+        stage(
+            "turn",
+            layer=layer,
+            query_norm=self._norm(layer, "attn_q_norm") if has_norms else _NO_VECTOR,
+            key_norm=self._norm(layer, "attn_k_norm") if has_norms else _NO_VECTOR,
+        )
+        stage("attend", layer=layer)
+        self._add_output(layer, "mixed", "attn_sub_norm", "attn_output")
+        gate_and_up = self._matrices([f"blk.{layer}.ffn_gate", f"blk.{layer}.ffn_up"])
+        stage("prepare", norm=self._norm(layer, "ffn_norm"), matrices=gate_and_up)
+        self._add_gated(layer, gate_and_up)
+
+    def _add_output(self, layer: int, place: str, norm: str, name: str) -> None:
+        """A product that is added to the state, of what lies in `place`."""
+        matrices = self._matrices([f"blk.{layer}.{name}"])
+        index = self._norm(layer, norm) if self._spec.sub_norms else _NO_VECTOR
+        self.decoder.add_stage("prepare", input=place, norm=index, matrices=matrices)
+        self.decoder.add_stage("add", matrices=matrices)
+
+    def _add_gated(self, layer: int, gate_and_up: list[int]) -> None:
+        """The feed-forward product; quantised as it is made where nothing stands between."""
+        down = self._tensors[f"blk.{layer}.ffn_down.weight"].format
+        quantises = not down.is_float and not self._spec.sub_norms
+        self.decoder.add_stage("gate", matrices=gate_and_up, quantises=quantises)
+        if not quantises:
+            self._add_output(layer, "gated", "ffn_sub_norm", "ffn_down")
+        else:
+            matrices = self._matrices([f"blk.{layer}.ffn_down"])
+            self.decoder.add_stage("add", matrices=matrices)
+
+    def add_ends(self) -> None:
+        embedding = self._matrices(["token_embd"])[0]
+        tied = self._spec.tied_head
+        self.decoder.set_ends(
+            embedding=embedding,
+            output_norm=self._vector("output_norm.weight"),
+            head=embedding if tied else self._matrices(["output"])[0],
+        )
+
+    def _matrices(self, names: list[str]) -> list[int]:
+        """The matrices of one product. One scale a row only where all of them are ternary."""
+        tensors = [self._tensors[f"{name}.weight"] for name in names]
+        whole = self._whole_rows and all(tensor.format.name in _TERNARY for tensor in tensors)
+        return [
+            self.decoder.add_matrix(
+                tensor.format.name,
+                tensor.data,
+                *tensor.shape,
+                whole_rows=whole,
+                scale=self._scale(name),
+                bias=self._bias(name),
+            )
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+
+    def _scale(self, name: str) -> float:
+        tensor = self._tensors.get(f"{name}.scale")
+        return 1.0 if tensor is None else float(tensor.to_float32()[0])
+
+    def _bias(self, name: str) -> int:
+        full = f"{name}.bias"
+        return self._vector(full) if full in self._tensors else _NO_VECTOR
+
+    def _norm(self, layer: int, name: str) -> int:
+        return self._vector(f"blk.{layer}.{name}.weight")
+
+    def _vector(self, name: str) -> int:
+        index: int = self.decoder.add_vector(self._tensors[name].to_float32())
+        return index
+
+
+def rope_tables(
+    spec: ModelSpec, num_positions: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Cosines and sines of positions 0 to `num_positions`, [positions * dims / 2] each."""
+    angles = np.arange(num_positions)[:, None] * spec.rope.frequencies()
+    magnitude = spec.rope.magnitude
+    cosines = (np.cos(angles) * magnitude).astype(np.float32)
+    sines = (np.sin(angles) * magnitude).astype(np.float32)
+    return cosines.ravel(), sines.ravel()

@@ -1,0 +1,189 @@
+"""CpuExecutor: one native call a step, over weights in their packed form."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from quire.core.clock import Clock, RealClock
+from quire.core.errors import ConfigError, StepCancelledError
+from quire.core.plan import (
+    Capacity,
+    SequencePlan,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+    Want,
+)
+from quire.executors.cpu.compiling import Threads, compile_decoder, rope_tables
+from quire.executors.cpu.sampling import SampleRequests
+from quire.executors.worker import CancelFlag, StepTicket, StepWorker
+from quire.model.loading import Model
+
+BLOCK_SIZE = 16  # tokens; the kernels know no other
+
+_STEPS_REMEMBERED = 8  # whose samples later steps may follow
+_FIRST_POSITIONS = 4096  # of the rope tables, which grow when needed
+
+
+class CpuExecutor(StepWorker):
+    """Weights stay in their blocks; a row's bits depend on that row alone, on any number of
+    threads and in every instruction set."""
+
+    fallback: str | None = None
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        threads: Threads,
+        kv_int8: bool = False,
+        unit: str = "",
+        whole_rows: bool = True,
+        max_batch_size: int = 256,
+        max_step_tokens: int = 512,
+        clock: Clock | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
+        spec = model.spec
+        self._spec = spec
+        self._clock = clock or RealClock()
+        self._decoder = compile_decoder(
+            spec, model.tensors, threads, unit=unit, whole_rows=whole_rows, tell=tell
+        )
+        self._decoder.allocate_cache(num_blocks, kv_int8)
+        self._capacity = Capacity(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_context=min(spec.context_length, num_blocks * BLOCK_SIZE),
+            vocabulary_size=spec.vocabulary_size,
+            max_batch_size=max_batch_size,
+            max_step_tokens=max_step_tokens,
+        )
+        self._num_positions = 0
+        self._reach(min(_FIRST_POSITIONS, self._capacity.max_context))
+        self._requests = SampleRequests()
+        self._samples: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
+        formats = {tensor.format.name for tensor in model.tensors.values()}
+        self.kernels = [f"cpu/{self._decoder.unit}/{name}" for name in sorted(formats)]
+        if self._decoder.unit == "portable" and not unit:
+            self.fallback = "this CPU has no AVX2: the portable kernels run, slowly"
+        super().__init__(self._compute, "quire-cpu")
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    @property
+    def unit(self) -> str:
+        """The instruction set whose kernels run."""
+        unit: str = self._decoder.unit
+        return unit
+
+    @property
+    def is_warm(self) -> bool:
+        return True
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        return {
+            "weights": self._decoder.weight_bytes,
+            "kv": self._decoder.cache_bytes,
+            "workspace": self._decoder.workspace_bytes,
+        }
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What the kernels did since the executor was made: rows, products, bytes, seconds."""
+        counters: Mapping[str, float] = self._decoder.counters
+        return counters
+
+    def warm_up(self) -> None:
+        """The first step waits for nothing: weights are packed when the executor is made."""
+
+    def cancel(self, ticket: StepTicket) -> None:
+        super().cancel(ticket)
+        self._decoder.cancel(ticket.step_id)
+
+    def cache_block(self, layer: int, block: int) -> bytes:
+        """The bytes of one layer's keys and values in one block."""
+        stored: bytes = self._decoder.cache_block(layer, block)
+        return stored
+
+    # ---- a step
+
+    def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
+        started_at = self._clock.now()
+        sequences = tuple(self._resolved(sequence) for sequence in plan.sequences)
+        ends = [sequence.end for sequence in sequences]
+        self._reach(min(max(ends, default=0), self._capacity.max_context))
+        outcomes = self._decoder.step(
+            plan.step_id,
+            sequences,
+            [self._request(sequence) for sequence in sequences],
+            [_num_target_logprobs(sequence) for sequence in sequences],
+            plan.copies,
+            self._capacity.max_context,
+            self._capacity.num_blocks,
+        )
+        if outcomes is None:
+            flag.check()
+            raise StepCancelledError(f"step {plan.step_id} was cancelled")
+        results = tuple(
+            _result(sequence, *outcome)
+            for sequence, outcome in zip(sequences, outcomes, strict=True)
+        )
+        self._remember(plan.step_id, results)
+        return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
+
+    def _request(self, plan: SequencePlan) -> object:
+        return self._requests.request(plan) if plan.want == Want.SAMPLE else None
+
+    def _reach(self, num_positions: int) -> None:
+        """Have the rope tables hold so many positions."""
+        if num_positions <= self._num_positions:
+            return
+        wanted = max(num_positions, 2 * self._num_positions)
+        self._num_positions = min(wanted, self._capacity.max_context)
+        tables = rope_tables(self._spec, self._num_positions)
+        self._decoder.set_rope(*tables, self._num_positions)
+
+    def _resolved(self, plan: SequencePlan) -> SequencePlan:
+        if plan.follows is None:
+            return plan
+        sampled = self._samples.get(plan.follows, {}).get(plan.sequence_id)
+        # A token outside the vocabulary is the sequence's fault alone, and says so.
+        return plan.resolved(-1 if sampled is None else sampled)
+
+    def _remember(self, step_id: int, results: tuple[SequenceResult, ...]) -> None:
+        """Keep what was sampled; a part of a step that is run again adds to what it gave before."""
+        samples = self._samples.setdefault(step_id, {})
+        samples.update((r.sequence_id, r.token) for r in results if r.token is not None)
+        while len(self._samples) > _STEPS_REMEMBERED:
+            self._samples.popitem(last=False)
+
+
+def _num_target_logprobs(plan: SequencePlan) -> int:
+    return (plan.sampling.params.prompt_logprobs or 0) if plan.sampling is not None else 0
+
+
+def _result(
+    plan: SequencePlan,
+    fault: str | None,
+    token: int | None,
+    score: tuple[object, ...] | None,
+    target_scores: tuple[tuple[object, ...], ...],
+    values: object,
+) -> SequenceResult:
+    if fault is not None:
+        return SequenceResult(plan.sequence_id, fault=fault)
+    return SequenceResult(
+        plan.sequence_id,
+        token=token,
+        logprob=None if score is None else TokenLogprob(*score),  # type: ignore[arg-type]
+        prompt_logprobs=tuple(TokenLogprob(*one) for one in target_scores),  # type: ignore[arg-type]
+        logits=values if plan.want == Want.LOGITS else None,
+        pooled=values[0] if plan.want == Want.POOLED else None,  # type: ignore[index]
+    )
