@@ -221,6 +221,7 @@ def _options(args: argparse.Namespace, settings: "ServerSettings") -> "Options":
     engine["key_weights"] = {**engine.get("key_weights", {}), **settings.keys.weights}
     options = replace(options, **given, engine=engine)
     options.engine_config()
+    _ = options.executor  # what is wrong with either is said before loading
     return options
 
 

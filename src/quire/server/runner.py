@@ -56,6 +56,8 @@ async def _serve(
         loop.add_signal_handler(number, drain, number.name)
     running = loop.create_task(server.serve(sockets=[listener]))
     ending = loop.create_task(_end(service, server))
+    while not server.started and not running.done():
+        await asyncio.sleep(0.01)  # so that whoever reads "ready" can connect
     await service.open()
     if service.state is State.READY:
         address = _address(listener, settings)

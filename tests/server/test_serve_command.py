@@ -1,0 +1,197 @@
+"""`quire serve` as a process: what it prints, how it ends, what it refuses to start with."""
+
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+
+import openai
+import pytest
+from tests.cli.program import fails
+from tests.server.processes import ServeProcess, serving
+from tests.server.servers import PATIENCE_S, wait_until
+from tests.server.test_streams import events
+
+from quire.cli import main
+
+SMALL = ("--kv-memory", "4MiB")
+
+
+def ask(server: ServeProcess, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+    headers = {"Content-Type": "application/json"}
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def stream(server: ServeProcess, max_tokens: int, has_begun: threading.Semaphore) -> bytes:
+    """The whole answer of a stream, as it came; tells when it has begun."""
+    body = {"prompt": "hello", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head.encode() + content)
+        found = connection.recv(1)
+        has_begun.release()
+        while piece := connection.recv(1 << 16):
+            found += piece
+    return found
+
+
+def start_streams(server: ServeProcess, count: int, max_tokens: int) -> list[Future[bytes]]:
+    """So many streams under way, each with its first bytes read."""
+    has_begun = threading.Semaphore(0)
+    pool = ThreadPoolExecutor(count)
+    answers = [pool.submit(stream, server, max_tokens, has_begun) for _ in range(count)]
+    for _ in range(count):
+        assert has_begun.acquire(timeout=PATIENCE_S)
+    pool.shutdown(wait=False)
+    return answers
+
+
+def last_events(answers: list[Future[bytes]]) -> list[str]:
+    return [events(answer.result(PATIENCE_S))[-1] for answer in answers]
+
+
+def test_it_says_where_it_is_and_how_to_try_it(text_model: Path) -> None:
+    with serving(text_model, *SMALL) as server:
+        assert f"quire serves text.gguf at {server.url}/v1" in server.greeting
+        [line] = [line for line in server.greeting.splitlines() if line.startswith("try: ")]
+        tried = subprocess.run(
+            shlex.split(line.removeprefix("try: ")), capture_output=True, text=True, check=False
+        )
+        assert tried.returncode == 0, tried.stderr
+        assert json.loads(tried.stdout)["object"] == "chat.completion"
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        with client:
+            assert client.models.list().data[0].id == "text.gguf"
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+        lines = [json.loads(line) for line in server.errors().splitlines()]
+        assert {"ready", "request", "signal", "stopped"} <= {line["event"] for line in lines}
+
+
+def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(text_model: Path) -> None:
+    with serving(text_model, *SMALL) as server:
+        answers = start_streams(server, 4, 300)
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: ask(server, "GET", "/ready")[0] == 503)
+        status, body = ask(server, "POST", "/v1/completions", {"prompt": "late"})
+        assert status == 503
+        assert json.loads(body)["error"]["code"] == "drain"
+        assert ask(server, "GET", "/health")[0] == 200
+        assert last_events(answers) == ["data: [DONE]"] * 4
+        assert server.wait() == 0
+
+
+def test_after_the_drain_timeout_each_gets_an_error(text_model: Path) -> None:
+    with serving(text_model, *SMALL, "--drain-timeout", "0.2") as server:
+        answers = start_streams(server, 4, 480)
+        server.signal(signal.SIGTERM)
+        for event in last_events(answers):
+            error = json.loads(event.removeprefix("data: "))["error"]
+            assert error["code"] == "drain"
+        assert server.wait() == 0
+
+
+def test_a_second_signal_does_not_wait(text_model: Path) -> None:
+    with serving(text_model, *SMALL, "--drain-timeout", "3600") as server:
+        answers = start_streams(server, 2, 480)
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: ask(server, "GET", "/ready")[0] == 503)
+        server.signal(signal.SIGTERM)
+        assert all('"error"' in event for event in last_events(answers))
+        assert server.wait() == 0
+
+
+def test_a_hung_executor_ends_the_process_with_a_failure(text_model: Path) -> None:
+    command = [sys.executable, "-m", "tests.server.stuck_program"]
+    with serving(text_model, command=command) as server:
+        status, body = ask(server, "POST", "/v1/completions", {"prompt": "hi"})
+        assert status == 500
+        assert b"did not answer" in body
+        assert server.wait() == 1
+
+
+def test_it_reads_what_tune_wrote_and_options_go_first(text_model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "quire.toml"
+    config.write_text(
+        '[engine]\nmax_batch_size = 2\nmax_step_tokens = 16\n\n[run]\nkv_memory = "4MiB"\n'
+        'max_context = 64\ndevice = "reference"\n'
+    )
+    with serving(text_model, "--config", config, "--max-context", "128") as server:
+        [card] = json.loads(ask(server, "GET", "/v1/models")[1])["data"]
+        assert card["max_model_len"] == 128
+        status, body = ask(server, "POST", "/v1/completions", {"prompt": "hi", "n": 3})
+        assert status == 400
+        assert "a batch holds 2" in json.loads(body)["error"]["message"]
+
+
+def test_a_key_from_the_environment_locks_it(text_model: Path) -> None:
+    key = "k" * 20
+    with serving(text_model, *SMALL, env={"QUIRE_API_KEY": key}) as server:
+        assert ask(server, "GET", "/v1/models")[0] == 401
+        assert "Authorization: Bearer $QUIRE_API_KEY" in server.greeting
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key)
+        with client:
+            assert client.models.list().data
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "there are no API keys"),
+        (["--api-keys", "none.toml"], "cannot read none.toml"),
+        (["--config", "none.toml"], "cannot read none.toml"),
+        (["--port", "99999"], "port must be from 0 to 65535"),
+        (["--max-batch-size", "0"], "max_batch_size must be an integer of at least 1"),
+        (["--cors-origin", "*"], "CORS origin '*'"),
+        (["--drain-timeout", "nan"], "drain_timeout_s must be 0 or more"),
+        (["--device", "abacus"], "device must be one of"),
+        (["--request-timeout", "0"], "timeout_s must be a number above 0"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_loading(
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    assert main(["serve", "no-such-model.gguf", *options]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_taken_port_is_said_before_loading(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "cannot listen on" in fails("serve", tmp_path / "none.gguf", "--port", port)
+
+
+def test_a_model_that_is_not_there_ends_it(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "quire.cli", "serve", str(tmp_path / "none.gguf"), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert run.stdout == ""
+    assert "quire: " in run.stderr.splitlines()[-1]
+    assert "none.gguf" in run.stderr.splitlines()[-1]
