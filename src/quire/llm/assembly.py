@@ -9,8 +9,10 @@ from typing import Any
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.engine import Engine
+from quire.executors.cpu import has_native_module
 from quire.executors.protocol import Executor
 from quire.executors.reference import ReferenceExecutor
+from quire.llm import cpu_assembly, cuda_assembly
 from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan
 from quire.llm.machine import available_memory
 from quire.llm.model_tokenizer import end_token_ids, read_tokenizer
@@ -20,10 +22,19 @@ from quire.model.spec import ModelSpec
 from quire.tokenizer import Tokenizer
 
 DEVICES = ("auto", "cpu", "cuda", "reference")
-EXECUTORS = {"reference": "numpy in float32, one row at a time: slow, and what others are held to"}
+EXECUTORS = {
+    "reference": "numpy in float32, one row at a time: slow, and what others are held to",
+    "cpu": "native kernels over weights in their blocks: AVX2, AVX-512 with VNNI, or plain C++",
+    "cuda": "one NVIDIA GPU, weights in their blocks",
+}
 
 _ANY_SIZE = 1 << 30  # the reference executor takes a step of any size
-_USUAL_STEP_TOKENS = 16  # more gain nothing there, and whoever cancels waits for a step to end
+# Tokens a step. The reference executor gains nothing by more, and who cancels waits for a step.
+_USUAL_STEP_TOKENS = {
+    "reference": 16,
+    "cpu": cpu_assembly.USUAL_STEP_TOKENS,
+    "cuda": cuda_assembly.USUAL_STEP_TOKENS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,7 @@ class Options:
     threads: int | None = None
     batch_timeout_ms: float = 0.0
     max_context: int | None = None
+    kv_cache_dtype: str = "auto"
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,6 +61,11 @@ class Options:
         context = self.max_context
         if context is not None and (isinstance(context, bool) or not isinstance(context, int)):
             raise ConfigError(f"max_context must be an integer, got {context!r}")
+        if self.kv_cache_dtype not in cpu_assembly.CACHE_TYPES:
+            raise ConfigError(
+                f"kv_cache_dtype must be one of {', '.join(cpu_assembly.CACHE_TYPES)}, got "
+                f"{self.kv_cache_dtype!r}"
+            )
         if context is not None and context < 2:
             raise ConfigError(f"max_context must hold a prompt and a token after it, got {context}")
 
@@ -57,28 +74,34 @@ class Options:
         """Which executor runs the model: the one asked for, never silently another."""
         if self.device not in DEVICES:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
-        name = "reference" if self.device == "auto" else self.device
-        if name not in EXECUTORS:
-            raise ConfigError(
-                f"device {name!r} is not in this version of quire, which has: "
-                f"{', '.join(EXECUTORS)}; device='auto' takes the best there is"
-            )
+        name = self.device
+        if name == "auto":
+            name = "cpu" if has_native_module() else "reference"
+        if name == "cpu":
+            cpu_assembly.num_threads(self.threads)
+            return name
         if self.threads is not None:
             raise ConfigError(
-                f"threads is {self.threads!r}, but the {name} executor computes on one thread: "
-                "leave it out"
+                f"threads is {self.threads!r}, but the {name} executor does not compute on threads "
+                "of its own: leave it out"
+            )
+        if self.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}, but the {name} executor has one way "
+                "to keep keys and values: leave it out"
             )
         return name
 
     def engine_config(self) -> EngineConfig:
         """The engine's knobs, resolved."""
-        batch = self.max_batch_size
-        usual: dict[str, Any] = {
-            "plan_ahead": False,  # it would compute rows of sequences that turn out to have ended
-            "step_timeout_s": None,  # a step takes as long as the model is large
-        }
+        batch, name = self.max_batch_size, self.executor
+        usual: dict[str, Any] = {"max_step_tokens": _USUAL_STEP_TOKENS[name]}
         if isinstance(batch, int):
-            usual["max_step_tokens"] = max(_USUAL_STEP_TOKENS, batch)
+            usual["max_step_tokens"] = max(usual["max_step_tokens"], batch)
+        if name != "cuda":
+            usual["plan_ahead"] = False  # it would compute rows of sequences that have ended
+        if name == "reference":
+            usual["step_timeout_s"] = None  # a step takes as long as the model is large
         return EngineConfig(
             max_batch_size=batch,
             batch_timeout_ms=self.batch_timeout_ms,
@@ -117,23 +140,41 @@ class Assembly:
 
 def assemble(model: str | Path, options: Options) -> Assembly:
     """Load a model by name or path; what is wrong with the options is said before that."""
-    assert options.executor == "reference"
-    options.engine_config()
+    assert options.executor in EXECUTORS
+    config = options.engine_config()
     with load_model(resolve(model, tell_on_terminal)) as loaded:
         loaded = _with_context(loaded, options.max_context)
         tokenizer = read_tokenizer(loaded)
-        estimate = memory_estimate(loaded, num_kv_tokens=0)
-        memory = MemoryPlan(estimate.float32_weights, estimate.kv_per_token, available_memory())
+        if options.executor == "cuda":
+            sizes = config.max_batch_size, config.max_step_tokens
+            executor, memory = cuda_assembly.cuda_executor(loaded, *sizes, options.kv_memory)
+            memory.check_batch(executor.capacity.num_blocks, options.max_batch_size)
+            ends = end_token_ids(loaded, tokenizer)
+            return Assembly(loaded.spec, tokenizer, executor, options, memory, ends)
+        memory = _memory_plan(loaded, options)
         num_blocks = memory.num_blocks(memory.pool_bytes(options.kv_memory), options.max_context)
         memory.check_batch(num_blocks, options.max_batch_size)
         return Assembly(
             spec=loaded.spec,
             tokenizer=tokenizer,
-            executor=_reference_executor(loaded, num_blocks),
+            executor=_executor(loaded, num_blocks, options),
             options=options,
             memory=memory,
             end_token_ids=end_token_ids(loaded, tokenizer),
         )
+
+
+def _memory_plan(model: Model, options: Options) -> MemoryPlan:
+    if options.executor == "cpu":
+        return cpu_assembly.cpu_memory(model, options.kv_cache_dtype)
+    estimate = memory_estimate(model, num_kv_tokens=0)
+    return MemoryPlan(estimate.float32_weights, estimate.kv_per_token, available_memory())
+
+
+def _executor(model: Model, num_blocks: int, options: Options) -> Executor:
+    if options.executor == "cpu":
+        return cpu_assembly.cpu_executor(model, num_blocks, options.threads, options.kv_cache_dtype)
+    return _reference_executor(model, num_blocks)
 
 
 def _with_context(model: Model, max_context: int | None) -> Model:

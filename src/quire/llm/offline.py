@@ -51,6 +51,7 @@ class LLM:
         threads: int | None = None,
         batch_timeout_ms: float = 0.0,
         max_context: int | None = None,
+        kv_cache_dtype: str = "auto",
         **engine: Any,
     ) -> None:
         options = Options(
@@ -60,6 +61,7 @@ class LLM:
             threads=threads,
             batch_timeout_ms=batch_timeout_ms,
             max_context=max_context,
+            kv_cache_dtype=kv_cache_dtype,
             engine=engine,
         )
         self._call = threading.Lock()  # held while a call runs

@@ -37,6 +37,7 @@ class AsyncLLM:
         threads: int | None = None,
         batch_timeout_ms: float = 0.0,
         max_context: int | None = None,
+        kv_cache_dtype: str = "auto",
         **engine: Any,
     ) -> None:
         options = Options(
@@ -46,6 +47,7 @@ class AsyncLLM:
             threads=threads,
             batch_timeout_ms=batch_timeout_ms,
             max_context=max_context,
+            kv_cache_dtype=kv_cache_dtype,
             engine=engine,
         )
         self._wire(assemble(model, options), None)

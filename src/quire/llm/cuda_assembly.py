@@ -1,0 +1,49 @@
+"""What the CUDA executor needs to know of a user's options, asked of the device itself."""
+
+from typing import Any
+
+from quire.core.errors import ConfigError
+from quire.executors.protocol import Executor
+from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan, parse_bytes
+from quire.model.loading import Model, memory_estimate
+
+# Buffers and graphs are made for so many at least: asking for more later costs nothing.
+_USUAL_BATCH_SIZE = 256
+USUAL_STEP_TOKENS = 2048
+_KV_ELEMENT_BYTES = 2  # bfloat16
+
+
+def cuda_executor(
+    model: Model, max_batch_size: int, max_step_tokens: int, kv_memory: str | int | None
+) -> tuple[Executor, MemoryPlan]:
+    """The executor, warm, and the memory as it came to be."""
+    executor_type, config_type = _executor_types()
+    batch = max(max_batch_size, _USUAL_BATCH_SIZE)
+    config = config_type(
+        max_batch_size=batch,
+        max_step_tokens=max(max_step_tokens, batch),
+        kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
+    )
+    executor: Executor = executor_type(model, config)
+    executor.warm_up()
+    estimate = memory_estimate(model, num_kv_tokens=0, kv_element_bytes=_KV_ELEMENT_BYTES)
+    held = executor.memory_bytes
+    memory = MemoryPlan(held["weights"], estimate.kv_per_token, sum(held.values()))
+    assert memory.block_bytes == estimate.kv_per_token * BLOCK_SIZE
+    return executor, memory
+
+
+def _executor_types() -> tuple[Any, Any]:
+    """torch is looked for only when a GPU is asked for."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ConfigError("device 'cuda' needs torch and triton: install quire[cuda]") from error
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "device is 'cuda', but torch finds no NVIDIA GPU on this machine: use device='cpu', or "
+            "look at `quire doctor`"
+        )
+    from quire.executors.cuda import CudaConfig, CudaExecutor
+
+    return CudaExecutor, CudaConfig
