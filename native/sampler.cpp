@@ -32,14 +32,6 @@ bool is_plain(const SampleRequest& request) {
          (request.position >= settings.min_tokens || settings.end_tokens.empty());
 }
 
-void forbid_unless_allowed(float* scores, int64_t vocabulary, const SampleRequest& request) {
-  const int64_t num_known = std::min(vocabulary, request.num_allowed_bytes * 8);
-  for (int64_t token = 0; token < num_known; token++) {
-    if (!(request.allowed[token >> 3] >> (token & 7) & 1)) scores[token] = minus_infinity;
-  }
-  std::fill(scores + num_known, scores + vocabulary, minus_infinity);
-}
-
 // Counts tokens, in order of their first appearance in scratch.counted.
 void count_tokens(Tokens tokens, SampleScratch& scratch) {
   for (int64_t i = 0; i < tokens.size; i++) {
@@ -91,10 +83,9 @@ bool has_known_tokens(int64_t vocabulary, const SampleRequest& request) {
   return is_within(request.prompt, vocabulary) && is_within(request.completion, vocabulary);
 }
 
-void adjust(float* scores, int64_t vocabulary, const SampleRequest& request,
-            SampleScratch& scratch) {
+// Bans, bias and penalties, in this order; the mask came before.
+void adjust(float* scores, const SampleRequest& request, SampleScratch& scratch) {
   const SampleSettings& settings = *request.settings;
-  if (request.allowed != nullptr) forbid_unless_allowed(scores, vocabulary, request);
   if (request.position < settings.min_tokens) {
     for (int64_t token : settings.end_tokens) scores[token] = minus_infinity;
   }
@@ -150,8 +141,12 @@ SampleResult choose(const SurveyedRow& scores, const SampleRequest& request,
 SampleResult choose_adjusted(const SurveyedRow& logits, const SampleRequest& request,
                              SampleScratch& scratch) {
   float* scores = scratch.scores.data();
-  std::copy(logits.values, logits.values + logits.size, scores);
-  adjust(scores, logits.size, request, scratch);
+  if (request.allowed != nullptr) {
+    copy_allowed(logits.values, logits.size, request.allowed, request.num_allowed_bytes, scores);
+  } else {
+    std::copy(logits.values, logits.values + logits.size, scores);
+  }
+  adjust(scores, request, scratch);
   const Survey found = survey(scores, logits.size, scratch.block_best.data());
   if (!found.has_nan && found.best == minus_infinity) return failed(SampleFault::all_forbidden);
   if (found.has_nan || !std::isfinite(found.best)) {

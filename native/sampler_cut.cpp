@@ -5,7 +5,6 @@
 #include <cstring>
 #include <functional>
 #include <limits>
-#include <numeric>
 #include <stdexcept>
 
 #include "sampler_passes.h"
@@ -18,11 +17,6 @@ constexpr double weightless_exponent = -22.25;
 constexpr double lightest = 1.0;  // of the weights that are not 0
 
 uint64_t whole(double weight) { return static_cast<uint64_t>(weight); }
-
-uint64_t mass_of(const double* begin, const double* end) {
-  return std::accumulate(begin, end, uint64_t{0},
-                         [](uint64_t sum, double weight) { return sum + whole(weight); });
-}
 
 // ---- weights, where they can matter
 
@@ -80,46 +74,72 @@ struct Quota {
     return other_count >= count || static_cast<double>(other_mass) >= mass;
   }
 };
+constexpr double endless_mass = std::numeric_limits<double>::infinity();
 
-// A weight between two others, nearer to the middle of their logarithms than of themselves.
-double between(double low, double high) {
-  uint64_t low_bits, high_bits;
-  std::memcpy(&low_bits, &low, 8);
-  std::memcpy(&high_bits, &high, 8);
-  const uint64_t bits = low_bits + (high_bits - low_bits) / 2;
-  double result;
-  std::memcpy(&result, &bits, 8);
-  return result;
+// Weights as integers of the same order, evenly spread where the weights' logarithms are.
+uint64_t key_of(double weight) {
+  uint64_t key;
+  std::memcpy(&key, &weight, 8);
+  return key;
+}
+
+// Parts of equal width of the range of some weights' keys, few enough to walk.
+class Parts {
+ public:
+  static constexpr int max_parts = 256;
+
+  Parts(double lightest_weight, double heaviest_weight) : first_(key_of(lightest_weight)) {
+    const uint64_t span = key_of(heaviest_weight) - first_;
+    while ((span >> shift_) >= max_parts) shift_++;
+  }
+  int of(double weight) const { return static_cast<int>((key_of(weight) - first_) >> shift_); }
+
+ private:
+  uint64_t first_;
+  int shift_ = 0;
+};
+
+struct Group {
+  int64_t count = 0;
+  uint64_t mass = 0;
+};
+
+// Adds to `before` the groups of the heaviest parts until the quota would be met; returns the part
+// that meets it.
+int walk_parts(const Group* groups, const Quota& quota, Group& before) {
+  int part = Parts::max_parts - 1;
+  for (; part > 0; part--) {
+    const Group with = {before.count + groups[part].count, before.mass + groups[part].mass};
+    if (quota.is_met(with.count, with.mass)) break;
+    before = with;
+  }
+  return part;
 }
 
 // The cut that the quota asks for, which all the candidates together meet and none of them does
-// not. Halves the range of weights until one weight is left; reorders the candidates.
+// not. Looks ever closer at the part of the range that holds it; overwrites the candidates.
 Cut select(double* begin, double* end, const Quota& quota) {
-  int64_t count = 0;  // of what is heavier than the range
-  uint64_t mass = 0;
+  Group before;  // what is heavier than the candidates left
   for (;;) {
     const auto range = std::minmax_element(begin, end);
-    const double low = *range.first, high = *range.second;
-    if (low == high) break;
-    const double pivot = between(low, high);
-    double* middle = std::partition(begin, end, [=](double weight) { return weight > pivot; });
-    const int64_t with_count = count + (middle - begin);
-    const uint64_t with_mass = mass + mass_of(begin, middle);
-    if (quota.is_met(with_count, with_mass)) {
-      end = middle;
-    } else {
-      begin = middle;
-      count = with_count;
-      mass = with_mass;
+    if (*range.first == *range.second) break;
+    const Parts parts(*range.first, *range.second);
+    Group groups[Parts::max_parts];
+    for (const double* one = begin; one != end; one++) {
+      Group& group = groups[parts.of(*one)];
+      group.count++;
+      group.mass += whole(*one);
     }
+    const int chosen = walk_parts(groups, quota, before);
+    end = std::copy_if(begin, end, begin, [&](double one) { return parts.of(one) == chosen; });
   }
   const uint64_t weight = whole(*begin);
   int64_t too_few = 0, enough = end - begin;  // of equals
   while (enough - too_few > 1) {
     const int64_t half = too_few + (enough - too_few) / 2;
-    (quota.is_met(count + half, mass + half * weight) ? enough : too_few) = half;
+    (quota.is_met(before.count + half, before.mass + half * weight) ? enough : too_few) = half;
   }
-  return {*begin, enough, mass + enough * weight};
+  return {*begin, enough, before.mass + enough * weight};
 }
 
 // Gathers the weights of at least `floor`; returns how many there are.
@@ -142,25 +162,24 @@ Cut weigh_and_cut(const SurveyedRow& scores, const SampleSettings& settings,
                   SampleScratch& scratch) {
   const Softening how = {scores.best, settings.temperature, settings.min_p};
   const int64_t num_blocks = num_pass_blocks(scores.size);
-  const bool has_top_k = settings.top_k > 0, has_top_p = settings.top_p < 1.0;
-  double floor = has_top_k ? reached_by(settings.top_k, scores, how, scratch) : lightest;
+  const int64_t top_k = settings.top_k;
+  double floor = top_k > 0 ? reached_by(top_k, scores, how, scratch) : lightest;
   Cut cut;
   cut.mass = weigh_blocks(scores, how, floor, scratch);
-  if (!has_top_k && !has_top_p) return cut;
-  if (!has_top_k) {
-    // All weights below this together are less than what top-p leaves out.
-    const double left_out = (1.0 - settings.top_p) * static_cast<double>(cut.mass);
-    floor = std::max(lightest, 0.99 * left_out / static_cast<double>(scores.size));
+  double* const candidates = scratch.candidates.data();
+  if (top_k > 0) {
+    const int64_t count = gather(floor, num_blocks, scratch);
+    if (count >= top_k) {
+      cut = select(candidates, candidates + count, {top_k, endless_mass});
+      floor = cut.weight;
+    }
   }
-  const int64_t count = gather(floor, num_blocks, scratch);
-  double* const begin = scratch.candidates.data();
-  constexpr double endless_mass = std::numeric_limits<double>::infinity();
-  if (has_top_k && count >= settings.top_k) {
-    cut = select(begin, begin + count, {settings.top_k, endless_mass});
-  }
-  if (has_top_p) {
-    const double enough = settings.top_p * static_cast<double>(cut.mass);
-    cut = select(begin, begin + count, {count + 1, enough});
+  if (settings.top_p < 1.0) {
+    // What is lighter than the new floor is, all together, less than what top-p leaves out.
+    const double mass = static_cast<double>(cut.mass), enough = settings.top_p * mass;
+    floor = std::max(floor, 0.99 * (mass - enough) / static_cast<double>(scores.size));
+    const int64_t count = gather(floor, num_blocks, scratch);
+    cut = select(candidates, candidates + count, {count + 1, enough});
   }
   return cut;
 }

@@ -87,6 +87,20 @@ void add_exponentials(const float* values, double best, double* lanes) {
   }
 }
 
+// Eight tokens for each byte of the mask.
+QUIRE_ALSO_FOR_AVX2
+void copy_allowed_bytes(const float* row, const uint8_t* allowed, int64_t num_bytes,
+                        float* __restrict out) {
+  static const int32_t bits[8] = {1, 2, 4, 8, 16, 32, 64, 128};
+  for (int64_t byte = 0; byte < num_bytes; byte++) {
+    const int32_t mask = allowed[byte];
+    for (int bit = 0; bit < 8; bit++) {
+      const float value = row[byte * 8 + bit];
+      out[byte * 8 + bit] = (mask & bits[bit]) != 0 ? value : minus_infinity;
+    }
+  }
+}
+
 // A block that ends the row, filled up with what counts for nothing.
 struct Padded {
   float values[pass_block];
@@ -127,6 +141,16 @@ bool is_finite(const float* values, int64_t size) {
     if (range.least <= minus_infinity_key || range.greatest >= infinity_key) return false;
   }
   return std::all_of(values, end, [](float value) { return std::isfinite(value); });
+}
+
+void copy_allowed(const float* row, int64_t size, const uint8_t* allowed, int64_t num_bytes,
+                  float* out) {
+  const int64_t num_whole = std::min(size / 8, num_bytes);
+  copy_allowed_bytes(row, allowed, num_whole, out);
+  for (int64_t token = num_whole * 8; token < size; token++) {
+    const bool is_allowed = token / 8 < num_bytes && (allowed[token / 8] >> (token % 8) & 1) != 0;
+    out[token] = is_allowed ? row[token] : minus_infinity;
+  }
 }
 
 void weigh_block(const float* scores, int count, const Softening& how, double* weights) {

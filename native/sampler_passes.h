@@ -20,6 +20,10 @@ Survey survey(const float* row, int64_t size, float* block_best);
 // Whether all values are finite numbers.
 bool is_finite(const float* values, int64_t size);
 
+// The row with minus infinity for each token whose bit in `allowed` is not set or not there.
+void copy_allowed(const float* row, int64_t size, const uint8_t* allowed, int64_t num_bytes,
+                  float* out);
+
 // What the weights of tokens depend on beside their scores.
 struct Softening {
   double best;  // the greatest score
