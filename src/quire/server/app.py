@@ -68,7 +68,15 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-_STREAMS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+_STREAMS: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "description": "an event: a chunk in OpenAI's shape, or [DONE]",
+            "properties": {"data": {"type": "string"}},
+        }
+    }
+}
 
 
 def create_app(service: Service) -> Gate:

@@ -70,7 +70,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishWord
     stop_reason: int | str | None
-    token_ids: list[int] | None
+    token_ids: list[int] | None = None  # left out unless asked for
 
 
 class ChatCompletion(BaseModel):
@@ -97,7 +97,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishWord
     stop_reason: int | str | None
-    token_ids: list[int] | None
+    token_ids: list[int] | None = None  # left out unless asked for
 
 
 class TextCompletion(BaseModel):

@@ -1,0 +1,192 @@
+"""Every field of OpenAI's API is obeyed or refused by name; random bodies break nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import chat_completion_stream_options_param
+from openai.types.chat import completion_create_params as chat
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from tests.server.servers import PacedExecutor, RunningServer, fake_server
+
+from quire.server.app import create_app
+from quire.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Generation,
+    StreamOptions,
+)
+from quire.server.service import Service
+from quire.server.settings import ServerSettings
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+TEXT = {"prompt": "hi", "max_tokens": 2}
+EMBED = {"input": "hi"}
+
+
+def fields_of(params: Any) -> set[str]:
+    return set(params.__annotations__) | {
+        name for base in params.__mro__[1:] for name in getattr(base, "__annotations__", {})
+    }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (chat.CompletionCreateParamsBase, ChatRequest),
+        (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
+        (embedding_create_params.EmbeddingCreateParams, EmbeddingRequest),
+        (
+            chat_completion_stream_options_param.ChatCompletionStreamOptionsParam,
+            StreamOptions,
+        ),
+    ],
+)
+def test_every_field_of_openais_is_known(theirs: Any, ours: type[Generation]) -> None:
+    assert {*fields_of(theirs)} <= {*ours.model_fields, "stream"}
+    assert len(fields_of(theirs)) >= 2
+
+
+def refused_fields() -> Iterator[Any]:
+    for path, body, model in (
+        ("/v1/chat/completions", CHAT, ChatRequest),
+        ("/v1/completions", TEXT, CompletionRequest),
+        ("/v1/embeddings", EMBED, EmbeddingRequest),
+    ):
+        hints = get_type_hints(model, include_extras=False)
+        for name in model.model_fields:
+            if hints[name] is type(None):
+                yield pytest.param(path, body, name, id=f"{path}-{name}")
+
+
+@pytest.mark.parametrize(("path", "body", "name"), [*refused_fields()])
+def test_what_is_not_there_is_refused_by_name(
+    fake: RunningServer, path: str, body: dict[str, Any], name: str
+) -> None:
+    values: list[object] = [True, 1, "text", {"a": 1}, []]
+    for value in values:
+        reply = fake.post(path, {**body, name: value})
+        assert (reply.status, reply.error["param"]) == (400, name)
+        assert reply.error["code"] == "unsupported_field"
+    if path != "/v1/embeddings":  # for which the hash model has no states
+        assert fake.post(path, {**body, name: None}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
+)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"grammar": "root ::= x"},
+        {"guided_json": {}},
+        {"n_predict": 5},
+        {"regex": "(a+)+$"},
+        {"": 1},
+        {"odd name": 1},
+    ],
+)
+def test_an_unknown_field_is_refused_by_name(
+    fake: RunningServer, path: str, body: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    [name] = fields
+    reply = fake.post(path, {**body, **fields})
+    assert reply.status == 400
+    assert (reply.error["param"] or "") == name
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}},
+        {"type": "json_object"},
+        {"type": "regex", "regex": "(a+)+$"},
+        {"type": "text", "extra": 1},
+        "text",
+    ],
+)
+def test_shapes_that_cannot_be_followed_are_refused_at_once(
+    fake: RunningServer, value: Any
+) -> None:
+    reply = fake.chat(response_format=value)
+    assert reply.status == 400
+    assert reply.error["param"].startswith("response_format")
+    assert fake.chat(response_format={"type": "text"}, max_tokens=1).status == 200
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "file", "file": {"file_id": "1"}},
+    ],
+)
+def test_nothing_is_fetched_for_a_message(fake: RunningServer, part: dict[str, Any]) -> None:
+    reply = fake.chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, part]}])
+    assert reply.status == 400
+    assert "is not supported; supported: 'text'" in reply.error["message"]
+
+
+# ---- random bodies
+
+
+@pytest.fixture(scope="module")
+def fuzzed(text_model: Path) -> Iterator[RunningServer]:
+    with fake_server(text_model, PacedExecutor(num_blocks=1024), body_timeout_s=5.0) as server:
+        yield server
+
+
+def _description() -> dict[str, Any]:
+    def never(_: object) -> Any:
+        raise AssertionError
+
+    app: Any = create_app(Service(ServerSettings(), never))._app
+    found: dict[str, Any] = app.openapi()
+    return found
+
+
+schema = schemathesis.openapi.from_dict(_description())
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+def hold(case: Any, fuzzed: RunningServer, tiny: RunningServer) -> None:
+    """Answered as described; embeddings by a real model, since the hash model has no states."""
+    server = tiny if case.path == "/v1/embeddings" else fuzzed
+    case.call_and_validate(base_url=server.url, checks=CHECKS)
+
+
+@schema.parametrize()
+@settings(max_examples=25, suppress_health_check=list(HealthCheck), deadline=None)
+def test_random_requests_are_answered_as_described(
+    case: Any, fuzzed: RunningServer, tiny: RunningServer
+) -> None:
+    hold(case, fuzzed, tiny)
+
+
+@pytest.mark.long
+@schema.parametrize()
+@settings(max_examples=1000, suppress_health_check=list(HealthCheck), deadline=None)
+def test_many_random_requests_are_answered_as_described(
+    case: Any, fuzzed: RunningServer, tiny: RunningServer
+) -> None:
+    hold(case, fuzzed, tiny)
+
+
+def test_the_server_is_sound_after_all_that(fuzzed: RunningServer) -> None:
+    fuzzed.wait_until_idle()
+    assert fuzzed.chat(max_tokens=2).status == 200
