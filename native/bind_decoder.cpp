@@ -79,7 +79,7 @@ class Runner {
       : decoder(shape, kernels, num_threads, may_spin) {}
 
   // None where the step was cancelled.
-  nb::object step(int64_t step_id, nb::tuple plans, nb::list requests, nb::list target_logprobs,
+  nb::object step(nb::tuple plans, nb::list requests, nb::list target_logprobs,
                   nb::tuple copies, int64_t max_context, int64_t num_blocks) {
     std::vector<SequenceJob> jobs;
     jobs.reserve(plans.size());
@@ -93,7 +93,7 @@ class Runner {
     {
       nb::gil_scoped_release released;
       try {
-        outcomes = run_step(decoder, step_id, jobs, block_copies, {max_context, num_blocks},
+        outcomes = run_step(decoder, jobs, block_copies, {max_context, num_blocks},
                             scratch_);
       } catch (const Cancelled&) {
         is_cancelled = true;
@@ -158,6 +158,13 @@ int add_matrix(Runner& self, const std::string& format, Array<const uint8_t> blo
   return self.decoder.add_matrix(format.c_str(), data, num_rows, in_size, whole_rows, scale, bias);
 }
 
+// What a matrix takes once packed.
+int64_t packed_bytes(const std::string& format, int64_t num_rows, int64_t in_size) {
+  const SourceFormat* source = source_format(format.c_str());
+  if (!source) throw nb::value_error(("no kernel for the format " + format).c_str());
+  return (num_rows + row_group - 1) / row_group * group_bytes_of(source->packed, in_size);
+}
+
 void add_stage(Runner& self, const std::string& kind, const std::string& input, int norm,
                std::vector<int> matrices, bool quantises, int layer, int query_norm,
                int key_norm) {
@@ -208,6 +215,7 @@ void bind_decoder(nb::module_& m) {
   nb::list fields;
   for (const char* field : plan_fields) fields.append(field);
   m.attr("plan_fields") = nb::tuple(fields);
+  m.def("packed_bytes", &packed_bytes, "format"_a, "num_rows"_a, "in_size"_a);
   nb::class_<Runner>(m, "Decoder")
       .def("add_matrix", &add_matrix, "format"_a, "blocks"_a, "num_rows"_a, "in_size"_a,
            "whole_rows"_a = false, "scale"_a = 1.0f, "bias"_a = -1)
@@ -232,9 +240,10 @@ void bind_decoder(nb::module_& m) {
            [](Runner& self, Array<const float> cosines, Array<const float> sines,
               int64_t positions) { self.decoder.set_rope(cosines.data(), sines.data(), positions); },
            "cosines"_a, "sines"_a, "positions"_a)
-      .def("step", &Runner::step, "step_id"_a, "plans"_a, "requests"_a, "target_logprobs"_a,
+      .def("step", &Runner::step, "plans"_a, "requests"_a, "target_logprobs"_a,
            "copies"_a, "max_context"_a, "num_blocks"_a)
-      .def("cancel", [](Runner& self, int64_t step_id) { self.decoder.cancel(step_id); })
+      .def("set_cancelled",
+           [](Runner& self, bool is_cancelled) { self.decoder.set_cancelled(is_cancelled); })
       .def("form",
            [](const Runner& self, int matrix) {
              const char* const names[] = {"groups", "row", "floats"};

@@ -157,7 +157,7 @@ void Decoder::run(const StepInput& input) {
   plan_attention(input);
   embed(input);
   for (const Stage& stage : stages_) {
-    if (stage.kind == Stage::attend) check_cancelled(input.step_id);
+    if (is_cancelled_.load(std::memory_order_relaxed)) throw Cancelled();
     compute(stage, input);
   }
   counters_.steps++;
@@ -173,10 +173,6 @@ void Decoder::compute(const Stage& stage, const StepInput& input) {
     case Stage::turn: return turn(stage, input);
     case Stage::attend: return attend(stage);
   }
-}
-
-void Decoder::check_cancelled(int64_t step_id) const {
-  if (cancelled_.load(std::memory_order_relaxed) == step_id) throw Cancelled();
 }
 
 void Decoder::make_room(int num_rows) {

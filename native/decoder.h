@@ -58,7 +58,6 @@ struct Chunk {
 };
 
 struct StepInput {
-  int64_t step_id;
   std::vector<int32_t> tokens, positions;  // [rows]
   std::vector<Chunk> chunks;
   std::vector<std::pair<int32_t, int32_t>> copies;  // blocks: source, target
@@ -103,7 +102,8 @@ class Decoder {
       });
     }
   }
-  void cancel(int64_t step_id) { cancelled_ = step_id; }
+  // From any thread: the step that runs, or the next one, stops at its next layer.
+  void set_cancelled(bool is_cancelled) { is_cancelled_ = is_cancelled; }
 
   Pool& pool() { return pool_; }
   const DecoderShape& shape() const { return shape_; }
@@ -151,7 +151,6 @@ class Decoder {
   int64_t size_of(Place which) const;
   LayerCache layer_cache(int layer) const;
   AttentionShape attention_shape(int layer) const;
-  void check_cancelled(int64_t step_id) const;
 
   DecoderShape shape_;
   const Kernels& kernels_;
@@ -173,7 +172,7 @@ class Decoder {
   int64_t projected_stride_ = 0, logits_stride_ = 0;
   std::vector<RowPlace> places_;
   std::vector<AttendTask> attend_tasks_;
-  std::atomic<int64_t> cancelled_{-1};
+  std::atomic<bool> is_cancelled_{false};
   Counters counters_;
 };
 

@@ -51,11 +51,9 @@ class Step {
   Step(Decoder& decoder, const std::vector<SequenceJob>& jobs, std::vector<SampleScratch>& scratch)
       : decoder_(decoder), jobs_(jobs), scratch_(scratch), outcomes_(jobs.size()) {}
 
-  std::vector<SequenceOutcome> run(int64_t step_id,
-                                   const std::vector<std::pair<int32_t, int32_t>>& copies,
+  std::vector<SequenceOutcome> run(const std::vector<std::pair<int32_t, int32_t>>& copies,
                                    const Limits& limits) {
     StepInput input;
-    input.step_id = step_id;
     input.copies = copies;
     for (size_t i = 0; i < jobs_.size(); i++) {
       outcomes_[i].fault = fault_of(jobs_[i], limits, decoder_.shape().vocabulary_size);
@@ -161,13 +159,12 @@ class Step {
 
 }  // namespace
 
-std::vector<SequenceOutcome> run_step(Decoder& decoder, int64_t step_id,
-                                      const std::vector<SequenceJob>& jobs,
+std::vector<SequenceOutcome> run_step(Decoder& decoder, const std::vector<SequenceJob>& jobs,
                                       const std::vector<std::pair<int32_t, int32_t>>& copies,
                                       const Limits& limits,
                                       std::vector<SampleScratch>& scratch) {
   scratch.resize(static_cast<size_t>(decoder.pool().size()));
-  return Step(decoder, jobs, scratch).run(step_id, copies, limits);
+  return Step(decoder, jobs, scratch).run(copies, limits);
 }
 
 }  // namespace quire

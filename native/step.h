@@ -35,8 +35,7 @@ struct Limits {
 
 // Computes all jobs in one pass over the model; a job's fault is in its outcome alone.
 // Throws Cancelled, or std::bad_alloc for the whole step.
-std::vector<SequenceOutcome> run_step(Decoder& decoder, int64_t step_id,
-                                      const std::vector<SequenceJob>& jobs,
+std::vector<SequenceOutcome> run_step(Decoder& decoder, const std::vector<SequenceJob>& jobs,
                                       const std::vector<std::pair<int32_t, int32_t>>& copies,
                                       const Limits& limits,
                                       std::vector<SampleScratch>& scratch);

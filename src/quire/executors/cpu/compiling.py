@@ -1,7 +1,8 @@
 """From a ModelSpec and its tensors to a native decoder: weights packed, stages listed once."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,8 @@ _NO_VECTOR = -1
 _TERNARY = ("TQ1_0", "TQ2_0")
 
 
-class Threads(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Threads:
     count: int
     may_spin: bool  # whether waiting threads may burn their cores
 

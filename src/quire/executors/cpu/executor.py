@@ -1,5 +1,6 @@
 """CpuExecutor: one native call a step, over weights in their packed form."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
@@ -62,6 +63,8 @@ class CpuExecutor(StepWorker):
             max_batch_size=max_batch_size,
             max_step_tokens=max_step_tokens,
         )
+        self._running: CancelFlag | None = None  # of the step that computes
+        self._running_lock = threading.Lock()
         self._num_positions = 0
         self._reach(min(_FIRST_POSITIONS, self._capacity.max_context))
         self._requests = SampleRequests()
@@ -105,7 +108,9 @@ class CpuExecutor(StepWorker):
 
     def cancel(self, ticket: StepTicket) -> None:
         super().cancel(ticket)
-        self._decoder.cancel(ticket.step_id)
+        with self._running_lock:  # so that no other step can have taken its place
+            if self._running is ticket.flag:
+                self._decoder.set_cancelled(True)
 
     def cache_block(self, layer: int, block: int) -> bytes:
         """The bytes of one layer's keys and values in one block."""
@@ -119,8 +124,24 @@ class CpuExecutor(StepWorker):
         sequences = tuple(self._resolved(sequence) for sequence in plan.sequences)
         ends = [sequence.end for sequence in sequences]
         self._reach(min(max(ends, default=0), self._capacity.max_context))
+        self._set_running(flag)
+        try:
+            flag.check()  # it may have been raised before the step could be stopped
+            results = self._run_native(plan, sequences)
+        finally:
+            self._set_running(None)
+        self._remember(plan.step_id, results)
+        return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
+
+    def _set_running(self, flag: CancelFlag | None) -> None:
+        with self._running_lock:
+            self._running = flag
+            self._decoder.set_cancelled(False)
+
+    def _run_native(
+        self, plan: StepPlan, sequences: tuple[SequencePlan, ...]
+    ) -> tuple[SequenceResult, ...]:
         outcomes = self._decoder.step(
-            plan.step_id,
             sequences,
             [self._request(sequence) for sequence in sequences],
             [_num_target_logprobs(sequence) for sequence in sequences],
@@ -129,14 +150,11 @@ class CpuExecutor(StepWorker):
             self._capacity.num_blocks,
         )
         if outcomes is None:
-            flag.check()
             raise StepCancelledError(f"step {plan.step_id} was cancelled")
-        results = tuple(
+        return tuple(
             _result(sequence, *outcome)
             for sequence, outcome in zip(sequences, outcomes, strict=True)
         )
-        self._remember(plan.step_id, results)
-        return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
 
     def _request(self, plan: SequencePlan) -> object:
         return self._requests.request(plan) if plan.want == Want.SAMPLE else None
