@@ -6,8 +6,9 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 FUZZ_SECONDS ?= 60
 NATIVE := build/native/.built
+NODE_CLIENT := build/node/.ready
 
-.PHONY: help setup native test test-long fuzz check format bench serve dist dist-check clean
+.PHONY: help setup native node-client test test-long fuzz check format bench serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,7 +29,16 @@ setup: $(READY) $(NATIVE)  ## make the virtual environment and the native module
 
 native: $(NATIVE)  ## build the native module
 
-test: $(READY) $(NATIVE)  ## run the tests
+$(NODE_CLIENT):
+	mkdir -p build/node
+	if command -v npm > /dev/null; then \
+	  npm install --prefix build/node --no-audit --no-fund --silent openai@6.49.0; \
+	else echo "npm is not installed: the test with its client will be skipped"; fi
+	touch $(NODE_CLIENT)
+
+node-client: $(NODE_CLIENT)  ## install the npm client that the server is tested with
+
+test: $(READY) $(NATIVE) $(NODE_CLIENT)  ## run the tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long"
 
 test-long: $(READY) $(NATIVE)  ## run the long random tests
@@ -52,8 +62,9 @@ format: $(READY)  ## format and mend what can be mended
 bench: $(READY)  ## measure the engine and draw the figures under docs/
 	$(BIN)/quire bench engine --out docs/figures
 
-serve: $(READY)  ## serve the default model
-	@echo "quire has no server yet: it comes with the HTTP layer (see CHANGELOG.md)." && exit 1
+serve: $(READY) $(NATIVE)  ## serve the default model; SERVE_OPTIONS="--port 9000" and the like
+	$(BIN)/quire pull > /dev/null
+	$(BIN)/quire serve $(SERVE_OPTIONS)
 
 dist: $(READY)  ## build the wheel and the sdist
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
