@@ -21,7 +21,6 @@ namespace quire {
 namespace {
 
 using Logits = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Doubles = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ids = std::vector<int64_t>;
 
 SampleSettings new_settings(double temperature, int64_t top_k, double top_p, double min_p,
@@ -98,11 +97,7 @@ nb::tuple score_row(Logits logits, int64_t token, int num_top) {
 void bind_parts(nb::module_& m) {
   m.def("draw_bits", &draw_bits, "seed"_a, "index"_a, "position"_a);
   m.def("log", &log_of, "value"_a);
-  m.def("exp", [](Doubles values) {
-    std::vector<double> results(values.size());
-    exp_each(values.data(), static_cast<int>(values.size()), results.data());
-    return results;
-  });
+  m.def("exp", &exp_of, "value"_a);
   m.def("sum_of_exponentials", [](Logits values, double best) {
     return sum_of_exponentials(values.data(), static_cast<int64_t>(values.size()), best);
   });

@@ -19,12 +19,13 @@ constexpr double to_integer = 0x1.8p+52;  // added, it leaves the nearest intege
 constexpr double root_of_half = 0x1.6a09e667f3bcdp-1;
 }  // namespace elementary
 
-// e to the value, for values from lowest_exponent to 0.
-inline double exp_in_range(double value) {
+// e to the value, for values of at most 0.
+inline double exp_of(double value) {
   using namespace elementary;
-  const double shifted = value * log2_e + to_integer;
+  const double bounded = value < lowest_exponent ? lowest_exponent : value;
+  const double shifted = bounded * log2_e + to_integer;
   const double power = shifted - to_integer;
-  const double rest = (value - power * ln2_high) - power * ln2_low;
+  const double rest = (bounded - power * ln2_high) - power * ln2_low;
   double result = 0x1.af38a9b0ec855p-26;
   result = result * rest + 0x1.289185613a3d6p-22;
   result = result * rest + 0x1.71de0dae63bb3p-19;
@@ -41,17 +42,7 @@ inline double exp_in_range(double value) {
   std::memcpy(&shifted_bits, &shifted, 8);
   result_bits += shifted_bits << 52;  // times 2 ** power
   std::memcpy(&result, &result_bits, 8);
-  return result;
-}
-
-// e to each value of at most 0. Three loops, so that they become vector code: in one, compilers
-// branch on the comparison that the first and the last share.
-inline void exp_each(const double* values, int count, double* out) {
-  for (int i = 0; i < count; i++) {
-    out[i] = values[i] < lowest_exponent ? lowest_exponent : values[i];
-  }
-  for (int i = 0; i < count; i++) out[i] = exp_in_range(out[i]);
-  for (int i = 0; i < count; i++) out[i] = values[i] < lowest_exponent ? 0.0 : out[i];
+  return value < lowest_exponent ? 0.0 : result;
 }
 
 // The natural logarithm of a finite number of at least 1.

@@ -1,7 +1,7 @@
-// Loops of fixed length over small arrays, written so that compilers turn them into vector code.
+// Loops over blocks of tokens, written so that compilers turn them into vector code.
 //
-// They are compiled a second time for AVX2 and chosen when the module is loaded. That changes no
-// bit: they hold elementwise IEEE operations, integer ones, and sums whose order the lanes fix.
+// They are compiled again for AVX2 and AVX-512 and chosen when the module is loaded. That changes
+// no bit: they hold elementwise IEEE operations, integer ones, and sums whose order the lanes fix.
 #include "sampler_passes.h"
 
 #include <algorithm>
@@ -9,14 +9,19 @@
 #include <cstring>
 #include <limits>
 
+#if defined(__GNUC__) && !defined(__clang__)
+// Nobody looks at the floating-point flags, so both sides of a choice may be computed: without this
+// GCC keeps branches, and no loop with a choice in it becomes vector code. Values do not change.
+#pragma GCC optimize("no-trapping-math")
+#endif
 #include "elementary.h"
 
 // The choice is made before a sanitizer's run-time is ready, so sanitized builds go without it.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define QUIRE_ALSO_FOR_AVX2 __attribute__((target_clones("default", "avx2")))
+#define QUIRE_FOR_EACH_SET __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
-#define QUIRE_ALSO_FOR_AVX2
+#define QUIRE_FOR_EACH_SET
 #endif
 
 namespace quire {
@@ -44,7 +49,7 @@ struct Range {
   int32_t least, greatest;  // keys
 };
 
-QUIRE_ALSO_FOR_AVX2
+QUIRE_FOR_EACH_SET
 Range range_of_block(const float* values) {
   int32_t bits[pass_block];
   std::memcpy(bits, values, sizeof(bits));
@@ -57,47 +62,37 @@ Range range_of_block(const float* values) {
   return range;
 }
 
-QUIRE_ALSO_FOR_AVX2
-void weigh_full_block(const float* scores, const Softening& how, double* weights) {
-  const double best = how.best, temperature = how.temperature, min_p = how.min_p;
-  double exponents[pass_block], likelihoods[pass_block];
-  for (int i = 0; i < pass_block; i++) exponents[i] = static_cast<double>(scores[i]) - best;
-  if (temperature != 1.0) {  // dividing by 1 changes nothing but the time
-    for (int i = 0; i < pass_block; i++) exponents[i] /= temperature;
-  }
-  exp_each(exponents, pass_block, likelihoods);
-  for (int i = 0; i < pass_block; i++) {
-    weights[i] = (likelihoods[i] * weight_one + to_whole) - to_whole;  // to the nearest integer
-  }
-  double excess[pass_block];  // where that was up
-  for (int i = 0; i < pass_block; i++) {
-    excess[i] = weights[i] > likelihoods[i] * weight_one ? 1.0 : 0.0;
-  }
-  for (int i = 0; i < pass_block; i++) weights[i] -= excess[i];
-  for (int i = 0; i < pass_block; i++) weights[i] = likelihoods[i] < min_p ? 0.0 : weights[i];
+// The weight of a token whose logit over the temperature is so far from the best one's.
+inline double weight_at(double exponent, double min_p) {
+  const double likelihood = exp_of(exponent);
+  const double exact = likelihood * weight_one;
+  const double nearest = (exact + to_whole) - to_whole;
+  const double floor = nearest > exact ? nearest - 1.0 : nearest;
+  return likelihood < min_p ? 0.0 : floor;
 }
 
-QUIRE_ALSO_FOR_AVX2
+QUIRE_FOR_EACH_SET
+void weigh_full_block(const float* scores, const Softening& how, double* __restrict weights) {
+  const double best = how.best, temperature = how.temperature, min_p = how.min_p;
+  if (temperature == 1.0) {  // dividing by 1 changes nothing but the time
+    for (int i = 0; i < pass_block; i++) {
+      weights[i] = weight_at(static_cast<double>(scores[i]) - best, min_p);
+    }
+  } else {
+    for (int i = 0; i < pass_block; i++) {
+      weights[i] = weight_at((static_cast<double>(scores[i]) - best) / temperature, min_p);
+    }
+  }
+}
+
+QUIRE_FOR_EACH_SET
 void add_exponentials(const float* values, double best, double* lanes) {
-  double exponents[pass_block], exponentials[pass_block];
-  for (int i = 0; i < pass_block; i++) exponents[i] = static_cast<double>(values[i]) - best;
-  exp_each(exponents, pass_block, exponentials);
+  double exponentials[pass_block];
+  for (int i = 0; i < pass_block; i++) {
+    exponentials[i] = exp_of(static_cast<double>(values[i]) - best);
+  }
   for (int i = 0; i < pass_block; i += num_sum_lanes) {
     for (int lane = 0; lane < num_sum_lanes; lane++) lanes[lane] += exponentials[i + lane];
-  }
-}
-
-// Eight tokens for each byte of the mask.
-QUIRE_ALSO_FOR_AVX2
-void copy_allowed_bytes(const float* row, const uint8_t* allowed, int64_t num_bytes,
-                        float* __restrict out) {
-  static const int32_t bits[8] = {1, 2, 4, 8, 16, 32, 64, 128};
-  for (int64_t byte = 0; byte < num_bytes; byte++) {
-    const int32_t mask = allowed[byte];
-    for (int bit = 0; bit < 8; bit++) {
-      const float value = row[byte * 8 + bit];
-      out[byte * 8 + bit] = (mask & bits[bit]) != 0 ? value : minus_infinity;
-    }
   }
 }
 
@@ -143,10 +138,23 @@ bool is_finite(const float* values, int64_t size) {
   return std::all_of(values, end, [](float value) { return std::isfinite(value); });
 }
 
+// Most bytes of a grammar's mask forbid, or allow, all of their eight tokens.
 void copy_allowed(const float* row, int64_t size, const uint8_t* allowed, int64_t num_bytes,
                   float* out) {
   const int64_t num_whole = std::min(size / 8, num_bytes);
-  copy_allowed_bytes(row, allowed, num_whole, out);
+  for (int64_t byte = 0; byte < num_whole; byte++) {
+    const float* source = row + byte * 8;
+    float* target = out + byte * 8;
+    if (allowed[byte] == 0x00) {
+      std::fill_n(target, 8, minus_infinity);
+    } else if (allowed[byte] == 0xff) {
+      std::memcpy(target, source, 8 * sizeof(float));
+    } else {
+      const int mask = allowed[byte];
+      for (int bit = 0; bit < 8; bit++)
+        target[bit] = mask >> bit & 1 ? source[bit] : minus_infinity;
+    }
+  }
   for (int64_t token = num_whole * 8; token < size; token++) {
     const bool is_allowed = token / 8 < num_bytes && (allowed[token / 8] >> (token % 8) & 1) != 0;
     out[token] = is_allowed ? row[token] : minus_infinity;
@@ -161,21 +169,23 @@ void weigh_block(const float* scores, int count, const Softening& how, double* w
   }
 }
 
-QUIRE_ALSO_FOR_AVX2
+// Halves upon halves: the sums are exact in any order, and each loop is elementwise.
+QUIRE_FOR_EACH_SET
 BlockWeight add_block(const double* weights) {
-  double mass[8] = {}, heaviest[8] = {};
-  for (int i = 0; i < pass_block; i += 8) {
-    for (int lane = 0; lane < 8; lane++) {
-      const double weight = weights[i + lane];
-      mass[lane] += weight;
-      heaviest[lane] = weight > heaviest[lane] ? weight : heaviest[lane];
+  constexpr int half_block = pass_block / 2;
+  double masses[half_block], heaviest[half_block];
+  for (int i = 0; i < half_block; i++) {
+    const double low = weights[i], high = weights[i + half_block];
+    masses[i] = low + high;
+    heaviest[i] = low > high ? low : high;
+  }
+  for (int half = half_block / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; i++) {
+      masses[i] += masses[i + half];
+      heaviest[i] = heaviest[i] > heaviest[i + half] ? heaviest[i] : heaviest[i + half];
     }
   }
-  for (int lane = 1; lane < 8; lane++) {
-    mass[0] += mass[lane];
-    heaviest[0] = std::max(heaviest[0], heaviest[lane]);
-  }
-  return {mass[0], heaviest[0]};
+  return {masses[0], heaviest[0]};
 }
 
 double sum_of_exponentials(const float* row, int64_t size, double best) {
@@ -188,7 +198,7 @@ double sum_of_exponentials(const float* row, int64_t size, double best) {
   return lanes[0];
 }
 
-QUIRE_ALSO_FOR_AVX2
+QUIRE_FOR_EACH_SET
 int count_above(const float* values, int count, double best, double log_sum, double threshold) {
   int num_above = 0;
   for (int i = 0; i < count; i++) {

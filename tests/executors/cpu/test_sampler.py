@@ -219,7 +219,7 @@ def test_draws_are_the_references(seed: int, index: int, position: int) -> None:
 @given(st.lists(st.floats(-800.0, 0.0) | st.just(-math.inf), min_size=1, max_size=40))
 @settings(max_examples=500)
 def test_exponentials_are_the_references(values: list[float]) -> None:
-    assert parts.exp(np.array(values)) == elementary.exp(np.array(values)).tolist()
+    assert [parts.exp(value) for value in values] == elementary.exp(np.array(values)).tolist()
 
 
 @given(st.floats(1.0, 1e300))
