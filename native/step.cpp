@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "sampler_passes.h"
+
 namespace quire {
 namespace {
 
@@ -39,12 +41,6 @@ struct HeadUse {
   int row_of_job;
   bool is_target;  // else the job's own want
 };
-
-bool is_finite_row(const float* logits, int64_t size) {
-  float worst = 0.0f;  // stays 0 unless something is not finite: x - x is then NaN
-  for (int64_t i = 0; i < size; i++) worst += logits[i] - logits[i];
-  return worst == 0.0f;
-}
 
 class Step {
  public:
@@ -129,7 +125,7 @@ class Step {
     const SequenceJob& job = jobs_[use.job];
     SequenceOutcome& outcome = outcomes_[use.job];
     const int64_t vocabulary = decoder_.shape().vocabulary_size;
-    if (!is_finite_row(logits, vocabulary)) return SampleFault::not_finite;
+    if (!is_finite(logits, vocabulary)) return SampleFault::not_finite;
     const size_t row = static_cast<size_t>(use.row_of_job);
     if (use.is_target) {
       outcome.target_scores[row] =
