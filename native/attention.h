@@ -9,6 +9,8 @@
 // outside a row's span is left out or replaced, never multiplied by 0: slots may hold anything.
 
 #define NOINLINE static __attribute__((noinline))
+// Loops over sums that are to stay in registers.
+#define UNROLLED _Pragma("GCC unroll 32") for
 // Aligned scratch that lives until the function returns.
 #define STACK_FLOATS(COUNT) \
   static_cast<float*>(__builtin_alloca_with_align(static_cast<size_t>(COUNT) * 4, 512))
@@ -154,50 +156,60 @@ struct CacheTile {
   const Element* values[tile_blocks];
   const float* key_scales[tile_blocks];
   const float* value_scales[tile_blocks];
+  // What is fetched on the way while these values are read: the keys of the next tile, as its
+  // blocks lie anywhere in memory. While keys are read, the values are fetched.
+  const Element* ahead[tile_blocks];
 };
+
+// Into the second cache: the first is too small for a tile and what follows it.
+INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 template <class Element>
 INLINE void find_tile(const HeadCache<Element>& cache, const int32_t* block_table, Span span,
                       CacheTile<Element>& tile) {
   for (int i = first_block(span); i < end_block(span); i++) {
     tile.keys[i] = cache.keys(block_table[i]);
-    tile.values[i] = cache.values(block_table[i]);
+    tile.values[i] = tile.ahead[i] = cache.values(block_table[i]);
     if (sizeof(Element) == 1) {
       tile.key_scales[i] = cache.scales(cache.layer.key_scales, block_table[i]);
       tile.value_scales[i] = cache.scales(cache.layer.value_scales, block_table[i]);
+      fetch(tile.key_scales[i]);
+      fetch(tile.value_scales[i]);
     }
   }
 }
 
 // scores[query][token of the tile], for some blocks side by side. queries: [dimension][query].
 template <class Element, int num_queries, int num_blocks>
-NOINLINE void score_blocks(const float* queries, int head_dim, const Element* const* keys,
-                           float* scores) {
+NOINLINE void score_blocks(const float* queries, int head_dim, const CacheTile<Element>& tile,
+                           int block, float* scores) {
   Floats sums[num_queries][num_blocks];
-  for (int q = 0; q < num_queries; q++)
-    for (int b = 0; b < num_blocks; b++) sums[q][b] = broadcast(0.0f);
+  UNROLLED (int q = 0; q < num_queries; q++)
+    UNROLLED (int b = 0; b < num_blocks; b++) sums[q][b] = broadcast(0.0f);
   for (int d = 0; d < head_dim; d++, queries += num_queries) {
     Floats key[num_blocks];
-    for (int b = 0; b < num_blocks; b++) key[b] = load_stored(keys[b] + d * block_size);
-    for (int q = 0; q < num_queries; q++) {
+    UNROLLED (int b = 0; b < num_blocks; b++) {
+      key[b] = load_stored(tile.keys[block + b] + d * block_size);
+      fetch(tile.values[block + b] + d * block_size);
+    }
+    UNROLLED (int q = 0; q < num_queries; q++) {
       const Floats query = broadcast(queries[q]);
-      for (int b = 0; b < num_blocks; b++) sums[q][b] = fma(query, key[b], sums[q][b]);
+      UNROLLED (int b = 0; b < num_blocks; b++) sums[q][b] = fma(query, key[b], sums[q][b]);
     }
   }
-  for (int q = 0; q < num_queries; q++)
-    for (int b = 0; b < num_blocks; b++)
-      store(scores + q * tile_size + b * block_size, sums[q][b]);
+  UNROLLED (int q = 0; q < num_queries; q++)
+    UNROLLED (int b = 0; b < num_blocks; b++)
+      store(scores + q * tile_size + (block + b) * block_size, sums[q][b]);
 }
 
 // Blocks [block, end), as many at once as are left.
 template <class Element, int num_queries, int num_blocks>
-INLINE void score_tile(const float* queries, int head_dim, const Element* const* keys, int block,
-                       int end, float* scores) {
+INLINE void score_tile(const float* queries, int head_dim, const CacheTile<Element>& tile,
+                       int block, int end, float* scores) {
   for (; block + num_blocks <= end; block += num_blocks)
-    score_blocks<Element, num_queries, num_blocks>(queries, head_dim, keys + block,
-                                                   scores + block * block_size);
+    score_blocks<Element, num_queries, num_blocks>(queries, head_dim, tile, block, scores);
   if constexpr (num_blocks > 1)
-    score_tile<Element, num_queries, num_blocks / 2>(queries, head_dim, keys, block, end, scores);
+    score_tile<Element, num_queries, num_blocks / 2>(queries, head_dim, tile, block, end, scores);
 }
 
 // ---- from scores to weights
@@ -261,42 +273,49 @@ INLINE Share weigh(const CacheTile<Element>& tile, Span span, float cap, float* 
 
 // sums[query][dimension] += weight * value over the span, for the vectors of dimensions from `first`.
 template <class Element, int num_queries, int num_vectors, bool is_part>
-NOINLINE void mix_vectors(const float* weights, const Element* const* values, int head_dim,
+NOINLINE void mix_vectors(const float* weights, const CacheTile<Element>& tile, int head_dim,
                           Span span, float* sums, int64_t sums_stride, int first) {
   Floats mixed[num_queries][num_vectors];
   sums += first;
-  for (int q = 0; q < num_queries; q++)
-    for (int v = 0; v < num_vectors; v++) mixed[q][v] = load(sums + q * sums_stride + 16 * v);
+  UNROLLED (int q = 0; q < num_queries; q++)
+    UNROLLED (int v = 0; v < num_vectors; v++)
+      mixed[q][v] = load(sums + q * sums_stride + 16 * v);
   for (int token = span.begin; token < span.end;) {
     const int block = token / block_size;
     const int end = (block + 1) * block_size < span.end ? (block + 1) * block_size : span.end;
-    const Element* row = values[block] + (token % block_size) * head_dim + first;
-    for (; token < end; token++, row += head_dim) {
+    const int64_t offset = (token % block_size) * head_dim + first;
+    const Element* row = tile.values[block] + offset;
+    const Element* ahead = tile.ahead[block] + offset;
+    for (; token < end; token++, row += head_dim, ahead += head_dim) {
       Floats value[num_vectors];
-      for (int v = 0; v < num_vectors; v++)
+      UNROLLED (int v = 0; v < num_vectors; v++) {
         value[v] = is_part ? load_stored_first(row, head_dim - first) : load_stored(row + 16 * v);
-      for (int q = 0; q < num_queries; q++) {
+        if (v * 16 * sizeof(Element) % 64 == 0) fetch(ahead + 16 * v);
+      }
+      UNROLLED (int q = 0; q < num_queries; q++) {
         const Floats weight = broadcast(weights[q * tile_size + token]);
-        for (int v = 0; v < num_vectors; v++) mixed[q][v] = fma(weight, value[v], mixed[q][v]);
+        UNROLLED (int v = 0; v < num_vectors; v++)
+          mixed[q][v] = fma(weight, value[v], mixed[q][v]);
       }
     }
   }
-  for (int q = 0; q < num_queries; q++)
-    for (int v = 0; v < num_vectors; v++) store(sums + q * sums_stride + 16 * v, mixed[q][v]);
+  UNROLLED (int q = 0; q < num_queries; q++)
+    UNROLLED (int v = 0; v < num_vectors; v++)
+      store(sums + q * sums_stride + 16 * v, mixed[q][v]);
 }
 
 // Dimensions from `first` on, as many vectors at once as are left.
 template <class Element, int num_queries, int num_vectors>
-INLINE void mix_dimensions(const float* weights, const Element* const* values, int head_dim,
+INLINE void mix_dimensions(const float* weights, const CacheTile<Element>& tile, int head_dim,
                            Span span, float* sums, int64_t sums_stride, int first) {
   for (; first + 16 * num_vectors <= head_dim; first += 16 * num_vectors)
-    mix_vectors<Element, num_queries, num_vectors, false>(weights, values, head_dim, span, sums,
+    mix_vectors<Element, num_queries, num_vectors, false>(weights, tile, head_dim, span, sums,
                                                           sums_stride, first);
   if constexpr (num_vectors > 1)
-    mix_dimensions<Element, num_queries, num_vectors / 2>(weights, values, head_dim, span, sums,
+    mix_dimensions<Element, num_queries, num_vectors / 2>(weights, tile, head_dim, span, sums,
                                                           sums_stride, first);
   else if (first < head_dim)
-    mix_vectors<Element, num_queries, 1, true>(weights, values, head_dim, span, sums, sums_stride,
+    mix_vectors<Element, num_queries, 1, true>(weights, tile, head_dim, span, sums, sums_stride,
                                                first);
 }
 
@@ -304,8 +323,8 @@ template <class Element, int num_queries>
 INLINE void mix(const float* weights, const CacheTile<Element>& tile, int head_dim, Span span,
                 float* sums, int64_t sums_stride) {
   if (!is_empty(span))
-    mix_dimensions<Element, num_queries, vectors_beside(num_queries)>(
-        weights, tile.values, head_dim, span, sums, sums_stride, 0);
+    mix_dimensions<Element, num_queries, vectors_beside(num_queries)>(weights, tile, head_dim,
+                                                                      span, sums, sums_stride, 0);
 }
 
 // ---- several queries over one tile
@@ -345,7 +364,7 @@ NOINLINE void attend_group(const CacheTile<Element>& tile, int head_dim, float c
   alignas(64) float scores[num_queries * tile_size];
   const Span any = hull(group.spans, num_queries);
   score_tile<Element, num_queries, vectors_beside(num_queries)>(
-      group.queries, head_dim, tile.keys, first_block(any), end_block(any), scores);
+      group.queries, head_dim, tile, first_block(any), end_block(any), scores);
   for (int q = 0; q < num_queries; q++)
     if (!is_empty(group.spans[q]))
       group.shares[q] = weigh(tile, group.spans[q], cap, scores + q * tile_size);
@@ -376,6 +395,7 @@ struct Queries {
     return query / group * stride + static_cast<int64_t>(query % group) * shape.head_dim;
   }
   INLINE_METHOD Span seen(int query) const { return seen_by(shape, rows[query / group].position); }
+  INLINE_METHOD Span seen_by_any() const { return {seen(0).begin, seen(count - 1).end}; }
 };
 
 // Where group i begins of so many query groups, all of nearly equal size.
@@ -391,6 +411,33 @@ INLINE void pack_group(const Queries& queries, float factor, int begin, int coun
   }
 }
 
+// The tiles of a span, one after the other, while the next is being fetched.
+template <class Element>
+struct TileWalk {
+  const HeadCache<Element>& cache;
+  const int32_t* block_table;
+  Span seen;
+  CacheTile<Element> current, next;
+
+  INLINE_METHOD void find(int tile, CacheTile<Element>& found) {
+    find_tile(cache, block_table + tile * tile_blocks, within_tile(seen, tile), found);
+  }
+  INLINE_METHOD void begin(int tile) {
+    find(tile, next);
+    const Span span = within_tile(seen, tile);
+    const int64_t size = cache.head_dim * block_size;
+    for (int b = first_block(span); b < end_block(span); b++)
+      for (int64_t i = 0; i < size; i += 64 / sizeof(Element)) fetch(next.keys[b] + i);
+  }
+  INLINE_METHOD void advance(int tile, bool is_last) {
+    current = next;
+    if (is_last) return;
+    find(tile + 1, next);
+    const Span span = within_tile(seen, tile + 1);
+    for (int b = first_block(span); b < end_block(span); b++) current.ahead[b] = next.keys[b];
+  }
+};
+
 // Calls take(query, tile, share, mixed) for every query and each of the tiles in which it sees
 // something, tiles ascending.
 template <class Element, class Take>
@@ -405,11 +452,10 @@ INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, 
   QueryGroup group;
   group.stride = (shape.head_dim + 15) / 16 * 16;
   group.mixed = STACK_FLOATS(most_queries * group.stride);
-  CacheTile<Element> place;
-  const Span seen{queries.seen(0).begin, queries.seen(queries.count - 1).end};
+  TileWalk<Element> walk{cache, queries.rows[0].block_table, queries.seen_by_any(), {}, {}};
+  walk.begin(tiles.begin);
   for (int tile = tiles.begin; tile < tiles.end; tile++) {
-    find_tile(cache, queries.rows[0].block_table + tile * tile_blocks, within_tile(seen, tile),
-              place);
+    walk.advance(tile, tile + 1 == tiles.end);
     for (int g = 0; g < num_groups; g++) {
       group.begin = group_begin(queries, num_groups, g);
       group.count = group_begin(queries, num_groups, g + 1) - group.begin;
@@ -419,7 +465,7 @@ INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, 
       for (int q = 0; q < group.count; q++)
         group.spans[q] = within_tile(queries.seen(group.begin + q), tile);
       if (is_empty(hull(group.spans, group.count))) continue;
-      attend_any_group<Element>(place, shape.head_dim, cap, group);
+      attend_any_group<Element>(walk.current, shape.head_dim, cap, group);
       for (int q = 0; q < group.count; q++)
         if (!is_empty(group.spans[q]))
           take(group.begin + q, tile, group.shares[q], group.mixed + q * group.stride);
@@ -456,8 +502,8 @@ template <class Element>
 NOINLINE void attend_some(const HeadCache<Element>& cache, const Queries& queries, float* out) {
   const int head_dim = queries.shape.head_dim;
   Share totals[most_queries_packed];
-  const Span seen{queries.seen(0).begin, queries.seen(queries.count - 1).end};
-  walk_tiles(cache, queries, tiles_of(seen), [&](int query, int tile, Share share, float* mixed) {
+  const Span tiles = tiles_of(queries.seen_by_any());
+  walk_tiles(cache, queries, tiles, [&](int query, int tile, Share share, float* mixed) {
     float* own = out + queries.offset(query);
     if (tile == tiles_of(queries.seen(query)).begin) {
       totals[query] = share;

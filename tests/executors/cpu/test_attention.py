@@ -1,0 +1,223 @@
+"""Native paged attention: against float64, and the same bits however the rows are grouped."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from quire.executors.cpu.native import native_module
+
+_native = native_module()
+Floats = npt.NDArray[np.float32]
+
+UNITS = _native.units()
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    context: int = 300
+    window: int = 0
+    soft_cap: float = 0.0
+    is_int8: bool = False
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+class Sequence:
+    """Random queries, keys and values of one sequence."""
+
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        self.shape = shape
+        random = np.random.default_rng(seed)
+        kv = (shape.context, shape.num_kv_heads, shape.head_dim)
+        self.keys = random.standard_normal(kv).astype(np.float32)
+        self.values = random.standard_normal(kv).astype(np.float32)
+        q = (shape.context, shape.num_heads, shape.head_dim)
+        self.queries = (random.standard_normal(q) * 2).astype(np.float32)
+        num_blocks = -(-shape.context // BLOCK_SIZE)
+        self.block_table = random.permutation(num_blocks + 3)[:num_blocks].astype(np.int32)
+
+    def cache(self, unit: str, stored: int | None = None) -> Any:
+        """All keys and values written, or those of the first positions alone."""
+        shape = self.shape
+        cache = _native.Cache(
+            unit,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            self.block_table,
+            window=shape.window,
+            scale=shape.scale,
+            soft_cap=shape.soft_cap,
+            is_int8=shape.is_int8,
+        )
+        for position in range(shape.context if stored is None else stored):
+            cache.store(position, self.keys[position].ravel(), self.values[position].ravel())
+        return cache
+
+    def attended(self, cache: Any, position: int, num_rows: int = 1) -> Floats:
+        queries = self.queries[position : position + num_rows].ravel()
+        out = np.empty_like(queries)
+        cache.attend(position, num_rows, queries, out)
+        return out.reshape(num_rows, self.shape.num_heads, self.shape.head_dim)
+
+    def exact(self, position: int) -> npt.NDArray[np.float64]:
+        """In float64, from keys and values as the cache rounds them."""
+        shape = self.shape
+        start = max(0, position - shape.window + 1) if shape.window else 0
+        keys = as_stored(self.keys[start : position + 1], shape.is_int8)
+        values = as_stored(self.values[start : position + 1], shape.is_int8)
+        group = shape.num_heads // shape.num_kv_heads
+        query = self.queries[position].astype(np.float64).reshape(-1, group, shape.head_dim)
+        scores = np.einsum("hgd,thd->hgt", query, keys) * shape.scale
+        if shape.soft_cap:
+            scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        mixed = np.einsum("hgt,thd->hgd", weights, values)
+        return mixed.reshape(shape.num_heads, shape.head_dim)
+
+
+def as_stored(x: Floats, is_int8: bool) -> npt.NDArray[np.float64]:
+    if not is_int8:
+        return x.astype(np.float16).astype(np.float64)
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    codes = np.rint(x * (np.float32(127) / largest))
+    return codes.astype(np.float64) * (largest / np.float32(127)).astype(np.float64)
+
+
+def assert_close(got: Floats, exact: npt.NDArray[np.float64]) -> None:
+    error = np.linalg.norm(got - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+    assert error.max() <= 1e-5
+
+
+def same_bits(a: Floats, b: Floats) -> bool:
+    return np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+SHAPES = {
+    "plain": Shape(),
+    "smollm2": Shape(num_heads=9, num_kv_heads=3, context=140),
+    "no groups": Shape(num_heads=3, num_kv_heads=3, head_dim=128, context=131),
+    "groups of 16": Shape(num_heads=16, num_kv_heads=1, head_dim=32, context=70),
+    "groups of 7": Shape(num_heads=7, num_kv_heads=1, head_dim=256, context=40),
+    "heads of 80": Shape(num_heads=4, num_kv_heads=2, head_dim=80, context=50),
+    "heads of 20": Shape(head_dim=20, context=150),
+    "heads of 7": Shape(head_dim=7, context=40),
+    "window": Shape(window=50),
+    "wide window": Shape(window=200),
+    "window of 1": Shape(window=1, context=40),
+    "capped": Shape(soft_cap=2.0, context=150),
+    "bytes": Shape(is_int8=True),
+    "bytes, all at once": Shape(is_int8=True, window=60, soft_cap=3.0, head_dim=40),
+}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+@EVERY_SHAPE
+def test_every_row_is_the_mean_of_values_by_softmax_of_scores(shape: Shape) -> None:
+    sequence = Sequence(shape)
+    cache = sequence.cache(UNITS[-1])
+    for position in {0, 1, 15, 16, 17, shape.context // 2, shape.context - 1}:
+        assert_close(sequence.attended(cache, position)[0], sequence.exact(position))
+
+
+def test_tiles_that_end_before_on_and_after_the_position_are_right() -> None:
+    sequence = Sequence(Shape(context=520))
+    cache = sequence.cache(UNITS[-1])
+    for position in (126, 127, 128, 129, 255, 256, 257, 383, 384, 511, 512):
+        assert_close(sequence.attended(cache, position)[0], sequence.exact(position))
+
+
+@EVERY_SHAPE
+def test_all_units_write_the_same_bytes_and_attend_with_the_same_bits(shape: Shape) -> None:
+    shape = replace(shape, context=min(shape.context, 150))
+    sequence = Sequence(shape)
+    caches = [sequence.cache(unit) for unit in UNITS]
+    assert all(cache.bytes() == caches[0].bytes() for cache in caches)
+    for first, count in ((0, 7), (shape.context - 5, 5)):
+        rows = [sequence.attended(cache, first, count) for cache in caches]
+        assert all(same_bits(rows[0], other) for other in rows)
+
+
+@EVERY_SHAPE
+@pytest.mark.parametrize("chunk", [2, 3, 5, 8, 16, 33, 64])
+def test_rows_in_chunks_have_the_bits_of_rows_alone(shape: Shape, chunk: int) -> None:
+    sequence = Sequence(shape)
+    for unit in UNITS[1:] or UNITS:
+        cache = sequence.cache(unit)
+        alone = np.concatenate([sequence.attended(cache, p) for p in range(shape.context)])
+        for first in range(0, shape.context, chunk):
+            count = min(chunk, shape.context - first)
+            chunked = sequence.attended(cache, first, count)
+            assert same_bits(chunked, alone[first : first + count])
+
+
+@EVERY_SHAPE
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_row_in_parts_has_the_bits_of_the_row_whole(shape: Shape, unit: str) -> None:
+    sequence = Sequence(shape)
+    cache = sequence.cache(unit)
+    for position in (3, shape.context - 1):
+        queries = sequence.queries[position].ravel()
+        out = np.empty_like(queries)
+        cache.attend_apart(position, queries, out)
+        assert same_bits(out, sequence.attended(cache, position).ravel())
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 20])
+def test_slots_never_written_do_not_matter(unit: str, is_int8: bool, head_dim: int) -> None:
+    # A new cache is NaN throughout: whatever follows the last token stored is NaN.
+    sequence = Sequence(Shape(is_int8=is_int8, head_dim=head_dim, context=160))
+    for stored in (1, 5, 16, 130, 143):
+        rows = sequence.attended(sequence.cache(unit, stored), max(0, stored - 4), min(4, stored))
+        assert np.isfinite(rows).all()
+        assert_close(rows[-1], sequence.exact(stored - 1))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_blocks_before_the_window_are_not_looked_at(unit: str, is_int8: bool) -> None:
+    sequence = Sequence(Shape(window=40, context=150, is_int8=is_int8))
+    whole = sequence.attended(sequence.cache(unit), 147, 3)
+    cache = sequence.cache(unit, stored=0)
+    for position in range(147 - 39, 150):
+        cache.store(position, sequence.keys[position].ravel(), sequence.values[position].ravel())
+    assert same_bits(sequence.attended(cache, 147, 3), whole)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_a_token_that_is_not_finite_spoils_no_row_before_it(unit: str, is_int8: bool) -> None:
+    sequence = Sequence(Shape(context=40, is_int8=is_int8))
+    good = sequence.attended(sequence.cache(unit), 30, 5)
+    sequence.keys[33, :, 3] = np.nan
+    sequence.values[33, :, 5] = np.inf
+    spoiled = sequence.attended(sequence.cache(unit), 30, 5)
+    assert same_bits(spoiled[:3], good[:3])
+    assert np.isnan(spoiled[3:]).all(axis=(1, 2)).all()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_scores_far_apart_neither_overflow_nor_vanish(unit: str) -> None:
+    sequence = Sequence(Shape(context=300))
+    sequence.queries *= 100
+    assert_close(sequence.attended(sequence.cache(unit), 299)[0], sequence.exact(299))
+
+
+def test_bytes_cost_less_than_a_hundredth_beside_exact_keys_and_values() -> None:
+    sequence = Sequence(Shape(is_int8=True))
+    got = sequence.attended(sequence.cache(UNITS[-1]), 299)[0]
+    halves = Sequence(Shape()).exact(299)
+    error = np.square(got - halves).sum() / np.square(halves).sum()
+    assert 0 < error <= 1e-3

@@ -1,0 +1,194 @@
+"""The native kernels that work on one row: right, and the same bits from every unit."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from quire.executors.cpu.native import native_module
+from quire.executors.reference.decoder import rms_norm, rotate
+
+_native = native_module()
+Floats = npt.NDArray[np.float32]
+
+UNITS = _native.units()
+SIZES = [1, 15, 16, 17, 64, 100, 576, 1536]
+GROUP = np.dtype(
+    [
+        ("codes", "i1", 32),
+        ("scale", "f4"),
+        ("sum", "f4"),
+        ("sum_low", "f4"),
+        ("sum_high", "f4"),
+        ("scaled_sum", "f4"),
+        ("scaled_sum_low", "f4"),
+        ("scaled_sum_high", "f4"),
+        ("unused", "f4"),
+    ]
+)
+
+
+def normal(*shape: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def quantised_in_groups(unit: str, x: Floats) -> npt.NDArray[np.void]:
+    groups = np.zeros(len(x) // 32, GROUP)
+    _native.quantise_groups(unit, x, groups.view(np.uint8))
+    return groups
+
+
+def same_bits(results: list[Floats]) -> bool:
+    return all(np.array_equal(results[0].view(np.uint32), r.view(np.uint32)) for r in results)
+
+
+def test_a_unit_this_processor_lacks_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match='"riscv"'):
+        _native.add("riscv", normal(4), normal(4))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rms_norm_is_the_references_and_the_same_in_every_unit(size: int) -> None:
+    x, weight = normal(size) * 3, normal(size, seed=1)
+    results = [np.empty_like(x) for _ in UNITS]
+    for unit, out in zip(UNITS, results, strict=True):
+        _native.rms_norm(unit, x, weight, 1e-5, out)
+    np.testing.assert_allclose(results[0], rms_norm(x, weight, 1e-5), rtol=1e-6)
+    assert same_bits(results)
+
+
+def test_rms_norm_reads_and_writes_nothing_past_a_row_of_any_size() -> None:
+    for unit in UNITS:
+        for size in range(1, 40):
+            x = np.full(64, np.nan, np.float32)
+            x[:size] = normal(size)
+            out = np.full(64, 7, np.float32)
+            _native.rms_norm(unit, x[:size], np.ones(size, np.float32), 1e-5, out[:size])
+            assert np.isfinite(out).all() and (out[size:] == 7).all()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_groups_of_bytes_are_the_nearest_codes_of_a_scale_per_32(unit: str) -> None:
+    x = normal(576) * np.repeat(np.float32(10.0) ** np.arange(-9, 9), 32).astype(np.float32)
+    groups = quantised_in_groups(unit, x)
+    parts = x.reshape(-1, 32)
+    largest = np.abs(parts).max(axis=1, keepdims=True)
+    codes = np.rint(parts * (np.float32(127) / largest)).astype(np.int8)
+    assert np.array_equal(groups["codes"], codes)
+    assert np.array_equal(groups["scale"], (largest / np.float32(127)).ravel())
+    assert np.abs(codes).max(axis=1).tolist() == [127] * len(parts)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_ties_between_codes_go_to_the_even_one(unit: str) -> None:
+    x = np.zeros(32, np.float32)
+    x[:6] = [127, 0.5, 1.5, 2.5, -0.5, -1.5]
+    assert quantised_in_groups(unit, x)["codes"][0, :6].tolist() == [127, 0, 2, 2, 0, -2]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_sums_of_codes_are_exact_whole_and_by_halves(unit: str) -> None:
+    groups = quantised_in_groups(unit, normal(576, seed=3) + 1)
+    codes = groups["codes"].astype(np.int64)
+    for name, part in (("", codes), ("_low", codes[:, :16]), ("_high", codes[:, 16:])):
+        sums = part.sum(axis=1).astype(np.float32)
+        assert np.array_equal(groups["sum" + name], sums)
+        assert np.array_equal(groups["scaled_sum" + name], groups["scale"] * sums)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("tiny", [0.0, -0.0, 1e-45, 1e-38])
+def test_a_group_of_zeros_or_of_too_small_numbers_has_codes_0(unit: str, tiny: float) -> None:
+    groups = quantised_in_groups(unit, np.full(32, tiny, np.float32))
+    assert not groups["codes"].any() and groups["scale"][0] <= 1e-38
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [0, 5, 16, 31])
+def test_what_is_not_finite_ends_as_a_scale_that_is_nan(unit: str, bad: float, where: int) -> None:
+    x = normal(96)
+    x[32 + where] = bad
+    groups = quantised_in_groups(unit, x)
+    assert np.isnan(groups["scale"]).tolist() == [False, True, False]
+    assert np.isnan(groups["scaled_sum"][1]) and not groups["codes"][1].any()
+    rows = np.zeros(3, GROUP)
+    assert np.isnan(_native.quantise_row(unit, x, rows.view(np.uint8)))
+    assert not rows["codes"].any()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_whole_row_shares_one_scale_and_its_groups_sums_are_of_codes(unit: str) -> None:
+    x = normal(1536, seed=5)
+    groups = np.zeros(48, GROUP)
+    scale = _native.quantise_row(unit, x, groups.view(np.uint8))
+    largest = np.abs(x).max()
+    codes = np.rint(x * (np.float32(127) / largest)).astype(np.int8).reshape(-1, 32)
+    assert scale == largest / np.float32(127)
+    assert np.array_equal(groups["codes"], codes)
+    assert (groups["scale"] == 1).all()
+    assert np.array_equal(groups["scaled_sum"], codes.sum(axis=1, dtype=np.int64))
+    assert np.array_equal(groups["scaled_sum_high"], codes[:, 16:].sum(axis=1, dtype=np.int64))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_relu2", [False, True])
+def test_gates_are_the_references_and_the_same_in_every_unit(size: int, is_relu2: bool) -> None:
+    gate, up = normal(size) * 5, normal(size, seed=1)
+    wide = gate.astype(np.float64)
+    active = np.square(np.maximum(wide, 0)) if is_relu2 else wide / (1 + np.exp(-wide))
+    results = [np.empty_like(gate) for _ in UNITS]
+    for unit, out in zip(UNITS, results, strict=True):
+        _native.gate(unit, is_relu2, gate, up, out)
+    np.testing.assert_allclose(results[0], active * up, rtol=5e-7)
+    assert same_bits(results)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("is_relu2", [False, True])
+def test_gates_keep_nan_and_survive_large_numbers(unit: str, is_relu2: bool) -> None:
+    gate = np.array([np.nan, 200, -200, 1e4, -1e4], np.float32)
+    out = np.empty_like(gate)
+    _native.gate(unit, is_relu2, gate, np.ones_like(gate), out)
+    assert np.isnan(out[0])
+    assert out[1] == (40000 if is_relu2 else 200) and out[3] == (1e8 if is_relu2 else 1e4)
+    assert abs(out[2]) < 1e-30 and abs(out[4]) < 1e-30
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_are_added_exactly(unit: str, size: int) -> None:
+    x, y = normal(size), normal(size, seed=1)
+    expected = x + y
+    _native.add(unit, x, y)
+    assert np.array_equal(x, expected)
+
+
+@pytest.mark.parametrize("cap", [5.0, 30.0])
+def test_caps_are_hyperbolic_tangents_down_to_the_smallest_numbers(cap: float) -> None:
+    x = np.concatenate([normal(333) * 40, np.geomspace(1e-30, 1e3, 300).astype(np.float32)])
+    x = np.concatenate([x, -x]).astype(np.float32)
+    results = [x.copy() for _ in UNITS]
+    for unit, out in zip(UNITS, results, strict=True):
+        _native.soft_cap(unit, out, cap)
+    np.testing.assert_allclose(results[0], cap * np.tanh(x.astype(np.float64) / cap), rtol=5e-7)
+    assert same_bits(results)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_cap_keeps_nan_and_holds_infinity(unit: str) -> None:
+    x = np.array([np.nan, np.inf, -np.inf], np.float32)
+    _native.soft_cap(unit, x, 30.0)
+    assert np.isnan(x[0]) and x[1:].tolist() == [30.0, -30.0]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "dims"), [(64, 64), (80, 20), (128, 96), (6, 2), (96, 0)])
+def test_heads_turn_exactly_as_in_the_reference(
+    unit: str, interleaved: bool, head_dim: int, dims: int
+) -> None:
+    heads, angles = normal(5, head_dim), normal(dims // 2, seed=1) * 100
+    cosines, sines = np.cos(angles), np.sin(angles)
+    expected = rotate(heads, cosines, sines, interleaved)
+    _native.turn(unit, heads.reshape(-1), head_dim, interleaved, cosines, sines)
+    assert np.array_equal(heads, expected)
