@@ -139,7 +139,7 @@ all_params = st.builds(
     allowed=st.none() | st.binary(max_size=VOCABULARY // 8 + 2),
     end_token_ids=st.lists(token_ids, max_size=2).map(tuple),
 )
-@settings(max_examples=2000)
+@settings(max_examples=1200)
 def test_tokens_scores_and_faults_are_the_references(
     logits: Any,
     params: SamplingParams,
@@ -163,7 +163,7 @@ def test_tokens_scores_and_faults_are_the_references(
     temperature=st.floats(0.05, 5.0),
     seed=st.integers(0, 2**64 - 1),
 )
-@settings(max_examples=1000)
+@settings(max_examples=400)
 def test_cuts_leave_the_same_tokens(
     logits: Any, top_k: int, top_p: float, min_p: float, temperature: float, seed: int
 ) -> None:
@@ -190,7 +190,7 @@ def test_whole_vocabularies(size: int, spread: float) -> None:
 
 
 @given(logits=rows, place=st.integers(0, VOCABULARY), num_top=st.integers(0, 30))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_scores_of_given_tokens_are_the_references(logits: Any, place: int, num_top: int) -> None:
     token = place % len(logits)
     if not np.isfinite(logits).all():
@@ -217,13 +217,13 @@ def test_draws_are_the_references(seed: int, index: int, position: int) -> None:
 
 
 @given(st.lists(st.floats(-800.0, 0.0) | st.just(-math.inf), min_size=1, max_size=40))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_exponentials_are_the_references(values: list[float]) -> None:
     assert [parts.exp(value) for value in values] == elementary.exp(np.array(values)).tolist()
 
 
 @given(st.floats(1.0, 1e300))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_logarithms_are_the_references(value: float) -> None:
     assert parts.log(value) == elementary.log(value)
 
