@@ -13,12 +13,17 @@ from tests.bench.sound_receipt import is_valid_to_jsonschema
 
 from quire.bench.receipts import Receipt, read, read_folder
 from quire.cli import main
+from quire.executors.cpu import has_native_module
 from quire.executors.reference import ReferenceExecutor
 from quire.model.dummy import DummyModel
 from quire.model.loading import load_model
 
 Quire = Callable[..., Any]
-SMALL = ("--model", "dummy:tiny", "--kv-memory", TINY_KV, "--repeats", "2", "--new-tokens", "3")
+REFERENCE = ("--device", "reference")  # what is expected below holds for any machine
+SMALL = (
+    *("--model", "dummy:tiny", "--kv-memory", TINY_KV, *REFERENCE),
+    *("--repeats", "2", "--new-tokens", "3"),
+)
 
 
 @pytest.fixture
@@ -123,7 +128,7 @@ def test_throughput_is_measured_and_kept(quire: Quire, receipts: Path) -> None:
     kept = only_receipt(receipts, "throughput")
     assert data["samples"] == kept.samples
     assert (kept.model["name"], kept.model["quant"]) == ("dummy:tiny:Q8_0", "Q8_0")
-    assert kept.asked["device"] == "auto"
+    assert kept.asked["device"] == "reference"
     assert kept.executed["device"] == "reference"
     assert kept.executed["kernels"]
     assert kept.seed == 5
@@ -201,7 +206,7 @@ def test_a_run_on_another_path_is_told_and_fails_strict(
         (("--prompt-tokens", "0"), "--prompt-tokens must be at least 1"),
         (("--repeats", "-1"), "--repeats must be at least 1"),
         (("--prompt-tokens", "9999"), "the 2048 tokens of context"),
-        (("--device", "cuda"), "device 'cuda' is not in this version"),
+        (("--device", "cuda"), "device 'cuda'"),
         (("--quant", "Q4_X"), "there is no mix 'Q4_X'"),
         (("--limits", "absent.json"), "cannot read absent.json"),
     ],
@@ -213,6 +218,19 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     error = quire("throughput", *SMALL, *usual, *arguments, code=1)
     assert complaint in error and error.count("\n") == 1
     assert not receipts.exists()
+
+
+@pytest.mark.skipif(not has_native_module(), reason="the native module is not built")
+def test_the_cpu_executor_is_measured_by_default_and_names_its_kernels(
+    quire: Quire, receipts: Path
+) -> None:
+    words = ("--model", "dummy:tiny:Q8_0", "--kv-memory", TINY_KV, "--repeats", "2")
+    quire("throughput", *words, "--requests", "2", "--prompt-tokens", "4", "--new-tokens", "3")
+    kept = only_receipt(receipts, "throughput")
+    assert (kept.asked["device"], kept.executed["device"]) == ("auto", "cpu")
+    assert all(name.startswith("cpu/") for name in kept.executed["kernels"])
+    results: Any = kept.results
+    assert 0 < results["memory"]["weights_bytes"] < 2 * kept.model["packed_bytes"]
 
 
 # ---- latency
@@ -306,7 +324,7 @@ def test_a_grid_that_is_done_prints_its_table_at_once(
 
 def test_a_cell_that_the_cache_does_not_hold_is_refused(quire: Quire) -> None:
     error = quire(
-        *("grid", "--model", "dummy:tiny", "--kv-memory", "1MiB", "--quants", "Q8_0"),
+        *("grid", "--model", "dummy:tiny", "--kv-memory", "1MiB", "--quants", "Q8_0", *REFERENCE),
         *("--batches", "4", "--prompts", "512"),
         code=1,
     )

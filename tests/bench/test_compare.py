@@ -26,12 +26,14 @@ from quire.model.loading import load_model
 
 OUTPUT = "output_tokens_per_second"
 SMALL = ["--model", "dummy:tiny", "--kv-memory", TINY_KV, "--prompt-tokens", "6"]
-SMALL += ["--new-tokens", "3", "--repeats", "2", "--batch", "1,3"]
+SMALL += ["--device", "reference", "--new-tokens", "3", "--repeats", "2", "--batch", "1,3"]
 
 
 @pytest.fixture
 def subject() -> Iterator[Subject]:
-    opened = open_subject("dummy:tiny", None, Options(max_batch_size=4, kv_memory=TINY_KV))
+    opened = open_subject(
+        "dummy:tiny", None, Options(max_batch_size=4, kv_memory=TINY_KV, device="reference")
+    )
     yield opened
     opened.close()
 
@@ -212,6 +214,12 @@ def test_a_receipt_does_not_tell_where_an_interpreter_lies(
         (["--rivals", "vllm"], "--rivals has 'vllm': there are llama.cpp, transformers and URLs"),
         (["--python-for", "llama.cpp"], "--python-for is 'llama.cpp': expected NAME=PATH"),
         (["--python-for", "x=y"], "--python-for is 'x=y': expected NAME=PATH"),
+        (
+            ["--rivals", "transformers", "--python-for", "llama.cpp=python3"],
+            "--python-for llama.cpp has no effect",
+        ),
+        (["--rivals", "transformers", "--no-repack"], "--no-repack has no effect"),
+        (["--rivals", "http://127.0.0.1:1", "--rival-threads", "2"], "--rival-threads has no"),
         (["--rival-threads", "0"], "--rival-threads must be at least 1, got 0"),
         (["--timeout", "0"], "--timeout must be above 0"),
         (["--rivals", "http://a:b"], "URL 'http://a:b'"),

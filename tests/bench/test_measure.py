@@ -25,7 +25,9 @@ from quire.llm.assembly import Options
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Subject]:
-    subject = open_subject("dummy:tiny", None, Options(kv_memory=TINY_KV, max_batch_size=4))
+    subject = open_subject(
+        "dummy:tiny", None, Options(kv_memory=TINY_KV, device="reference", max_batch_size=4)
+    )
     yield subject
     subject.close()
 

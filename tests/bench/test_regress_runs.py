@@ -14,7 +14,17 @@ SLOWER_S = 0.02  # a step, of a model whose steps take some milliseconds
 
 def measure(folder: Path) -> None:
     load = ["--requests", "2", "--prompt-tokens", "4", "--new-tokens", "4", "--repeats", "7"]
-    words = ["bench", "throughput", "--model", "dummy:tiny", "--kv-memory", "4MiB", *load]
+    words = [
+        "bench",
+        "throughput",
+        "--model",
+        "dummy:tiny",
+        "--kv-memory",
+        "4MiB",
+        *load,
+        "--device",
+        "reference",
+    ]
     assert main([*words, "--receipts", str(folder)]) == 0
 
 

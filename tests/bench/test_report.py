@@ -260,7 +260,9 @@ def test_the_command_writes_the_page_the_pictures_and_the_tables(
     others[0].unlink()
     assert main([*update, "--check"]) == 1
     capsys.readouterr()
-    for wrong in (words, [*words, "--check"], [*words, "--markdown", str(tmp_path / "none.md")]):
+    title = [*update, "--title", "Ours"]
+    absent = [*words, "--markdown", str(tmp_path / "none.md")]
+    for wrong in (words, [*words, "--check"], absent, title):
         assert main(wrong) == 1
         assert re.search("say what to make|goes with|cannot read", capsys.readouterr().err)
 

@@ -64,7 +64,9 @@ def test_a_mix_that_cannot_be_is_refused(model: str, quant: str, complaint: str)
 
 
 def test_what_ran_is_asked_of_the_executor() -> None:
-    subject = open_subject("dummy:tiny", None, Options(kv_memory=TINY_KV, max_batch_size=1))
+    subject = open_subject(
+        "dummy:tiny", None, Options(kv_memory=TINY_KV, device="reference", max_batch_size=1)
+    )
     try:
         assert subject.executed["device"] == "reference"
         assert subject.executed["fallback"] is None

@@ -16,16 +16,30 @@ from quire.bench.subject import Subject, open_subject
 from quire.bench.tune import Setting, Trial, Tuning, best, nearest, table, try_settings
 from quire.cli import main
 from quire.core.errors import ConfigError
+from quire.executors.cpu import has_native_module
 from quire.llm.assembly import Assembly, Options, assemble
 from quire.llm.configuration import read_configuration
 
 SMALL = ["--model", "dummy:tiny", "--kv-memory", TINY_KV, "--prompt-tokens", "6"]
-SMALL += ["--new-tokens", "3", "--repeats", "2", "--batches", "1,3", "--step-tokens", "2,8"]
+SMALL += [
+    "--device",
+    "reference",
+    "--new-tokens",
+    "3",
+    "--repeats",
+    "2",
+    "--batches",
+    "1,3",
+    "--step-tokens",
+    "2,8",
+]
 
 
 @pytest.fixture
 def subject() -> Iterator[Subject]:
-    opened = open_subject("dummy:tiny", None, Options(max_batch_size=3, kv_memory=TINY_KV))
+    opened = open_subject(
+        "dummy:tiny", None, Options(max_batch_size=3, kv_memory=TINY_KV, device="reference")
+    )
     yield opened
     opened.close()
 
@@ -165,7 +179,7 @@ def test_a_file_that_is_there_is_written_over_only_by_force(
     ("more", "told"),
     [
         (["--threads", "1", "--try-threads", "2"], "--threads or --try-threads, not both"),
-        (["--try-threads", "1,2"], "the reference executor computes on one thread"),
+        (["--try-threads", "1,2"], "the reference executor does not compute on threads"),
     ],
 )
 def test_threads_that_cannot_be_had_are_refused(
@@ -173,3 +187,13 @@ def test_threads_that_cannot_be_had_are_refused(
 ) -> None:
     assert bench(tmp_path, "--slo-itl-ms", "60000", *more) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not has_native_module(), reason="the native module is not built")
+def test_numbers_of_threads_are_tried_and_the_best_is_written(tmp_path: Path) -> None:
+    sizes = ["--batches", "2", "--step-tokens", "8", "--device", "cpu", "--try-threads", "1,2"]
+    assert bench(tmp_path, "--slo-itl-ms", "60000", *sizes) == 0
+    receipt = only_receipt(tmp_path)
+    assert {"threads_1_batch_2_step_8", "threads_2_batch_2_step_8"} <= receipt.results.keys()
+    chosen: Any = receipt.results["best"]
+    assert read_configuration(tmp_path / "quire.toml").threads == chosen["threads"]

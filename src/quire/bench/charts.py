@@ -34,7 +34,7 @@ class Point:
 class Series:
     """Points of one thing; `like` names the series whose colour it shares.
 
-    The legend names series of one name once. A limit is named beside its line instead.
+    The legend names series of one name once.
     """
 
     name: str
@@ -224,9 +224,9 @@ def _draw_series(
             axis.annotate(
                 _clean(point.label),
                 (point.x, point.y),
-                xytext=(5, 9),
+                xytext=(0, -18),
                 textcoords="offset points",
-                ha="left" if series.style == "limit" else "right",  # clear of a rising line
+                ha="center",
                 color=theme.ink,
                 fontsize=11,
             )
@@ -238,12 +238,21 @@ def _draw_bars(axis: Any, chart: Chart, place: int, label: str, color: str, them
     width = 0.8 / len(chart.series)
     shift = (place - (len(chart.series) - 1) / 2) * width
     middles = [point.x + shift for point in points]
-    bars = axis.bar(middles, [point.y for point in points], 0.94 * width, color=color, label=label)
+    axis.bar(middles, [point.y for point in points], 0.94 * width, color=color, label=label)
     for middle, point in zip(middles, points, strict=True):
+        top = point.y
         if point.low is not None and point.high is not None:
+            top = max(top, point.high)
             axis.vlines(middle, point.low, point.high, color=theme.ink, linewidth=1.4, zorder=3)
-    tops = [f"{point.y:.3g}" if point.y < 1000 else f"{point.y:,.0f}" for point in points]
-    axis.bar_label(bars, tops, padding=3, color=theme.ink, fontsize=11)
+        axis.annotate(
+            f"{point.y:.3g}" if point.y < 1000 else f"{point.y:,.0f}",
+            (middle, top),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            color=theme.ink,
+            fontsize=11,
+        )
 
 
 def _shape_axes(axis: Any, chart: Chart, theme: Theme) -> None:
@@ -315,8 +324,7 @@ class _Legend(NamedTuple):
 
     @classmethod
     def of(cls, chart: Chart) -> "_Legend":
-        kept = [series.name for series in chart.series if series.style != "limit"]
-        names = list(dict.fromkeys(kept))
+        names = list(dict.fromkeys(series.name for series in chart.series))
         widest = max((len(_clean(name)) for name in names), default=1)
         return cls(names, max(1, min(4, len(names), 62 // (widest + 6))))
 

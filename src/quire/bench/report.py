@@ -17,6 +17,7 @@ from quire.bench.report_tables import Table, tables
 from quire.core.errors import ConfigError
 
 TEMPLATE = Path(__file__).with_name("report.html")
+TITLE = "quire, measured"
 BEGIN = "<!-- receipts: begin -->"
 END = "<!-- receipts: end -->"
 _GENERATED = "<!-- made by `quire bench report --markdown`; edit nothing between the marks -->"
@@ -43,7 +44,7 @@ def charts(receipts: Sequence[Receipt]) -> list[Chart]:
     ]
 
 
-def html(receipts: Sequence[Receipt], title: str = "quire, measured") -> str:
+def html(receipts: Sequence[Receipt], title: str = TITLE) -> str:
     """The page; whatever comes from receipts is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))

@@ -236,9 +236,16 @@ def _rooflines(groups: Groups, receipts: Sequence[Receipt]) -> list[Chart]:
 
 
 def _longest_prompts(groups: Groups) -> Groups:
-    """The cells of the longest prompts alone; other lengths would lie on top of them."""
-    longest = max((place.prompt_tokens for place, found in groups.items() if found), default=0)
-    return {place: found for place, found in groups.items() if place.prompt_tokens == longest}
+    """Each model's cells of the longest prompts; other lengths would lie on top of them."""
+    longest: dict[str, int] = {}
+    for place, found in groups.items():
+        if found:
+            longest[place.name] = max(place.prompt_tokens, longest.get(place.name, 0))
+    return {
+        place: found
+        for place, found in groups.items()
+        if place.prompt_tokens == longest.get(place.name)
+    }
 
 
 def _limits(receipts: Sequence[Receipt], cpu: str) -> tuple[float, float] | None:
@@ -267,8 +274,7 @@ def _roofline_points(groups: Groups) -> list[Series]:
             rate = number(achieved, "decode_operations_per_second")
             if bytes_rate and rate:
                 is_first = not points or place.name in list(points)[:1]
-                word = "" if points else "batch "
-                label = f"{word}{place.batch}" if is_first else ""  # all series' would collide
+                label = str(place.batch) if is_first else ""  # all series' would collide
                 points[place.name].append(Point(rate / bytes_rate, rate / 1e9, label=label))
     return [Series(name, found) for name, found in points.items()]
 
@@ -280,20 +286,18 @@ def _roofline(cpu: str, bounds: tuple[float, float], points: Sequence[Point]) ->
     every = [ridge, *(point.x for point in points)]
     ends = (min(every) / 2, ridge, max(every) * 2)
     name = f"limit: {memory / 1e9:.1f} GB/s read, {arithmetic / 1e9:.1f} Gop/s float32"
-    roof = [
-        Point(x, min(memory * x, arithmetic) / 1e9, label=name if x == ridge else "") for x in ends
-    ]
+    roof = [Point(x, min(memory * x, arithmetic) / 1e9) for x in ends]
     return Chart(
         slug=f"roofline-{slug(_short_cpu(cpu))}",
         title=f"Roofline: decode steps on {_short_cpu(cpu)}",
         x_label="operations for each byte read",
         y_label="10⁹ operations a second",
-        series=[Series("limit", roof, style="limit")],
+        series=[Series(name, roof, style="limit")],
         x_scale="log",
         y_scale="log",
-        note="Numbers are batch sizes; they rise from left to right in every series. Limits as "
-        "measured on this machine. Bytes and operations are what the mathematics needs at least: "
-        "an executor that moves or computes more lies lower.",
+        note="Numbers are batch sizes; they rise from left to right in every series. Each model at "
+        "its longest prompts. Limits as measured on this machine. Bytes and operations are what the "
+        "mathematics needs at least: an executor that moves or computes more lies lower.",
     )
 
 

@@ -164,7 +164,13 @@ def _interpreters(args: argparse.Namespace) -> dict[str, str]:
             raise ConfigError(
                 f"--python-for is {pair!r}: expected NAME=PATH with NAME of {', '.join(_PACKAGED)}"
             )
+        if name not in args.rivals:
+            raise ConfigError(f"--python-for {name} has no effect: --rivals does not name {name}")
         found[name] = path
+    if args.no_repack and "llama.cpp" not in args.rivals:
+        raise ConfigError("--no-repack has no effect: --rivals does not name llama.cpp")
+    if args.rival_threads is not None and not set(_PACKAGED) & set(args.rivals):
+        raise ConfigError("--rival-threads has no effect on servers: start them with as many")
     if args.rival_threads is not None and args.rival_threads < 1:
         raise ConfigError(f"--rival-threads must be at least 1, got {args.rival_threads}")
     if not args.timeout > 0:

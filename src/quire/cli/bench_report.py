@@ -22,7 +22,7 @@ def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "receipts", nargs="+", type=Path, metavar="RECEIPTS", help="files, or folders of them"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write")
-    parser.add_argument("--title", default="quire, measured", help="of the page")
+    parser.add_argument("--title", help="of the page (default: quire, measured)")
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="where to put each chart")
     parser.add_argument(
         "--markdown",
@@ -39,16 +39,18 @@ def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.bench.report import gather, html, write_pngs, write_text
+    from quire.bench.report import TITLE, gather, html, write_pngs, write_text
     from quire.core.errors import ConfigError
 
     if args.check and (args.markdown is None or args.out or args.png):
         raise ConfigError("--check goes with --markdown alone")
     if args.out is None and args.png is None and args.markdown is None:
         raise ConfigError("say what to make: --out FILE, --png FOLDER or --markdown FILE")
+    if args.title is not None and args.out is None:
+        raise ConfigError("--title is of the page: it goes with --out")
     receipts = gather(args.receipts)
     if args.out is not None:
-        write_text(args.out, html(receipts, args.title))
+        write_text(args.out, html(receipts, args.title or TITLE))
         tell(f"wrote {args.out}")
     if args.png is not None:
         tell(f"wrote {len(write_pngs(receipts, args.png))} pictures to {args.png}")
