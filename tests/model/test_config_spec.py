@@ -122,6 +122,11 @@ def test_an_unknown_model_type_is_named_with_those_we_run() -> None:
         spec("gemma3_text")
 
 
+def test_soft_caps_are_read_and_null_is_none() -> None:
+    found = spec(attn_logit_softcapping=50.0, final_logit_softcapping=None)
+    assert (found.attention_soft_cap, found.logit_soft_cap) == (50.0, 0.0)
+
+
 @pytest.mark.parametrize("key", CONFIG)
 def test_a_missing_field_is_named(key: str) -> None:
     with pytest.raises(ModelFileError, match=f"config.json: {key} is missing"):
@@ -141,8 +146,6 @@ def test_a_field_that_cannot_be_is_named(key: str, value: object) -> None:
         ("hidden_act", "gelu"),
         ("num_local_experts", 8),
         ("num_experts", 128),
-        ("attn_logit_softcapping", 50.0),
-        ("final_logit_softcapping", 30.0),
         ("quantization_config", {"quant_method": "bitnet"}),
         ("partial_rotary_factor", 0.5),
         ("embedding_multiplier", 12.0),

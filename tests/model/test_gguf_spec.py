@@ -163,8 +163,6 @@ def test_frequency_divisors_are_read_from_their_tensor() -> None:
         ("expert_count", 8),
         ("expert_count", np.array([8, 8])),
         ("attention.causal", False),
-        ("attn_logit_softcapping", 50.0),
-        ("final_logit_softcapping", 30.0),
         ("attention.scale", 0.1),
         ("logit_scale", 0.5),
         ("embedding_scale", 12.0),
@@ -195,6 +193,13 @@ def test_what_would_change_the_mathematics_is_refused_by_name(key: str, value: o
 )
 def test_what_says_nothing_new_is_accepted(key: str, value: object) -> None:
     assert spec(**{key: value}) == spec()
+
+
+def test_soft_caps_are_read_and_must_be_possible() -> None:
+    found = spec(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    assert (found.attention_soft_cap, found.logit_soft_cap) == (50.0, 30.0)
+    with pytest.raises(ModelFileError, match=r"logit_soft_cap must be .* at least 0, got -1.0"):
+        spec(final_logit_softcapping=-1.0)
 
 
 def test_keys_of_other_architectures_are_none_of_our_business() -> None:

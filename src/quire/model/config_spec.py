@@ -21,10 +21,8 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "alibi": (False,),
     "attention_chunk_size": (),
     "attention_multiplier": (),
-    "attn_logit_softcapping": (),
     "clip_qkv": (),
     "embedding_multiplier": (1.0,),
-    "final_logit_softcapping": (),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "logits_scaling": (1.0,),
@@ -104,6 +102,8 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
         ffn_bias=fields.boolean("mlp_bias", False),
         qk_norm=family.qk_norm,
         sub_norms=family.sub_norms,
+        attention_soft_cap=fields.optional_number("attn_logit_softcapping") or 0.0,
+        logit_soft_cap=fields.optional_number("final_logit_softcapping") or 0.0,
         tied_head=fields.boolean("tie_word_embeddings", False),
     )
 

@@ -60,6 +60,8 @@ class ModelSpec:
     qk_norm: bool = False  # queries and keys are normed per head before they turn
     sub_norms: bool = False  # norms before the output and the down projection
     linear_scales: bool = False  # each layer's products are multiplied by a number of their own
+    attention_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
+    logit_soft_cap: float = 0.0  # likewise
     tied_head: bool = False  # logits come from the embedding matrix
 
     def __post_init__(self) -> None:
@@ -78,6 +80,10 @@ class ModelSpec:
             )
         if not 0.0 <= self.norm_epsilon <= 1.0 or math.isnan(self.norm_epsilon):
             raise ModelFileError(f"norm_epsilon must be from 0 to 1, got {self.norm_epsilon}")
+        for name in ("attention_soft_cap", "logit_soft_cap"):
+            cap = getattr(self, name)
+            if not 0.0 <= cap < math.inf:
+                raise ModelFileError(f"{name} must be a number of at least 0, got {cap}")
         if len(self.windows) != self.num_layers:
             raise ModelFileError(
                 f"windows has {len(self.windows)} entries for {self.num_layers} layers"

@@ -140,7 +140,7 @@ class Decoder:
         return rms_norm(row.state, self._output_norm, self.spec.norm_epsilon)
 
     def logits(self, row: Row) -> Floats:
-        return self._head(self.final_state(row))
+        return soft_capped(self._head(self.final_state(row)), self.spec.logit_soft_cap)
 
 
 class _Layer:
@@ -178,6 +178,7 @@ class _Layer:
         # Query heads of one group share a key head: [kv_heads, group, head_dim].
         grouped = query.reshape(spec.num_kv_heads, -1, spec.head_dim)
         scores = np.matmul(grouped, keys.transpose(1, 2, 0)) * self._scale
+        scores = soft_capped(scores, spec.attention_soft_cap)
         mixed = np.matmul(softmax(scores), values.transpose(1, 0, 2)).ravel()
         if spec.sub_norms:
             mixed = self._norm("attn_sub_norm", mixed)
@@ -216,6 +217,11 @@ def rotate(heads: Floats, cosines: Floats, sines: Floats, interleaved: bool) -> 
     turned[:, first] = heads[:, first] * cosines - heads[:, second] * sines
     turned[:, second] = heads[:, first] * sines + heads[:, second] * cosines
     return turned
+
+
+def soft_capped(x: Floats, cap: float) -> Floats:
+    """Squeezed between -cap and cap; a cap of 0 is none."""
+    return x if cap == 0.0 else np.float32(cap) * np.tanh(x / np.float32(cap))
 
 
 def softmax(scores: Floats) -> Floats:
