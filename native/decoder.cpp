@@ -443,31 +443,78 @@ void Decoder::turn(const Stage& stage, const StepInput& input) {
 // The same tasks serve every layer; the dearest come first, so that none is left for the end.
 void Decoder::plan_attention(const StepInput& input) {
   attend_tasks_.clear();
-  for (size_t i = 0; i < input.chunks.size(); i++) {
-    const Chunk& chunk = input.chunks[i];
+  merge_tasks_.clear();
+  for (const Chunk& chunk : input.chunks)
     for (int row = 0; row < chunk.num_rows; row += attend_rows) {
+      const int first = chunk.first_row + row;
       const int count = std::min(attend_rows, chunk.num_rows - row);
-      const int64_t seen = input.positions[static_cast<size_t>(chunk.first_row + row)] + count;
+      const int64_t seen = input.positions[static_cast<size_t>(first)] + count;
       for (int head = 0; head < shape_.num_kv_heads; head++)
-        attend_tasks_.push_back(
-            {static_cast<int>(i), chunk.first_row + row, count, head, seen * count});
+        attend_tasks_.push_back({first, count, head, seen * count, 0, 0, 0});
     }
-  }
+  if (pool_.size() > 1) split_long_rows();
   std::stable_sort(attend_tasks_.begin(), attend_tasks_.end(),
                    [](const AttendTask& a, const AttendTask& b) { return a.cost > b.cost; });
+}
+
+// Single rows that would keep one thread busy while others wait are taken apart by tiles of their
+// context. Their bits are those of the whole, so how they are taken apart may depend on threads.
+void Decoder::split_long_rows() {
+  const bool has_windows =
+      std::any_of(shape_.windows.begin(), shape_.windows.end(), [](int w) { return w != 0; });
+  if (has_windows) return;  // layers see different tiles; the window bounds the cost anyway
+  int64_t total = 0;
+  for (const AttendTask& task : attend_tasks_) total += task.cost;
+  const int64_t share = total / (pool_.size() * 4) + 1;  // what a part may cost
+  const int group = shape_.num_heads / shape_.num_kv_heads;
+  const int64_t a_tile = int64_t{group} * (shape_.head_dim + 2);
+  std::vector<AttendTask> split;
+  int64_t floats = 0;
+  for (const AttendTask& task : attend_tasks_) {
+    const int tiles = places_[static_cast<size_t>(task.first_row)].position / tile_size + 1;
+    if (task.num_rows > 1 || tiles < 2 || task.cost <= share) {
+      split.push_back(task);
+      continue;
+    }
+    const int step = static_cast<int>(std::max<int64_t>(1, share / tile_size));
+    merge_tasks_.push_back({task.first_row, task.kv_head, tiles, floats});
+    for (int tile = 0; tile < tiles; tile += step) {
+      const int count = std::min(step, tiles - tile);
+      split.push_back({task.first_row, 1, task.kv_head, int64_t{count} * tile_size, tile, count,
+                       floats + tile * a_tile});
+    }
+    floats += tiles * a_tile;
+  }
+  attend_tasks_ = std::move(split);
+  if (static_cast<int64_t>(attend_parts_.size()) < floats)
+    attend_parts_.resize(static_cast<size_t>(floats));
 }
 
 void Decoder::attend(const Stage& stage) {
   Stopwatch watch(counters_.attention_seconds);
   const AttentionShape shape = attention_shape(stage.layer);
   const LayerCache cache = layer_cache(stage.layer);
-  const int num_tasks = static_cast<int>(attend_tasks_.size());
-  pool_.run(num_tasks, 1, [&](int begin, int end, int) {
+  const float* queries = projected_.as<float>();
+  float* mixed = mixed_.as<float>();
+  const int64_t stride = projected_stride_;
+  pool_.run(static_cast<int>(attend_tasks_.size()), 1, [&](int begin, int end, int) {
     for (int i = begin; i < end; i++) {
       const AttendTask& task = attend_tasks_[static_cast<size_t>(i)];
-      kernels_.attend(cache, shape, task.kv_head, &places_[static_cast<size_t>(task.first_row)],
-                      task.num_rows, projected_.as<float>() + task.first_row * projected_stride_,
-                      mixed_.as<float>() + task.first_row * projected_stride_, projected_stride_);
+      const RowPlace* places = &places_[static_cast<size_t>(task.first_row)];
+      const int64_t at = task.first_row * stride;
+      if (task.num_tiles == 0)
+        kernels_.attend(cache, shape, task.kv_head, places, task.num_rows, queries + at,
+                        mixed + at, stride);
+      else
+        kernels_.attend_tiles(cache, shape, task.kv_head, *places, task.first_tile, task.num_tiles,
+                              queries + at, attend_parts_.data() + task.part);
+    }
+  });
+  pool_.run(static_cast<int>(merge_tasks_.size()), 1, [&](int begin, int end, int) {
+    for (int i = begin; i < end; i++) {
+      const MergeTask& task = merge_tasks_[static_cast<size_t>(i)];
+      kernels_.merge_tiles(shape, task.kv_head, task.num_tiles, attend_parts_.data() + task.part,
+                           mixed + task.row * stride);
     }
   });
 }

@@ -126,15 +126,26 @@ class Decoder {
     int64_t group_stride = 0, float_stride = 0;
   };
 
+  // Rows of one sequence that are attended together; or, where num_tiles is not 0, a part of one
+  // row's context, whose result goes to `part` of attend_parts_.
   struct AttendTask {
-    int chunk, first_row, num_rows, kv_head;
+    int first_row, num_rows, kv_head;
     int64_t cost;
+    int first_tile, num_tiles;
+    int64_t part;  // in floats
+  };
+
+  // A row and kv head whose parts are put together.
+  struct MergeTask {
+    int row, kv_head, num_tiles;
+    int64_t part;
   };
 
   void compute(const Stage& stage, const StepInput& input);
   void embed(const StepInput& input);
   void copy_blocks(const StepInput& input);
   void plan_attention(const StepInput& input);
+  void split_long_rows();
   void prepare(const Stage& stage);
   void prepare_row(const float* x, int64_t size, int norm, int forms, Activations& to, int row);
   void project(const Stage& stage);
@@ -172,6 +183,8 @@ class Decoder {
   int64_t projected_stride_ = 0, logits_stride_ = 0;
   std::vector<RowPlace> places_;
   std::vector<AttendTask> attend_tasks_;
+  std::vector<MergeTask> merge_tasks_;
+  std::vector<float> attend_parts_;
   std::atomic<bool> is_cancelled_{false};
   Counters counters_;
 };
