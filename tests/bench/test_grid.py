@@ -25,6 +25,7 @@ CONDITIONS = Conditions(
     machine=make_receipt().machine,
     versions={"quire": "1.0"},
     asked={"device": "auto"},
+    executor="reference",
     seed=7,
 )
 
@@ -85,6 +86,7 @@ def test_of_two_receipts_of_a_cell_the_newer_counts(tmp_path: Path) -> None:
         {"machine": {**CONDITIONS.machine, "cores": 64}},
         {"versions": {"quire": "1.1"}},
         {"asked": {"device": "cpu"}},
+        {"executed": {"device": "cpu", "kernels": [], "fallback": None}},
         {"seed": 8},
         {"settings": GRID.settings(CELL) | {"repeats": 4}},
         {"settings": GRID.settings(CELL) | {"new_tokens": 5}},

@@ -96,6 +96,7 @@ class Conditions(NamedTuple):
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     asked: Mapping[str, Any]
+    executor: str  # what runs now, however it was asked for
     seed: int
 
     def hold(self, receipt: Receipt) -> bool:
@@ -103,7 +104,8 @@ class Conditions(NamedTuple):
         same_machine = all(receipt.machine[key] == self.machine[key] for key in ("cpu", "cores"))
         same_version = receipt.versions.get("quire") == self.versions.get("quire")
         same_run = dict(receipt.asked) == dict(self.asked) and receipt.seed == self.seed
-        return same_model and same_machine and same_version and same_run
+        same_executor = receipt.executed["device"] == self.executor
+        return same_model and same_machine and same_version and same_run and same_executor
 
 
 def finished(

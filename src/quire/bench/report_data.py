@@ -296,8 +296,8 @@ def _roofline(cpu: str, bounds: tuple[float, float], points: Sequence[Point]) ->
         x_scale="log",
         y_scale="log",
         note="Numbers are batch sizes; they rise from left to right in every series. Each model at "
-        "its longest prompts. Limits as measured on this machine. Bytes and operations are what the "
-        "mathematics needs at least: an executor that moves or computes more lies lower.",
+        "its longest prompts. Limits as measured on this machine. Bytes and operations are what "
+        "the mathematics needs at least: an executor that moves or computes more lies lower.",
     )
 
 

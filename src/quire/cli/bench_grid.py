@@ -145,7 +145,10 @@ class _GridRun:
         model = read_facts(with_quant(self._args.model, quant)).as_data()  # says what is wrong
         if self._args.again:
             return {}
-        conditions = Conditions(model, machine(), versions(), asked(self._args), self._args.seed)
+        executor = load_options(self._args, max(self._grid.batches)).executor
+        conditions = Conditions(
+            model, machine(), versions(), asked(self._args), executor, self._args.seed
+        )
         return finished(self._grid, self._grid.cells(quant), self._args.receipts, conditions)
 
     def _measure(
