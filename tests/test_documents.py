@@ -12,6 +12,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 EXAMPLES = [
     pytest.param(match.group(1), id=f"{path.name}-{place}")
     for path in DOCUMENTS
+    if path.parent.name != "guide"  # whose examples need a server: tests/server/test_guide.py
     for place, match in enumerate(re.finditer(r"```python\n(.*?)```", path.read_text(), re.S))
 ]
 

@@ -176,7 +176,7 @@ def model_server(
     model: Path, options: Options | None = None, **settings: Any
 ) -> Iterator[RunningServer]:
     """A real model on the reference executor."""
-    chosen = options or Options(kv_memory="4MiB", max_batch_size=32)
+    chosen = options or Options(device="reference", kv_memory="4MiB", max_batch_size=32)
 
     def load(on_stuck: Callable[[], None]) -> AsyncLLM:
         return AsyncLLM.of(assemble(model, chosen), on_stuck)
@@ -189,7 +189,7 @@ def model_server(
 def fake_assembly(model: Path, executor: Any, **engine: Any) -> Assembly:
     """The tiny model's tokenizer over another executor."""
     batch = engine.pop("max_batch_size", 64)
-    options = Options(kv_memory="4MiB", max_batch_size=batch, engine=engine)
+    options = Options(device="reference", kv_memory="4MiB", max_batch_size=batch, engine=engine)
     assembly = assemble(model, replace(options, max_batch_size=1, engine={}))
     assembly.executor.close()
     return replace(assembly, executor=executor, options=options)

@@ -24,7 +24,7 @@ def complete(client: openai.OpenAI, **fields: object):  # type: ignore[no-untype
 
 @pytest.fixture(scope="module")
 def expected(text_model) -> LLM:  # type: ignore[no-untyped-def,misc]
-    with LLM(text_model, kv_memory="4MiB") as llm:
+    with LLM(text_model, device="reference", kv_memory="4MiB") as llm:
         yield llm
 
 

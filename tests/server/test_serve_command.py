@@ -20,7 +20,7 @@ from tests.server.test_streams import events
 
 from quire.cli import main
 
-SMALL = ("--kv-memory", "4MiB")
+SMALL = ("--device", "reference", "--kv-memory", "4MiB")  # slow enough to be interrupted
 
 
 def ask(server: ServeProcess, method: str, path: str, body: object = None) -> tuple[int, bytes]:
