@@ -92,4 +92,10 @@ def _field_of(message: str, fields: Container[str]) -> str | None:
     words: list[str] = re.findall(r"[a-z_]+", message)
     if words and words[0] in fields:
         return words[0]
-    return next((word for word in words if "_" in word and word in fields), None)
+    if "prompt" in words and "messages" in fields:  # which it was made of
+        words.append("messages")
+    return next((word for word in words if word in fields and _is_no_other_word(word)), None)
+
+
+def _is_no_other_word(name: str) -> bool:
+    return "_" in name or name == "messages"

@@ -69,7 +69,7 @@ class Generation(Addressed):
 
     top_k: int | None = Field(default=None, ge=-1, le=_MOST, description="0 or -1: all tokens")
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     min_tokens: int | None = Field(default=None, ge=0, le=_MOST)
     ignore_eos: bool | None = Field(default=None, description="go on past the end of text")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from quire.core.errors import QuireError, RequestCancelledError
 from quire.core.request import Piece, RequestOutput
 from quire.engine.aio import Stream
 from quire.server.calls import CLIENT_GONE, Call
@@ -81,12 +82,12 @@ class StreamReply(Response):
             ]
         )
         self._call.outputs += outputs
-        errors = [output.error for output in outputs if output.error is not None]
+        cause = cause_of(outputs)
         if self._call.error == CLIENT_GONE:
             return
         with suppress(OSError):
-            if errors:
-                await self._fail(self._as_api_error(errors[0]))
+            if cause is not None:
+                await self._fail(self._as_api_error(cause))
                 return
             await self._write(self._ending(outputs) + DONE)
             await self._send({"type": "http.response.body", "body": b""})
@@ -149,6 +150,13 @@ class StreamReply(Response):
         self._call.error = CLIENT_GONE
         for stream in self._streams:
             stream.cancel()
+
+
+def cause_of(outputs: Sequence[RequestOutput]) -> QuireError | None:
+    """The error of an answer; those that were ended because of another's do not count."""
+    errors = [output.error for output in outputs if output.error is not None]
+    own = [error for error in errors if not isinstance(error, RequestCancelledError)]
+    return next(iter([*own, *errors]), None)
 
 
 def _by_choice(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
