@@ -116,12 +116,6 @@ class Runner {
   std::vector<SampleScratch> scratch_;
 };
 
-const Kernels& kernels_named(const std::string& name) {
-  for (const Kernels* unit : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
-    if (unit && (name.empty() || name == unit->name)) return *unit;
-  throw nb::value_error(("no unit \"" + name + "\" runs on this processor").c_str());
-}
-
 std::unique_ptr<Runner> make_runner(int64_t hidden_size, int64_t ffn_size, int64_t vocabulary_size,
                                     int num_layers, int num_heads, int num_kv_heads, int head_dim,
                                     int rope_dims, bool rope_interleaved, float norm_epsilon,
@@ -143,7 +137,10 @@ std::unique_ptr<Runner> make_runner(int64_t hidden_size, int64_t ffn_size, int64
   shape.attention_soft_cap = attention_soft_cap;
   shape.logit_soft_cap = logit_soft_cap;
   shape.windows = std::move(windows);
-  return std::make_unique<Runner>(shape, kernels_named(unit), num_threads, may_spin);
+  const Kernels* kernels = kernels_named(unit.c_str());
+  if (!kernels)
+    throw nb::value_error(("no unit \"" + unit + "\" runs on this processor").c_str());
+  return std::make_unique<Runner>(shape, *kernels, num_threads, may_spin);
 }
 
 int add_matrix(Runner& self, const std::string& format, Array<const uint8_t> blocks,

@@ -18,6 +18,11 @@ namespace {
 using Blocks = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Output = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
+const Kernels& kernels_of(const std::string& unit) {
+  if (const Kernels* kernels = kernels_named(unit.c_str())) return *kernels;
+  throw nb::value_error(("no unit \"" + unit + "\" runs on this processor").c_str());
+}
+
 class PackedMatrix {
  public:
   PackedMatrix(const std::string& format, Blocks blocks, int64_t num_rows, int64_t in_size)
@@ -69,9 +74,7 @@ class PackedMatrix {
     product.num_columns = num_columns;
     product.out = out.data();
     product.out_stride = num_rows_;
-    for (const Kernels* kernels : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
-      if (kernels && unit == kernels->name) return kernels->product(product);
-    throw nb::value_error(("no unit \"" + unit + "\" runs on this processor").c_str());
+    kernels_of(unit).product(product);
   }
 
  private:
@@ -88,6 +91,15 @@ class PackedMatrix {
 }  // namespace
 
 void bind_weights(nb::module_& m) {
+  m.attr("peak_round") = 2 * 4096;  // operations in a round of peak_dots
+  m.def(
+      "peak_dots",
+      [](const std::string& unit, int64_t rounds) {
+        const Kernels& kernels = kernels_of(unit);
+        nb::gil_scoped_release released;
+        return kernels.peak_dots(rounds);
+      },
+      "unit"_a, "rounds"_a);
   nb::class_<PackedMatrix>(m, "PackedMatrix")
       .def(nb::init<const std::string&, Blocks, int64_t, int64_t>(), "format"_a, "blocks"_a,
            "num_rows"_a, "in_size"_a)

@@ -74,6 +74,8 @@ struct Kernels {
   const char* name;
   // ---- products
   void (*product)(const Product&);
+  // Integer multiplications and additions at this unit's limit: rounds * 4096 of each.
+  int64_t (*peak_dots)(int64_t rounds);
   // ---- one row (token) at a time; sizes need not be multiples of anything unless said
   void (*rms_norm)(const float* x, const float* weight, int size, float epsilon, float* out);
   void (*quantise_groups)(const float* x, int size, ActivationGroup* out);  // size % 32 == 0
@@ -102,5 +104,6 @@ struct Kernels {
 const Kernels& portable_kernels();
 const Kernels* avx2_kernels();    // null where the compiler or the processor cannot
 const Kernels* avx512_kernels();
+const Kernels* kernels_named(const char* name);  // "": the best; null where none such runs here
 
 }  // namespace quire

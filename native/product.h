@@ -551,3 +551,37 @@ void product(const Product& p) {
     case num_formats: return;
   }
 }
+
+// ---- the limit: dot products of 4-bit codes from registers, as fast as this unit multiplies
+
+// Does rounds * 4096 multiplications and additions; the result depends on all of them.
+int64_t peak_dots(int64_t rounds) {
+  constexpr int chains = 8;
+  uint8_t bytes[64];
+  int8_t activations[64];
+  for (int i = 0; i < 64; i++) {
+    bytes[i] = static_cast<uint8_t>((i + rounds) & 15);
+    activations[i] = static_cast<int8_t>(i + (rounds & 63));
+  }
+  const Codes w = load_codes(bytes);
+  Dot<4, false> dots[chains];
+  Ints total = broadcast_int(0);
+  for (int i = 0; i < chains; i++) dots[i].add(w, activations, 0, 0);
+  for (int64_t r = 0; r < rounds; r++) {
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++)
+#pragma GCC unroll 8
+      for (int i = 0; i < chains; i++)
+        // A unit that adds in 32 bits need not begin anew; the others widen each round.
+        dots[i].add(w, activations + 4 * ((r + i) & 7), j, signed_as_unsigned ? -1 : 0);
+    if (!signed_as_unsigned)
+#pragma GCC unroll 8
+      for (int i = 0; i < chains; i++) total = total + dots[i].total();
+  }
+  for (int i = 0; i < chains; i++) total = total + dots[i].total();
+  int32_t sums[16];
+  store(sums, total);
+  int64_t sum = 0;
+  for (const int32_t x : sums) sum += x;
+  return sum;
+}

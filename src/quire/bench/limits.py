@@ -25,6 +25,7 @@ import numpy as np
 
 from quire.bench.machine_info import largest_cache_bytes, usable_threads
 from quire.core.errors import ConfigError, ExecutorError
+from quire.executors.cpu import has_native_module, native_module
 
 NO_GPU = "no GPU executor in this build"
 RATES = {
@@ -48,6 +49,7 @@ _PIECE_BYTES = 8 << 20  # read or copied between two looks at the clock
 # do not wait for the interpreter's lock
 _CACHED_ELEMENTS = 1 << 17
 _CACHED_ROUNDS = 4
+_DOT_ROUNDS = 1 << 14  # some hundred microseconds
 
 Work = Callable[[], float]  # does some, and says how much
 
@@ -60,9 +62,21 @@ class IntegerKernel(NamedTuple):
 
 
 def integer_kernel() -> IntegerKernel:
-    """The one place that chooses it: numpy has no integer dot product worth its name, so this is a
-    floor under what dot products of a native kernel reach."""
-    return IntegerKernel("numpy, elementwise int32 multiply and add", _counting)
+    """The one place that chooses it: dot products of 4-bit codes and int8 in the native module's
+    best unit. Without the module numpy counts, which has no integer dot product worth its name."""
+    if not has_native_module():
+        return IntegerKernel("numpy, elementwise int32 multiply and add", _counting)
+    native = native_module()
+    unit = native.units()[-1]
+    return IntegerKernel(f"native {unit}, dot products of 4-bit codes", lambda: _dots(native, unit))
+
+
+def _dots(native: Any, unit: str) -> Work:
+    def work() -> float:
+        native.peak_dots(unit, _DOT_ROUNDS)
+        return float(_DOT_ROUNDS * native.peak_round)
+
+    return work
 
 
 @dataclass(frozen=True, slots=True)

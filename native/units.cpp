@@ -1,0 +1,15 @@
+// Which units run on this processor.
+#include <cstring>
+#include <initializer_list>
+
+#include "kernels.h"
+
+namespace quire {
+
+const Kernels* kernels_named(const char* name) {
+  for (const Kernels* kernels : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
+    if (kernels && (name[0] == '\0' || std::strcmp(name, kernels->name) == 0)) return kernels;
+  return nullptr;
+}
+
+}  // namespace quire
