@@ -32,8 +32,9 @@ bool is_plain(const SampleRequest& request) {
          (request.position >= settings.min_tokens || settings.end_tokens.empty());
 }
 
-// Counts tokens, in order of their first appearance in scratch.counted.
+// Counts tokens; scratch.counted lists them in order of their first appearance.
 void count_tokens(Tokens tokens, SampleScratch& scratch) {
+  scratch.counted.reserve(scratch.counted.size() + static_cast<size_t>(tokens.size));
   for (int64_t i = 0; i < tokens.size; i++) {
     const int64_t token = tokens.data[i];
     if (scratch.counts[token]++ == 0) scratch.counted.push_back(token);
@@ -159,8 +160,8 @@ SampleResult choose_adjusted(const SurveyedRow& logits, const SampleRequest& req
 
 // Inserts into a list in falling order, after its equals, and keeps the list's length.
 void insert(std::vector<Likely>& top, size_t length, Likely one) {
-  const auto is_less = [](const Likely& other, double logprob) { return other.logprob >= logprob; };
-  top.insert(std::lower_bound(top.begin(), top.end(), one.logprob, is_less), one);
+  const auto comes_first = [](const Likely& other, double own) { return other.logprob >= own; };
+  top.insert(std::lower_bound(top.begin(), top.end(), one.logprob, comes_first), one);
   if (top.size() > length) top.pop_back();
 }
 
@@ -248,7 +249,6 @@ void SampleScratch::fit(int64_t vocabulary) {
   const int64_t num_blocks = num_pass_blocks(vocabulary);
   if (static_cast<int64_t>(counts.size()) >= vocabulary) return;
   scores.resize(vocabulary);
-  counts.resize(vocabulary);
   weights.resize(num_blocks * pass_block);
   block_best.resize(num_blocks);
   logit_best.resize(num_blocks);
@@ -257,6 +257,7 @@ void SampleScratch::fit(int64_t vocabulary) {
   block_mass.resize(num_blocks);
   block_heaviest.resize(num_blocks);
   candidates.resize(weights.size() + 1);  // gathering writes one past what it keeps
+  counts.resize(vocabulary);              // last: its size says that all the others fit
 }
 
 uint64_t draw_bits(uint64_t seed, uint32_t index, uint64_t position) {
