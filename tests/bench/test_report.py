@@ -107,6 +107,13 @@ def test_receipts_give_every_chart_they_have_figures_for() -> None:
     assert not charts([receipt()])
 
 
+def test_models_of_very_different_speed_share_a_log_scale() -> None:
+    slow, fast = cell(1, 10.0), cell(1, 900.0, name="another")
+    assert by_slug([slow])["throughput-16-8"].y_scale == "zero"
+    assert by_slug([slow, fast])["throughput-16-8"].y_scale == "log"
+    assert by_slug([slow, cell(1, 90.0, name="another")])["throughput-16-8"].y_scale == "zero"
+
+
 def test_the_roofline_has_our_points_under_the_measured_roof() -> None:
     ours, roof = by_slug(some())["roofline-a"].series
     assert [point.x for point in ours.points] == [2.0, 4.0, 8.0]  # operations a byte

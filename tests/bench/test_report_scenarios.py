@@ -65,7 +65,8 @@ def compared() -> Receipt:
 
     return receipt(
         kind="compare",
-        settings={"prompt_tokens": 16, "new_tokens": 8},
+        settings={"prompt_tokens": 16, "new_tokens": 8, "rival_threads": 2},
+        asked={"device": "cpu", "threads": 1},
         results={"batch_1": cell(10.0, 40.0), "batch_8": cell(60.0, 50.0)},
         versions={"quire": "0.1.0", "llama.cpp": "0.3"},
     )
@@ -101,15 +102,21 @@ def test_a_soak_shows_what_it_has_over_time() -> None:
     assert memory.y_scale == "zero"
 
 
+def test_a_load_is_tabled_by_its_clients_or_its_rate() -> None:
+    opened = receipt(kind="serve", settings={"rate": 0.5}, results=times(0.1))
+    rows = table([soak(), opened], "Serving").rows
+    assert [row[3] for row in rows] == ["4 clients", "0.5/s"]
+
+
 def test_a_comparison_is_drawn_and_tabled_by_engine_and_batch() -> None:
     (chart,) = charts([compared()])
     assert chart.x_names == ["1", "8"]
     ours, theirs = chart.series
-    assert (ours.name, theirs.name) == ("quire, cpu", "llama.cpp 0.3")
+    assert (ours.name, theirs.name) == ("quire, cpu, 1 thread", "llama.cpp 0.3, 2 threads")
     assert theirs.points == [Point(0, 40.0, 20.0, 80.0), Point(1, 50.0, 25.0, 100.0)]
     rows = table([compared()], "Beside other engines").rows
     assert rows[0] == [
-        *("tiny", "quire, cpu", "completion", "1", "16", "8", "10.0 (5–20.0)", "–"),
+        *("tiny", "quire, cpu, 1 thread", "completion", "1", "16", "8", "10.0 (5–20.0)", "–"),
     ]
     assert rows[3][-2:] == ["50.0 (25.0–100)", "1.2 (0.6–2.4)"]
 

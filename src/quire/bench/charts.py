@@ -267,7 +267,7 @@ def _shape_axes(axis: Any, chart: Chart, theme: Theme) -> None:
     if chart.y_scale == "log":
         axis.set_yscale("log")
     else:
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.12 * _highest(chart))  # room for markers and values
     if chart.x_names:
         axis.set_xticks(range(len(chart.x_names)), list(map(_clean, chart.x_names)))
     if chart.x_ticks:
@@ -285,6 +285,11 @@ def _shape_axes(axis: Any, chart: Chart, theme: Theme) -> None:
     axis.set_axisbelow(True)
     for spine in axis.spines.values():
         spine.set_color(theme.muted)
+
+
+def _highest(chart: Chart) -> float:
+    points = [point for series in chart.series for point in series.points]
+    return max((max(point.y, point.high or 0.0) for point in points), default=0.0) or 1.0
 
 
 def _plain_log_labels(axis: Any) -> None:

@@ -40,11 +40,18 @@ def measured(receipt: Receipt) -> list[Measured]:
 
 
 def engine_name(receipt: Receipt, engine: str) -> str:
-    """An engine with its version, or with the executor that ran."""
+    """An engine with its version or executor, and its threads where they were told."""
     if engine == QUIRE:
-        return f"quire, {receipt.executed['device']}"
+        return f"quire, {receipt.executed['device']}{_threads(receipt.asked.get('threads'))}"
     version = receipt.versions.get(engine)
-    return engine if version in (None, "unknown") else f"{engine} {version}"
+    if version in (None, "unknown"):
+        return engine  # a server: its threads are its own matter
+    threads = receipt.settings.get("rival_threads") or receipt.asked.get("threads")
+    return f"{engine} {version}{_threads(threads)}"
+
+
+def _threads(count: int | None) -> str:
+    return "" if count is None else f", {count} thread{'' if count == 1 else 's'}"
 
 
 def compare_charts(receipts: Sequence[Receipt]) -> list[Chart]:

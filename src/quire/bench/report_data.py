@@ -16,6 +16,7 @@ from quire.bench.charts import MAX_SERIES, Chart, Point, Series
 from quire.bench.receipts import Receipt, slug
 
 GIB = 1 << 30
+_FLAT = 20  # a series so many times lower than another is a flat line
 _OWN_KINDS = ("throughput", "grid-cell")
 
 
@@ -83,7 +84,7 @@ def _place(receipt: Receipt) -> Place | None:
 
 def _throughput_charts(groups: Groups) -> list[Chart]:
     rate = "completion_tokens_per_second"
-    found = []
+    found: list[Chart] = []
     for (prompt, new), members in _by_lengths(groups).items():
         chart = Chart(
             slug=f"throughput-{prompt}-{new}",
@@ -95,12 +96,12 @@ def _throughput_charts(groups: Groups) -> list[Chart]:
             x_ticks=sorted({place.batch for place in members}),
             note="Decode steps alone. Dots are medians of the runs, bars the slowest and fastest.",
         )
-        found += _split(chart)
+        found += map(_fitting_scale, _split(chart))
     return found
 
 
 def _inter_token_charts(groups: Groups) -> list[Chart]:
-    found = []
+    found: list[Chart] = []
     for (prompt, new), members in _by_lengths(groups).items():
         chart = Chart(
             slug=f"inter-token-{prompt}-{new}",
@@ -111,7 +112,7 @@ def _inter_token_charts(groups: Groups) -> list[Chart]:
             x_scale="log",
             x_ticks=sorted({place.batch for place in members}),
         )
-        found += _split(chart)
+        found += map(_fitting_scale, _split(chart))
     return found
 
 
@@ -169,6 +170,13 @@ def _figure(receipt: Receipt, path: tuple[str, ...]) -> list[float]:
         return [sum(known)] if len(known) == len(parts) else []
     value = number(receipt.results, *path)
     return [] if value is None else [value]
+
+
+def _fitting_scale(chart: Chart) -> Chart:
+    """From zero, unless that would flatten a series: then logarithmic."""
+    heights = [max(point.y for point in series.points) for series in chart.series]
+    is_flat = min(heights) > 0 and max(heights) > _FLAT * min(heights)
+    return replace(chart, y_scale="log") if is_flat else chart
 
 
 def _split(chart: Chart) -> list[Chart]:
@@ -297,7 +305,8 @@ def _roofline(cpu: str, bounds: tuple[float, float], points: Sequence[Point]) ->
         y_scale="log",
         note="Numbers are batch sizes; they rise from left to right in every series. Each model at "
         "its longest prompts. Limits as measured on this machine. Bytes and operations are what "
-        "the mathematics needs at least: an executor that moves or computes more lies lower.",
+        "the mathematics needs at least: an executor that moves or computes more lies lower, "
+        "one whose weights stay in the caches may lie above.",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from quire.bench.load_tables import loads
 from quire.bench.receipts import Receipt, deviation
 from quire.bench.report_compare import engine_name, measured
-from quire.bench.report_data import GIB, by_place, number, title_of
+from quire.bench.report_data import by_place, number, title_of
 
 _NONE = "–"
 _KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve", "compare")
@@ -63,7 +63,7 @@ def _throughput_table(receipts: Sequence[Receipt]) -> Table:
                 _milliseconds(number(results, "inter_token_s", "p99")),
             ]
             memory = [
-                _gib(number(results, "memory", f"{part}_bytes"))
+                _mib(number(results, "memory", f"{part}_bytes"))
                 for part in ("weights", "kv", "peak_rss")
             ]
             share = _percent(number(results, "utilisation", "decode_memory_share"))
@@ -74,11 +74,12 @@ def _throughput_table(receipts: Sequence[Receipt]) -> Table:
             *("model", "batch", "prompt", "new", "prompt tokens/s", "completion tokens/s"),
             "× batch 1",
             *("first token p50, ms", "between p50, ms", "between p99, ms"),
-            *("weights, GiB", "KV, GiB", "peak, GiB", "of memory bandwidth"),
+            *("weights, MiB", "KV, MiB", "peak, MiB", "of memory bandwidth"),
         ),
         rows=rows,
         note="Rates are medians of the runs, with the slowest and the fastest. The last column is "
-        "what decode steps need to read, against the machine's measured read bandwidth.",
+        "what decode steps need to read against the machine's measured read bandwidth; "
+        "weights that stay in the processor's caches can come to more than all of it.",
     )
 
 
@@ -161,7 +162,7 @@ def _serve_table(receipts: Sequence[Receipt]) -> Table:
             rate = number(figures, "completion_tokens_per_second")
             scenario = str(receipt.settings.get("scenario", ""))
             mix = str(receipt.settings.get("mix", ""))
-            names = [title_of(receipt), scenario, mix, name]
+            names = [title_of(receipt), scenario, mix, _load_name(receipt, name)]
             rows.append([*names, *counts, _NONE if rate is None else _short(rate), *times])
     return Table(
         title="Serving",
@@ -172,6 +173,14 @@ def _serve_table(receipts: Sequence[Receipt]) -> Table:
         rows=rows,
         text_columns=4,
     )
+
+
+def _load_name(receipt: Receipt, name: str) -> str:
+    """A load that has no name of its own by its clients or its rate."""
+    clients, rate = (number(receipt.settings, key) for key in ("clients", "rate"))
+    if name != "all" or (clients is None and rate is None):
+        return name
+    return f"{rate:g}/s" if clients is None else f"{clients:g} clients"
 
 
 def _limits_table(receipts: Sequence[Receipt]) -> Table:
@@ -251,8 +260,8 @@ def _milliseconds(seconds: float | None) -> str:
     return _NONE if seconds is None else _short(1000 * seconds)
 
 
-def _gib(size: float | None) -> str:
-    return _NONE if size is None else f"{size / GIB:.2f}"
+def _mib(size: float | None) -> str:
+    return _NONE if size is None else _short(size / (1 << 20))
 
 
 def _percent(share: float | None) -> str:
