@@ -49,11 +49,12 @@ fuzz: $(READY)  ## run the coverage-guided fuzzers, FUZZ_SECONDS each
 	$(BIN)/python -m tests.fuzz.fuzz_gguf -max_total_time=$(FUZZ_SECONDS)
 	$(BIN)/python -m tests.fuzz.fuzz_safetensors -max_total_time=$(FUZZ_SECONDS)
 
-check: $(READY)  ## lint, formatting, types, layers
+check: $(READY)  ## lint, formatting, types, layers, figures that match their receipts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/quire bench report receipts --markdown docs/performance.md --check
 
 format: $(READY)  ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
