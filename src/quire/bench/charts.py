@@ -278,7 +278,9 @@ def _shape_axes(axis: Any, chart: Chart, theme: Theme) -> None:
     if chart.x_scale == "log" and not chart.x_ticks:
         _plain_log_labels(axis.xaxis)
     axis.set_xlabel(_clean(chart.x_label) + said[chart.x_scale], color=theme.ink)
-    axis.set_ylabel(_clean(chart.y_label) + said[chart.y_scale], color=theme.ink)
+    upright = textwrap.fill(_clean(chart.y_label), 32)  # no longer than the axis
+    upright += said[chart.y_scale].replace(" ", "\n", 1)
+    axis.set_ylabel(upright, color=theme.ink)
     axis.tick_params(colors=theme.muted, which="both", labelcolor=theme.ink)
     lines: Literal["y", "both"] = "y" if chart.x_names else "both"
     axis.grid(visible=True, which="major", axis=lines, color=theme.grid, linewidth=0.9)
