@@ -195,9 +195,12 @@ nb::dict counters(const Runner& self) {
   values["multiplications"] = c.multiplications;
   values["weight_bytes"] = c.weight_bytes;
   values["seconds"] = c.seconds;
+  values["prepare_seconds"] = c.prepare_seconds;
   values["product_seconds"] = c.product_seconds;
+  values["turn_seconds"] = c.turn_seconds;
   values["attention_seconds"] = c.attention_seconds;
   values["head_seconds"] = c.head_seconds;
+  values["use_seconds"] = c.use_seconds;
   return values;
 }
 

@@ -2,7 +2,6 @@
 #include "decoder.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -23,18 +22,6 @@ int tasks_of(int64_t num_rows) { return static_cast<int>((num_rows + task_rows -
 
 // Long stretches for each thread, but enough of them that none waits long for the last.
 int stretch(int num_tasks, int num_threads) { return std::max(1, num_tasks / (num_threads * 8)); }
-
-class Stopwatch {
- public:
-  explicit Stopwatch(double& total) : total_(total), start_(std::chrono::steady_clock::now()) {}
-  ~Stopwatch() {
-    total_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
-
- private:
-  double& total_;
-  std::chrono::steady_clock::time_point start_;
-};
 
 size_t bytes_of(int64_t count, size_t size) { return static_cast<size_t>(count) * size; }
 
@@ -243,6 +230,7 @@ void Decoder::embed(const StepInput& input) {
 }
 
 void Decoder::prepare(const Stage& stage) {
+  Stopwatch watch(counters_.prepare_seconds);
   const float* from = place(stage.input);
   const int64_t size = size_of(stage.input);
   const int64_t stride = stage.input == Place::mixed ? projected_stride_ : size;
@@ -414,6 +402,7 @@ AttentionShape Decoder::attention_shape(int layer) const {
 
 // Norms and turns queries and keys, and stores keys and values.
 void Decoder::turn(const Stage& stage, const StepInput& input) {
+  Stopwatch watch(counters_.turn_seconds);
   const Rope rope{shape_.rope_dims, shape_.rope_interleaved, cosines_.data(), sines_.data()};
   const AttentionShape shape = attention_shape(stage.layer);
   const LayerCache cache = layer_cache(stage.layer);

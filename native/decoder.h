@@ -4,7 +4,9 @@
 // out; a barrier stands between stages. What is computed for a row depends on that row and on its
 // sequence's keys and values alone.
 #pragma once
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -65,10 +67,27 @@ struct StepInput {
 
 struct Counters {  // since the decoder was made
   int64_t steps = 0, rows = 0, multiplications = 0, weight_bytes = 0, cache_bytes = 0;
-  double seconds = 0, product_seconds = 0, attention_seconds = 0, head_seconds = 0;
+  double seconds = 0;  // of all, and of these parts:
+  double prepare_seconds = 0, product_seconds = 0, turn_seconds = 0, attention_seconds = 0;
+  double head_seconds = 0, use_seconds = 0;  // logits, and what is made of them
 };
 
 class Cancelled {};
+
+// Adds the time it lives to a total.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& total) : total_(total), start_(std::chrono::steady_clock::now()) {}
+  ~Stopwatch() {
+    total_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  double& total_;
+  std::chrono::steady_clock::time_point start_;
+};
 
 class Decoder {
  public:
@@ -96,6 +115,7 @@ class Decoder {
     for (size_t begin = 0; begin < rows.size(); begin += max_head_rows) {
       const size_t end = std::min(rows.size(), begin + max_head_rows);
       compute_logits(rows.data() + begin, static_cast<int>(end - begin));
+      Stopwatch watch(counters_.use_seconds);
       pool_.run(static_cast<int>(end - begin), 1, [&](int first, int last, int thread) {
         for (int i = first; i < last; i++)
           use(static_cast<int>(begin) + i, logits_.as<float>() + i * logits_stride_, thread);

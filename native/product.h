@@ -438,6 +438,33 @@ void tile_columns(const TileData<groups>& tile, int first, int count, const Acti
     for (int c = 0; c < columns; c++) store(sums + (c * groups + g) * row_group, acc[g][c]);
 }
 
+// The weights of the next slab come from memory while this one's are multiplied: without that a
+// batch waits for memory first and computes afterwards.
+template <class T, int groups>
+struct NextSlab {
+  static constexpr int num_lines = slab * T::info.code_bytes / 64;
+  static constexpr int scale_lines = slab / T::info.scale_span * T::info.scale_bytes / 64;
+  const uint8_t* codes[groups];
+  int place = 0;
+
+  NextSlab(const Product& p, const Direct<T, groups>& source, int next, int sub_blocks) {
+    const bool is_last = next >= sub_blocks;  // then the row groups after these are next
+    const int s = is_last ? 0 : next;
+    const int64_t further = is_last ? groups * p.group_bytes : 0;
+    for (int g = 0; g < groups; g++) {
+      codes[g] = source.codes_of[g] + further + static_cast<int64_t>(s) * T::info.code_bytes;
+      const uint8_t* scales = source.record(s, g) + further;
+      for (int i = 0; i <= scale_lines; i++) __builtin_prefetch(scales + 64 * i, 0, 2);
+    }
+  }
+
+  INLINE_METHOD void fetch(int lines) {
+    const int end = place + lines < num_lines ? place + lines : num_lines;
+    for (; place < end; place++)
+      for (int g = 0; g < groups; g++) __builtin_prefetch(codes[g] + 64 * place, 0, 2);
+  }
+};
+
 template <class T, int groups>
 void product_tiled(const Product& p, const Direct<T, groups>& source, int first_row, int column,
                    int num_columns) {
@@ -451,10 +478,14 @@ void product_tiled(const Product& p, const Direct<T, groups>& source, int first_
   for (int first = 0; first < sub_blocks; first += slab) {
     const int count = sub_blocks - first < slab ? sub_blocks - first : slab;
     fill_tile(source, first, count, tile);
+    NextSlab<T, groups> next(p, source, first + slab, sub_blocks);
+    const int lines = next.num_lines * 4 / num_columns + 1;  // for each four columns
     int c = 0;
-    for (; c + 4 <= num_columns; c += 4)
+    for (; c + 4 <= num_columns; c += 4) {
+      next.fetch(lines);
       tile_columns<F, groups, 4>(tile, first, count, from + c * p.column_stride, p.column_stride,
                                  sums + c * groups * row_group);
+    }
     for (; c < num_columns; c++)
       tile_columns<F, groups, 1>(tile, first, count, from + c * p.column_stride, p.column_stride,
                                  sums + c * groups * row_group);
