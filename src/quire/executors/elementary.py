@@ -16,11 +16,11 @@ Doubles = NDArray[np.float64]
 LOWEST_EXPONENT = -708.0  # below it exp is 0, so that no result is subnormal
 NUM_LANES = 16
 
-_LOG2_E = float.fromhex("0x1.71547652b82fep+0")
-_LN2_HIGH = float.fromhex("0x1.62e42fefa3800p-1")  # 42 bits: its product with a power is exact
-_LN2_LOW = float.fromhex("0x1.ef35793c76730p-45")
-_TO_INTEGER = 1.5 * 2.0**52  # added, it leaves the nearest integer in the low bits
-_EXP_TAIL = tuple(  # (exp(r) - 1 - r) / r**2 on +-ln(2)/2, interpolated at Chebyshev's nodes
+LOG2_E = float.fromhex("0x1.71547652b82fep+0")
+LN2_HIGH = float.fromhex("0x1.62e42fefa3800p-1")  # 42 bits: its product with a power is exact
+LN2_LOW = float.fromhex("0x1.ef35793c76730p-45")
+TO_INTEGER = 1.5 * 2.0**52  # added, it leaves the nearest integer in the low bits
+EXP_TAIL = tuple(  # (exp(r) - 1 - r) / r**2 on +-ln(2)/2, interpolated at Chebyshev's nodes
     float.fromhex(digits)
     for digits in (
         "0x1.0000000000001p-1",
@@ -42,13 +42,13 @@ _LOG_TERMS = tuple(2.0 / odd for odd in range(3, 25, 2))  # of 2 atanh(s) = 2 s 
 def exp(values: Doubles) -> Doubles:
     """e to each value, for values of at most 0; within one unit in the last place."""
     bounded = np.maximum(values, LOWEST_EXPONENT)
-    shifted = bounded * _LOG2_E
-    shifted += _TO_INTEGER
-    power = shifted - _TO_INTEGER
-    rest = bounded - power * _LN2_HIGH
-    rest -= power * _LN2_LOW
-    result = np.full_like(rest, _EXP_TAIL[-1])
-    for coefficient in reversed(_EXP_TAIL[:-1]):
+    shifted = bounded * LOG2_E
+    shifted += TO_INTEGER
+    power = shifted - TO_INTEGER
+    rest = bounded - power * LN2_HIGH
+    rest -= power * LN2_LOW
+    result = np.full_like(rest, EXP_TAIL[-1])
+    for coefficient in reversed(EXP_TAIL[:-1]):
         result *= rest
         result += coefficient
     result *= rest
@@ -72,7 +72,7 @@ def log(value: float) -> float:
     for term in reversed(_LOG_TERMS[:-1]):
         series = series * square + term
     near = fraction - ratio * (fraction - series * square)
-    return power * _LN2_HIGH + (power * _LN2_LOW + near)
+    return power * LN2_HIGH + (power * LN2_LOW + near)
 
 
 def lane_sum(values: Doubles) -> float:

@@ -1,0 +1,5 @@
+"""The CUDA executor: block weights at tensor-core speed, with the same bits at every batch size."""
+
+from quire.executors.cuda.executor import CudaConfig, CudaExecutor
+
+__all__ = ["CudaConfig", "CudaExecutor"]

@@ -1,0 +1,483 @@
+"""CudaExecutor: plans in, kernels on a stream, results when the device has them.
+
+Submitting packs a plan into integers, sends them with one copy and replays two captured graphs, the
+body's and the head's. Sampled tokens stay on the device, where the next step finds them, so a step
+may be submitted before the one it follows is collected.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from quire.core.clock import Clock, RealClock
+from quire.core.errors import (
+    ConfigError,
+    ExecutorError,
+    ExecutorMemoryError,
+    RowFaultError,
+    StepCancelledError,
+    StepTimeoutError,
+)
+from quire.core.plan import (
+    Capacity,
+    SequencePlan,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+    Want,
+)
+from quire.executors.cuda import sampling
+from quire.executors.cuda.decoder import BLOCK_SIZE, Decoder, KVBlocks, Limits
+from quire.executors.cuda.graphs import Runner
+from quire.executors.cuda.memory import allocate_blocks, check_weights, weights_memory
+from quire.executors.cuda.planes import Array, to_natural_order
+from quire.executors.cuda.products import products_for
+from quire.executors.cuda.sampling import SampleRow, Scores, is_plain
+from quire.executors.cuda.step_input import PackedRow
+from quire.executors.cuda.weights import Loader, check_model, packed_bytes
+from quire.model.loading import Model
+
+_STEPS_REMEMBERED = 8  # whose samples later steps may follow
+_PARTS_APART_TOKENS = 16
+_POLL_S = 2e-5
+
+_FAULTS = {
+    sampling.NOT_FINITE: "the logits are not finite",
+    sampling.NOTHING_ALLOWED: "the mask allows no token",
+    sampling.TOO_LARGE: "the penalties make the logits infinite",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CudaConfig:
+    """Sizes of an executor. `kv_bytes` None: what is left of the device's memory."""
+
+    max_batch_size: int = 64
+    max_step_tokens: int = 2048
+    kv_bytes: int | None = None
+    num_blocks: int | None = None  # exactly so many, whatever kv_bytes says
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_step_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row of a step under way: where its answers will be."""
+
+    plan: SequencePlan
+    fault: str | None = None
+    packed: PackedRow | None = None
+    answer: int | None = None  # its row of the head
+    scores: tuple[Scores, int] | None = None  # of its sample, with its place there
+    prompt_scores: list[Scores] = field(default_factory=list)
+    logits: list[Array] = field(default_factory=list)
+    pooled: Array | None = None
+
+
+@dataclass(slots=True)
+class CudaTicket:
+    plan: StepPlan
+    rows: list[_Row]
+    num_padding: int = 0
+    is_plain: bool = False  # every row is sampled and asks for nothing else
+    answers: Array | None = None  # [rows, 2] on the host, once `done`
+    finite: Array | None = None  # [tokens]
+    begun: Array | None = None  # events of the stream
+    done: Array | None = None
+    submitted_at: float = 0.0
+    is_cancelled: bool = False
+
+
+class CudaExecutor:
+    """Runs a model's block weights on one NVIDIA GPU (or, in tests, with Triton's interpreter)."""
+
+    fallback: str | None = None
+
+    def __init__(
+        self, model: Model, config: CudaConfig | None = None, clock: Clock | None = None
+    ) -> None:
+        self._config = config or CudaConfig()
+        self._clock = clock or RealClock()
+        self._device = self._config.device
+        spec = self._spec = model.spec
+        check_model(spec, model.tensors)
+        self._is_gpu = self._device != "cpu"
+        if self._is_gpu:
+            check_weights(packed_bytes(model.tensors), self._device)
+        with weights_memory(self._device, packed_bytes(model.tensors)):
+            self._weights = Loader(spec, model.tensors, self._device).load()
+        products = products_for(self._device)
+        if self._is_gpu and products.name.startswith("plain"):
+            self.fallback = "no Hopper GPU (compute capability 9.0): plain Triton products"
+        self._kernels = [products.name, *(f"{name} planes" for name in self._weights.formats)]
+        config = self._config
+        ring = config.max_batch_size * (_STEPS_REMEMBERED + 2)
+        self._samples_ring = torch.zeros(ring, dtype=torch.int32, device=self._device)
+        limits = Limits(
+            num_tokens=config.max_step_tokens,
+            num_rows=config.max_batch_size,
+            parts_apart_tokens=min(_PARTS_APART_TOKENS, config.max_step_tokens),
+            max_context=spec.context_length,
+        )
+        self._decoder = Decoder(
+            spec, self._weights, products, limits, self._samples_ring, self._device
+        )
+        self._blocks: KVBlocks = allocate_blocks(
+            spec, config.num_blocks, config.kv_bytes, self._device
+        )
+        num_blocks = int(self._blocks.keys.shape[1])
+        self._capacity = Capacity(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_context=min(spec.context_length, num_blocks * BLOCK_SIZE),
+            vocabulary_size=spec.vocabulary_size,
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=config.max_step_tokens,
+        )
+        self._runner = Runner(self._decoder, self._blocks, limits, self._device)
+        self._next_slot = 0
+        self._slots: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
+        self._faulted: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._ended_at = float("-inf")
+        self._is_warm = False
+        self._is_closed = False
+
+    # ---- the contract
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    @property
+    def is_warm(self) -> bool:
+        return self._is_warm
+
+    @property
+    def kernels(self) -> list[str]:
+        return self._kernels
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        held = {"weights": self._weights.num_bytes, "kv": self._blocks.num_bytes}
+        if self._is_gpu:
+            reserved = int(torch.cuda.memory_reserved(self._device))
+            held["workspace"] = max(0, reserved - sum(held.values()))
+        return held
+
+    def warm_up(self) -> None:
+        """Compile every kernel and capture every graph."""
+        if not self._is_warm:
+            self._runner.warm_up()
+            self._is_warm = True
+
+    def submit(self, plan: StepPlan) -> CudaTicket:
+        if self._is_closed:
+            raise ExecutorError("the executor is closed")
+        if not self._is_warm:
+            raise ExecutorError(
+                "the CUDA executor is not warm: call warm_up() before the first step, or every "
+                "size of batch would wait for its kernels"
+            )
+        try:
+            return self._submit(plan)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise ExecutorMemoryError(f"a step found no memory on the GPU: {error}") from error
+
+    def collect(self, ticket: CudaTicket, timeout_s: float | None = None) -> StepResult:
+        self._wait(ticket, timeout_s)
+        ended_at = self._clock.now()
+        if ticket.is_cancelled:
+            raise StepCancelledError(f"step {ticket.plan.step_id} was cancelled")
+        results = self._plain_results(ticket)
+        if results is None:
+            results = tuple(self._result(ticket, row) for row in ticket.rows)
+        elapsed = ended_at - max(ticket.submitted_at, self._ended_at)
+        if ticket.begun is not None:
+            elapsed = ticket.begun.elapsed_time(ticket.done) / 1000
+        self._ended_at = ended_at
+        started = ended_at - elapsed
+        return StepResult(ticket.plan.step_id, started, elapsed, results, ticket.num_padding)
+
+    def cancel(self, ticket: CudaTicket) -> None:
+        """A replayed graph cannot be stopped; a step ends in milliseconds, and then counts not."""
+        ticket.is_cancelled = True
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._runner.close()
+
+    def _wait(self, ticket: CudaTicket, timeout_s: float | None) -> None:
+        done = ticket.done
+        if done is None:
+            return
+        if timeout_s is None:
+            done.synchronize()
+            return
+        deadline = time.monotonic() + timeout_s
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise StepTimeoutError(f"step {ticket.plan.step_id} took over {timeout_s} s")
+            time.sleep(_POLL_S)
+
+    # ---- submitting
+
+    def _submit(self, plan: StepPlan) -> CudaTicket:
+        ticket = CudaTicket(plan, [], submitted_at=self._clock.now())
+        runner = self._runner
+        packed = self._pack(ticket)
+        with runner.stream():
+            ticket.begun = runner.record()
+            for copy in plan.copies:
+                self._blocks.copy(copy.source, copy.target)
+            if packed:
+                self._run(ticket, packed)
+            ticket.done = runner.record()
+        return ticket
+
+    def _pack(self, ticket: CudaTicket) -> list[PackedRow]:
+        """The sound rows' places in the step; the others get their fault."""
+        packed: list[PackedRow] = []
+        first = 0
+        for plan in ticket.plan.sequences:
+            row = _Row(plan)
+            ticket.rows.append(row)
+            try:
+                source = None if plan.follows is None else self._source(plan)
+                end = plan.start + len(plan.tokens) + (plan.follows is not None)
+                self._check(plan, end)
+            except RowFaultError as error:
+                row.fault = str(error)
+                continue
+            last = first + end - plan.start - 1
+            row.packed = PackedRow(plan, first, last, source)
+            packed.append(row.packed)
+            first = last + 1
+        if first > self._capacity.max_step_tokens:
+            raise ExecutorError(
+                f"the step has {first} tokens; this executor takes {self._capacity.max_step_tokens}"
+            )
+        return packed
+
+    def _source(self, plan: SequencePlan) -> int:
+        """Where the token is that a row follows."""
+        assert plan.follows is not None
+        slot = self._slots.get(plan.follows, {}).get(plan.sequence_id)
+        if slot is None or (plan.follows, plan.sequence_id) in self._faulted:
+            raise RowFaultError(f"step {plan.follows} sampled no token for this sequence")
+        return slot
+
+    def _check(self, plan: SequencePlan, end: int) -> None:
+        capacity = self._capacity
+        for token in (*plan.tokens, *plan.prompt_targets):
+            if not 0 <= token < capacity.vocabulary_size:
+                raise RowFaultError(
+                    f"token {token} is outside the vocabulary of {capacity.vocabulary_size}"
+                )
+        if end <= plan.start or plan.start < 0 or end > capacity.max_context:
+            raise RowFaultError(
+                f"positions {plan.start} to {end} are not within the context of "
+                f"{capacity.max_context}"
+            )
+        blocks = plan.block_table[: -(-end // BLOCK_SIZE)]
+        if len(blocks) * BLOCK_SIZE < end:
+            raise RowFaultError(f"{len(blocks)} blocks do not hold {end} positions")
+        if min(blocks) < 0 or max(blocks) >= capacity.num_blocks:
+            raise RowFaultError(f"the block table {blocks} leaves the {capacity.num_blocks} blocks")
+
+    def _run(self, ticket: CudaTicket, packed: list[PackedRow]) -> None:
+        sampled = [row for row in ticket.rows if row.packed and row.plan.want is Want.SAMPLE]
+        slots = self._take_slots(ticket.plan.step_id, sampled)
+        last = [row.packed.last for row in sampled if row.packed]
+        num_tokens = packed[-1].last + 1
+        padding = self._runner.run(packed, num_tokens, last, slots)
+        ticket.num_padding = padding
+        for place, row in enumerate(sampled):
+            row.answer = place
+        ticket.is_plain = self._sample(sampled, slots) and len(sampled) == len(ticket.rows)
+        for row in ticket.rows:
+            plan = row.plan
+            if row.packed is not None and (plan.want >= Want.LOGITS or plan.prompt_targets):
+                self._more_wants(row)
+        ticket.answers, ticket.finite = self._runner.fetch(len(sampled), num_tokens)
+
+    def _take_slots(self, step_id: int, rows: list[_Row]) -> list[int]:
+        """Places for a step's samples; those of old steps are used again."""
+        ring = int(self._samples_ring.shape[0])
+        known = self._slots.setdefault(step_id, {})
+        slots = []
+        for row in rows:
+            slots.append(self._next_slot)
+            known[row.plan.sequence_id] = self._next_slot
+            self._next_slot = (self._next_slot + 1) % ring
+        while len(self._slots) > _STEPS_REMEMBERED:
+            self._slots.popitem(last=False)
+        return slots
+
+    def _sample(self, rows: list[_Row], slots: list[int]) -> bool:
+        """Overwrite the likeliest tokens where more was asked for; whether it was for none."""
+        asked = []
+        for place, row in enumerate(rows):
+            plan = row.plan
+            assert plan.sampling is not None and row.packed is not None, "a sample without a how"
+            if not is_plain(plan):
+                how = SampleRow(
+                    plan.sampling,
+                    plan.completion_position,
+                    plan.history,
+                    row.packed.source,
+                    plan.allowed,
+                )
+                asked.append((place, how))
+        if not asked:
+            return not any(row.plan.prompt_targets for row in rows)
+        for place, how in asked:
+            self._check_sampling(rows[place], how)
+        asked = [entry for entry in asked if rows[entry[0]].fault is None]
+        if not asked:
+            return False
+        places = torch.tensor([place for place, _ in asked], device=self._device)
+        logits = self._decoder.logits[places]
+        tokens, outcome = sampling.choose(logits, [how for _, how in asked], self._samples_ring)
+        own_slots = torch.tensor([slots[place] for place, _ in asked], device=self._device)
+        self._samples_ring[own_slots] = tokens.to(torch.int32)
+        self._decoder.answers[places, 0] = tokens.to(torch.int32)
+        self._decoder.answers[places, 1] = outcome.to(torch.int32)
+        scored = [
+            at for at, (_, how) in enumerate(asked) if how.sampling.params.logprobs is not None
+        ]
+        if scored:
+            index = torch.tensor(scored, device=self._device)
+            most = max(asked[at][1].sampling.params.logprobs or 0 for at in scored)
+            scores = sampling.score(logits[index], tokens[index], most)
+            for place, at in enumerate(scored):
+                rows[asked[at][0]].scores = (scores, place)
+        return False
+
+    def _check_sampling(self, row: _Row, how: SampleRow) -> None:
+        """Token ids that the sampler would write to must be in the vocabulary."""
+        size = self._capacity.vocabulary_size
+        params = how.sampling.params
+        named = list(params.logit_bias)
+        if how.completion_position < params.min_tokens:
+            named += how.sampling.end_token_ids
+        if how.history is not None:
+            named += [*how.history.prompt, *how.history.completion]
+        if any(not 0 <= token < size for token in named):
+            row.fault = f"a token id is beyond the {size} logits"
+
+    def _more_wants(self, row: _Row) -> None:
+        """Logits of every position, scores of the prompt, the pooled state."""
+        plan, packed = row.plan, row.packed
+        assert packed is not None
+        if plan.want is Want.POOLED:
+            state = to_natural_order(self._decoder.normed[packed.last].float())
+            row.pooled = state[: self._spec.hidden_size]
+        if plan.want is Want.LOGITS or plan.prompt_targets:
+            self._every_position(row, packed)
+
+    def _every_position(self, row: _Row, packed: PackedRow) -> None:
+        plan = row.plan
+        targets = plan.prompt_targets
+        num_top = (plan.sampling.params.prompt_logprobs or 0) if plan.sampling is not None else 0
+        step = self._capacity.max_batch_size
+        for start in range(0, plan.num_new_tokens, step):
+            count = min(step, plan.num_new_tokens - start)
+            logits = self._runner.logits_of(packed.first + start, count)
+            if plan.want is Want.LOGITS:
+                row.logits.append(logits.clone())
+            if aimed := targets[start : start + count]:
+                tokens = torch.tensor(aimed, device=self._device)
+                row.prompt_scores.append(sampling.score(logits[: len(aimed)], tokens, num_top))
+
+    # ---- collecting
+
+    def _plain_results(self, ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
+        """The results where every row was sampled, is sound and asked for no more: the usual step,
+        without a look at each row. None for any other."""
+        answers, finite = ticket.answers, ticket.finite
+        if not ticket.is_plain or answers is None or finite is None or self._faulted:
+            return None
+        if not finite.all() or not (answers[:, 1] == sampling.FINITE).all():
+            return None
+        tokens = answers[:, 0].tolist()
+        return tuple(
+            [
+                SequenceResult(row.plan.sequence_id, token)
+                for row, token in zip(ticket.rows, tokens, strict=True)
+            ]
+        )
+
+    def _result(self, ticket: CudaTicket, row: _Row) -> SequenceResult:
+        plan = row.plan
+        fault = row.fault or self._late_fault(ticket, row)
+        if fault is not None:
+            if plan.want is Want.SAMPLE:
+                self._remember_fault(ticket.plan.step_id, plan.sequence_id)
+            return SequenceResult(plan.sequence_id, fault=fault)
+        token = logprob = None
+        if row.answer is not None:
+            assert ticket.answers is not None
+            token = int(ticket.answers[row.answer, 0])
+            logprob = _sample_score(row, token)
+        if token is not None and logprob is None and not row.plan.prompt_targets:
+            return SequenceResult(plan.sequence_id, token)
+        num_top = (plan.sampling.params.prompt_logprobs or 0) if plan.sampling is not None else 0
+        targets = iter(plan.prompt_targets)
+        prompt = tuple(
+            entry for scores in row.prompt_scores for entry in _entries(scores, targets, num_top)
+        )
+        logits = torch.cat(row.logits).cpu().numpy() if row.logits else None
+        pooled = None if row.pooled is None else row.pooled.cpu().numpy()
+        return SequenceResult(plan.sequence_id, token, logprob, prompt, logits, pooled)
+
+    def _late_fault(self, ticket: CudaTicket, row: _Row) -> str | None:
+        """What only the device could tell."""
+        plan, packed = row.plan, row.packed
+        assert packed is not None and ticket.finite is not None
+        if plan.follows is not None and (plan.follows, plan.sequence_id) in self._faulted:
+            return f"step {plan.follows} sampled no token for this sequence"
+        if not ticket.finite[packed.first : packed.last + 1].all():
+            return "the hidden state is not finite"
+        if row.answer is not None:
+            assert ticket.answers is not None
+            return _FAULTS.get(int(ticket.answers[row.answer, 1]))
+        if row.logits and not all(bool(torch.isfinite(part).all()) for part in row.logits):
+            return _FAULTS[sampling.NOT_FINITE]
+        return None
+
+    def _remember_fault(self, step_id: int, sequence_id: int) -> None:
+        self._faulted[step_id, sequence_id] = None
+        while len(self._faulted) > _STEPS_REMEMBERED * self._capacity.max_batch_size:
+            self._faulted.popitem(last=False)
+
+
+def _sample_score(row: _Row, token: int) -> TokenLogprob | None:
+    if row.scores is None:
+        return None
+    scores, place = row.scores
+    assert row.plan.sampling is not None
+    num_top = row.plan.sampling.params.logprobs or 0
+    return _entry(scores, place, token, num_top)
+
+
+def _entries(scores: Scores, targets: Iterator[int], num_top: int) -> list[TokenLogprob]:
+    count = len(scores.logprobs)
+    return [_entry(scores, place, next(targets), num_top) for place in range(count)]
+
+
+def _entry(scores: Scores, place: int, token: int, num_top: int) -> TokenLogprob:
+    tokens = np.asarray(scores.top_tokens[place, :num_top].cpu())
+    logprobs = np.asarray(scores.top_logprobs[place, :num_top].cpu())
+    top = tuple((int(t), float(p)) for t, p in zip(tokens, logprobs, strict=True))
+    return TokenLogprob(token, float(scores.logprobs[place]), int(scores.ranks[place]), top)

@@ -1,0 +1,206 @@
+"""Runner: captures the decoder's parts as CUDA graphs, one a size, and replays them.
+
+Steps are padded to the next size. Where parts of the context have programs of their own (few
+tokens), there is a graph for each of a few context lengths too. On a CPU the kernels just run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+
+from quire.executors.cuda.decoder import BLOCK_SIZE, BodyShape, Decoder, KVBlocks, Limits
+from quire.executors.cuda.kernels import attention
+from quire.executors.cuda.planes import Array
+from quire.executors.cuda.step_input import Integers, Layout, PackedRow, pack_body
+
+_HOST_BUFFERS = 4  # copies that may be under way at once
+_PART_STEPS = (0, 4, 16, 64)  # parts of the context that graphs are captured for; 0: only one
+
+# Sizes that steps are padded to: none much larger than the step.
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_SIZES_BEYOND = 1.25
+
+
+def sizes_up_to(largest: int) -> tuple[int, ...]:
+    """The sizes to capture for steps of up to so many."""
+    sizes = [size for size in _SIZES if size < largest]
+    while sizes and sizes[-1] >= _SIZES[-1] and sizes[-1] * _SIZES_BEYOND < largest:
+        sizes.append(int(sizes[-1] * _SIZES_BEYOND) // 64 * 64)
+    return (*sizes, largest)
+
+
+class Runner:
+    """Runs a step's body and head on a stream of its own."""
+
+    def __init__(self, decoder: Decoder, blocks: KVBlocks, limits: Limits, device: str) -> None:
+        self._decoder = decoder
+        self._blocks = blocks
+        self._limits = limits
+        self._device = device
+        self._is_gpu = device != "cpu"
+        self._layout = Layout(limits.num_rows)
+        entries = limits.num_rows * (-(-limits.max_context // BLOCK_SIZE))
+        size = self._layout.size(limits.num_tokens, entries)
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        self._hosts = [self._host_buffer(size) for _ in range(_HOST_BUFFERS if self._is_gpu else 1)]
+        self._sent: list[Array | None] = [None] * len(self._hosts)
+        self._next = 0
+        self._stream: Array = torch.cuda.Stream(device) if self._is_gpu else None
+        self._token_sizes = sizes_up_to(limits.num_tokens)
+        self._row_sizes = sizes_up_to(limits.num_rows)
+        self._bodies: dict[BodyShape, Array] = {}
+        self._heads: dict[int, Array] = {}
+
+    def _host_buffer(self, size: int) -> Array:
+        return torch.zeros(size, dtype=torch.int32, pin_memory=self._is_gpu)
+
+    # ---- the stream
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream) if self._is_gpu else nullcontext():
+            yield
+
+    def record(self) -> Array | None:
+        """A mark in the stream, with its time."""
+        if not self._is_gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def close(self) -> None:
+        if self._is_gpu:
+            self._stream.synchronize()
+        self._bodies.clear()
+        self._heads.clear()
+
+    # ---- capturing
+
+    def warm_up(self) -> None:
+        """Run every size once, then capture it; largest first, so that memory is taken once."""
+        if not self._is_gpu:
+            return
+        for shape in self._shapes():
+            self._capture_body(shape)
+        for count in reversed(self._row_sizes):
+            self._capture_head(count)
+        torch.cuda.synchronize(self._device)
+
+    def _shapes(self) -> Iterator[BodyShape]:
+        for size in reversed(self._token_sizes):
+            if size > self._limits.parts_apart_tokens:
+                yield BodyShape(size, 0)
+            else:
+                for parts in self._part_sizes():
+                    yield BodyShape(size, parts)
+
+    def _part_sizes(self) -> tuple[int, ...]:
+        most = self._limits.max_parts
+        return (*(parts for parts in _PART_STEPS if parts < most), most)
+
+    def _capture_body(self, shape: BodyShape) -> None:
+        given = self._layout.body(self._buffer, shape.num_tokens)
+
+        def run() -> None:
+            self._decoder.run_body(shape, given, self._blocks)
+
+        # Nothing but padding: no key is kept, and nothing attended to.
+        self._send(np.concatenate([*self._head_input([], []), pack_body([], shape.num_tokens, 1)]))
+        self._bodies[shape] = self._captured(run)
+
+    def _capture_head(self, count: int) -> None:
+        rows, slots = self._layout.head(self._buffer)
+
+        def run() -> None:
+            self._decoder.run_head(count, rows, slots)
+
+        self._send(np.concatenate(self._head_input([], [])))
+        self._heads[count] = self._captured(run)
+
+    def _captured(self, run: Callable[[], None]) -> Array:
+        with self.stream():
+            run()
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self._stream):
+                run()
+        return graph
+
+    # ---- running
+
+    def run(
+        self,
+        rows: Sequence[PackedRow],
+        num_tokens: int,
+        head_rows: Sequence[int],
+        slots: Sequence[int],
+    ) -> int:
+        """Compute the rows, and the likeliest tokens after `head_rows`; how many were padding."""
+        shape = self._shape_for(rows, num_tokens)
+        tile_tokens = 1 if shape.num_parts else self._decoder.tokens_a_tile
+        body = pack_body(rows, shape.num_tokens, tile_tokens)
+        self._send(np.concatenate([*self._head_input(head_rows, slots), body]))
+        if self._is_gpu:
+            self._bodies[shape].replay()
+        else:
+            given = self._layout.body(self._buffer, shape.num_tokens)
+            self._decoder.run_body(shape, given, self._blocks)
+        if head_rows:
+            self._run_head(len(head_rows))
+        return shape.num_tokens - num_tokens
+
+    def _run_head(self, count: int) -> None:
+        if self._is_gpu:
+            self._heads[next(size for size in self._row_sizes if size >= count)].replay()
+        else:
+            self._decoder.run_head(count, *self._layout.head(self._buffer))
+
+    def _shape_for(self, rows: Sequence[PackedRow], num_tokens: int) -> BodyShape:
+        size = num_tokens
+        if self._is_gpu:
+            size = next(size for size in self._token_sizes if size >= num_tokens)
+        if size > self._limits.parts_apart_tokens:
+            return BodyShape(size, 0)
+        needed = -(-max(row.plan.end for row in rows) // attention.SPLIT)
+        needed = 0 if needed == 1 else needed
+        return BodyShape(size, next(parts for parts in self._part_sizes() if parts >= needed))
+
+    def _head_input(self, rows: Sequence[int], slots: Sequence[int]) -> tuple[Integers, Integers]:
+        places = np.zeros(self._limits.num_rows, np.int32)
+        places[: len(rows)] = rows
+        kept = np.full(self._limits.num_rows, -1, np.int32)
+        kept[: len(slots)] = slots
+        return places, kept
+
+    def _send(self, packed: Integers) -> None:
+        place = self._next
+        self._next = (place + 1) % len(self._hosts)
+        sent = self._sent[place]
+        if sent is not None:
+            sent.synchronize()  # long done: three steps have been sent since
+        host = self._hosts[place][: len(packed)]
+        host.numpy()[:] = packed
+        with self.stream():
+            self._buffer[: len(packed)].copy_(host, non_blocking=True)
+            if self._is_gpu:
+                event = torch.cuda.Event()
+                event.record(self._stream)
+                self._sent[place] = event
+
+    def logits_of(self, first: int, count: int) -> Array:
+        """Logits of consecutive rows of the last body; the next call overwrites them."""
+        rows = torch.arange(first, first + count, dtype=torch.int32, device=self._device)
+        self._decoder.run_logits(count, rows)
+        return self._decoder.logits[:count]
+
+    def fetch(self, num_rows: int, num_tokens: int) -> tuple[Array, Array]:
+        """Answers and finite flags on their way to the host; there once the step is done."""
+        found = []
+        for array in (self._decoder.answers[:num_rows], self._decoder.finite[:num_tokens]):
+            host = torch.empty(array.shape, dtype=array.dtype, pin_memory=self._is_gpu)
+            host.copy_(array, non_blocking=True)
+            found.append(host.numpy())
+        return found[0], found[1]

@@ -1,0 +1,362 @@
+"""Planes: a matrix's block weights laid out for the tensor cores, decoded nowhere but in registers.
+
+A matrix [rows, columns] is cut into column blocks of 256. Within 128 columns the product's operand
+wants another order than the file's, so that one lane of a warp finds all of its weights in one or
+two groups and needs few scales:
+
+    natural column  = lane * 32 + step * 4 + half * 2 + pair      lane 0-3, step 0-7
+    operand column  = step * 16 + half * 8 + lane * 2 + pair
+
+Activations are kept in operand order throughout; `to_operand_order` and `to_natural_order` turn
+vectors. Of a block of a row a lane holds four *quarters* (the block's halves, the steps' halves) of
+sixteen weights, in words of 32 bits, and each plane keeps a lane's words together:
+
+    quants  4 bits, 8 a word: weight 2j + l of eight at bit 4j + 16l; words [lane, quarter, 2]
+            8 bits (Q8_0), 4 a word: words [lane, quarter, 4]
+    high    Q6_K's upper two bits, 16 a word; Q5_K's upper bit, two quarters a word
+    scales  of a lane's groups (see the format's reorderer below)
+    deltas  Q6_K's float16 for a whole block
+
+Weights are kept divided by 2**exponent, chosen so that each scale times 2**24 is a float16: an
+integer of up to ten bits in a float16's low bits *is* that integer times 2**-24, so decoding is one
+fused multiply-add. The sums are multiplied by 2**exponent again.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quire.core.errors import UnsupportedModelError
+
+Array = Any  # a torch.Tensor; the type checker does not see torch
+
+BLOCK = 256  # columns
+QUANT_SHIFT = 24  # an integer n in a float16's low bits is n * 2**-24
+LARGEST_POWER = 15  # float16 ends just below 2**16
+FLOAT_FORMATS = ("F32", "F16", "BF16")
+_WEIGHTS_AT_ONCE = 1 << 25  # while reordering
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneForm:
+    """How a format's planes look: words of 32 bits a row and block."""
+
+    quant_words: int
+    high_words: int
+    scale_words: int
+    has_deltas: bool
+    zero_point: int  # subtracted from the quants; 0 where an offset is stored
+
+
+FORMS = {
+    "Q4_0": PlaneForm(32, 0, 4, False, 8),
+    "Q4_1": PlaneForm(32, 0, 8, False, 0),
+    "Q8_0": PlaneForm(64, 0, 4, False, 128),
+    "Q4_K": PlaneForm(32, 0, 4, False, 0),
+    "Q5_K": PlaneForm(32, 8, 4, False, 0),
+    "Q6_K": PlaneForm(32, 16, 4, True, 32),
+}
+SUPPORTED = (*FORMS, "BF16", "F16")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planes:
+    """A matrix in planes; a float matrix has its weights in `quants`, as float16, and no more."""
+
+    format: str
+    num_rows: int
+    num_blocks: int  # of 256 columns, the last one padded with zeros
+    quants: Array  # int32 [blocks * rows, words]; float formats: float16 [rows, blocks * 256]
+    exponent: int = 0
+    high: Array | None = None  # int32 [blocks * rows, words]
+    scales: Array | None = None  # int32 [blocks * rows, words]
+    deltas: Array | None = None  # float16 [blocks * rows]
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (self.quants, self.high, self.scales, self.deltas)
+        return sum(array.numel() * array.element_size() for array in arrays if array is not None)
+
+    @property
+    def is_float(self) -> bool:
+        return self.format in FLOAT_FORMATS
+
+    @property
+    def num_columns(self) -> int:
+        """With the padding."""
+        return self.num_blocks * BLOCK
+
+
+def check_supported(format_name: str, tensor: str) -> None:
+    """Refuse a format that has no planes yet, by name."""
+    if format_name not in SUPPORTED:
+        raise UnsupportedModelError(
+            f"tensor {tensor} has format {format_name}, which the CUDA executor does not run yet; "
+            f"it runs {', '.join(SUPPORTED)}: use device='cpu', or a file of another mix"
+        )
+
+
+def padded(num_columns: int) -> int:
+    return -(-num_columns // BLOCK) * BLOCK
+
+
+def operand_order(num_columns: int) -> Array:
+    """Natural column of each operand column, over a whole number of 128s."""
+    lanes = torch.arange(128).view(4, 8, 2, 2).permute(1, 2, 0, 3).reshape(1, 128)
+    starts = torch.arange(0, num_columns, 128).view(-1, 1)
+    return (starts + lanes).reshape(-1)
+
+
+def to_operand_order(x: Array) -> Array:
+    """The last axis, a multiple of 128, as products want it."""
+    return x[..., operand_order(x.shape[-1]).to(x.device)]
+
+
+def to_natural_order(x: Array) -> Array:
+    natural = torch.empty_like(x)
+    natural[..., operand_order(x.shape[-1]).to(x.device)] = x
+    return natural
+
+
+# ---- reordering
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Pieces of each plane, [blocks, rows, words] each."""
+
+    quants: list[Array] = field(default_factory=list)
+    high: list[Array] = field(default_factory=list)
+    scales: list[Array] = field(default_factory=list)
+    deltas: list[Array] = field(default_factory=list)
+
+
+def reorder(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Planes:
+    """Planes of a matrix whose bytes `raw` (uint8) lie as in the file, on raw's device."""
+    if format_name in FLOAT_FORMATS:
+        return _reorder_floats(format_name, raw, num_rows, num_columns)
+    blocks = _padded_blocks(format_name, raw, num_rows, num_columns)
+    num_blocks = padded(num_columns) // BLOCK
+    exponent = _exponent(_largest_scale(format_name, blocks), QUANT_SHIFT)
+    parts = _Parts()
+    step = max(1, _WEIGHTS_AT_ONCE // (num_blocks * BLOCK))
+    for start in range(0, num_rows, step):
+        _REORDERERS[format_name](blocks[start : start + step], exponent, parts)
+    return Planes(
+        format=format_name,
+        num_rows=num_rows,
+        num_blocks=num_blocks,
+        exponent=exponent,
+        quants=_joined(parts.quants),
+        high=_joined(parts.high),
+        scales=_joined(parts.scales),
+        deltas=_joined(parts.deltas),
+    )
+
+
+def _joined(pieces: list[Array]) -> Array | None:
+    """Pieces along the rows, as [blocks * rows, words]; deltas have no words."""
+    if not pieces:
+        return None
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    return whole.reshape(-1, *whole.shape[2:]).contiguous()
+
+
+def _reorder_floats(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Planes:
+    """As float16 scaled by a power of two: bfloat16 weights keep every bit down to 2**-29 of the
+    largest."""
+    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    values = raw.view(kinds[format_name]).view(num_rows, num_columns)
+    width = padded(num_columns)
+    exponent = _exponent(_largest(values), 0)
+    weights = torch.empty((num_rows, width), dtype=torch.float16, device=raw.device)
+    step = max(1, _WEIGHTS_AT_ONCE // width)
+    order = operand_order(width).to(raw.device)
+    for start in range(0, num_rows, step):
+        rows = values[start : start + step]
+        piece = torch.zeros((len(rows), width), dtype=torch.float16, device=raw.device)
+        piece[:, :num_columns] = (rows.float() * 2.0**-exponent).to(torch.float16)
+        weights[start : start + step] = piece[:, order]
+    return Planes(format_name, num_rows, width // BLOCK, weights, exponent)
+
+
+_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+_SMALL_BLOCKS = ("Q4_0", "Q4_1", "Q8_0")  # 32 weights each
+
+
+def _padded_blocks(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Array:
+    """Bytes as [rows, blocks of 256, bytes], with blocks of zeros where the columns end early."""
+    size = _BLOCK_BYTES[format_name]
+    rows = raw.view(num_rows, -1, size)
+    if format_name in _SMALL_BLOCKS:
+        missing = padded(num_columns) // 32 - rows.shape[1]
+        if missing:
+            zeros = torch.zeros((num_rows, missing, size), dtype=torch.uint8, device=raw.device)
+            rows = torch.cat([rows, zeros], dim=1)
+        rows = rows.reshape(num_rows, -1, 8, size)
+    return rows
+
+
+def _half(blocks: Array, at: int) -> Array:
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _largest_scale(format_name: str, blocks: Array) -> float:
+    """At least the largest scale of a group, in size."""
+    match format_name:
+        case "Q4_K" | "Q5_K":
+            sizes = _half(blocks, 0).float() * 63
+        case "Q6_K":
+            sizes = _half(blocks, 208).float() * 128
+        case _:
+            sizes = _half(blocks, 0).float()
+    return _largest(sizes)
+
+
+def _largest(values: Array) -> float:
+    """In size; 1 where a broken file holds what is not finite."""
+    largest = float(values.abs().max())
+    return largest if math.isfinite(largest) else 1.0
+
+
+def _exponent(largest: float, shift: int) -> int:
+    """The power of two to divide by, so that the largest times 2**shift stays a float16."""
+    return 0 if largest == 0.0 else math.frexp(largest)[1] + shift - LARGEST_POWER
+
+
+def _half_bits(x: Array) -> Array:
+    """float32 rounded to float16, its bits in an int32's lower half."""
+    return x.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+def _in_words(quants: Array, bits: int) -> Array:
+    """Natural quants [rows, blocks, 256] as words [blocks, rows, words]: 4 or 8 bits each.
+
+    Natural column = (half of the block, lane, half of the steps, sixteen).
+    """
+    rows, blocks, _ = quants.shape
+    count = 32 // bits
+    fields = quants.view(rows, blocks, 2, 4, 2, 16 // count, count)
+    if bits == 4:  # weight 2j + l at bit 4j + 16l
+        shifts = [4 * (i // 2) + 16 * (i % 2) for i in range(8)]
+    else:
+        shifts = [8 * i for i in range(4)]
+    words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=quants.device)
+    for place, shift in enumerate(shifts):
+        words |= fields[..., place].to(torch.int32) << shift
+    # [rows, blocks, half, lane, steps, words] -> [blocks, rows, lane, half, steps, words]
+    return words.permute(1, 0, 3, 2, 4, 5).reshape(blocks, rows, -1)
+
+
+def _high_words(high: Array, bits: int) -> Array:
+    """The upper bits, [rows, blocks, 256], as words [blocks, rows, 8 * bits].
+
+    They lie so that few shifts bring them above their nibbles: those of even pairs of weights to
+    bit 4 of a half word, those of odd pairs, which are decoded four bits further up, to bit 8. A
+    swap of the half words' bytes brings up the second half of them.
+    """
+    rows, blocks, _ = high.shape
+    fields = high.view(rows, blocks, 2, 4, 2, 16).to(torch.int32)
+    words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=high.device)
+    for place in range(16):
+        pair, one = divmod(place, 2)
+        if bits == 2:
+            at = (4 + 4 * (pair % 2) + pair // 2 % 2 * 2 + pair // 4 * 8) % 16
+        else:
+            at = 4 + 4 * (pair % 2) + pair // 2
+        words |= fields[..., place] << at + 16 * one
+    if bits == 1:  # the second half of the steps eight bits further on, around the half word
+        second = words[..., 1]
+        swapped = (second & 0x00FF00FF) << 8 | second >> 8 & 0x00FF00FF
+        words = words[..., 0] | swapped
+        return words.permute(1, 0, 3, 2).reshape(blocks, rows, 8)
+    return words.permute(1, 0, 3, 2, 4).reshape(blocks, rows, 16)
+
+
+def _nibbles(packed: Array, run: int) -> Array:
+    """[..., bytes] -> [..., 2 * bytes]: low nibbles of a run of bytes, then their high ones."""
+    runs = packed.reshape(*packed.shape[:-1], -1, run)
+    return torch.stack([runs & 15, runs >> 4], dim=-2).flatten(-3)
+
+
+def _group_scales(blocks: Array, exponent: int) -> Array:
+    """Scales of 32 weights each, two (the halves of the block) a lane: [blocks, rows, 4]."""
+    scales = _half(blocks, 0).float() * 2.0 ** (QUANT_SHIFT - exponent)  # [rows, blocks, 8]
+    bits = _half_bits(scales).view(*scales.shape[:2], 2, 4)
+    return (bits[..., 0, :] | bits[..., 1, :] << 16).transpose(0, 1)
+
+
+def _reorder_q4_0(blocks: Array, exponent: int, parts: _Parts) -> None:
+    parts.quants.append(_in_words(_nibbles(blocks[..., 2:], 16).flatten(-2), 4))
+    parts.scales.append(_group_scales(blocks, exponent))
+
+
+def _reorder_q8_0(blocks: Array, exponent: int, parts: _Parts) -> None:
+    parts.quants.append(_in_words((blocks[..., 2:] ^ 128).flatten(-2), 8))
+    parts.scales.append(_group_scales(blocks, exponent))
+
+
+def _reorder_q4_1(blocks: Array, exponent: int, parts: _Parts) -> None:
+    """Scale and offset of 32 weights in one word: [blocks, rows, lane, half]."""
+    parts.quants.append(_in_words(_nibbles(blocks[..., 4:], 16).flatten(-2), 4))
+    scales = _half(blocks, 0).float() * 2.0 ** (QUANT_SHIFT - exponent)
+    offsets = _half(blocks, 2).float() * 2.0**-exponent
+    words = _half_bits(scales) | _half_bits(offsets) << 16
+    rows, count, _ = words.shape
+    parts.scales.append(words.view(rows, count, 2, 4).permute(1, 0, 3, 2).reshape(count, rows, 8))
+
+
+def _packed_scales(blocks: Array) -> Array:
+    """Q4_K's and Q5_K's float16 pair, then for each lane 24 bits (scale, offset, of both halves),
+    byte by byte: word 1 + i holds the lanes' bytes i. [blocks, rows, 4]."""
+    first, second, low = (blocks[..., at : at + 4].to(torch.int32) for at in (4, 8, 12))
+    upper_scales, upper_offsets = (low & 15) | (first >> 6) << 4, (low >> 4) | (second >> 6) << 4
+    records = (first & 63) | (second & 63) << 6 | upper_scales << 12 | upper_offsets << 18
+    pair = blocks[..., :4].contiguous().view(torch.int32)
+    planes = [pair]
+    for byte in range(3):
+        lanes = (records >> 8 * byte) & 255
+        planes.append((lanes << torch.arange(0, 32, 8, device=lanes.device)).sum(-1, keepdim=True))
+    return torch.cat(planes, dim=-1).to(torch.int32).transpose(0, 1)
+
+
+def _reorder_q4_k(blocks: Array, exponent: int, parts: _Parts) -> None:
+    del exponent  # the kernel applies it
+    parts.quants.append(_in_words(_nibbles(blocks[..., 16:], 32), 4))
+    parts.scales.append(_packed_scales(blocks))
+
+
+def _reorder_q5_k(blocks: Array, exponent: int, parts: _Parts) -> None:
+    del exponent
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
+    high = (blocks[..., None, 16:48] >> shifts) & 1  # [rows, blocks, 8, 32]
+    parts.quants.append(_in_words(_nibbles(blocks[..., 48:], 32), 4))
+    parts.high.append(_high_words(high.flatten(-2), 1))
+    parts.scales.append(_packed_scales(blocks))
+
+
+def _reorder_q6_k(blocks: Array, exponent: int, parts: _Parts) -> None:
+    del exponent
+    packed = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(4, 1)
+    high = ((packed >> shifts) & 3).flatten(2)
+    parts.quants.append(_in_words(_nibbles(blocks[..., :128], 64), 4))
+    parts.high.append(_high_words(high, 2))
+    # 16 groups of 16: (half, lane, steps' half) -> (lane, half, steps' half), 4 bytes a lane
+    rows, count, _ = blocks.shape
+    groups = blocks[..., 192:208].reshape(rows, count, 2, 4, 2).permute(1, 0, 3, 2, 4).contiguous()
+    parts.scales.append(groups.view(count, rows, 16).view(torch.int32))
+    parts.deltas.append(_half(blocks, 208).transpose(0, 1))
+
+
+_REORDERERS: dict[str, Callable[[Array, int, _Parts], None]] = {
+    "Q4_0": _reorder_q4_0,
+    "Q4_1": _reorder_q4_1,
+    "Q8_0": _reorder_q8_0,
+    "Q4_K": _reorder_q4_k,
+    "Q5_K": _reorder_q5_k,
+    "Q6_K": _reorder_q6_k,
+}

@@ -1,0 +1,246 @@
+"""The sampler on the device: what executors/sampler.py does to one row, done to many at once.
+
+Weights are integers here too, so sums come out the same in any order, and the exponential is the
+reference's own. Nothing is brought back to the host: a row may follow a token still on its way.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.core.plan import History, Sampling, SequencePlan
+from quire.executors.cuda import elementary
+from quire.executors.cuda.planes import Array
+
+FINITE, NOT_FINITE, NOTHING_ALLOWED, TOO_LARGE = 1, 0, 2, 3  # how a row's sampling went
+
+_WEIGHT_ONE = float(2**32)
+_LOW = 0xFFFFFFFF
+
+
+class SampleRow(NamedTuple):
+    """How one row of logits is sampled."""
+
+    sampling: Sampling
+    completion_position: int
+    history: History | None = None
+    pending: int | None = None  # place among the samples of a token that belongs to the history
+    allowed: bytes | None = None
+
+
+def is_plain(plan: SequencePlan) -> bool:
+    """Whether the largest logit is the answer, and the only one."""
+    how = plan.sampling
+    if how is None or plan.allowed is not None or plan.history is not None:
+        return False
+    params = how.params
+    return (
+        params.temperature == 0.0
+        and params.logprobs is None
+        and not params.logit_bias
+        and (not how.end_token_ids or plan.completion_position >= params.min_tokens)
+    )
+
+
+def choose(logits: Array, rows: Sequence[SampleRow], samples: Array) -> tuple[Array, Array]:
+    """Tokens and how it went (FINITE and so on) of each row: logits [rows, vocabulary] float32."""
+    finite = torch.isfinite(logits).all(dim=1)
+    scores = logits.clone()
+    _adjust(scores, rows, samples)
+    best = scores.max(dim=1).values
+    outcome = torch.where(best == float("-inf"), NOTHING_ALLOWED, FINITE)
+    outcome = torch.where(best == float("inf"), TOO_LARGE, outcome)
+    outcome = torch.where(finite, outcome, NOT_FINITE)
+    greedy = np.array([row.sampling.params.is_greedy for row in rows])
+    if greedy.all():
+        return _first_best(scores, best), outcome
+    drawn = _draw(_weights(scores, best, rows), _bits(rows))
+    if not greedy.any():
+        return drawn, outcome
+    return torch.where(_on(greedy, logits), _first_best(scores, best), drawn), outcome
+
+
+def _on(values: npt.NDArray[np.generic], like: Array) -> Array:
+    return torch.from_numpy(values).to(like.device, non_blocking=True)
+
+
+def _first_best(scores: Array, best: Array) -> Array:
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    places = torch.where(scores == best[:, None], columns, scores.shape[1])
+    return places.min(dim=1).values.clamp(max=scores.shape[1] - 1)  # NaN equals nothing
+
+
+# ---- what does not depend on chance
+
+
+def _adjust(scores: Array, rows: Sequence[SampleRow], samples: Array) -> None:
+    _mask(scores, rows)
+    bans = [
+        (place, token)
+        for place, row in enumerate(rows)
+        if row.completion_position < row.sampling.params.min_tokens
+        for token in row.sampling.end_token_ids
+    ]
+    if bans:
+        places = _on(np.array(bans, np.int64), scores)
+        scores[places[:, 0], places[:, 1]] = float("-inf")
+    biases = [
+        (place, token, bias)
+        for place, row in enumerate(rows)
+        for token, bias in row.sampling.params.logit_bias.items()
+    ]
+    if biases:
+        places = _on(np.array([entry[:2] for entry in biases], np.int64), scores)
+        values = _on(np.array([entry[2] for entry in biases], np.float32), scores)
+        scores[places[:, 0], places[:, 1]] += values
+    penalised = [place for place, row in enumerate(rows) if row.history is not None]
+    if penalised:
+        index = _on(np.array(penalised, np.int64), scores)
+        chosen = [rows[place] for place in penalised]
+        scores[index] = _penalised(scores[index], chosen, samples)
+
+
+def _mask(scores: Array, rows: Sequence[SampleRow]) -> None:
+    width = -(-scores.shape[1] // 8)
+    masked = [place for place, row in enumerate(rows) if row.allowed is not None]
+    if not masked:
+        return
+    packed = np.zeros((len(masked), width), np.uint8)
+    for place, at in enumerate(masked):
+        bits = np.frombuffer(rows[at].allowed or b"", np.uint8)[:width]
+        packed[place, : len(bits)] = bits
+    shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    allowed = (_on(packed, scores)[:, :, None] >> shifts & 1).flatten(1)[:, : scores.shape[1]]
+    index = _on(np.array(masked, np.int64), scores)
+    scores[index] = torch.where(allowed.bool(), scores[index], float("-inf"))
+
+
+def _penalised(scores: Array, rows: Sequence[SampleRow], samples: Array) -> Array:
+    """Repetition looks at prompt and completion, frequency and presence at the completion."""
+    counts = _counts(scores, [row.history.completion for row in rows if row.history], rows, samples)
+    seen = _counts(scores, [row.history.prompt for row in rows if row.history]) + counts > 0
+    factor, frequency, presence = (
+        _on(np.array([[getattr(row.sampling.params, name)] for row in rows], np.float32), scores)
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    )
+    repeated = torch.where(scores > 0, scores / factor, scores * factor)
+    scores = torch.where(seen & (factor != 1.0), repeated, scores)
+    once = scores - frequency * counts
+    return torch.where(counts > 0, once - presence, scores)
+
+
+def _counts(
+    scores: Array,
+    histories: Sequence[tuple[int, ...]],
+    rows: Sequence[SampleRow] = (),
+    samples: Array | None = None,
+) -> Array:
+    """How often each token stands in each history, with the tokens still on their way."""
+    counts = torch.zeros_like(scores)
+    lengths = [len(tokens) for tokens in histories]
+    if sum(lengths):
+        owners = np.repeat(np.arange(len(lengths)), lengths)
+        tokens = np.fromiter((t for tokens in histories for t in tokens), np.int64, sum(lengths))
+        places, numbers = np.unique(np.stack([owners, tokens]), axis=1, return_counts=True)
+        index = _on(places, scores)
+        counts[index[0], index[1]] = _on(numbers.astype(np.float32), scores)
+    pending = [(at, row.pending) for at, row in enumerate(rows) if row.pending is not None]
+    if pending and samples is not None:
+        index = _on(np.array(pending, np.int64), scores)
+        counts[index[:, 0], samples[index[:, 1]].long()] += 1.0
+    return counts
+
+
+# ---- drawing
+
+
+def _weights(scores: Array, best: Array, rows: Sequence[SampleRow]) -> Array:
+    """Integer weights of the tokens that may be drawn; 0 for the others. Greedy rows: anything."""
+    params = [row.sampling.params for row in rows]
+    temperature = _on(np.array([[p.temperature or 1.0] for p in params], np.float64), scores)
+    likelihood = elementary.exp((scores.double() - best.double()[:, None]) / temperature)
+    weights = torch.floor(likelihood * _WEIGHT_ONE).nan_to_num(0.0).to(torch.int64)
+    min_p = np.array([[p.min_p] for p in params], np.float64)
+    if min_p.any():
+        weights = torch.where(likelihood < _on(min_p, scores), 0, weights)
+    limited = [at for at, p in enumerate(params) if p.top_k or p.top_p < 1.0]
+    if limited:
+        index = _on(np.array(limited, np.int64), scores)
+        top_k = np.array([[params[at].top_k or scores.shape[1]] for at in limited], np.int64)
+        top_p = np.array([[params[at].top_p] for at in limited], np.float64)
+        kept = _keep_likeliest(weights[index], _on(top_k, scores), _on(top_p, scores))
+        weights[index] = kept
+    return weights
+
+
+def _keep_likeliest(weights: Array, top_k: Array, top_p: Array) -> Array:
+    """Zero what top-k and top-p leave out; of equal weights the lower ids stay."""
+    ordered, order = torch.sort(weights, dim=1, descending=True, stable=True)
+    place = torch.arange(weights.shape[1], device=weights.device)
+    ordered = torch.where(place < top_k, ordered, 0)
+    total = ordered.sum(dim=1, keepdim=True).double()
+    before = (torch.cumsum(ordered, dim=1) - ordered).double()
+    ordered = torch.where((before >= top_p * total) & (top_p < 1.0), 0, ordered)
+    return torch.zeros_like(weights).scatter_(1, order, ordered)
+
+
+def _bits(rows: Sequence[SampleRow]) -> npt.NDArray[np.uint64]:
+    """64 random bits a row: core/randomness.py's Philox, for many rows at once."""
+    key = np.array([row.sampling.seed & (2**64 - 1) for row in rows], np.uint64)
+    position = np.array([row.completion_position for row in rows], np.uint64)
+    index = np.array([row.sampling.index for row in rows], np.uint64)
+    low, thirty_two = np.uint64(_LOW), np.uint64(32)
+    k0, k1 = key & low, key >> thirty_two
+    c0, c1, c2, c3 = position & low, position >> thirty_two, index & low, np.zeros_like(key)
+    for _ in range(10):
+        product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (
+            (product1 >> thirty_two) ^ c1 ^ k0,
+            product1 & low,
+            (product0 >> thirty_two) ^ c3 ^ k1,
+            product0 & low,
+        )
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    bits: npt.NDArray[np.uint64] = (c1 << thirty_two) | c0
+    return bits
+
+
+def _draw(weights: Array, bits: npt.NDArray[np.uint64]) -> Array:
+    """The token at a uniformly drawn place among the weights."""
+    cumulative = torch.cumsum(weights, dim=1)
+    place = _high_product(_on(bits.view(np.int64), weights), cumulative[:, -1])
+    found = torch.searchsorted(cumulative, place[:, None], right=True)[:, 0]
+    return found.clamp(max=weights.shape[1] - 1)
+
+
+def _high_product(bits: Array, total: Array) -> Array:
+    """(bits * total) >> 64 for 64 random bits and a total below 2**63, by halves of 32 bits."""
+    b1, b0 = bits >> 32 & _LOW, bits & _LOW
+    t1, t0 = total >> 32, total & _LOW
+    low, cross, other = b0 * t0, b0 * t1, b1 * t0
+    middle = (low >> 32 & _LOW) + (cross & _LOW) + (other & _LOW)
+    return b1 * t1 + (cross >> 32) + (other >> 32 & _LOW) + (middle >> 32)
+
+
+# ---- scores
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of tokens, their ranks, and the likeliest beside them."""
+
+    logprobs: Array  # float64 [rows]
+    ranks: Array  # int64 [rows]
+    top_tokens: Array  # int64 [rows, top]
+    top_logprobs: Array  # float64 [rows, top]
+
+
+def score(logits: Array, tokens: Array, num_top: int) -> Scores:
+    """Of the model's own logits [rows, vocabulary]."""
+    shifted = logits.double() - logits.max(dim=1, keepdim=True).values.double()
+    logprobs = shifted - shifted.exp().sum(dim=1, keepdim=True).log()
+    own = logprobs.gather(1, tokens.long()[:, None])
+    order = torch.sort(logprobs, dim=1, descending=True, stable=True).indices[:, :num_top]
+    return Scores(own[:, 0], 1 + (logprobs > own).sum(dim=1), order, logprobs.gather(1, order))

@@ -1,0 +1,260 @@
+"""A model's weights on the device: every matrix in planes, joined and ordered as the kernels read.
+
+Hidden and feed-forward vectors live in operand order (see planes.py), so the rows of whatever makes
+them are reordered here, once. Gates and what they gate lie in turns of eight rows, so that a thread
+of the product holds both.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.core.errors import UnsupportedModelError
+from quire.executors.cuda.planes import (
+    Array,
+    Planes,
+    check_supported,
+    operand_order,
+    padded,
+    reorder,
+    to_operand_order,
+)
+from quire.loader.tensor import Tensor
+from quire.model.spec import Activation, ModelSpec
+
+_SPLIT_TILES = 264  # programs that fill a GPU of 132 multiprocessors, two on each
+_TILE_ROWS = 64
+GATED_SHRINK = 16.0  # gated values reach beyond float16: they are kept divided by this
+_SMALLEST_PART = 8  # blocks of 256 columns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Rows of a product that share a format."""
+
+    planes: Planes
+    first_row: int
+    bias: Array | None  # float32 [rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """A product of one or more segments. `num_parts`: how many parts its columns are summed in."""
+
+    segments: tuple[Segment, ...]
+    num_rows: int
+    num_parts: int
+    is_gated: bool = False  # in turns of eight gates and eight values
+    tokens_shrunk: float = 1.0  # what its tokens come divided by
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.planes.num_bytes for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    attention_norm: Array
+    feed_forward_norm: Array
+    query_norm: Array | None
+    key_norm: Array | None
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelWeights:
+    embedding: Planes
+    output_norm: Array
+    head: Linear
+    layers: tuple[LayerWeights, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        total = self.head.num_bytes
+        if self.embedding is not self.head.segments[0].planes:
+            total += self.embedding.num_bytes
+        for layer in self.layers:
+            linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+            total += sum(linear.num_bytes for linear in linears)
+        return total
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        linears = [self.head]
+        for layer in self.layers:
+            linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+        names = {segment.planes.format for linear in linears for segment in linear.segments}
+        return tuple(sorted(names | {self.embedding.format}))
+
+
+def num_parts(num_rows: int, num_blocks: int) -> int:
+    """In how many parts columns are summed: by the matrix's shape and never by the batch."""
+    parts = 1
+    for wanted in (2, 4):
+        tiles = -(-num_rows // _TILE_ROWS) * wanted
+        if tiles <= _SPLIT_TILES and num_blocks // wanted >= _SMALLEST_PART:
+            parts = wanted
+    return parts
+
+
+def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what these kernels do not compute, before anything is moved."""
+    refused = {
+        "norms before its output projections": spec.sub_norms,
+        "linears with a scale of their own": spec.linear_scales,
+        f"the activation {spec.activation}": spec.activation is not Activation.SILU,
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise UnsupportedModelError(
+                f"the {spec.family} model has {what}, which the CUDA executor does not run yet: "
+                "use device='cpu'"
+            )
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 2:
+            check_supported(tensor.format.name, name)
+
+
+def packed_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+class Loader:
+    """Moves tensors to the device, one at a time, and reorders them there."""
+
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor], device: str) -> None:
+        self._spec = spec
+        self._tensors = tensors
+        self._device = device
+
+    def load(self) -> ModelWeights:
+        spec = self._spec
+        embedding = self._planes(["token_embd.weight"])
+        head = embedding if spec.tied_head else self._planes(["output.weight"])
+        return ModelWeights(
+            embedding=embedding,
+            output_norm=self._norm("output_norm.weight"),
+            head=Linear((Segment(head, 0, None),), head.num_rows, 1),
+            layers=tuple(self._layer(f"blk.{index}.") for index in range(spec.num_layers)),
+        )
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        spec = self._spec
+        head_norms = [None, None]
+        if spec.qk_norm:
+            head_norms = [self._floats(f"{prefix}attn_{x}_norm.weight") for x in ("q", "k")]
+        return LayerWeights(
+            attention_norm=self._norm(f"{prefix}attn_norm.weight"),
+            feed_forward_norm=self._norm(f"{prefix}ffn_norm.weight"),
+            query_norm=head_norms[0],
+            key_norm=head_norms[1],
+            qkv=self._joined([f"{prefix}attn_{x}" for x in ("q", "k", "v")]),
+            output=self._hidden(f"{prefix}attn_output"),
+            gate_up=self._gated(f"{prefix}ffn_gate", f"{prefix}ffn_up"),
+            down=replace(self._hidden(f"{prefix}ffn_down"), tokens_shrunk=GATED_SHRINK),
+        )
+
+    # ---- kinds of product
+
+    def _joined(self, names: Sequence[str]) -> Linear:
+        """One product of several matrices, in segments of one format each; rows as they are."""
+        groups: list[list[str]] = []
+        for name in names:
+            if groups and self._format(groups[-1][0]) == self._format(name):
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+        segments = []
+        first_row = 0
+        for group in groups:
+            planes = self._planes([f"{name}.weight" for name in group])
+            biases = [self._bias(name) for name in group]
+            bias = None if biases[0] is None else torch.cat(biases)
+            segments.append(Segment(planes, first_row, bias))
+            first_row += planes.num_rows
+        return _linear(segments, first_row)
+
+    def _hidden(self, name: str) -> Linear:
+        """A product that makes a hidden vector, in operand order."""
+        size = self._tensors[f"{name}.weight"].shape[0]
+        rows = _with_padding(operand_order(padded(size)), size)
+        bias = self._bias(name)
+        if bias is not None:
+            bias = torch.cat([bias, bias.new_zeros(1)])[rows.to(bias.device)]
+        planes = self._planes([f"{name}.weight"], rows)
+        return _linear([Segment(planes, 0, bias)], planes.num_rows)
+
+    def _gated(self, gate: str, up: str) -> Linear:
+        """Gates and values in turns of eight; one after the other where their formats differ."""
+        size = self._tensors[f"{gate}.weight"].shape[0]
+        order = operand_order(padded(size))
+        names = [f"{gate}.weight", f"{up}.weight"]
+        biases = [self._bias(gate), self._bias(up)]
+        if self._format(gate) == self._format(up):
+            gates = _with_padding(order, size, 2 * size)
+            values = torch.where(gates < size, gates + size, 2 * size)
+            rows = torch.stack([gates.view(-1, 8), values.view(-1, 8)], dim=1).reshape(-1)
+            bias = None
+            if biases[0] is not None:
+                both = torch.cat([*biases, biases[0].new_zeros(1)])
+                bias = both[rows.to(both.device)]
+            planes = self._planes(names, rows)
+            return Linear((Segment(planes, 0, bias),), planes.num_rows, 1, is_gated=True)
+        rows = _with_padding(order, size)
+        segments = []
+        for place, name in enumerate(names):
+            bias = biases[place]
+            if bias is not None:
+                bias = torch.cat([bias, bias.new_zeros(1)])[rows.to(bias.device)]
+            segments.append(Segment(self._planes([name], rows), place * len(rows), bias))
+        return Linear(tuple(segments), 2 * len(rows), 1)
+
+    # ---- tensors
+
+    def _format(self, name: str) -> str:
+        return self._tensors[f"{name}.weight"].format.name
+
+    def _planes(self, names: Sequence[str], rows: Array | None = None) -> Planes:
+        """Matrices of one format, one below the other; or `rows` of these and a row of zeros."""
+        tensors = [self._tensors[name] for name in names]
+        columns = tensors[0].shape[1]
+        raw = [self._raw(tensor).view(tensor.shape[0], -1) for tensor in tensors]
+        if rows is not None:
+            raw.append(torch.zeros_like(raw[0][:1]))
+        whole = raw[0] if len(raw) == 1 else torch.cat(raw)
+        if rows is not None:
+            whole = whole[rows.to(whole.device)]
+        return reorder(tensors[0].format.name, whole.reshape(-1), len(whole), columns)
+
+    def _raw(self, tensor: Tensor) -> Array:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # mapped files are read-only, and stay so
+            return torch.from_numpy(tensor.data).to(self._device)
+
+    def _floats(self, name: str) -> Array:
+        return torch.from_numpy(self._tensors[name].to_float32()).to(self._device)
+
+    def _bias(self, name: str) -> Array | None:
+        return self._floats(f"{name}.bias") if f"{name}.bias" in self._tensors else None
+
+    def _norm(self, name: str) -> Array:
+        """A hidden vector's norm, in operand order, zeros behind its end."""
+        weights = self._floats(name)
+        whole = torch.zeros(padded(len(weights)), device=self._device)
+        whole[: len(weights)] = weights
+        return to_operand_order(whole).contiguous()
+
+
+def _with_padding(rows: Array, size: int, zero_row: int | None = None) -> Array:
+    """Rows behind the last are the row of zeros."""
+    return torch.where(rows < size, rows, size if zero_row is None else zero_row)
+
+
+def _linear(segments: Sequence[Segment], num_rows: int) -> Linear:
+    parts = num_parts(num_rows, segments[0].planes.num_blocks)
+    return Linear(tuple(segments), num_rows, parts)

@@ -1,0 +1,149 @@
+"""What only a GPU can show, as a script for a machine that has one and little else:
+
+    PYTHONPATH=src python tests/executors/cuda/on_gpu.py tiny FOLDER    errors over fixtures/tiny
+    PYTHONPATH=src python tests/executors/cuda/on_gpu.py same MODEL     tokens and KV in any company
+
+FOLDER holds the GGUF files and golden.npz.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.core.config import EngineConfig
+from quire.core.plan import SequencePlan, StepPlan, Want
+from quire.core.request import Ended
+from quire.core.sampling import SamplingParams
+from quire.engine.engine import Engine
+from quire.executors.cuda import CudaConfig, CudaExecutor
+from quire.model.loading import load_model
+
+BLOCK_FORMATS = ("Q4_K_M", "Q6_K", "Q5_K_M", "Q8_0", "Q4_0", "Q4_1")
+FLOAT_FORMATS = ("BF16", "F16")
+BATCHES = (1, 2, 7, 16, 64, 256)
+
+
+def executor_for(name: str | Path, **sizes: Any) -> CudaExecutor:
+    with load_model(name) as model:
+        found = CudaExecutor(model, CudaConfig(**sizes))
+    found.warm_up()
+    return found
+
+
+# ---- fixtures/tiny
+
+
+def check_tiny(folder: Path) -> bool:
+    golden = np.load(folder / "golden.npz")
+    is_sound = True
+    for name in (*BLOCK_FORMATS, *FLOAT_FORMATS):
+        if not (folder / f"{name}.gguf").exists():
+            print(f"{name:8} no file")
+            continue
+        executor = executor_for(
+            folder / f"{name}.gguf", max_batch_size=32, max_step_tokens=64, num_blocks=64
+        )
+        tokens = tuple(int(token) for token in golden["tokens"])
+        plan = SequencePlan(0, 0, tokens, None, (3, 1), Want.LOGITS)
+        [result] = executor.collect(executor.submit(StepPlan(0, (plan,)))).sequences
+        executor.close()
+        error = nmse(result.logits, golden[f"{name}.exact"])
+        peer = nmse(golden[f"{name}.peer"], golden[f"{name}.exact"])
+        limit = 2e-4 if name in FLOAT_FORMATS else 1.1 * peer + 1e-6
+        is_sound &= error <= limit
+        print(f"{name:8} error {error:.3e}  peer {peer:.3e}  limit {limit:.3e}  {error <= limit}")
+    return is_sound
+
+
+def nmse(found: Any, exact: Any) -> float:
+    return float(((found - exact) ** 2).sum() / (exact**2).sum())
+
+
+# ---- the same tokens in any company
+
+
+def prompts(count: int, vocabulary: int) -> list[list[int]]:
+    """Of many lengths; every fourth begins like the one before it."""
+    rng = np.random.default_rng(3)
+    made: list[list[int]] = []
+    for place in range(count):
+        own = rng.integers(0, vocabulary, int(rng.integers(1, 200))).tolist()
+        made.append(made[-1][:48] + own if place % 4 == 3 else own)
+    return made
+
+
+def generated(
+    executor: CudaExecutor, asked: Sequence[list[int]], config: EngineConfig
+) -> Mapping[int, tuple[int, ...]]:
+    engine = Engine(executor, config)
+    places = {}
+    for place, prompt in enumerate(asked):
+        temperature = 0.8 if place % 3 == 0 else 0.0
+        params = SamplingParams(
+            max_tokens=24, temperature=temperature, seed=place, top_p=0.9, ignore_eos=True
+        )
+        places[engine.add_request(prompt, params).id] = place
+    found: dict[int, tuple[int, ...]] = {}
+    for event in engine.run():
+        if isinstance(event, Ended):
+            assert event.output.error is None, event.output.error
+            found[places[event.output.request_id]] = tuple(event.output.token_ids)
+    return found
+
+
+def check_same(name: str) -> bool:
+    executor = executor_for(name, max_batch_size=256, max_step_tokens=2048, num_blocks=8192)
+    asked = prompts(256, executor.capacity.vocabulary_size)
+    usual = EngineConfig(max_batch_size=256, max_step_tokens=2048)
+    runs = {f"batch {size}": replace(usual, max_batch_size=size) for size in BATCHES}
+    runs["chunks of 256"] = replace(usual, max_step_tokens=256)
+    runs["chunks of 300"] = replace(usual, max_step_tokens=300)
+    runs["no prefixes"] = replace(usual, prefix_reuse=False)
+    runs["no plan ahead"] = replace(usual, plan_ahead=False)
+    expected = generated(executor, asked, usual)
+    is_sound = len(expected) == len(asked)
+    for label, config in runs.items():
+        few = asked if config.max_batch_size > 2 else asked[:24]
+        found = generated(executor, few, config)
+        wrong = [place for place in found if found[place] != expected[place]]
+        is_sound &= not wrong and len(found) == len(few)
+        print(f"{label:16} {len(found)} requests, {len(wrong)} differ", flush=True)
+    return is_sound & check_kv(executor)
+
+
+def check_kv(executor: CudaExecutor) -> bool:
+    """Keys and values of one prompt, computed whole and in chunks of several sizes."""
+    tokens = tuple(np.random.default_rng(5).integers(0, 500, 300).tolist())
+    count = -(-len(tokens) // 16)
+    tables = {
+        size: tuple(range(at * count, (at + 1) * count)) for at, size in enumerate((300, 1, 7, 64))
+    }
+    for size, table in tables.items():
+        for start in range(0, len(tokens), size):
+            plan = SequencePlan(0, start, tokens[start : start + size], None, table, Want.NOTHING)
+            executor.collect(executor.submit(StepPlan(0, (plan,))))
+    whole, *others = tables.values()
+    blocks = executor._blocks
+    last = len(tokens) // 16  # full blocks
+    same = all(
+        kept[:, list(table[:last])].equal(kept[:, list(whole[:last])])
+        for kept in (blocks.keys, blocks.values)
+        for table in others
+    )
+    print(f"keys and values of chunks of {list(tables)}: {'same bytes' if same else 'DIFFER'}")
+    return bool(same)
+
+
+def main(arguments: Sequence[str]) -> int:
+    what, where = arguments
+    is_sound = check_tiny(Path(where)) if what == "tiny" else check_same(where)
+    print("sound" if is_sound else "NOT SOUND")
+    return 0 if is_sound else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,246 @@
+"""The whole executor on a CPU, against the reference executor and against itself."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tests.executors.cuda.interpreting  # noqa: F401
+from tests.executors.reference.plans import GREEDY, opened, row
+from tests.fixture_files import fixture_file
+
+from quire.core.errors import (
+    ConfigError,
+    ExecutorError,
+    StepCancelledError,
+    UnsupportedModelError,
+)
+from quire.core.plan import (
+    BlockCopy,
+    History,
+    Sampling,
+    SequencePlan,
+    SequenceResult,
+    StepPlan,
+    Want,
+)
+from quire.core.sampling import SamplingParams
+from quire.executors.cuda import CudaConfig, CudaExecutor
+from quire.model.loading import load_model
+
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+TABLE = (2, 0)
+CONFIG = CudaConfig(max_batch_size=4, max_step_tokens=32, num_blocks=8, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[CudaExecutor]:
+    with load_model(fixture_file("tiny/Q4_0.gguf")) as model:
+        found = CudaExecutor(model, CONFIG)
+    found.warm_up()
+    yield found
+    found.close()
+
+
+def run(
+    executor: CudaExecutor,
+    *rows: SequencePlan,
+    step_id: int = 0,
+    copies: Sequence[BlockCopy] = (),
+) -> tuple[SequenceResult, ...]:
+    ticket = executor.submit(StepPlan(step_id, rows, tuple(copies)))
+    return executor.collect(ticket, timeout_s=60).sequences
+
+
+def logits(executor: CudaExecutor, plan: SequencePlan) -> Any:
+    [result] = run(executor, plan)
+    assert result.fault is None
+    return np.asarray(result.logits)
+
+
+def sampled_with(**params: object) -> Sampling:
+    return Sampling(SamplingParams.from_mapping({"temperature": 0.0, **params}), seed=5, index=0)
+
+
+def test_its_logits_are_the_references(executor: CudaExecutor) -> None:
+    found = logits(executor, row(PROMPT, TABLE))
+    with opened(fixture_file("tiny/Q4_0.gguf"), num_blocks=8) as reference:
+        ticket = reference.submit(StepPlan(0, (row(PROMPT, TABLE),)))
+        exact = np.asarray(reference.collect(ticket, 60).sequences[0].logits)
+    assert ((found - exact) ** 2).sum() / (exact**2).sum() < 2e-4
+
+
+def test_any_chunking_and_any_company_gives_the_same_bits(executor: CudaExecutor) -> None:
+    whole = logits(executor, row(PROMPT, TABLE))
+    run(executor, row(PROMPT[:3], (5, 6), want=Want.NOTHING))
+    rest = row(PROMPT[3:], (5, 6), start=3, sequence_id=1)
+    other = row((7, 7, 7, 7, 7), (3, 4), sequence_id=2)
+    first, second = run(executor, other, rest)
+    assert first.fault is None
+    np.testing.assert_array_equal(second.logits, whole[3:])
+    one_by_one = [
+        logits(executor, row(PROMPT[at : at + 1], (5, 6), start=at)) for at in range(len(PROMPT))
+    ]
+    np.testing.assert_array_equal(np.concatenate(one_by_one), whole)
+
+
+def test_keys_and_values_computed_again_are_byte_equal(executor: CudaExecutor) -> None:
+    run(executor, row(PROMPT, (1, 2), want=Want.NOTHING))
+    run(executor, row(PROMPT[:5], (4, 6), want=Want.NOTHING))
+    run(executor, row(PROMPT[5:], (4, 6), start=5, want=Want.NOTHING))
+    blocks = executor._blocks
+    for kept in (blocks.keys, blocks.values):
+        assert kept[:, 1, :, :8].equal(kept[:, 4, :, :8])
+
+
+def test_a_row_that_follows_a_step_takes_what_it_sampled(executor: CudaExecutor) -> None:
+    first = StepPlan(1, (row(PROMPT, TABLE, want=Want.SAMPLE),))
+    second = StepPlan(2, (row((), TABLE, start=8, want=Want.SAMPLE, follows=1),))
+    tickets = [executor.submit(first), executor.submit(second)]  # before the first is collected
+    [one], [two] = (executor.collect(ticket, 60).sequences for ticket in tickets)
+    assert one.token is not None
+    [expected] = run(executor, row((*PROMPT, one.token), TABLE, want=Want.SAMPLE), step_id=3)
+    assert two.token == expected.token
+
+
+def test_penalties_see_the_sample_that_is_followed(executor: CudaExecutor) -> None:
+    [first] = run(executor, row(PROMPT, TABLE, want=Want.SAMPLE), step_id=11)
+    assert first.token is not None
+    how = sampled_with(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=50.0)
+    follower = row((), TABLE, start=8, want=Want.SAMPLE, follows=11, history=History(PROMPT, ()))
+    told = row(
+        (first.token,), TABLE, start=8, want=Want.SAMPLE, history=History(PROMPT, (first.token,))
+    )
+    found = [run(executor, plan._replace(sampling=how), step_id=12) for plan in (follower, told)]
+    assert found[0][0].token == found[1][0].token
+
+
+def test_each_want_is_answered_from_the_same_state(executor: CudaExecutor) -> None:
+    every = logits(executor, row(PROMPT, TABLE))
+    assert every.shape == (8, 512)
+    [sampled] = run(executor, row(PROMPT, TABLE, want=Want.SAMPLE))
+    assert sampled == (0, int(every[-1].argmax()), None, (), None, None, None)
+    [nothing] = run(executor, row(PROMPT, TABLE, want=Want.NOTHING))
+    assert nothing == (0, None, None, (), None, None, None)
+    [pooled] = run(executor, row(PROMPT, TABLE, want=Want.POOLED))
+    with opened(fixture_file("tiny/Q4_0.gguf"), num_blocks=8) as reference:
+        head = reference._decoder._head.weight
+    np.testing.assert_allclose(head @ pooled.pooled, every[-1], rtol=0.01, atol=0.02)
+
+
+def test_prompt_scores_and_samples_come_with_their_likeliest(executor: CudaExecutor) -> None:
+    every = logits(executor, row(PROMPT, TABLE)).astype(np.float64)
+    logprobs = every - np.log(np.exp(every).sum(axis=1, keepdims=True))
+    plan = row(
+        PROMPT,
+        TABLE,
+        want=Want.SAMPLE,
+        sampling=sampled_with(logprobs=2, prompt_logprobs=3),
+        prompt_targets=PROMPT[1:],
+    )
+    [result] = run(executor, plan)
+    assert [entry.token for entry in result.prompt_logprobs] == list(PROMPT[1:])
+    for at, entry in enumerate(result.prompt_logprobs):
+        assert entry.logprob == pytest.approx(logprobs[at, entry.token], abs=1e-9)
+        assert entry.rank == 1 + int((logprobs[at] > logprobs[at, entry.token]).sum())
+        assert [t for t, _ in entry.top] == list(np.argsort(-logprobs[at], kind="stable")[:3])
+    assert result.logprob is not None and result.logprob.rank == 1
+    assert len(result.logprob.top) == 2
+
+
+def test_blocks_are_copied_before_rows(executor: CudaExecutor) -> None:
+    run(executor, row(PROMPT, TABLE, want=Want.NOTHING))
+    whole = logits(executor, row(PROMPT, TABLE))
+    copied = row(PROMPT[-1:], (7,), start=7)
+    [result] = run(executor, copied, copies=[BlockCopy(2, 7)])
+    np.testing.assert_array_equal(result.logits, whole[-1:])
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (row((1, 512), TABLE), "token 512 is outside the vocabulary of 512"),
+        (row((1,), (8,)), "leaves the 8 blocks"),
+        (row((1,), (), start=0), "0 blocks do not hold 1 positions"),
+        (row((), TABLE), "not within the context"),
+        (row((), TABLE, follows=99, want=Want.SAMPLE), "step 99 sampled no token"),
+    ],
+)
+def test_a_bad_row_fails_alone(executor: CudaExecutor, plan: SequencePlan, message: str) -> None:
+    sound = row(PROMPT, (5,), sequence_id=1)
+    bad, good = run(executor, plan, sound)
+    assert bad.fault is not None and message in bad.fault
+    assert good.fault is None
+
+
+def test_a_mask_that_allows_nothing_is_a_fault_of_its_row(executor: CudaExecutor) -> None:
+    masked = row(PROMPT, TABLE, want=Want.SAMPLE, allowed=bytes(64))
+    only = row(PROMPT, (5,), want=Want.SAMPLE, allowed=bytes([0, 8]), sequence_id=1)
+    nothing, eleven = run(executor, masked, only)
+    assert nothing.fault == "the mask allows no token"
+    assert eleven.token == 11
+
+
+def test_numbers_that_are_not_finite_fail_their_row(executor: CudaExecutor) -> None:
+    norm = executor._weights.output_norm
+    kept = norm.clone()
+    try:
+        norm.fill_(float("nan"))
+        [result] = run(executor, row(PROMPT, TABLE, want=Want.SAMPLE), step_id=20)
+        assert result.fault == "the logits are not finite"
+        follower = row((), TABLE, start=8, want=Want.SAMPLE, follows=20)
+        [after] = run(executor, follower, step_id=21)
+        assert after.fault == "step 20 sampled no token for this sequence"
+    finally:
+        norm.copy_(kept)
+
+
+def test_it_says_that_it_is_not_warm() -> None:
+    with load_model(fixture_file("tiny/Q4_0.gguf")) as model:
+        cold = CudaExecutor(model, CONFIG)
+    assert not cold.is_warm
+    with pytest.raises(ExecutorError, match=r"not warm: call warm_up\(\)"):
+        cold.submit(StepPlan(0, (row(PROMPT, TABLE),)))
+
+
+def test_a_cancelled_step_says_so(executor: CudaExecutor) -> None:
+    ticket = executor.submit(StepPlan(0, (row(PROMPT, TABLE),)))
+    executor.cancel(ticket)
+    with pytest.raises(StepCancelledError, match="step 0"):
+        executor.collect(ticket)
+
+
+def test_it_says_what_it_holds_and_runs(executor: CudaExecutor) -> None:
+    capacity = executor.capacity
+    assert (capacity.num_blocks, capacity.block_size, capacity.max_context) == (8, 16, 128)
+    assert executor.memory_bytes["kv"] == 2 * 2 * 8 * 16 * 2 * 64 * 2
+    with load_model(fixture_file("tiny/Q4_0.gguf")) as model:
+        matrices = sum(t.nbytes for t in model.tensors.values() if len(t.shape) == 2)
+    assert executor.memory_bytes["weights"] <= 1.05 * matrices
+    assert "Q4_0 planes" in executor.kernels
+    assert executor.fallback is None
+
+
+def test_other_formats_are_refused_by_name() -> None:
+    with (
+        load_model(fixture_file("tiny/IQ4_XS.gguf")) as model,
+        pytest.raises(UnsupportedModelError, match="format IQ4_XS"),
+    ):
+        CudaExecutor(model, CONFIG)
+
+
+def test_other_kinds_of_model_are_refused_by_name() -> None:
+    with (
+        load_model(fixture_file("tiny-bitnet/TQ2_0.gguf")) as model,
+        pytest.raises(UnsupportedModelError, match="norms before its output projections"),
+    ):
+        CudaExecutor(model, CONFIG)
+
+
+def test_sizes_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="max_batch_size must be at least 1, got 0"):
+        CudaConfig(max_batch_size=0)
+
+
+def test_a_greedy_row_needs_no_sampler() -> None:
+    assert GREEDY.params.is_greedy

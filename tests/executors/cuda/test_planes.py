@@ -1,0 +1,72 @@
+"""Planes hold the weights of the file: reordered, within float16's rounding, and not larger."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.executors.cuda.emulation import decoded  # noqa: E402
+
+from quire.core.errors import UnsupportedModelError  # noqa: E402
+from quire.executors.cuda.planes import (  # noqa: E402
+    FORMS,
+    check_supported,
+    reorder,
+    to_natural_order,
+    to_operand_order,
+)
+from quire.model.random_blocks import random_blocks  # noqa: E402
+from quire.quant.formats import format_named  # noqa: E402
+
+FORMATS = (*FORMS, "BF16", "F16")
+
+
+def made(format_name: str, rows: int, columns: int, size: float = 0.02) -> tuple[Any, Any]:
+    block_format = format_named(format_name, "test")
+    raw = random_blocks(block_format, rows * columns, size, np.random.default_rng(7))
+    exact = block_format.decode(raw.reshape(-1, block_format.block_bytes))
+    return torch.from_numpy(raw), torch.from_numpy(exact.reshape(rows, columns)).to(torch.float64)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_the_kernel_decodes_what_the_reference_decodes(format_name: str) -> None:
+    raw, exact = made(format_name, 24, 512)
+    found = decoded(reorder(format_name, raw, 24, 512))
+    error = (found - exact).norm() / exact.norm()
+    assert error < 6e-4
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("size", [1e-4, 30.0])
+def test_weights_of_any_size_decode_alike(format_name: str, size: float) -> None:
+    raw, exact = made(format_name, 8, 256, size)
+    found = decoded(reorder(format_name, raw, 8, 256))
+    assert (found - exact).norm() / exact.norm() < 6e-4
+
+
+@pytest.mark.parametrize("format_name", ["Q4_0", "Q4_1", "Q8_0", "BF16"])
+def test_columns_that_do_not_fill_a_block_are_followed_by_zeros(format_name: str) -> None:
+    raw, exact = made(format_name, 8, 160)
+    found = decoded(reorder(format_name, raw, 8, 160))
+    assert found.shape == (8, 256)
+    assert not found[:, 160:].any()
+    assert (found[:, :160] - exact).norm() / exact.norm() < 6e-4
+
+
+@pytest.mark.parametrize("format_name", FORMS)
+def test_planes_take_no_more_memory_than_the_file(format_name: str) -> None:
+    raw, _ = made(format_name, 16, 512)
+    assert reorder(format_name, raw, 16, 512).num_bytes == raw.numel()
+
+
+def test_operand_order_and_back_is_where_it_began() -> None:
+    x = torch.arange(512)
+    assert torch.equal(to_natural_order(to_operand_order(x)), x)
+    assert to_operand_order(x)[:4].tolist() == [0, 1, 32, 33]  # lanes 0 and 1 of the first step
+
+
+def test_formats_without_planes_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up\.weight has format IQ4_XS"):
+        check_supported("IQ4_XS", "blk.0.ffn_up.weight")

@@ -1,0 +1,139 @@
+"""The device's sampler gives the reference sampler's tokens, row by row and in any company."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from quire.core.errors import RowFaultError  # noqa: E402
+from quire.core.plan import History, Sampling, SequencePlan, Want  # noqa: E402
+from quire.core.randomness import draw_bits  # noqa: E402
+from quire.core.sampling import SamplingParams  # noqa: E402
+from quire.executors.cuda import elementary, sampling  # noqa: E402
+from quire.executors.cuda.sampling import SampleRow  # noqa: E402
+from quire.executors.elementary import exp as reference_exp  # noqa: E402
+from quire.executors.sampler import sample, score  # noqa: E402
+
+VOCABULARY = 50
+SAMPLES = torch.tensor([7, 9, 11], dtype=torch.int32)
+
+tokens = st.integers(0, VOCABULARY - 1)
+some_tokens = st.lists(tokens, max_size=6).map(tuple)
+
+
+@st.composite
+def rows(draw: Any) -> SampleRow:
+    params = SamplingParams(
+        max_tokens=8,
+        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 7.0])),
+        top_k=draw(st.sampled_from([0, 1, 5])),
+        top_p=draw(st.sampled_from([1.0, 0.9, 0.2])),
+        min_p=draw(st.sampled_from([0.0, 0.1])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.5])),
+        frequency_penalty=draw(st.sampled_from([0.0, -0.7])),
+        min_tokens=draw(st.integers(0, 3)),
+        logit_bias=draw(st.dictionaries(tokens, st.sampled_from([-100.0, 2.5]), max_size=3)),
+    )
+    allowed = draw(st.none() | st.binary(min_size=1, max_size=9))
+    history = None
+    if params.needs_history:
+        history = History(draw(some_tokens), draw(some_tokens))
+    how = Sampling(params, draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 3)), (1, 2))
+    pending = draw(st.none() | st.integers(0, 2)) if history is not None else None
+    return SampleRow(how, draw(st.integers(0, 5)), history, pending, allowed)
+
+
+def expected(logits: Any, row: SampleRow) -> int | None:
+    history = row.history
+    if history is not None and row.pending is not None:
+        history = history._replace(completion=(*history.completion, int(SAMPLES[row.pending])))
+    try:
+        return sample(logits, row.sampling, row.completion_position, history, row.allowed).token
+    except RowFaultError:
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(asked=st.lists(rows(), min_size=1, max_size=5), seed=st.integers(0, 1000))
+def test_tokens_are_the_reference_samplers(asked: list[SampleRow], seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(0, 3, (len(asked), VOCABULARY)).astype(np.float32)
+    logits[:, ::7] = np.round(logits[:, ::7])  # so that some are equal
+    found, outcome = sampling.choose(torch.from_numpy(logits), asked, SAMPLES)
+    for place, row in enumerate(asked):
+        wanted = expected(logits[place], row)
+        if wanted is None:
+            assert outcome[place] in (sampling.NOTHING_ALLOWED, sampling.TOO_LARGE)
+        else:
+            assert outcome[place] == sampling.FINITE
+            assert found[place] == wanted
+
+
+def test_logits_that_are_not_numbers_are_said_to_be() -> None:
+    logits = torch.zeros(2, VOCABULARY)
+    logits[1, 3] = float("nan")
+    how = SampleRow(Sampling(SamplingParams(), 1, 0), 0)
+    _, outcome = sampling.choose(logits, [how, how], SAMPLES)
+    assert outcome.tolist() == [sampling.FINITE, sampling.NOT_FINITE]
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**40))
+@settings(max_examples=30, deadline=None)
+def test_draws_are_the_same_function_of_seed_sequence_and_position(
+    seed: int, index: int, position: int
+) -> None:
+    row = SampleRow(Sampling(SamplingParams(), seed, index), position)
+    assert int(sampling._bits([row, row])[1]) == draw_bits(seed, index, position)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**62))
+@settings(max_examples=50, deadline=None)
+def test_a_place_is_drawn_with_128_bits(bits: int, total: int) -> None:
+    signed = np.array([bits], np.uint64).view(np.int64)
+    found = sampling._high_product(torch.from_numpy(signed), torch.tensor([total]))
+    assert int(found[0]) == (bits * total) >> 64
+
+
+def test_scores_are_the_reference_samplers() -> None:
+    logits = np.random.default_rng(1).normal(0, 3, (4, VOCABULARY)).astype(np.float32)
+    chosen = torch.tensor([0, 7, 9, 49])
+    found = sampling.score(torch.from_numpy(logits), chosen, 3)
+    for place in range(4):
+        wanted = score(logits[place], int(chosen[place]), 3)
+        assert float(found.logprobs[place]) == pytest.approx(wanted.logprob, abs=1e-12)
+        assert int(found.ranks[place]) == wanted.rank
+        assert found.top_tokens[place].tolist() == [token for token, _ in wanted.top]
+
+
+def test_the_exponential_is_the_references_bit_for_bit() -> None:
+    values = -np.abs(np.random.default_rng(2).normal(0, 50, 5000))
+    values[:5] = [0.0, -708.0, -708.1, -1e300, -np.inf]
+    found = elementary.exp(torch.from_numpy(values)).numpy()
+    np.testing.assert_array_equal(found, reference_exp(values))
+
+
+def test_a_penalty_that_makes_logits_infinite_is_said_to() -> None:
+    params = SamplingParams(temperature=0.0, repetition_penalty=1e-38)
+    row = SampleRow(Sampling(params, 1, 0), 0, History((3,), ()))
+    _, outcome = sampling.choose(torch.full((1, VOCABULARY), 5.0), [row], SAMPLES)
+    assert outcome.tolist() == [sampling.TOO_LARGE]
+
+
+def test_rows_that_ask_for_the_likeliest_alone_are_plain() -> None:
+    def plan(params: SamplingParams, position: int = 0, allowed: bytes | None = None) -> Any:
+        how = Sampling(params, 0, 0, (1,))
+        return SequencePlan(0, 0, (1,), None, (0,), Want.SAMPLE, how, position, None, allowed)
+
+    greedy = SamplingParams(temperature=0.0)
+    assert sampling.is_plain(plan(greedy))
+    assert not sampling.is_plain(plan(SamplingParams()))
+    assert not sampling.is_plain(plan(greedy, allowed=b"\x01"))
+    assert not sampling.is_plain(plan(SamplingParams(temperature=0.0, logprobs=0)))
+    short = SamplingParams(temperature=0.0, min_tokens=2)
+    assert not sampling.is_plain(plan(short, 1))
+    assert sampling.is_plain(plan(short, 2))

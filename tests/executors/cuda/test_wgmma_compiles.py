@@ -1,0 +1,87 @@
+"""The tensor-core products compile for Hopper as meant: wgmma, and no spilled registers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("the interpreter runs no Gluon", allow_module_level=True)
+
+from tests.executors.cuda.compiling import SHARED_MEMORY, compiled, pretend  # noqa: E402
+
+from quire.executors.cuda.planes import FORMS, Planes  # noqa: E402
+from quire.executors.cuda.products import HopperProducts, tiling  # noqa: E402
+from quire.executors.cuda.weights import Linear, Segment  # noqa: E402
+
+TOKENS = (1, 64, 8192)
+
+
+def _words(rows: int, count: int) -> Any:
+    return torch.empty((rows, count), dtype=torch.int32) if count else None
+
+
+def made(format_name: str, rows: int, *, gated: bool) -> Linear:
+    """Planes of a matrix that is never read."""
+    blocks = 2
+    if format_name == "BF16":
+        planes = Planes(
+            "BF16", rows, blocks, torch.empty((rows, 256 * blocks), dtype=torch.float16)
+        )
+    else:
+        form = FORMS[format_name]
+        deltas = torch.empty(blocks * rows, dtype=torch.float16) if form.has_deltas else None
+        planes = Planes(
+            format_name,
+            rows,
+            blocks,
+            _words(blocks * rows, form.quant_words),
+            0,
+            _words(blocks * rows, form.high_words),
+            _words(blocks * rows, form.scale_words),
+            deltas,
+        )
+    return Linear((Segment(planes, 0, None),), rows, 1, is_gated=gated)
+
+
+class _Catch:
+    """Compiles what is launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.found: Any = None
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **settings: Any) -> None:
+            self.found = self.kernel.warmup(*arguments, grid=grid, **settings)
+
+        return launch
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("format_name", [*FORMS, "BF16"])
+def test_a_product_fits_its_registers_and_runs_on_tensor_cores(
+    format_name: str, wide: bool, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend()
+    products = HopperProducts()
+    catch = _Catch(products._kernels.product)
+    monkeypatch.setattr(products._kernels, "product", catch)
+    rows = 16384 if wide else 256
+    linear = made(format_name, rows, gated=wide)
+    tokens = torch.empty((num_tokens, 512), dtype=torch.float16)
+    if wide:
+        out = torch.empty((num_tokens, rows // 2), dtype=torch.float16)
+        products.multiply_gated(linear, tokens, None, out, num_tokens)
+    else:
+        products.multiply(linear, tokens, torch.empty((1, num_tokens, rows)), num_tokens)
+    usage, listing = compiled(catch.found, tmp_path)
+    cut = tiling(format_name, rows, 1, num_tokens)
+    print(format_name, num_tokens, cut, usage)
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY
+    assert "HGMMA" in listing
+    assert f"64x{cut.tokens}x16" in listing
