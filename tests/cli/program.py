@@ -44,6 +44,12 @@ def quire(
     return run
 
 
+def without_native_module(folder: Path) -> dict[str, str]:
+    """An environment in which quire has no native module: importing it fails from the start."""
+    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['quire._native'] = None\n")
+    return {"PYTHONPATH": str(folder)}
+
+
 def fails(*arguments: str | Path, stdin: str | bytes = "") -> str:
     """Run a command that is refused: exit code 1, nothing printed, one line that says why."""
     run = quire(*arguments, stdin=stdin)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.program import quire
+from tests.cli.program import quire, without_native_module
 
 
 def test_json_holds_what_python_knows_too(tmp_path: Path) -> None:
@@ -19,9 +19,12 @@ def test_json_holds_what_python_knows_too(tmp_path: Path) -> None:
     assert 0 < facts["cpu"]["usable_cores"] <= facts["cpu"]["cores"]
     assert facts["versions"]["python"] == platform.python_version()
     assert {"quire", "numpy", "tokenizers", "safetensors", "jinja2"} <= set(facts["versions"])
-    assert facts["executors"]["picked"] == "reference"
+    assert facts["executors"]["picked"] == "cpu"
     assert set(facts["executors"]["known"]) == {"cpu", "cuda", "reference"}
     assert facts["cache"] == {"folder": str(tmp_path), "models": {"smollm2": False}}
+    assert facts["cpu_kernels"]["unit"] == facts["cpu_kernels"]["units"][-1]
+    assert facts["cpu_kernels"]["units"][0] == "portable"
+    assert facts["cpu_kernels"]["threads"] == max(1, int(facts["cpu"]["usable_cores"]))
     assert facts["advice"] == []
 
 
@@ -36,12 +39,30 @@ def test_text_shows_the_same(tmp_path: Path) -> None:
     run = quire("doctor", env={"QUIRE_CACHE": str(tmp_path)})
     assert run.code == 0
     for fact in (
-        "cpu        not in this version of quire",
-        "<- device=auto takes this one",
+        "cpu        native kernels over weights in their blocks",
+        "plain C++  <- device=auto takes this one",
+        "cpu kernels: ",
         "smollm2: not there; quire pull fetches it",
         f"python {platform.python_version()}",
     ):
         assert fact in run.out
+
+
+def test_the_kernels_shown_are_those_the_environment_chooses() -> None:
+    run = quire("doctor", env={"QUIRE_CPU_UNIT": "portable"})
+    assert "cpu kernels: portable on " in run.out
+    run = quire("doctor", env={"QUIRE_CPU_UNIT": "abacus"})
+    assert run.code == 0
+    assert "cpu kernels: none on " in run.out
+    assert "advice     QUIRE_CPU_UNIT names kernels that do not run here: there are port" in run.out
+
+
+def test_a_native_module_that_is_not_built_is_advised_about(tmp_path: Path) -> None:
+    run = quire("doctor", env=without_native_module(tmp_path))
+    assert run.code == 0
+    assert "cpu        its native module is not built\n" in run.out
+    assert "reference  numpy in float32" in run.out and "<- device=auto takes this one" in run.out
+    assert "advice     the CPU executor's native module is not built: " in run.out
 
 
 def fake_gpu_tool(folder: Path, script: str) -> dict[str, str]:

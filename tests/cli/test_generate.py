@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.program import COMMAND, environment, fails, quire
+from tests.cli.program import COMMAND, environment, fails, quire, without_native_module
 from tests.fixture_files import FIXTURES, fixture_file
 from tests.llm.text_models import CHAT_TEMPLATE, write_text_model
 
@@ -225,7 +225,9 @@ def test_every_kind_of_bad_file_is_tried(files: dict[str, tuple[Path, str]]) -> 
         (["--prompt", "x", "--temperature", "nan"], "temperature must be from 0 to 100, got nan"),
         (["--prompt", "x", "--n", "1000"], "n must be from 1 to 128, got 1000"),
         (["--prompt", "x", "--stop", ""], "stop must hold non-empty strings"),
-        (["--prompt", "x", "--device", "cuda"], "device 'cuda' is not in this version of quire"),
+        (["--prompt", "x", "--device", "tpu"], "device must be one of auto, cpu, cuda, reference"),
+        (["--prompt", "x", "--threads", "0"], "threads must be an integer from 1 to 1024, got 0"),
+        (["--prompt", "x", "--kv-cache-dtype", "q4"], "kv_cache_dtype must be one of auto, f16"),
         (["--prompt", "x", "--kv-memory", "lots"], "bytes or text such as \"2GiB\", got 'lots'"),
         (["--prompt", "x", "--max-context", "9999"], "the model was made for 512 tokens"),
         (["--file", "missing.txt"], "cannot read missing.txt: No such file or directory"),
@@ -255,3 +257,33 @@ def test_a_folder_runs_and_a_template_that_breaks_is_one_line(tmp_path: Path) ->
     error = fails("generate", "--model", broken, "--prompt", "hi")
     assert "the chat template does not compile: line 4" in error
     assert quire("generate", "--model", broken, "--prompt", "hi", "--raw", *SAMPLING).code == 0
+
+
+def test_a_native_module_that_is_missing_says_how_to_build_it(
+    text_model: Path, tmp_path: Path
+) -> None:
+    flags = ["generate", "--model", text_model, "--prompt", "x", "--max-tokens", "2"]
+    env = without_native_module(tmp_path)
+    run = quire(*flags, "--device", "cpu", env=env)
+    assert (run.code, run.out) == (1, "")
+    assert run.err.startswith("quire: the native CPU module cannot be imported (")
+    assert "run `make native` in a checkout; device='reference' runs without it" in run.err
+    assert quire(*flags, env=env).code == 0  # "auto" takes the reference executor
+
+
+def test_the_environment_chooses_the_kernels(text_model: Path) -> None:
+    flags = ["generate", "--model", text_model, "--prompt", "x", "--max-tokens", "4"]
+    usual = quire(*flags)
+    plain = quire(*flags, env={"QUIRE_CPU_UNIT": "portable"})
+    assert (plain.code, plain.out, plain.err) == (0, usual.out, usual.err)
+    unknown = quire(*flags, env={"QUIRE_CPU_UNIT": "abacus"})
+    assert unknown.code == 1
+    assert (
+        "QUIRE_CPU_UNIT: no CPU kernels called 'abacus' run on this processor: there are port"
+        in (unknown.err)
+    )
+
+
+def test_keys_and_values_may_be_kept_in_bytes(text_model: Path) -> None:
+    flags = ["generate", "--model", text_model, "--prompt", "x", "--max-tokens", "4"]
+    assert quire(*flags, "--kv-cache-dtype", "int8", "--threads", "1").code == 0

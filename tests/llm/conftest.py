@@ -9,7 +9,7 @@ from tests.llm.text_models import write_text_model
 
 from quire import LLM
 
-KV_MEMORY = "4MiB"  # 128 blocks of the tiny model
+KV_MEMORY = "2MiB"  # 128 blocks of the tiny model, whose keys and values are halves
 
 
 @pytest.fixture(scope="session")

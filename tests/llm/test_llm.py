@@ -24,7 +24,7 @@ from quire import (
     UnsupportedModelError,
 )
 from quire.core.errors import RowFaultError
-from quire.executors.reference import ReferenceExecutor
+from quire.executors.worker import StepWorker
 from quire.llm.prompts import Prompt
 
 PATH = fixture_file("tiny/Q4_K_M.gguf")
@@ -49,7 +49,7 @@ def content(output: RequestOutput) -> object:
 
 def test_batched_outputs_equal_solo_outputs_bit_for_bit() -> None:
     prompts, params = zip(*REQUESTS, strict=True)
-    with LLM(PATH, kv_memory=KV_MEMORY) as llm:
+    with LLM(PATH, kv_memory=KV_MEMORY, max_step_tokens=64) as llm:
         together = llm.generate(prompts, params)
     with LLM(PATH, kv_memory=KV_MEMORY, prefix_reuse=False, max_batch_size=3) as llm:
         solo = [llm.generate(prompt, one)[0] for prompt, one in REQUESTS]
@@ -283,14 +283,14 @@ def test_an_interrupted_call_leaves_a_sound_model(monkeypatch: pytest.MonkeyPatc
     with LLM(PATH, kv_memory=KV_MEMORY) as llm:
         before = llm.generate([p for p, _ in REQUESTS], SAMPLED)
         calls = iter(range(100))
-        real = ReferenceExecutor.collect
+        real = StepWorker.collect
 
-        def collect(self: ReferenceExecutor, *args: Any) -> Any:
+        def collect(self: StepWorker, *args: Any) -> Any:
             if next(calls) == 3:
                 raise KeyboardInterrupt
             return real(self, *args)
 
-        monkeypatch.setattr(ReferenceExecutor, "collect", collect)
+        monkeypatch.setattr(StepWorker, "collect", collect)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([p for p, _ in REQUESTS], SAMPLED)
         stats = llm.stats
@@ -325,19 +325,27 @@ def test_a_closed_model_says_so() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "cpu"}, "device 'cpu' is not in this version of quire, which has: reference"),
-        ({"device": "cuda"}, "device 'cuda' is not in this version of quire"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, reference, got 'tpu'"),
-        ({"threads": 2}, "threads is 2, but the reference executor computes on one thread"),
+        (
+            {"device": "reference", "threads": 2},
+            "threads is 2, but the reference executor does not compute on threads of its own",
+        ),
+        ({"threads": 0}, "threads must be an integer from 1 to 1024, got 0"),
+        ({"threads": True}, "threads must be an integer from 1 to 1024, got True"),
+        (
+            {"device": "reference", "kv_cache_dtype": "int8"},
+            "kv_cache_dtype is 'int8', but the reference executor has one way",
+        ),
+        ({"kv_cache_dtype": "q4_0"}, "kv_cache_dtype must be one of auto, f16, int8, got 'q4_0'"),
         ({"max_context": 513}, "max_context is 513, but the model was made for 512 tokens"),
         ({"max_context": 1}, "max_context must hold a prompt and a token after it, got 1"),
         ({"max_context": "8"}, "max_context must be an integer, got '8'"),
         ({"kv_memory": "lots"}, "kv_memory must be bytes or text"),
-        ({"kv_memory": "1MiB"}, r"holds 32 blocks .* fewer than max_batch_size \(64\)"),
+        ({"kv_memory": "512KiB"}, r"holds 32 blocks .* fewer than max_batch_size \(64\)"),
         ({"kv_memory": "999TiB"}, r"this machine has .* available"),
         (
-            {"kv_memory": "512KiB", "max_batch_size": 2, "max_context": 257},
-            "holds 256: give kv_memory at least 544.0 KiB",
+            {"kv_memory": "256KiB", "max_batch_size": 2, "max_context": 257},
+            "holds 256: give kv_memory at least 272.0 KiB",
         ),
         ({"max_batch_size": 0}, "max_batch_size must be an integer of at least 1, got 0"),
         ({"max_batch_size": "4"}, "max_batch_size must be an integer of at least 1, got '4'"),
@@ -354,8 +362,9 @@ def test_options_that_cannot_work_are_refused_by_name(
 
 
 def test_options_are_checked_before_anything_is_fetched(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="device 'cuda'"):
-        LLM(tmp_path / "missing.gguf", device="cuda")
+    for options in ({"device": "tpu"}, {"threads": 0}, {"kv_cache_dtype": "f8"}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            LLM(tmp_path / "missing.gguf", **options)  # type: ignore[arg-type]
 
 
 def test_a_shorter_context_is_kept_to() -> None:
@@ -367,8 +376,9 @@ def test_a_shorter_context_is_kept_to() -> None:
 
 
 def test_a_small_cache_shortens_the_context() -> None:
-    with LLM(PATH, kv_memory="128KiB", max_batch_size=2) as llm:
-        assert llm.max_context == 64
+    for cache_type, context in (("f16", 64), ("int8", 112)):
+        with LLM(PATH, kv_memory="64KiB", kv_cache_dtype=cache_type, max_batch_size=2) as llm:
+            assert llm.max_context == context
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -22,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=8)
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Iterator[LLM]:
-    with LLM(smollm2_path, kv_memory="256MiB") as llm:
+    with LLM(smollm2_path, device="reference", kv_memory="256MiB") as llm:
         yield llm
 
 

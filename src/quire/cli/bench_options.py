@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.options import add_cache_type_option
 from quire.cli.results import complain, print_json, tell
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
         "--kv-memory", metavar="SIZE", help='memory for keys and values, such as "512MiB"'
     )
     group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
+    add_cache_type_option(group, "auto")
 
 
 def add_receipt_options(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +77,7 @@ def load_options(args: argparse.Namespace, max_batch_size: int) -> "Options":
         max_batch_size=max_batch_size,
         kv_memory=args.kv_memory,
         threads=args.threads,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
 
 
@@ -96,7 +99,8 @@ def command_line(args: argparse.Namespace) -> list[str]:
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
     """How the model was to be run."""
-    return {"device": args.device, "threads": args.threads, "kv_memory": args.kv_memory}
+    names = ("device", "threads", "kv_memory", "kv_cache_dtype")
+    return {name: getattr(args, name) for name in names}
 
 
 def make_receipt(args: argparse.Namespace, subject: "Subject", kind: str, **more: Any) -> "Receipt":

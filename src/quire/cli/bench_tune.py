@@ -178,6 +178,8 @@ def _write(args: argparse.Namespace, receipt: "Receipt", chosen: "Trial") -> Non
         run_table["threads"] = chosen.setting.threads
     if args.kv_memory is not None:
         run_table["kv_memory"] = args.kv_memory
+    if args.kv_cache_dtype != "auto":
+        run_table["kv_cache_dtype"] = args.kv_cache_dtype
     notes = [
         f"Found by `quire bench tune` for {receipt.model['name']} on {receipt.machine['cpu']}.",
         f"Target: p95 of {args.slo_itl_ms:g} ms between tokens; measured: "

@@ -9,7 +9,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from quire.llm.assembly import DEVICES, EXECUTORS, Options
+from quire.core.errors import ConfigError
+from quire.executors.cpu import has_native_module, units
+from quire.llm.assembly import DEVICES, EXECUTORS
+from quire.llm.cpu_assembly import UNIT_VARIABLE, chosen_unit, num_threads
 from quire.llm.machine import available_memory, cgroup_cores, total_memory, usable_cores
 from quire.loader.defaults import DEFAULT_MODELS, cache_folder
 
@@ -35,6 +38,7 @@ def diagnose() -> Facts:
         "gpus": _gpus(),
         "versions": _versions(),
         "executors": _executors(),
+        "cpu_kernels": _cpu_kernels(),
         "cache": _cache(),
     }
     facts["advice"] = _advice(facts)
@@ -93,8 +97,21 @@ def _versions() -> dict[str, str]:
 
 def _executors() -> Facts:
     known = [device for device in DEVICES if device != "auto"]
-    states = {name: EXECUTORS.get(name, "not in this version of quire") for name in known}
-    return {"known": states, "picked": Options().executor}
+    states = {name: EXECUTORS[name] for name in known}
+    if not has_native_module():
+        states["cpu"] = "its native module is not built"
+    return {"known": states, "picked": "cpu" if has_native_module() else "reference"}
+
+
+def _cpu_kernels() -> Facts | None:
+    """Which of the CPU executor's kernels run, on how many threads; None where it is not built."""
+    if not has_native_module():
+        return None
+    try:
+        picked = chosen_unit() or units()[-1]
+    except ConfigError:
+        picked = None  # the environment asks for what is not there: see the advice
+    return {"unit": picked, "units": units(), "threads": num_threads(None)}
 
 
 def _cache() -> Facts:
@@ -109,6 +126,17 @@ def _cache() -> Facts:
 
 def _advice(facts: Facts) -> list[str]:
     lines = []
+    kernels = facts["cpu_kernels"]
+    if kernels is None:
+        lines.append(
+            "the CPU executor's native module is not built: install quire with a C++ compiler at "
+            "hand, or run `make native` in a checkout"
+        )
+    elif kernels["unit"] is None:
+        runs = ", ".join(kernels["units"])
+        lines.append(f"{UNIT_VARIABLE} names kernels that do not run here: there are {runs}")
+    elif kernels["units"] == ["portable"]:
+        lines.append("this CPU has no AVX2: the CPU executor runs its portable kernels, slowly")
     available = facts["memory"]["available"]
     if available is not None and available < _SMALL_MEMORY:
         lines.append("less than 1 GiB of memory is available: give --kv-memory a small size")

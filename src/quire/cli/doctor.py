@@ -55,6 +55,8 @@ def _print(facts: "Facts") -> None:
     for name, state in executors["known"].items():
         mark = "  <- device=auto takes this one" if name == executors["picked"] else ""
         print(f"{'executors' if name == 'cpu' else '':<10} {name:<10} {state}{mark}")
+    if facts["cpu_kernels"] is not None:
+        print(f"           {_kernel_line(facts['cpu_kernels'])}")
     print(f"cache      {cache['folder']}")
     for name, is_there in cache["models"].items():
         print(f"           {name}: {'there' if is_there else 'not there; quire pull fetches it'}")
@@ -63,3 +65,10 @@ def _print(facts: "Facts") -> None:
     print(f"system     {facts['system']}")
     for line in facts["advice"]:
         print(f"advice     {line}")
+
+
+def _kernel_line(kernels: "Facts") -> str:
+    threads = "1 thread" if kernels["threads"] == 1 else f"{kernels['threads']} threads"
+    others = [unit for unit in kernels["units"] if unit != kernels["unit"]]
+    also = f"; also here: {', '.join(others)}" if others else ""
+    return f"cpu kernels: {kernels['unit'] or 'none'} on {threads}{also}"

@@ -67,11 +67,21 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--max-context", type=int, metavar="N", help="hold prompt and completion to N tokens"
     )
     group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
+    add_cache_type_option(group, "auto")
+
+
+def add_cache_type_option(group: "argparse._ArgumentGroup", default: str | None) -> None:
+    group.add_argument(
+        "--kv-cache-dtype",
+        default=default,
+        metavar="TYPE",
+        help="how keys and values are kept: auto, f16 or int8 (half the memory)",
+    )
 
 
 def load(kind: Callable[..., Loaded], args: argparse.Namespace, max_batch_size: int) -> Loaded:
     """An LLM or AsyncLLM as the options above ask for it."""
-    names = ("model", "device", "kv_memory", "max_context", "threads")
+    names = ("model", "device", "kv_memory", "max_context", "threads", "kv_cache_dtype")
     options = {name: getattr(args, name) for name in names}
     tell(f"quire: loading {args.model}")
     return kind(**options, max_batch_size=max_batch_size)

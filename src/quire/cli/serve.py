@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import DEFAULT_MODEL
+from quire.cli.options import DEFAULT_MODEL, add_cache_type_option
 
 if TYPE_CHECKING:
     from quire.llm import AsyncLLM
@@ -67,6 +67,7 @@ def _add_run_options(group: "argparse._ArgumentGroup") -> None:
         "--max-context", type=int, metavar="N", help="hold prompt and completion to N tokens"
     )
     group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
+    add_cache_type_option(group, None)
     group.add_argument(
         "--batch-timeout-ms", type=float, metavar="MS", help="longest wait for company"
     )
@@ -205,7 +206,7 @@ def _options(args: argparse.Namespace, settings: "ServerSettings") -> "Options":
     from quire.llm.configuration import read_configuration
 
     options = Options() if args.config is None else read_configuration(args.config)
-    own = ("device", "max_batch_size", "kv_memory", "max_context", "threads")
+    own = ("device", "max_batch_size", "kv_memory", "max_context", "threads", "kv_cache_dtype")
     given = {name: getattr(args, name) for name in own if getattr(args, name) is not None}
     engine = dict(options.engine)
     for name, kind in _ENGINE_NUMBERS.items():

@@ -78,7 +78,7 @@ class Options:
         if name == "auto":
             name = "cpu" if has_native_module() else "reference"
         if name == "cpu":
-            cpu_assembly.num_threads(self.threads)
+            cpu_assembly.check_cpu_options(self.threads)
             return name
         if self.threads is not None:
             raise ConfigError(

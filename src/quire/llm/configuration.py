@@ -8,6 +8,7 @@ max_step_tokens = 64
 device = "cpu"
 threads = 4
 kv_memory = "2GiB"
+kv_cache_dtype = "int8"
 """
 
 import json
@@ -30,7 +31,13 @@ _SWITCHES: dict[str, _Kind] = dict.fromkeys(
 _NUMBERS: dict[str, _Kind] = {option.name: (int, float) for option in fields(EngineConfig)}
 _KINDS: dict[str, dict[str, _Kind]] = {
     "engine": {**_NUMBERS, **_SWITCHES, "key_weights": dict},
-    "run": {"device": str, "threads": int, "kv_memory": (str, int), "max_context": int},
+    "run": {
+        "device": str,
+        "threads": int,
+        "kv_memory": (str, int),
+        "kv_cache_dtype": str,
+        "max_context": int,
+    },
 }
 _OWN = ("max_batch_size", "batch_timeout_ms")  # of the engine's fields, those of Options as well
 

@@ -26,6 +26,24 @@ def map_file(path: Path) -> Bytes:
     return np.frombuffer(mapped, dtype=np.uint8)
 
 
+def release(data: Bytes) -> None:
+    """Let go of the memory behind a part of a mapped file, where the system can: whoever reads it
+    again has it read from the file. Does nothing for arrays that are not of a mapped file."""
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    whole = data
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    mapped = whole.base.obj if isinstance(whole.base, memoryview) else None
+    if not isinstance(mapped, mmap.mmap):
+        return
+    start = data.ctypes.data - whole.ctypes.data
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # pages that others share stay
+    length = (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if length > 0:
+        mapped.madvise(mmap.MADV_DONTNEED, first, length)
+
+
 def read_capped(path: Path, limit: int) -> bytes:
     """A small file's content, or an error if it is larger than such a file can sensibly be."""
     with _open_regular(path) as file:

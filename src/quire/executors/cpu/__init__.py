@@ -3,6 +3,6 @@
 Import `quire.executors.cpu.executor` only where `native_module()` did not raise.
 """
 
-from quire.executors.cpu.native import has_native_module, native_module
+from quire.executors.cpu.native import check_unit, has_native_module, native_module, units
 
-__all__ = ["has_native_module", "native_module"]
+__all__ = ["check_unit", "has_native_module", "native_module", "units"]

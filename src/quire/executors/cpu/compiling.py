@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.executors.cpu.native import native_module
+from quire.loader.mapping import release
 from quire.loader.tensor import Tensor
 from quire.model.spec import Activation, ModelSpec
 
@@ -125,19 +126,23 @@ class _Compiler:
 
     def _matrices(self, names: list[str]) -> list[int]:
         """The matrices of one product. One scale a row only where all of them are ternary."""
-        tensors = [self._tensors[f"{name}.weight"] for name in names]
-        whole = self._whole_rows and all(tensor.format.name in _TERNARY for tensor in tensors)
-        return [
-            self.decoder.add_matrix(
-                tensor.format.name,
-                tensor.data,
-                *tensor.shape,
-                whole_rows=whole,
-                scale=self._scale(name),
-                bias=self._bias(name),
-            )
-            for name, tensor in zip(names, tensors, strict=True)
-        ]
+        formats = [self._tensors[f"{name}.weight"].format.name for name in names]
+        whole = self._whole_rows and all(name in _TERNARY for name in formats)
+        return [self._matrix(name, whole) for name in names]
+
+    def _matrix(self, name: str, whole_rows: bool) -> int:
+        """Packed; the pages of the file that it came from are not needed any more."""
+        tensor = self._tensors[f"{name}.weight"]
+        index: int = self.decoder.add_matrix(
+            tensor.format.name,
+            tensor.data,
+            *tensor.shape,
+            whole_rows=whole_rows,
+            scale=self._scale(name),
+            bias=self._bias(name),
+        )
+        release(tensor.data)
+        return index
 
     def _scale(self, name: str) -> float:
         tensor = self._tensors.get(f"{name}.scale")

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from quire.core.clock import Clock, RealClock
-from quire.core.errors import ConfigError, StepCancelledError
+from quire.core.errors import ConfigError, ExecutorError, RowFaultError, StepCancelledError
 from quire.core.plan import (
     Capacity,
     SequencePlan,
@@ -16,6 +16,7 @@ from quire.core.plan import (
     Want,
 )
 from quire.executors.cpu.compiling import Threads, compile_decoder, rope_tables
+from quire.executors.cpu.native import check_unit, units
 from quire.executors.cpu.sampling import SampleRequests
 from quire.executors.worker import CancelFlag, StepTicket, StepWorker
 from quire.model.loading import Model
@@ -51,8 +52,14 @@ class CpuExecutor(StepWorker):
         spec = model.spec
         self._spec = spec
         self._clock = clock or RealClock()
+        best = units()[-1]
         self._decoder = compile_decoder(
-            spec, model.tensors, threads, unit=unit, whole_rows=whole_rows, tell=tell
+            spec,
+            model.tensors,
+            threads,
+            unit=check_unit(unit) if unit else best,
+            whole_rows=whole_rows,
+            tell=tell,
         )
         self._decoder.allocate_cache(num_blocks, kv_int8)
         self._capacity = Capacity(
@@ -71,7 +78,7 @@ class CpuExecutor(StepWorker):
         self._samples: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
         formats = {tensor.format.name for tensor in model.tensors.values()}
         self.kernels = [f"cpu/{self._decoder.unit}/{name}" for name in sorted(formats)]
-        if self._decoder.unit == "portable" and not unit:
+        if best == "portable" and not unit:
             self.fallback = "this CPU has no AVX2: the portable kernels run, slowly"
         super().__init__(self._compute, "quire-cpu")
 
@@ -121,17 +128,43 @@ class CpuExecutor(StepWorker):
 
     def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
         started_at = self._clock.now()
-        sequences = tuple(self._resolved(sequence) for sequence in plan.sequences)
+        self._check_copies(plan)
+        faults: dict[int, SequenceResult] = {}  # by place in the plan
+        sequences = []
+        for place, sequence in enumerate(plan.sequences):
+            try:
+                sequences.append(self._resolved(sequence))
+            except RowFaultError as error:
+                faults[place] = SequenceResult(sequence.sequence_id, fault=str(error))
+        results = self._run_sound(plan, tuple(sequences), flag)
+        if faults:
+            others = iter(results)
+            places = range(len(plan.sequences))
+            results = tuple(faults.get(place) or next(others) for place in places)
+        self._remember(plan.step_id, results)
+        return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        """Native code copies what it is told to."""
+        num_blocks = self._capacity.num_blocks
+        for copy in plan.copies:
+            if not (0 <= copy.source < num_blocks and 0 <= copy.target < num_blocks):
+                raise ExecutorError(
+                    f"step {plan.step_id} copies block {copy.source} to {copy.target}, but there "
+                    f"are {num_blocks} blocks"
+                )
+
+    def _run_sound(
+        self, plan: StepPlan, sequences: tuple[SequencePlan, ...], flag: CancelFlag
+    ) -> tuple[SequenceResult, ...]:
         ends = [sequence.end for sequence in sequences]
         self._reach(min(max(ends, default=0), self._capacity.max_context))
         self._set_running(flag)
         try:
             flag.check()  # it may have been raised before the step could be stopped
-            results = self._run_native(plan, sequences)
+            return self._run_native(plan, sequences)
         finally:
             self._set_running(None)
-        self._remember(plan.step_id, results)
-        return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
 
     def _set_running(self, flag: CancelFlag | None) -> None:
         with self._running_lock:
@@ -172,8 +205,9 @@ class CpuExecutor(StepWorker):
         if plan.follows is None:
             return plan
         sampled = self._samples.get(plan.follows, {}).get(plan.sequence_id)
-        # A token outside the vocabulary is the sequence's fault alone, and says so.
-        return plan.resolved(-1 if sampled is None else sampled)
+        if sampled is None:
+            raise RowFaultError(f"step {plan.follows} sampled no token for this sequence")
+        return plan.resolved(sampled)
 
     def _remember(self, step_id: int, results: tuple[SequenceResult, ...]) -> None:
         """Keep what was sampled; a part of a step that is run again adds to what it gave before."""

@@ -24,3 +24,18 @@ def has_native_module() -> bool:
     except ConfigError:
         return False
     return True
+
+
+def units() -> list[str]:
+    """The instruction sets whose kernels run on this processor, the best one last."""
+    names: list[str] = native_module().units()
+    return names
+
+
+def check_unit(name: str) -> str:
+    """The name of a unit that runs here, or a ConfigError that says which do."""
+    if name not in units():
+        raise ConfigError(
+            f"no CPU kernels called {name!r} run on this processor: there are {', '.join(units())}"
+        )
+    return name
