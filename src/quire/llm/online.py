@@ -10,7 +10,6 @@ from quire.core.errors import RequestError
 from quire.core.request import Piece, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.aio import AsyncEngine, Stream
-from quire.engine.engine import Health
 from quire.engine.stats import Snapshot
 from quire.llm.assembly import Assembly, Options, assemble
 from quire.llm.prompts import Conversation, Prepared, Prompt, PromptReader
@@ -140,11 +139,6 @@ class AsyncLLM:
     def stats(self) -> Snapshot:
         """What runs, what waits and why, what is held, and the counters so far."""
         return self._engine.engine.snapshot()
-
-    @property
-    def health(self) -> Health:
-        """Whether it is fit to take requests."""
-        return self._engine.engine.health
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take nothing new and wait for what runs; what is left after the timeout is ended."""

@@ -45,11 +45,20 @@ def _route(title: str, route: Mapping[str, Any], schemas: Mapping[str, Any]) -> 
 def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
     yield "<table><tr><th>field<th>type<th>meaning"
     required = schema.get("required", ())
-    for name, field in schema["properties"].items():
-        mark = " (required)" if name in required else ""
-        told = escape(field.get("description", ""))
-        yield f"<tr><td><code>{escape(name)}</code>{mark}<td>{escape(_kind(field))}<td>{told}"
+    fields = schema["properties"].items()
+    for name, field in fields:
+        if field.get("type") != "null":
+            mark = " (required)" if name in required else ""
+            told = escape(field.get("description", ""))
+            yield f"<tr><td><code>{escape(name)}</code>{mark}<td>{escape(_kind(field))}<td>{told}"
     yield "</table>"
+    refused = [
+        f"<li><code>{escape(name)}</code> {escape(field['description'])}</li>"
+        for name, field in fields
+        if field.get("type") == "null"
+    ]
+    if refused:
+        yield f"<p>Refused by a 400 unless null:</p><ul>{''.join(refused)}</ul>"
 
 
 def _kind(field: Mapping[str, Any]) -> str:
@@ -66,7 +75,7 @@ def _kind(field: Mapping[str, Any]) -> str:
     if field.get("type") == "array":
         return f"list of {_kind(field.get('items', {}))}"
     bounds = [
-        f"{sign} {field[name]}"
+        f"{sign} {field[name]:g}"
         for name, sign in (
             ("minimum", "≥"),
             ("exclusiveMinimum", ">"),

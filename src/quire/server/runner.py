@@ -6,9 +6,9 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 
 import uvicorn
-import uvloop
 
 from quire.core.errors import ConfigError, ExecutorError
 from quire.server.app import create_app
@@ -36,8 +36,16 @@ def serve(settings: ServerSettings, load: Load, on_ready: OnReady) -> None:
     SIGTERM and SIGINT drain; a second one ends what is left at once.
     """
     listener = _listener(settings)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(settings, load, listener, on_ready))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it exists: not on Windows."""
+    try:
+        return import_module("uvloop").new_event_loop  # type: ignore[no-any-return]
+    except ImportError:
+        return None
 
 
 async def _serve(

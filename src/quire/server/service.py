@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
 
-from quire.engine.engine import Health
 from quire.llm import AsyncLLM
 from quire.server.errors import ApiError
 from quire.server.settings import ServerSettings
@@ -127,7 +126,3 @@ class Service:
         assert self._loop is not None
         self.state = State.STUCK
         self._loop.call_soon_threadsafe(self.has_ended.set)
-
-    @property
-    def health(self) -> Health | None:
-        return None if self._llm is None else self._llm.health
