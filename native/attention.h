@@ -156,12 +156,11 @@ struct CacheTile {
   const Element* values[tile_blocks];
   const float* key_scales[tile_blocks];
   const float* value_scales[tile_blocks];
-  // What is fetched on the way while these values are read: the keys of the next tile, as its
-  // blocks lie anywhere in memory. While keys are read, the values are fetched.
+  // The keys of the next tile, fetched on the way while these values are read, as its blocks lie
+  // anywhere in memory. While keys are read, the values are fetched.
   const Element* ahead[tile_blocks];
 };
 
-// Into the second cache: the first is too small for a tile and what follows it.
 INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 template <class Element>
@@ -186,12 +185,13 @@ NOINLINE void score_blocks(const float* queries, int head_dim, const CacheTile<E
   Floats sums[num_queries][num_blocks];
   UNROLLED (int q = 0; q < num_queries; q++)
     UNROLLED (int b = 0; b < num_blocks; b++) sums[q][b] = broadcast(0.0f);
+  constexpr int rows_in_line = 64 / (block_size * sizeof(Element));
   for (int d = 0; d < head_dim; d++, queries += num_queries) {
     Floats key[num_blocks];
-    UNROLLED (int b = 0; b < num_blocks; b++) {
+    UNROLLED (int b = 0; b < num_blocks; b++)
       key[b] = load_stored(tile.keys[block + b] + d * block_size);
-      fetch(tile.values[block + b] + d * block_size);
-    }
+    if (d % rows_in_line == 0)
+      UNROLLED (int b = 0; b < num_blocks; b++) fetch(tile.values[block + b] + d * block_size);
     UNROLLED (int q = 0; q < num_queries; q++) {
       const Floats query = broadcast(queries[q]);
       UNROLLED (int b = 0; b < num_blocks; b++) sums[q][b] = fma(query, key[b], sums[q][b]);
@@ -411,29 +411,31 @@ INLINE void pack_group(const Queries& queries, float factor, int begin, int coun
   }
 }
 
-// The tiles of a span, one after the other, while the next is being fetched.
+// Tiles one after the other, while the next is being fetched: after the last tile the first of the
+// next kv head, which is likely what this thread attends to next.
 template <class Element>
 struct TileWalk {
-  const HeadCache<Element>& cache;
+  HeadCache<Element> cache;
   const int32_t* block_table;
-  Span seen;
+  Span seen, tiles;
   CacheTile<Element> current, next;
 
-  INLINE_METHOD void find(int tile, CacheTile<Element>& found) {
-    find_tile(cache, block_table + tile * tile_blocks, within_tile(seen, tile), found);
-  }
-  INLINE_METHOD void begin(int tile) {
-    find(tile, next);
+  INLINE_METHOD Span find_next(int tile) {
     const Span span = within_tile(seen, tile);
+    find_tile(cache, block_table + tile * tile_blocks, span, next);
+    return span;
+  }
+  INLINE_METHOD void begin() {
+    const Span span = find_next(tiles.begin);
     const int64_t size = cache.head_dim * block_size;
     for (int b = first_block(span); b < end_block(span); b++)
       for (int64_t i = 0; i < size; i += 64 / sizeof(Element)) fetch(next.keys[b] + i);
   }
-  INLINE_METHOD void advance(int tile, bool is_last) {
+  INLINE_METHOD void advance(int tile) {
     current = next;
-    if (is_last) return;
-    find(tile + 1, next);
-    const Span span = within_tile(seen, tile + 1);
+    const bool is_last = tile + 1 == tiles.end;
+    if (is_last && ++cache.kv_head == cache.num_kv_heads) return;
+    const Span span = find_next(is_last ? tiles.begin : tile + 1);
     for (int b = first_block(span); b < end_block(span); b++) current.ahead[b] = next.keys[b];
   }
 };
@@ -452,10 +454,10 @@ INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, 
   QueryGroup group;
   group.stride = (shape.head_dim + 15) / 16 * 16;
   group.mixed = STACK_FLOATS(most_queries * group.stride);
-  TileWalk<Element> walk{cache, queries.rows[0].block_table, queries.seen_by_any(), {}, {}};
-  walk.begin(tiles.begin);
+  TileWalk<Element> walk{cache, queries.rows[0].block_table, queries.seen_by_any(), tiles, {}, {}};
+  walk.begin();
   for (int tile = tiles.begin; tile < tiles.end; tile++) {
-    walk.advance(tile, tile + 1 == tiles.end);
+    walk.advance(tile);
     for (int g = 0; g < num_groups; g++) {
       group.begin = group_begin(queries, num_groups, g);
       group.count = group_begin(queries, num_groups, g + 1) - group.begin;

@@ -11,6 +11,7 @@ from quire.executors.cpu.native import native_module
 
 _native = native_module()
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 UNITS = _native.units()
 BLOCK_SIZE = 16
@@ -69,7 +70,7 @@ class Sequence:
         cache.attend(position, num_rows, queries, out)
         return out.reshape(num_rows, self.shape.num_heads, self.shape.head_dim)
 
-    def exact(self, position: int) -> npt.NDArray[np.float64]:
+    def exact(self, position: int) -> Doubles:
         """In float64, from keys and values as the cache rounds them."""
         shape = self.shape
         start = max(0, position - shape.window + 1) if shape.window else 0
@@ -82,19 +83,20 @@ class Sequence:
             scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        mixed = np.einsum("hgt,thd->hgd", weights, values)
+        mixed: Doubles = np.einsum("hgt,thd->hgd", weights, values)
         return mixed.reshape(shape.num_heads, shape.head_dim)
 
 
-def as_stored(x: Floats, is_int8: bool) -> npt.NDArray[np.float64]:
+def as_stored(x: Floats, is_int8: bool) -> Doubles:
     if not is_int8:
         return x.astype(np.float16).astype(np.float64)
     largest = np.abs(x).max(axis=-1, keepdims=True)
     codes = np.rint(x * (np.float32(127) / largest))
-    return codes.astype(np.float64) * (largest / np.float32(127)).astype(np.float64)
+    stored: Doubles = codes.astype(np.float64) * (largest / np.float32(127)).astype(np.float64)
+    return stored
 
 
-def assert_close(got: Floats, exact: npt.NDArray[np.float64]) -> None:
+def assert_close(got: Floats, exact: Doubles) -> None:
     error = np.linalg.norm(got - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
     assert error.max() <= 1e-5
 
