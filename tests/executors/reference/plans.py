@@ -1,4 +1,4 @@
-"""Short ways to write plans and to have the reference executor compute them."""
+"""Short ways to write plans and to have an executor compute them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from quire.core.plan import BlockCopy, Sampling, SequencePlan, SequenceResult, StepPlan, Want
 from quire.core.sampling import SamplingParams
+from quire.executors.protocol import Executor
 from quire.executors.reference import ReferenceExecutor
 from quire.model.loading import load_model
 
@@ -32,7 +33,7 @@ def row(
 
 
 def run(
-    executor: ReferenceExecutor,
+    executor: Executor,
     *rows: SequencePlan,
     step_id: int = 0,
     copies: Sequence[BlockCopy] = (),
@@ -41,7 +42,7 @@ def run(
     return executor.collect(ticket, timeout_s=60).sequences
 
 
-def logits(executor: ReferenceExecutor, plan: SequencePlan) -> npt.NDArray[np.float32]:
+def logits(executor: Executor, plan: SequencePlan) -> npt.NDArray[np.float32]:
     [result] = run(executor, plan)
     assert result.fault is None
     return np.asarray(result.logits)

@@ -1,0 +1,137 @@
+"""Random and extreme weights in every block format, and what products of them ought to be."""
+
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from quire.executors.cpu.native import native_module
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+native = native_module()
+UNITS: list[str] = native.units()
+FLOATS = ("F32", "F16", "BF16")
+TERNARY = ("TQ1_0", "TQ2_0")
+# Where the scales of a block stand: halves that must be sane numbers. The rest are codes.
+SCALES: dict[str, tuple[int, ...]] = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+BLOCK_FORMATS = tuple(SCALES)
+FORMATS = (*FLOATS, *BLOCK_FORMATS)
+GROUP = 32  # activations that share a scale
+GROUP_BYTES = 64  # of them with their scale and sums
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Weights as they lie in a file."""
+
+    format: str
+    num_rows: int
+    in_size: int
+    blocks: Bytes  # [rows, bytes]
+
+    @property
+    def exact(self) -> Floats:
+        """The weights as the gguf package decodes them."""
+        kind = gguf.GGMLQuantizationType[self.format]
+        if self.format == "F16":
+            return self.blocks.view(np.float16).astype(np.float32)
+        return np.asarray(gguf.quants.dequantize(self.blocks, kind), dtype=np.float32)
+
+    def packed(self) -> "native.PackedMatrix":  # type: ignore[name-defined]
+        return native.PackedMatrix(
+            self.format, self.blocks.ravel(), num_rows=self.num_rows, in_size=self.in_size
+        )
+
+
+def smallest_size(name: str) -> int:
+    """An inner size near SmolLM2's 576 that this format's blocks fill."""
+    return 512 if block_size(name) == 256 else 576
+
+
+def block_size(name: str) -> int:
+    return int(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][0])
+
+
+def random_matrix(name: str, num_rows: int, in_size: int, seed: int = 0) -> Matrix:
+    """Any bytes are codes; scales are drawn so that weights are about 1."""
+    generator = np.random.default_rng([seed, num_rows, in_size])
+    if name in FLOATS:
+        weights = generator.standard_normal((num_rows, in_size)).astype(np.float32)
+        blocks = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[name])
+        return Matrix(name, num_rows, in_size, np.ascontiguousarray(blocks).view(np.uint8))
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    shape = (num_rows, in_size // size, num_bytes)
+    blocks = generator.integers(0, 256, shape).astype(np.uint8)
+    if name == "TQ2_0":  # of its four codes the last means nothing
+        codes = generator.integers(0, 3, (*shape[:2], 64, 4)) << np.array([0, 2, 4, 6])
+        blocks[..., :64] = codes.sum(axis=-1)
+    put_scales(name, blocks, generator.uniform(0.01, 0.05, shape[:2]))
+    return Matrix(name, num_rows, in_size, blocks.reshape(num_rows, -1))
+
+
+def extreme_matrix(name: str, num_rows: int, in_size: int, byte: int) -> Matrix:
+    """Every code, and every scale beside the halves, made of one byte; the halves are 1."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    blocks = np.full((num_rows, in_size // size, num_bytes), byte, np.uint8)
+    put_scales(name, blocks, np.ones(blocks.shape[:2]))
+    return Matrix(name, num_rows, in_size, blocks.reshape(num_rows, -1))
+
+
+def put_scales(name: str, blocks: Bytes, scales: Doubles) -> None:
+    halves = scales.astype(np.float16)[..., None].view(np.uint8)
+    for place in SCALES[name]:
+        blocks[..., place : place + 2] = halves
+
+
+def activations(x: Floats, takes_floats: bool, unit: str = "portable") -> npt.NDArray[np.generic]:
+    """Columns [columns, in_size] as a product takes them."""
+    if takes_floats:
+        return x
+    groups = np.zeros((len(x), x.shape[1] // GROUP * GROUP_BYTES), np.uint8)
+    for column, out in zip(x, groups, strict=True):
+        native.quantise_groups(unit, column, out)
+    return groups
+
+
+def as_seen(columns: npt.NDArray[np.generic]) -> Doubles:
+    """What the activations are worth: codes times scales."""
+    if columns.dtype == np.float32:
+        return columns.astype(np.float64)
+    groups = columns.reshape(len(columns), -1, GROUP_BYTES)
+    codes = groups[..., :GROUP].view(np.int8).astype(np.float64)
+    scales = np.ascontiguousarray(groups[..., GROUP : GROUP + 4]).view(np.float32)
+    return np.asarray(codes * scales, dtype=np.float64).reshape(len(columns), -1)
+
+
+def product(unit: str, packed: object, columns: npt.NDArray[np.generic], num_rows: int) -> Floats:
+    out = np.full((len(columns), num_rows), np.nan, np.float32)
+    packed.multiply(unit, columns, num_columns=len(columns), out=out)  # type: ignore[attr-defined]
+    return out
+
+
+def normal(*shape: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def nmse(found: npt.NDArray[np.floating], expected: npt.NDArray[np.floating]) -> float:
+    difference = found.astype(np.float64) - expected
+    return float((difference**2).sum() / (expected.astype(np.float64) ** 2).sum())

@@ -1,0 +1,110 @@
+"""Products of packed weights: right, without saturating, and the same bits however many columns."""
+
+import numpy as np
+import pytest
+from tests.executors.cpu.blocks import (
+    BLOCK_FORMATS,
+    FORMATS,
+    TERNARY,
+    UNITS,
+    activations,
+    as_seen,
+    extreme_matrix,
+    native,
+    nmse,
+    normal,
+    product,
+    put_scales,
+    random_matrix,
+    smallest_size,
+)
+
+ODD_ROWS = 37
+MOST_COLUMNS = 65
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("num_columns", [1, 3, 20])
+def test_a_product_is_that_of_the_decoded_weights_and_the_bytes(
+    name: str, unit: str, num_columns: int
+) -> None:
+    size = smallest_size(name)
+    matrix = random_matrix(name, ODD_ROWS, size, seed=num_columns)
+    packed = matrix.packed()
+    columns = activations(normal(num_columns, size), packed.takes_floats)
+    expected = as_seen(columns) @ matrix.exact.astype(np.float64).T
+    found = product(unit, packed, columns, ODD_ROWS)
+    assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_for_activations_cost_little(name: str) -> None:
+    size = smallest_size(name)
+    matrix, x = random_matrix(name, 64, size), normal(8, size, seed=3)
+    packed = matrix.packed()
+    found = product(UNITS[-1], packed, activations(x, packed.takes_floats), 64)
+    assert nmse(found, x.astype(np.float64) @ matrix.exact.astype(np.float64).T) <= 1e-4
+
+
+@pytest.mark.parametrize("name", TERNARY)
+@pytest.mark.parametrize("unit", UNITS)
+def test_ternary_sums_are_exact(name: str, unit: str) -> None:
+    size = 1024
+    matrix = random_matrix(name, ODD_ROWS, size, seed=9)
+    blocks = matrix.blocks.reshape(ODD_ROWS, size // 256, -1)
+    put_scales(name, blocks, np.ones(blocks.shape[:2]))
+    x = normal(5, size)
+    groups = np.zeros((5, size // 32 * 64), np.uint8)
+    for column, out in zip(x, groups, strict=True):
+        native.quantise_row(unit, column, out)
+    found = product(unit, matrix.packed(), groups, ODD_ROWS)
+    np.testing.assert_array_equal(found, as_seen(groups) @ matrix.exact.astype(np.float64).T)
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_largest_codes_do_not_saturate(name: str, unit: str) -> None:
+    size = 512
+    signs = np.ones((4, size), np.float32)  # as bytes: 127 and -127
+    signs[1] = -1
+    signs[2, ::2] = -1
+    signs[3, : size // 2] = -1
+    columns = np.concatenate([activations(signs, False)] * 3)  # enough of them for a tile
+    for byte in (0x00, 0x7F, 0x80, 0x88, 0xFF):
+        matrix = extreme_matrix(name, 17, size, byte)
+        found = product(unit, matrix.packed(), columns, 17)
+        exact = matrix.exact.astype(np.float64)
+        expected = as_seen(columns) @ exact.T
+        # What cancels out leaves the rounding of its parts.
+        np.testing.assert_allclose(
+            found, expected, rtol=1e-5, atol=1e-5 * np.abs(exact).sum(axis=1).max()
+        )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_number_of_columns_and_every_unit_give_the_same_bits(name: str) -> None:
+    size = smallest_size(name)
+    matrix = random_matrix(name, ODD_ROWS, size, seed=2)
+    packed = matrix.packed()
+    columns = activations(normal(MOST_COLUMNS, size, seed=8), packed.takes_floats)
+    expected = product(UNITS[-1], packed, columns, ODD_ROWS)
+    assert np.isfinite(expected).all()
+    for unit in UNITS:
+        for count in range(1, MOST_COLUMNS + 1):
+            found = product(unit, packed, columns[:count], ODD_ROWS)
+            assert found.tobytes() == expected[:count].tobytes(), (unit, count)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_number_of_rows_gives_the_same_bits(name: str) -> None:
+    size = smallest_size(name)
+    matrix = random_matrix(name, 50, size, seed=6)
+    packed = matrix.packed()
+    columns = activations(normal(5, size, seed=1), packed.takes_floats)
+    expected = product(UNITS[-1], packed, columns, 50)
+    for num_rows in (1, 15, 16, 17, 33):
+        part = type(matrix)(name, num_rows, size, matrix.blocks[:num_rows])
+        for unit in UNITS:
+            found = product(unit, part.packed(), columns, num_rows)
+            assert found.tobytes() == expected[:, :num_rows].tobytes(), (unit, num_rows)
