@@ -8,7 +8,9 @@ FUZZ_SECONDS ?= 60
 NATIVE := build/native/.built
 NODE_CLIENT := build/node/.ready
 
-.PHONY: help setup native node-client test test-long fuzz check format bench serve dist dist-check clean
+SANITIZED := build/sanitized
+
+.PHONY: help setup native node-client test test-long fuzz sanitize check format bench serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +50,20 @@ fuzz: $(READY)  ## run the coverage-guided fuzzers, FUZZ_SECONDS each
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
 	$(BIN)/python -m tests.fuzz.fuzz_gguf -max_total_time=$(FUZZ_SECONDS)
 	$(BIN)/python -m tests.fuzz.fuzz_safetensors -max_total_time=$(FUZZ_SECONDS)
+
+# The tests run against a build of the native module with the sanitizers in it. Python itself has
+# none, so their run-time (and the C++ library, whose exceptions it watches) is loaded first.
+sanitize: $(READY)  ## run the native code's tests under address, undefined and thread sanitizers
+	$(BIN)/cmake -S . -B $(SANITIZED)/address -G Ninja -DQUIRE_SANITIZE=address,undefined \
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/cmake --build $(SANITIZED)/address --parallel 2
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  PYTHONMALLOC=malloc QUIRE_NATIVE_BUILD=$(SANITIZED)/address \
+	  $(BIN)/python -m pytest -q -m "not long" --capture=sys -p tests.native_build tests/executors/cpu
+	$(CXX) -std=c++17 -O1 -g -fsanitize=thread native/checks/pool_check.cpp native/pool.cpp \
+	  -o $(SANITIZED)/pool_check -pthread
+	$(SANITIZED)/pool_check
 
 check: $(READY)  ## lint, formatting, types, layers, figures that match their receipts
 	$(BIN)/ruff check .
