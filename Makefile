@@ -7,10 +7,11 @@ WORKERS ?= 2
 FUZZ_SECONDS ?= 60
 NATIVE := build/native/.built
 NODE_CLIENT := build/node/.ready
+CUDA_VENV := build/cuda
 
 SANITIZED := build/sanitized
 
-.PHONY: help setup native node-client test test-long fuzz sanitize check format bench serve dist dist-check clean
+.PHONY: help setup native node-client test test-cuda test-long fuzz sanitize check format bench serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +43,19 @@ node-client: $(NODE_CLIENT)  ## install the npm client that the server is tested
 
 test: $(READY) $(NATIVE) $(NODE_CLIENT)  ## run the tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long"
+
+# torch's CPU build is enough. Triton's interpreter wants a numpy that still takes an array of one
+# number for the number.
+$(CUDA_VENV)/.ready: pyproject.toml
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  torch==2.13.0 triton==3.6.0 'numpy<2.4' tokenizers safetensors jinja2 \
+	  gguf==0.19.0 hypothesis==6.170.15 pytest==9.2.0
+	touch $(CUDA_VENV)/.ready
+
+test-cuda: $(CUDA_VENV)/.ready  ## run the CUDA executor's tests: interpreted, emulated, compiled
+	TRITON_INTERPRET=1 PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q tests/executors/cuda
+	PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q tests/executors/cuda/test_wgmma_compiles.py
 
 test-long: $(READY) $(NATIVE)  ## run the long random tests
 	QUIRE_HYPOTHESIS=random $(BIN)/python -m pytest -q -n $(WORKERS) -m long

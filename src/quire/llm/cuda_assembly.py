@@ -36,14 +36,8 @@ def cuda_executor(
 def _executor_types() -> tuple[Any, Any]:
     """torch is looked for only when a GPU is asked for."""
     try:
-        import torch
+        from quire.executors.cuda import CudaConfig, CudaExecutor, require_gpu
     except ImportError as error:
         raise ConfigError("device 'cuda' needs torch and triton: install quire[cuda]") from error
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "device is 'cuda', but torch finds no NVIDIA GPU on this machine: use device='cpu', or "
-            "look at `quire doctor`"
-        )
-    from quire.executors.cuda import CudaConfig, CudaExecutor
-
+    require_gpu()
     return CudaExecutor, CudaConfig

@@ -21,6 +21,7 @@ BLOCK_SIZE = 16  # tokens a block of the cache
 _HEADS_AT_ONCE = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _NO_WINDOW = 1 << 30
+_TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any product
 _QUERY_ROWS = 16  # of an attention program: tokens times the heads of a group
 
 
@@ -73,6 +74,7 @@ class Limits:
     num_rows: int  # with logits
     parts_apart_tokens: int  # steps of so few tokens compute the parts of the context apart
     max_context: int
+    invariant: bool = True
 
     @property
     def max_parts(self) -> int:
@@ -187,12 +189,12 @@ class Decoder:
         for index, layer in enumerate(self._weights.layers):
             self._norm(count, layer.attention_norm, parts)
             self._attend(shape, given, blocks, index, layer)
-            self._products.multiply(layer.output, self.mixed, self._sums_of(layer.output), count)
+            self._multiply(layer.output, self.mixed, count)
             self._norm(count, layer.feed_forward_norm, layer.output)
             self._products.multiply_gated(
                 layer.gate_up, self.normed, self._gate_sums, self.gated, count
             )
-            self._products.multiply(layer.down, self.gated, self._sums_of(layer.down), count)
+            self._multiply(layer.down, self.gated, count)
             parts = layer.down
         self._norm(count, self._weights.output_norm, parts, is_last=True)
 
@@ -222,11 +224,19 @@ class Decoder:
             return {"PDL": False}
         return {"PDL": self._chained, "launch_pdl": self._chained}
 
-    def _sums_of(self, linear: Linear) -> Array:
-        """Room for a product's parts: [part, token, row]."""
-        tokens = self._limits.num_tokens
-        size = linear.num_parts * tokens * linear.num_rows
-        return self._sums[:size].view(linear.num_parts, tokens, linear.num_rows)
+    def _parts_of(self, linear: Linear, count: int) -> int:
+        """In how many parts a product is summed. Where a row's bits may depend on its batch, large
+        steps need no parts to fill the GPU, and spare adding them."""
+        if self._limits.invariant or count < _TOKENS_THAT_FILL:
+            return linear.num_parts
+        return 1
+
+    def _multiply(self, linear: Linear, tokens: Array, count: int) -> None:
+        """A product's parts, into `_sums`: [part, token, row]."""
+        parts, room = self._parts_of(linear, count), self._limits.num_tokens
+        size = parts * room * linear.num_rows
+        sums = self._sums[:size].view(parts, room, linear.num_rows)
+        self._products.multiply(linear, tokens, sums, count)
 
     def _norm(
         self, count: int, weight: Array, parts: Linear | None, *, is_last: bool = False
@@ -241,7 +251,7 @@ class Decoder:
             self._spec.hidden_size,
             self._spec.norm_epsilon,
             self._limits.num_tokens * self.hidden,
-            PARTS=0 if parts is None else parts.num_parts,
+            PARTS=0 if parts is None else self._parts_of(parts, count),
             BLOCK=_power_of_two(self.hidden),
             FINITE=is_last,
             num_warps=8,
@@ -257,7 +267,7 @@ class Decoder:
         layer: LayerWeights,
     ) -> None:
         count = shape.num_tokens
-        self._products.multiply(layer.qkv, self.normed, self._sums_of(layer.qkv), count)
+        self._multiply(layer.qkv, self.normed, count)
         self._turn(count, given, blocks, index, layer)
         spec = self._spec
         window = spec.windows[index] or _NO_WINDOW
@@ -285,6 +295,7 @@ class Decoder:
             SPLIT=attention.SPLIT,
             TILE=attention.TILE,
             PARTS_APART=shape.num_parts > 0,
+            LARGE=blocks.keys[0].numel() >= 1 << 31,
             EXACT=not self._is_gpu,
             num_warps=attention.WARPS,
             num_stages=attention.STAGES,
@@ -341,7 +352,7 @@ class Decoder:
             INTERLEAVED=spec.rope.interleaved,
             NORMED=spec.qk_norm,
             BLOCK_SIZE=BLOCK_SIZE,
-            PARTS=layer.qkv.num_parts,
+            PARTS=self._parts_of(layer.qkv, count),
             HEADS=_HEADS_AT_ONCE,
             PAIRS=_power_of_two(spec.head_dim // 2),
             num_warps=4,

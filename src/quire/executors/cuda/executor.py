@@ -61,6 +61,7 @@ class CudaConfig:
     max_step_tokens: int = 2048
     kv_bytes: int | None = None
     num_blocks: int | None = None  # exactly so many, whatever kv_bytes says
+    invariant: bool = True  # a row's bits do not depend on its batch; without it, large steps gain
     device: str = "cuda"
 
     def __post_init__(self) -> None:
@@ -118,6 +119,8 @@ class CudaExecutor:
         products = products_for(self._device)
         if self._is_gpu and products.name.startswith("plain"):
             self.fallback = "no Hopper GPU (compute capability 9.0): plain Triton products"
+        if not self._config.invariant:
+            products.name += ", not batch-invariant"
         self._kernels = [products.name, *(f"{name} planes" for name in self._weights.formats)]
         config = self._config
         ring = config.max_batch_size * (_STEPS_REMEMBERED + 2)
@@ -127,6 +130,7 @@ class CudaExecutor:
             num_rows=config.max_batch_size,
             parts_apart_tokens=min(_PARTS_APART_TOKENS, config.max_step_tokens),
             max_context=spec.context_length,
+            invariant=config.invariant,
         )
         self._decoder = Decoder(
             spec, self._weights, products, limits, self._samples_ring, self._device

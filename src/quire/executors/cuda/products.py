@@ -18,7 +18,8 @@ class Products(Protocol):
     name: str
 
     def multiply(self, linear: Linear, tokens: Array, sums: Array, num_tokens: int) -> None:
-        """sums[part, token, row], of which the parts are still to be added, in order."""
+        """sums[part, token, row], of which the parts are still to be added, in order. How many
+        parts there are is how many `sums` has room for."""
 
     def multiply_gated(
         self, linear: Linear, tokens: Array, sums: Array | None, out: Array, num_tokens: int
@@ -93,7 +94,7 @@ class PlainProducts:
         quants = planes.quants
         grid = (
             -(-planes.num_rows // self._ROWS),
-            linear.num_parts,
+            sums.shape[0],
             -(-num_tokens // self._TOKENS),
         )
         plain.product[grid](
@@ -234,11 +235,12 @@ class HopperProducts:
         """One segment's kernel; those after the first run beside it."""
         planes = segment.planes
         kernels = self._kernels
+        parts = 1 if gated else out.shape[0]
         order = kernels.ALONE
         if self._dependent_launch:
             order = kernels.CHAINED if is_first else kernels.BESIDE
         out = out if gated else out[:, :, segment.first_row :]
-        grid = (-(-planes.num_rows // shape.rows), linear.num_parts, -(-num_tokens // shape.tokens))
+        grid = (-(-planes.num_rows // shape.rows), parts, -(-num_tokens // shape.tokens))
         kernels.product[grid](
             self._token_descriptor(tokens[:num_tokens], shape),
             *self._weight_descriptors(planes, shape),

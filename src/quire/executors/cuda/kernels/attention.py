@@ -62,13 +62,14 @@ def attend(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     PARTS_APART: tl.constexpr,
+    LARGE: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: up to ROWS / GROUP tokens of one sequence, one key head, its query heads.
 
     Tiles of tokens: first row, number of tokens (0: nothing to do), first position, and where their
-    sequence's block table starts. `scale` includes log2(e). GROUP is a power of two.
+    sequence's block table starts. LARGE: a layer has more keys than an int32 counts. `scale` includes log2(e). GROUP is a power of two.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -116,7 +117,9 @@ def attend(
         for start in range(part * SPLIT, stop, TILE):
             n = start + tl.arange(0, TILE)
             is_there = n < end
-            block = tl.load(table + n // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
+            block = tl.load(table + n // BLOCK_SIZE, mask=is_there, other=0)
+            if LARGE:
+                block = block.to(tl.int64)
             cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * HEAD_DIM
             both = is_there[:, None] & is_dim[None, :]
             k = tl.load(keys + cell[:, None] + d[None, :], mask=both, other=0.0)
