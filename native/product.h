@@ -486,9 +486,13 @@ void product_tiled(const Product& p, const Direct<T, groups>& source, int first_
       tile_columns<F, groups, 4>(tile, first, count, from + c * p.column_stride, p.column_stride,
                                  sums + c * groups * row_group);
     }
-    for (; c < num_columns; c++)
-      tile_columns<F, groups, 1>(tile, first, count, from + c * p.column_stride, p.column_stride,
-                                 sums + c * groups * row_group);
+    const ActivationGroup* rest = from + c * p.column_stride;
+    float* rest_sums = sums + c * groups * row_group;
+    switch (num_columns - c) {
+      case 3: tile_columns<F, groups, 3>(tile, first, count, rest, p.column_stride, rest_sums); break;
+      case 2: tile_columns<F, groups, 2>(tile, first, count, rest, p.column_stride, rest_sums); break;
+      case 1: tile_columns<F, groups, 1>(tile, first, count, rest, p.column_stride, rest_sums); break;
+    }
   }
   for (int c = 0; c < num_columns; c++)
     for (int g = 0; g < groups; g++)
