@@ -262,7 +262,15 @@ def test_a_folder_runs_and_a_template_that_breaks_is_one_line(tmp_path: Path) ->
 def test_a_native_module_that_is_missing_says_how_to_build_it(
     text_model: Path, tmp_path: Path
 ) -> None:
-    flags = ["generate", "--model", text_model, "--prompt", "x", "--max-tokens", "2"]
+    flags: list[str | Path] = [
+        "generate",
+        "--model",
+        text_model,
+        "--prompt",
+        "x",
+        "--max-tokens",
+        "2",
+    ]
     env = without_native_module(tmp_path)
     run = quire(*flags, "--device", "cpu", env=env)
     assert (run.code, run.out) == (1, "")
@@ -272,7 +280,15 @@ def test_a_native_module_that_is_missing_says_how_to_build_it(
 
 
 def test_the_environment_chooses_the_kernels(text_model: Path) -> None:
-    flags = ["generate", "--model", text_model, "--prompt", "x", "--max-tokens", "4"]
+    flags: list[str | Path] = [
+        "generate",
+        "--model",
+        text_model,
+        "--prompt",
+        "x",
+        "--max-tokens",
+        "4",
+    ]
     usual = quire(*flags)
     plain = quire(*flags, env={"QUIRE_CPU_UNIT": "portable"})
     assert (plain.code, plain.out, plain.err) == (0, usual.out, usual.err)
@@ -285,5 +301,13 @@ def test_the_environment_chooses_the_kernels(text_model: Path) -> None:
 
 
 def test_keys_and_values_may_be_kept_in_bytes(text_model: Path) -> None:
-    flags = ["generate", "--model", text_model, "--prompt", "x", "--max-tokens", "4"]
+    flags: list[str | Path] = [
+        "generate",
+        "--model",
+        text_model,
+        "--prompt",
+        "x",
+        "--max-tokens",
+        "4",
+    ]
     assert quire(*flags, "--kv-cache-dtype", "int8", "--threads", "1").code == 0

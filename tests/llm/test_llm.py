@@ -364,7 +364,7 @@ def test_options_that_cannot_work_are_refused_by_name(
 def test_options_are_checked_before_anything_is_fetched(tmp_path: Path) -> None:
     for options in ({"device": "tpu"}, {"threads": 0}, {"kv_cache_dtype": "f8"}):
         with pytest.raises(ConfigError, match=next(iter(options))):
-            LLM(tmp_path / "missing.gguf", **options)  # type: ignore[arg-type]
+            LLM(tmp_path / "missing.gguf", **options)
 
 
 def test_a_shorter_context_is_kept_to() -> None:

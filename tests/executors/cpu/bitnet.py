@@ -8,7 +8,7 @@ tests of their own, so that the logits can be compared bit for bit.
 from typing import Any
 
 import numpy as np
-from tests.executors.cpu.blocks import Floats, Matrix, native
+from tests.executors.cpu.blocks import Floats, Matrix, activations, native, product
 
 from quire.executors.cpu.compiling import rope_tables
 from quire.loader.tensor import Tensor
@@ -94,12 +94,10 @@ class EmulatedBitNet:
     def _head(self, x: Floats) -> Floats:
         """Not ternary: bytes in groups, whose products are tested for themselves."""
         tensor = self._tensors["token_embd.weight"]
-        matrix = Matrix(tensor.format.name, *tensor.shape, tensor.data.reshape(tensor.shape[0], -1))
-        packed, groups = matrix.packed(), np.zeros(len(x) * 2, np.uint8)
-        native.quantise_groups(self._unit, x, groups)
-        out = np.empty((1, tensor.shape[0]), np.float32)
-        packed.multiply(self._unit, groups, num_columns=1, out=out)
-        return out[0]
+        rows, size = tensor.shape
+        matrix = Matrix(tensor.format.name, rows, size, tensor.data.reshape(rows, -1))
+        columns = activations(x[None], takes_floats=False, unit=self._unit)
+        return np.asarray(product(self._unit, matrix.packed(), columns, rows)[0])
 
 
 def ternary(tensor: Tensor) -> tuple[np.ndarray[Any, Any], Floats]:

@@ -1,0 +1,171 @@
+"""What is the CPU executor's own: stopping mid-step, faults in native code, kernels, memory."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.executors.cpu.blocks import UNITS
+from tests.executors.cpu.running import opened
+from tests.executors.reference.plans import logits, row, run
+from tests.fixture_files import TINY_BITNET_FILES, TINY_FILES, fixture_file
+from tests.llm.text_models import write_changed_model
+
+from quire.core.errors import ConfigError, ExecutorError, StepCancelledError, StepTimeoutError
+from quire.core.plan import BlockCopy, SequencePlan, StepPlan, Want
+from quire.executors.cpu import executor as executor_module
+from quire.executors.cpu.native import native_module
+from quire.llm import cpu_assembly
+from quire.llm.cpu_assembly import cpu_executor, cpu_memory
+from quire.model.loading import load_model
+
+PATH = fixture_file("tiny/Q4_0.gguf")
+PROMPT = tuple(range(5, 30))
+TABLE = (2, 0)
+
+
+class HeldUp:
+    """A native decoder whose steps begin when they have been cancelled."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+        self.is_running, self._is_cancelled = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def set_cancelled(self, is_cancelled: bool) -> None:
+        self._decoder.set_cancelled(is_cancelled)
+        if is_cancelled:
+            self._is_cancelled.set()
+
+    def step(self, *args: Any) -> Any:
+        self.is_running.set()
+        assert self._is_cancelled.wait(60)
+        return self._decoder.step(*args)
+
+
+def test_a_cancelled_step_stops_in_native_code_and_the_next_one_runs() -> None:
+    with opened(PATH) as executor:
+        expected = logits(executor, row(PROMPT, TABLE))
+        real = executor._decoder
+        rows_before = executor.counters["rows"]
+        executor._decoder = held_up = HeldUp(real)
+        ticket = executor.submit(StepPlan(1, (row(PROMPT, TABLE),)))
+        follower = executor.submit(StepPlan(2, (row(PROMPT, TABLE),)))
+        assert held_up.is_running.wait(60)
+        with pytest.raises(StepTimeoutError, match="step 1 took over"):
+            executor.collect(ticket, timeout_s=0.01)
+        executor.cancel(ticket)
+        with pytest.raises(StepCancelledError, match="step 1 was cancelled"):
+            executor.collect(ticket, timeout_s=60)
+        # The step after it is not cancelled with it.
+        [result] = executor.collect(follower, timeout_s=60).sequences
+        assert result.logits.tobytes() == expected.tobytes()
+        assert executor.counters["rows"] == rows_before + len(PROMPT)
+
+
+def test_a_step_cancelled_before_it_begins_is_not_computed() -> None:
+    with opened(PATH) as executor:
+        executor._decoder = held_up = HeldUp(executor._decoder)
+        first = executor.submit(StepPlan(1, (row(PROMPT, TABLE),)))
+        second = executor.submit(StepPlan(2, (row(PROMPT, TABLE),)))
+        assert held_up.is_running.wait(60)
+        executor.cancel(second)
+        executor.cancel(first)
+        for ticket in (first, second):
+            with pytest.raises(StepCancelledError):
+                executor.collect(ticket, timeout_s=60)
+        assert executor.counters["rows"] == 0
+
+
+def test_what_is_not_finite_fails_its_own_row_and_stays_in_its_blocks(tmp_path: Path) -> None:
+    path = write_changed_model(tmp_path / "poisoned.gguf", {"token_embd.weight": (7, np.nan)})
+    sound = tuple(token for token in PROMPT if token != 7)
+    with opened(path) as executor:
+        expected = logits(executor, row(sound, TABLE))
+        poisoned, beside = run(
+            executor,
+            row((1, 2, 7, 3), (5,), sequence_id=1),
+            row(sound, TABLE, sequence_id=2),
+        )
+        assert poisoned.fault == "the hidden state is not finite"
+        assert poisoned.logits is None
+        assert beside.logits.tobytes() == expected.tobytes()
+        # Whoever reads that block's keys and values fails too; whoever writes it anew does not.
+        reader, writer = run(
+            executor,
+            row((4,), (5,), start=4, sequence_id=3),
+            row(sound[:1], (6,), sequence_id=4),
+        )
+        assert reader.fault == "the hidden state is not finite"
+        assert writer.logits.tobytes() == expected[:1].tobytes()
+        [anew] = run(executor, row(sound, (5, 6), sequence_id=5))
+        assert anew.logits.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("copy", [BlockCopy(0, 16), BlockCopy(-1, 0), BlockCopy(99, 1)])
+def test_copies_outside_the_cache_are_refused(copy: BlockCopy) -> None:
+    with opened(PATH) as executor:
+        with pytest.raises(ExecutorError, match="but there are 16 blocks"):
+            run(executor, row(PROMPT, TABLE), copies=[copy])
+        assert run(executor, row(PROMPT, TABLE))[0].fault is None
+
+
+def test_a_plan_has_the_fields_that_native_code_reads() -> None:
+    assert native_module().plan_fields == SequencePlan._fields
+    assert [int(want) for want in Want] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("name", [*TINY_FILES, *TINY_BITNET_FILES])
+def test_memory_is_what_was_foretold(name: str, is_int8: bool) -> None:
+    with load_model(fixture_file(name)) as model:
+        memory = cpu_memory(model, "int8" if is_int8 else "f16")
+        file_bytes = sum(tensor.nbytes for tensor in model.tensors.values())
+    with opened(fixture_file(name), num_blocks=5, kv_int8=is_int8) as executor:
+        held = executor.memory_bytes
+    assert held["weights"] == memory.weights
+    assert held["kv"] == 5 * memory.block_bytes
+    growth = 66 / 54 if name.endswith("TQ1_0.gguf") else 1.05
+    assert memory.weights <= growth * file_bytes
+
+
+def test_kernels_are_named_by_unit_and_format_and_counted() -> None:
+    for unit in UNITS:
+        with opened(fixture_file("tiny/Q4_K_M.gguf"), unit=unit) as executor:
+            assert executor.unit == unit
+            assert executor.kernels == [f"cpu/{unit}/{name}" for name in ("F32", "Q4_K", "Q6_K")]
+            assert executor.fallback is None
+            run(executor, row(PROMPT, TABLE, want=Want.SAMPLE))
+            counted = executor.counters
+            assert (counted["steps"], counted["rows"]) == (1, len(PROMPT))
+            # Every matrix for every row, but the head only for the row that samples.
+            in_layers = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256)
+            assert counted["multiplications"] == len(PROMPT) * in_layers + 512 * 256
+            assert 0 < counted["product_seconds"] <= counted["seconds"]
+
+
+def test_a_unit_that_does_not_run_here_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match="no CPU kernels called 'sse' run on"),
+        opened(PATH, unit="sse"),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="num_blocks must be at least 1, got 0"), opened(PATH, 0):
+        pass
+
+
+def test_a_processor_without_avx2_runs_portable_kernels_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(executor_module, "units", lambda: ["portable"])
+    cpu_assembly._warn_once.cache_clear()
+    with load_model(PATH) as model:
+        for _ in range(2):
+            executor: Any = cpu_executor(model, 4, threads=1, cache_type="auto")
+            assert executor.unit == "portable"
+            assert executor.fallback == "this CPU has no AVX2: the portable kernels run, slowly"
+            executor.close()
+    assert capsys.readouterr().err == f"quire: {executor.fallback}\n"

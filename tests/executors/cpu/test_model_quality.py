@@ -1,0 +1,105 @@
+"""Whole models on the CPU executor against what others computed: how far rounding takes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.executors.cpu.bitnet import EmulatedBitNet
+from tests.executors.cpu.blocks import UNITS, nmse
+from tests.executors.cpu.running import opened
+from tests.executors.reference.plans import logits, row
+from tests.fixture_files import FIXTURES, TINY_BITNET_FILES, TINY_FILES, fixture_file
+
+from quire.executors.cpu.compiling import Threads
+from quire.executors.cpu.executor import CpuExecutor
+from quire.executors.protocol import Executor
+from quire.executors.reference import ReferenceExecutor
+from quire.model.loading import Model, load_model
+
+FAMILIES = sorted(folder.name for folder in (FIXTURES / "families").iterdir())
+TABLE = (9, 2, 14)
+CHATS: list[dict[str, Any]] = json.loads((FIXTURES / "smollm2" / "golden.json").read_text())[
+    "chats"
+]
+LARGEST_MEAN_KL = 3.5e-3  # llama.cpp, with bytes as activations too: 3.2e-3
+LARGEST_MEAN_KL_WITH_BYTES = 5e-3  # for keys and values as well
+
+
+@pytest.mark.parametrize("name", [*TINY_FILES, *TINY_BITNET_FILES])
+def test_logits_of_every_format_are_as_near_as_llama_cpps(name: str) -> None:
+    golden = np.load(fixture_file(f"{Path(name).parent}/golden.npz"))
+    exact, peer = (golden[f"{Path(name).stem}.{kind}"] for kind in ("exact", "peer"))
+    with opened(fixture_file(name), whole_rows=False) as executor:
+        found = logits(executor, row(golden["tokens"].tolist(), TABLE))
+    assert nmse(found, exact) <= 1.1 * nmse(peer, exact) + 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_logits_of_transformers(family: str) -> None:
+    golden = np.load(FIXTURES / "families" / family / "golden.npz")
+    with opened(FIXTURES / "families" / family) as executor:
+        found = logits(executor, row(golden["tokens"].tolist(), TABLE))
+    assert nmse(found, golden["logits"]) <= 1e-6  # keys and values in half precision
+
+
+@pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])
+@pytest.mark.parametrize("unit", UNITS)
+def test_bitnet_with_a_scale_a_token_is_its_emulation_bit_for_bit(name: str, unit: str) -> None:
+    path = fixture_file(f"tiny-bitnet/{name}.gguf")
+    tokens = np.load(fixture_file("tiny-bitnet/golden.npz"))["tokens"].tolist()[:12]
+    with load_model(path) as model, opened(path, unit=unit) as executor:
+        found = logits(executor, row(tokens, TABLE))
+        emulated = EmulatedBitNet(model, unit, len(tokens))
+        for position, token in enumerate(tokens):
+            expected = emulated.logits(token, position)
+            assert found[position].tobytes() == expected.tobytes(), position
+
+
+# ---- SmolLM2
+
+
+def log_probabilities(executor: Executor, tokens: list[int]) -> npt.NDArray[np.float64]:
+    found = logits(executor, row(tokens, range(-(-len(tokens) // 16)))).astype(np.float64)
+    found -= found.max(axis=1, keepdims=True)
+    return np.asarray(found - np.log(np.exp(found).sum(axis=1, keepdims=True)))
+
+
+def divergence(model: Model, chats: list[dict[str, Any]], cache_types: list[bool]) -> list[float]:
+    """The mean KL(reference || cpu) over the completions' positions, given the reference's tokens;
+    for halves or bytes as keys and values."""
+    reference = ReferenceExecutor(model, num_blocks=32)
+    others = [
+        CpuExecutor(model, num_blocks=32, threads=Threads(2, may_spin=False), kv_int8=is_int8)
+        for is_int8 in cache_types
+    ]
+    found: list[list[float]] = [[] for _ in others]
+    for chat in chats:
+        tokens = chat["prompt_tokens"] + chat["greedy_f32"]
+        expected = log_probabilities(reference, tokens)
+        for other, values in zip(others, found, strict=True):
+            ratio = expected - log_probabilities(other, tokens)
+            of_each = (np.exp(expected) * ratio).sum(axis=1)
+            values += of_each[len(chat["prompt_tokens"]) - 1 : -1].tolist()
+    for executor in (reference, *others):
+        executor.close()
+    return [float(np.mean(values)) for values in found]
+
+
+def test_smollm2_follows_the_reference_along_a_chat(smollm2_path: Path) -> None:
+    chat = {**CHATS[0], "greedy_f32": CHATS[0]["greedy_f32"][:12]}  # the reference is slow
+    with load_model(smollm2_path) as model:
+        halves, in_bytes = divergence(model, [chat], [False, True])
+    assert 0 < halves <= LARGEST_MEAN_KL
+    assert 0 < in_bytes <= LARGEST_MEAN_KL_WITH_BYTES
+
+
+@pytest.mark.long
+def test_smollm2_follows_the_reference_along_every_chat(smollm2_path: Path) -> None:
+    with load_model(smollm2_path) as model:
+        halves, in_bytes = divergence(model, CHATS, [False, True])
+    print(f"mean KL: {halves:.3e} with halves, {in_bytes:.3e} with bytes as keys and values")
+    assert 0 < halves <= LARGEST_MEAN_KL
+    assert 0 < in_bytes <= LARGEST_MEAN_KL_WITH_BYTES
