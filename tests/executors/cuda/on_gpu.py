@@ -2,10 +2,14 @@
 
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py tiny FOLDER    errors over fixtures/tiny
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py same MODEL     tokens and KV in any company
+    PYTHONPATH=src python tests/executors/cuda/on_gpu.py kl MODEL       beside the float32 reference
+    PYTHONPATH=src:. python tests/executors/cuda/on_gpu.py families FOLDER
 
-FOLDER holds the GGUF files and golden.npz.
+FOLDER holds the GGUF files and golden.npz; the last one's MODEL is SmolLM2, whose chats it follows.
 """
 
+import json
+import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,11 +24,13 @@ from quire.core.request import Ended
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaConfig, CudaExecutor
+from quire.executors.reference import ReferenceExecutor
 from quire.model.loading import load_model
 
 BLOCK_FORMATS = ("Q4_K_M", "Q6_K", "Q5_K_M", "Q8_0", "Q4_0", "Q4_1")
 FLOAT_FORMATS = ("BF16", "F16")
 BATCHES = (1, 2, 7, 16, 64, 256)
+KL_LIMIT = 3.5e-3
 
 
 def executor_for(name: str | Path, **sizes: Any) -> CudaExecutor:
@@ -138,9 +144,87 @@ def check_kv(executor: CudaExecutor) -> bool:
     return bool(same)
 
 
+# ---- families
+
+
+def check_families(folder: Path) -> bool:
+    from tests.executors.cuda.bfloat_models import load_in_bfloat
+
+    is_sound = True
+    tokens = tuple(np.random.default_rng(8).integers(0, 60, 40).tolist())
+    plan = StepPlan(0, (SequencePlan(0, 0, tokens, None, (3, 1, 2), Want.LOGITS),))
+    for path in sorted(folder.iterdir()):
+        if path.name == "bitnet":
+            continue
+        with load_in_bfloat(path) as model:
+            executor = CudaExecutor(model, CudaConfig(64, 64, num_blocks=8))
+            reference = ReferenceExecutor(model, num_blocks=8)
+        executor.warm_up()
+        [found] = executor.collect(executor.submit(plan)).sequences
+        [exact] = reference.collect(reference.submit(plan)).sequences
+        error = nmse(found.logits, exact.logits)
+        is_sound &= error < 2e-4
+        print(f"{path.name:26} error {error:.2e}", flush=True)
+    return is_sound
+
+
+# ---- along SmolLM2's chats
+
+
+def chats() -> list[tuple[tuple[int, ...], int]]:
+    """Tokens of each chat with its float32 completion, and where the completion starts."""
+    golden = Path(__file__).parents[2] / "fixtures" / "smollm2" / "golden.json"
+    return [
+        ((*chat["prompt_tokens"], *chat["greedy_f32"]), len(chat["prompt_tokens"]))
+        for chat in json.loads(golden.read_text())["chats"]
+    ]
+
+
+def reference_logprobs(task: tuple[str, int]) -> Any:
+    """The reference executor's log-probabilities over one chat's completion."""
+    name, place = task
+    tokens, start = chats()[place]
+    with load_model(name) as model:
+        executor = ReferenceExecutor(model, num_blocks=64)
+    found = logprobs_along(executor, tokens, start)
+    executor.close()
+    return found
+
+
+def logprobs_along(executor: Any, tokens: tuple[int, ...], start: int) -> Any:
+    plan = SequencePlan(0, 0, tokens, None, tuple(range(-(-len(tokens) // 16))), Want.LOGITS)
+    [result] = executor.collect(executor.submit(StepPlan(0, (plan,)))).sequences
+    assert result.fault is None, result.fault
+    logits = result.logits[start - 1 : -1].astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def check_kl(name: str) -> bool:
+    tasks = [(name, place) for place in range(len(chats()))]
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        exact = pool.map(reference_logprobs, tasks, 1)
+    executor = executor_for(name, max_batch_size=64, max_step_tokens=1024, num_blocks=256)
+    found = [logprobs_along(executor, *chat) for chat in chats()]
+    each = np.concatenate(
+        [(np.exp(p) * (p - q)).sum(axis=1) for p, q in zip(exact, found, strict=True)]
+    )
+    pairs = zip(exact, found, strict=True)
+    agreed = np.concatenate([p.argmax(axis=1) == q.argmax(axis=1) for p, q in pairs])
+    mean = float(each.mean())
+    print(
+        f"mean KL {mean:.2e} over {len(each)} positions (limit {KL_LIMIT:.1e}), 99th percentile "
+        f"{np.percentile(each, 99):.2e}, same top token {agreed.mean():.4f}"
+    )
+    return mean <= KL_LIMIT
+
+
 def main(arguments: Sequence[str]) -> int:
     what, where = arguments
-    is_sound = check_tiny(Path(where)) if what == "tiny" else check_same(where)
+    checks = {"tiny": lambda: check_tiny(Path(where)), "same": lambda: check_same(where)}
+    checks["kl"] = lambda: check_kl(where)
+    checks["families"] = lambda: check_families(Path(where))
+    is_sound = checks[what]()
     print("sound" if is_sound else "NOT SOUND")
     return 0 if is_sound else 1
 

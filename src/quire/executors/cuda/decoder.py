@@ -21,6 +21,7 @@ BLOCK_SIZE = 16  # tokens a block of the cache
 _HEADS_AT_ONCE = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _NO_WINDOW = 1 << 30
+_NORM_WARPS = 8
 _TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any product
 _QUERY_ROWS = 16  # of an attention program: tokens times the heads of a group
 
@@ -254,7 +255,7 @@ class Decoder:
             PARTS=0 if parts is None else self._parts_of(parts, count),
             BLOCK=_power_of_two(self.hidden),
             FINITE=is_last,
-            num_warps=8,
+            num_warps=_NORM_WARPS,
             **self._chain(),
         )
 

@@ -107,6 +107,9 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     refused = {
         "norms before its output projections": spec.sub_norms,
         "linears with a scale of their own": spec.linear_scales,
+        "a soft cap on attention scores or logits": bool(
+            spec.attention_soft_cap or spec.logit_soft_cap
+        ),
         f"the activation {spec.activation}": spec.activation is not Activation.SILU,
     }
     for what, is_there in refused.items():

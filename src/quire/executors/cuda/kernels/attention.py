@@ -69,7 +69,8 @@ def attend(
     """One program: up to ROWS / GROUP tokens of one sequence, one key head, its query heads.
 
     Tiles of tokens: first row, number of tokens (0: nothing to do), first position, and where their
-    sequence's block table starts. LARGE: a layer has more keys than an int32 counts. `scale` includes log2(e). GROUP is a power of two.
+    sequence's block table starts. LARGE: a layer has more keys than an int32 counts. `scale`
+    includes log2(e). GROUP is a power of two.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
