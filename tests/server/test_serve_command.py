@@ -195,3 +195,11 @@ def test_a_model_that_is_not_there_ends_it(tmp_path: Path) -> None:
     assert run.stdout == ""
     assert "quire: " in run.stderr.splitlines()[-1]
     assert "none.gguf" in run.stderr.splitlines()[-1]
+
+
+def test_without_the_servers_packages_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "quire.server", None)
+    assert main(["serve"]) == 1
+    assert "pip install 'quire[server]'" in capsys.readouterr().err
