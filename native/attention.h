@@ -214,8 +214,8 @@ INLINE void score_tile(const float* queries, int head_dim, const CacheTile<Eleme
 
 // ---- from scores to weights
 
-// 2^x for x <= 0 to 2 ulp. x below -126 counts as -126; NaN stays NaN. Adding `shift` leaves n + 127
-// in the lowest bits, where n is x rounded.
+// 2^x for x <= 0 to 2 ulp. x below -126 counts as -126; NaN stays NaN. Adding `shift` leaves
+// n + 127 in the lowest bits, where n is x rounded.
 INLINE Floats power_of_two(Floats x) {
   const Floats shift = broadcast(12582912.0f + 127.0f);
   x = max(broadcast(-126.0f), x);
@@ -271,7 +271,7 @@ INLINE Share weigh(const CacheTile<Element>& tile, Span span, float cap, float* 
 
 // ---- values
 
-// sums[query][dimension] += weight * value over the span, for the vectors of dimensions from `first`.
+// sums[query][dimension] += weight * value over the span, for vectors of dimensions from `first`.
 template <class Element, int num_queries, int num_vectors, bool is_part>
 NOINLINE void mix_vectors(const float* weights, const CacheTile<Element>& tile, int head_dim,
                           Span span, float* sums, int64_t sums_stride, int first) {
@@ -360,7 +360,8 @@ INLINE void mix_spans(const float* weights, const CacheTile<Element>& tile, int 
 }
 
 template <class Element, int num_queries>
-NOINLINE void attend_group(const CacheTile<Element>& tile, int head_dim, float cap, QueryGroup& group) {
+NOINLINE void attend_group(const CacheTile<Element>& tile, int head_dim, float cap,
+                           QueryGroup& group) {
   alignas(64) float scores[num_queries * tile_size];
   const Span any = hull(group.spans, num_queries);
   score_tile<Element, num_queries, vectors_beside(num_queries)>(

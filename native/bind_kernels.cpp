@@ -46,8 +46,13 @@ void expect_groups(const Input& x, const Groups& out) {
   expect(out.size() == x.size() / group_size * sizeof(ActivationGroup), "out: 64 bytes a group");
 }
 
-ActivationGroup* groups_at(const Groups& out) {
-  return reinterpret_cast<ActivationGroup*>(out.data());
+// Groups where they may stand, at whole cache lines, which an array need not.
+std::vector<ActivationGroup> aligned_groups(const Groups& out) {
+  return std::vector<ActivationGroup>(out.size() / sizeof(ActivationGroup));
+}
+
+void copy_groups(const std::vector<ActivationGroup>& groups, const Groups& out) {
+  std::memcpy(out.data(), groups.data(), out.size());
 }
 
 // The keys and values of one layer, with the block table of one sequence.
@@ -143,11 +148,16 @@ void bind_rows(nb::module_& m) {
   });
   m.def("quantise_groups", [](const std::string& unit, Input x, Groups out) {
     expect_groups(x, out);
-    unit_named(unit).quantise_groups(x.data(), size_of(x.size()), groups_at(out));
+    std::vector<ActivationGroup> groups = aligned_groups(out);
+    unit_named(unit).quantise_groups(x.data(), size_of(x.size()), groups.data());
+    copy_groups(groups, out);
   });
   m.def("quantise_row", [](const std::string& unit, Input x, Groups out) {
     expect_groups(x, out);
-    return unit_named(unit).quantise_row(x.data(), size_of(x.size()), groups_at(out));
+    std::vector<ActivationGroup> groups = aligned_groups(out);
+    const float scale = unit_named(unit).quantise_row(x.data(), size_of(x.size()), groups.data());
+    copy_groups(groups, out);
+    return scale;
   });
   m.def("gate", [](const std::string& unit, bool is_relu2, Input gate, Input up, Output out) {
     expect(gate.size() == up.size() && gate.size() == out.size(), "gate, up, out: one size");
