@@ -64,6 +64,15 @@ def test_large_headers_are_refused(fake: RunningServer) -> None:
     assert fake.get("/health").status == 200
 
 
+def test_trailers_are_headers_too(fake: RunningServer) -> None:
+    lines = (JSON, "Transfer-Encoding: chunked", "Connection: close")
+    start = head("/tokenize", *lines) + b"2\r\n{}\r\n0\r\n"
+    answer = exchange(fake.port, start, *[b"X-Trailer: " + b"x" * 4000 + b"\r\n"] * 40)
+    assert status_of(answer) == 431
+    few = exchange(fake.port, start + b"X: y\r\n\r\n")
+    assert status_of(few) == 400, "its body has no prompt"
+
+
 def test_headers_that_do_not_come_are_given_up(text_model: Path) -> None:
     with fake_server(text_model, header_timeout_s=0.3) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as silent:

@@ -1,5 +1,6 @@
 """What those who run a server look at: health, readiness, metrics, stats, logs, traces, docs."""
 
+import asyncio
 import io
 import json
 import logging
@@ -32,6 +33,7 @@ from quire.core.errors import ConfigError, ModelFileError
 from quire.llm import AsyncLLM
 from quire.server.keys import ApiKey, KeyRing, digest_of
 from quire.server.logs import set_up_logs
+from quire.server.service import Service, State
 from quire.server.tracing import Tracing, open_tracing
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana-dashboard.json"
@@ -88,6 +90,24 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(text_model: Path) -> None
         server.wait_until(server.service.has_ended.is_set)
         assert isinstance(server.service.failure, ModelFileError)
         assert server.get("/ready").json == {"status": "failed"}
+
+
+def test_who_ends_a_server_that_loads_need_not_wait() -> None:
+    never = threading.Event()
+
+    def load(_: object) -> AsyncLLM:
+        never.wait()
+        raise AssertionError
+
+    async def main() -> None:
+        service = Service(settings_of(), load)
+        opening = asyncio.create_task(service.open())
+        await asyncio.sleep(0.01)
+        await service.drain()
+        await asyncio.wait_for(opening, PATIENCE_S)
+        assert service.state is State.DRAINING
+
+    asyncio.run(main())
 
 
 # ---- metrics

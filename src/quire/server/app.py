@@ -20,7 +20,7 @@ from quire.server.embeddings import embed
 from quire.server.errors import ApiError
 from quire.server.gate import ClientGoneError, Gate
 from quire.server.generation import complete_chat, complete_text
-from quire.server.logs import LOGGER, log
+from quire.server.logs import log
 from quire.server.metrics import CONTENT_TYPE, exposition
 from quire.server.replies import (
     Alive,
@@ -151,8 +151,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return Response(status_code=499)  # which nobody will read
 
     @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> Response:
-        LOGGER.error("unexpected error", exc_info=error)
+    async def unexpected(request: Request, _: Exception) -> Response:  # uvicorn logs it
         return _reply(request, ApiError(500, "this should not have happened", code="internal"))
 
 

@@ -21,7 +21,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._num_head_bytes = 0
+        self._num_head_bytes = 0  # received, of a head that has not ended
+        self._num_parsed_bytes = 0  # of a request's URL, headers and trailers
         self._is_in_head = True
         self._is_refused = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -43,17 +44,32 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._start_deadline()
         super().data_received(data)
         if self._is_in_head and self._num_head_bytes > self.max_header_bytes:
-            self._refuse(431, f"the headers are larger than {self.max_header_bytes} bytes")
+            self._refuse_headers()
+
+    def on_message_begin(self) -> None:
+        self._num_parsed_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._num_parsed_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Also of the trailers that may follow a body in chunks."""
+        self._num_parsed_bytes += len(name) + len(value) + 4
+        if self._num_parsed_bytes > self.max_header_bytes:
+            self._refuse_headers()
+        elif not self._is_refused:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._num_head_bytes = 0
         self._stop_deadline()
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self.max_header_bytes:  # came in one piece with its end
-            self._refuse(431, f"the headers are larger than {self.max_header_bytes} bytes")
-            return
-        super().on_headers_complete()
+        if self._num_parsed_bytes > self.max_header_bytes:  # by its URL
+            self._refuse_headers()
+        if not self._is_refused:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -78,9 +94,12 @@ class GuardedProtocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             self.transport.close()
 
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"the headers are larger than {self.max_header_bytes} bytes")
+
     def _refuse(self, status: int, message: str) -> None:
-        self._is_refused = True
-        if self.transport.is_closing():
+        is_repeated, self._is_refused = self._is_refused, True
+        if is_repeated or self.transport.is_closing():
             return
         body = ApiError(status, message).body
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (status, _REASONS[status])

@@ -1,10 +1,13 @@
 """Service: the model behind the server, from loading it to letting it go."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from enum import StrEnum
+from typing import Any
 
 from quire.llm import AsyncLLM
 from quire.server.errors import ApiError
@@ -40,19 +43,35 @@ class Service:
         self._hurry = asyncio.Event()
 
     async def open(self) -> None:
-        """Load the model; the event loop goes on meanwhile."""
+        """Load the model while the event loop goes on; returns early if the end comes before."""
         self._loop = asyncio.get_running_loop()
-        try:
-            llm = await asyncio.to_thread(self._load, self._on_stuck)
-        except Exception as error:
-            self.failure = error
+        loading: Future[AsyncLLM] = Future()
+        # A daemon, unlike asyncio's own threads: who ends the server need not wait for the model.
+        threading.Thread(target=self._fulfil, args=[loading], daemon=True).start()
+        loaded = asyncio.ensure_future(asyncio.wrap_future(loading))
+        ended = asyncio.ensure_future(self.has_ended.wait())
+        both: set[asyncio.Future[Any]] = {loaded, ended}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not loaded.done():
+            return
+        self.failure = loaded.exception()
+        if self.failure is not None:
             self.state = State.FAILED
             self.has_ended.set()
             return
-        self._llm = llm
+        self._llm = loaded.result()
         self.loaded_at = time.time()
         if self.state is State.LOADING:
             self.state = State.READY
+
+    def _fulfil(self, loading: "Future[AsyncLLM]") -> None:
+        try:
+            llm = self._load(self._on_stuck)
+        except BaseException as error:
+            loading.set_exception(error)
+        else:
+            loading.set_result(llm)
 
     @property
     def name(self) -> str:
