@@ -74,3 +74,10 @@ def test_bytes_that_are_no_text_and_files_that_are_not_there(file: Path) -> None
 def test_an_unknown_name_is_not_written() -> None:
     with pytest.raises(ConfigError, match="has no 'batch'"):
         configuration_text({"engine": {"batch": 3}})
+
+
+def test_only_a_gpu_may_do_without_invariance() -> None:
+    with pytest.raises(ConfigError, match="the reference executor has one order of summation"):
+        Options(device="reference", invariant=False).engine_config()
+    with pytest.raises(ConfigError, match="invariant must be true or false, got 0"):
+        Options(invariant=0)  # type: ignore[arg-type]

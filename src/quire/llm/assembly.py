@@ -48,6 +48,7 @@ class Options:
     batch_timeout_ms: float = 0.0
     max_context: int | None = None
     kv_cache_dtype: str = "auto"
+    invariant: bool = True  # a request's tokens do not depend on its company
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,8 @@ class Options:
                 f"kv_cache_dtype must be one of {', '.join(cpu_assembly.CACHE_TYPES)}, got "
                 f"{self.kv_cache_dtype!r}"
             )
+        if not isinstance(self.invariant, bool):
+            raise ConfigError(f"invariant must be true or false, got {self.invariant!r}")
         if context is not None and context < 2:
             raise ConfigError(f"max_context must hold a prompt and a token after it, got {context}")
 
@@ -77,6 +80,11 @@ class Options:
         name = self.device
         if name == "auto":
             name = "cpu" if has_native_module() else "reference"
+        if not self.invariant and name != "cuda":
+            raise ConfigError(
+                f"invariant is False, but the {name} executor has one order of summation, whatever "
+                "the batch: leave it out"
+            )
         if name == "cpu":
             cpu_assembly.check_cpu_options(self.threads)
             return name
@@ -147,7 +155,9 @@ def assemble(model: str | Path, options: Options) -> Assembly:
         tokenizer = read_tokenizer(loaded)
         if options.executor == "cuda":
             sizes = config.max_batch_size, config.max_step_tokens
-            executor, memory = cuda_assembly.cuda_executor(loaded, *sizes, options.kv_memory)
+            executor, memory = cuda_assembly.cuda_executor(
+                loaded, *sizes, options.kv_memory, invariant=options.invariant
+            )
             memory.check_batch(executor.capacity.num_blocks, options.max_batch_size)
             ends = end_token_ids(loaded, tokenizer)
             return Assembly(loaded.spec, tokenizer, executor, options, memory, ends)

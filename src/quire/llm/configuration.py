@@ -37,6 +37,7 @@ _KINDS: dict[str, dict[str, _Kind]] = {
         "kv_memory": (str, int),
         "kv_cache_dtype": str,
         "max_context": int,
+        "invariant": bool,
     },
 }
 _OWN = ("max_batch_size", "batch_timeout_ms")  # of the engine's fields, those of Options as well

@@ -14,7 +14,12 @@ _KV_ELEMENT_BYTES = 2  # bfloat16
 
 
 def cuda_executor(
-    model: Model, max_batch_size: int, max_step_tokens: int, kv_memory: str | int | None
+    model: Model,
+    max_batch_size: int,
+    max_step_tokens: int,
+    kv_memory: str | int | None,
+    *,
+    invariant: bool = True,
 ) -> tuple[Executor, MemoryPlan]:
     """The executor, warm, and the memory as it came to be."""
     executor_type, config_type = _executor_types()
@@ -23,6 +28,7 @@ def cuda_executor(
         max_batch_size=batch,
         max_step_tokens=max(max_step_tokens, batch),
         kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
+        invariant=invariant,
     )
     executor: Executor = executor_type(model, config)
     executor.warm_up()

@@ -35,8 +35,9 @@ class LLM:
     `model`: the path of a GGUF file or a safetensors folder, or "smollm2", which is fetched once.
     `device`: "auto", "cpu", "cuda" or "reference". `kv_memory`: room for keys and values, in bytes
     or as text ("2GiB"); left out, what suits the machine. `max_context`: the longest prompt and
-    completion together; left out, what the model and the cache hold. Any other field of
-    EngineConfig may be given by name. `prompts` tells what tokens a prompt or a conversation makes.
+    completion together; left out, what the model and the cache hold. `invariant=False` lets a GPU
+    sum in an order that depends on the batch. Any other field of EngineConfig may be given by
+    name. `prompts` tells what tokens a prompt or a conversation makes.
 
     It takes one call at a time; for callers that come and go, see AsyncLLM.
     """
@@ -52,6 +53,7 @@ class LLM:
         batch_timeout_ms: float = 0.0,
         max_context: int | None = None,
         kv_cache_dtype: str = "auto",
+        invariant: bool = True,
         **engine: Any,
     ) -> None:
         options = Options(
@@ -62,6 +64,7 @@ class LLM:
             batch_timeout_ms=batch_timeout_ms,
             max_context=max_context,
             kv_cache_dtype=kv_cache_dtype,
+            invariant=invariant,
             engine=engine,
         )
         self._call = threading.Lock()  # held while a call runs

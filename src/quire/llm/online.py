@@ -37,6 +37,7 @@ class AsyncLLM:
         batch_timeout_ms: float = 0.0,
         max_context: int | None = None,
         kv_cache_dtype: str = "auto",
+        invariant: bool = True,
         **engine: Any,
     ) -> None:
         options = Options(
@@ -47,6 +48,7 @@ class AsyncLLM:
             batch_timeout_ms=batch_timeout_ms,
             max_context=max_context,
             kv_cache_dtype=kv_cache_dtype,
+            invariant=invariant,
             engine=engine,
         )
         self._wire(assemble(model, options), None)

@@ -1,6 +1,7 @@
 """The whole executor on a CPU, against the reference executor and against itself."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -244,3 +245,14 @@ def test_sizes_must_be_positive() -> None:
 
 def test_a_greedy_row_needs_no_sampler() -> None:
     assert GREEDY.params.is_greedy
+
+
+def test_without_invariance_large_steps_are_summed_in_one_part(executor: CudaExecutor) -> None:
+    decoder = executor._decoder
+    linear = replace(executor._weights.layers[0].down, num_parts=4)
+    assert decoder._parts_of(linear, 4096) == 4
+    free = replace(decoder._limits, invariant=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "_limits", free)
+        assert decoder._parts_of(linear, 4096) == 1
+        assert decoder._parts_of(linear, 64) == 4

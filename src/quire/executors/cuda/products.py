@@ -155,17 +155,17 @@ def tiling(format_name: str, num_rows: int, num_parts: int, num_tokens: int) -> 
         64: Tiling(64, 64, 64, 4, 4, 4, 80),
         128: Tiling(64, 128, 64, 4, 3, 4, 128),
     }
-    if wide and format_name in ("Q4_0", "Q4_1", "Q4_K"):
-        small[8] = Tiling(128, 8, 256, 4, 4, 4, 128)
-        small[16] = Tiling(256, 16, 256, 4, 3, 8, 168)
-        small[32] = Tiling(128, 32, 256, 2, 3, 8, 80)
-        small[64] = Tiling(128, 64, 64, 4, 3, 4, 128)
-    elif wide and format_name in ("Q5_K", "Q6_K"):
+    has_four_bits = format_name in ("Q4_0", "Q4_1", "Q4_K")
+    if wide and format_name != "Q8_0":
         small[8] = Tiling(128, 8, 256, 3, 3, 8, 80)
         small[16] = Tiling(128, 16, 256, 3, 3, 8, 80)
-        small[64] = Tiling(128, 64, 64, 4, 3, 4, 128)
-    elif format_name in ("Q4_0", "Q4_1", "Q4_K"):
-        small[64] = Tiling(64, 64, 256, 2, 4, 4, 80)
+        small[64] = Tiling(128, 64, 64, 4, 2 if has_four_bits else 3, 4, 128)
+        if has_four_bits:
+            small[32] = Tiling(128, 32, 256, 2, 3, 8, 80)
+    elif format_name != "Q8_0":
+        small[64] = Tiling(64, 64, 256, 2, 3, 4, 80)
+        if not has_four_bits:
+            small[8], small[16] = Tiling(64, 8, 256, 3, 5, 4, 80), Tiling(64, 16, 256, 3, 5, 4, 80)
     return small[width]
 
 

@@ -1,0 +1,114 @@
+"""Attention is one function of a row: alone or in a tile, its parts together or apart."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tests.executors.cuda.interpreting  # noqa: F401
+
+torch = pytest.importorskip("torch")
+
+from quire.executors.cuda.kernels import attention  # noqa: E402
+from quire.executors.cuda.planes import to_natural_order  # noqa: E402
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
+CONTEXT, SPLIT, TILE = 90, 32, 16
+NO_WINDOW = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def cache() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    blocks = -(-CONTEXT // BLOCK)
+    made = {
+        name: torch.randn((blocks + 2, KV_HEADS, BLOCK, DIM), generator=generator).bfloat16()
+        for name in ("keys", "values")
+    }
+    made["queries"] = torch.randn((CONTEXT, HEADS, DIM), generator=generator).bfloat16()
+    made["table"] = torch.tensor([5, 0, 3, 7, 2, 6], dtype=torch.int32)
+    for name in ("keys", "values"):  # nobody wrote these: they must not matter
+        made[name][1] = float("nan")
+        made[name][6, :, CONTEXT % BLOCK :] = float("nan")
+    return made
+
+
+def _integers(values: list[int]) -> Any:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def attended(
+    cache: dict[str, Any], positions: range, tokens: int, *, window: int = NO_WINDOW, parts: int = 0
+) -> Any:
+    """Rows at these positions, so many tokens a program, in operand order."""
+    starts = list(positions)[::tokens]
+    tiles = [
+        _integers([start - positions[0] for start in starts]),
+        _integers([min(tokens, positions[-1] + 1 - start) for start in starts]),
+        _integers(starts),
+        _integers([0] * len(starts)),
+    ]
+    out = torch.full((len(positions), 128), float("nan"), dtype=torch.float16)
+    count = max(1, parts) * len(starts) * HEADS
+    partial = [torch.zeros(count), torch.zeros(count), torch.zeros(count, DIM)]
+    shared = {"NUM_HEADS": HEADS, "HEAD_DIM": DIM, "DIMS": DIM, "SPLIT": SPLIT, "PDL": False}
+    attention.attend[(len(starts), KV_HEADS, max(1, parts))](
+        cache["queries"][positions[0] :],
+        cache["keys"],
+        cache["values"],
+        cache["table"],
+        *tiles,
+        out,
+        *partial,
+        DIM**-0.5 * np.log2(np.e),
+        window,
+        128,
+        NUM_KV_HEADS=KV_HEADS,
+        BLOCK_SIZE=BLOCK,
+        ROWS=16,
+        GROUP=2,
+        TILE=TILE,
+        PARTS_APART=parts > 0,
+        LARGE=False,
+        EXACT=True,
+        **shared,
+    )
+    if parts:
+        attention.merge_parts[(len(starts), 1)](
+            *tiles[:3], out, *partial, window, 128, len(starts), HEADS=4, **shared
+        )
+    return out
+
+
+def exact(cache: dict[str, Any], position: int, window: int = NO_WINDOW) -> Any:
+    """In float64, [heads * dims]."""
+    seen = range(max(0, position + 1 - window), position + 1)
+    places = [(int(cache["table"][n // BLOCK]), n % BLOCK) for n in seen]
+    mixed = []
+    for head in range(HEADS):
+        own = head // (HEADS // KV_HEADS)
+        keys = torch.stack([cache["keys"][b, own, s] for b, s in places]).double()
+        values = torch.stack([cache["values"][b, own, s] for b, s in places]).double()
+        scores = keys @ cache["queries"][position, head].double() * DIM**-0.5
+        mixed.append(torch.softmax(scores, 0) @ values)
+    return torch.cat(mixed)
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 20])
+def test_rows_are_softmax_attention(cache: dict[str, Any], window: int) -> None:
+    found = to_natural_order(attended(cache, range(70, 78), 8, window=window))
+    for place, position in enumerate(range(70, 78)):
+        wanted = exact(cache, position, window)
+        error = (found[place].double() - wanted).norm() / wanted.norm()
+        assert error < 6e-3  # the weights are rounded to bfloat16
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 20])
+@pytest.mark.parametrize("positions", [range(5), range(60, 68), range(85, 90)])
+def test_a_row_has_the_same_bits_alone_in_company_and_in_parts(
+    cache: dict[str, Any], positions: range, window: int
+) -> None:
+    together = attended(cache, positions, 8, window=window)
+    assert together.isfinite().all()
+    for tokens, parts in ((1, 0), (3, 0), (1, 4)):
+        found = attended(cache, positions, tokens, window=window, parts=parts)
+        assert torch.equal(found, together), (tokens, parts)
