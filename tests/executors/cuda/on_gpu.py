@@ -4,6 +4,7 @@
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py same MODEL     tokens and KV in any company
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py kl MODEL       beside the float32 reference
     PYTHONPATH=src:. python tests/executors/cuda/on_gpu.py families FOLDER
+    PYTHONPATH=src python tests/executors/cuda/on_gpu.py cost MODEL     what batch invariance costs
 
 FOLDER holds the GGUF files and golden.npz; the last one's MODEL is SmolLM2, whose chats it follows.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.bench.measure import Load, run_load
 from quire.core.config import EngineConfig
 from quire.core.plan import SequencePlan, StepPlan, Want
 from quire.core.request import Ended
@@ -25,12 +27,14 @@ from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.reference import ReferenceExecutor
+from quire.llm.assembly import Options, assemble
 from quire.model.loading import load_model
 
 BLOCK_FORMATS = ("Q4_K_M", "Q6_K", "Q5_K_M", "Q8_0", "Q4_0", "Q4_1")
 FLOAT_FORMATS = ("BF16", "F16")
 BATCHES = (1, 2, 7, 16, 64, 256)
 KL_LIMIT = 3.5e-3
+COST_LIMIT = 1.2
 
 
 def executor_for(name: str | Path, **sizes: Any) -> CudaExecutor:
@@ -219,10 +223,34 @@ def check_kl(name: str) -> bool:
     return mean <= KL_LIMIT
 
 
+# ---- what invariance costs
+
+
+def check_cost(name: str) -> bool:
+    """Whole runs and prompts alone, with one order of summation and without."""
+    loads = {"256 x (128 + 64)": Load(256, 128, 64), "64 x 512 prompts": Load(64, 512, 1)}
+    seconds: dict[bool, list[float]] = {}
+    for invariant in (True, False):
+        options = Options(device="cuda", max_batch_size=256, kv_memory="16GiB", invariant=invariant)
+        assembly = assemble(name, options)
+        runs = [
+            [run_load(assembly, load, seed).seconds for seed in range(3)] for load in loads.values()
+        ]
+        seconds[invariant] = [min(each[1:]) for each in runs]
+        assembly.executor.close()
+    is_sound = True
+    for place, label in enumerate(loads):
+        kept, free = seconds[True][place], seconds[False][place]
+        is_sound &= kept <= COST_LIMIT * free
+        print(f"{label}: {kept:.3f} s, without {free:.3f} s: costs {kept / free - 1:+.1%}")
+    return is_sound
+
+
 def main(arguments: Sequence[str]) -> int:
     what, where = arguments
     checks = {"tiny": lambda: check_tiny(Path(where)), "same": lambda: check_same(where)}
     checks["kl"] = lambda: check_kl(where)
+    checks["cost"] = lambda: check_cost(where)
     checks["families"] = lambda: check_families(Path(where))
     is_sound = checks[what]()
     print("sound" if is_sound else "NOT SOUND")
