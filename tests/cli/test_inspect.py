@@ -1,10 +1,12 @@
 """`quire inspect`: what is in a model file, sound or broken."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.program import quire
+from tests.cli.program import environment, quire
 from tests.fixture_files import FIXTURES, fixture_file
 from tests.llm.text_models import write_changed_model, write_text_model
 
@@ -22,7 +24,8 @@ def test_a_sound_file_is_described(text_model: Path) -> None:
         "Q4_0",
         "512 tokens, a chat template",
         "ends with <|endoftext|> (0), <|im_end|> (2)",
-        "keys and values 2.0 KiB a token, 1.0 MiB for one whole context",
+        "keys and values 1.0 KiB a token (544 bytes as int8)",
+        "keys and values 2.0 KiB a token, ",
         "all sound",
     ):
         assert fact in run.out
@@ -44,7 +47,52 @@ def test_json_holds_the_figures() -> None:
     assert found["memory"]["weights_in_file"] == sum(row["bytes"] for row in by_type.values())
     assert found["memory"]["kv_per_token"] == 2048
     assert found["memory"]["kv_per_context"] == 2048 * 512
+    assert found["memory"]["cpu"]["kv_per_token"] == 1024
+    assert found["memory"]["cpu"]["kv"] == 1024 * 512
     assert found["norms"]["count"] == 5
+
+
+_RUN_A_WHOLE_CONTEXT = """
+import sys
+from quire import LLM, SamplingParams
+with LLM(sys.argv[1], kv_memory=int(sys.argv[2]), max_batch_size=1) as llm:
+    prompt = [1] * (llm.max_context - 1)
+    [output] = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0))
+    assert output.error is None, output.error
+lines = open("/proc/self/status").read().splitlines()
+[peak] = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+print(1024 * int(peak))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["tiny/Q4_K_M.gguf", "tiny/F32.gguf", "smollm2"])
+def test_the_peak_foretold_is_the_peak_reached(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    is_default = name == "smollm2"
+    path = request.getfixturevalue("smollm2_path") if is_default else fixture_file(name)
+    if is_default:  # a shorter context is as good, and quicker
+        path = with_context_length(path, tmp_path / "shorter.gguf", 512)
+    foretold = json.loads(quire("inspect", path, "--json").out)["memory"]["cpu"]
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN_A_WHOLE_CONTEXT, str(path), str(foretold["kv"])],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=True,
+    )
+    assert foretold["peak"] == pytest.approx(int(done.stdout), rel=0.05)
+
+
+def with_context_length(source: Path, target: Path, length: int) -> Path:
+    """A copy of a GGUF file whose model was made for so many tokens."""
+    content = bytearray(source.read_bytes())
+    key = b"llama.context_length"
+    place = content.index(key) + len(key) + 4  # after the type of the value, which is 32 bits wide
+    content[place : place + 4] = length.to_bytes(4, "little")
+    target.write_bytes(content)
+    return target
 
 
 def test_a_folder_is_described() -> None:

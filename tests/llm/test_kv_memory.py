@@ -72,11 +72,18 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
 
 def test_a_context_that_the_cache_cannot_hold_is_refused_with_figures() -> None:
     assert PLAN.num_blocks(4 * MIB, 64) == 4
-    with pytest.raises(ConfigError, match=r"max_context is 65 .* holds 64: .* 5\.0 MiB \(5242880"):
+    with pytest.raises(
+        ConfigError, match=r"max_context is 65 .* holds 64: .* 5\.0 MiB \(5242880"
+    ) as told:
         PLAN.num_blocks(4 * MIB, 65)
+    assert str(told.value).endswith("or lower max_context to 64")
+    with pytest.raises(ConfigError, match=r"at least 5\.0 MiB \(5242880 bytes\)$"):
+        PLAN.num_blocks(0, 65)
 
 
 def test_a_batch_needs_a_block_for_each_sequence() -> None:
     PLAN.check_batch(8, 8)
     with pytest.raises(ConfigError, match=r"holds 8 blocks .* max_batch_size \(9\): .* 9\.0 MiB"):
+        PLAN.check_batch(8, 9)
+    with pytest.raises(ConfigError, match=r"or lower max_batch_size to 8$"):
         PLAN.check_batch(8, 9)

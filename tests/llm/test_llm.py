@@ -367,6 +367,25 @@ def test_options_are_checked_before_anything_is_fetched(tmp_path: Path) -> None:
             LLM(tmp_path / "missing.gguf", **options)
 
 
+@pytest.mark.parametrize(
+    ("available", "message"),
+    [
+        (
+            800 << 10,
+            "weights take 890.0 KiB as this executor keeps them, .* has 800.0 KiB available",
+        ),
+        (1 << 20, r"holds 4 blocks .* at least 1.0 MiB .* lower max_batch_size to 4"),
+    ],
+)
+def test_too_little_memory_is_said_with_figures_before_loading(
+    monkeypatch: pytest.MonkeyPatch, available: int, message: str
+) -> None:
+    monkeypatch.setattr("quire.llm.cpu_assembly.available_memory", lambda: available)
+    monkeypatch.setattr("quire.llm.cpu_assembly.cpu_executor", pytest.fail)
+    with pytest.raises(ConfigError, match=message):
+        LLM(PATH)
+
+
 def test_a_shorter_context_is_kept_to() -> None:
     with LLM(PATH, kv_memory=KV_MEMORY, max_context=40) as llm:
         assert llm.max_context == 40

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from quire.llm.machine import available_memory, cgroup_cores, total_memory, usable_cores
+from quire.llm.machine import (
+    available_memory,
+    cgroup_cores,
+    resident_memory,
+    total_memory,
+    usable_cores,
+)
 
 MEMINFO = "MemTotal:       16000 kB\nMemFree:         1000 kB\nMemAvailable:    8000 kB\n"
 
@@ -25,6 +31,12 @@ def test_a_machine_without_cgroups_gives_what_it_has(tmp_path: Path) -> None:
 
 def test_a_system_that_says_nothing_is_unknown(tmp_path: Path) -> None:
     assert (total_memory(tmp_path), available_memory(tmp_path)) == (None, None)
+    assert resident_memory(tmp_path) is None
+
+
+def test_what_the_process_holds_is_what_its_status_says(tmp_path: Path) -> None:
+    root = write(tmp_path, {"proc/self/status": "VmHWM:\t 900 kB\nVmRSS:\t 700 kB\n"})
+    assert resident_memory(root) == 700 << 10
 
 
 def test_the_tightest_of_nested_cgroups_counts(tmp_path: Path) -> None:

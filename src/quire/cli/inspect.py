@@ -120,14 +120,24 @@ def _tokenizer_lines(facts: "Facts") -> list[str]:
 def _memory_lines(facts: "Facts") -> list[str]:
     from quire.llm.kv_memory import format_bytes
 
-    sizes = {name: format_bytes(value) for name, value in facts.items()}
+    sizes = {name: format_bytes(size) for name, size in facts.items() if isinstance(size, int)}
     total = format_bytes(facts["weights_in_reference_executor"] + facts["kv_per_context"])
     return [
-        f"weights {sizes['weights_in_file']} as they lie in the file, "
-        f"{sizes['weights_in_reference_executor']} as the reference executor unpacks them",
-        f"keys and values {sizes['kv_per_token']} a token, {sizes['kv_per_context']} for one "
-        "whole context",
-        f"{total} to run one whole context in the reference executor",
+        f"weights {sizes['weights_in_file']} as they lie in the file",
+        *(_cpu_lines(facts["cpu"]) if facts["cpu"] is not None else []),
+        f"reference executor: weights {sizes['weights_in_reference_executor']} in float32, keys "
+        f"and values {sizes['kv_per_token']} a token, {total} for one whole context",
+    ]
+
+
+def _cpu_lines(facts: "Facts") -> list[str]:
+    from quire.llm.kv_memory import format_bytes
+
+    sizes = {name: format_bytes(size) for name, size in facts.items() if size is not None}
+    return [
+        f"cpu executor: weights {sizes['weights']} packed, keys and values "
+        f"{sizes['kv_per_token']} a token ({sizes['kv_per_token_int8']} as int8)",
+        f"              {sizes['peak']} at most in memory with one whole context",
     ]
 
 

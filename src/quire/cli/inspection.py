@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.core.errors import QuireError
+from quire.executors.cpu import has_native_module
+from quire.llm.cpu_assembly import cpu_forecast
 from quire.llm.model_tokenizer import read_tokenizer
 from quire.llm.prompts import PromptReader
 from quire.loader.files import open_model_file
@@ -56,7 +58,6 @@ def inspect_model(path: str) -> Inspection:
 
 def _inspect_loaded(found: Inspection, model: Model) -> None:
     found.sections["model"] = _model_facts(model.spec)
-    found.sections["memory"] = _memory_facts(model)
     norms = norm_health(model)
     found.sections["norms"] = {
         "count": len(norms),
@@ -71,6 +72,7 @@ def _inspect_loaded(found: Inspection, model: Model) -> None:
         prompts = PromptReader(tokenizer, model.spec.context_length)
         if prompts.can_chat:
             _ = prompts.template  # whether it compiles
+    found.sections["memory"] = _memory_facts(model)  # with all that a run has loaded too
 
 
 def _text(metadata: Metadata, key: str) -> str | None:
@@ -118,6 +120,7 @@ def _memory_facts(model: Model) -> Facts:
         "weights_in_reference_executor": estimate.float32_weights,
         "kv_per_token": estimate.kv_per_token,
         "kv_per_context": estimate.kv,
+        "cpu": cpu_forecast(model)._asdict() if has_native_module() else None,
     }
 
 

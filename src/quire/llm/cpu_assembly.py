@@ -5,12 +5,15 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 from quire.core.errors import ConfigError
 from quire.executors.cpu import check_unit, native_module
+from quire.executors.cpu.memory import kv_bytes_per_token, weight_bytes, workspace_bytes
 from quire.executors.protocol import Executor
-from quire.llm.kv_memory import MemoryPlan
-from quire.llm.machine import available_memory, usable_cores
+from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan
+from quire.llm.machine import available_memory, resident_memory, usable_cores
+from quire.loader.mapping import release
 from quire.model.loading import Model
 
 USUAL_STEP_TOKENS = 256  # beyond it products gain little, and others wait longer for their tokens
@@ -18,7 +21,6 @@ CACHE_TYPES = ("auto", "f16", "int8")
 UNIT_VARIABLE = "QUIRE_CPU_UNIT"  # of the environment: which kernels to run
 
 _LARGEST_BATCH = 1 << 20
-_SCALE_BYTES = 4  # of int8 keys or values, for each token and head
 
 
 def num_threads(asked: int | None) -> int:
@@ -48,18 +50,37 @@ def check_cpu_options(threads: int | None) -> None:
 
 def cpu_memory(model: Model, cache_type: str) -> MemoryPlan:
     """What the model takes as the kernels keep it, to the byte."""
-    packed_bytes = native_module().packed_bytes
-    weights = sum(
-        packed_bytes(tensor.format.name, *tensor.shape)
-        if len(tensor.shape) == 2
-        else 4 * tensor.num_weights
-        for tensor in model.tensors.values()
-    )
+    per_token = kv_bytes_per_token(model.spec, cache_type == "int8")
+    return MemoryPlan(weight_bytes(model.tensors), per_token, available_memory())
+
+
+class CpuForecast(NamedTuple):
+    """Bytes that one request over the model's whole context takes on the CPU executor."""
+
+    weights: int
+    kv_per_token: int
+    kv_per_token_int8: int
+    kv: int
+    workspace: int
+    process: int | None  # Python and what it has loaded; None where the system does not say
+    peak: int
+
+
+def cpu_forecast(model: Model) -> CpuForecast:
+    """Asked of a process that has loaded as much as one that runs the model."""
     spec = model.spec
-    per_token = spec.num_kv_elements * (1 if cache_type == "int8" else 2)
-    if cache_type == "int8":
-        per_token += 2 * spec.num_layers * spec.num_kv_heads * _SCALE_BYTES
-    return MemoryPlan(weights, per_token, available_memory())
+    weights = weight_bytes(model.tensors)
+    halves, in_bytes = (kv_bytes_per_token(spec, is_int8) for is_int8 in (False, True))
+    context = -(-spec.context_length // BLOCK_SIZE) * BLOCK_SIZE
+    num_rows = min(context, USUAL_STEP_TOKENS)
+    workspace = workspace_bytes(spec, model.tensors, num_rows, context)
+    for tensor in model.tensors.values():
+        release(tensor.data)  # what was looked at is no part of the process
+    process = resident_memory()
+    # While a tensor is packed its pages of the file are in memory too.
+    mapped = max(tensor.nbytes for tensor in model.tensors.values())
+    peak = (process or 0) + weights + max(mapped, halves * context + workspace)
+    return CpuForecast(weights, halves, in_bytes, halves * context, workspace, process, peak)
 
 
 def cpu_executor(

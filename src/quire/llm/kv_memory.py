@@ -89,8 +89,8 @@ class MemoryPlan:
             needed = -(-max_context // BLOCK_SIZE) * self.block_bytes
             raise ConfigError(
                 f"max_context is {max_context} tokens of {format_bytes(self.kv_per_token)}, but "
-                f"the KV cache of {format_bytes(pool_bytes)} holds {count * BLOCK_SIZE}: give "
-                f"kv_memory at least {format_bytes(needed)} ({needed} bytes) or lower max_context"
+                f"the KV cache of {format_bytes(pool_bytes)} holds {count * BLOCK_SIZE}: "
+                + _way_out(needed, "max_context", count * BLOCK_SIZE)
             )
         return count
 
@@ -101,6 +101,11 @@ class MemoryPlan:
             raise ConfigError(
                 f"the KV cache holds {num_blocks} blocks of {BLOCK_SIZE} tokens "
                 f"({format_bytes(self.block_bytes)} each), fewer than max_batch_size "
-                f"({max_batch_size}): give kv_memory at least {format_bytes(needed)} "
-                f"({needed} bytes) or lower max_batch_size"
+                f"({max_batch_size}): " + _way_out(needed, "max_batch_size", num_blocks)
             )
+
+
+def _way_out(needed: int, name: str, fitting: int) -> str:
+    """The settings that would do: more memory, or less of `name` where any fits."""
+    more = f"give kv_memory at least {format_bytes(needed)} ({needed} bytes)"
+    return f"{more} or lower {name} to {fitting}" if fitting else more

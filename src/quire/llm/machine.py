@@ -45,6 +45,12 @@ def available_memory(root: Path = _ROOT) -> int | None:
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
+def resident_memory(root: Path = _ROOT) -> int | None:
+    """Bytes this process has in memory now; None where the system does not say."""
+    words = _words(root / "proc/self/status")
+    return int(words[words.index("VmRSS:") + 1]) << 10 if "VmRSS:" in words else None
+
+
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """The limit of each of the process's cgroups that has one, and what is used of it."""
     for folder in _cgroups(root, "memory"):
