@@ -72,6 +72,11 @@ def test_every_route_but_health_and_readiness_wants_a_key(
     assert locked.send(method, path, body, {"Authorization": f"Bearer {BOB}"}).status != 401
 
 
+def test_a_preflight_that_no_page_sent_wants_a_key_too(locked: RunningServer) -> None:
+    ask = {"Access-Control-Request-Method": "POST"}
+    assert locked.send("OPTIONS", "/v1/completions", headers=ask).status == 401
+
+
 def test_the_openai_client_is_told_so(locked: RunningServer) -> None:
     with locked.client(BOB) as client:
         assert client.models.list().data[0].id == NAME

@@ -73,7 +73,7 @@ class Gate:
         headers: Headers = scope["headers"]
         check_host(headers, self._settings)
         check_origin(headers, self._settings)
-        if is_preflight(scope["method"], headers):
+        if is_preflight(scope["method"], headers, self._settings):
             await _send(send, 204, b"", [])
             return
         if scope["path"] not in OPEN_PATHS:

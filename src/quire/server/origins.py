@@ -44,11 +44,11 @@ def check_origin(headers: Headers, settings: ServerSettings) -> None:
         )
 
 
-def is_preflight(method: str, headers: Headers) -> bool:
-    """A browser asks whether a page may send what it wants to send."""
-    return method == "OPTIONS" and any(
-        name == b"access-control-request-method" for name, _ in headers
-    )
+def is_preflight(method: str, headers: Headers, settings: ServerSettings) -> bool:
+    """A browser asks whether a page that is named may send what it wants to send."""
+    if method != "OPTIONS" or _origin(headers) not in settings.cors_origins:
+        return False
+    return any(name == b"access-control-request-method" for name, _ in headers)
 
 
 def cors_headers(headers: Headers, settings: ServerSettings) -> Headers:

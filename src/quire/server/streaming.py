@@ -89,16 +89,14 @@ class StreamReply(Response):
             if cause is not None:
                 await self._fail(self._as_api_error(cause))
                 return
-            await self._write(self._ending(outputs) + DONE)
-            await self._send({"type": "http.response.body", "body": b""})
+            await self._write(self._ending(outputs) + DONE, more=False)
 
     async def _fail(self, error: ApiError) -> None:
         self._call.error = error.code or error.message
         if not self._is_open:
             await send_error(self._send, error)
             return
-        await self._write(error_frame(error))
-        await self._send({"type": "http.response.body", "body": b""})
+        await self._write(error_frame(error), more=False)
 
     async def _pump(self, stream: Stream, first_choice: int) -> RequestOutput:
         """Write one request's pieces until it has ended."""
@@ -124,14 +122,14 @@ class StreamReply(Response):
         """With many streams, each gets fewer and larger frames."""
         return min(LONGEST_PAUSE_S, self._service.num_streams / FRAMES_PER_SECOND)
 
-    async def _write(self, content: bytes) -> None:
+    async def _write(self, content: bytes, *, more: bool = True) -> None:
         if not self._is_open:
             self._is_open = True
             await self._send(
                 {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
             )
         self._sent_at = self._loop.time()
-        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+        await self._send({"type": "http.response.body", "body": content, "more_body": more})
 
     async def _ping(self) -> None:
         """Keep proxies and clients from giving a silent stream up."""
