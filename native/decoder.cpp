@@ -11,10 +11,10 @@
 namespace quire {
 namespace {
 
-constexpr int groups_a_task = 2;      // row groups of a matrix; with them a gate fills one group
+constexpr int groups_a_task = 2;  // row groups of a matrix; with them a gate fills one group
 constexpr int task_rows = groups_a_task * row_group;
-constexpr int columns_a_turn = 128;   // whose results wait in a thread's scratch
-constexpr int attend_rows = 16;       // of one sequence, attended to together
+constexpr int columns_a_turn = 128;  // whose results wait in a thread's scratch
+constexpr int attend_rows = 16;      // of one sequence, attended to together
 
 enum Forms { wants_groups = 1, wants_row = 2, wants_floats = 4 };
 
@@ -51,8 +51,8 @@ int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_r
   // With one scale for all its blocks a row's sum is a sum of integers to the end, and exact.
   float common = 1.0f;
   const bool is_common =
-      is_whole && common_ternary_scale(*source, blocks, num_rows * in_size / source->block_size,
-                                       &common);
+      is_whole &&
+      common_ternary_scale(*source, blocks, num_rows * in_size / source->block_size, &common);
   if (is_common) matrix->scale = scale * common;
   const int num_groups = static_cast<int>((num_rows + row_group - 1) / row_group);
   matrix->data = Buffer(bytes_of(num_groups, static_cast<size_t>(matrix->group_bytes)));
@@ -216,8 +216,7 @@ void Decoder::copy_blocks(const StepInput& input) {
       const LayerCache cache = layer_cache(layer);
       const int64_t size = int64_t{shape_.num_kv_heads} * block_size;
       for (float* scales : {cache.key_scales, cache.value_scales})
-        std::memcpy(scales + target * size, scales + source * size,
-                    bytes_of(size, sizeof(float)));
+        std::memcpy(scales + target * size, scales + source * size, bytes_of(size, sizeof(float)));
     }
 }
 
@@ -261,8 +260,7 @@ void Decoder::prepare_row(const float* x, int64_t size, int norm, int forms, Act
 }
 
 void Decoder::multiply(const Matrix& matrix, const Activations& from, int first_group,
-                       int num_groups, int first, int count, float* out,
-                       int64_t out_stride) const {
+                       int num_groups, int first, int count, float* out, int64_t out_stride) const {
   Product product{};
   product.format = matrix.format;
   product.weights = matrix.data.data();
@@ -339,7 +337,8 @@ void Decoder::project(const Stage& stage) {
   });
 }
 
-// gate(x) * up(x), quantised on the spot where the next product takes groups: a task's rows are one.
+// gate(x) * up(x), quantised on the spot where the next product takes groups: a task's rows are
+// one.
 void Decoder::gate(const Stage& stage) {
   Stopwatch watch(counters_.product_seconds);
   const Activations& from = activations_[current_];
@@ -363,12 +362,12 @@ void Decoder::gate(const Stage& stage) {
         multiply(up, from, task * groups_a_task, groups, first, count, ups, task_rows);
         for (int c = 0; c < count; c++) {
           float* g = gates + c * task_rows;
-          float* out = stage.quantises ? g : gated_.as<float>() + (first + c) * shape_.ffn_size + row;
+          float* out =
+              stage.quantises ? g : gated_.as<float>() + (first + c) * shape_.ffn_size + row;
           kernels_.gate(kind, g, ups + c * task_rows, size, out);
           if (stage.quantises)
             kernels_.quantise_groups(
-                out, size,
-                to.groups.as<ActivationGroup>() + (first + c) * to.group_stride + task);
+                out, size, to.groups.as<ActivationGroup>() + (first + c) * to.group_stride + task);
         }
       }
     }
@@ -486,14 +485,17 @@ void Decoder::attend(const Stage& stage) {
   const float* queries = projected_.as<float>();
   float* mixed = mixed_.as<float>();
   const int64_t stride = projected_stride_;
-  pool_.run(static_cast<int>(attend_tasks_.size()), 1, [&](int begin, int end, int) {
+  // A thread that takes a row's kv heads one after another finds the next one's keys fetched.
+  const int num_tasks = static_cast<int>(attend_tasks_.size());
+  const bool is_plenty = num_tasks >= 8 * pool_.size() * shape_.num_kv_heads;
+  pool_.run(num_tasks, is_plenty ? shape_.num_kv_heads : 1, [&](int begin, int end, int) {
     for (int i = begin; i < end; i++) {
       const AttendTask& task = attend_tasks_[static_cast<size_t>(i)];
       const RowPlace* places = &places_[static_cast<size_t>(task.first_row)];
       const int64_t at = task.first_row * stride;
       if (task.num_tiles == 0)
-        kernels_.attend(cache, shape, task.kv_head, places, task.num_rows, queries + at,
-                        mixed + at, stride);
+        kernels_.attend(cache, shape, task.kv_head, places, task.num_rows, queries + at, mixed + at,
+                        stride);
       else
         kernels_.attend_tiles(cache, shape, task.kv_head, *places, task.first_tile, task.num_tiles,
                               queries + at, attend_parts_.data() + task.part);

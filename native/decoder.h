@@ -48,9 +48,9 @@ struct DecoderShape {
   int rope_dims;
   bool rope_interleaved;
   float norm_epsilon;
-  int gate;  // Gate
+  int gate;                                  // Gate
   float attention_soft_cap, logit_soft_cap;  // 0: none
-  std::vector<int> windows;  // per layer; 0: all
+  std::vector<int> windows;                  // per layer; 0: all
 };
 
 // One sequence's chunk of a step: rows [first_row, first_row + num_rows).

@@ -17,35 +17,49 @@
 namespace quire {
 
 enum Format : int {
-  F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,
+  F32,
+  F16,
+  BF16,
+  Q8_0,
+  Q4_0,
+  Q4_1,
+  Q5_0,
+  Q5_1,
+  Q2_K,
+  Q3_K,
+  Q4_K,
+  Q5_K,
+  Q6_K,
+  IQ4_NL,
+  IQ4_XS,
   TERNARY,  // TQ1_0 and TQ2_0
   num_formats
 };
 
 struct FormatInfo {
-  int bits;          // of a code; 0: the weights are floats
-  int code_bytes;    // of a sub-block in a row group; of one k for floats
-  int scale_bytes;   // of a scale record
-  int scale_span;    // sub-blocks a scale record serves
+  int bits;         // of a code; 0: the weights are floats
+  int code_bytes;   // of a sub-block in a row group; of one k for floats
+  int scale_bytes;  // of a scale record
+  int scale_span;   // sub-blocks a scale record serves
 };
 
 constexpr FormatInfo format_infos[num_formats] = {
-    {0, 64, 0, 1},      // F32
-    {0, 32, 0, 1},      // F16
-    {0, 32, 0, 1},      // BF16
-    {8, 512, 32, 1},    // Q8_0: d
-    {4, 256, 32, 1},    // Q4_0: d
-    {4, 256, 64, 1},    // Q4_1: d, m
-    {5, 320, 32, 1},    // Q5_0: d
-    {5, 320, 64, 1},    // Q5_1: d, m
-    {2, 128, 320, 8},   // Q2_K: d, dmin, sixteen of (scale | min << 4)
-    {3, 192, 288, 8},   // Q3_K: d, sixteen signed scales
-    {4, 256, 320, 8},   // Q4_K: d, dmin, eight scales, eight mins
-    {5, 320, 320, 8},   // Q5_K: as Q4_K
-    {6, 384, 288, 8},   // Q6_K: d, sixteen signed scales
-    {4, 256, 32, 1},    // IQ4_NL: d
-    {4, 256, 160, 8},   // IQ4_XS: d, eight signed scales
-    {2, 128, 32, 8},    // ternary: d
+    {0, 64, 0, 1},     // F32
+    {0, 32, 0, 1},     // F16
+    {0, 32, 0, 1},     // BF16
+    {8, 512, 32, 1},   // Q8_0: d
+    {4, 256, 32, 1},   // Q4_0: d
+    {4, 256, 64, 1},   // Q4_1: d, m
+    {5, 320, 32, 1},   // Q5_0: d
+    {5, 320, 64, 1},   // Q5_1: d, m
+    {2, 128, 320, 8},  // Q2_K: d, dmin, sixteen of (scale | min << 4)
+    {3, 192, 288, 8},  // Q3_K: d, sixteen signed scales
+    {4, 256, 320, 8},  // Q4_K: d, dmin, eight scales, eight mins
+    {5, 320, 320, 8},  // Q5_K: as Q4_K
+    {6, 384, 288, 8},  // Q6_K: d, sixteen signed scales
+    {4, 256, 32, 1},   // IQ4_NL: d
+    {4, 256, 160, 8},  // IQ4_XS: d, eight signed scales
+    {2, 128, 32, 8},   // ternary: d
 };
 
 constexpr int64_t code_area(int format, int64_t in_size) {

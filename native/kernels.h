@@ -23,16 +23,16 @@ static_assert(sizeof(ActivationGroup) == 64, "one cache line");
 
 // Rows [first_group, first_group + num_groups) * row_group of a packed matrix times every column.
 struct Product {
-  int format;             // index into the formats of formats.h
-  const uint8_t* weights; // of the whole matrix
-  int64_t group_bytes;    // of one row group
-  int64_t in_size;        // K
+  int format;              // index into the formats of formats.h
+  const uint8_t* weights;  // of the whole matrix
+  int64_t group_bytes;     // of one row group
+  int64_t in_size;         // K
   int first_group, num_groups;
   int num_rows;           // that exist from the first group on; the rest of the last is padding
   const void* columns;    // ActivationGroup or float, as the format wants
   int64_t column_stride;  // in ActivationGroup or float
   int num_columns;
-  float* out;             // [column][row - first row]
+  float* out;  // [column][row - first row]
   int64_t out_stride;
 };
 
@@ -55,8 +55,8 @@ struct RowPlace {
 };
 
 struct Rope {
-  int dims;          // of each head that turn; the rest stay
-  bool interleaved;  // pairs are neighbours, not halves
+  int dims;              // of each head that turn; the rest stay
+  bool interleaved;      // pairs are neighbours, not halves
   const float* cosines;  // [position][dims / 2]
   const float* sines;
 };
@@ -102,7 +102,7 @@ struct Kernels {
 };
 
 const Kernels& portable_kernels();
-const Kernels* avx2_kernels();    // null where the compiler or the processor cannot
+const Kernels* avx2_kernels();  // null where the compiler or the processor cannot
 const Kernels* avx512_kernels();
 const Kernels* kernels_named(const char* name);  // "": the best; null where none such runs here
 

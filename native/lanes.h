@@ -8,8 +8,12 @@
 
 constexpr const char* unit_name = "avx512-vnni";
 
-struct Floats { __m512 v; };
-struct Ints { __m512i v; };
+struct Floats {
+  __m512 v;
+};
+struct Ints {
+  __m512i v;
+};
 
 INLINE Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
 INLINE void store(float* p, Floats x) { _mm512_storeu_ps(p, x.v); }
@@ -64,8 +68,12 @@ INLINE Floats first_lanes(Floats a, Floats b, int count) {
 
 constexpr const char* unit_name = "avx2";
 
-struct Floats { __m256 lo, hi; };
-struct Ints { __m256i lo, hi; };
+struct Floats {
+  __m256 lo, hi;
+};
+struct Ints {
+  __m256i lo, hi;
+};
 
 INLINE Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 INLINE void store(float* p, Floats x) {
@@ -152,8 +160,8 @@ INLINE Floats load_signed_bytes(const int8_t* p) {
 }
 INLINE void store_bytes(int8_t* p, Ints x) {
   __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.lo, x.hi), 0xD8);
-  __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(pairs),
-                                  _mm256_extracti128_si256(pairs, 1));
+  __m128i bytes =
+      _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 INLINE Floats first_lanes(Floats a, Floats b, int count) {
@@ -169,55 +177,62 @@ INLINE Floats first_lanes(Floats a, Floats b, int count) {
 
 constexpr const char* unit_name = "portable";
 
-struct Floats { float v[16]; };
-struct Ints { int32_t v[16]; };
+struct Floats {
+  float v[16];
+};
+struct Ints {
+  int32_t v[16];
+};
 
 #define EACH_LANE for (int i = 0; i < 16; i++)
-#define LANES(TYPE, EXPRESSION) \
-  {                             \
-    TYPE r;                     \
+#define LANES(TYPE, EXPRESSION)    \
+  {                                \
+    TYPE r;                        \
     EACH_LANE r.v[i] = EXPRESSION; \
-    return r;                   \
+    return r;                      \
   }
 
-INLINE Floats load(const float* p) LANES(Floats, p[i])
-INLINE void store(float* p, Floats x) { EACH_LANE p[i] = x.v[i]; }
-INLINE Floats broadcast(float x) LANES(Floats, x)
-INLINE Floats operator+(Floats a, Floats b) LANES(Floats, a.v[i] + b.v[i])
-INLINE Floats operator-(Floats a, Floats b) LANES(Floats, a.v[i] - b.v[i])
-INLINE Floats operator*(Floats a, Floats b) LANES(Floats, a.v[i] * b.v[i])
-INLINE Floats operator/(Floats a, Floats b) LANES(Floats, a.v[i] / b.v[i])
-INLINE Floats fma(Floats a, Floats b, Floats c)
-    LANES(Floats, __builtin_fmaf(a.v[i], b.v[i], c.v[i]))
-INLINE Floats max(Floats a, Floats b) LANES(Floats, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
-INLINE Floats min(Floats a, Floats b) LANES(Floats, a.v[i] < b.v[i] ? a.v[i] : b.v[i])
-INLINE Floats absolute(Floats a) LANES(Floats, __builtin_fabsf(a.v[i]))
-INLINE Floats to_floats(Ints a) LANES(Floats, static_cast<float>(a.v[i]))
-INLINE int32_t nearest(float x) {
+INLINE Floats load(const float* p) LANES(Floats, p[i]) INLINE void store(float* p, Floats x) {
+  EACH_LANE p[i] = x.v[i];
+}
+INLINE Floats broadcast(float x) LANES(Floats, x) INLINE Floats operator+(Floats a, Floats b)
+    LANES(Floats, a.v[i] + b.v[i]) INLINE Floats operator-(Floats a, Floats b)
+        LANES(Floats, a.v[i] - b.v[i]) INLINE Floats operator*(Floats a, Floats b)
+            LANES(Floats, a.v[i] * b.v[i]) INLINE Floats operator/(Floats a, Floats b)
+                LANES(Floats, a.v[i] / b.v[i]) INLINE Floats fma(Floats a, Floats b, Floats c)
+                    LANES(Floats, __builtin_fmaf(a.v[i], b.v[i], c.v[i])) INLINE Floats
+    max(Floats a, Floats b) LANES(Floats, a.v[i] > b.v[i] ? a.v[i] : b.v[i]) INLINE Floats
+    min(Floats a, Floats b) LANES(Floats, a.v[i] < b.v[i] ? a.v[i] : b.v[i]) INLINE Floats
+    absolute(Floats a) LANES(Floats, __builtin_fabsf(a.v[i])) INLINE Floats to_floats(Ints a)
+        LANES(Floats, static_cast<float>(a.v[i])) INLINE int32_t nearest(float x) {
   // What is out of range, and NaN, gives the most negative integer, as the other units' hardware.
   if (!(x >= -2147483648.0f && x < 2147483648.0f)) return INT32_MIN;
   return static_cast<int32_t>(__builtin_nearbyintf(x));
 }
-INLINE Ints to_ints(Floats a) LANES(Ints, nearest(a.v[i]))
-INLINE Ints load(const int32_t* p) LANES(Ints, p[i])
-INLINE void store(int32_t* p, Ints x) { EACH_LANE p[i] = x.v[i]; }
+INLINE Ints to_ints(Floats a) LANES(Ints, nearest(a.v[i])) INLINE Ints load(const int32_t* p)
+    LANES(Ints, p[i]) INLINE void store(int32_t* p, Ints x) {
+  EACH_LANE p[i] = x.v[i];
+}
 INLINE int32_t wrapped(uint32_t x) { return static_cast<int32_t>(x); }
 INLINE Ints operator+(Ints a, Ints b)
-    LANES(Ints, wrapped(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i])))
-INLINE Ints broadcast_int(int32_t x) LANES(Ints, x)
-INLINE Ints shift_left_23(Ints a) LANES(Ints, wrapped(static_cast<uint32_t>(a.v[i]) << 23))
-INLINE Floats bits_as_floats(Ints a) LANES(Floats, float_of_bits(static_cast<uint32_t>(a.v[i])))
-INLINE Ints bits_as_ints(Floats a) LANES(Ints, wrapped(bits_of_float(a.v[i])))
-INLINE Ints max(Ints a, Ints b) LANES(Ints, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
-INLINE Floats load_half(const uint16_t* p) LANES(Floats, float_of_half(p[i]))
-INLINE void store_half(uint16_t* p, Floats x) { EACH_LANE p[i] = half_of_float(x.v[i]); }
+    LANES(Ints, wrapped(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]))) INLINE Ints
+    broadcast_int(int32_t x) LANES(Ints, x) INLINE Ints shift_left_23(Ints a)
+        LANES(Ints, wrapped(static_cast<uint32_t>(a.v[i]) << 23)) INLINE Floats
+    bits_as_floats(Ints a) LANES(Floats, float_of_bits(static_cast<uint32_t>(a.v[i]))) INLINE Ints
+    bits_as_ints(Floats a) LANES(Ints, wrapped(bits_of_float(a.v[i]))) INLINE Ints
+    max(Ints a, Ints b) LANES(Ints, a.v[i] > b.v[i] ? a.v[i] : b.v[i]) INLINE Floats
+    load_half(const uint16_t* p) LANES(Floats, float_of_half(p[i])) INLINE
+    void store_half(uint16_t* p, Floats x) {
+  EACH_LANE p[i] = half_of_float(x.v[i]);
+}
 INLINE Floats load_bfloat(const uint16_t* p)
-    LANES(Floats, float_of_bits(static_cast<uint32_t>(p[i]) << 16))
-INLINE Floats load_unsigned_bytes(const uint8_t* p) LANES(Floats, static_cast<float>(p[i]))
-INLINE Floats load_signed_bytes(const int8_t* p) LANES(Floats, static_cast<float>(p[i]))
-INLINE void store_bytes(int8_t* p, Ints x) { EACH_LANE p[i] = static_cast<int8_t>(x.v[i]); }
-INLINE Floats first_lanes(Floats a, Floats b, int count)
-    LANES(Floats, i < count ? a.v[i] : b.v[i])
+    LANES(Floats, float_of_bits(static_cast<uint32_t>(p[i]) << 16)) INLINE Floats
+    load_unsigned_bytes(const uint8_t* p) LANES(Floats, static_cast<float>(p[i])) INLINE Floats
+    load_signed_bytes(const int8_t* p) LANES(Floats, static_cast<float>(p[i])) INLINE
+    void store_bytes(int8_t* p, Ints x) {
+  EACH_LANE p[i] = static_cast<int8_t>(x.v[i]);
+}
+INLINE Floats first_lanes(Floats a, Floats b, int count) LANES(Floats, i < count ? a.v[i] : b.v[i])
 
 #endif
 
@@ -275,18 +290,18 @@ INLINE int32_t max_of_lanes(Ints x) {
 
 #else
 
-#define FOLD_LANES(EXPRESSION)                \
-  for (int width = 8; width > 0; width /= 2)  \
-    for (int i = 0; i < width; i++) {         \
+#define FOLD_LANES(EXPRESSION)                   \
+  for (int width = 8; width > 0; width /= 2)     \
+    for (int i = 0; i < width; i++) {            \
       const auto a = x.v[i], b = x.v[i + width]; \
-      x.v[i] = EXPRESSION;                    \
-    }                                         \
+      x.v[i] = EXPRESSION;                       \
+    }                                            \
   return x.v[0];
 
-INLINE float sum_of_lanes(Floats x) { FOLD_LANES(a + b) }
-INLINE float max_of_lanes(Floats x) { FOLD_LANES(a > b ? a : b) }
-INLINE int32_t sum_of_lanes(Ints x) { FOLD_LANES(a + b) }
-INLINE int32_t max_of_lanes(Ints x) { FOLD_LANES(a > b ? a : b) }
+INLINE float sum_of_lanes(Floats x){FOLD_LANES(a + b)} INLINE
+    float max_of_lanes(Floats x){FOLD_LANES(a > b ? a : b)} INLINE int32_t
+    sum_of_lanes(Ints x){FOLD_LANES(a + b)} INLINE int32_t
+    max_of_lanes(Ints x){FOLD_LANES(a > b ? a : b)}
 
 #endif
 

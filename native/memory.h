@@ -28,7 +28,9 @@ class Buffer {
   uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
   template <class T>
-  T* as() const { return reinterpret_cast<T*>(data_); }
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
   // At least so large; what was in it may be lost.
   void grow(size_t size) {
     if (size > size_) *this = Buffer(size);

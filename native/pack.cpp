@@ -37,7 +37,8 @@ void read_codes(const SourceFormat& from, const uint8_t* block, uint8_t* codes) 
   std::memset(codes, 0, static_cast<size_t>(from.block_size));
   switch (from.packed) {
     case Q8_0: std::memcpy(codes, block + 2, 32); return;
-    case Q4_0: case IQ4_NL: spread(block + 2, 16, 4, 16, codes, 0); return;
+    case Q4_0:
+    case IQ4_NL: spread(block + 2, 16, 4, 16, codes, 0); return;
     case Q4_1: spread(block + 4, 16, 4, 16, codes, 0); return;
     case Q5_0:
       spread(block + 6, 16, 4, 16, codes, 0);
@@ -91,8 +92,12 @@ void put_six_bits(uint8_t* scales, uint8_t* minimums, int row, const uint8_t* pa
 
 void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t* record) {
   switch (from.packed) {
-    case Q8_0: case Q4_0: case Q5_0: case IQ4_NL: put_half(record, 0, row, block); return;
-    case Q4_1: case Q5_1:
+    case Q8_0:
+    case Q4_0:
+    case Q5_0:
+    case IQ4_NL: put_half(record, 0, row, block); return;
+    case Q4_1:
+    case Q5_1:
       put_half(record, 0, row, block);
       put_half(record, 1, row, block + 2);
       return;
@@ -110,7 +115,8 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
       }
       return;
     }
-    case Q4_K: case Q5_K:
+    case Q4_K:
+    case Q5_K:
       put_half(record, 0, row, block);
       put_half(record, 1, row, block + 2);
       put_six_bits(record + 64, record + 192, row, block + 4);
@@ -143,7 +149,9 @@ void put_planes(int bits, const SubBlock& codes, uint8_t* to) {
     for (int j = 0; j < 8; j++)
       for (int i = 0; i < 4; i++) {
         const int code = codes[row][4 * j + i], at = 4 * row + i;
-        const auto put = [&](uint8_t* plane, int value) { plane[at] |= static_cast<uint8_t>(value); };
+        const auto put = [&](uint8_t* plane, int value) {
+          plane[at] |= static_cast<uint8_t>(value);
+        };
         if (bits == 8) put(to + 64 * j, code);
         if (bits >= 4 && bits <= 6) put(to + 64 * (j & 3), (code & 15) << (j < 4 ? 0 : 4));
         if (bits <= 3) put(to + 64 * (j & 1), (code & 3) << (2 * (j >> 1)));
@@ -184,15 +192,16 @@ float weight_of(Format format, int code, const uint8_t* record, int s, int half,
     case Q8_0: return d * value(static_cast<int8_t>(code));
     case Q4_0: return d * value(code - 8);
     case Q5_0: return d * value(code - 16);
-    case Q4_1: case Q5_1: return d * value(code) + half_at(record, 1, row);
+    case Q4_1:
+    case Q5_1: return d * value(code) + half_at(record, 1, row);
     case Q2_K: {
       const int both = field(64, 2 * s + half);
       return d * value(both & 15) * value(code) - half_at(record, 1, row) * value(both >> 4);
     }
     case Q3_K: return d * signed_field(2 * s + half) * value(code - 4);
-    case Q4_K: case Q5_K:
-      return d * value(field(64, s)) * value(code) -
-             half_at(record, 1, row) * value(field(192, s));
+    case Q4_K:
+    case Q5_K:
+      return d * value(field(64, s)) * value(code) - half_at(record, 1, row) * value(field(192, s));
     case Q6_K: return d * signed_field(2 * s + half) * value(code - 32);
     case IQ4_NL: return d * value(iq4_values[code]);
     case IQ4_XS: return d * signed_field(s) * value(iq4_values[code]);
@@ -203,16 +212,18 @@ float weight_of(Format format, int code, const uint8_t* record, int s, int half,
 
 int float_bytes(Format format) { return format == F32 ? 4 : 2; }
 
-void pack_floats(const SourceFormat& from, const uint8_t* blocks, int64_t in_size,
-                 int64_t num_rows, int64_t first_row, uint8_t* group) {
+void pack_floats(const SourceFormat& from, const uint8_t* blocks, int64_t in_size, int64_t num_rows,
+                 int64_t first_row, uint8_t* group) {
   const int size = float_bytes(from.packed);
   for (int row = 0; row < rows; row++) {
     const bool exists = first_row + row < num_rows;
     const uint8_t* source = blocks + (first_row + row) * in_size * size;
     for (int64_t k = 0; k < in_size; k++) {
       uint8_t* to = group + (k * rows + row) * size;
-      if (exists) std::memcpy(to, source + k * size, static_cast<size_t>(size));
-      else std::memset(to, 0, static_cast<size_t>(size));
+      if (exists)
+        std::memcpy(to, source + k * size, static_cast<size_t>(size));
+      else
+        std::memset(to, 0, static_cast<size_t>(size));
     }
   }
 }
@@ -221,11 +232,11 @@ void pack_floats(const SourceFormat& from, const uint8_t* blocks, int64_t in_siz
 
 const SourceFormat* source_format(const char* name) {
   static const SourceFormat known[] = {
-      {"F32", F32, 1, 4},         {"F16", F16, 1, 2},        {"BF16", BF16, 1, 2},
-      {"Q8_0", Q8_0, 32, 34},     {"Q4_0", Q4_0, 32, 18},    {"Q4_1", Q4_1, 32, 20},
-      {"Q5_0", Q5_0, 32, 22},     {"Q5_1", Q5_1, 32, 24},    {"Q2_K", Q2_K, 256, 84},
-      {"Q3_K", Q3_K, 256, 110},   {"Q4_K", Q4_K, 256, 144},  {"Q5_K", Q5_K, 256, 176},
-      {"Q6_K", Q6_K, 256, 210},   {"IQ4_NL", IQ4_NL, 32, 18}, {"IQ4_XS", IQ4_XS, 256, 136},
+      {"F32", F32, 1, 4},          {"F16", F16, 1, 2},          {"BF16", BF16, 1, 2},
+      {"Q8_0", Q8_0, 32, 34},      {"Q4_0", Q4_0, 32, 18},      {"Q4_1", Q4_1, 32, 20},
+      {"Q5_0", Q5_0, 32, 22},      {"Q5_1", Q5_1, 32, 24},      {"Q2_K", Q2_K, 256, 84},
+      {"Q3_K", Q3_K, 256, 110},    {"Q4_K", Q4_K, 256, 144},    {"Q5_K", Q5_K, 256, 176},
+      {"Q6_K", Q6_K, 256, 210},    {"IQ4_NL", IQ4_NL, 32, 18},  {"IQ4_XS", IQ4_XS, 256, 136},
       {"TQ1_0", TERNARY, 256, 54}, {"TQ2_0", TERNARY, 256, 66},
   };
   for (const SourceFormat& format : known)
@@ -240,8 +251,9 @@ void pack_group(const SourceFormat& from, const uint8_t* blocks, int64_t in_size
   const int64_t blocks_a_row = in_size / from.block_size;
   const int sub_blocks = from.block_size / 32;
   uint8_t* scales = group + code_area(from.packed, in_size);
-  std::memset(scales, 0, static_cast<size_t>(group_bytes_of(from.packed, in_size)) -
-                             static_cast<size_t>(scales - group));
+  std::memset(scales, 0,
+              static_cast<size_t>(group_bytes_of(from.packed, in_size)) -
+                  static_cast<size_t>(scales - group));
   uint8_t codes[256];
   SubBlock spans[8];
   std::memset(spans, 0, sizeof spans);
@@ -263,8 +275,10 @@ void unpack_row(Format format, const uint8_t* group, int64_t in_size, int row, f
     for (int64_t k = 0; k < in_size; k++) {
       const uint8_t* from = group + (k * rows + row) * float_bytes(format);
       uint16_t bits;
-      if (format == F32) std::memcpy(out + k, from, 4);
-      else std::memcpy(&bits, from, 2);
+      if (format == F32)
+        std::memcpy(out + k, from, 4);
+      else
+        std::memcpy(&bits, from, 2);
       if (format == F16) out[k] = float_of_half(bits);
       if (format == BF16) out[k] = float_of_bits(static_cast<uint32_t>(bits) << 16);
     }

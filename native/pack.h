@@ -10,7 +10,7 @@ namespace quire {
 struct SourceFormat {
   const char* name;
   Format packed;
-  int block_size;   // weights
+  int block_size;  // weights
   int block_bytes;
 };
 

@@ -11,7 +11,9 @@
 
 #if defined(QUIRE_UNIT_AVX512)
 
-struct Codes { __m512i v; };
+struct Codes {
+  __m512i v;
+};
 constexpr int groups_at_once = 2;
 constexpr bool signed_as_unsigned = true;  // signed codes + 128: this unit's sums cannot saturate
 
@@ -53,7 +55,9 @@ struct Dot {
 
 #elif defined(QUIRE_UNIT_AVX2)
 
-struct Codes { __m256i lo, hi; };
+struct Codes {
+  __m256i lo, hi;
+};
 constexpr int groups_at_once = 1;
 constexpr bool signed_as_unsigned = false;
 
@@ -129,7 +133,9 @@ struct Dot {
 
 #else  // portable
 
-struct Codes { uint8_t v[64]; };
+struct Codes {
+  uint8_t v[64];
+};
 constexpr int groups_at_once = 1;
 constexpr bool signed_as_unsigned = false;
 
@@ -219,7 +225,9 @@ struct Traits {
 };
 
 struct AsQ8_0 : Traits<Q8_0, 8, 0, false, false, true> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return signed_codes(load_codes(p + 64 * j)); }
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
+    return signed_codes(load_codes(p + 64 * j));
+  }
   INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
 };
 struct AsQ4_0 : Traits<Q4_0, 4, 8, false, false, false> {
@@ -232,17 +240,23 @@ struct AsQ4_1 : Traits<Q4_1, 4, 0, false, true, false> {
   INLINE_STATIC Floats minimum(const uint8_t* r, int, int) { return half_field(r, 1); }
 };
 struct AsQ5_0 : Traits<Q5_0, 5, 16, false, false, false> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j) | one_bit(p + 256, j, 4); }
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
+    return four_bits(p, j) | one_bit(p + 256, j, 4);
+  }
   INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
 };
 struct AsQ5_1 : Traits<Q5_1, 5, 0, false, true, false> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j) | one_bit(p + 256, j, 4); }
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
+    return four_bits(p, j) | one_bit(p + 256, j, 4);
+  }
   INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
   INLINE_STATIC Floats minimum(const uint8_t* r, int, int) { return half_field(r, 1); }
 };
 struct AsQ2_K : Traits<Q2_K, 2, 0, true, true, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return two_bits(p, j, 0); }
-  INLINE_STATIC Floats scale(const uint8_t* r, int s, int h) { return half_field(r, 0) * nibble(r, s, h, 0); }
+  INLINE_STATIC Floats scale(const uint8_t* r, int s, int h) {
+    return half_field(r, 0) * nibble(r, s, h, 0);
+  }
   INLINE_STATIC Floats minimum(const uint8_t* r, int s, int h) {
     return broadcast(0.0f) - half_field(r, 1) * nibble(r, s, h, 4);
   }
@@ -254,7 +268,9 @@ struct AsQ2_K : Traits<Q2_K, 2, 0, true, true, false> {
   }
 };
 struct AsQ3_K : Traits<Q3_K, 3, 4, true, false, false> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return two_bits(p, j, 0) | one_bit(p + 128, j, 2); }
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
+    return two_bits(p, j, 0) | one_bit(p + 128, j, 2);
+  }
   INLINE_STATIC Floats scale(const uint8_t* r, int s, int h) {
     return half_field(r, 0) * signed_field(r + 32, 2 * s + h);
   }
@@ -269,12 +285,16 @@ struct AsQ4_K : Traits<Q4_K, 4, 0, false, true, false> {
   }
 };
 struct AsQ5_K : Traits<Q5_K, 5, 0, false, true, false> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j) | one_bit(p + 256, j, 4); }
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
+    return four_bits(p, j) | one_bit(p + 256, j, 4);
+  }
   INLINE_STATIC Floats scale(const uint8_t* r, int s, int h) { return AsQ4_K::scale(r, s, h); }
   INLINE_STATIC Floats minimum(const uint8_t* r, int s, int h) { return AsQ4_K::minimum(r, s, h); }
 };
 struct AsQ6_K : Traits<Q6_K, 6, 32, true, false, false> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j) | two_bits(p + 256, j, 4); }
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
+    return four_bits(p, j) | two_bits(p + 256, j, 4);
+  }
   INLINE_STATIC Floats scale(const uint8_t* r, int s, int h) { return AsQ3_K::scale(r, s, h); }
 };
 struct AsIQ4_NL : Traits<IQ4_NL, 8, 0, false, false, true> {
@@ -296,7 +316,7 @@ struct AsTernary : Traits<TERNARY, 2, 1, false, false, false> {
 
 // ---- where codes and scales come from
 
-constexpr int slab = 8;             // sub-blocks unpacked at once: 256 k
+constexpr int slab = 8;  // sub-blocks unpacked at once: 256 k
 constexpr int max_tile_columns = 128;
 
 // Straight from the packed matrix.
@@ -326,8 +346,8 @@ struct TileFormat {
   static constexpr bool per_half = per_half_, has_minimum = has_minimum_, is_signed = is_signed_;
 };
 template <class T>
-using TileFormatOf = TileFormat<T::bits <= 4 ? 4 : T::bits, T::zero, T::per_half, T::has_minimum,
-                                T::is_signed>;
+using TileFormatOf =
+    TileFormat<T::bits <= 4 ? 4 : T::bits, T::zero, T::per_half, T::has_minimum, T::is_signed>;
 
 template <int groups>
 struct alignas(64) TileData {
@@ -391,8 +411,9 @@ INLINE void accumulate(const Source& source, int first, int count,
           }
           acc[g][c] = fma(sum, scale * broadcast(a.scale), acc[g][c]);
           if (F::has_minimum) {
-            const float codes =
-                !F::per_half ? a.scaled_sum : h == 0 ? a.scaled_sum_low : a.scaled_sum_high;
+            const float codes = !F::per_half ? a.scaled_sum
+                                : h == 0     ? a.scaled_sum_low
+                                             : a.scaled_sum_high;
             acc[g][c] = fma(minimum, broadcast(codes), acc[g][c]);
           }
         }
@@ -472,8 +493,7 @@ void product_tiled(const Product& p, const Direct<T, groups>& source, int first_
   TileData<groups> tile;
   alignas(64) float sums[max_tile_columns * groups * row_group];
   for (int i = 0; i < num_columns * groups * row_group; i++) sums[i] = 0.0f;
-  const auto* from =
-      static_cast<const ActivationGroup*>(p.columns) + column * p.column_stride;
+  const auto* from = static_cast<const ActivationGroup*>(p.columns) + column * p.column_stride;
   const int sub_blocks = static_cast<int>(p.in_size / 32);
   for (int first = 0; first < sub_blocks; first += slab) {
     const int count = sub_blocks - first < slab ? sub_blocks - first : slab;
@@ -489,16 +509,21 @@ void product_tiled(const Product& p, const Direct<T, groups>& source, int first_
     const ActivationGroup* rest = from + c * p.column_stride;
     float* rest_sums = sums + c * groups * row_group;
     switch (num_columns - c) {
-      case 3: tile_columns<F, groups, 3>(tile, first, count, rest, p.column_stride, rest_sums); break;
-      case 2: tile_columns<F, groups, 2>(tile, first, count, rest, p.column_stride, rest_sums); break;
-      case 1: tile_columns<F, groups, 1>(tile, first, count, rest, p.column_stride, rest_sums); break;
+      case 3:
+        tile_columns<F, groups, 3>(tile, first, count, rest, p.column_stride, rest_sums);
+        break;
+      case 2:
+        tile_columns<F, groups, 2>(tile, first, count, rest, p.column_stride, rest_sums);
+        break;
+      case 1:
+        tile_columns<F, groups, 1>(tile, first, count, rest, p.column_stride, rest_sums);
+        break;
     }
   }
   for (int c = 0; c < num_columns; c++)
     for (int g = 0; g < groups; g++)
       store_rows(p.out + (column + c) * p.out_stride + first_row + g * row_group,
-                 load(sums + (c * groups + g) * row_group),
-                 p.num_rows - first_row - g * row_group);
+                 load(sums + (c * groups + g) * row_group), p.num_rows - first_row - g * row_group);
 }
 
 template <class T, int groups>

@@ -29,8 +29,7 @@ INLINE void map_row(const float* x, int64_t size, float* out, Function function)
 }
 
 template <class Function>
-INLINE void map_rows(const float* x, const float* y, int64_t size, float* out,
-                     Function function) {
+INLINE void map_rows(const float* x, const float* y, int64_t size, float* out, Function function) {
   int64_t i = 0;
   for (; i + 16 <= size; i += 16) store(out + i, function(load(x + i), load(y + i)));
   if (i < size) {
@@ -125,8 +124,7 @@ INLINE ByteScale byte_scale_of(const float* x, int size) {
 
 float quantise_row(const float* x, int size, ActivationGroup* out) {
   const ByteScale bytes = byte_scale_of(x, size);
-  for (int i = 0; i < size; i += group_size, out++)
-    quantise_group(x + i, bytes.inverse, 1.0f, out);
+  for (int i = 0; i < size; i += group_size, out++) quantise_group(x + i, bytes.inverse, 1.0f, out);
   return bytes.scale;
 }
 
@@ -135,9 +133,8 @@ float quantise_row(const float* x, int size, ActivationGroup* out) {
 void apply_gate(Gate kind, const float* gate, const float* up, int size, float* out) {
   const Floats zero = broadcast(0.0f), one = broadcast(1.0f);
   if (kind == Gate::silu) {
-    map_rows(gate, up, size, out, [=](Floats g, Floats u) {
-      return g / (one + exponential(zero - g)) * u;
-    });
+    map_rows(gate, up, size, out,
+             [=](Floats g, Floats u) { return g / (one + exponential(zero - g)) * u; });
   } else {
     map_rows(gate, up, size, out, [=](Floats g, Floats u) {
       const Floats positive = max(zero, g);  // in this order NaN stays NaN

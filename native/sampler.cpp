@@ -231,14 +231,10 @@ TokenScore score_surveyed(const SurveyedRow& logits, int64_t token, int num_top)
 
 std::string fault_message(SampleFault fault, int64_t vocabulary) {
   switch (fault) {
-    case SampleFault::none:
-      return "";
-    case SampleFault::not_finite:
-      return "the logits are not finite";
-    case SampleFault::not_finite_after_penalties:
-      return "the penalties make the logits infinite";
-    case SampleFault::all_forbidden:
-      return "the mask allows no token";
+    case SampleFault::none: return "";
+    case SampleFault::not_finite: return "the logits are not finite";
+    case SampleFault::not_finite_after_penalties: return "the penalties make the logits infinite";
+    case SampleFault::all_forbidden: return "the mask allows no token";
     case SampleFault::beyond:
       return "a token id is beyond the " + std::to_string(vocabulary) + " logits";
   }

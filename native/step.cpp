@@ -157,8 +157,7 @@ class Step {
 
 std::vector<SequenceOutcome> run_step(Decoder& decoder, const std::vector<SequenceJob>& jobs,
                                       const std::vector<std::pair<int32_t, int32_t>>& copies,
-                                      const Limits& limits,
-                                      std::vector<SampleScratch>& scratch) {
+                                      const Limits& limits, std::vector<SampleScratch>& scratch) {
   scratch.resize(static_cast<size_t>(decoder.pool().size()));
   return Step(decoder, jobs, scratch).run(copies, limits);
 }

@@ -1,4 +1,5 @@
-// What a step is asked for and what it gives, sequence by sequence: native forms of quire.core.plan.
+// What a step is asked for and what it gives, sequence by sequence: native forms of
+// quire.core.plan.
 #pragma once
 #include <string>
 #include <vector>
@@ -15,7 +16,7 @@ struct SequenceJob {
   int64_t start = 0;
   std::vector<int32_t> block_table;
   Want want = Want::nothing;
-  SampleRequest request;  // where a sample is wanted
+  SampleRequest request;         // where a sample is wanted
   std::vector<int64_t> targets;  // score these after each new position
   int num_target_logprobs = 0;
 };
@@ -37,7 +38,6 @@ struct Limits {
 // Throws Cancelled, or std::bad_alloc for the whole step.
 std::vector<SequenceOutcome> run_step(Decoder& decoder, const std::vector<SequenceJob>& jobs,
                                       const std::vector<std::pair<int32_t, int32_t>>& copies,
-                                      const Limits& limits,
-                                      std::vector<SampleScratch>& scratch);
+                                      const Limits& limits, std::vector<SampleScratch>& scratch);
 
 }  // namespace quire

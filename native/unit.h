@@ -22,8 +22,8 @@ namespace {
 #include "attention.h"
 
 constexpr Kernels kernels_of_unit = {
-    unit_name, product, peak_dots, rms_norm, quantise_groups, quantise_row, apply_gate, add_rows,
-    turn,      store_key_value, attend, attend_tiles, merge_tiles, soft_cap,
+    unit_name, product, peak_dots,       rms_norm, quantise_groups, quantise_row, apply_gate,
+    add_rows,  turn,    store_key_value, attend,   attend_tiles,    merge_tiles,  soft_cap,
 };
 
 }  // namespace

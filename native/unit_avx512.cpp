@@ -6,6 +6,7 @@
 const Kernels* avx512_kernels() {
   static const bool can = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vnni");
   return can ? &kernels_of_unit : nullptr;
 }
