@@ -21,11 +21,17 @@ def file(tmp_path: Path) -> Path:
 def test_what_is_written_reads_back(file: Path) -> None:
     engine: dict[str, int | float | str] = {"max_batch_size": 600, "slo_itl_ms": 7.5}
     run: dict[str, int | float | str] = {"device": "cpu", "threads": 4, "kv_memory": 'a"ü😀'}
+    run["kv_cache_dtype"] = "int8"
     file.write_text(configuration_text({"engine": engine, "run": run}, ["one\ntwo"]))
     assert file.read_text().startswith("# one two\n\n[engine]\nmax_batch_size = 600\n")
     options = read_configuration(file)
     assert options == Options(
-        device="cpu", threads=4, kv_memory='a"ü😀', max_batch_size=600, engine={"slo_itl_ms": 7.5}
+        device="cpu",
+        threads=4,
+        kv_memory='a"ü😀',
+        kv_cache_dtype="int8",
+        max_batch_size=600,
+        engine={"slo_itl_ms": 7.5},
     )
     assert options.engine_config().max_batch_size == 600
 
@@ -40,6 +46,8 @@ def test_an_empty_file_is_the_usual_options(file: Path) -> None:
     [
         ("[engine]\nbatch = 3", r"\[engine\] has no 'batch'; there are aging_s, "),
         ("[run]\nmax_batch_size = 3", r"\[run\] has no 'max_batch_size'; there are device, "),
+        ("[run]\nkv_cache_dtype = 8", r"\[run\] kv_cache_dtype is 8, which is of the wrong type"),
+        ("[run]\nkv_cache_dtype = 'f8'", "kv_cache_dtype must be one of auto, f16, int8, got 'f8'"),
         ("[server]\nport = 1", r"'server' is unknown; there are the tables \[engine\] and \[run\]"),
         ("engine = 3", "'engine' is unknown"),
         ("[engine]\nmax_batch_size = 0", "max_batch_size must be an integer of at least 1, got 0"),
