@@ -171,7 +171,7 @@ void Decoder::make_room(int num_rows) {
     needs_floats = needs_floats || matrix->form == Form::floats;
   }
   projected = int64_t{shape_.num_heads + 2 * shape_.num_kv_heads} * shape_.head_dim;
-  projected_stride_ = (projected + row_group - 1) / row_group * row_group;
+  projected_stride_ = ((projected + row_group - 1) / row_group | 1) * row_group;
   const auto floats = [](int64_t count) { return bytes_of(count, sizeof(float)); };
   state_.grow(floats(num_rows * shape_.hidden_size));
   projected_.grow(floats(num_rows * projected_stride_));
@@ -526,7 +526,8 @@ void Decoder::final_state(int row, float* out) const {
 void Decoder::compute_logits(const int* rows, int count) {
   Stopwatch watch(counters_.head_seconds);
   const Matrix& head = *matrices_[static_cast<size_t>(head_)];
-  logits_stride_ = (head.num_rows + row_group - 1) / row_group * row_group;
+  // An odd number of cache lines: else the columns of a product share a few sets of the caches.
+  logits_stride_ = ((head.num_rows + row_group - 1) / row_group | 1) * row_group;
   logits_.grow(bytes_of(count * logits_stride_, sizeof(float)));
   Activations& to = activations_[current_];
   const int forms = forms_of({head_});
