@@ -55,11 +55,13 @@ int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_r
       common_ternary_scale(*source, blocks, num_rows * in_size / source->block_size, &common);
   if (is_common) matrix->scale = scale * common;
   const int num_groups = static_cast<int>((num_rows + row_group - 1) / row_group);
-  matrix->data = Buffer(bytes_of(num_groups, static_cast<size_t>(matrix->group_bytes)));
+  matrix->num_bytes = num_groups * matrix->group_bytes;
+  uint8_t* packed = weights_.allocate(static_cast<size_t>(matrix->num_bytes));
+  matrix->data = packed;
   Pool::Session awake(pool_);
   pool_.run(num_groups, 1, [&](int begin, int end, int) {
     for (int group = begin; group < end; group++) {
-      uint8_t* to = matrix->data.data() + group * matrix->group_bytes;
+      uint8_t* to = packed + group * matrix->group_bytes;
       pack_group(*source, blocks, in_size, num_rows, int64_t{group} * row_group, to);
       if (is_common) set_ternary_scale(to, in_size, 1.0f);
     }
@@ -100,7 +102,7 @@ void Decoder::set_rope(const float* cosines, const float* sines, int64_t num_pos
 
 int64_t Decoder::weight_bytes() const {
   int64_t total = 0;
-  for (const auto& matrix : matrices_) total += static_cast<int64_t>(matrix->data.size());
+  for (const auto& matrix : matrices_) total += matrix->num_bytes;
   for (const auto& vector : vectors_) total += static_cast<int64_t>(vector.size() * sizeof(float));
   return total;
 }
@@ -119,7 +121,7 @@ int64_t Decoder::workspace_bytes() const {
 
 void Decoder::read_row(int matrix, int64_t row, float* out) const {
   const Matrix& from = *matrices_[static_cast<size_t>(matrix)];
-  unpack_row(from.format, from.data.data() + row / row_group * from.group_bytes, from.in_size,
+  unpack_row(from.format, from.data + row / row_group * from.group_bytes, from.in_size,
              static_cast<int>(row % row_group), out);
 }
 
@@ -263,7 +265,7 @@ void Decoder::multiply(const Matrix& matrix, const Activations& from, int first_
                        int num_groups, int first, int count, float* out, int64_t out_stride) const {
   Product product{};
   product.format = matrix.format;
-  product.weights = matrix.data.data();
+  product.weights = matrix.data;
   product.group_bytes = matrix.group_bytes;
   product.in_size = matrix.in_size;
   product.first_group = first_group;
@@ -306,7 +308,7 @@ void Decoder::project(const Stage& stage) {
     const Matrix& matrix = *matrices_[static_cast<size_t>(index)];
     ends.push_back((ends.empty() ? 0 : ends.back()) + tasks_of(matrix.num_rows));
     counters_.multiplications += matrix.num_rows * matrix.in_size * num_rows_;
-    counters_.weight_bytes += static_cast<int64_t>(matrix.data.size());
+    counters_.weight_bytes += matrix.num_bytes;
   }
   pool_.run(ends.back(), stretch(ends.back(), pool_.size()), [&](int begin, int end, int thread) {
     for (int task = begin; task < end; task++) {
@@ -347,7 +349,7 @@ void Decoder::gate(const Stage& stage) {
   const Matrix& up = *matrices_[static_cast<size_t>(stage.matrices[1])];
   const Gate kind = static_cast<Gate>(shape_.gate);
   counters_.multiplications += 2 * gate.num_rows * gate.in_size * num_rows_;
-  counters_.weight_bytes += static_cast<int64_t>(gate.data.size() + up.data.size());
+  counters_.weight_bytes += gate.num_bytes + up.num_bytes;
   const int num_tasks = tasks_of(gate.num_rows);
   pool_.run(num_tasks, stretch(num_tasks, pool_.size()), [&](int begin, int end, int thread) {
     float* gates = scratch_.as<float>() + thread * int64_t{2 * columns_a_turn * task_rows};
@@ -537,7 +539,7 @@ void Decoder::compute_logits(const int* rows, int count) {
                   output_norm_, forms, to, i);
   });
   counters_.multiplications += head.num_rows * head.in_size * count;
-  counters_.weight_bytes += static_cast<int64_t>(head.data.size());
+  counters_.weight_bytes += head.num_bytes;
   const int num_tasks = tasks_of(head.num_rows);
   pool_.run(num_tasks, stretch(num_tasks, pool_.size()), [&](int begin, int end, int) {
     for (int task = begin; task < end; task++) {

@@ -27,7 +27,8 @@ struct Matrix {
   int64_t num_rows, in_size, group_bytes;
   float scale;  // of every product
   int bias;     // index of a vector, or -1
-  Buffer data;
+  const uint8_t* data;
+  int64_t num_bytes;
 };
 
 enum class Place { state, mixed, gated };  // what a stage reads
@@ -186,6 +187,7 @@ class Decoder {
   DecoderShape shape_;
   const Kernels& kernels_;
   Pool pool_;
+  Arena weights_;
   std::vector<std::unique_ptr<Matrix>> matrices_;
   std::vector<std::vector<float>> vectors_;
   std::vector<Stage> stages_;

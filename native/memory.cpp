@@ -21,17 +21,38 @@ size_t rounded(size_t size, size_t unit) { return (size + unit - 1) / unit * uni
 
 #if defined(__linux__)
 
+namespace {
+
+uint8_t* mapped(size_t size) {
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return static_cast<uint8_t*>(memory);
+}
+
+// Begins at a large page, so that all of it can lie in such pages.
+uint8_t* mapped_in_large_pages(size_t size) {
+  uint8_t* all = mapped(size + large_page);
+  const size_t before =
+      rounded(reinterpret_cast<uintptr_t>(all), large_page) - reinterpret_cast<uintptr_t>(all);
+  if (before > 0) munmap(all, before);
+  if (before < large_page) munmap(all + before + size, large_page - before);
+  madvise(all + before, size, MADV_HUGEPAGE);  // a wish: nothing hangs on it
+  return all + before;
+}
+
+// What is mapped for a buffer: whole large pages, if it has any.
+size_t mapped_size(size_t size) { return rounded(size, size >= large_page ? large_page : 4096); }
+
+}  // namespace
+
 Buffer::Buffer(size_t size) : size_(size) {
   if (size == 0) return;
-  void* memory = mmap(nullptr, rounded(size, alignment), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  if (size >= large_page) madvise(memory, size, MADV_HUGEPAGE);  // a wish: nothing hangs on it
-  data_ = static_cast<uint8_t*>(memory);
+  const size_t all = mapped_size(size);
+  data_ = size >= large_page ? mapped_in_large_pages(all) : mapped(all);
 }
 
 Buffer::~Buffer() {
-  if (data_) munmap(data_, rounded(size_, alignment));
+  if (data_) munmap(data_, mapped_size(size_));
 }
 
 #else
@@ -54,5 +75,16 @@ Buffer::~Buffer() {
 }
 
 #endif
+
+uint8_t* Arena::allocate(size_t size) {
+  size = rounded(size, alignment);
+  if (chunks_.empty() || chunks_.back().size() - used_ < size) {
+    chunks_.emplace_back(size > chunk_size ? size : chunk_size);
+    used_ = 0;
+  }
+  uint8_t* memory = chunks_.back().data() + used_;
+  used_ += size;
+  return memory;
+}
 
 }  // namespace quire

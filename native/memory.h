@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace quire {
 
@@ -39,6 +40,18 @@ class Buffer {
  private:
   uint8_t* data_ = nullptr;
   size_t size_ = 0;
+};
+
+// Many small pieces out of few large buffers, so that they too lie in large pages. Pieces live as
+// long as the arena; memory that no piece was written to is not taken.
+class Arena {
+ public:
+  uint8_t* allocate(size_t size);  // aligned to a cache line
+
+ private:
+  static constexpr size_t chunk_size = size_t{32} << 20;
+  std::vector<Buffer> chunks_;
+  size_t used_ = 0;  // of the last chunk
 };
 
 }  // namespace quire
