@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "pack.h"
+#include "sampler_passes.h"
 
 namespace quire {
 namespace {
@@ -513,10 +514,7 @@ void Decoder::attend(const Stage& stage) {
 }
 
 bool Decoder::is_finite(int row) const {
-  const float* state = state_.as<float>() + row * shape_.hidden_size;
-  bool finite = true;
-  for (int64_t i = 0; i < shape_.hidden_size; i++) finite = finite && std::isfinite(state[i]);
-  return finite;
+  return quire::is_finite(state_.as<float>() + row * shape_.hidden_size, shape_.hidden_size);
 }
 
 void Decoder::final_state(int row, float* out) const {
