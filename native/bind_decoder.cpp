@@ -26,12 +26,16 @@ const char* const plan_fields[] = {"sequence_id", "start",   "tokens",        "f
                                    "block_table", "want",    "sampling",      "completion_position",
                                    "history",     "allowed", "prompt_targets"};
 
+// What does not fit becomes -1, which is no token and no block: a fault of that sequence alone.
 template <class Value>
 std::vector<Value> integers(nb::handle sequence) {
   const nb::tuple items = nb::borrow<nb::tuple>(sequence);
   std::vector<Value> values;
   values.reserve(items.size());
-  for (const nb::handle item : items) values.push_back(nb::cast<Value>(item));
+  for (const nb::handle item : items) {
+    Value value;
+    values.push_back(nb::try_cast<Value>(item, value) ? value : Value{-1});
+  }
   return values;
 }
 
@@ -143,7 +147,8 @@ std::unique_ptr<Runner> make_runner(int64_t hidden_size, int64_t ffn_size, int64
 }
 
 int add_matrix(Runner& self, const std::string& format, Array<const uint8_t> blocks,
-               int64_t num_rows, int64_t in_size, bool whole_rows, float scale, int bias) {
+               int64_t num_rows, int64_t in_size, bool whole_rows, bool refined, float scale,
+               int bias) {
   const SourceFormat* source = source_format(format.c_str());
   if (!source) throw nb::value_error(("no kernel for the format " + format).c_str());
   const int64_t needed = num_rows * in_size / source->block_size * source->block_bytes;
@@ -151,7 +156,8 @@ int add_matrix(Runner& self, const std::string& format, Array<const uint8_t> blo
     throw nb::value_error("the blocks do not make these rows");
   const uint8_t* data = blocks.data();
   nb::gil_scoped_release released;
-  return self.decoder.add_matrix(format.c_str(), data, num_rows, in_size, whole_rows, scale, bias);
+  return self.decoder.add_matrix(format.c_str(), data, num_rows, in_size, whole_rows, refined,
+                                 scale, bias);
 }
 
 // What a matrix takes once packed.
@@ -216,7 +222,7 @@ void bind_decoder(nb::module_& m) {
   m.def("packed_bytes", &packed_bytes, "format"_a, "num_rows"_a, "in_size"_a);
   nb::class_<Runner>(m, "Decoder")
       .def("add_matrix", &add_matrix, "format"_a, "blocks"_a, "num_rows"_a, "in_size"_a,
-           "whole_rows"_a = false, "scale"_a = 1.0f, "bias"_a = -1)
+           "whole_rows"_a = false, "refined"_a = false, "scale"_a = 1.0f, "bias"_a = -1)
       .def("add_vector",
            [](Runner& self, Array<const float> values) {
              return self.decoder.add_vector(values.data(), static_cast<int64_t>(values.size()));

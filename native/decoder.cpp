@@ -17,7 +17,7 @@ constexpr int task_rows = groups_a_task * row_group;
 constexpr int columns_a_turn = 128;  // whose results wait in a thread's scratch
 constexpr int attend_rows = 16;      // of one sequence, attended to together
 
-enum Forms { wants_groups = 1, wants_row = 2, wants_floats = 4 };
+enum Forms { wants_groups = 1, wants_row = 2, wants_floats = 4, wants_residuals = 8 };
 
 int tasks_of(int64_t num_rows) { return static_cast<int>((num_rows + task_rows - 1) / task_rows); }
 
@@ -34,7 +34,7 @@ Decoder::Decoder(const DecoderShape& shape, const Kernels& kernels, int num_thre
 // ---- made once
 
 int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_rows,
-                        int64_t in_size, bool whole_rows, float scale, int bias) {
+                        int64_t in_size, bool whole_rows, bool refined, float scale, int bias) {
   const SourceFormat* source = source_format(format);
   if (!source) throw std::invalid_argument(std::string("no kernel for the format ") + format);
   if (in_size % std::max(source->block_size, 1) != 0)
@@ -49,6 +49,7 @@ int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_r
   matrix->form = format_infos[source->packed].bits == 0 ? Form::floats : Form::groups;
   const bool is_whole = whole_rows && source->packed == TERNARY;
   if (is_whole) matrix->form = Form::row;
+  matrix->is_refined = refined && matrix->form == Form::groups;
   // With one scale for all its blocks a row's sum is a sum of integers to the end, and exact.
   float common = 1.0f;
   const bool is_common =
@@ -116,7 +117,7 @@ int64_t Decoder::workspace_bytes() const {
   size_t total = state_.size() + projected_.size() + mixed_.size() + gated_.size() +
                  logits_.size() + scratch_.size();
   for (const Activations& a : activations_)
-    total += a.groups.size() + a.scales.size() + a.floats.size();
+    total += a.groups.size() + a.residuals.size() + a.scales.size() + a.floats.size();
   return static_cast<int64_t>(total + 4 * (cosines_.size() + sines_.size()));
 }
 
@@ -168,10 +169,11 @@ void Decoder::compute(const Stage& stage, const StepInput& input) {
 void Decoder::make_room(int num_rows) {
   if (num_rows <= room_) return;
   int64_t widest = shape_.hidden_size, projected = 0;
-  bool needs_floats = false;
+  bool needs_floats = false, needs_residuals = false;
   for (const auto& matrix : matrices_) {
     widest = std::max(widest, matrix->in_size);
     needs_floats = needs_floats || matrix->form == Form::floats;
+    needs_residuals = needs_residuals || matrix->is_refined;
   }
   projected = int64_t{shape_.num_heads + 2 * shape_.num_kv_heads} * shape_.head_dim;
   projected_stride_ = ((projected + row_group - 1) / row_group | 1) * row_group;
@@ -184,6 +186,7 @@ void Decoder::make_room(int num_rows) {
     a.group_stride = (widest / group_size) | 1;  // odd: columns must not share cache sets
     a.float_stride = (widest + 15) / 16 * 16 + 16;
     a.groups.grow(bytes_of(num_rows * a.group_stride, sizeof(ActivationGroup)));
+    if (needs_residuals) a.residuals.grow(a.groups.size());
     a.scales.grow(floats(num_rows));
     if (needs_floats) a.floats.grow(floats(num_rows * a.float_stride));
   }
@@ -205,6 +208,7 @@ int Decoder::forms_of(const std::vector<int>& matrices) const {
   int forms = 0;
   for (const int index : matrices) {
     const Form form = matrices_[static_cast<size_t>(index)]->form;
+    if (matrices_[static_cast<size_t>(index)]->is_refined) forms |= wants_residuals;
     forms |= form == Form::groups ? wants_groups : form == Form::row ? wants_row : wants_floats;
   }
   return forms;
@@ -244,6 +248,17 @@ void Decoder::prepare(const Stage& stage) {
   });
 }
 
+// What rounding to codes left of a row, in codes of its own.
+void Decoder::quantise_residuals(const float* x, int size, const ActivationGroup* groups,
+                                 ActivationGroup* residuals) const {
+  float left[group_size];
+  for (int group = 0; group < size / group_size; group++) {
+    for (int i = 0; i < group_size; i++)
+      left[i] = x[group * group_size + i] - groups[group].scale * groups[group].codes[i];
+    kernels_.quantise_groups(left, group_size, residuals + group);
+  }
+}
+
 // Norms a row where asked, and writes it in the forms that are wanted.
 void Decoder::prepare_row(const float* x, int64_t size, int norm, int forms, Activations& to,
                           int row) {
@@ -257,6 +272,10 @@ void Decoder::prepare_row(const float* x, int64_t size, int norm, int forms, Act
   }
   ActivationGroup* groups = to.groups.as<ActivationGroup>() + row * to.group_stride;
   if (forms & wants_groups) kernels_.quantise_groups(x, count, groups);
+  if (forms & wants_residuals) {
+    ActivationGroup* residuals = to.residuals.as<ActivationGroup>() + row * to.group_stride;
+    quantise_residuals(x, count, groups, residuals);
+  }
   if (forms & wants_row) to.scales.as<float>()[row] = kernels_.quantise_row(x, count, groups);
   if (forms & wants_floats)
     std::memcpy(to.floats.as<float>() + row * to.float_stride, x, bytes_of(size, sizeof(float)));
@@ -279,6 +298,8 @@ void Decoder::multiply(const Matrix& matrix, const Activations& from, int first_
   } else {
     product.columns = from.groups.as<ActivationGroup>() + first * from.group_stride;
     product.column_stride = from.group_stride;
+    if (matrix.is_refined)
+      product.residuals = from.residuals.as<ActivationGroup>() + first * from.group_stride;
   }
   product.num_columns = count;
   product.out = out;

@@ -25,8 +25,9 @@ struct Matrix {
   Format format;
   Form form;
   int64_t num_rows, in_size, group_bytes;
-  float scale;  // of every product
-  int bias;     // index of a vector, or -1
+  bool is_refined;  // multiplied with what rounding left of the groups, too
+  float scale;      // of every product
+  int bias;         // index of a vector, or -1
   const uint8_t* data;
   int64_t num_bytes;
 };
@@ -96,7 +97,7 @@ class Decoder {
 
   // ---- made once
   int add_matrix(const char* format, const uint8_t* blocks, int64_t num_rows, int64_t in_size,
-                 bool whole_rows, float scale, int bias);
+                 bool whole_rows, bool refined, float scale, int bias);
   int add_vector(const float* values, int64_t size);
   void add_stage(Stage stage);
   void set_ends(int embedding, int output_norm, int head);
@@ -143,7 +144,7 @@ class Decoder {
 
   // Activations of all rows in the forms that the next product takes.
   struct Activations {
-    Buffer groups, scales, floats;
+    Buffer groups, residuals, scales, floats;
     int64_t group_stride = 0, float_stride = 0;
   };
 
@@ -169,6 +170,8 @@ class Decoder {
   void split_long_rows();
   void prepare(const Stage& stage);
   void prepare_row(const float* x, int64_t size, int norm, int forms, Activations& to, int row);
+  void quantise_residuals(const float* x, int size, const ActivationGroup* groups,
+                          ActivationGroup* residuals) const;
   void project(const Stage& stage);
   void gate(const Stage& stage);
   void turn(const Stage& stage, const StepInput& input);

@@ -31,6 +31,8 @@ struct Product {
   int num_rows;           // that exist from the first group on; the rest of the last is padding
   const void* columns;    // ActivationGroup or float, as the format wants
   int64_t column_stride;  // in ActivationGroup or float
+  // Null, or what rounding left of the columns, as ActivationGroups of its own: multiplied too.
+  const ActivationGroup* residuals;
   int num_columns;
   float* out;  // [column][row - first row]
   int64_t out_stride;

@@ -432,14 +432,22 @@ INLINE void store_rows(float* out, Floats x, int count) {
 // Few columns: no tile, sums in registers from end to end.
 template <class T, int groups, int columns>
 void product_direct(const Product& p, const Direct<T, groups>& source, int first_row, int column) {
-  const auto* activations = static_cast<const ActivationGroup*>(p.columns);
-  const ActivationGroup* of[columns];
-  for (int c = 0; c < columns; c++) of[c] = activations + (column + c) * p.column_stride;
+  const ActivationGroup* of[2][columns];
+  for (int c = 0; c < columns; c++) {
+    const int64_t at = (column + c) * p.column_stride;
+    of[0][c] = static_cast<const ActivationGroup*>(p.columns) + at;
+    of[1][c] = p.residuals ? p.residuals + at : nullptr;
+  }
   Floats acc[groups][columns];
   for (auto& group : acc)
     for (auto& x : group) x = broadcast(0.0f);
-  accumulate<Direct<T, groups>, groups, columns>(source, 0, static_cast<int>(p.in_size / 32), of,
-                                                 acc);
+  const int sub_blocks = static_cast<int>(p.in_size / 32);
+  const int step = p.residuals ? slab : sub_blocks;  // residuals take turns, as with tiles
+  for (int first = 0; first < sub_blocks; first += step) {
+    const int count = sub_blocks - first < step ? sub_blocks - first : step;
+    for (int pass = 0; pass <= (p.residuals != nullptr); pass++)
+      accumulate<Direct<T, groups>, groups, columns>(source, first, count, of[pass], acc);
+  }
   for (int g = 0; g < groups; g++)
     for (int c = 0; c < columns; c++)
       store_rows(p.out + (column + c) * p.out_stride + first_row + g * row_group, acc[g][c],
@@ -457,6 +465,18 @@ void tile_columns(const TileData<groups>& tile, int first, int count, const Acti
   accumulate<Tile<F, groups>, groups, columns>({tile}, 0, count, of, acc);
   for (int g = 0; g < groups; g++)
     for (int c = 0; c < columns; c++) store(sums + (c * groups + g) * row_group, acc[g][c]);
+}
+
+// Up to four columns.
+template <class F, int groups>
+void tile_some(const TileData<groups>& tile, int first, int count, const ActivationGroup* from,
+               int64_t stride, int columns, float* sums) {
+  switch (columns) {
+    case 1: return tile_columns<F, groups, 1>(tile, first, count, from, stride, sums);
+    case 2: return tile_columns<F, groups, 2>(tile, first, count, from, stride, sums);
+    case 3: return tile_columns<F, groups, 3>(tile, first, count, from, stride, sums);
+    default: return tile_columns<F, groups, 4>(tile, first, count, from, stride, sums);
+  }
 }
 
 // The weights of the next slab come from memory while this one's are multiplied: without that a
@@ -493,31 +513,21 @@ void product_tiled(const Product& p, const Direct<T, groups>& source, int first_
   TileData<groups> tile;
   alignas(64) float sums[max_tile_columns * groups * row_group];
   for (int i = 0; i < num_columns * groups * row_group; i++) sums[i] = 0.0f;
-  const auto* from = static_cast<const ActivationGroup*>(p.columns) + column * p.column_stride;
+  const auto* activations = static_cast<const ActivationGroup*>(p.columns);
   const int sub_blocks = static_cast<int>(p.in_size / 32);
   for (int first = 0; first < sub_blocks; first += slab) {
     const int count = sub_blocks - first < slab ? sub_blocks - first : slab;
     fill_tile(source, first, count, tile);
     NextSlab<T, groups> next(p, source, first + slab, sub_blocks);
     const int lines = next.num_lines * 4 / num_columns + 1;  // for each four columns
-    int c = 0;
-    for (; c + 4 <= num_columns; c += 4) {
+    for (int c = 0; c < num_columns; c += 4) {
       next.fetch(lines);
-      tile_columns<F, groups, 4>(tile, first, count, from + c * p.column_stride, p.column_stride,
-                                 sums + c * groups * row_group);
-    }
-    const ActivationGroup* rest = from + c * p.column_stride;
-    float* rest_sums = sums + c * groups * row_group;
-    switch (num_columns - c) {
-      case 3:
-        tile_columns<F, groups, 3>(tile, first, count, rest, p.column_stride, rest_sums);
-        break;
-      case 2:
-        tile_columns<F, groups, 2>(tile, first, count, rest, p.column_stride, rest_sums);
-        break;
-      case 1:
-        tile_columns<F, groups, 1>(tile, first, count, rest, p.column_stride, rest_sums);
-        break;
+      const int64_t at = (column + c) * p.column_stride;
+      float* some = sums + c * groups * row_group;
+      const int some_columns = num_columns - c;
+      tile_some<F>(tile, first, count, activations + at, p.column_stride, some_columns, some);
+      if (p.residuals)
+        tile_some<F>(tile, first, count, p.residuals + at, p.column_stride, some_columns, some);
     }
   }
   for (int c = 0; c < num_columns; c++)

@@ -14,6 +14,9 @@ from quire.model.spec import Activation, ModelSpec
 
 _NO_VECTOR = -1
 _TERNARY = ("TQ1_0", "TQ2_0")
+# Rounding what values are made of costs more accuracy than any other product's rounding, and they
+# are a small part of the work: this one is multiplied with what rounding left, too.
+_REFINED = "attn_v"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ class _Compiler:
             tensor.data,
             *tensor.shape,
             whole_rows=whole_rows,
+            refined=name.endswith(_REFINED),
             scale=self._scale(name),
             bias=self._bias(name),
         )
