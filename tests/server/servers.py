@@ -24,7 +24,7 @@ from quire.server.runner import make_server
 from quire.server.service import Load, Service
 from quire.server.settings import ServerSettings
 
-PATIENCE_S = 30.0  # a guard against waiting for ever; nothing is measured
+PATIENCE_S = 120.0  # a guard against waiting for ever; nothing is measured
 NAME = "tiny-text"
 
 

@@ -86,13 +86,13 @@ def test_headers_that_do_not_come_are_given_up(text_model: Path) -> None:
 
 
 def test_a_connection_may_rest_between_requests(text_model: Path) -> None:
-    with fake_server(text_model, header_timeout_s=0.1, keep_alive_s=30.0) as server:
+    with fake_server(text_model, header_timeout_s=0.3, keep_alive_s=30.0) as server:
         ask = head("/health", method="GET")
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as kept:
             for _ in range(3):
                 kept.sendall(ask)
                 assert b"200 OK" in kept.recv(1 << 16)
-                threading.Event().wait(0.25)
+                threading.Event().wait(0.5)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_the_number_of_prompts_is_bounded(fake: RunningServer) -> None:
 
 def test_a_key_has_so_many_requests_open_and_no_more(text_model: Path) -> None:
     ring = KeyRing([ApiKey("few", digest_of(KEY), max_concurrent=2)])
-    with fake_server(text_model, PacedExecutor(step_s=0.01), keys=ring) as server:
+    with fake_server(text_model, PacedExecutor(step_s=0.05), keys=ring) as server:
         server.headers["Authorization"] = f"Bearer {KEY}"
         body = {"prompt": "hi", "max_tokens": 30, "ignore_eos": True}
         statuses: list[int] = []
