@@ -1,5 +1,7 @@
 """Every family of the loader, with its biases, norms, windows and ropes, beside the reference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tests.executors.cuda.interpreting  # noqa: F401
@@ -10,6 +12,7 @@ from tests.fixture_files import FIXTURES
 from quire.core.plan import StepPlan, Want
 from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.reference import ReferenceExecutor
+from quire.model.loading import load_model
 
 FAMILIES = ("llama-linear-biased-tied", "mistral", "qwen2", "qwen2-yarn", "qwen3")
 PROMPT = (3, 1, 4, 1, 5, 9)
@@ -23,6 +26,25 @@ def test_logits_are_the_references(name: str) -> None:
         reference = ReferenceExecutor(model, num_blocks=4)
     executor.warm_up()
     plan = StepPlan(0, (row(PROMPT, (2, 0), want=Want.LOGITS),))
+    found = np.asarray(executor.collect(executor.submit(plan), 60).sequences[0].logits)
+    exact = np.asarray(reference.collect(reference.submit(plan), 60).sequences[0].logits)
+    assert ((found - exact) ** 2).sum() / (exact**2).sum() < 2e-4
+
+
+def test_a_product_may_mix_formats() -> None:
+    """As files do: values of more bits than keys, and here gates of fewer than what they gate."""
+    names = ("blk.0.ffn_up.weight", "blk.1.attn_k.weight", "blk.1.ffn_down.weight")
+    with load_model("dummy:tiny:Q4_K_M") as model, load_model("dummy:tiny:Q8_0") as other:
+        mixed = {name: other.tensors[name] for name in names}
+        model = replace(model, tensors={**model.tensors, **mixed})
+        config = CudaConfig(max_batch_size=4, max_step_tokens=16, num_blocks=4, device="cpu")
+        executor = CudaExecutor(model, config)
+        reference = ReferenceExecutor(model, num_blocks=4)
+    executor.warm_up()
+    segments = [segment.planes.format for segment in executor._weights.layers[1].qkv.segments]
+    assert segments == ["Q4_K", "Q8_0", "Q4_K"] or segments == ["Q4_K", "Q8_0", "Q6_K"]
+    assert not executor._weights.layers[0].gate_up.is_gated
+    plan = StepPlan(0, (row(PROMPT[:3], (2, 0), want=Want.LOGITS),))
     found = np.asarray(executor.collect(executor.submit(plan), 60).sequences[0].logits)
     exact = np.asarray(reference.collect(reference.submit(plan), 60).sequences[0].logits)
     assert ((found - exact) ** 2).sum() / (exact**2).sum() < 2e-4

@@ -1,0 +1,109 @@
+"""The plain kernels over planes, in the interpreter: products, gating and the embedding's rows."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tests.executors.cuda.interpreting  # noqa: F401
+
+torch = pytest.importorskip("torch")
+
+from tests.executors.cuda.emulation import decoded  # noqa: E402
+
+from quire.executors.cuda.kernels import plain  # noqa: E402
+from quire.executors.cuda.planes import (  # noqa: E402
+    FORMS,
+    Planes,
+    reorder,
+    to_natural_order,
+    to_operand_order,
+)
+from quire.executors.cuda.products import PlainProducts, powers  # noqa: E402
+from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_parts  # noqa: E402
+from quire.model.random_blocks import random_blocks  # noqa: E402
+from quire.quant.formats import format_named  # noqa: E402
+
+FORMATS = (*FORMS, "BF16", "F16")
+ROWS, COLUMNS, TOKENS = 32, 512, 3
+
+
+def made(format_name: str) -> Planes:
+    block_format = format_named(format_name, "test")
+    raw = random_blocks(block_format, ROWS * COLUMNS, 0.05, np.random.default_rng(7))
+    return reorder(format_name, torch.from_numpy(raw), ROWS, COLUMNS)
+
+
+def tokens() -> Any:
+    return torch.randn((TOKENS, COLUMNS), generator=torch.Generator().manual_seed(3)).half()
+
+
+def relative(found: Any, wanted: Any) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_parts_of_a_product_come_to_weights_times_tokens(format_name: str) -> None:
+    planes, x = made(format_name), tokens()
+    bias = torch.arange(ROWS, dtype=torch.float32)
+    linear = Linear((Segment(planes, 0, bias),), ROWS, 2, tokens_shrunk=4.0)
+    sums = torch.full((2, TOKENS, ROWS), float("nan"))
+    PlainProducts(exact=True).multiply(linear, to_operand_order(x / 4), sums, TOKENS)
+    wanted = x.double() @ decoded(planes).T + bias
+    assert relative(sums[0] + sums[1], wanted) < 1e-5
+
+
+def test_segments_lie_side_by_side() -> None:
+    first, second, x = made("Q4_K"), made("Q6_K"), tokens()
+    linear = Linear((Segment(first, 0, None), Segment(second, ROWS, None)), 2 * ROWS, 1)
+    sums = torch.full((1, TOKENS, 2 * ROWS), float("nan"))
+    PlainProducts(exact=True).multiply(linear, to_operand_order(x), sums, TOKENS)
+    wanted = x.double() @ torch.cat([decoded(first), decoded(second)]).T
+    assert relative(sums[0], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_gates_open_what_stands_beside_them(in_turns: bool) -> None:
+    planes, x = made("Q4_0"), tokens()
+    linear = Linear((Segment(planes, 0, None),), ROWS, 1, is_gated=in_turns)
+    sums = torch.zeros((1, TOKENS, ROWS))
+    out = torch.zeros((TOKENS, ROWS // 2), dtype=torch.float16)
+    PlainProducts(exact=True).multiply_gated(linear, to_operand_order(x), sums, out, TOKENS)
+    rows = x.double() @ decoded(planes).T
+    if in_turns:
+        turns = rows.view(TOKENS, -1, 2, 8)
+        gates, values = turns[:, :, 0].flatten(1), turns[:, :, 1].flatten(1)
+    else:
+        gates, values = rows.split(ROWS // 2, dim=1)
+    wanted = torch.nn.functional.silu(gates) * values
+    assert relative(out.float() * GATED_SHRINK, wanted) < 1e-3
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_tokens_are_their_rows_of_the_embedding_given_or_sampled(format_name: str) -> None:
+    planes = made(format_name)
+    given = torch.tensor([5, 0], dtype=torch.int32)
+    sources = torch.tensor([-1, 1], dtype=torch.int32)
+    samples = torch.tensor([3, 9], dtype=torch.int32)
+    out = torch.full((2, COLUMNS), float("nan"))
+    others = [
+        planes.quants if x is None else x for x in (planes.high, planes.scales, planes.deltas)
+    ]
+    plain.embed[(2, planes.num_blocks)](
+        given,
+        sources,
+        samples,
+        out,
+        planes.quants,
+        *others,
+        ROWS,
+        planes.num_blocks,
+        *powers(planes),
+        FORMAT=plain.FLOAT if planes.is_float else plain.FORMAT_CODES[format_name],
+        PDL=False,
+    )
+    assert relative(to_natural_order(out), decoded(planes)[[5, 9]]) < 1e-4
+
+
+def test_parts_depend_on_the_matrix_alone() -> None:
+    shapes = {(6144, 16): 2, (4096, 16): 2, (4096, 56): 4, (28672, 16): 1, (128256, 16): 1}
+    assert {shape: num_parts(*shape) for shape in shapes} == shapes
