@@ -7,8 +7,8 @@ may be submitted before the one it follows is collected.
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from quire.core.plan import (
     SequenceResult,
     StepPlan,
     StepResult,
-    TokenLogprob,
     Want,
 )
 from quire.executors.cuda import sampling
@@ -37,20 +36,15 @@ from quire.executors.cuda.graphs import Runner
 from quire.executors.cuda.memory import allocate_blocks, check_weights, weights_memory
 from quire.executors.cuda.planes import Array, to_natural_order
 from quire.executors.cuda.products import products_for
-from quire.executors.cuda.sampling import SampleRow, Scores, is_plain
+from quire.executors.cuda.sampling import SampleRow, is_plain
 from quire.executors.cuda.step_input import PackedRow
+from quire.executors.cuda.tickets import CudaTicket, StepRow, plain_results, result_of
 from quire.executors.cuda.weights import Loader, check_model, packed_bytes
 from quire.model.loading import Model
 
 _STEPS_REMEMBERED = 8  # whose samples later steps may follow
 _PARTS_APART_TOKENS = 16
 _POLL_S = 2e-5
-
-_FAULTS = {
-    sampling.NOT_FINITE: "the logits are not finite",
-    sampling.NOTHING_ALLOWED: "the mask allows no token",
-    sampling.TOO_LARGE: "the penalties make the logits infinite",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,34 +62,6 @@ class CudaConfig:
         for name in ("max_batch_size", "max_step_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row of a step under way: where its answers will be."""
-
-    plan: SequencePlan
-    fault: str | None = None
-    packed: PackedRow | None = None
-    answer: int | None = None  # its row of the head
-    scores: tuple[Scores, int] | None = None  # of its sample, with its place there
-    prompt_scores: list[Scores] = field(default_factory=list)
-    logits: list[Array] = field(default_factory=list)
-    pooled: Array | None = None
-
-
-@dataclass(slots=True)
-class CudaTicket:
-    plan: StepPlan
-    rows: list[_Row]
-    num_padding: int = 0
-    is_plain: bool = False  # every row is sampled and asks for nothing else
-    answers: Array | None = None  # [rows, 2] on the host, once `done`
-    finite: Array | None = None  # [tokens]
-    begun: Array | None = None  # events of the stream
-    done: Array | None = None
-    submitted_at: float = 0.0
-    is_cancelled: bool = False
 
 
 class CudaExecutor:
@@ -150,7 +116,7 @@ class CudaExecutor:
         self._runner = Runner(self._decoder, self._blocks, limits, self._device)
         self._next_slot = 0
         self._slots: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
-        self._faulted: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._faulted: dict[int, set[int]] = {}  # by step, the sequences it gave no token
         self._ended_at = float("-inf")
         self._is_warm = False
         self._is_closed = False
@@ -202,15 +168,31 @@ class CudaExecutor:
         ended_at = self._clock.now()
         if ticket.is_cancelled:
             raise StepCancelledError(f"step {ticket.plan.step_id} was cancelled")
-        results = self._plain_results(ticket)
-        if results is None:
-            results = tuple(self._result(ticket, row) for row in ticket.rows)
+        results = plain_results(ticket)
+        if results is None or self._follows_a_fault(ticket):
+            results = tuple(result_of(ticket, row, self._has_faulted) for row in ticket.rows)
+            self._remember_faults(ticket, results)
         elapsed = ended_at - max(ticket.submitted_at, self._ended_at)
         if ticket.begun is not None:
             elapsed = ticket.begun.elapsed_time(ticket.done) / 1000
         self._ended_at = ended_at
         started = ended_at - elapsed
         return StepResult(ticket.plan.step_id, started, elapsed, results, ticket.num_padding)
+
+    def _remember_faults(self, ticket: CudaTicket, results: tuple[SequenceResult, ...]) -> None:
+        """Rows that follow these have no token to begin with."""
+        failed = {result.sequence_id for result in results if result.fault is not None}
+        if failed:
+            self._faulted.setdefault(ticket.plan.step_id, set()).update(failed)
+        while len(self._faulted) > _STEPS_REMEMBERED:
+            del self._faulted[next(iter(self._faulted))]
+
+    def _follows_a_fault(self, ticket: CudaTicket) -> bool:
+        return bool(self._faulted) and any(row.plan.follows in self._faulted for row in ticket.rows)
+
+    def _has_faulted(self, plan: SequencePlan) -> bool:
+        assert plan.follows is not None
+        return plan.sequence_id in self._faulted.get(plan.follows, ())
 
     def cancel(self, ticket: CudaTicket) -> None:
         """A replayed graph cannot be stopped; a step ends in milliseconds, and then counts not."""
@@ -254,7 +236,7 @@ class CudaExecutor:
         packed: list[PackedRow] = []
         first = 0
         for plan in ticket.plan.sequences:
-            row = _Row(plan)
+            row = StepRow(plan)
             ticket.rows.append(row)
             try:
                 source = None if plan.follows is None else self._source(plan)
@@ -277,7 +259,7 @@ class CudaExecutor:
         """Where the token is that a row follows."""
         assert plan.follows is not None
         slot = self._slots.get(plan.follows, {}).get(plan.sequence_id)
-        if slot is None or (plan.follows, plan.sequence_id) in self._faulted:
+        if slot is None or self._has_faulted(plan):
             raise RowFaultError(f"step {plan.follows} sampled no token for this sequence")
         return slot
 
@@ -315,7 +297,7 @@ class CudaExecutor:
                 self._more_wants(row)
         ticket.answers, ticket.finite = self._runner.fetch(len(sampled), num_tokens)
 
-    def _take_slots(self, step_id: int, rows: list[_Row]) -> list[int]:
+    def _take_slots(self, step_id: int, rows: list[StepRow]) -> list[int]:
         """Places for a step's samples; those of old steps are used again."""
         ring = int(self._samples_ring.shape[0])
         known = self._slots.setdefault(step_id, {})
@@ -328,7 +310,7 @@ class CudaExecutor:
             self._slots.popitem(last=False)
         return slots
 
-    def _sample(self, rows: list[_Row], slots: list[int]) -> bool:
+    def _sample(self, rows: list[StepRow], slots: list[int]) -> bool:
         """Overwrite the likeliest tokens where more was asked for; whether it was for none."""
         asked = []
         for place, row in enumerate(rows):
@@ -350,10 +332,10 @@ class CudaExecutor:
         asked = [entry for entry in asked if rows[entry[0]].fault is None]
         if not asked:
             return False
-        places = torch.tensor([place for place, _ in asked], device=self._device)
+        places = self._integers([place for place, _ in asked])
         logits = self._decoder.logits[places]
         tokens, outcome = sampling.choose(logits, [how for _, how in asked], self._samples_ring)
-        own_slots = torch.tensor([slots[place] for place, _ in asked], device=self._device)
+        own_slots = self._integers([slots[place] for place, _ in asked])
         self._samples_ring[own_slots] = tokens.to(torch.int32)
         self._decoder.answers[places, 0] = tokens.to(torch.int32)
         self._decoder.answers[places, 1] = outcome.to(torch.int32)
@@ -361,14 +343,18 @@ class CudaExecutor:
             at for at, (_, how) in enumerate(asked) if how.sampling.params.logprobs is not None
         ]
         if scored:
-            index = torch.tensor(scored, device=self._device)
+            index = self._integers(scored)
             most = max(asked[at][1].sampling.params.logprobs or 0 for at in scored)
             scores = sampling.score(logits[index], tokens[index], most)
             for place, at in enumerate(scored):
                 rows[asked[at][0]].scores = (scores, place)
         return False
 
-    def _check_sampling(self, row: _Row, how: SampleRow) -> None:
+    def _integers(self, values: Sequence[int]) -> Array:
+        """On the device, without waiting for what runs there."""
+        return torch.from_numpy(np.array(values, np.int64)).to(self._device, non_blocking=True)
+
+    def _check_sampling(self, row: StepRow, how: SampleRow) -> None:
         """Token ids that the sampler would write to must be in the vocabulary."""
         size = self._capacity.vocabulary_size
         params = how.sampling.params
@@ -380,7 +366,7 @@ class CudaExecutor:
         if any(not 0 <= token < size for token in named):
             row.fault = f"a token id is beyond the {size} logits"
 
-    def _more_wants(self, row: _Row) -> None:
+    def _more_wants(self, row: StepRow) -> None:
         """Logits of every position, scores of the prompt, the pooled state."""
         plan, packed = row.plan, row.packed
         assert packed is not None
@@ -390,7 +376,7 @@ class CudaExecutor:
         if plan.want is Want.LOGITS or plan.prompt_targets:
             self._every_position(row, packed)
 
-    def _every_position(self, row: _Row, packed: PackedRow) -> None:
+    def _every_position(self, row: StepRow, packed: PackedRow) -> None:
         plan = row.plan
         targets = plan.prompt_targets
         num_top = (plan.sampling.params.prompt_logprobs or 0) if plan.sampling is not None else 0
@@ -401,87 +387,5 @@ class CudaExecutor:
             if plan.want is Want.LOGITS:
                 row.logits.append(logits.clone())
             if aimed := targets[start : start + count]:
-                tokens = torch.tensor(aimed, device=self._device)
+                tokens = self._integers(aimed)
                 row.prompt_scores.append(sampling.score(logits[: len(aimed)], tokens, num_top))
-
-    # ---- collecting
-
-    def _plain_results(self, ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
-        """The results where every row was sampled, is sound and asked for no more: the usual step,
-        without a look at each row. None for any other."""
-        answers, finite = ticket.answers, ticket.finite
-        if not ticket.is_plain or answers is None or finite is None or self._faulted:
-            return None
-        if not finite.all() or not (answers[:, 1] == sampling.FINITE).all():
-            return None
-        tokens = answers[:, 0].tolist()
-        return tuple(
-            [
-                SequenceResult(row.plan.sequence_id, token)
-                for row, token in zip(ticket.rows, tokens, strict=True)
-            ]
-        )
-
-    def _result(self, ticket: CudaTicket, row: _Row) -> SequenceResult:
-        plan = row.plan
-        fault = row.fault or self._late_fault(ticket, row)
-        if fault is not None:
-            if plan.want is Want.SAMPLE:
-                self._remember_fault(ticket.plan.step_id, plan.sequence_id)
-            return SequenceResult(plan.sequence_id, fault=fault)
-        token = logprob = None
-        if row.answer is not None:
-            assert ticket.answers is not None
-            token = int(ticket.answers[row.answer, 0])
-            logprob = _sample_score(row, token)
-        if token is not None and logprob is None and not row.plan.prompt_targets:
-            return SequenceResult(plan.sequence_id, token)
-        num_top = (plan.sampling.params.prompt_logprobs or 0) if plan.sampling is not None else 0
-        targets = iter(plan.prompt_targets)
-        prompt = tuple(
-            entry for scores in row.prompt_scores for entry in _entries(scores, targets, num_top)
-        )
-        logits = torch.cat(row.logits).cpu().numpy() if row.logits else None
-        pooled = None if row.pooled is None else row.pooled.cpu().numpy()
-        return SequenceResult(plan.sequence_id, token, logprob, prompt, logits, pooled)
-
-    def _late_fault(self, ticket: CudaTicket, row: _Row) -> str | None:
-        """What only the device could tell."""
-        plan, packed = row.plan, row.packed
-        assert packed is not None and ticket.finite is not None
-        if plan.follows is not None and (plan.follows, plan.sequence_id) in self._faulted:
-            return f"step {plan.follows} sampled no token for this sequence"
-        if not ticket.finite[packed.first : packed.last + 1].all():
-            return "the hidden state is not finite"
-        if row.answer is not None:
-            assert ticket.answers is not None
-            return _FAULTS.get(int(ticket.answers[row.answer, 1]))
-        if row.logits and not all(bool(torch.isfinite(part).all()) for part in row.logits):
-            return _FAULTS[sampling.NOT_FINITE]
-        return None
-
-    def _remember_fault(self, step_id: int, sequence_id: int) -> None:
-        self._faulted[step_id, sequence_id] = None
-        while len(self._faulted) > _STEPS_REMEMBERED * self._capacity.max_batch_size:
-            self._faulted.popitem(last=False)
-
-
-def _sample_score(row: _Row, token: int) -> TokenLogprob | None:
-    if row.scores is None:
-        return None
-    scores, place = row.scores
-    assert row.plan.sampling is not None
-    num_top = row.plan.sampling.params.logprobs or 0
-    return _entry(scores, place, token, num_top)
-
-
-def _entries(scores: Scores, targets: Iterator[int], num_top: int) -> list[TokenLogprob]:
-    count = len(scores.logprobs)
-    return [_entry(scores, place, next(targets), num_top) for place in range(count)]
-
-
-def _entry(scores: Scores, place: int, token: int, num_top: int) -> TokenLogprob:
-    tokens = np.asarray(scores.top_tokens[place, :num_top].cpu())
-    logprobs = np.asarray(scores.top_logprobs[place, :num_top].cpu())
-    top = tuple((int(t), float(p)) for t, p in zip(tokens, logprobs, strict=True))
-    return TokenLogprob(token, float(scores.logprobs[place]), int(scores.ranks[place]), top)
