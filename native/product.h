@@ -385,23 +385,24 @@ INLINE void accumulate(const Source& source, int first, int count,
   using F = typename Source::Format;
   constexpr int halves = F::per_half ? 2 : 1, vectors = 8 / halves;
   for (int s = first; s < first + count; s++) {
-#pragma GCC unroll 2
+    UNROLL(2)
     for (int h = 0; h < halves; h++) {
       Dot<F::bits, F::is_signed> dots[groups][columns];
-#pragma GCC unroll 8
-      for (int j = h * vectors; j < (h + 1) * vectors; j++)
-#pragma GCC unroll 2
+      UNROLL(8)
+      for (int j = h * vectors; j < (h + 1) * vectors; j++) {
+        UNROLL(2)
         for (int g = 0; g < groups; g++) {
           const Codes w = source.codes(s, g, j);
-#pragma GCC unroll 4
+          UNROLL(4)
           for (int c = 0; c < columns; c++)
             dots[g][c].add(w, activations[c][s].codes + 4 * j, j, h * vectors);
         }
-#pragma GCC unroll 2
+      }
+      UNROLL(2)
       for (int g = 0; g < groups; g++) {
         const Floats scale = source.scale(s, g, h);
         const Floats minimum = F::has_minimum ? source.minimum(s, g, h) : scale;
-#pragma GCC unroll 4
+        UNROLL(4)
         for (int c = 0; c < columns; c++) {
           const ActivationGroup& a = activations[c][s];
           Floats sum = to_floats(dots[g][c].total());
@@ -581,7 +582,7 @@ void float_columns(const Product& p, int group, int column) {
   for (auto& x : acc) x = broadcast(0.0f);
   for (int64_t k = 0; k < p.in_size; k++) {
     const Floats w = float_weights(format, weights + k * format_infos[format].code_bytes);
-#pragma GCC unroll 8
+    UNROLL(8)
     for (int c = 0; c < columns; c++)
       acc[c] = fma(w, broadcast(from[c * p.column_stride + k]), acc[c]);
   }
@@ -638,15 +639,17 @@ int64_t peak_dots(int64_t rounds) {
   Ints total = broadcast_int(0);
   for (int i = 0; i < chains; i++) dots[i].add(w, activations, 0, 0);
   for (int64_t r = 0; r < rounds; r++) {
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++)
-#pragma GCC unroll 8
+    UNROLL(8)
+    for (int j = 0; j < 8; j++) {
+      UNROLL(8)
       for (int i = 0; i < chains; i++)
         // A unit that adds in 32 bits need not begin anew; the others widen each round.
         dots[i].add(w, activations + 4 * ((r + i) & 7), j, signed_as_unsigned ? -1 : 0);
-    if (!signed_as_unsigned)
-#pragma GCC unroll 8
+    }
+    if (!signed_as_unsigned) {
+      UNROLL(8)
       for (int i = 0; i < chains; i++) total = total + dots[i].total();
+    }
   }
   for (int i = 0; i < chains; i++) total = total + dots[i].total();
   int32_t sums[16];

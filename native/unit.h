@@ -9,6 +9,14 @@
 #include "kernels.h"
 #include "scalar.h"
 
+// Loops over registers are written out; without registers to keep things in that only takes time.
+#if defined(QUIRE_UNIT_AVX512) || defined(QUIRE_UNIT_AVX2)
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL(times) PRAGMA(GCC unroll times)
+#else
+#define UNROLL(times)
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_METHOD inline __attribute__((always_inline))
 #define INLINE_STATIC static inline __attribute__((always_inline))
