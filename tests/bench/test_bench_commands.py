@@ -116,7 +116,7 @@ def test_limits_for_people(quire: Quire) -> None:
         "float32",
         "integer",
     ]
-    assert lines[5].startswith("integer kernel: numpy")
+    assert lines[5].startswith("integer kernel: native")
 
 
 # ---- throughput

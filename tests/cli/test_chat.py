@@ -138,7 +138,9 @@ def _take_terminal() -> None:
 
 @pytest.fixture
 def terminal(text_model: Path) -> Iterator[Terminal]:
-    opened = Terminal("chat", "--model", str(text_model), "--temperature", "0", "--ignore-eos")
+    # Slow enough that an answer can be stopped.
+    options = ("--device", "reference", "--temperature", "0", "--ignore-eos")
+    opened = Terminal("chat", "--model", str(text_model), *options)
     yield opened
     if opened.program.poll() is None:
         opened.program.kill()
