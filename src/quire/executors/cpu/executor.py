@@ -1,7 +1,6 @@
 """CpuExecutor: one native call a step, over weights in their packed form."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from quire.core.clock import Clock, RealClock
@@ -18,12 +17,12 @@ from quire.core.plan import (
 from quire.executors.cpu.compiling import Threads, compile_decoder, rope_tables
 from quire.executors.cpu.native import check_unit, units
 from quire.executors.cpu.sampling import SampleRequests
+from quire.executors.samples import StepSamples
 from quire.executors.worker import CancelFlag, StepTicket, StepWorker
 from quire.model.loading import Model
 
 BLOCK_SIZE = 16  # tokens; the kernels know no other
 
-_STEPS_REMEMBERED = 8  # whose samples later steps may follow
 _FIRST_POSITIONS = 4096  # of the rope tables, which grow when needed
 
 
@@ -75,7 +74,7 @@ class CpuExecutor(StepWorker):
         self._num_positions = 0
         self._reach(min(_FIRST_POSITIONS, self._capacity.max_context))
         self._requests = SampleRequests()
-        self._samples: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
+        self._samples = StepSamples()
         formats = {tensor.format.name for tensor in model.tensors.values()}
         self.kernels = [f"cpu/{self._decoder.unit}/{name}" for name in sorted(formats)]
         if best == "portable" and not unit:
@@ -133,7 +132,7 @@ class CpuExecutor(StepWorker):
         sequences = []
         for place, sequence in enumerate(plan.sequences):
             try:
-                sequences.append(self._resolved(sequence))
+                sequences.append(self._samples.resolved(sequence))
             except RowFaultError as error:
                 faults[place] = SequenceResult(sequence.sequence_id, fault=str(error))
         results = self._run_sound(plan, tuple(sequences), flag)
@@ -141,7 +140,7 @@ class CpuExecutor(StepWorker):
             others = iter(results)
             places = range(len(plan.sequences))
             results = tuple(faults.get(place) or next(others) for place in places)
-        self._remember(plan.step_id, results)
+        self._samples.remember(plan.step_id, results)
         return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
 
     def _check_copies(self, plan: StepPlan) -> None:
@@ -200,21 +199,6 @@ class CpuExecutor(StepWorker):
         self._num_positions = min(wanted, self._capacity.max_context)
         tables = rope_tables(self._spec, self._num_positions)
         self._decoder.set_rope(*tables, self._num_positions)
-
-    def _resolved(self, plan: SequencePlan) -> SequencePlan:
-        if plan.follows is None:
-            return plan
-        sampled = self._samples.get(plan.follows, {}).get(plan.sequence_id)
-        if sampled is None:
-            raise RowFaultError(f"step {plan.follows} sampled no token for this sequence")
-        return plan.resolved(sampled)
-
-    def _remember(self, step_id: int, results: tuple[SequenceResult, ...]) -> None:
-        """Keep what was sampled; a part of a step that is run again adds to what it gave before."""
-        samples = self._samples.setdefault(step_id, {})
-        samples.update((r.sequence_id, r.token) for r in results if r.token is not None)
-        while len(self._samples) > _STEPS_REMEMBERED:
-            self._samples.popitem(last=False)
 
 
 def _num_target_logprobs(plan: SequencePlan) -> int:

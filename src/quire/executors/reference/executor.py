@@ -1,6 +1,5 @@
 """ReferenceExecutor: takes a plan apart into rows and answers for each sequence alone."""
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,10 +18,9 @@ from quire.core.plan import (
 )
 from quire.executors.reference.decoder import Decoder, Floats, KVBlocks, Row
 from quire.executors.sampler import sample, score
+from quire.executors.samples import StepSamples
 from quire.executors.worker import CancelFlag, StepWorker
 from quire.model.loading import Model
-
-_STEPS_REMEMBERED = 8  # whose samples later steps may follow
 
 
 class _Chunk(NamedTuple):
@@ -60,7 +58,7 @@ class ReferenceExecutor(StepWorker):
             max_batch_size=max_batch_size,
             max_step_tokens=max_step_tokens,
         )
-        self._samples: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
+        self._samples = StepSamples()
         super().__init__(self._compute, "quire-reference")
 
     @property
@@ -87,36 +85,21 @@ class ReferenceExecutor(StepWorker):
             rows = [row for chunk in chunks if isinstance(chunk, _Chunk) for row in chunk.rows]
             self._decoder.run(rows, self._blocks, flag.check)
             results = tuple(self._result(chunk) for chunk in chunks)
-        self._remember(plan.step_id, results)
+        self._samples.remember(plan.step_id, results)
         return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
-
-    def _remember(self, step_id: int, results: tuple[SequenceResult, ...]) -> None:
-        """Keep what was sampled; a part of a step that is run again adds to what it gave before."""
-        samples = self._samples.setdefault(step_id, {})
-        samples.update((r.sequence_id, r.token) for r in results if r.token is not None)
-        while len(self._samples) > _STEPS_REMEMBERED:
-            self._samples.popitem(last=False)
 
     # ---- one sequence
 
     def _chunk(self, plan: SequencePlan) -> _Chunk | SequenceResult:
         """The sequence's rows, or its fault."""
         try:
-            plan = self._resolved(plan)
+            plan = self._samples.resolved(plan)
             self._check(plan)
         except RowFaultError as error:
             return SequenceResult(plan.sequence_id, fault=str(error))
         slots = self._blocks.slots(plan.block_table, plan.end)
         places = enumerate(plan.tokens, plan.start)
         return _Chunk(plan, tuple(self._decoder.row(t, slots[: p + 1]) for p, t in places))
-
-    def _resolved(self, plan: SequencePlan) -> SequencePlan:
-        if plan.follows is None:
-            return plan
-        sampled = self._samples.get(plan.follows, {}).get(plan.sequence_id)
-        if sampled is None:
-            raise RowFaultError(f"step {plan.follows} sampled no token for this sequence")
-        return plan.resolved(sampled)
 
     def _check(self, plan: SequencePlan) -> None:
         capacity = self._capacity
