@@ -122,6 +122,9 @@ def test_what_was_achieved_counts_what_must_be_read_and_computed() -> None:
         "decode_float32_share": pytest.approx(1.0),
         "prompt_float32_share": pytest.approx((8 * 224 + 80) / 2 / 624),
     }
+    with_integers = shares(found, {**limits, "integer_operations_per_second": 2496.0})
+    assert with_integers["decode_integer_share"] == pytest.approx(0.25)
+    assert with_integers["prompt_integer_share"] == pytest.approx((8 * 224 + 80) / 2 / 2496)
 
 
 def test_nothing_achieved_has_no_share() -> None:

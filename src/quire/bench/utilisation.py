@@ -18,6 +18,7 @@ from quire.bench.subject import Subject
 
 _MEMORY = RATES["memory_read"]
 _FLOAT32 = RATES["float32"]
+_INTEGER = RATES["integer"]  # what quantised products compute with; older receipts lack it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,9 @@ def shares(found: Mapping[str, float | None], limits: Mapping[str, Any]) -> dict
         "decode_float32_share": ("decode_operations_per_second", _FLOAT32),
         "prompt_float32_share": ("prompt_operations_per_second", _FLOAT32),
     }
+    if _INTEGER in limits:
+        pairs["decode_integer_share"] = ("decode_operations_per_second", _INTEGER)
+        pairs["prompt_integer_share"] = ("prompt_operations_per_second", _INTEGER)
     return {name: _per(found[rate], limits[limit]) for name, (rate, limit) in pairs.items()}
 
 
@@ -108,4 +112,7 @@ def _best(path: Path, receipt: Receipt) -> dict[str, Any]:
         if not isinstance(rates, Mapping) or not isinstance(rates.get("best"), int | float):
             raise ReceiptError(f"{path}: field 'results.{name}.best' is missing")
         found[name] = rates["best"]
+    integer = receipt.results.get(_INTEGER)
+    if isinstance(integer, Mapping) and isinstance(integer.get("best"), int | float):
+        found[_INTEGER] = integer["best"]
     return found
