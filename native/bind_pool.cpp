@@ -88,6 +88,21 @@ int meet(BasicPool<Waiting>& pool, int wait_milliseconds) {
   return num_met.load();
 }
 
+// Which tasks each thread ran, in order, where whoever takes task 0 waits until the others are
+// done.
+template <class Waiting>
+std::vector<std::vector<int>> help(BasicPool<Waiting>& pool, int num_tasks) {
+  nb::gil_scoped_release released;
+  std::vector<std::vector<int>> of_thread(static_cast<size_t>(pool.size()));
+  std::atomic<int> num_done{0};
+  pool.run(num_tasks, 1, [&](int task, int, int thread) {
+    of_thread[static_cast<size_t>(thread)].push_back(task);
+    while (task == 0 && num_done.load() < num_tasks - 1) std::this_thread::yield();
+    num_done.fetch_add(1);
+  });
+  return of_thread;
+}
+
 template <class Waiting>
 void bind_one(nb::module_& m, const char* name) {
   using Pool = BasicPool<Waiting>;
@@ -99,6 +114,7 @@ void bind_one(nb::module_& m, const char* name) {
            "rest_microseconds"_a = 0)
       .def("fail", &fail<Waiting>, "num_tasks"_a, "failing"_a)
       .def("nest", &nest<Waiting>)
+      .def("help", &help<Waiting>, "num_tasks"_a)
       .def("meet", &meet<Waiting>, "wait_milliseconds"_a);
 }
 

@@ -452,7 +452,7 @@ void Decoder::turn(const Stage& stage, const StepInput& input) {
   });
 }
 
-// The same tasks serve every layer; the dearest come first, so that none is left for the end.
+// The same tasks serve every layer, in the order of the rows, so that they stay where they are.
 void Decoder::plan_attention(const StepInput& input) {
   attend_tasks_.clear();
   merge_tasks_.clear();
@@ -465,8 +465,6 @@ void Decoder::plan_attention(const StepInput& input) {
         attend_tasks_.push_back({first, count, head, seen * count, 0, 0, 0});
     }
   if (pool_.size() > 1) split_long_rows();
-  std::stable_sort(attend_tasks_.begin(), attend_tasks_.end(),
-                   [](const AttendTask& a, const AttendTask& b) { return a.cost > b.cost; });
 }
 
 // Single rows that would keep one thread busy while others wait are taken apart by tiles of their
@@ -509,10 +507,7 @@ void Decoder::attend(const Stage& stage) {
   const float* queries = projected_.as<float>();
   float* mixed = mixed_.as<float>();
   const int64_t stride = projected_stride_;
-  // A thread that takes a row's kv heads one after another finds the next one's keys fetched.
-  const int num_tasks = static_cast<int>(attend_tasks_.size());
-  const bool is_plenty = num_tasks >= 8 * pool_.size() * shape_.num_kv_heads;
-  pool_.run(num_tasks, is_plenty ? shape_.num_kv_heads : 1, [&](int begin, int end, int) {
+  pool_.run(static_cast<int>(attend_tasks_.size()), 1, [&](int begin, int end, int) {
     for (int i = begin; i < end; i++) {
       const AttendTask& task = attend_tasks_[static_cast<size_t>(i)];
       const RowPlace* places = &places_[static_cast<size_t>(task.first_row)];

@@ -63,15 +63,28 @@ void pin_to_core(int index) {
 #endif
 }
 
+int checked(int num_threads) {
+  if (num_threads >= 1) return num_threads;
+  throw std::invalid_argument("a pool needs at least 1 thread, got " + std::to_string(num_threads));
+}
+
+// A range of chunks in one word, so that both its ends change together.
+uint64_t range_of(int begin, int end) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(begin)) << 32 | static_cast<uint32_t>(end);
+}
+int begin_of(uint64_t range) { return static_cast<int>(range >> 32); }
+int end_of(uint64_t range) { return static_cast<int>(range & 0xffffffffu); }
+
+constexpr int none = -1;
+
 }  // namespace
 
 template <class Waiting>
 BasicPool<Waiting>::BasicPool(int num_threads, bool may_spin, bool pin)
-    : num_threads_(num_threads), may_spin_(may_spin), born_after_forks_(count_forks()) {
-  if (num_threads < 1) {
-    throw std::invalid_argument("a pool needs at least 1 thread, got " +
-                                std::to_string(num_threads));
-  }
+    : num_threads_(checked(num_threads)),
+      may_spin_(may_spin),
+      born_after_forks_(count_forks()),
+      shares_(new Share[static_cast<size_t>(num_threads)]) {
   workers_.reserve(num_threads - 1);
   try {
     for (int thread = 1; thread < num_threads; thread++) {
@@ -157,9 +170,17 @@ template <class Waiting>
 void BasicPool<Waiting>::publish(const Stage& stage) {
   stage_ = stage;
   unfinished_.store(stage.num_chunks, std::memory_order_relaxed);
-  // In one total order with the sleepers' own look at it: either they see the chunks, or they are
+  for (int thread = 0; thread < num_threads_; thread++) {
+    const auto first_of = [&](int64_t share) {
+      return static_cast<int>(share * stage.num_chunks / num_threads_);
+    };
+    // Whoever claims one of these has seen the stage and how much of it is unfinished.
+    shares_[static_cast<size_t>(thread)].unclaimed.store(
+        range_of(first_of(thread), first_of(thread + 1)), std::memory_order_release);
+  }
+  // In one total order with the sleepers' own look at it: either they see the stage, or they are
   // counted below.
-  unclaimed_.store(stage.num_chunks);
+  num_stages_.fetch_add(1);
   wake_sleepers(stage.num_chunks - 1);
 }
 
@@ -191,26 +212,45 @@ std::exception_ptr BasicPool<Waiting>::take_failure() {
 
 // ---- one stage, seen by every thread
 
+// The next chunk of the thread's own share, or the last of another's; none when all are claimed.
 template <class Waiting>
-int BasicPool<Waiting>::claim() {
-  int left = unclaimed_.load(std::memory_order_relaxed);
-  while (left > 0) {
-    if (unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acquire,
-                                         std::memory_order_relaxed)) {
-      return left;
-    }
+int BasicPool<Waiting>::claim(int thread) {
+  int chunk = claim_first(shares_[static_cast<size_t>(thread)].unclaimed);
+  for (int i = 1; chunk == none && i < num_threads_; i++)
+    chunk = claim_last(shares_[static_cast<size_t>((thread + i) % num_threads_)].unclaimed);
+  return chunk;
+}
+
+template <class Waiting>
+int BasicPool<Waiting>::claim_first(std::atomic<uint64_t>& share) {
+  uint64_t range = share.load(std::memory_order_relaxed);
+  while (begin_of(range) < end_of(range)) {
+    if (share.compare_exchange_weak(range, range_of(begin_of(range) + 1, end_of(range)),
+                                    std::memory_order_acquire, std::memory_order_relaxed))
+      return begin_of(range);
   }
-  return 0;
+  return none;
+}
+
+template <class Waiting>
+int BasicPool<Waiting>::claim_last(std::atomic<uint64_t>& share) {
+  uint64_t range = share.load(std::memory_order_relaxed);
+  while (begin_of(range) < end_of(range)) {
+    if (share.compare_exchange_weak(range, range_of(begin_of(range), end_of(range) - 1),
+                                    std::memory_order_acquire, std::memory_order_relaxed))
+      return end_of(range) - 1;
+  }
+  return none;
 }
 
 template <class Waiting>
 void BasicPool<Waiting>::take_part(int thread) {
-  int left = claim();
-  if (left == 0) return;
+  int chunk = claim(thread);
+  if (chunk == none) return;
   const Stage stage = stage_;
   uint32_t num_done = 0;
-  for (; left != 0; left = claim()) {
-    run_chunk(stage, stage.num_chunks - left, thread);
+  for (; chunk != none; chunk = claim(thread)) {
+    run_chunk(stage, chunk, thread);
     num_done++;
   }
   if (unfinished_.fetch_sub(num_done) == num_done && caller_sleeps_.load()) {
@@ -244,29 +284,31 @@ void BasicPool<Waiting>::remember(int index, std::exception_ptr exception) {
 
 template <class Waiting>
 void BasicPool<Waiting>::serve(int thread) {
-  while (await_stage()) take_part(thread);
+  uint32_t seen = 0;
+  while (await_stage(seen)) take_part(thread);
 }
 
-// Whether there is a stage; false when the pool ends.
+// Whether there is a stage the worker has not seen; false when the pool ends.
 template <class Waiting>
-bool BasicPool<Waiting>::await_stage() {
-  const auto has_chunks = [this] { return unclaimed_.load(std::memory_order_relaxed) > 0; };
-  const auto is_answered = [&] {
-    return has_chunks() || !is_awake_.load(std::memory_order_relaxed);
-  };
+bool BasicPool<Waiting>::await_stage(uint32_t& seen) {
+  const auto is_new = [&] { return num_stages_.load(std::memory_order_relaxed) != seen; };
+  const auto is_answered = [&] { return is_new() || !is_awake_.load(std::memory_order_relaxed); };
   for (;;) {
-    if (has_chunks()) return true;
+    if (is_new()) {
+      seen = num_stages_.load();
+      return true;
+    }
     if (is_stopping_.load()) return false;
     const bool spins = is_awake_.load(std::memory_order_relaxed);
-    if (!(spins && spin_until(is_answered))) sleep();
+    if (!(spins && spin_until(is_answered))) sleep(seen);
   }
 }
 
 template <class Waiting>
-void BasicPool<Waiting>::sleep() {
+void BasicPool<Waiting>::sleep(uint32_t seen_stage) {
   const uint32_t seen = call_.load();
   num_sleepers_.fetch_add(1);
-  if (unclaimed_.load() == 0 && !is_stopping_.load()) for_call_.wait(call_, seen);
+  if (num_stages_.load() == seen_stage && !is_stopping_.load()) for_call_.wait(call_, seen);
   num_sleepers_.fetch_sub(1);
 }
 

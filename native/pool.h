@@ -5,11 +5,15 @@
 //   Pool::Session step(pool);                     // the threads are awake until this ends
 //   pool.run(num_rows, 32, [&](int begin, int end, int thread) { ... });
 //
-// Which thread takes which chunk is chance; where chunks begin and end is not. Work that writes
-// only what belongs to its tasks therefore gives the same bits with any number of threads.
+// Each thread has a share of the chunks, the same in every stage of as many tasks, so that what one
+// stage leaves in a core's cache the next one finds there; a thread that is done takes from the
+// ends of the others' shares. So which thread takes which chunk is chance; where chunks begin and
+// end is not. Work that writes only what belongs to its tasks therefore gives the same bits with
+// any number of threads.
 #pragma once
 #include <climits>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <type_traits>
@@ -75,14 +79,16 @@ class BasicPool {
   void run_alone(const Stage& stage);
   void publish(const Stage& stage);
   void take_part(int thread);
-  int claim();
+  int claim(int thread);
+  static int claim_first(std::atomic<uint64_t>& share);
+  static int claim_last(std::atomic<uint64_t>& share);
   void run_chunk(const Stage& stage, int index, int thread);
   void remember(int index, std::exception_ptr exception);
   void await_finish();
   std::exception_ptr take_failure();
   void serve(int thread);
-  bool await_stage();
-  void sleep();
+  bool await_stage(uint32_t& seen);
+  void sleep(uint32_t seen_stage);
   void wake_sleepers(int count);
   template <class Condition>
   bool spin_until(Condition is_met) const;
@@ -93,10 +99,16 @@ class BasicPool {
   const uint32_t born_after_forks_;
   std::vector<std::thread> workers_;
 
-  // Written by the caller for each stage, and by whoever claims a chunk. `stage_` may be read only
-  // by a thread that has claimed a chunk and not yet reported it: the next stage cannot begin then.
-  alignas(apart) std::atomic<int> unclaimed_{0};  // chunks
-  std::atomic<bool> is_awake_{false};             // between begin and end
+  // The chunks of a thread's share that nobody has claimed: first, and one past the last.
+  struct alignas(apart) Share {
+    std::atomic<uint64_t> unclaimed{0};
+  };
+  const std::unique_ptr<Share[]> shares_;
+
+  // Written by the caller for each stage. `stage_` may be read only by a thread that has claimed a
+  // chunk and not yet reported it: the next stage cannot begin then.
+  alignas(apart) std::atomic<uint32_t> num_stages_{0};  // that had chunks for the workers
+  std::atomic<bool> is_awake_{false};                   // between begin and end
   std::atomic<bool> is_stopping_{false};
   Stage stage_{};
 
