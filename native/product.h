@@ -325,6 +325,7 @@ struct Direct {
   using Format = T;
   const uint8_t* codes_of[groups];
   const uint8_t* scales_of[groups];
+  int64_t further;  // bytes to the row groups after these
   INLINE_METHOD Codes codes(int s, int g, int j) const {
     return T::codes(codes_of[g] + static_cast<int64_t>(s) * T::info.code_bytes, j);
   }
@@ -336,6 +337,19 @@ struct Direct {
   }
   INLINE_METHOD Floats minimum(int s, int g, int h) const {
     return T::minimum(record(s, g), s % T::info.scale_span, h);
+  }
+  // The same sub-block of the row groups after these comes from memory while this one's is
+  // multiplied: the processor's own fetching begins anew with each row group.
+  INLINE_METHOD void fetch_further(int s) const {
+    UNROLL(2)
+    for (int g = 0; g < groups; g++) {
+      const uint8_t* codes = codes_of[g] + static_cast<int64_t>(s) * T::info.code_bytes + further;
+      UNROLL(8)
+      for (int i = 0; i < T::info.code_bytes; i += 64) __builtin_prefetch(codes + i, 0, 2);
+      if (s % T::info.scale_span == 0)
+        for (int i = 0; i < T::info.scale_bytes; i += 64)
+          __builtin_prefetch(record(s, g) + further + i, 0, 2);
+    }
   }
 };
 
@@ -356,13 +370,56 @@ struct alignas(64) TileData {
   float minimums[slab][2][groups][16];
 };
 
+// The weights of the next slab, which come from memory while this one's are multiplied, some lines
+// at a time: without that a batch waits for memory first and computes afterwards.
+class NextSlab {
+ public:
+  template <class T, int groups>
+  NextSlab(const Direct<T, groups>& source, int next, int sub_blocks, int num_turns) {
+    const bool is_last = next >= sub_blocks;  // then the row groups after these are next
+    const int s = is_last ? 0 : next;
+    const int64_t further = is_last ? source.further : 0;
+    for (int g = 0; g < groups; g++) {
+      add(source.codes_of[g] + further + int64_t{s} * T::info.code_bytes,
+          slab * T::info.code_bytes);
+      add(source.record(s, g) + further, slab / T::info.scale_span * T::info.scale_bytes);
+    }
+    lines_a_turn_ = (num_lines_ + num_turns - 1) / num_turns;
+  }
+
+  INLINE_METHOD void fetch() {
+    for (int i = 0; i < lines_a_turn_ && area_ < num_areas_; i++) {
+      __builtin_prefetch(next_, 0, 2);
+      next_ += 64;
+      if (next_ >= areas_[area_].end) next_ = areas_[++area_].begin;
+    }
+  }
+
+ private:
+  struct Area {
+    const uint8_t *begin, *end;
+  };
+
+  void add(const uint8_t* begin, int size) {
+    if (num_areas_ == 0) next_ = begin;
+    areas_[num_areas_++] = {begin, begin + size};
+    num_lines_ += size / 64 + 1;
+  }
+
+  Area areas_[5] = {};
+  const uint8_t* next_ = nullptr;
+  int num_areas_ = 0, area_ = 0, num_lines_ = 0, lines_a_turn_ = 0;
+};
+
 template <class F, int groups>
 struct Tile {
   using Format = F;
   const TileData<groups>& data;
+  NextSlab& next;
   INLINE_METHOD Codes codes(int s, int g, int j) const { return load_codes(data.codes[s][j][g]); }
   INLINE_METHOD Floats scale(int s, int g, int h) const { return load(data.scales[s][h][g]); }
   INLINE_METHOD Floats minimum(int s, int g, int h) const { return load(data.minimums[s][h][g]); }
+  INLINE_METHOD void fetch_further(int) const { next.fetch(); }
 };
 
 template <class T, int groups>
@@ -385,6 +442,7 @@ INLINE void accumulate(const Source& source, int first, int count,
   using F = typename Source::Format;
   constexpr int halves = F::per_half ? 2 : 1, vectors = 8 / halves;
   for (int s = first; s < first + count; s++) {
+    source.fetch_further(s);
     UNROLL(2)
     for (int h = 0; h < halves; h++) {
       Dot<F::bits, F::is_signed> dots[groups][columns];
@@ -456,21 +514,21 @@ void product_direct(const Product& p, const Direct<T, groups>& source, int first
 }
 
 template <class F, int groups, int columns>
-void tile_columns(const TileData<groups>& tile, int first, int count, const ActivationGroup* from,
+void tile_columns(const Tile<F, groups>& tile, int first, int count, const ActivationGroup* from,
                   int64_t stride, float* sums) {
   const ActivationGroup* of[columns];
   for (int c = 0; c < columns; c++) of[c] = from + c * stride + first;
   Floats acc[groups][columns];
   for (int g = 0; g < groups; g++)
     for (int c = 0; c < columns; c++) acc[g][c] = load(sums + (c * groups + g) * row_group);
-  accumulate<Tile<F, groups>, groups, columns>({tile}, 0, count, of, acc);
+  accumulate<Tile<F, groups>, groups, columns>(tile, 0, count, of, acc);
   for (int g = 0; g < groups; g++)
     for (int c = 0; c < columns; c++) store(sums + (c * groups + g) * row_group, acc[g][c]);
 }
 
 // Up to four columns.
 template <class F, int groups>
-void tile_some(const TileData<groups>& tile, int first, int count, const ActivationGroup* from,
+void tile_some(const Tile<F, groups>& tile, int first, int count, const ActivationGroup* from,
                int64_t stride, int columns, float* sums) {
   switch (columns) {
     case 1: return tile_columns<F, groups, 1>(tile, first, count, from, stride, sums);
@@ -479,33 +537,6 @@ void tile_some(const TileData<groups>& tile, int first, int count, const Activat
     default: return tile_columns<F, groups, 4>(tile, first, count, from, stride, sums);
   }
 }
-
-// The weights of the next slab come from memory while this one's are multiplied: without that a
-// batch waits for memory first and computes afterwards.
-template <class T, int groups>
-struct NextSlab {
-  static constexpr int num_lines = slab * T::info.code_bytes / 64;
-  static constexpr int scale_lines = slab / T::info.scale_span * T::info.scale_bytes / 64;
-  const uint8_t* codes[groups];
-  int place = 0;
-
-  NextSlab(const Product& p, const Direct<T, groups>& source, int next, int sub_blocks) {
-    const bool is_last = next >= sub_blocks;  // then the row groups after these are next
-    const int s = is_last ? 0 : next;
-    const int64_t further = is_last ? groups * p.group_bytes : 0;
-    for (int g = 0; g < groups; g++) {
-      codes[g] = source.codes_of[g] + further + static_cast<int64_t>(s) * T::info.code_bytes;
-      const uint8_t* scales = source.record(s, g) + further;
-      for (int i = 0; i <= scale_lines; i++) __builtin_prefetch(scales + 64 * i, 0, 2);
-    }
-  }
-
-  INLINE_METHOD void fetch(int lines) {
-    const int end = place + lines < num_lines ? place + lines : num_lines;
-    for (; place < end; place++)
-      for (int g = 0; g < groups; g++) __builtin_prefetch(codes[g] + 64 * place, 0, 2);
-  }
-};
 
 template <class T, int groups>
 void product_tiled(const Product& p, const Direct<T, groups>& source, int first_row, int column,
@@ -519,16 +550,15 @@ void product_tiled(const Product& p, const Direct<T, groups>& source, int first_
   for (int first = 0; first < sub_blocks; first += slab) {
     const int count = sub_blocks - first < slab ? sub_blocks - first : slab;
     fill_tile(source, first, count, tile);
-    NextSlab<T, groups> next(p, source, first + slab, sub_blocks);
-    const int lines = next.num_lines * 4 / num_columns + 1;  // for each four columns
+    NextSlab next(source, first + slab, sub_blocks, (num_columns + 3) / 4 * count);
+    const Tile<F, groups> codes{tile, next};
     for (int c = 0; c < num_columns; c += 4) {
-      next.fetch(lines);
       const int64_t at = (column + c) * p.column_stride;
       float* some = sums + c * groups * row_group;
       const int some_columns = num_columns - c;
-      tile_some<F>(tile, first, count, activations + at, p.column_stride, some_columns, some);
+      tile_some<F>(codes, first, count, activations + at, p.column_stride, some_columns, some);
       if (p.residuals)
-        tile_some<F>(tile, first, count, p.residuals + at, p.column_stride, some_columns, some);
+        tile_some<F>(codes, first, count, p.residuals + at, p.column_stride, some_columns, some);
     }
   }
   for (int c = 0; c < num_columns; c++)
@@ -544,6 +574,7 @@ void product_groups(const Product& p, int group) {
     source.codes_of[g] = p.weights + (p.first_group + group + g) * p.group_bytes;
     source.scales_of[g] = source.codes_of[g] + p.in_size / 32 * T::info.code_bytes;
   }
+  source.further = groups * p.group_bytes;
   const int row = group * row_group;
   switch (p.num_columns) {
     case 1: return product_direct<T, groups, 1>(p, source, row, 0);
