@@ -55,10 +55,7 @@ INLINE Floats load_signed_bytes(const int8_t* p) {
   return {_mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-// The lowest byte of each lane; lanes must be within -128 to 127.
-INLINE void store_bytes(int8_t* p, Ints x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v));
-}
+INLINE __m128i bytes_of(Ints x) { return _mm512_cvtepi32_epi8(x.v); }
 // Lane i of a where i < count, of b elsewhere.
 INLINE Floats first_lanes(Floats a, Floats b, int count) {
   return {_mm512_mask_blend_ps(static_cast<__mmask16>((1u << count) - 1u), b.v, a.v)};
@@ -158,11 +155,9 @@ INLINE Floats load_signed_bytes(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
           _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
 }
-INLINE void store_bytes(int8_t* p, Ints x) {
+INLINE __m128i bytes_of(Ints x) {
   __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.lo, x.hi), 0xD8);
-  __m128i bytes =
-      _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  return _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
 }
 INLINE Floats first_lanes(Floats a, Floats b, int count) {
   const __m256i low = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -192,47 +187,43 @@ struct Ints {
     return r;                      \
   }
 
-INLINE Floats load(const float* p) LANES(Floats, p[i]) INLINE void store(float* p, Floats x) {
-  EACH_LANE p[i] = x.v[i];
-}
-INLINE Floats broadcast(float x) LANES(Floats, x) INLINE Floats operator+(Floats a, Floats b)
-    LANES(Floats, a.v[i] + b.v[i]) INLINE Floats operator-(Floats a, Floats b)
-        LANES(Floats, a.v[i] - b.v[i]) INLINE Floats operator*(Floats a, Floats b)
-            LANES(Floats, a.v[i] * b.v[i]) INLINE Floats operator/(Floats a, Floats b)
-                LANES(Floats, a.v[i] / b.v[i]) INLINE Floats fma(Floats a, Floats b, Floats c)
-                    LANES(Floats, __builtin_fmaf(a.v[i], b.v[i], c.v[i])) INLINE Floats
-    max(Floats a, Floats b) LANES(Floats, a.v[i] > b.v[i] ? a.v[i] : b.v[i]) INLINE Floats
-    min(Floats a, Floats b) LANES(Floats, a.v[i] < b.v[i] ? a.v[i] : b.v[i]) INLINE Floats
-    absolute(Floats a) LANES(Floats, __builtin_fabsf(a.v[i])) INLINE Floats to_floats(Ints a)
-        LANES(Floats, static_cast<float>(a.v[i])) INLINE int32_t nearest(float x) {
+// clang-format off
+INLINE Floats load(const float* p) LANES(Floats, p[i])
+INLINE void store(float* p, Floats x) { EACH_LANE p[i] = x.v[i]; }
+INLINE Floats broadcast(float x) LANES(Floats, x)
+INLINE Floats operator+(Floats a, Floats b) LANES(Floats, a.v[i] + b.v[i])
+INLINE Floats operator-(Floats a, Floats b) LANES(Floats, a.v[i] - b.v[i])
+INLINE Floats operator*(Floats a, Floats b) LANES(Floats, a.v[i] * b.v[i])
+INLINE Floats operator/(Floats a, Floats b) LANES(Floats, a.v[i] / b.v[i])
+INLINE Floats fma(Floats a, Floats b, Floats c) LANES(Floats, __builtin_fmaf(a.v[i], b.v[i], c.v[i]))
+INLINE Floats max(Floats a, Floats b) LANES(Floats, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+INLINE Floats min(Floats a, Floats b) LANES(Floats, a.v[i] < b.v[i] ? a.v[i] : b.v[i])
+INLINE Floats absolute(Floats a) LANES(Floats, __builtin_fabsf(a.v[i]))
+INLINE Floats to_floats(Ints a) LANES(Floats, static_cast<float>(a.v[i]))
+INLINE int32_t nearest(float x) {
   // What is out of range, and NaN, gives the most negative integer, as the other units' hardware.
   if (!(x >= -2147483648.0f && x < 2147483648.0f)) return INT32_MIN;
   return static_cast<int32_t>(__builtin_nearbyintf(x));
 }
-INLINE Ints to_ints(Floats a) LANES(Ints, nearest(a.v[i])) INLINE Ints load(const int32_t* p)
-    LANES(Ints, p[i]) INLINE void store(int32_t* p, Ints x) {
-  EACH_LANE p[i] = x.v[i];
-}
+INLINE Ints to_ints(Floats a) LANES(Ints, nearest(a.v[i]))
+INLINE Ints load(const int32_t* p) LANES(Ints, p[i])
+INLINE void store(int32_t* p, Ints x) { EACH_LANE p[i] = x.v[i]; }
+INLINE uint32_t bits_of(int32_t x) { return static_cast<uint32_t>(x); }
 INLINE int32_t wrapped(uint32_t x) { return static_cast<int32_t>(x); }
-INLINE Ints operator+(Ints a, Ints b)
-    LANES(Ints, wrapped(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]))) INLINE Ints
-    broadcast_int(int32_t x) LANES(Ints, x) INLINE Ints shift_left_23(Ints a)
-        LANES(Ints, wrapped(static_cast<uint32_t>(a.v[i]) << 23)) INLINE Floats
-    bits_as_floats(Ints a) LANES(Floats, float_of_bits(static_cast<uint32_t>(a.v[i]))) INLINE Ints
-    bits_as_ints(Floats a) LANES(Ints, wrapped(bits_of_float(a.v[i]))) INLINE Ints
-    max(Ints a, Ints b) LANES(Ints, a.v[i] > b.v[i] ? a.v[i] : b.v[i]) INLINE Floats
-    load_half(const uint16_t* p) LANES(Floats, float_of_half(p[i])) INLINE
-    void store_half(uint16_t* p, Floats x) {
-  EACH_LANE p[i] = half_of_float(x.v[i]);
-}
-INLINE Floats load_bfloat(const uint16_t* p)
-    LANES(Floats, float_of_bits(static_cast<uint32_t>(p[i]) << 16)) INLINE Floats
-    load_unsigned_bytes(const uint8_t* p) LANES(Floats, static_cast<float>(p[i])) INLINE Floats
-    load_signed_bytes(const int8_t* p) LANES(Floats, static_cast<float>(p[i])) INLINE
-    void store_bytes(int8_t* p, Ints x) {
-  EACH_LANE p[i] = static_cast<int8_t>(x.v[i]);
-}
+INLINE Ints operator+(Ints a, Ints b) LANES(Ints, wrapped(bits_of(a.v[i]) + bits_of(b.v[i])))
+INLINE Ints broadcast_int(int32_t x) LANES(Ints, x)
+INLINE Ints shift_left_23(Ints a) LANES(Ints, wrapped(bits_of(a.v[i]) << 23))
+INLINE Floats bits_as_floats(Ints a) LANES(Floats, float_of_bits(bits_of(a.v[i])))
+INLINE Ints bits_as_ints(Floats a) LANES(Ints, wrapped(bits_of_float(a.v[i])))
+INLINE Ints max(Ints a, Ints b) LANES(Ints, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+INLINE Floats load_half(const uint16_t* p) LANES(Floats, float_of_half(p[i]))
+INLINE void store_half(uint16_t* p, Floats x) { EACH_LANE p[i] = half_of_float(x.v[i]); }
+INLINE Floats load_bfloat(const uint16_t* p) LANES(Floats, float_of_bits(uint32_t{p[i]} << 16))
+INLINE Floats load_unsigned_bytes(const uint8_t* p) LANES(Floats, static_cast<float>(p[i]))
+INLINE Floats load_signed_bytes(const int8_t* p) LANES(Floats, static_cast<float>(p[i]))
+INLINE void store_bytes(int8_t* p, Ints x) { EACH_LANE p[i] = static_cast<int8_t>(x.v[i]); }
 INLINE Floats first_lanes(Floats a, Floats b, int count) LANES(Floats, i < count ? a.v[i] : b.v[i])
+// clang-format on
 
 #endif
 
@@ -262,6 +253,11 @@ INLINE __m256 high_half(Floats x) { return x.hi; }
 INLINE __m256i low_half(Ints x) { return x.lo; }
 INLINE __m256i high_half(Ints x) { return x.hi; }
 #endif
+
+// The lowest byte of each lane; lanes must be within -128 to 127.
+INLINE void store_bytes(int8_t* p, Ints x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes_of(x));
+}
 
 INLINE float sum_of_lanes(Floats x) {
   const __m256 eight = _mm256_add_ps(low_half(x), high_half(x));
@@ -298,10 +294,12 @@ INLINE int32_t max_of_lanes(Ints x) {
     }                                            \
   return x.v[0];
 
-INLINE float sum_of_lanes(Floats x){FOLD_LANES(a + b)} INLINE
-    float max_of_lanes(Floats x){FOLD_LANES(a > b ? a : b)} INLINE int32_t
-    sum_of_lanes(Ints x){FOLD_LANES(a + b)} INLINE int32_t
-    max_of_lanes(Ints x){FOLD_LANES(a > b ? a : b)}
+// clang-format off
+INLINE float sum_of_lanes(Floats x) { FOLD_LANES(a + b) }
+INLINE float max_of_lanes(Floats x) { FOLD_LANES(a > b ? a : b) }
+INLINE int32_t sum_of_lanes(Ints x) { FOLD_LANES(a + b) }
+INLINE int32_t max_of_lanes(Ints x) { FOLD_LANES(a > b ? a : b) }
+// clang-format on
 
 #endif
 

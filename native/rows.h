@@ -89,9 +89,28 @@ INLINE Ints byte_codes(Floats x, float inverse) {
   return to_ints(x * broadcast(inverse));
 }
 
-INLINE void quantise_group(const float* x, float inverse, float scale, ActivationGroup* out) {
-  const Ints low = byte_codes(load(x), inverse);
-  const Ints high = byte_codes(load(x + 16), inverse);
+// Writes a group of codes, whose values are scale * code, with its sums.
+#if defined(QUIRE_UNIT_AVX512) || defined(QUIRE_UNIT_AVX2)
+INLINE void store_group(Ints low, Ints high, float scale, ActivationGroup* out) {
+  const __m256i codes =
+      _mm256_inserti128_si256(_mm256_castsi128_si256(bytes_of(low)), bytes_of(high), 1);
+  _mm256_store_si256(reinterpret_cast<__m256i*>(out->codes), codes);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), codes);
+  __m256i own = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  own = _mm256_add_epi32(own, _mm256_shuffle_epi32(own, 0x4E));
+  own = _mm256_add_epi32(own, _mm256_shuffle_epi32(own, 0xB1));  // low ... low, high ... high
+  const __m256i other = _mm256_permute2x128_si256(own, own, 1);
+  __m256i sums = _mm256_add_epi32(own, other);
+  sums = _mm256_blend_epi32(sums, own, 1 << 2 | 1 << 6);
+  sums = _mm256_blend_epi32(sums, other, 1 << 3 | 1 << 5);
+  sums = _mm256_blend_epi32(sums, _mm256_setzero_si256(), 1 << 7);
+  const __m256 scales = _mm256_set1_ps(scale), ones = _mm256_set1_ps(1.0f);
+  const __m256 factors = _mm256_blend_ps(ones, scales, 1 << 4 | 1 << 5 | 1 << 6);
+  const __m256 fields = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), factors);
+  _mm256_store_ps(&out->scale, _mm256_blend_ps(fields, scales, 1));
+}
+#else
+INLINE void store_group(Ints low, Ints high, float scale, ActivationGroup* out) {
   store_bytes(out->codes, low);
   store_bytes(out->codes + 16, high);
   const int32_t sum_low = sum_of_lanes(low), sum_high = sum_of_lanes(high);
@@ -103,6 +122,11 @@ INLINE void quantise_group(const float* x, float inverse, float scale, Activatio
   out->scaled_sum_low = scale * out->sum_low;
   out->scaled_sum_high = scale * out->sum_high;
   out->unused = 0.0f;
+}
+#endif
+
+INLINE void quantise_group(const float* x, float inverse, float scale, ActivationGroup* out) {
+  store_group(byte_codes(load(x), inverse), byte_codes(load(x + 16), inverse), scale, out);
 }
 
 void quantise_groups(const float* x, int size, ActivationGroup* out) {
