@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 #include "pack.h"
@@ -140,28 +141,54 @@ void Decoder::run(const StepInput& input) {
   copy_blocks(input);
   if (num_rows_ == 0) return;
   make_room(num_rows_);
-  places_.resize(static_cast<size_t>(num_rows_));
-  for (const Chunk& chunk : input.chunks)
-    for (int row = chunk.first_row; row < chunk.first_row + chunk.num_rows; row++)
-      places_[static_cast<size_t>(row)] = {input.positions[static_cast<size_t>(row)],
-                                           chunk.block_table};
-  plan_attention(input);
+  places_ = input.places;
+  kept_at_.resize(places_.size());
+  std::iota(kept_at_.begin(), kept_at_.end(), 0);
+  plan_attention();
   embed(input);
   for (const Stage& stage : stages_) {
     if (is_cancelled_.load(std::memory_order_relaxed)) throw Cancelled();
-    compute(stage, input);
+    if (stage.kind == Stage::attend && stage.layer == shape_.num_layers - 1)
+      keep_wanted(input.wanted);
+    if (num_rows_ == 0) break;
+    compute(stage);
   }
   counters_.steps++;
-  counters_.rows += num_rows_;
+  counters_.rows += static_cast<int64_t>(input.tokens.size());
 }
 
-void Decoder::compute(const Stage& stage, const StepInput& input) {
+// Once the last layer's keys and values are stored, only rows whose final state somebody asked for
+// are of use: the others, most of a prompt, are left out of what remains.
+void Decoder::keep_wanted(const std::vector<int>& wanted) {
+  if (static_cast<int>(wanted.size()) == num_rows_) return;
+  was_finite_.resize(static_cast<size_t>(num_rows_));
+  pool_.run(num_rows_, 16, [&](int begin, int end, int) {
+    for (int row = begin; row < end; row++) was_finite_[static_cast<size_t>(row)] = is_finite(row);
+  });
+  std::fill(kept_at_.begin(), kept_at_.end(), -1);
+  const auto move = [](float* rows, int64_t stride, int from, int to) {
+    std::memmove(rows + to * stride, rows + from * stride, bytes_of(stride, sizeof(float)));
+  };
+  num_rows_ = 0;
+  for (const int row : wanted) {
+    if (row != num_rows_) {
+      move(state_.as<float>(), shape_.hidden_size, row, num_rows_);
+      move(projected_.as<float>(), projected_stride_, row, num_rows_);
+      places_[static_cast<size_t>(num_rows_)] = places_[static_cast<size_t>(row)];
+    }
+    kept_at_[static_cast<size_t>(row)] = num_rows_++;
+  }
+  places_.resize(static_cast<size_t>(num_rows_));
+  plan_attention();
+}
+
+void Decoder::compute(const Stage& stage) {
   switch (stage.kind) {
     case Stage::prepare: return prepare(stage);
     case Stage::project:
     case Stage::add: return project(stage);
     case Stage::gate: return gate(stage);
-    case Stage::turn: return turn(stage, input);
+    case Stage::turn: return turn(stage);
     case Stage::attend: return attend(stage);
   }
 }
@@ -424,7 +451,7 @@ AttentionShape Decoder::attention_shape(int layer) const {
 }
 
 // Norms and turns queries and keys, and stores keys and values.
-void Decoder::turn(const Stage& stage, const StepInput& input) {
+void Decoder::turn(const Stage& stage) {
   Stopwatch watch(counters_.turn_seconds);
   const Rope rope{shape_.rope_dims, shape_.rope_interleaved, cosines_.data(), sines_.data()};
   const AttentionShape shape = attention_shape(stage.layer);
@@ -442,28 +469,33 @@ void Decoder::turn(const Stage& stage, const StepInput& input) {
       float* query = projected_.as<float>() + row * projected_stride_;
       float* key = query + shape_.num_heads * head;
       const float* value = key + shape_.num_kv_heads * head;
-      const int position = input.positions[static_cast<size_t>(row)];
+      const RowPlace& place = places_[static_cast<size_t>(row)];
       norm_heads(query, shape_.num_heads, stage.query_norm);
       norm_heads(key, shape_.num_kv_heads, stage.key_norm);
-      kernels_.turn(query, shape_.num_heads, shape_.head_dim, rope, position);
-      kernels_.turn(key, shape_.num_kv_heads, shape_.head_dim, rope, position);
-      kernels_.store_key_value(cache, shape, places_[static_cast<size_t>(row)], key, value);
+      kernels_.turn(query, shape_.num_heads, shape_.head_dim, rope, place.position);
+      kernels_.turn(key, shape_.num_kv_heads, shape_.head_dim, rope, place.position);
+      kernels_.store_key_value(cache, shape, place, key, value);
     }
   });
 }
 
 // The same tasks serve every layer, in the order of the rows, so that they stay where they are.
-void Decoder::plan_attention(const StepInput& input) {
+// Rows that follow each other in one sequence are attended to together.
+void Decoder::plan_attention() {
   attend_tasks_.clear();
   merge_tasks_.clear();
-  for (const Chunk& chunk : input.chunks)
-    for (int row = 0; row < chunk.num_rows; row += attend_rows) {
-      const int first = chunk.first_row + row;
-      const int count = std::min(attend_rows, chunk.num_rows - row);
-      const int64_t seen = input.positions[static_cast<size_t>(first)] + count;
-      for (int head = 0; head < shape_.num_kv_heads; head++)
-        attend_tasks_.push_back({first, count, head, seen * count, 0, 0, 0});
-    }
+  const auto follows = [&](int row) {
+    const RowPlace &place = places_[static_cast<size_t>(row)],
+                   &before = places_[static_cast<size_t>(row) - 1];
+    return place.block_table == before.block_table && place.position == before.position + 1;
+  };
+  for (int first = 0, count; first < num_rows_; first += count) {
+    for (count = 1; count < attend_rows && first + count < num_rows_ && follows(first + count);)
+      count++;
+    const int64_t seen = places_[static_cast<size_t>(first)].position + count;
+    for (int head = 0; head < shape_.num_kv_heads; head++)
+      attend_tasks_.push_back({first, count, head, seen * count, 0, 0, 0});
+  }
   if (pool_.size() > 1) split_long_rows();
 }
 
@@ -530,11 +562,14 @@ void Decoder::attend(const Stage& stage) {
 }
 
 bool Decoder::is_finite(int row) const {
-  return quire::is_finite(state_.as<float>() + row * shape_.hidden_size, shape_.hidden_size);
+  const int at = kept_at_[static_cast<size_t>(row)];
+  if (at < 0) return was_finite_[static_cast<size_t>(row)];
+  return quire::is_finite(state_.as<float>() + at * shape_.hidden_size, shape_.hidden_size);
 }
 
 void Decoder::final_state(int row, float* out) const {
-  kernels_.rms_norm(state_.as<float>() + row * shape_.hidden_size,
+  const int at = kept_at_[static_cast<size_t>(row)];
+  kernels_.rms_norm(state_.as<float>() + at * shape_.hidden_size,
                     vectors_[static_cast<size_t>(output_norm_)].data(),
                     static_cast<int>(shape_.hidden_size), shape_.norm_epsilon, out);
 }
@@ -548,9 +583,11 @@ void Decoder::compute_logits(const int* rows, int count) {
   Activations& to = activations_[current_];
   const int forms = forms_of({head_});
   pool_.run(count, 1, [&](int begin, int end, int) {
-    for (int i = begin; i < end; i++)
-      prepare_row(state_.as<float>() + rows[i] * shape_.hidden_size, shape_.hidden_size,
-                  output_norm_, forms, to, i);
+    for (int i = begin; i < end; i++) {
+      const int at = kept_at_[static_cast<size_t>(rows[i])];
+      prepare_row(state_.as<float>() + at * shape_.hidden_size, shape_.hidden_size, output_norm_,
+                  forms, to, i);
+    }
   });
   counters_.multiplications += head.num_rows * head.in_size * count;
   counters_.weight_bytes += head.num_bytes;

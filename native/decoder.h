@@ -55,15 +55,11 @@ struct DecoderShape {
   std::vector<int> windows;                  // per layer; 0: all
 };
 
-// One sequence's chunk of a step: rows [first_row, first_row + num_rows).
-struct Chunk {
-  int first_row, num_rows;
-  const int32_t* block_table;
-};
-
+// The rows of a step. A sequence's rows follow each other and share one block table.
 struct StepInput {
-  std::vector<int32_t> tokens, positions;  // [rows]
-  std::vector<Chunk> chunks;
+  std::vector<int32_t> tokens;
+  std::vector<RowPlace> places;
+  std::vector<int> wanted;  // rows whose final state is asked for, ascending
   std::vector<std::pair<int32_t, int32_t>> copies;  // blocks: source, target
 };
 
@@ -105,13 +101,15 @@ class Decoder {
   void set_rope(const float* cosines, const float* sines, int64_t num_positions);
 
   // ---- each step
-  // Takes all rows through all layers. Throws Cancelled.
+  // Takes all rows to the keys and values of the last layer, and those that are wanted through it.
+  // Throws Cancelled.
   void run(const StepInput& input);
-  // Whether a row's state is finite, after run.
+  // Whether a row's state is finite, after run: the final one, or the one before the last layer.
   bool is_finite(int row) const;
-  // The final norm of one row, after run.
+  // The final norm of one wanted row, after run.
   void final_state(int row, float* out) const;
-  // Logits of rows, after run: calls use(i, logits of rows[i], thread) for each; in parallel.
+  // Logits of wanted rows, after run: calls use(i, logits of rows[i], thread) for each; in
+  // parallel.
   template <class Use>
   void logits(const std::vector<int>& rows, Use&& use) {
     for (size_t begin = 0; begin < rows.size(); begin += max_head_rows) {
@@ -163,18 +161,19 @@ class Decoder {
     int64_t part;
   };
 
-  void compute(const Stage& stage, const StepInput& input);
+  void compute(const Stage& stage);
   void embed(const StepInput& input);
   void copy_blocks(const StepInput& input);
-  void plan_attention(const StepInput& input);
+  void plan_attention();
   void split_long_rows();
+  void keep_wanted(const std::vector<int>& wanted);
   void prepare(const Stage& stage);
   void prepare_row(const float* x, int64_t size, int norm, int forms, Activations& to, int row);
   void quantise_residuals(const float* x, int size, const ActivationGroup* groups,
                           ActivationGroup* residuals) const;
   void project(const Stage& stage);
   void gate(const Stage& stage);
-  void turn(const Stage& stage, const StepInput& input);
+  void turn(const Stage& stage);
   void attend(const Stage& stage);
   void compute_logits(const int* rows, int count);
   // Rows [first_group, +groups) of a matrix times rows [first, +count) into out [count][stride].
@@ -207,6 +206,8 @@ class Decoder {
   int current_ = 0;  // of activations_
   int64_t projected_stride_ = 0, logits_stride_ = 0;
   std::vector<RowPlace> places_;
+  std::vector<int> kept_at_;      // where each row of the step is now; -1 where it was left out
+  std::vector<char> was_finite_;  // of the rows that were left out
   std::vector<AttendTask> attend_tasks_;
   std::vector<MergeTask> merge_tasks_;
   std::vector<float> attend_parts_;

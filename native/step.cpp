@@ -66,11 +66,15 @@ class Step {
 
  private:
   static void add_rows(const SequenceJob& job, StepInput& input) {
-    input.chunks.push_back({static_cast<int>(input.tokens.size()),
-                            static_cast<int>(job.tokens.size()), job.block_table.data()});
-    for (size_t i = 0; i < job.tokens.size(); i++) {
+    const size_t num_rows = job.tokens.size();
+    for (size_t i = 0; i < num_rows; i++) {
+      const bool is_last = i + 1 == num_rows;
+      if (i < job.targets.size() || job.want == Want::logits ||
+          (is_last && job.want != Want::nothing))
+        input.wanted.push_back(static_cast<int>(input.tokens.size()));
       input.tokens.push_back(job.tokens[i]);
-      input.positions.push_back(static_cast<int32_t>(job.start + static_cast<int64_t>(i)));
+      input.places.push_back(
+          {static_cast<int32_t>(job.start + static_cast<int64_t>(i)), job.block_table.data()});
     }
   }
 
