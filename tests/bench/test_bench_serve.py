@@ -140,7 +140,10 @@ def test_a_load_of_which_nothing_came_back_fails(tmp_path: Path) -> None:
         (["http://127.0.0.1:1", "--scale", "2"], "--scale has no effect on a closed loop"),
         (["http://127.0.0.1:1", "--mix", "chat", "--new-tokens", "2"], "--new-tokens has no"),
         (["http://127.0.0.1:1", "--rate", "2", "--clients", "2"], "--clients has no effect on an"),
-        (["http://127.0.0.1:1", "--duration", "2"], "of effect: --prompt-tokens, --new-tokens, --"),
+        (
+            ["http://127.0.0.1:1", "--duration", "2"],
+            "of effect: --prompt-tokens, --prompt-spread, --new-tokens, --",
+        ),
         (["http://127.0.0.1:1", "--timeout", "0"], "--timeout"),
         (["http://127.0.0.1:1", "--clients", "0"], "--clients must be at least 1"),
     ],

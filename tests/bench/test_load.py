@@ -86,6 +86,16 @@ def test_errors_are_counted_by_kind_and_the_other_requests_go_on() -> None:
     assert next(o.detail for o in load.outcomes if o.error == "http 429") == "HTTP 429: not now"
 
 
+def test_prompts_within_a_spread_are_of_every_length_in_it_and_of_no_other() -> None:
+    asks = draw_asks(Random(1), fixed(70, 64, prompt_spread=40), Bounds(1.0, 110, 64), 2000)
+    assert {len(ask.prompt.split()) for ask in asks} == set(range(30, 111))
+    assert {ask.max_tokens for ask in asks} == {64}
+    with pytest.raises(
+        ConfigError, match=r"--prompt-spread must be from 0 to below .*\(5\), got 5"
+    ):
+        fixed(5, 3, prompt_spread=5)
+
+
 def test_a_closed_loop_keeps_so_many_requests_running_and_sends_each_once() -> None:
     with serving(Behaviour(first_delay_s=0.02, gap_s=0.005)) as server:
         asks = draw_asks(Random(1), fixed(5, 3), Bounds(), 12)

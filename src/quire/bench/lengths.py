@@ -34,13 +34,17 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A log-normal distribution of lengths, in tokens; without spread, one length."""
+    """A distribution of lengths, in tokens: log-normal, or equally likely within a spread."""
 
     median: float
     sigma: float = 0.0
+    spread: int = 0
 
     def draw(self, rng: Random, scale: float, limit: int) -> int:
-        drawn = scale * self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0))
+        if self.spread:
+            drawn = self.median + rng.randint(-self.spread, self.spread)
+        else:
+            drawn = scale * self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0))
         return max(1, min(limit, round(drawn)))
 
 
@@ -86,11 +90,16 @@ MIXES = {
 }
 
 
-def fixed(prompt_tokens: int, new_tokens: int) -> Mix:
-    """Every request of the same lengths."""
+def fixed(prompt_tokens: int, new_tokens: int, prompt_spread: int = 0) -> Mix:
+    """Every request of the same lengths, but for prompts shorter or longer by the spread."""
     if prompt_tokens < 1 or new_tokens < 1:
         raise ConfigError(f"lengths must be at least 1, got {prompt_tokens} and {new_tokens}")
-    return Mix(Lengths(prompt_tokens), Lengths(new_tokens))
+    if not 0 <= prompt_spread < prompt_tokens:
+        raise ConfigError(
+            f"--prompt-spread must be from 0 to below --prompt-tokens ({prompt_tokens}), "
+            f"got {prompt_spread}"
+        )
+    return Mix(Lengths(prompt_tokens, spread=prompt_spread), Lengths(new_tokens))
 
 
 def prompt_text(rng: Random, num_tokens: int) -> str:

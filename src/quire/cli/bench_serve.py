@@ -132,8 +132,12 @@ def _settings(args: argparse.Namespace) -> "LoadSettings":
     if not is_fixed:
         sizes = ("max_prompt_tokens", "max_new_tokens")
     longest: tuple[int, int] = (value(args, sizes[0]), value(args, sizes[1]))
+    spread = value(args, "prompt_spread")
+    mix = fixed(*longest, spread) if is_fixed else MIXES[args.mix]
+    if is_fixed:
+        longest = (longest[0] + spread, longest[1])
     return LoadSettings(
-        mix=fixed(*longest) if is_fixed else MIXES[args.mix],
+        mix=mix,
         bounds=Bounds(1.0 if is_fixed else args.scale, *longest),
         seed=args.seed,
         num_clients=value(args, "clients"),

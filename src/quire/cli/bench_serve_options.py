@@ -8,6 +8,7 @@ MIXES = ("fixed", "instruct", "chat", "conversation", "code")
 SCENARIOS = ("plain", "convoy", "saturation", "soak")
 _NUMBERS: dict[str, tuple[int | float | None, str]] = {
     "prompt_tokens": (64, "fixed lengths: of a prompt"),
+    "prompt_spread": (0, "fixed lengths: prompts are up to so much shorter or longer"),
     "new_tokens": (64, "fixed lengths: of a completion"),
     "scale": (1.0, "other mixes: multiplies their lengths"),
     "max_prompt_tokens": (4096, "other mixes: the longest prompt"),
@@ -75,7 +76,7 @@ def fill(args: argparse.Namespace) -> None:
 
 def heeded(args: argparse.Namespace) -> list[str]:
     """The names of the numbers that count for this load."""
-    lengths = ["prompt_tokens", "new_tokens"]
+    lengths = ["prompt_tokens", "prompt_spread", "new_tokens"]
     if args.mix != "fixed":
         lengths = ["scale", "max_prompt_tokens", "max_new_tokens"]
     return [*lengths, *_HEEDED[_loop(args)]]
