@@ -50,13 +50,20 @@ def test_a_load_gives_a_table_and_a_receipt(
     ("scenario", "more", "told"),
     [
         ("convoy", ["--rate", "20", "--long-rate", "5"], "short requests' p99, first token"),
+        ("neighbour", ["--rate", "20", "--clients", "1", "--flood", "3"], "beside a flood:"),
         ("saturation", ["--rate", "10", "--max-steps", "2"], "most served"),
         ("soak", ["--clients", "2"], "drift over the run, completion_tokens_per_second"),
     ],
 )
 def test_every_scenario_prints_what_it_found(
-    scenario: str, more: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scenario: str,
+    more: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("quire.bench.load_scenarios.LEAD_S", 0.05)
     lengths = ["--mix", "chat", "--scale", "0.05", "--duration", "0.5", "--ignore-eos"]
     with serving(Behaviour()) as server:
         assert bench(server.url, tmp_path, "--scenario", scenario, *lengths, *more) == 0

@@ -1,4 +1,4 @@
-"""Convoy, saturation and soak, against a server whose limits are known."""
+"""Convoy, neighbour, saturation and soak, against a server whose limits are known."""
 
 import asyncio
 import os
@@ -63,6 +63,34 @@ def test_a_convoy_shows_what_long_prompts_do_to_short_requests() -> None:
     assert beside["time_to_first_token_s"]["max"] >= 0.1
     assert found.results["time_to_first_token_p99_ratio"] > 2
     assert {"alone_time_to_first_token_s", "beside_long_inter_token_s"} <= set(found.samples)
+
+
+def test_a_neighbour_is_shown_to_hold_up_whom_a_server_treats_unfairly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """First come, first served, two at a time of 0.02 s each: 12 that wait take 0.12 s more."""
+    monkeypatch.setattr("quire.bench.load_scenarios.LEAD_S", 0.2)
+    with serving(Behaviour(max_running=2, first_delay_s=0.02)) as server:
+        chosen = settings(rate=10.0, duration_s=1.0, num_clients=2, num_flooding=14)
+        found = run("neighbour", server, chosen)
+    results = found.results
+    names = ("alone", "beside_full", "beside_flood")
+    assert len({results[name]["requests"] for name in names}) == 1  # the same each time
+    assert results["beside_flood"]["time_to_first_token_s"]["p50"] >= 0.1
+    assert results["flood_over_full"] > 1.5
+    assert results["flood_over_alone"] > results["flood_over_full"]
+    assert results["neighbour_when_flooding"]["completed"] > 0
+    assert "beside_flood_time_to_first_token_s" in found.samples
+
+
+def test_a_neighbour_sends_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.bench.load_scenarios.LEAD_S", 0.1)
+    with serving(Behaviour(api_key="own")) as server:
+        target = Target(parse_endpoint(server.url, api_key="own"), timeout_s=20.0)
+        chosen = settings(rate=20.0, duration_s=0.2, neighbour_key="other")
+        found = asyncio.run(SCENARIOS["neighbour"](target, chosen, lambda _: None))
+    assert found.results["errors"] == 0
+    assert set(found.results["neighbour_when_full"]["errors_by_kind"]) == {"http 401"}
 
 
 def test_saturation_finds_the_knee_of_a_server_of_known_capacity() -> None:

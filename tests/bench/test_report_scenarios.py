@@ -88,6 +88,21 @@ def test_a_convoy_shows_short_requests_without_and_beside_long_ones() -> None:
     assert first.title.endswith("tiny Q8_0 on a server 1.0")
 
 
+def test_a_neighbour_shows_one_keys_times_alone_and_beside_another() -> None:
+    loads = {"alone": 0.1, "beside_full": 0.2, "beside_flood": 0.3}
+    first, _ = charts(
+        [
+            receipt(
+                kind="serve",
+                settings={"scenario": "neighbour", "clients": 8, "flood": 64},
+                results={name: times(first) for name, first in loads.items()},
+            )
+        ]
+    )
+    assert [series.points[1].y for series in first.series] == pytest.approx([200.0, 400.0, 600.0])
+    assert "8 requests running, the one that floods 64" in first.note
+
+
 def test_a_soak_shows_what_it_has_over_time() -> None:
     speed, waiting = charts([soak()])  # no memory: its process was not known
     assert [(point.x, point.y) for point in speed.series[0].points] == [

@@ -1,7 +1,9 @@
-"""Loads with a question: convoy, saturation and soak; and the plain load, closed or open.
+"""Loads with a question: convoy, neighbour, saturation and soak; and the plain load.
 
 convoy      Do long prompts hold up short requests? The same short requests, at the same times,
             once alone and once while long prompts arrive.
+neighbour   Does a key that floods hold up another? The same requests of one key, at the same times:
+            alone, beside a key that keeps some requests running, and beside one that floods.
 saturation  How much can it take? Poisson arrivals at rising rates. A step is past the knee when
             more than 1% of its requests fail, or when the median first-token time is more than
             KNEE_FACTOR times that of the lightest step. The knee is the last step before the
@@ -36,11 +38,12 @@ from quire.bench.load import (
 from quire.bench.load_summary import errors, figures, first_token_times, samples
 from quire.core.errors import ConfigError
 
-DEFAULT_RATES = {"convoy": 2.0, "saturation": 1.0}  # where none is given
+DEFAULT_RATES = {"convoy": 2.0, "neighbour": 1.0, "saturation": 1.0}  # where none is given
 KNEE_FACTOR = 3.0
 MAX_ERROR_SHARE = 0.01
 NUM_WINDOWS = 10
 MEMORY_INTERVAL_S = 0.5
+LEAD_S = 2.0  # that a neighbour is there before the requests that are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class LoadSettings:
     long_prompt_tokens: int = 2048
     rate_factor: float = 1.5
     max_steps: int = 12
+    num_flooding: int = 128
+    neighbour_key: str | None = None
     pid: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +71,7 @@ class LoadSettings:
             ("num_requests", "--requests", 1),
             ("long_prompt_tokens", "--long-prompt-tokens", 1),
             ("max_steps", "--max-steps", 2),
+            ("num_flooding", "--flood", 1),
         ):
             if getattr(self, name) < limit:
                 raise ConfigError(f"{flag} must be at least {limit}, got {getattr(self, name)}")
@@ -129,6 +135,42 @@ async def convoy(target: Target, settings: LoadSettings, on_outcome: OnOutcome) 
     kept = {f"alone_{name}": values for name, values in samples(alone.outcomes).items()}
     kept |= {f"beside_long_{name}": values for name, values in samples(shorts.outcomes).items()}
     return Finding(results, kept, alone.outcomes + beside.outcomes)
+
+
+async def neighbour(target: Target, settings: LoadSettings, on_outcome: OnOutcome) -> Finding:
+    """One key's requests alone, then beside another key that is busy, and that floods."""
+    rate = settings.rate or DEFAULT_RATES["neighbour"]
+    asks = _arriving(Random(settings.seed), settings, rate)
+    other = replace(target, endpoint=replace(target.endpoint, api_key=settings.neighbour_key))
+    own = {"alone": await open_loop(target, asks, on_outcome=on_outcome)}
+    others: dict[str, Load] = {}
+    for name, clients in (
+        ("beside_full", settings.num_clients),
+        ("beside_flood", settings.num_flooding),
+    ):
+        others[name] = Load([], time.perf_counter(), 0.0)
+        crowd = asyncio.create_task(
+            closed_loop(other, _endless(settings), clients, on_outcome=others[name].outcomes.append)
+        )
+        await asyncio.sleep(LEAD_S)
+        own[name] = await open_loop(target, asks, on_outcome=on_outcome)
+        crowd.cancel()
+        await asyncio.wait([crowd])
+        others[name] = replace(others[name], ended_at=time.perf_counter())
+    results: dict[str, Any] = {name: figures(load) for name, load in own.items()}
+    results["neighbour_when_full"] = figures(others["beside_full"])
+    results["neighbour_when_flooding"] = figures(others["beside_flood"])
+    for name in ("beside_full", "alone"):
+        results[f"flood_over_{name.removeprefix('beside_')}"] = _ratio(
+            results["beside_flood"], results[name], "time_to_first_token_s", "p95"
+        )
+    results["errors"] = sum(results[name]["errors"] for name in own)
+    kept = {
+        f"{name}_{what}": values
+        for name, load in own.items()
+        for what, values in samples(load.outcomes).items()
+    }
+    return Finding(results, kept, [outcome for load in own.values() for outcome in load.outcomes])
 
 
 async def saturation(target: Target, settings: LoadSettings, on_outcome: OnOutcome) -> Finding:
@@ -202,7 +244,13 @@ async def soak(target: Target, settings: LoadSettings, on_outcome: OnOutcome) ->
     return Finding(results, kept, load.outcomes)
 
 
-SCENARIOS = {"plain": plain, "convoy": convoy, "saturation": saturation, "soak": soak}
+SCENARIOS = {
+    "plain": plain,
+    "convoy": convoy,
+    "neighbour": neighbour,
+    "saturation": saturation,
+    "soak": soak,
+}
 
 
 def memory_of(pid: int) -> int:
@@ -280,6 +328,8 @@ def _labelled(load: Load, label: str) -> Load:
     return Load(chosen, load.started_at, load.ended_at)
 
 
-def _ratio(one: dict[str, Any], other: dict[str, Any], name: str) -> float | None:
-    above, below = one[name]["p99"], other[name]["p99"]
+def _ratio(
+    one: dict[str, Any], other: dict[str, Any], name: str, share: str = "p99"
+) -> float | None:
+    above, below = one[name][share], other[name][share]
     return above / below if above is not None and below else None

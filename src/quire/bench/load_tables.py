@@ -27,14 +27,26 @@ def lines(receipt: Receipt) -> Iterator[str]:
             yield f"{name}: {count} × {kind}"
 
 
+_PARTS = {  # of scenarios with several loads
+    "beside_long": {"alone": "alone", "beside_long": "beside long", "long": "long"},
+    "beside_flood": {
+        "alone": "alone",
+        "beside_full": "beside full",
+        "beside_flood": "beside flood",
+        "neighbour_when_full": "(full)",
+        "neighbour_when_flooding": "(flood)",
+    },
+}
+
+
 def loads(results: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """The single loads in a receipt's results, with their names."""
     if "saturation" in results:
         steps = results["saturation"]["steps"]
         return [(f"{step['rate']:.3g}/s", step) for step in steps]
-    if "beside_long" in results:
-        names = {"alone": "alone", "beside_long": "beside long", "long": "long"}
-        return [(title, results[name]) for name, title in names.items()]
+    for mark, names in _PARTS.items():
+        if mark in results:
+            return [(title, results[name]) for name, title in names.items()]
     return [("all", results)]
 
 
@@ -66,6 +78,13 @@ def _conclusions(results: Mapping[str, Any]) -> Iterator[str]:
             ratio = results[f"{name}_p99_ratio"]
             if ratio is not None:
                 yield f"short requests' p99, {title}: {ratio:.2f} × that without long prompts"
+    if "beside_flood" in results:
+        for name, title in (
+            ("flood_over_full", "beside a key that keeps the server busy"),
+            ("flood_over_alone", "alone"),
+        ):
+            if results[name] is not None:
+                yield f"p95 of first tokens beside a flood: {results[name]:.2f} × that {title}"
     for name, drift in results.get("drift", {}).items():
         if drift is not None:
             yield f"drift over the run, {name}: {drift:+.1%}"

@@ -1,4 +1,4 @@
-"""What receipts of servers show as charts: saturation, convoy and soak.
+"""What receipts of servers show as charts: saturation, convoy, neighbour and soak.
 
 A server's times differ by powers of ten between an idle and a full one, so load has log scales.
 """
@@ -16,6 +16,11 @@ _TIMES = {
     "inter_token_s": "Time between tokens",
 }
 _SHORTS = {"alone": "without long prompts", "beside_long": "while long prompts arrive"}
+_NEIGHBOURS = {
+    "alone": "alone",
+    "beside_full": "beside a busy key",
+    "beside_flood": "beside a key that floods",
+}
 
 
 def serving_charts(receipts: Sequence[Receipt]) -> list[Chart]:
@@ -26,6 +31,7 @@ def serving_charts(receipts: Sequence[Receipt]) -> list[Chart]:
         ending = f"{count}-{slug(title_of(receipt))}"
         found += _saturation_charts(receipt, ending)
         found += _convoy_charts(receipt, ending)
+        found += _neighbour_charts(receipt, ending)
         found += _soak_charts(receipt, ending)
     return [chart for chart in found if any(series.points for series in chart.series)]
 
@@ -69,13 +75,34 @@ def _convoy_charts(receipt: Receipt, ending: str) -> Iterator[Chart]:
             title=f"{words} of short requests: {title_of(receipt)}",
             x_label="share of the times that are no longer",
             y_label=f"{words.lower()}, ms",
-            series=[
-                Series(title, _share_points(receipt.results[load], name))
-                for load, title in _SHORTS.items()
-            ],
+            series=_load_series(receipt, _SHORTS, name),
             x_names=_SHARES,
             note=f"The same short requests at the same times; long prompts{told}.",
         )
+
+
+def _neighbour_charts(receipt: Receipt, ending: str) -> Iterator[Chart]:
+    """One key's times alone and beside another key's."""
+    if "beside_flood" not in receipt.results:
+        return
+    busy, flooding = (number(receipt.settings, name) or 0.0 for name in ("clients", "flood"))
+    for name, words in _TIMES.items():
+        yield Chart(
+            slug=f"neighbour-{name.removesuffix('_s')}-{ending}",
+            title=f"{words} beside another key: {title_of(receipt)}",
+            x_label="share of the times that are no longer",
+            y_label=f"{words.lower()}, ms",
+            series=_load_series(receipt, _NEIGHBOURS, name),
+            x_names=_SHARES,
+            note="The same requests at the same times; the busy key has "
+            f"{busy:g} requests running, the one that floods {flooding:g}.",
+        )
+
+
+def _load_series(receipt: Receipt, loads: Mapping[str, str], name: str) -> list[Series]:
+    return [
+        Series(title, _share_points(receipt.results[load], name)) for load, title in loads.items()
+    ]
 
 
 def _share_points(figures: Any, name: str) -> list[Point]:

@@ -11,6 +11,7 @@ from quire.cli.bench_options import add_receipt_options, command_line, finish, k
 from quire.cli.bench_progress import in_words
 from quire.cli.bench_serve_options import (
     KEY_VARIABLE,
+    NEIGHBOUR_VARIABLE,
     SCENARIOS,
     add_load_options,
     add_server_options,
@@ -30,6 +31,8 @@ _EPILOG = """\
 scenarios:
   plain        one load: closed (--clients, --requests) or open (--rate, --duration)
   convoy       short requests' p99 while long prompts arrive, beside the same without them
+  neighbour    one key's first-token times alone, beside another key that keeps --clients requests
+               running, and beside one that floods with --flood of them
   saturation   load steps (--rate, times --rate-factor each) up to and past the knee
   soak         a closed loop for --duration: drift of speed, and of memory with --pid
 
@@ -88,6 +91,8 @@ def _check(args: argparse.Namespace) -> None:
         if args.scenario != "soak":
             raise ConfigError("--pid is for --scenario soak, which watches the server's memory")
         memory_of(args.pid)
+    if args.neighbour_key is not None and args.scenario != "neighbour":
+        raise ConfigError("--neighbour-key is for --scenario neighbour")
     if not args.timeout > 0:
         raise ConfigError(f"--timeout must be above 0, got {args.timeout}")
 
@@ -148,6 +153,8 @@ def _settings(args: argparse.Namespace) -> "LoadSettings":
         long_prompt_tokens=value(args, "long_prompt_tokens"),
         rate_factor=value(args, "rate_factor"),
         max_steps=value(args, "max_steps"),
+        num_flooding=value(args, "flood"),
+        neighbour_key=args.neighbour_key or os.environ.get(NEIGHBOUR_VARIABLE) or None,
         pid=args.pid,
     )
 
@@ -178,7 +185,7 @@ def _extent(args: argparse.Namespace) -> str:
     """How long a load lasts, as far as it is known: a server that falls behind takes longer."""
     if args.duration is None:
         return f"{args.clients * args.requests} requests"
-    parts = {"convoy": 2, "saturation": args.max_steps}.get(args.scenario, 1)
+    parts = {"convoy": 2, "neighbour": 3, "saturation": args.max_steps}.get(args.scenario, 1)
     word = "at most about" if args.scenario == "saturation" else "about"
     return f"{word} {in_words(parts * args.duration)}"
 
@@ -237,7 +244,8 @@ def _settings_data(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """The command without the key: receipts are shown to others."""
-    options = {name: value for name, value in vars(args).items() if name not in ("url", "api_key")}
+    """The command without the keys: receipts are shown to others."""
+    left_out = ("url", "api_key", "neighbour_key")
+    options = {name: value for name, value in vars(args).items() if name not in left_out}
     words = command_line(argparse.Namespace(**options))
     return [*words[:3], args.url, *words[3:]]

@@ -4,8 +4,9 @@ import argparse
 from typing import Any
 
 KEY_VARIABLE = "QUIRE_API_KEY"
+NEIGHBOUR_VARIABLE = "QUIRE_NEIGHBOUR_KEY"
 MIXES = ("fixed", "instruct", "chat", "conversation", "code")
-SCENARIOS = ("plain", "convoy", "saturation", "soak")
+SCENARIOS = ("plain", "convoy", "neighbour", "saturation", "soak")
 _NUMBERS: dict[str, tuple[int | float | None, str]] = {
     "prompt_tokens": (64, "fixed lengths: of a prompt"),
     "prompt_spread": (0, "fixed lengths: prompts are up to so much shorter or longer"),
@@ -19,6 +20,7 @@ _NUMBERS: dict[str, tuple[int | float | None, str]] = {
     "duration": (30.0, "seconds of an open loop, a step or a soak"),
     "long_rate": (0.5, "convoy: long prompts a second"),
     "long_prompt_tokens": (2048, "convoy: of a long prompt"),
+    "flood": (128, "neighbour: requests at a time of a key that floods"),
     "rate_factor": (1.5, "saturation: by which the rate rises"),
     "max_steps": (12, "saturation: at most so many steps"),
 }
@@ -26,6 +28,7 @@ _HEEDED = {
     "closed": ("clients", "requests"),
     "open": ("rate", "duration"),
     "convoy": ("rate", "duration", "long_prompt_tokens", "long_rate"),
+    "neighbour": ("rate", "duration", "clients", "flood"),
     "saturation": ("rate", "duration", "rate_factor", "max_steps"),
     "soak": ("clients", "duration"),
 }
@@ -35,6 +38,9 @@ def add_server_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--model", help="default: the first that /v1/models lists, or none")
     group.add_argument("--api", choices=("completions", "chat"), default="completions")
     group.add_argument("--api-key", help=f"default: the environment's {KEY_VARIABLE}")
+    group.add_argument(
+        "--neighbour-key", help=f"neighbour: of the other user (default: {NEIGHBOUR_VARIABLE})"
+    )
     group.add_argument("--timeout", type=float, default=300.0, metavar="S", help="of one request")
     group.add_argument("--ignore-eos", action="store_true", help="send ignore_eos (an extension)")
     group.add_argument("--no-usage", action="store_true", help="do not ask for token counts")
