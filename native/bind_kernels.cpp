@@ -24,7 +24,7 @@ using Groups = Array<uint8_t>;  // the bytes of as many ActivationGroup
 
 std::vector<const Kernels*> units() {
   std::vector<const Kernels*> found{&portable_kernels()};
-  for (const Kernels* unit : {avx2_kernels(), avx512_kernels()})
+  for (const Kernels* unit : {avx2_kernels(), avx512_kernels(), amx_kernels()})
     if (unit) found.push_back(unit);
   return found;
 }

@@ -1,8 +1,10 @@
 // Packed matrices in Python, for tests: packing, unpacking, and products of a named unit.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <optional>
 #include <string>
 
 #include "kernels.h"
@@ -16,6 +18,7 @@ namespace quire {
 namespace {
 
 using Blocks = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Columns = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using Output = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 const Kernels& kernels_of(const std::string& unit) {
@@ -53,12 +56,14 @@ class PackedMatrix {
   }
 
   // columns: 64 bytes an ActivationGroup [column][in_size / 32], or floats [column][in_size].
-  void multiply(const std::string& unit, nb::ndarray<nb::c_contig, nb::device::cpu> columns,
-                int num_columns, Output out) const {
+  void multiply(const std::string& unit, Columns columns, int num_columns, Output out,
+                std::optional<Columns> residuals) const {
     const int64_t a_column = takes_floats() ? in_size_ : in_size_ / group_size;
     const size_t size = takes_floats() ? sizeof(float) : sizeof(ActivationGroup);
     expect(columns.nbytes() == static_cast<size_t>(a_column * num_columns) * size,
            "the columns have another size");
+    expect(!residuals || (!takes_floats() && residuals->nbytes() == columns.nbytes()),
+           "residuals are as many groups as the columns");
     expect(static_cast<int64_t>(out.shape(0)) == num_columns &&
                static_cast<int64_t>(out.shape(1)) == num_rows_,
            "out must be [columns, rows]");
@@ -71,6 +76,7 @@ class PackedMatrix {
     product.num_rows = static_cast<int>(num_rows_);
     product.columns = columns.data();
     product.column_stride = a_column;
+    if (residuals) product.residuals = static_cast<const ActivationGroup*>(residuals->data());
     product.num_columns = num_columns;
     product.out = out.data();
     product.out_stride = num_rows_;
@@ -104,7 +110,8 @@ void bind_weights(nb::module_& m) {
       .def(nb::init<const std::string&, Blocks, int64_t, int64_t>(), "format"_a, "blocks"_a,
            "num_rows"_a, "in_size"_a)
       .def("unpack", &PackedMatrix::unpack, "out"_a)
-      .def("multiply", &PackedMatrix::multiply, "unit"_a, "columns"_a, "num_columns"_a, "out"_a)
+      .def("multiply", &PackedMatrix::multiply, "unit"_a, "columns"_a, "num_columns"_a, "out"_a,
+           "residuals"_a = nb::none())
       .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
       .def_prop_ro("takes_floats", &PackedMatrix::takes_floats);
 }

@@ -106,6 +106,7 @@ struct Kernels {
 const Kernels& portable_kernels();
 const Kernels* avx2_kernels();  // null where the compiler or the processor cannot
 const Kernels* avx512_kernels();
+const Kernels* amx_kernels();  // null too where the system does not lend its registers
 const Kernels* kernels_named(const char* name);  // "": the best; null where none such runs here
 
 }  // namespace quire

@@ -568,13 +568,19 @@ void product_tiled(const Product& p, const Direct<T, groups>& source, int first_
 }
 
 template <class T, int groups>
-void product_groups(const Product& p, int group) {
+Direct<T, groups> direct_source(const Product& p, int group) {
   Direct<T, groups> source;
   for (int g = 0; g < groups; g++) {
     source.codes_of[g] = p.weights + (p.first_group + group + g) * p.group_bytes;
     source.scales_of[g] = source.codes_of[g] + p.in_size / 32 * T::info.code_bytes;
   }
   source.further = groups * p.group_bytes;
+  return source;
+}
+
+template <class T, int groups>
+void product_groups(const Product& p, int group) {
+  const Direct<T, groups> source = direct_source<T, groups>(p, group);
   const int row = group * row_group;
   switch (p.num_columns) {
     case 1: return product_direct<T, groups, 1>(p, source, row, 0);

@@ -34,4 +34,18 @@ constexpr Kernels kernels_of_unit = {
     add_rows,  turn,    store_key_value, attend,   attend_tiles,    merge_tiles,  soft_cap,
 };
 
+#if defined(QUIRE_HAS_AMX)
+#include "amx.h"
+
+// The same unit but for its products.
+constexpr Kernels with_tiles() {
+  Kernels kernels = kernels_of_unit;
+  kernels.name = "amx-int8";
+  kernels.product = tile_product;
+  kernels.peak_dots = peak_tiles;
+  return kernels;
+}
+constexpr Kernels kernels_with_tiles = with_tiles();
+#endif
+
 }  // namespace

@@ -7,7 +7,8 @@
 namespace quire {
 
 const Kernels* kernels_named(const char* name) {
-  for (const Kernels* kernels : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
+  for (const Kernels* kernels :
+       {amx_kernels(), avx512_kernels(), avx2_kernels(), &portable_kernels()})
     if (kernels && (name[0] == '\0' || std::strcmp(name, kernels->name) == 0)) return kernels;
   return nullptr;
 }

@@ -122,9 +122,17 @@ def as_seen(columns: npt.NDArray[np.generic]) -> Doubles:
     return np.asarray(codes * scales, dtype=np.float64).reshape(len(columns), -1)
 
 
-def product(unit: str, packed: object, columns: npt.NDArray[np.generic], num_rows: int) -> Floats:
+def product(
+    unit: str,
+    packed: object,
+    columns: npt.NDArray[np.generic],
+    num_rows: int,
+    residuals: npt.NDArray[np.generic] | None = None,
+) -> Floats:
     out = np.full((len(columns), num_rows), np.nan, np.float32)
-    packed.multiply(unit, columns, num_columns=len(columns), out=out)  # type: ignore[attr-defined]
+    packed.multiply(  # type: ignore[attr-defined]
+        unit, columns, num_columns=len(columns), out=out, residuals=residuals
+    )
     return out
 
 

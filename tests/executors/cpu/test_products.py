@@ -1,5 +1,10 @@
 """Products of packed weights: right, without saturating, and the same bits however many columns."""
 
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from tests.executors.cpu.blocks import (
@@ -9,6 +14,7 @@ from tests.executors.cpu.blocks import (
     UNITS,
     activations,
     as_seen,
+    block_size,
     extreme_matrix,
     native,
     nmse,
@@ -21,6 +27,20 @@ from tests.executors.cpu.blocks import (
 
 ODD_ROWS = 37
 MOST_COLUMNS = 65
+WITH_A_SMALL_SIGNAL_STACK = """
+import ctypes
+
+class Stack(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+memory = ctypes.create_string_buffer(4096)
+stack = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+
+from quire.executors.cpu.native import units
+
+print(*units())
+"""
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -49,13 +69,14 @@ def test_bytes_for_activations_cost_little(name: str) -> None:
 
 @pytest.mark.parametrize("name", TERNARY)
 @pytest.mark.parametrize("unit", UNITS)
-def test_ternary_sums_are_exact(name: str, unit: str) -> None:
+@pytest.mark.parametrize("num_columns", [5, 37])
+def test_ternary_sums_are_exact(name: str, unit: str, num_columns: int) -> None:
     size = 1024
     matrix = random_matrix(name, ODD_ROWS, size, seed=9)
     blocks = matrix.blocks.reshape(ODD_ROWS, size // 256, -1)
     put_scales(name, blocks, np.ones(blocks.shape[:2]))
-    x = normal(5, size)
-    groups = np.zeros((5, size // 32 * 64), np.uint8)
+    x = normal(num_columns, size)
+    groups = np.zeros((num_columns, size // 32 * 64), np.uint8)
     for column, out in zip(x, groups, strict=True):
         native.quantise_row(unit, column, out)
     found = product(unit, matrix.packed(), groups, ODD_ROWS)
@@ -70,7 +91,7 @@ def test_the_largest_codes_do_not_saturate(name: str, unit: str) -> None:
     signs[1] = -1
     signs[2, ::2] = -1
     signs[3, : size // 2] = -1
-    columns = np.concatenate([activations(signs, False)] * 3)  # enough of them for a tile
+    columns = np.concatenate([activations(signs, False)] * 17)  # enough of them for any tile
     for byte in (0x00, 0x7F, 0x80, 0x88, 0xFF):
         matrix = extreme_matrix(name, 17, size, byte)
         found = product(unit, matrix.packed(), columns, 17)
@@ -94,6 +115,64 @@ def test_every_number_of_columns_and_every_unit_give_the_same_bits(name: str) ->
         for count in range(1, MOST_COLUMNS + 1):
             found = product(unit, packed, columns[:count], ODD_ROWS)
             assert found.tobytes() == expected[:count].tobytes(), (unit, count)
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_long_rows_and_many_columns_give_the_same_bits_in_every_unit(name: str) -> None:
+    """Where AMX takes over: whole tiles and parts of them, in columns and in sub-blocks."""
+    size = 2304 if block_size(name) == 256 else 2080
+    matrix = random_matrix(name, ODD_ROWS, size, seed=4)
+    packed = matrix.packed()
+    columns = activations(normal(130, size, seed=5), packed.takes_floats)
+    expected = product("portable", packed, columns, ODD_ROWS)
+    assert np.isfinite(expected).all()
+    for unit in UNITS[1:]:
+        for count in (*range(5, 41), 64, 65, 127, 128, 129, 130):
+            found = product(unit, packed, columns[:count], ODD_ROWS)
+            assert found.tobytes() == expected[:count].tobytes(), (unit, count)
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_residuals_are_multiplied_too_with_the_same_bits_in_every_unit(name: str) -> None:
+    size = 2304 if block_size(name) == 256 else 2080
+    matrix = random_matrix(name, ODD_ROWS, size, seed=4)
+    packed = matrix.packed()
+    columns = activations(normal(40, size, seed=5), packed.takes_floats)
+    residuals = activations(0.01 * normal(40, size, seed=6), packed.takes_floats)
+    expected = product("portable", packed, columns, ODD_ROWS, residuals)
+    exact = (as_seen(columns) + as_seen(residuals)) @ matrix.exact.astype(np.float64).T
+    assert np.linalg.norm(expected - exact) <= 1e-5 * np.linalg.norm(exact)
+    for unit in UNITS:
+        for count in (1, 3, 5, 8, 16, 33, 40):
+            found = product(unit, packed, columns[:count], ODD_ROWS, residuals[:count])
+            assert found.tobytes() == expected[:count].tobytes(), (unit, count)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_threads_and_forked_children_multiply_with_the_same_bits(unit: str) -> None:
+    """AMX's registers are lent to a process; threads and children must have them as well."""
+    packed = random_matrix("Q8_0", ODD_ROWS, 2048).packed()
+    columns = activations(normal(32, 2048), packed.takes_floats)
+    expected = product(unit, packed, columns, ODD_ROWS).tobytes()
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(product, unit, packed, columns, ODD_ROWS) for _ in range(16)]
+        assert all(call.result().tobytes() == expected for call in calls)
+    child = os.fork()
+    if child == 0:
+        os._exit(product(unit, packed, columns, ODD_ROWS).tobytes() != expected)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(UNITS[-1] != "amx-int8", reason="this processor has no AMX")
+def test_where_the_system_lends_no_tiles_the_other_units_are_left() -> None:
+    """Linux refuses a process whose stack for signals has no room for the tile registers."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_A_SMALL_SIGNAL_STACK],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == UNITS[:-1]
 
 
 @pytest.mark.parametrize("name", FORMATS)
