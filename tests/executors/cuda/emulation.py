@@ -1,10 +1,11 @@
-"""What the tensor-core kernel does with planes, step by step in torch, for machines without a GPU.
+"""What the Gluon kernels do, step by step in torch, for machines without a GPU.
 
-It follows kernels/wgmma.py instruction by instruction: which words a lane of a warp loads, which
-bits it takes from them, how it makes scales and offsets, and where in the operand the results go.
+`decoded` follows kernels/decoding.py instruction by instruction: which words a lane of a warp
+loads, which bits it takes from them, how it makes scales and offsets, and where in the operand the
+results go. `attended` follows a program of kernels/hopper_attention.py tile by tile.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -109,3 +110,85 @@ def decoded(planes: Planes) -> Array:
             block[:, start : start + 64] = quarter
     whole = block.view(planes.num_blocks, planes.num_rows, 256).transpose(0, 1)
     return to_natural_order(whole.reshape(planes.num_rows, -1)) * 2.0**planes.exponent
+
+
+class Cut(NamedTuple):
+    """Positions a tile and a part."""
+
+    tile: int
+    split: int
+
+
+def attended(
+    queries: Array, keys: Array, values: Array, first: int, scale: float, window: int, cut: Cut
+) -> Array:
+    """Rows [tokens, heads, dim] at positions from `first` on, over one key head's keys and values
+    [positions, dim], of which those behind the last row are nobody's: [tokens, heads, dim]."""
+    tokens, heads, dims = queries.shape
+    end = first + tokens
+    rows = queries.reshape(-1, dims).to(torch.float64)
+    position = torch.arange(first, end).repeat_interleave(heads)
+    merged = _Running(len(rows), dims)
+    begin = max(first + 1 - window, 0) // cut.split * cut.split
+    for start in range(begin, end, cut.split):
+        merged.merge(_part(rows, keys, values, position, start, end, scale, window, cut))
+    return (merged.mix / merged.total[:, None]).to(torch.float16).view(tokens, heads, dims)
+
+
+class _Running:
+    """A softmax under way: largest score, sum and mix so far, float32."""
+
+    def __init__(self, rows: int, dims: int) -> None:
+        self.largest = torch.full((rows,), float("-inf"))
+        self.total = torch.zeros(rows)
+        self.mix = torch.zeros(rows, dims)
+
+    def merge(self, other: "_Running") -> None:
+        largest = torch.maximum(self.largest, other.largest)
+        safe = torch.where(largest == float("-inf"), 0.0, largest)
+        own, others = torch.exp2(self.largest - safe), torch.exp2(other.largest - safe)
+        self.total = self.total * own + other.total * others
+        self.mix = self.mix * own[:, None] + other.mix * others[:, None]
+        self.largest = largest
+
+
+def _part(
+    rows: Array,
+    keys: Array,
+    values: Array,
+    position: Array,
+    start: int,
+    end: int,
+    scale: float,
+    window: int,
+    cut: Cut,
+) -> _Running:
+    """One part of the context. Sums are kept by place in the tile until the part's end."""
+    part = _Running(len(rows), rows.shape[1])
+    sums = torch.zeros(cut.tile, len(rows))
+    for at in range(start, min(start + cut.split, end), cut.tile):
+        n = torch.arange(at, at + cut.tile)[:, None]
+        brought = _tile(keys, at, cut.tile)
+        scores = (brought[:, None] * rows).sum(-1).to(torch.float32) * scale
+        seen = (n <= position) & (n > position - window)
+        scores = torch.where(seen, scores, float("-inf"))
+        largest = torch.maximum(part.largest, scores.max(0).values)
+        safe = torch.where(largest == float("-inf"), 0.0, largest)
+        weights = torch.exp2(scores - safe)
+        shrink = torch.exp2(part.largest - safe)
+        sums = sums * shrink + weights
+        clean = torch.where(n < end, _tile(values, at, cut.tile), 0.0)
+        rounded = weights.to(torch.bfloat16).to(torch.float64)
+        added = (rounded[:, :, None] * clean[:, None]).sum(0)
+        part.mix = (part.mix * shrink[:, None] + added).to(torch.float32)
+        part.largest = largest
+    part.total = sums.sum(0)
+    return part
+
+
+def _tile(kept: Array, start: int, size: int) -> Array:
+    """So many positions; what the copy engine left out holds anything."""
+    tile = torch.full((size, kept.shape[1]), float("nan"), dtype=torch.float64)
+    there = kept[start : start + size]
+    tile[: len(there)] = there.to(torch.float64)
+    return tile

@@ -8,6 +8,8 @@ import tests.executors.cuda.interpreting  # noqa: F401
 
 torch = pytest.importorskip("torch")
 
+from tests.executors.cuda import emulation  # noqa: E402
+
 from quire.executors.cuda.kernels import attention  # noqa: E402
 from quire.executors.cuda.planes import to_natural_order  # noqa: E402
 
@@ -112,3 +114,39 @@ def test_a_row_has_the_same_bits_alone_in_company_and_in_parts(
     for tokens, parts in ((1, 0), (3, 0), (1, 4)):
         found = attended(cache, positions, tokens, window=window, parts=parts)
         assert torch.equal(found, together), (tokens, parts)
+
+
+def emulated(cache: dict[str, Any], positions: range, window: int = NO_WINDOW) -> Any:
+    """What a program of the Hopper kernel makes of rows at these positions: [rows, heads * dims],
+    with its own tiles and parts cut as small as here."""
+    table = cache["table"]
+    group = HEADS // KV_HEADS
+    rows = cache["queries"][positions[0] : positions[-1] + 1]
+    scale = DIM**-0.5 * float(np.log2(np.e))
+    mixed = []
+    for head in range(KV_HEADS):
+        keys, values = (cache[name][table, head].reshape(-1, DIM) for name in ("keys", "values"))
+        own = rows[:, head * group : (head + 1) * group]
+        cut = emulation.Cut(TILE, SPLIT)
+        mixed.append(emulation.attended(own, keys, values, positions[0], scale, window, cut))
+    return torch.cat(mixed, 1).flatten(1)
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 20])
+@pytest.mark.parametrize("positions", [range(5), range(60, 68), range(85, 90)])
+def test_the_hopper_kernel_emulated_is_softmax_attention_whatever_nobody_wrote(
+    cache: dict[str, Any], positions: range, window: int
+) -> None:
+    together = emulated(cache, positions, window)
+    assert together.isfinite().all()
+    for place, position in enumerate(positions):
+        wanted = exact(cache, position, window)
+        error = (together[place].double() - wanted).norm() / wanted.norm()
+        assert error < 6e-3
+        alone = emulated(cache, range(position, position + 1), window)
+        assert torch.equal(alone[0], together[place])
+
+
+def test_the_hopper_kernel_emulated_makes_what_the_plain_one_does(cache: dict[str, Any]) -> None:
+    plain = to_natural_order(attended(cache, range(60, 68), 8))
+    assert torch.allclose(plain.float(), emulated(cache, range(60, 68)).float(), atol=4e-3)

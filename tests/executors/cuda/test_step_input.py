@@ -22,17 +22,17 @@ from quire.executors.cuda.step_input import (  # noqa: E402
 def test_a_chunk_is_cut_into_tiles_of_its_sequence() -> None:
     plan = row(range(10, 17), (5, 9), start=12)  # positions 12 to 18
     packed = pack_body([PackedRow(plan, 0, 6)], num_tokens=8, tile_tokens=4)
-    fields, tables = packed[:64].reshape(8, 8), packed[64:]
+    fields, tables = packed[:72].reshape(9, 8), packed[72:]
     assert fields[0, :7].tolist() == list(range(10, 17))
     assert fields[2, :7].tolist() == list(range(12, 19))
     assert fields[3].tolist() == [92, 93, 94, 95, 144, 145, 146, -1]  # block 5, then block 9
-    assert fields[4:, :3].tolist() == [[0, 4, 0], [4, 3, 0], [12, 16, 0], [0, 0, 0]]
+    assert fields[4:, :3].tolist() == [[0, 4, 0], [4, 3, 0], [12, 16, 0], [0] * 3, [12, 12, 0]]
     assert tables.tolist() == [5, 9]
 
 
 def test_padding_is_written_nowhere_and_attends_to_nothing() -> None:
     packed = pack_body([], num_tokens=4, tile_tokens=4)
-    fields = packed.reshape(8, 4)
+    fields = packed.reshape(9, 4)
     assert (fields[1] == -1).all() and (fields[3] == -1).all() and not fields[5].any()
 
 
@@ -46,9 +46,9 @@ def test_one_token_each_packs_as_the_general_way_does() -> None:
     general = pack_body(longer, 5, 1)
     single = _pack_single(rows, 5)
     np.testing.assert_array_equal(
-        single[:40].reshape(8, 5)[:, :3], general[:40].reshape(8, 5)[:, :3]
+        single[:45].reshape(9, 5)[:, :3], general[:45].reshape(9, 5)[:, :3]
     )
-    assert single[40:].tolist() == general[40:].tolist()[:-1]
+    assert single[45:].tolist() == general[45:].tolist()[:-1]
 
 
 def test_a_layout_gives_back_what_was_packed() -> None:

@@ -1,6 +1,7 @@
-"""The tensor-core products compile for Hopper as meant: wgmma, and no spilled registers."""
+"""What Gluon makes for Hopper is as meant: wgmma, the copy engine, and no spilled registers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ if triton.knobs.runtime.interpret:
 
 from tests.executors.cuda.compiling import SHARED_MEMORY, compiled, pretend  # noqa: E402
 
+from quire.executors.cuda import attending  # noqa: E402
+from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
 from quire.executors.cuda.planes import FORMS, Planes  # noqa: E402
 from quire.executors.cuda.products import HopperProducts, tiling  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment  # noqa: E402
@@ -85,3 +88,41 @@ def test_a_product_fits_its_registers_and_runs_on_tensor_cores(
     assert usage.shared <= SHARED_MEMORY
     assert "HGMMA" in listing
     assert f"64x{cut.tokens}x16" in listing
+
+
+@pytest.mark.parametrize(("num_tokens", "num_parts"), [(4, 0), (4, 4), (256, 0), (2048, 0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (32, 2, 64)])
+def test_attention_reads_what_the_copy_engine_brought(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_tokens: int,
+    num_parts: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend()
+    spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    chain = {"PDL": True, "launch_pdl": True}
+    parts = attending._Parts(spec, num_tokens, max(1, num_parts), "cpu")
+    attention = attending.HopperAttention(spec, parts, 16, chain, 256)
+    catch = _Catch(attention._kernels.attend)
+    merged = _Catch(plain_attention.merge_parts)
+    monkeypatch.setattr(attention._kernels, "attend", catch)
+    monkeypatch.setattr(plain_attention, "merge_parts", merged)
+    keys = torch.empty((8, kv_heads, 16, head_dim), dtype=torch.bfloat16)
+    integers = torch.empty((5, num_tokens), dtype=torch.int32)
+    given = attending.Attended(
+        queries=torch.empty((num_tokens, heads, head_dim), dtype=torch.bfloat16),
+        tables=integers[0],
+        tiles=attending.TokenTiles(*integers),
+        out=torch.empty((num_tokens, heads * head_dim), dtype=torch.float16),
+    )
+    attention.attend(given, attending.Layer(keys, keys, None), num_parts)
+    usage, listing = compiled(catch.found, tmp_path)
+    print(heads, num_tokens, usage)
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY
+    assert "HGMMA" in listing
+    assert "UTMALDG" in listing
+    assert (merged.found is not None) == (num_parts > 0)

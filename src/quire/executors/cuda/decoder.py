@@ -4,13 +4,13 @@ A step is two parts: the body takes every token through all layers, the head mak
 rows and the likeliest token of each.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from quire.executors.cuda.kernels import attention, layers, plain
+from quire.executors.cuda.attending import SPLIT, Attended, Layer, TokenTiles, attention_for
+from quire.executors.cuda.kernels import layers, plain
 from quire.executors.cuda.planes import Array, padded
 from quire.executors.cuda.products import Products, powers
 from quire.executors.cuda.weights import LayerWeights, Linear, ModelWeights
@@ -20,17 +20,15 @@ from quire.model.spec import ModelSpec
 BLOCK_SIZE = 16  # tokens a block of the cache
 _HEADS_AT_ONCE = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
-_NO_WINDOW = 1 << 30
-_NORM_WARPS = 8
+_NORM_COLUMNS = 128  # a warp, up to 32 warps
 _TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any product
-_QUERY_ROWS = 16  # of an attention program: tokens times the heads of a group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BodyInput:
     """What the body reads about its tokens, int32; padding has slot -1 and count 0."""
 
-    fields: Array  # [8, tokens], see below
+    fields: Array  # [9, tokens], see below
     tables: Array  # block tables, one after the other
 
     @property
@@ -52,10 +50,8 @@ class BodyInput:
         return self.fields[3]
 
     @property
-    def tiles(self) -> tuple[Array, Array, Array, Array]:
-        """Of each tile of tokens: its first row, their count, first position, and where their
-        sequence's block table starts."""
-        return self.fields[4], self.fields[5], self.fields[6], self.fields[7]
+    def tiles(self) -> TokenTiles:
+        return TokenTiles(*self.fields[4:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +75,7 @@ class Limits:
 
     @property
     def max_parts(self) -> int:
-        return -(-self.max_context // attention.SPLIT)
+        return -(-self.max_context // SPLIT)
 
 
 class KVBlocks:
@@ -124,15 +120,12 @@ class Decoder:
         self._is_gpu = device != "cpu"
         self._chained = self._is_gpu and torch.cuda.get_device_capability(device)[0] >= 9
         self.hidden = padded(spec.hidden_size)
-        self._group = 1 << (spec.num_heads // spec.num_kv_heads - 1).bit_length()
-        self._query_rows = max(_QUERY_ROWS, self._group)
         self._make_buffers()
         self._make_angles()
 
-    @property
-    def tokens_a_tile(self) -> int:
+    def tokens_a_tile(self, shape: BodyShape) -> int:
         """Tokens of one sequence that an attention program takes."""
-        return self._query_rows // self._group
+        return self._attention.tokens_a_tile(shape.num_tokens, shape.num_parts)
 
     # ---- buffers
 
@@ -145,7 +138,6 @@ class Decoder:
         self.mixed = self._zeros((tokens, padded(spec.query_size)), half)
         self.queries = self._zeros((tokens, spec.num_heads, spec.head_dim), torch.bfloat16)
         self.gated = self._zeros((tokens, padded(spec.ffn_size)), half)
-        self.finite = self._zeros((tokens,), torch.int32)
         linears = [
             x for layer in self._weights.layers for x in (layer.qkv, layer.output, layer.down)
         ]
@@ -155,17 +147,25 @@ class Decoder:
         self._gate_sums = None
         if any(self._products.needs_gate_sums(gate) for gate in gates):
             self._gate_sums = self._zeros((1, tokens, gates[0].num_rows), torch.float32)
-        apart = limits.parts_apart_tokens * limits.max_parts * spec.num_heads
-        self._part_max = self._zeros((apart,), torch.float32)
-        self._part_sum = self._zeros((apart,), torch.float32)
-        self._part_mix = self._zeros((apart, spec.head_dim), torch.float32)
+        self._attention = attention_for(
+            spec,
+            parts_apart_tokens=limits.parts_apart_tokens,
+            max_parts=limits.max_parts,
+            max_rows=limits.num_rows,
+            block_size=BLOCK_SIZE,
+            chain=self._chain(),
+            device=self._device,
+        )
         self.head_rows = self._zeros((rows, self.hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)
         chunks = -(-spec.vocabulary_size // _ARGMAX_BLOCK)
         self._best = self._zeros((rows, chunks), torch.float32)
         self._where = self._zeros((rows, chunks), torch.int32)
         self._wrong = self._zeros((rows, chunks), torch.int32)
-        self.answers = self._zeros((rows, 2), torch.int32)
+        # What the host waits for, in one piece.
+        self.outcome = self._zeros((2 * rows + tokens,), torch.int32)
+        self.answers = self.outcome[: 2 * rows].view(rows, 2)
+        self.finite = self.outcome[2 * rows :]
 
     def _zeros(self, shape: tuple[int, ...], kind: object) -> Array:
         return torch.zeros(shape, dtype=kind, device=self._device)
@@ -255,7 +255,7 @@ class Decoder:
             PARTS=0 if parts is None else self._parts_of(parts, count),
             BLOCK=_power_of_two(self.hidden),
             FINITE=is_last,
-            num_warps=_NORM_WARPS,
+            num_warps=min(32, max(1, _power_of_two(self.hidden) // _NORM_COLUMNS)),
             **self._chain(),
         )
 
@@ -270,61 +270,10 @@ class Decoder:
         count = shape.num_tokens
         self._multiply(layer.qkv, self.normed, count)
         self._turn(count, given, blocks, index, layer)
-        spec = self._spec
-        window = spec.windows[index] or _NO_WINDOW
-        grid = (count, spec.num_kv_heads, max(1, shape.num_parts))
-        attention.attend[grid](
-            self.queries,
-            blocks.keys[index],
-            blocks.values[index],
-            given.tables,
-            *given.tiles,
-            self.mixed,
-            self._part_max,
-            self._part_sum,
-            self._part_mix,
-            spec.head_dim**-0.5 * math.log2(math.e),
-            window,
-            self.mixed.stride(0),
-            NUM_HEADS=spec.num_heads,
-            NUM_KV_HEADS=spec.num_kv_heads,
-            HEAD_DIM=spec.head_dim,
-            DIMS=_power_of_two(spec.head_dim),
-            BLOCK_SIZE=BLOCK_SIZE,
-            ROWS=self._query_rows,
-            GROUP=self._group,
-            SPLIT=attention.SPLIT,
-            TILE=attention.TILE,
-            PARTS_APART=shape.num_parts > 0,
-            LARGE=blocks.keys[0].numel() >= 1 << 31,
-            EXACT=not self._is_gpu,
-            num_warps=attention.WARPS,
-            num_stages=attention.STAGES,
-            enable_fp_fusion=False,
-            **self._chain(),
-        )
-        if shape.num_parts:
-            self._merge(count, given, window)
-
-    def _merge(self, count: int, given: BodyInput, window: int) -> None:
-        spec = self._spec
-        attention.merge_parts[(count, -(-spec.num_heads // _HEADS_AT_ONCE))](
-            *given.tiles[:3],
-            self.mixed,
-            self._part_max,
-            self._part_sum,
-            self._part_mix,
-            window,
-            self.mixed.stride(0),
-            count,
-            NUM_HEADS=spec.num_heads,
-            HEAD_DIM=spec.head_dim,
-            DIMS=_power_of_two(spec.head_dim),
-            HEADS=_HEADS_AT_ONCE,
-            SPLIT=attention.SPLIT,
-            num_warps=4,
-            enable_fp_fusion=False,
-            **self._chain(),
+        self._attention.attend(
+            Attended(self.queries, given.tables, given.tiles, self.mixed),
+            Layer(blocks.keys[index], blocks.values[index], self._spec.windows[index]),
+            shape.num_parts,
         )
 
     def _turn(

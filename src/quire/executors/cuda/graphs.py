@@ -10,8 +10,8 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
+from quire.executors.cuda.attending import SPLIT
 from quire.executors.cuda.decoder import BLOCK_SIZE, BodyShape, Decoder, KVBlocks, Limits
-from quire.executors.cuda.kernels import attention
 from quire.executors.cuda.planes import Array
 from quire.executors.cuda.step_input import Integers, Layout, PackedRow, pack_body
 
@@ -140,8 +140,7 @@ class Runner:
     ) -> int:
         """Compute the rows, and the likeliest tokens after `head_rows`; how many were padding."""
         shape = self._shape_for(rows, num_tokens)
-        tile_tokens = 1 if shape.num_parts else self._decoder.tokens_a_tile
-        body = pack_body(rows, shape.num_tokens, tile_tokens)
+        body = pack_body(rows, shape.num_tokens, self._decoder.tokens_a_tile(shape))
         self._send(np.concatenate([*self._head_input(head_rows, slots), body]))
         if self._is_gpu:
             self._bodies[shape].replay()
@@ -164,7 +163,7 @@ class Runner:
             size = next(size for size in self._token_sizes if size >= num_tokens)
         if size > self._limits.parts_apart_tokens:
             return BodyShape(size, 0)
-        needed = -(-max(row.plan.end for row in rows) // attention.SPLIT)
+        needed = -(-max(row.plan.end for row in rows) // SPLIT)
         needed = 0 if needed == 1 else needed
         return BodyShape(size, next(parts for parts in self._part_sizes() if parts >= needed))
 
@@ -198,9 +197,9 @@ class Runner:
 
     def fetch(self, num_rows: int, num_tokens: int) -> tuple[Array, Array]:
         """Answers and finite flags on their way to the host; there once the step is done."""
-        found = []
-        for array in (self._decoder.answers[:num_rows], self._decoder.finite[:num_tokens]):
-            host = torch.empty(array.shape, dtype=array.dtype, pin_memory=self._is_gpu)
-            host.copy_(array, non_blocking=True)
-            found.append(host.numpy())
-        return found[0], found[1]
+        most = self._limits.num_rows
+        sent = self._decoder.outcome[: 2 * most + num_tokens]
+        host = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=self._is_gpu)
+        host.copy_(sent, non_blocking=True)
+        outcome = host.numpy()
+        return outcome[: 2 * num_rows].reshape(num_rows, 2), outcome[2 * most :]

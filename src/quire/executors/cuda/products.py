@@ -133,6 +133,7 @@ class Tiling(NamedTuple):
     registers: int
 
 
+_MULTIPROCESSORS = 132
 _WIDE = 16384  # rows from which on a matrix alone fills the GPU
 _FULL = 96  # programs that a large tile must make to be worth it
 _TOKEN_TILES = (8, 16, 32, 64, 128)
@@ -149,17 +150,19 @@ def tiling(format_name: str, num_rows: int, num_parts: int, num_tokens: int) -> 
             return Tiling(64, 128, 64, 4, 3, 4, 128)
         return Tiling(128, 256, 64, 4, 2 if format_name == "Q8_0" else 3, 8, 168)
     small = {
-        8: Tiling(64, 8, 256, 4, 4, 4, 80),
-        16: Tiling(64, 16, 256, 4, 4, 4, 80),
+        8: Tiling(64, 8, 256, 4, 8, 4, 80),
+        16: Tiling(64, 16, 256, 4, 6, 4, 80),
         32: Tiling(64, 32, 256, 2, 4, 4, 80),
         64: Tiling(64, 64, 64, 4, 4, 4, 80),
         128: Tiling(64, 128, 64, 4, 3, 4, 128),
     }
+    if format_name == "Q8_0":
+        small[8], small[16] = Tiling(64, 8, 256, 4, 4, 4, 80), Tiling(64, 16, 256, 4, 4, 4, 80)
     has_four_bits = format_name in ("Q4_0", "Q4_1", "Q4_K")
     if wide and format_name != "Q8_0":
         small[8] = Tiling(128, 8, 256, 3, 3, 8, 80)
         small[16] = Tiling(128, 16, 256, 3, 3, 8, 80)
-        small[64] = Tiling(128, 64, 64, 4, 2 if has_four_bits else 3, 4, 128)
+        small[64] = Tiling(128, 64, 64, 4, 3, *((8, 80) if has_four_bits else (4, 128)))
         if has_four_bits:
             small[32] = Tiling(128, 32, 256, 2, 3, 8, 80)
     elif format_name != "Q8_0":
@@ -174,11 +177,12 @@ def _float_tiling(wide: bool, num_rows: int, num_parts: int, width: int, num_tok
         if _num_large_tiles(num_rows, num_parts, num_tokens) <= _FULL - 32:
             return Tiling(128, 128, 64, 4, 4, 8, 128)
         return Tiling(128, 256, 64, 4, 4, 8, 168)
+    has_few = -(-num_rows // 64) * num_parts <= _MULTIPROCESSORS
     return {
-        8: Tiling(64, 8, 256, 3, 3, 4, 80),
-        16: Tiling(64, 16, 128, 4, 4, 4, 80),
+        8: Tiling(64, 8, 256, 3, 4 if has_few else 3, 4, 80),
+        16: Tiling(64, 16, 128, 6, 6, 4, 80) if has_few else Tiling(64, 16, 128, 4, 4, 4, 80),
         32: Tiling(64, 32, 128, 4, 4, 4, 80),
-        64: Tiling(128, 64, 64, 4, 3, 4, 128) if wide else Tiling(64, 64, 128, 4, 4, 4, 80),
+        64: Tiling(128, 64, 64, 4, 4, 4, 128) if wide else Tiling(64, 64, 128, 4, 4, 4, 80),
         128: Tiling(128, 128, 64, 3, 3, 4, 128) if wide else Tiling(128, 128, 64, 4, 4, 8, 128),
     }[width]
 
@@ -240,7 +244,7 @@ class HopperProducts:
         if self._dependent_launch:
             order = kernels.CHAINED if is_first else kernels.BESIDE
         out = out if gated else out[:, :, segment.first_row :]
-        grid = (-(-planes.num_rows // shape.rows), parts, -(-num_tokens // shape.tokens))
+        grid = (-(-num_tokens // shape.tokens), -(-planes.num_rows // shape.rows), parts)
         kernels.product[grid](
             self._token_descriptor(tokens[:num_tokens], shape),
             *self._weight_descriptors(planes, shape),

@@ -2,7 +2,7 @@
 
     head rows [rows] | head slots [rows]
     tokens | sources | positions | slots [tokens each]
-    tiles' rows | counts | positions | tables [tokens each]
+    tiles' rows | counts | positions | tables | starts [tokens each]
     block tables, one after the other
 
 A graph is captured for a number of tokens, so everything behind the head lies where that number
@@ -23,7 +23,7 @@ from quire.executors.cuda.planes import Array
 
 Integers = npt.NDArray[np.int32]
 
-_FIELDS = 8  # a token
+_FIELDS = 9  # a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ def pack_body(rows: Sequence[PackedRow], num_tokens: int, tile_tokens: int) -> I
         fields[5, tiles] = np.minimum(tile_tokens, count - starts)
         fields[6, tiles] = plan.start + starts
         fields[7, tiles] = offset
+        fields[8, tiles] = plan.start
         tile += len(starts)
         tables.append(used)
         offset += len(used)
@@ -110,4 +111,5 @@ def _pack_single(rows: Sequence[PackedRow], num_tokens: int) -> Integers:
     fields[5, :count] = 1
     fields[6, :count] = starts
     fields[7, :count] = ends - lengths
+    fields[8, :count] = starts
     return np.concatenate([fields.ravel(), flat])

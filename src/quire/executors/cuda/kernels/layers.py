@@ -9,10 +9,13 @@ import triton.language as tl
 
 @triton.jit
 def _begin(PDL: tl.constexpr):
-    """Wait for the kernels before this one, and let those after it get ready."""
+    """Let the kernel after this one get ready, and wait for the one before.
+
+    In this order, a product's weights are on their way while the product before it still runs.
+    """
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -21,6 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from quire.executors.cuda.kernels.chaining import (
+    let_later_kernels_start,
+    wait_for_earlier_kernels,
+)
 from quire.executors.cuda.kernels.decoding import (
     decoded,
     lane_layout,
@@ -48,25 +52,6 @@ def descriptor(array, shape, swizzle):
     """How the copy engine fetches tiles of that shape."""
     layout = gl.NVMMASharedLayout(swizzle, array.element_size() * 8, len(shape))
     return TensorDescriptor.from_tensor(array, shape, layout)
-
-
-@gluon.jit
-def _wait_for_earlier_kernels():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _let_later_kernels_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -129,10 +114,10 @@ def _bring_tokens(
     PDL: gl.constexpr,
 ):
     if PDL == _CHAINED:
-        _wait_for_earlier_kernels()
+        wait_for_earlier_kernels()
     if PDL != _ALONE:
         # Not before the tokens are there: a kernel BESIDE this one reads them without waiting.
-        _let_later_kernels_start()
+        let_later_kernels_start()
     slot = 0
     phase = 1
     for step in range(count):
@@ -282,19 +267,20 @@ def _multiply(
             if XK == 256:
                 mbarrier.wait(token_full.index(xs), xp)
                 x = tokens.index(xs)
-                sums = warpgroup_mma_wait(0, deps=[sums])
+                sums = warpgroup_mma(a0, x.slice(0, 64, 1).permute((1, 0)), sums, is_async=True)
+                sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
                 mbarrier.arrive(weight_empty.index(last_w), pred=step > 0)
                 mbarrier.arrive(token_empty.index(last_x), pred=step > 0)
-                sums = warpgroup_mma(a0, x.slice(0, 64, 1).permute((1, 0)), sums, is_async=True)
                 a1 = decoded(w01, h01, s01, m01, 1, FORMAT, OPERAND, BO)
-                sums, a0 = warpgroup_mma_wait(0, deps=[sums, a0])
                 sums = warpgroup_mma(a1, x.slice(64, 64, 1).permute((1, 0)), sums, is_async=True)
+                sums, a0 = warpgroup_mma_wait(1, deps=[sums, a0])
                 a2 = decoded(w10, h10, s10, m10, 0, FORMAT, OPERAND, BO)
-                sums, a1 = warpgroup_mma_wait(0, deps=[sums, a1])
                 sums = warpgroup_mma(a2, x.slice(128, 64, 1).permute((1, 0)), sums, is_async=True)
+                sums, a1 = warpgroup_mma_wait(1, deps=[sums, a1])
                 a3 = decoded(w11, h11, s11, m11, 1, FORMAT, OPERAND, BO)
-                sums, a2 = warpgroup_mma_wait(0, deps=[sums, a2])
                 sums = warpgroup_mma(a3, x.slice(192, 64, 1).permute((1, 0)), sums, is_async=True)
+                sums, a2 = warpgroup_mma_wait(1, deps=[sums, a2])
+                sums = warpgroup_mma_init(sums)
                 last_w = ws
                 last_x = xs
                 xs += 1
@@ -304,25 +290,26 @@ def _multiply(
             else:
                 gl.static_assert(XST == 4)
                 mbarrier.wait(token_full.index(0), xp)
-                sums = warpgroup_mma_wait(0, deps=[sums])
-                mbarrier.arrive(token_empty.index(3), pred=step > 0)
                 sums = warpgroup_mma(a0, tokens.index(0).permute((1, 0)), sums, is_async=True)
+                sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
+                mbarrier.arrive(token_empty.index(3), pred=step > 0)
                 a1 = decoded(w01, h01, s01, m01, 1, FORMAT, OPERAND, BO)
                 mbarrier.wait(token_full.index(1), xp)
-                sums, a0 = warpgroup_mma_wait(0, deps=[sums, a0])
-                mbarrier.arrive(token_empty.index(0))
                 sums = warpgroup_mma(a1, tokens.index(1).permute((1, 0)), sums, is_async=True)
+                sums, a0 = warpgroup_mma_wait(1, deps=[sums, a0])
+                mbarrier.arrive(token_empty.index(0))
                 a2 = decoded(w10, h10, s10, m10, 0, FORMAT, OPERAND, BO)
                 mbarrier.wait(token_full.index(2), xp)
-                sums, a1 = warpgroup_mma_wait(0, deps=[sums, a1])
-                mbarrier.arrive(token_empty.index(1))
                 sums = warpgroup_mma(a2, tokens.index(2).permute((1, 0)), sums, is_async=True)
+                sums, a1 = warpgroup_mma_wait(1, deps=[sums, a1])
+                mbarrier.arrive(token_empty.index(1))
                 a3 = decoded(w11, h11, s11, m11, 1, FORMAT, OPERAND, BO)
                 mbarrier.arrive(weight_empty.index(ws))
                 mbarrier.wait(token_full.index(3), xp)
-                sums, a2 = warpgroup_mma_wait(0, deps=[sums, a2])
-                mbarrier.arrive(token_empty.index(2))
                 sums = warpgroup_mma(a3, tokens.index(3).permute((1, 0)), sums, is_async=True)
+                sums, a2 = warpgroup_mma_wait(1, deps=[sums, a2])
+                sums = warpgroup_mma_init(sums)
+                mbarrier.arrive(token_empty.index(2))
                 xp ^= 1
             ws += 1
             if ws == WST:
@@ -330,7 +317,7 @@ def _multiply(
                 wp ^= 1
         sums = warpgroup_mma_wait(0, deps=[sums])
     if PDL == _BESIDE:
-        _wait_for_earlier_kernels()
+        wait_for_earlier_kernels()
     _finish(
         sums,
         out,
@@ -387,10 +374,11 @@ def product(
     Blocks are 256 columns. Parts of the columns are summed apart and added by whoever reads them,
     in order.
     """
-    tile = gl.program_id(0)
-    part = gl.program_id(1)
-    token_tile = gl.program_id(2)
-    parts = gl.num_programs(1)
+    # Tiles of tokens first: all that read the same weights run at once, and these are fetched once.
+    token_tile = gl.program_id(0)
+    tile = gl.program_id(1)
+    part = gl.program_id(2)
+    parts = gl.num_programs(2)
     count = num_blocks // parts + gl.where(part < num_blocks % parts, 1, 0)
     first = part * (num_blocks // parts) + gl.minimum(part, num_blocks % parts)
     STEP: gl.constexpr = XK if FORMAT == _FLOAT else 256
