@@ -306,7 +306,7 @@ bool suits_tiles(const Product& p) {
   if (p.residuals) return false;
   const int64_t work = p.num_columns * (p.in_size / group_size);
   return are_packed_as_bytes<T> ? p.num_columns >= 8 && work >= 256
-                                : p.num_columns >= 16 && work >= 1024;
+                                : p.num_columns >= 16 && work >= 576;
 }
 
 template <class T>

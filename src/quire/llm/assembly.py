@@ -24,7 +24,7 @@ from quire.tokenizer import Tokenizer
 DEVICES = ("auto", "cpu", "cuda", "reference")
 EXECUTORS = {
     "reference": "numpy in float32, one row at a time: slow, and what others are held to",
-    "cpu": "native kernels over weights in their blocks: AVX2, AVX-512 with VNNI, or plain C++",
+    "cpu": "native kernels over weights in their blocks: AVX2, AVX-512 (VNNI or AMX), or plain C++",
     "cuda": "one NVIDIA GPU, weights in their blocks",
 }
 
