@@ -5,7 +5,7 @@
 //     acc = fma(sum - zero * sum_of_codes, weight_scale * activation_scale, acc)
 //     acc = fma(weight_minimum, scaled_sum_of_codes, acc)              where there are minimums
 // This holds for any number of columns: with few of them the codes are unpacked on the way to the
-// multiplier, with more of them once into a tile, which all columns then read.
+// multiplier, four columns at a time, with more of them once into a tile that all columns read.
 
 // ---- 64 codes: sixteen rows times four k
 
@@ -318,6 +318,7 @@ struct AsTernary : Traits<TERNARY, 2, 1, false, false, false> {
 
 constexpr int slab = 8;  // sub-blocks unpacked at once: 256 k
 constexpr int max_tile_columns = 128;
+constexpr int max_direct_columns = 12;  // beyond, unpacking once for all columns costs less
 
 // Straight from the packed matrix.
 template <class T, int groups>
@@ -325,7 +326,8 @@ struct Direct {
   using Format = T;
   const uint8_t* codes_of[groups];
   const uint8_t* scales_of[groups];
-  int64_t further;  // bytes to the row groups after these
+  int64_t further;              // bytes to the row groups after these
+  int turn = 0, num_turns = 1;  // this is one of so many passes over these row groups
   INLINE_METHOD Codes codes(int s, int g, int j) const {
     return T::codes(codes_of[g] + static_cast<int64_t>(s) * T::info.code_bytes, j);
   }
@@ -339,8 +341,9 @@ struct Direct {
     return T::minimum(record(s, g), s % T::info.scale_span, h);
   }
   // The same sub-block of the row groups after these comes from memory while this one's is
-  // multiplied: the processor's own fetching begins anew with each row group.
+  // multiplied: the processor's own fetching begins anew with each row group. Passes share it.
   INLINE_METHOD void fetch_further(int s) const {
+    if (num_turns > 1 && s % num_turns != turn) return;
     UNROLL(2)
     for (int g = 0; g < groups; g++) {
       const uint8_t* codes = codes_of[g] + static_cast<int64_t>(s) * T::info.code_bytes + further;
@@ -513,6 +516,18 @@ void product_direct(const Product& p, const Direct<T, groups>& source, int first
                  p.num_rows - first_row - g * row_group);
 }
 
+// Up to four columns.
+template <class T, int groups>
+void product_some(const Product& p, const Direct<T, groups>& source, int row, int column,
+                  int columns) {
+  switch (columns) {
+    case 1: return product_direct<T, groups, 1>(p, source, row, column);
+    case 2: return product_direct<T, groups, 2>(p, source, row, column);
+    case 3: return product_direct<T, groups, 3>(p, source, row, column);
+    default: return product_direct<T, groups, 4>(p, source, row, column);
+  }
+}
+
 template <class F, int groups, int columns>
 void tile_columns(const Tile<F, groups>& tile, int first, int count, const ActivationGroup* from,
                   int64_t stride, float* sums) {
@@ -580,13 +595,13 @@ Direct<T, groups> direct_source(const Product& p, int group) {
 
 template <class T, int groups>
 void product_groups(const Product& p, int group) {
-  const Direct<T, groups> source = direct_source<T, groups>(p, group);
+  Direct<T, groups> source = direct_source<T, groups>(p, group);
   const int row = group * row_group;
-  switch (p.num_columns) {
-    case 1: return product_direct<T, groups, 1>(p, source, row, 0);
-    case 2: return product_direct<T, groups, 2>(p, source, row, 0);
-    case 3: return product_direct<T, groups, 3>(p, source, row, 0);
-    case 4: return product_direct<T, groups, 4>(p, source, row, 0);
+  if (p.num_columns <= max_direct_columns) {
+    source.num_turns = (p.num_columns + 3) / 4;
+    for (int c = 0; c < p.num_columns; c += 4, source.turn++)
+      product_some(p, source, row, c, p.num_columns - c);
+    return;
   }
   for (int c = 0; c < p.num_columns; c += max_tile_columns) {
     const int left = p.num_columns - c;
