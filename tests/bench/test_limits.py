@@ -8,7 +8,7 @@ from tests.bench.sound_receipt import make_receipt
 from quire.bench.limits import RATES, LimitsPlan, measure_limits, summarise, usual_threads
 from quire.bench.measure import Load, Run, StepTime
 from quire.bench.receipts import ReceiptError, write
-from quire.bench.utilisation import Cost, achieved, find_limits, shares
+from quire.bench.utilisation import Cost, achieved, find_limits, limits_of, shares
 from quire.core.errors import ConfigError, ExecutorError
 
 RESULTS = {
@@ -31,6 +31,25 @@ def test_the_best_sample_is_the_limit() -> None:
         "4": 12.0,
         "best": 12.0,
     }
+
+
+def test_a_gpus_limits_are_its_own(tmp_path: Path) -> None:
+    samples = {f"{rate}.threads_1": [1.0] for rate in RATES.values()}
+    samples |= {
+        "gpu.memory_read_bytes_per_second": [30.0, 40.0],
+        "gpu.float16_operations_per_second": [700.0, 800.0],
+    }
+    write(make_receipt(kind="limits", results=summarise(samples)), tmp_path)
+    limits = find_limits(None, tmp_path, "a cpu")
+    found = {"decode_bytes_per_second": 20.0, "decode_operations_per_second": 80.0}
+    found |= {"prompt_operations_per_second": 400.0}
+    assert shares(found, limits_of("cuda", limits) or {}) == {
+        "decode_memory_share": 0.5,
+        "decode_float16_share": 0.1,
+        "prompt_float16_share": 0.5,
+    }
+    assert limits_of("cpu", limits) is limits
+    assert limits_of("cuda", {"memory_read_bytes_per_second": 1.0}) is None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ memory_copy     one such buffer into another, bytes read and bytes written toget
 float32         products of square float32 matrices by BLAS, two operations a multiply-add
 integer         integer multiplications and additions by the best kernel there is, which is named
                 (`integer_kernel`)
+
+Where torch sees a GPU, executors/cuda/limits.py says what that can do.
 """
 
 import json
@@ -26,8 +28,8 @@ import numpy as np
 from quire.bench.machine_info import largest_cache_bytes, usable_threads
 from quire.core.errors import ConfigError, ExecutorError
 from quire.executors.cpu import has_native_module, native_module
+from quire.llm.cuda_assembly import why_no_gpu
 
-NO_GPU = "no GPU executor in this build"
 RATES = {
     "memory_read": "memory_read_bytes_per_second",
     "memory_copy": "memory_copy_bytes_per_second",
@@ -136,16 +138,37 @@ def measure_limits(plan: LimitsPlan) -> dict[str, list[float]]:
     return samples
 
 
+class GpuLimits(NamedTuple):
+    """Samples by rate; none where there is no GPU to measure, and then `name` says why."""
+
+    name: str
+    samples: dict[str, list[float]]
+
+
+def measure_gpu(plan: LimitsPlan) -> GpuLimits:
+    reason = why_no_gpu()
+    if reason is not None:
+        return GpuLimits(f"not measured: {reason}", {})
+    from quire.executors.cuda import limits
+
+    samples = limits.measure(plan.seconds, plan.repeats)
+    return GpuLimits(limits.device_name(), {f"gpu.{rate}": samples[rate] for rate in samples})
+
+
 def summarise(samples: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """The best sample of each rate by thread count, and the best of all; a limit is what can be
     reached, so whatever slowed the other samples does not count."""
     results: dict[str, dict[str, float]] = {name: {} for name in RATES.values()}
+    on_gpu: dict[str, float] = {}
     for name, values in samples.items():
+        if name.startswith("gpu."):
+            on_gpu[name.removeprefix("gpu.")] = max(values)
+            continue
         rate, _, threads = name.partition(".threads_")
         results[rate][threads] = max(values)
     for by_threads in results.values():
         by_threads["best"] = max(by_threads.values())
-    return results
+    return results | ({"gpu": on_gpu} if on_gpu else {})
 
 
 # ---- in the process that measures

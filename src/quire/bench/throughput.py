@@ -10,7 +10,7 @@ from quire.bench.machine_info import forget_peak_memory, peak_memory_bytes
 from quire.bench.measure import Load, Run, percentiles, run_load, run_phases, spread
 from quire.bench.receipts import thinned
 from quire.bench.subject import Subject
-from quire.bench.utilisation import Cost, achieved, shares
+from quire.bench.utilisation import Cost, achieved, limits_of, shares
 from quire.core.errors import ConfigError
 
 _WARM_UP_TOKENS = 2
@@ -79,7 +79,8 @@ def measure_throughput(
         "peak_rss_since": "the measurement began" if is_own_peak else "the process began",
     }
     results["achieved"] = _median_of(achieved(Cost.of(subject), run) for run in runs)
-    results["utilisation"] = None if limits is None else shares(results["achieved"], limits)
+    bounds = limits_of(subject.assembly.options.executor, limits)
+    results["utilisation"] = None if bounds is None else shares(results["achieved"], bounds)
     return Figures(samples, results)
 
 

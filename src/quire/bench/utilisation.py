@@ -18,6 +18,7 @@ from quire.bench.subject import Subject
 
 _MEMORY = RATES["memory_read"]
 _FLOAT32 = RATES["float32"]
+_FLOAT16 = "float16_operations_per_second"  # what a GPU multiplies with
 _INTEGER = RATES["integer"]  # what quantised products compute with; older receipts lack it
 
 
@@ -75,15 +76,20 @@ def achieved(cost: Cost, run: Run) -> dict[str, float | None]:
 
 def shares(found: Mapping[str, float | None], limits: Mapping[str, Any]) -> dict[str, float | None]:
     """What was achieved as a share of the limits."""
-    pairs = {
-        "decode_memory_share": ("decode_bytes_per_second", _MEMORY),
-        "decode_float32_share": ("decode_operations_per_second", _FLOAT32),
-        "prompt_float32_share": ("prompt_operations_per_second", _FLOAT32),
-    }
-    if _INTEGER in limits:
-        pairs["decode_integer_share"] = ("decode_operations_per_second", _INTEGER)
-        pairs["prompt_integer_share"] = ("prompt_operations_per_second", _INTEGER)
+    pairs = {"decode_memory_share": ("decode_bytes_per_second", _MEMORY)}
+    for kind, rate in (("float32", _FLOAT32), ("integer", _INTEGER), ("float16", _FLOAT16)):
+        if rate in limits:
+            pairs[f"decode_{kind}_share"] = ("decode_operations_per_second", rate)
+            pairs[f"prompt_{kind}_share"] = ("prompt_operations_per_second", rate)
     return {name: _per(found[rate], limits[limit]) for name, (rate, limit) in pairs.items()}
+
+
+def limits_of(executor: str, limits: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Those of what computes: a GPU's own, or the processor's."""
+    if limits is None or executor != "cuda":
+        return limits
+    own: Mapping[str, Any] | None = limits.get("gpu")
+    return own
 
 
 def _per(amount: float | None, by: float) -> float | None:
@@ -115,4 +121,6 @@ def _best(path: Path, receipt: Receipt) -> dict[str, Any]:
     integer = receipt.results.get(_INTEGER)
     if isinstance(integer, Mapping) and isinstance(integer.get("best"), int | float):
         found[_INTEGER] = integer["best"]
+    if isinstance(on_gpu := receipt.results.get("gpu"), Mapping):
+        found["gpu"] = {name: on_gpu[name] for name in (_MEMORY, _FLOAT16) if name in on_gpu}
     return found

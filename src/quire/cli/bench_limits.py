@@ -20,6 +20,8 @@ memory copy         one buffer into another; bytes read and written
 float32             square matrix products by numpy's BLAS, one BLAS thread on each thread
 integer             multiply and add on cached arrays; the kernel is named (elementwise numpy is
                     a floor, not the rate of an integer dot product)
+
+Of a GPU that torch sees: memory read and copied, and products of float16 matrices.
 """
 
 
@@ -73,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace) -> "Receipt":
     from quire.bench.limits import (
-        NO_GPU,
         LimitsPlan,
         integer_kernel,
+        measure_gpu,
         measure_limits,
         summarise,
         usual_buffer_bytes,
@@ -95,6 +97,8 @@ def _measured(args: argparse.Namespace) -> "Receipt":
     counts = ", ".join(map(str, plan.threads))
     tell(f"memory and arithmetic on {counts} threads: about {in_words(plan.expected_s)} …")
     samples = measure_limits(plan)
+    gpu = measure_gpu(plan)
+    samples |= gpu.samples
     return Receipt(
         kind="limits",
         created=now(),
@@ -116,7 +120,7 @@ def _measured(args: argparse.Namespace) -> "Receipt":
             "repeats": plan.repeats,
             "matrix_size": plan.matrix_size,
             "integer_kernel": integer_kernel().name,
-            "gpu": NO_GPU,
+            "gpu": gpu.name,
         },
         samples=samples,
         results=summarise(samples),
@@ -135,3 +139,8 @@ def _print(receipt: "Receipt") -> None:
         print(f"{name:<19}" + "".join(f"{rates[n] / 1e9:>12.1f}" for n in counts) + f"  {unit}")
     print(f"integer kernel: {receipt.settings['integer_kernel']}")
     print(f"GPU: {receipt.settings['gpu']}")
+    on_gpu: Any = receipt.results.get("gpu", {})
+    for rate, value in on_gpu.items():
+        name = rate.partition("_bytes")[0].partition("_operations")[0].replace("_", " ")
+        unit = "GB/s" if "bytes" in rate else "Gop/s"
+        print(f"{name:<19}{value / 1e9:>12.1f}  {unit}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import add_cache_type_option
+from quire.cli.options import add_cache_type_option, add_invariance_option
 from quire.cli.results import complain, print_json, tell
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
     add_cache_type_option(group, "auto")
+    add_invariance_option(group)
 
 
 def add_receipt_options(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +79,7 @@ def load_options(args: argparse.Namespace, max_batch_size: int) -> "Options":
         kv_memory=args.kv_memory,
         threads=args.threads,
         kv_cache_dtype=args.kv_cache_dtype,
+        invariant=not args.no_invariant,
     )
 
 

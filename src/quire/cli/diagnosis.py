@@ -13,6 +13,7 @@ from quire.core.errors import ConfigError
 from quire.executors.cpu import has_native_module, units
 from quire.llm.assembly import DEVICES, EXECUTORS
 from quire.llm.cpu_assembly import UNIT_VARIABLE, chosen_unit, num_threads
+from quire.llm.cuda_assembly import why_no_gpu
 from quire.llm.machine import available_memory, cgroup_cores, total_memory, usable_cores
 from quire.loader.defaults import DEFAULT_MODELS, cache_folder
 
@@ -100,7 +101,11 @@ def _executors() -> Facts:
     states = {name: EXECUTORS[name] for name in known}
     if not has_native_module():
         states["cpu"] = "its native module is not built"
-    return {"known": states, "picked": "cpu" if has_native_module() else "reference"}
+    reason = why_no_gpu()
+    if reason is not None:
+        states["cuda"] += f" ({reason})"
+        return {"known": states, "picked": "cpu" if has_native_module() else "reference"}
+    return {"known": states, "picked": "cuda"}
 
 
 def _cpu_kernels() -> Facts | None:

@@ -68,6 +68,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
     add_cache_type_option(group, "auto")
+    add_invariance_option(group)
+
+
+def add_invariance_option(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--no-invariant",
+        action="store_true",
+        help="let a GPU sum as is fastest: a request's tokens may then depend on its company",
+    )
 
 
 def add_cache_type_option(group: "argparse._ArgumentGroup", default: str | None) -> None:
@@ -84,7 +93,7 @@ def load(kind: Callable[..., Loaded], args: argparse.Namespace, max_batch_size: 
     names = ("model", "device", "kv_memory", "max_context", "threads", "kv_cache_dtype")
     options = {name: getattr(args, name) for name in names}
     tell(f"quire: loading {args.model}")
-    return kind(**options, max_batch_size=max_batch_size)
+    return kind(**options, invariant=not args.no_invariant, max_batch_size=max_batch_size)
 
 
 def add_sampling_options(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import DEFAULT_MODEL, add_cache_type_option
+from quire.cli.options import DEFAULT_MODEL, add_cache_type_option, add_invariance_option
 
 if TYPE_CHECKING:
     from quire.llm import AsyncLLM
@@ -68,6 +68,7 @@ def _add_run_options(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
     add_cache_type_option(group, None)
+    add_invariance_option(group)
     group.add_argument(
         "--batch-timeout-ms", type=float, metavar="MS", help="longest wait for company"
     )
@@ -208,6 +209,8 @@ def _options(args: argparse.Namespace, settings: "ServerSettings") -> "Options":
     options = Options() if args.config is None else read_configuration(args.config)
     own = ("device", "max_batch_size", "kv_memory", "max_context", "threads", "kv_cache_dtype")
     given = {name: getattr(args, name) for name in own if getattr(args, name) is not None}
+    if args.no_invariant:
+        given["invariant"] = False
     engine = dict(options.engine)
     for name, kind in _ENGINE_NUMBERS.items():
         if getattr(args, name) is not None:

@@ -78,7 +78,9 @@ class Options:
         if self.device not in DEVICES:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
         name = self.device
-        if name == "auto":
+        if name == "auto" and not self.invariant:
+            name = "cuda"  # the only one that has a choice
+        elif name == "auto":
             name = "cpu" if has_native_module() else "reference"
         if not self.invariant and name != "cuda":
             raise ConfigError(
@@ -149,11 +151,13 @@ class Assembly:
 def assemble(model: str | Path, options: Options) -> Assembly:
     """Load a model by name or path; what is wrong with the options is said before that."""
     assert options.executor in EXECUTORS
-    config = options.engine_config()
+    options.engine_config()
     with load_model(resolve(model, tell_on_terminal)) as loaded:
         loaded = _with_context(loaded, options.max_context)
         tokenizer = read_tokenizer(loaded)
+        options = _decided(options, loaded)
         if options.executor == "cuda":
+            config = options.engine_config()
             sizes = config.max_batch_size, config.max_step_tokens
             executor, memory = cuda_assembly.cuda_executor(
                 loaded, *sizes, options.kv_memory, invariant=options.invariant
@@ -172,6 +176,19 @@ def assemble(model: str | Path, options: Options) -> Assembly:
             memory=memory,
             end_token_ids=end_token_ids(loaded, tokenizer),
         )
+
+
+def _decided(options: Options, model: Model) -> Options:
+    """Where "auto" runs this model: on a GPU that can, else without, and says why. What only the
+    processor's executor understands keeps it there."""
+    if options.device != "auto" or options.threads is not None or options.kv_cache_dtype != "auto":
+        return options
+    reason = cuda_assembly.why_not(model)
+    if reason is None:
+        return replace(options, device="cuda")
+    if options.invariant:
+        tell_on_terminal(f"runs on the {options.executor} executor: {reason}")
+    return options
 
 
 def _memory_plan(model: Model, options: Options) -> MemoryPlan:

@@ -1,9 +1,12 @@
 """What the CUDA executor needs to know of a user's options, asked of the device itself."""
 
+import ctypes
 import gc
+import importlib.util
+import sys
 from typing import Any
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, UnsupportedModelError
 from quire.executors.protocol import Executor
 from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan, parse_bytes
 from quire.model.loading import Model, memory_estimate
@@ -12,6 +15,40 @@ from quire.model.loading import Model, memory_estimate
 _USUAL_BATCH_SIZE = 256
 USUAL_STEP_TOKENS = 2048
 _KV_ELEMENT_BYTES = 2  # bfloat16
+_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
+
+def why_no_gpu() -> str | None:
+    """Why this process has no GPU to run on, or None. torch, which takes seconds to import, is
+    asked last."""
+    for package in ("torch", "triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:
+        return "there is no NVIDIA driver"
+    from quire.executors.cuda import require_gpu
+
+    try:
+        require_gpu()
+    except ConfigError:
+        return "torch finds no NVIDIA GPU"
+    return None
+
+
+def why_not(model: Model) -> str | None:
+    """Why a model cannot run on this machine's GPU, or None where it can."""
+    reason = why_no_gpu()
+    if reason is not None:
+        return reason
+    from quire.executors.cuda import check_fits
+
+    try:
+        check_fits(model)
+    except (ConfigError, UnsupportedModelError) as error:
+        return str(error)
+    return None
 
 
 def cuda_executor(

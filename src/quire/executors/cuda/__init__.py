@@ -1,6 +1,6 @@
 """The CUDA executor: block weights at tensor-core speed, with the same bits at every batch size."""
 
 from quire.executors.cuda.device import require_gpu
-from quire.executors.cuda.executor import CudaConfig, CudaExecutor
+from quire.executors.cuda.executor import CudaConfig, CudaExecutor, check_fits
 
-__all__ = ["CudaConfig", "CudaExecutor", "require_gpu"]
+__all__ = ["CudaConfig", "CudaExecutor", "check_fits", "require_gpu"]

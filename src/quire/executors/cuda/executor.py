@@ -64,6 +64,13 @@ class CudaConfig:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
+def check_fits(model: Model, device: str = "cuda") -> None:
+    """Refuse a model that these kernels do not compute, or that has no room, before it is moved."""
+    check_model(model.spec, model.tensors)
+    if device != "cpu":
+        check_weights(packed_bytes(model.tensors), device)
+
+
 class CudaExecutor:
     """Runs a model's block weights on one NVIDIA GPU (or, in tests, with Triton's interpreter)."""
 
@@ -76,10 +83,8 @@ class CudaExecutor:
         self._clock = clock or RealClock()
         self._device = self._config.device
         spec = self._spec = model.spec
-        check_model(spec, model.tensors)
+        check_fits(model, self._device)
         self._is_gpu = self._device != "cpu"
-        if self._is_gpu:
-            check_weights(packed_bytes(model.tensors), self._device)
         with weights_memory(self._device, packed_bytes(model.tensors)):
             self._weights = Loader(spec, model.tensors, self._device).load()
         products = products_for(self._device)
