@@ -39,12 +39,17 @@ def add_and_norm(
     One program a token. `size` is the number of real columns; the others are zero. FINITE: say of
     each token whether its state is finite.
     """
-    _begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     place = token * width + column
-    x = tl.load(state + place, mask=inside, other=0.0)
+    scales = tl.load(weight + column, mask=inside, other=0.0)
+    if PARTS > 0:  # the state is that of the norm before: long there
+        x = tl.load(state + place, mask=inside, other=0.0)
+        _begin(PDL)
+    else:
+        _begin(PDL)
+        x = tl.load(state + place, mask=inside, other=0.0)
     if PARTS > 0:
         added = tl.load(parts + place, mask=inside, other=0.0)
         for part in tl.static_range(1, PARTS):
@@ -53,7 +58,7 @@ def add_and_norm(
         tl.store(state + place, x, mask=inside)
     mean = tl.sum(x * x, axis=0) / size
     scale = 1.0 / tl.sqrt(mean + epsilon)
-    normed = x * scale * tl.load(weight + column, mask=inside, other=0.0)
+    normed = x * scale * scales
     normed = tl.minimum(tl.maximum(normed, -65504.0), 65504.0)
     tl.store(out + place, normed.to(tl.float16), mask=inside)
     if FINITE:
@@ -143,7 +148,6 @@ def turn_and_store(
     sums [part, token, heads + 2 * kv heads, head_dim]; keys and values [block, kv head, slot,
     head_dim]. A slot below zero is nobody's: nothing is kept. One program a token and HEADS heads.
     """
-    _begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
@@ -156,6 +160,13 @@ def turn_and_store(
         first = tl.where(turned, pair, rest)
         second = tl.where(turned, pair + ROPE_DIMS // 2, rest + 1)
     is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    # Nothing of these comes from the kernel before.
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token)
+    angle = position.to(tl.int64) * (ROPE_DIMS // 2) + pair
+    cosine = tl.load(cosines + angle, mask=turned, other=1.0)
+    sine = tl.load(sines + angle, mask=turned, other=0.0)
+    _begin(PDL)
     row = sums + token * row_stride
     x, y = _both(row, head, first, second, is_head, HEAD_DIM, HEADS, PAIRS, INTERLEAVED)
     for part in tl.static_range(1, PARTS):
@@ -185,10 +196,6 @@ def turn_and_store(
         key_y = tl.load(key_norm + second, mask=in_head, other=0.0)
         x = tl.where(is_value, x, x * scale * tl.where(is_query, query_x, key_x))
         y = tl.where(is_value, y, y * scale * tl.where(is_query, query_y, key_y))
-    position = tl.load(positions + token)
-    angle = position.to(tl.int64) * (ROPE_DIMS // 2) + pair
-    cosine = tl.load(cosines + angle, mask=turned, other=1.0)
-    sine = tl.load(sines + angle, mask=turned, other=0.0)
     turned_x = tl.where(is_value, x, x * cosine - y * sine)
     turned_y = tl.where(is_value, y, x * sine + y * cosine)
     turned_x = turned_x.to(tl.bfloat16)
@@ -197,7 +204,6 @@ def turn_and_store(
     _keep_both(
         place, turned_x, turned_y, first, second, is_query, HEAD_DIM, HEADS, PAIRS, INTERLEAVED
     )
-    slot = tl.load(slots + token)
     kept = is_head & (slot >= 0)
     block = (slot // BLOCK_SIZE).to(tl.int64)
     kv_head = tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
