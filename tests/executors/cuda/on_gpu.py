@@ -5,8 +5,9 @@
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py kl MODEL       beside the float32 reference
     PYTHONPATH=src:. python tests/executors/cuda/on_gpu.py families FOLDER
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py cost MODEL     what batch invariance costs
+    PYTHONPATH=src python tests/executors/cuda/on_gpu.py busy MODEL     the GPU's share of the time
 
-FOLDER holds the GGUF files and golden.npz; the last one's MODEL is SmolLM2, whose chats it follows.
+FOLDER holds the GGUF files and golden.npz; kl's MODEL is SmolLM2, whose chats it follows.
 """
 
 import json
@@ -35,6 +36,7 @@ FLOAT_FORMATS = ("BF16", "F16")
 BATCHES = (1, 2, 7, 16, 64, 256)
 KL_LIMIT = 3.5e-3
 COST_LIMIT = 1.2
+BUSY_LIMIT = 0.8
 
 
 def executor_for(name: str | Path, **sizes: Any) -> CudaExecutor:
@@ -246,11 +248,43 @@ def check_cost(name: str) -> bool:
     return is_sound
 
 
+# ---- how busy the GPU is
+
+
+def check_busy(name: str) -> bool:
+    """From a timeline of every kernel and copy of a run, which the recording itself slows."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    assembly = assemble(name, Options(device="cuda", max_batch_size=256, kv_memory="16GiB"))
+    is_sound = True
+    for count in (1, 4, 16, 64, 256):
+        own = assembly.with_batch_size(count)
+        run_load(own, Load(count, 128, 32), 1)
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            seconds = run_load(own, Load(count, 128, 256), 2).seconds
+            torch.cuda.synchronize()
+        spans = sorted(
+            (event.start_ns(), event.start_ns() + event.duration_ns())
+            for event in recorded.profiler.kineto_results.events()
+            if "CUDA" in str(event.device_type())
+        )
+        busy, end = 0, 0
+        for start, stop in spans:
+            busy += max(0, stop - max(start, end))
+            end = max(end, stop)
+        share = busy / 1e9 / seconds
+        is_sound &= share >= BUSY_LIMIT or count < 4
+        print(f"N={count:<4} {len(spans)} kernels and copies, busy {share:.1%} of {seconds:.3f} s")
+    return is_sound
+
+
 def main(arguments: Sequence[str]) -> int:
     what, where = arguments
     checks = {"tiny": lambda: check_tiny(Path(where)), "same": lambda: check_same(where)}
     checks["kl"] = lambda: check_kl(where)
     checks["cost"] = lambda: check_cost(where)
+    checks["busy"] = lambda: check_busy(where)
     checks["families"] = lambda: check_families(Path(where))
     is_sound = checks[what]()
     print("sound" if is_sound else "NOT SOUND")

@@ -12,7 +12,6 @@ import torch
 
 from quire.executors.cuda.kernels import attention
 from quire.executors.cuda.planes import Array
-from quire.model.spec import ModelSpec
 
 SPLIT = attention.SPLIT
 _NO_WINDOW = 1 << 30
@@ -21,6 +20,19 @@ _QUERY_ROWS = 16  # of a program: tokens times the heads of a group
 _SMALL_STEP = 256  # tokens; larger steps hold prompts, whose tokens share keys
 _SMALL_STEP_ROWS = 8
 _LARGE_STEP_ROWS = 32
+
+
+class Heads(Protocol):
+    """What attention needs to know of a model."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +76,7 @@ class Attention(Protocol):
 class _Parts:
     """Room for the parts of the context where they have programs of their own."""
 
-    def __init__(self, spec: ModelSpec, num_tokens: int, num_parts: int, device: str) -> None:
+    def __init__(self, spec: Heads, num_tokens: int, num_parts: int, device: str) -> None:
         self._spec = spec
         count = num_tokens * num_parts * spec.num_heads
         self.arrays = tuple(
@@ -100,7 +112,7 @@ class PlainAttention:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: Heads,
         parts: _Parts,
         block_size: int,
         chain: dict[str, bool],
@@ -162,7 +174,7 @@ class HopperAttention:
     """The copy engine and wgmma, for heads of 64 or 128 numbers."""
 
     def __init__(
-        self, spec: ModelSpec, parts: _Parts, block_size: int, chain: dict[str, bool], max_rows: int
+        self, spec: Heads, parts: _Parts, block_size: int, chain: dict[str, bool], max_rows: int
     ) -> None:
         from quire.executors.cuda.kernels import hopper_attention
 
@@ -224,7 +236,7 @@ class HopperAttention:
 
 
 def attention_for(
-    spec: ModelSpec,
+    spec: Heads,
     *,
     parts_apart_tokens: int,
     max_parts: int,
@@ -241,12 +253,12 @@ def attention_for(
     return PlainAttention(spec, parts, block_size, chain, exact=device == "cpu")
 
 
-def _group(spec: ModelSpec) -> int:
+def _group(spec: Heads) -> int:
     """Query heads a key head, up to a power of two."""
     return _power_of_two(spec.num_heads // spec.num_kv_heads)
 
 
-def _scale(spec: ModelSpec) -> float:
+def _scale(spec: Heads) -> float:
     """Of scores, with what turns powers of e into powers of two."""
     return float(spec.head_dim**-0.5 * math.log2(math.e))
 

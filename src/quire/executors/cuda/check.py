@@ -1,18 +1,21 @@
-"""Every product on this machine's GPU at real shapes, in one table.
+"""Every product and attention on this machine's GPU at real shapes, in one table.
 
     python -m quire.executors.cuda.check
 
 Errors are against float64 over the weights as the reference decoders give them, relative in the
-2-norm; `bits` says whether a token's sums were the same in every batch.
+2-norm; `bits` says whether a token's sums were the same in every batch. Attention's errors come of
+weights rounded to bfloat16.
 """
 
 import argparse
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from quire.executors.cuda import check_attention
 from quire.executors.cuda.planes import FORMS, Array, reorder, to_operand_order
 from quire.executors.cuda.products import Products, products_for
 from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_parts
@@ -91,10 +94,25 @@ def _judged(found: dict[int, Array], wanted: Array) -> tuple[float, bool]:
     return float(np.max(errors)), same
 
 
+def _attention_cases(args: argparse.Namespace) -> list[tuple[Any, int | None]]:
+    if args.no_attention:
+        return []
+    return [(shape, size) for shape in check_attention.SHAPES for size in check_attention.WINDOWS]
+
+
+def _attention_line(shape: Any, window: int | None) -> bool:
+    error, same = check_attention.check_attention(shape, window)
+    heads = f"{shape.num_heads} heads over {shape.num_kv_heads} of {shape.head_dim}"
+    bits = "same" if same else "DIFFER"
+    print(f"attention, {heads}, window {window}: error {error:.2e}  bits {bits}", flush=True)
+    return same and error < 6e-3
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--formats", nargs="*", default=list(_FORMATS), choices=_FORMATS)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--no-attention", action="store_true")
     args = parser.parse_args(arguments)
     products = products_for("cuda")
     print(f"{products.name} on {torch.cuda.get_device_name()}; batches {BATCHES}", flush=True)
@@ -114,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             del case
             torch.cuda.empty_cache()
+    is_sound &= all(_attention_line(shape, window) for shape, window in _attention_cases(args))
     print("sound" if is_sound else "NOT SOUND")
     return 0 if is_sound else 1
 

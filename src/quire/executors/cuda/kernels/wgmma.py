@@ -7,7 +7,7 @@ one brings tokens, four or eight multiply.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, N806, SIM109
+# ruff: noqa: N803, N806, RET505, SIM109
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -185,6 +185,15 @@ def _finish(
 
 
 @gluon.jit
+def _quarter(tokens, slot, place: gl.constexpr, XK: gl.constexpr):
+    """64 of a block's columns of tokens, as the product takes them."""
+    if XK == 64:
+        return tokens.index(place).permute((1, 0))
+    else:
+        return tokens.index(slot).slice(place * 64, 64, 1).permute((1, 0))
+
+
+@gluon.jit
 def _multiply(
     tokens,
     quants,
@@ -230,7 +239,7 @@ def _multiply(
     xs = 0
     xp = 0
     last_w = 0
-    last_x = 0
+    last_x = 3 if XK == 64 and FORMAT != _FLOAT else 0
     gl.assume(count > 0)
     if FORMAT == _FLOAT:
         for step in range(count):
@@ -254,6 +263,7 @@ def _multiply(
                 xp ^= 1
         sums = warpgroup_mma_wait(0, deps=[sums])
     else:
+        gl.static_assert((XK == 256) or (XST == 4))
         QUARTER: gl.constexpr = lane_layout(BO, W, "quarter")
         for step in range(count):
             mbarrier.wait(weight_full.index(ws), wp)
@@ -264,53 +274,45 @@ def _multiply(
                 scales.index(ws), deltas.index(ws), up, down, QUARTER, FORMAT, BO, W
             )
             a0 = decoded(w00, h00, s00, m00, 0, FORMAT, OPERAND, BO)
+            # A quarter is under way while the next is decoded. Tokens come in blocks of 256 columns
+            # or a quarter at a time; either way a stage is given back once its products are done.
+            mbarrier.wait(token_full.index(xs), xp)
+            sums = warpgroup_mma(a0, _quarter(tokens, xs, 0, XK), sums, is_async=True)
+            sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
             if XK == 256:
-                mbarrier.wait(token_full.index(xs), xp)
-                x = tokens.index(xs)
-                sums = warpgroup_mma(a0, x.slice(0, 64, 1).permute((1, 0)), sums, is_async=True)
-                sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
                 mbarrier.arrive(weight_empty.index(last_w), pred=step > 0)
-                mbarrier.arrive(token_empty.index(last_x), pred=step > 0)
-                a1 = decoded(w01, h01, s01, m01, 1, FORMAT, OPERAND, BO)
-                sums = warpgroup_mma(a1, x.slice(64, 64, 1).permute((1, 0)), sums, is_async=True)
-                sums, a0 = warpgroup_mma_wait(1, deps=[sums, a0])
-                a2 = decoded(w10, h10, s10, m10, 0, FORMAT, OPERAND, BO)
-                sums = warpgroup_mma(a2, x.slice(128, 64, 1).permute((1, 0)), sums, is_async=True)
-                sums, a1 = warpgroup_mma_wait(1, deps=[sums, a1])
-                a3 = decoded(w11, h11, s11, m11, 1, FORMAT, OPERAND, BO)
-                sums = warpgroup_mma(a3, x.slice(192, 64, 1).permute((1, 0)), sums, is_async=True)
-                sums, a2 = warpgroup_mma_wait(1, deps=[sums, a2])
-                sums = warpgroup_mma_init(sums)
+            mbarrier.arrive(token_empty.index(last_x), pred=step > 0)
+            a1 = decoded(w01, h01, s01, m01, 1, FORMAT, OPERAND, BO)
+            if XK == 64:
+                mbarrier.wait(token_full.index(1), xp)
+            sums = warpgroup_mma(a1, _quarter(tokens, xs, 1, XK), sums, is_async=True)
+            sums, a0 = warpgroup_mma_wait(1, deps=[sums, a0])
+            if XK == 64:
+                mbarrier.arrive(token_empty.index(0))
+            a2 = decoded(w10, h10, s10, m10, 0, FORMAT, OPERAND, BO)
+            if XK == 64:
+                mbarrier.wait(token_full.index(2), xp)
+            sums = warpgroup_mma(a2, _quarter(tokens, xs, 2, XK), sums, is_async=True)
+            sums, a1 = warpgroup_mma_wait(1, deps=[sums, a1])
+            if XK == 64:
+                mbarrier.arrive(token_empty.index(1))
+            a3 = decoded(w11, h11, s11, m11, 1, FORMAT, OPERAND, BO)
+            if XK == 64:
+                mbarrier.arrive(weight_empty.index(ws))
+                mbarrier.wait(token_full.index(3), xp)
+            sums = warpgroup_mma(a3, _quarter(tokens, xs, 3, XK), sums, is_async=True)
+            sums, a2 = warpgroup_mma_wait(1, deps=[sums, a2])
+            sums = warpgroup_mma_init(sums)
+            if XK == 64:
+                mbarrier.arrive(token_empty.index(2))
+                xp ^= 1
+            else:
                 last_w = ws
                 last_x = xs
                 xs += 1
                 if xs == XST:
                     xs = 0
                     xp ^= 1
-            else:
-                gl.static_assert(XST == 4)
-                mbarrier.wait(token_full.index(0), xp)
-                sums = warpgroup_mma(a0, tokens.index(0).permute((1, 0)), sums, is_async=True)
-                sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
-                mbarrier.arrive(token_empty.index(3), pred=step > 0)
-                a1 = decoded(w01, h01, s01, m01, 1, FORMAT, OPERAND, BO)
-                mbarrier.wait(token_full.index(1), xp)
-                sums = warpgroup_mma(a1, tokens.index(1).permute((1, 0)), sums, is_async=True)
-                sums, a0 = warpgroup_mma_wait(1, deps=[sums, a0])
-                mbarrier.arrive(token_empty.index(0))
-                a2 = decoded(w10, h10, s10, m10, 0, FORMAT, OPERAND, BO)
-                mbarrier.wait(token_full.index(2), xp)
-                sums = warpgroup_mma(a2, tokens.index(2).permute((1, 0)), sums, is_async=True)
-                sums, a1 = warpgroup_mma_wait(1, deps=[sums, a1])
-                mbarrier.arrive(token_empty.index(1))
-                a3 = decoded(w11, h11, s11, m11, 1, FORMAT, OPERAND, BO)
-                mbarrier.arrive(weight_empty.index(ws))
-                mbarrier.wait(token_full.index(3), xp)
-                sums = warpgroup_mma(a3, tokens.index(3).permute((1, 0)), sums, is_async=True)
-                sums, a2 = warpgroup_mma_wait(1, deps=[sums, a2])
-                sums = warpgroup_mma_init(sums)
-                mbarrier.arrive(token_empty.index(2))
-                xp ^= 1
             ws += 1
             if ws == WST:
                 ws = 0
