@@ -134,10 +134,11 @@ INLINE void add_floats(const ActivationGroup* group, int64_t stride, int64_t str
   }
 }
 
-// The floats of some columns; beside them the products of the piece that follows, if there is one.
+// The floats of some columns; beside them the products of the piece that follows, if there is one,
+// and some lines of the next slab.
 template <bool has_minimum, int columns>
 void add_columns(const Piece& piece, int column, const SpanSums& products, int64_t stride,
-                 const Piece& following, SpanSums& next_products) {
+                 const Piece& following, SpanSums& next_products, NextSlab& next) {
   const int64_t stride3 = 3 * stride;
   float* sums = piece.sums + column * row_group;
   Floats acc[tile_groups][columns];
@@ -148,6 +149,7 @@ void add_columns(const Piece& piece, int column, const SpanSums& products, int64
   }
   const ActivationGroup* group = further(piece.activations, column * stride);
   const auto add = [&](int s) __attribute__((always_inline)) {
+    next.fetch();
     add_floats<has_minimum, columns>(group + s, stride, stride3, *piece.weights, s,
                                      products.sums[s][0] + column * row_group, acc);
   };
@@ -168,9 +170,9 @@ void add_columns(const Piece& piece, int column, const SpanSums& products, int64
 // Four columns at least.
 template <bool has_minimum>
 void add_some(int columns, const Piece& piece, int first, const SpanSums& products, int64_t stride,
-              const Piece& following, SpanSums& next_products) {
+              const Piece& following, SpanSums& next_products, NextSlab& next) {
   const auto run = [&](auto function) {
-    function(piece, first, products, stride, following, next_products);
+    function(piece, first, products, stride, following, next_products, next);
   };
   switch (columns) {
     case 4: return run(add_columns<has_minimum, 4>);
@@ -229,10 +231,9 @@ class TileProduct {
     for (int first = 0; first < sub_blocks_; first += span) {
       if (first % slab == 0) next = slab_after(first);
       for (int block = 0; block < blocks_.count; block++) {
-        next.fetch();
         const bool is_last = block + 1 == blocks_.count;
         const Piece following = is_last ? begin_span(first + span) : piece_at(first, block + 1);
-        add(piece, products_[turn], following, products_[1 - turn]);
+        add(piece, products_[turn], following, products_[1 - turn], next);
         turn = 1 - turn;
         piece = following;
       }
@@ -245,7 +246,7 @@ class TileProduct {
   int count_at(int first) const { return sub_blocks_ - first < span ? sub_blocks_ - first : span; }
 
   NextSlab slab_after(int first) const {
-    return {source_, first + slab, sub_blocks_, blocks_.count * slab / span};
+    return {source_, first + slab, sub_blocks_, blocks_.count * slab * num_passes()};
   }
 
   Piece begin_span(int first) {
@@ -268,12 +269,15 @@ class TileProduct {
   }
 
   // Floats of eight columns at most at a time: for more there is no room in the registers.
+  int num_passes() const { return blocks_.columns > 8 ? 2 : 1; }
+
   void add(const Piece& piece, const SpanSums& products, const Piece& following,
-           SpanSums& next_products) {
-    const int columns = blocks_.columns, some = columns > 8 ? (columns + 1) / 2 : columns;
-    add_some<T::has_minimum>(some, piece, 0, products, stride_, following, next_products);
+           SpanSums& next_products, NextSlab& next) {
+    const int columns = blocks_.columns, some = (columns + num_passes() - 1) / num_passes();
+    add_some<T::has_minimum>(some, piece, 0, products, stride_, following, next_products, next);
     if (some < columns)
-      add_some<T::has_minimum>(columns - some, piece, some, products, stride_, {}, next_products);
+      add_some<T::has_minimum>(columns - some, piece, some, products, stride_, {}, next_products,
+                               next);
   }
 
   void write() const {
