@@ -76,10 +76,11 @@ def _with_invariance(args: argparse.Namespace, free: "Receipt") -> "Receipt":
     receipt = _measured(kept)
     keep(kept, receipt)
     rates: list[Any] = [each.results["output_tokens_per_second"] for each in (receipt, free)]
-    tell(
+    line = (
         f"batch invariance: {rates[0]:.1f} output tokens/s with it, {rates[1]:.1f} without: "
         f"costs {rates[1] / rates[0] - 1:+.1%}"
     )
+    (tell if args.json else print)(line)
     return receipt
 
 

@@ -1,7 +1,7 @@
 """Paged attention on Hopper, in Gluon: what kernels/attention.py computes, fed by the copy engine.
 
 Keys and values stand on the M side of wgmma and are read where the copy engine put them; the rows
-of a program (tokens times the heads of a group) stand on its N side, so that 8 to 64 rows run the
+of a program (tokens times the heads of a group) stand on its N side, so that 8 to 32 rows run the
 same instructions and a row's bits depend on none of the others. One warp brings blocks of the
 cache, four compute. Blocks of earlier steps are on their way before the kernel before this one has
 ended. Positions are cut as there: tiles of TILE, parts of SPLIT, merged from the first to the last.
@@ -20,23 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.executors.cuda.kernels.attention import SPLIT
 from quire.executors.cuda.kernels.chaining import (
     let_later_kernels_start,
     wait_for_earlier_kernels,
 )
 from quire.executors.cuda.kernels.wgmma import descriptor
 
-__all__ = [
-    "COLUMNS",
-    "REGISTERS",
-    "SPLIT",
-    "TILE",
-    "WARPS",
-    "attend",
-    "descriptor",
-    "slots",
-]
+__all__ = ["COLUMNS", "REGISTERS", "TILE", "WARPS", "attend", "descriptor", "slots"]
 
 TILE = 64  # positions: the M side of one instruction
 COLUMNS = 64  # of a head, in one tile of shared memory: 128 bytes, swizzled
