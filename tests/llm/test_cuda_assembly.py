@@ -54,10 +54,13 @@ def test_auto_says_why_it_leaves_a_gpu_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    found = auto_on_a_gpu(monkeypatch, "its weights have no room")
-    found.executor.close()
-    assert found.options.executor in ("cpu", "reference")
-    assert "executor: its weights have no room" in capsys.readouterr().err
+    for has_driver in (True, False):  # without one there is no GPU to speak of
+        monkeypatch.setattr(cuda_assembly, "has_driver", lambda found=has_driver: found)
+        found = auto_on_a_gpu(monkeypatch, "its weights have no room")
+        found.executor.close()
+        assert found.options.executor in ("cpu", "reference")
+        told = capsys.readouterr().err
+        assert ("executor: its weights have no room" in told) == has_driver
 
 
 def test_auto_stays_where_options_of_the_processor_are_understood(
@@ -82,4 +85,5 @@ def test_no_driver_is_found_before_torch_is_imported(monkeypatch: pytest.MonkeyP
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(cuda_assembly, "has_driver", lambda: True)
     assert cuda_assembly.why_no_gpu() == "torch is not installed"

@@ -179,14 +179,14 @@ def assemble(model: str | Path, options: Options) -> Assembly:
 
 
 def _decided(options: Options, model: Model) -> Options:
-    """Where "auto" runs this model: on a GPU that can, else without, and says why. What only the
-    processor's executor understands keeps it there."""
+    """Where "auto" runs this model: on a GPU that can, else without, and says why if there may be
+    one. What only the processor's executor understands keeps it there."""
     if options.device != "auto" or options.threads is not None or options.kv_cache_dtype != "auto":
         return options
     reason = cuda_assembly.why_not(model)
     if reason is None:
         return replace(options, device="cuda")
-    if options.invariant:
+    if options.invariant and cuda_assembly.has_driver():
         tell_on_terminal(f"runs on the {options.executor} executor: {reason}")
     return options
 

@@ -18,16 +18,23 @@ _KV_ELEMENT_BYTES = 2  # bfloat16
 _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
-def why_no_gpu() -> str | None:
-    """Why this process has no GPU to run on, or None. torch, which takes seconds to import, is
-    asked last."""
-    for package in ("torch", "triton"):
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed"
+def has_driver() -> bool:
+    """Whether there may be a GPU at all."""
     try:
         ctypes.CDLL(_DRIVER)
     except OSError:
+        return False
+    return True
+
+
+def why_no_gpu() -> str | None:
+    """Why this process has no GPU to run on, or None. torch, which takes seconds to import, is
+    asked last."""
+    if not has_driver():
         return "there is no NVIDIA driver"
+    for package in ("torch", "triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
     from quire.executors.cuda import require_gpu
 
     try:
