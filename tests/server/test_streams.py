@@ -139,6 +139,25 @@ def test_with_many_streams_tokens_share_frames(paced: RunningServer) -> None:
     assert max(frames) < 30, "sixty streams at fifty steps a second would be 3,000 frames a second"
 
 
+def test_streams_that_wait_for_their_turn_take_no_frames_from_the_others(text_model: Path) -> None:
+    """One at a time, a step in 10 ms: were all thirty counted, a frame could come every 30 ms."""
+    answers: list[bytes] = []
+    ask = completion_bytes(10, logprobs=0)
+    with fake_server(
+        text_model, PacedExecutor(step_s=0.01, num_blocks=256), {"max_batch_size": 1}
+    ) as server:
+        threads = [
+            threading.Thread(target=lambda: answers.append(exchange(server.port, ask)))
+            for _ in range(30)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    frames = [len(texts(answer)) for answer in answers[2:12]]  # each beside some twenty others
+    assert max(frames) >= 8
+
+
 def test_a_slow_reader_gets_everything_in_fewer_frames(text_model: Path) -> None:
     """Ten megabytes: more than the sockets' buffers hold."""
     engine = {"max_unread_tokens": 64}

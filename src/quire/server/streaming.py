@@ -62,13 +62,11 @@ class StreamReply(Response):
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
         self._call.is_streaming = True
-        self._service.num_streams += len(self._streams)
         self._sent_at = self._loop.time()
         companions = [asyncio.create_task(self._watch(receive)), asyncio.create_task(self._ping())]
         try:
             await self._write_all()
         finally:
-            self._service.num_streams -= len(self._streams)
             for task in companions:
                 task.cancel()
             for stream in self._streams:
@@ -102,16 +100,21 @@ class StreamReply(Response):
         """Write one request's pieces until it has ended."""
         opened: set[int] = set()
         not_before = 0.0
-        while pieces := await stream.take(not_before):
-            content = b""
-            for index, some in _by_choice(pieces).items():
-                if index not in opened:
-                    opened.add(index)
-                    content += self._frames.opening(first_choice + index)
-                content += self._frames.chunk(first_choice + index, some)
-            if content:
-                await self._write(content)
-                not_before = self._sent_at + self._pause_s()
+        try:
+            while pieces := await stream.take(not_before):
+                if not opened:  # those that wait for their turn take no frames from the others
+                    self._service.num_streams += 1
+                content = b""
+                for index, some in _by_choice(pieces).items():
+                    if index not in opened:
+                        opened.add(index)
+                        content += self._frames.opening(first_choice + index)
+                    content += self._frames.chunk(first_choice + index, some)
+                if content:
+                    await self._write(content)
+                    not_before = self._sent_at + self._pause_s()
+        finally:
+            self._service.num_streams -= bool(opened)
         output = await stream.output()
         if output.error is not None:  # the others of this answer are of no use any more
             for other in self._streams:
