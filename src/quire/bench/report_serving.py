@@ -69,16 +69,8 @@ def _convoy_charts(receipt: Receipt, ending: str) -> Iterator[Chart]:
     length = number(receipt.settings, "long_prompt_tokens")
     rate = number(receipt.settings, "long_rate")
     told = f" of {length:g} tokens, {rate:g} a second" if length and rate else ""
-    for name, words in _TIMES.items():
-        yield Chart(
-            slug=f"convoy-{name.removesuffix('_s')}-{ending}",
-            title=f"{words} of short requests: {title_of(receipt)}",
-            x_label="share of the times that are no longer",
-            y_label=f"{words.lower()}, ms",
-            series=_load_series(receipt, _SHORTS, name),
-            x_names=_SHARES,
-            note=f"The same short requests at the same times; long prompts{told}.",
-        )
+    note = f"The same short requests at the same times; long prompts{told}."
+    yield from _beside_charts(receipt, "convoy", ending, "of short requests", _SHORTS, note)
 
 
 def _neighbour_charts(receipt: Receipt, ending: str) -> Iterator[Chart]:
@@ -86,23 +78,30 @@ def _neighbour_charts(receipt: Receipt, ending: str) -> Iterator[Chart]:
     if "beside_flood" not in receipt.results:
         return
     busy, flooding = (number(receipt.settings, name) or 0.0 for name in ("clients", "flood"))
+    note = (
+        "The same requests at the same times; the busy key has "
+        f"{busy:g} requests running, the one that floods {flooding:g}."
+    )
+    yield from _beside_charts(receipt, "neighbour", ending, "beside another key", _NEIGHBOURS, note)
+
+
+def _beside_charts(
+    receipt: Receipt, scenario: str, ending: str, what: str, loads: Mapping[str, str], note: str
+) -> Iterator[Chart]:
+    """The same requests' times in several loads."""
     for name, words in _TIMES.items():
         yield Chart(
-            slug=f"neighbour-{name.removesuffix('_s')}-{ending}",
-            title=f"{words} beside another key: {title_of(receipt)}",
+            slug=f"{scenario}-{name.removesuffix('_s')}-{ending}",
+            title=f"{words} {what}: {title_of(receipt)}",
             x_label="share of the times that are no longer",
             y_label=f"{words.lower()}, ms",
-            series=_load_series(receipt, _NEIGHBOURS, name),
+            series=[
+                Series(title, _share_points(receipt.results[load], name))
+                for load, title in loads.items()
+            ],
             x_names=_SHARES,
-            note="The same requests at the same times; the busy key has "
-            f"{busy:g} requests running, the one that floods {flooding:g}.",
+            note=note,
         )
-
-
-def _load_series(receipt: Receipt, loads: Mapping[str, str], name: str) -> list[Series]:
-    return [
-        Series(title, _share_points(receipt.results[load], name)) for load, title in loads.items()
-    ]
 
 
 def _share_points(figures: Any, name: str) -> list[Point]:
