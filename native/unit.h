@@ -25,6 +25,7 @@ namespace quire {
 namespace {
 
 #include "lanes.h"
+#include "codes.h"
 #include "product.h"
 #include "rows.h"
 #include "attention.h"
