@@ -41,7 +41,8 @@ def test_a_stream_is_timed_and_its_tokens_are_counted(api: Api, is_chunked: bool
     assert outcome.first_token_s is not None
     assert outcome.first_token_s >= 0.05  # chat's first chunk, without text, is no token
     assert len(outcome.gaps) == 3
-    assert sum(outcome.gaps) >= 0.06
+    # The first piece may be read late, and the gap after it be short: only the whole is held.
+    assert outcome.first_token_s + sum(outcome.gaps) >= 0.05 + 3 * 0.02
     (body,) = server.behaviour.bodies
     assert body["model"] == "tiny"
     assert body["ignore_eos"] is True
