@@ -400,6 +400,25 @@ def test_a_deadline_passes_while_the_engine_has_nothing_else_to_do() -> None:
     run(main())
 
 
+def test_a_request_counts_as_arrived_when_it_is_submitted_not_when_a_step_ends() -> None:
+    async def main() -> None:
+        executor = Gated()
+        engine = front(executor)
+        running = asyncio.create_task(engine.generate([1], greedy(5)))
+        await executor.waiting()
+        submitting = asyncio.create_task(engine.submit([2], greedy(1)))
+        await asyncio.sleep(0)  # it is submitted; the engine's thread waits for a step
+        submitted_by = engine.engine.clock.now()
+        executor.open()
+        stream = await submitting
+        assert stream.request.metrics.arrived_at <= submitted_by
+        await stream.output()
+        await running
+        await engine.close()
+
+    run(main())
+
+
 # ---- the end
 
 

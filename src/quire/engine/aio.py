@@ -142,12 +142,15 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         handle = Stream(self, loop)
         accepted: Future[Request] = Future()
+        arrived_at = self.engine.clock.now()  # the engine's thread may be in a step for long
 
         def add() -> None:
             if not accepted.set_running_or_notify_cancel():
                 return  # its caller went away before its turn came
             try:
-                request = self.engine.add_request(prompt, params, stream=stream, **options)
+                request = self.engine.add_request(
+                    prompt, params, stream=stream, arrived_at=arrived_at, **options
+                )
             except Exception as error:
                 accepted.set_exception(error)
             else:
