@@ -111,7 +111,8 @@ class Ledger:
     def share_out(self, wanted: Mapping[str, int], budget: int) -> dict[str, int]:
         """How many tokens of a step each key gets, when together they want more."""
         granted = dict.fromkeys(wanted, 0)
-        for key in sorted(wanted, key=self.claim):
+        # Of equal claims goes first that of the key which holds less of the batch: it came later.
+        for key in sorted(wanted, key=lambda key: (self.claim(key), self._slots_for_weight(key))):
             granted[key] = min(wanted[key], budget, max(0, int(self.credit(key))))
             budget -= granted[key]
         self._order.extend(key for key in wanted if key not in self._order)

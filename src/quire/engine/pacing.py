@@ -85,6 +85,10 @@ class Pacer:
         self._max_step_tokens = config.max_step_tokens
         self._model = model
 
+    @property
+    def has_target(self) -> bool:
+        return self._target_s is not None
+
     def step_tokens(self, num_decodes: int, context: int) -> int:
         """Tokens the next step may hold, beside `num_decodes` running ones over `context`."""
         if self._target_s is None:

@@ -21,6 +21,8 @@ from quire.engine.sequence import Sequence
 from quire.engine.stats import EngineStats
 from quire.kvcache import KVCache
 
+_SHARED_ROOM = 3  # a key over its share fills a third of a step's room beside others
+
 _new_tuple = tuple.__new__  # makes a named tuple without the call that its own constructor is
 
 
@@ -189,7 +191,7 @@ class Scheduler:
     def _fill(self, step: Step) -> None:
         """Give each ready sequence its tokens of the step, within the budget."""
         decodes, prompts, context = self._ready()
-        budget = min(self.token_limit, self.pacer.step_tokens(len(decodes), context))
+        budget = self._budget(decodes, prompts, context)
         if self._is_contended(decodes, prompts, budget):
             grants = self._share_out([*decodes, *prompts], budget)
             decodes = [sequence for sequence in decodes if sequence in grants]
@@ -202,6 +204,20 @@ class Scheduler:
         for sequence in prompts:
             if sequence in grants and sequence.is_running:
                 self._plan_chunk(step, sequence, grants[sequence])
+
+    def _budget(self, decodes: list[Sequence], prompts: list[Sequence], context: int) -> int:
+        """Tokens the step may hold.
+
+        Whoever comes next waits for it to end. Where keys share the machine, those that had their
+        share therefore fill only a part of what decodes and the prompts of the others leave.
+        """
+        budget = min(self.token_limit, self.pacer.step_tokens(len(decodes), context))
+        if self._ledger.num_keys < 2 or self.pacer.has_target or not self.config.chunking:
+            return budget
+        credit = self._ledger.credit
+        due = sum(sequence.num_remaining for sequence in prompts if credit(sequence.key) > 0)
+        room = max(0, budget - len(decodes) - due)
+        return budget - room + -(-room // _SHARED_ROOM)
 
     def _ready(self) -> tuple[list[Sequence], list[Sequence], int]:
         """Running sequences that lack one token, those that lack more, the context of the first."""
