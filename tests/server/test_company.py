@@ -21,7 +21,7 @@ def test_too_few_blocks_change_no_token(text_model: Path) -> None:
     """A pool for two of the eight: they are pre-empted and computed again."""
 
     def answers(num_blocks: int) -> tuple[list[str], int]:
-        executor = PacedExecutor(num_blocks=num_blocks, step_s=0.001)
+        executor = PacedExecutor(num_blocks=num_blocks, step_s=0.01)  # they all meet
         with fake_server(text_model, executor) as server:
 
             def ask(seed: int) -> str:

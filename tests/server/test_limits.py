@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ def test_headers_that_do_not_come_are_given_up(text_model: Path) -> None:
             assert read_all(silent) == b"", "a connection without a request is closed"
         drops = [b"GET /health HTTP/1.1\r\n", *[b"X: y\r\n"] * 20]
         assert status_of(exchange(server.port, *drops, pause_s=0.05)) == 408
+    with fake_server(text_model, header_timeout_s=2.0) as server:
         twice = b"".join([head("/health", method="GET")] * 2)
         second = exchange(server.port, twice, b"GET /hea", pause_s=0.02)
         assert second.count(b"200 OK") == 2
@@ -86,13 +88,13 @@ def test_headers_that_do_not_come_are_given_up(text_model: Path) -> None:
 
 
 def test_a_connection_may_rest_between_requests(text_model: Path) -> None:
-    with fake_server(text_model, header_timeout_s=0.3, keep_alive_s=30.0) as server:
+    with fake_server(text_model, header_timeout_s=2.0, keep_alive_s=600.0) as server:
         ask = head("/health", method="GET")
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as kept:
-            for _ in range(3):
+            for rest_s in (2.5, 0.0):
                 kept.sendall(ask)
                 assert b"200 OK" in kept.recv(1 << 16)
-                threading.Event().wait(0.5)
+                time.sleep(rest_s)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,10 @@ def test_the_number_of_prompts_is_bounded(fake: RunningServer) -> None:
 
 def test_a_key_has_so_many_requests_open_and_no_more(text_model: Path) -> None:
     ring = KeyRing([ApiKey("few", digest_of(KEY), max_concurrent=2)])
-    with fake_server(text_model, PacedExecutor(step_s=0.05), keys=ring) as server:
+    executor = PacedExecutor(step_s=0.1)
+    with fake_server(text_model, executor, keys=ring) as server:
         server.headers["Authorization"] = f"Bearer {KEY}"
-        body = {"prompt": "hi", "max_tokens": 30, "ignore_eos": True}
+        body = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True}
         statuses: list[int] = []
         threads = [
             threading.Thread(
@@ -143,6 +146,8 @@ def test_a_key_has_so_many_requests_open_and_no_more(text_model: Path) -> None:
         ]
         for thread in threads:
             thread.start()
+        wait_until(lambda: len(statuses) == 4)  # the others have come while two were running
+        executor.step_s = 0.0
         for thread in threads:
             thread.join()
         assert sorted(statuses) == [200, 200, 429, 429, 429, 429]
@@ -151,9 +156,10 @@ def test_a_key_has_so_many_requests_open_and_no_more(text_model: Path) -> None:
 
 def test_a_key_that_leaves_gives_its_place_back(text_model: Path) -> None:
     ring = KeyRing([ApiKey("one", digest_of(KEY), max_concurrent=1)])
-    with fake_server(text_model, PacedExecutor(step_s=0.01), keys=ring) as server:
+    with fake_server(text_model, PacedExecutor(step_s=0.1), keys=ring) as server:
         server.headers["Authorization"] = f"Bearer {KEY}"
-        body = json.dumps({"prompt": "hi", "max_tokens": 400, "stream": True}).encode()
+        asked = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        body = json.dumps(asked).encode()
         lines = (JSON, f"Content-Length: {len(body)}", f"Authorization: Bearer {KEY}")
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as leaving:
             leaving.sendall(head("/v1/completions", *lines) + body)

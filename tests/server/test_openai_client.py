@@ -1,11 +1,13 @@
 """The official openai client against a real server over a real, tiny model."""
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
-from tests.server.servers import NAME, RunningServer
+from tests.server.servers import NAME, PacedExecutor, RunningServer, fake_server
 
 from quire import LLM, SamplingParams
 
@@ -247,24 +249,36 @@ def test_what_is_wrong_is_a_400_that_names_it(
     assert caught.value.body["message"]  # type: ignore[index]
 
 
-def test_leaving_a_stream_ends_its_request(tiny: RunningServer, client: openai.OpenAI) -> None:
-    before = tiny.engine.stats.requests_ended.get("cancelled", 0)
-    stream = chat(client, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
-    next(iter(stream))
-    stream.close()
-    tiny.wait_until_idle()
-    assert tiny.engine.stats.requests_ended["cancelled"] == before + 1
+@pytest.fixture
+def slow(text_model: Path) -> Iterator[RunningServer]:
+    """A step in 50 ms: long answers take so long that whoever leaves leaves in the middle."""
+    with fake_server(text_model, PacedExecutor(step_s=0.05)) as server:
+        yield server
 
 
-def test_a_client_that_gives_up_waiting_ends_its_request(tiny: RunningServer) -> None:
-    before = tiny.engine.stats.requests_ended.get("cancelled", 0)
-    with tiny.client() as impatient, pytest.raises(openai.APITimeoutError):
-        chat(impatient.with_options(timeout=0.2), max_tokens=450, extra_body={"ignore_eos": True})
-    tiny.wait_until_idle()
-    assert tiny.engine.stats.requests_ended["cancelled"] == before + 1
+def test_leaving_a_stream_ends_its_request(slow: RunningServer) -> None:
+    with slow.client() as client:
+        stream = chat(client, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        stream.close()
+    slow.wait_until_idle()
+    assert slow.engine.stats.requests_ended == {"cancelled": 1}
 
 
-def test_a_deadline_is_a_timeout(client: openai.OpenAI) -> None:
+def test_a_client_that_gives_up_waiting_ends_its_request(slow: RunningServer) -> None:
+    """It waits long enough for the engine to have its request, and not for the answer."""
+    with slow.client() as impatient, pytest.raises(openai.APITimeoutError):
+        chat(impatient.with_options(timeout=2.0), max_tokens=450, extra_body={"ignore_eos": True})
+    slow.wait_until_idle()
+    assert slow.engine.stats.requests_ended == {"cancelled": 1}
+
+
+def test_a_deadline_is_a_timeout(slow: RunningServer) -> None:
+    with slow.client() as client:
+        expect_timeouts(client)
+
+
+def expect_timeouts(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         chat(client, max_tokens=450, extra_body={"ignore_eos": True, "timeout": 0.05})
     assert caught.value.status_code == 408

