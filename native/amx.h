@@ -2,7 +2,8 @@
 //
 // The codes of a sub-block, sixteen rows times 32 k, are one operand just as they lie, less their
 // zero; the activations of up to sixteen columns are the other. The sums leave the tile registers
-// through memory, and the floats keep to the order of product.h: the bits are every other unit's.
+// through memory, and the floats keep to the order of accumulate.h: the bits are every other
+// unit's.
 //
 // While tiles are at work one of the two ports for 512-bit vectors neither multiplies nor converts
 // (measured on Emerald Rapids: beside a single tile load such a loop ran at half its rate). So work
@@ -38,6 +39,11 @@ INLINE void clear_tile() {
 template <int sums, int activations, int codes>
 INLINE void multiply_tiles() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(activations), "i"(codes));
+}
+
+template <int sums, int activations, int codes>  // whose codes have no sign
+INLINE void multiply_tiles_unsigned() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(activations), "i"(codes));
 }
 
 // ---- some sub-blocks of two row groups
@@ -81,7 +87,7 @@ void fill_span(const Direct<T, tile_groups>& from, int first, int count, SpanWei
           store_codes(to.codes[g][s][j], less_zero<T::zero>(source.codes(first + s, g, j)));
       }
       store(to.scales[s][g], source.scale(first + s, g, 0));
-      if (T::has_minimum) store(to.minimums[s][g], source.minimum(first + s, g, 0));
+      if constexpr (T::has_minimum) store(to.minimums[s][g], source.minimum(first + s, g, 0));
     }
   }
 }
@@ -110,7 +116,7 @@ INLINE const ActivationGroup* further(const ActivationGroup* group, int64_t byte
   return reinterpret_cast<const ActivationGroup*>(reinterpret_cast<const char*>(group) + bytes);
 }
 
-// One sub-block's floats, as in product.h's `accumulate`.
+// One sub-block's floats, as in accumulate.h's `accumulate`.
 template <bool has_minimum, int columns>
 INLINE void add_floats(const ActivationGroup* group, int64_t stride, int64_t stride3,
                        const SpanWeights& weights, int s, const int32_t* products,
@@ -313,21 +319,34 @@ bool suits_tiles(const Product& p) {
                                 : p.num_columns >= 16 && work >= 576;
 }
 
-template <class T>
-void tile_product_of(const Product& p) {
-  if (!suits_tiles<T>(p)) return product_of<T>(p);
+#include "amx_blocks.h"
+
+constexpr int min_block_columns = 16;  // with fewer, to make the planes takes longer than it saves
+
+// Runs whole pairs of row groups by `Tiled`, what is left without tiles.
+template <class T, template <class> class Tiled>
+void tile_groups_of(const Product& p) {
   const int turns = (p.num_columns + max_tile_columns - 1) / max_tile_columns;
   int group = 0;
   for (; group + tile_groups <= p.num_groups; group += tile_groups)
     for (int turn = 0; turn < turns; turn++) {
       const int first = turn * p.num_columns / turns, end = (turn + 1) * p.num_columns / turns;
-      TileProduct<T>(p, group, first, end - first).run();
+      Tiled<T>(p, group, first, end - first).run();
     }
   for (; group < p.num_groups; group++) product_groups<T, 1>(p, group);
 }
 
-// Formats with scales per half are not among them: twice the sums leave the tiles for the same
-// products, and dot products were as fast.
+template <class T>
+void tile_product_of(const Product& p) {
+  if constexpr (T::in_blocks) {
+    if (p.num_columns < min_block_columns) return product_of<T>(p);
+    tile_groups_of<T, BlockTileProduct>(p);
+  } else {
+    if (!suits_tiles<T>(p)) return product_of<T>(p);
+    tile_groups_of<T, TileProduct>(p);
+  }
+}
+
 void tile_product(const Product& p) {
   switch (static_cast<Format>(p.format)) {
     case Q8_0: return tile_product_of<AsQ8_0>(p);
@@ -335,12 +354,15 @@ void tile_product(const Product& p) {
     case Q4_1: return tile_product_of<AsQ4_1>(p);
     case Q5_0: return tile_product_of<AsQ5_0>(p);
     case Q5_1: return tile_product_of<AsQ5_1>(p);
+    case Q2_K: return tile_product_of<AsQ2_K>(p);
+    case Q3_K: return tile_product_of<AsQ3_K>(p);
     case Q4_K: return tile_product_of<AsQ4_K>(p);
     case Q5_K: return tile_product_of<AsQ5_K>(p);
+    case Q6_K: return tile_product_of<AsQ6_K>(p);
     case IQ4_NL: return tile_product_of<AsIQ4_NL>(p);
     case IQ4_XS: return tile_product_of<AsIQ4_XS>(p);
     case TERNARY: return tile_product_of<AsTernary>(p);
-    default: return product(p);  // floats, and scales per half
+    default: return product(p);  // floats
   }
 }
 

@@ -35,7 +35,7 @@ constexpr int vectors_beside(int) { return 1; }
 #endif
 
 INLINE Floats load_stored(const uint16_t* p) { return load_half(p); }
-INLINE Floats load_stored(const int8_t* p) { return load_signed_bytes(p); }
+INLINE Floats load_stored(const int8_t* p) { return to_floats(load_signed_bytes(p)); }
 
 template <class Element>
 INLINE Floats load_stored_first(const Element* p, int count) {

@@ -167,8 +167,11 @@ int64_t packed_bytes(const std::string& format, int64_t num_rows, int64_t in_siz
   return (num_rows + row_group - 1) / row_group * group_bytes_of(source->packed, in_size);
 }
 
+const char* const form_names[] = {"groups", "blocks", "row", "floats"};  // as Form
+
 void add_stage(Runner& self, const std::string& kind, const std::string& input, int norm,
-               std::vector<int> matrices, bool quantises, int layer, int query_norm, int key_norm) {
+               std::vector<int> matrices, const std::string& quantised, int layer, int query_norm,
+               int key_norm) {
   const char* const kinds[] = {"prepare", "project", "add", "gate", "turn", "attend"};
   const char* const places[] = {"state", "mixed", "gated"};
   Stage stage;
@@ -184,7 +187,7 @@ void add_stage(Runner& self, const std::string& kind, const std::string& input, 
   stage.input = static_cast<Place>(index_of(places, input));
   stage.norm = norm;
   stage.matrices = std::move(matrices);
-  stage.quantises = quantises;
+  stage.quantised = static_cast<Form>(index_of(form_names, quantised));
   stage.layer = layer;
   stage.query_norm = query_norm;
   stage.key_norm = key_norm;
@@ -223,12 +226,16 @@ void bind_decoder(nb::module_& m) {
   nb::class_<Runner>(m, "Decoder")
       .def("add_matrix", &add_matrix, "format"_a, "blocks"_a, "num_rows"_a, "in_size"_a,
            "whole_rows"_a = false, "refined"_a = false, "scale"_a = 1.0f, "bias"_a = -1)
+      .def("form_of",
+           [](const Runner& self, int matrix) {
+             return form_names[static_cast<int>(self.decoder.matrix(matrix).form)];
+           })
       .def("add_vector",
            [](Runner& self, Array<const float> values) {
              return self.decoder.add_vector(values.data(), static_cast<int64_t>(values.size()));
            })
       .def("add_stage", &add_stage, "kind"_a, nb::kw_only(), "input"_a = "state", "norm"_a = -1,
-           "matrices"_a = std::vector<int>(), "quantises"_a = false, "layer"_a = 0,
+           "matrices"_a = std::vector<int>(), "quantised"_a = "floats", "layer"_a = 0,
            "query_norm"_a = -1, "key_norm"_a = -1)
       .def(
           "set_ends",

@@ -41,6 +41,11 @@ void expect(bool holds, const char* what) {
 
 int size_of(size_t size) { return static_cast<int>(size); }
 
+void expect_blocks(const Input& x, const Groups& out) {
+  expect(x.size() % block_group == 0, "x must hold whole blocks");
+  expect(out.size() == x.size() / block_group * sizeof(ActivationBlock), "out: 320 bytes a block");
+}
+
 void expect_groups(const Input& x, const Groups& out) {
   expect(x.size() % group_size == 0, "x must hold whole groups");
   expect(out.size() == x.size() / group_size * sizeof(ActivationGroup), "out: 64 bytes a group");
@@ -151,6 +156,12 @@ void bind_rows(nb::module_& m) {
     std::vector<ActivationGroup> groups = aligned_groups(out);
     unit_named(unit).quantise_groups(x.data(), size_of(x.size()), groups.data());
     copy_groups(groups, out);
+  });
+  m.def("quantise_blocks", [](const std::string& unit, Input x, Groups out) {
+    expect_blocks(x, out);
+    std::vector<ActivationBlock> blocks(x.size() / block_group);
+    unit_named(unit).quantise_blocks(x.data(), size_of(x.size()), blocks.data());
+    std::memcpy(out.data(), blocks.data(), out.size());
   });
   m.def("quantise_row", [](const std::string& unit, Input x, Groups out) {
     expect_groups(x, out);

@@ -45,6 +45,7 @@ class PackedMatrix {
 
   int64_t num_bytes() const { return static_cast<int64_t>(data_.size()); }
   bool takes_floats() const { return format_infos[format_].bits == 0; }
+  bool takes_blocks() const { return quire::takes_blocks(format_); }
 
   void unpack(Output out) const {
     expect(static_cast<int64_t>(out.shape(0)) == num_rows_ &&
@@ -55,15 +56,20 @@ class PackedMatrix {
                  static_cast<int>(row % row_group), out.data() + row * in_size_);
   }
 
-  // columns: 64 bytes an ActivationGroup [column][in_size / 32], or floats [column][in_size].
+  // columns: the bytes of ActivationGroups [column][in_size / 32] or of ActivationBlocks
+  // [column][in_size / 256], or floats [column][in_size].
   void multiply(const std::string& unit, Columns columns, int num_columns, Output out,
                 std::optional<Columns> residuals) const {
-    const int64_t a_column = takes_floats() ? in_size_ : in_size_ / group_size;
-    const size_t size = takes_floats() ? sizeof(float) : sizeof(ActivationGroup);
+    const int64_t a_column = takes_floats()   ? in_size_
+                             : takes_blocks() ? in_size_ / block_group
+                                              : in_size_ / group_size;
+    const size_t size = takes_floats()   ? sizeof(float)
+                        : takes_blocks() ? sizeof(ActivationBlock)
+                                         : sizeof(ActivationGroup);
     expect(columns.nbytes() == static_cast<size_t>(a_column * num_columns) * size,
            "the columns have another size");
     expect(!residuals || (!takes_floats() && residuals->nbytes() == columns.nbytes()),
-           "residuals are as many groups as the columns");
+           "residuals are as many as the columns");
     expect(static_cast<int64_t>(out.shape(0)) == num_columns &&
                static_cast<int64_t>(out.shape(1)) == num_rows_,
            "out must be [columns, rows]");
@@ -76,7 +82,7 @@ class PackedMatrix {
     product.num_rows = static_cast<int>(num_rows_);
     product.columns = columns.data();
     product.column_stride = a_column;
-    if (residuals) product.residuals = static_cast<const ActivationGroup*>(residuals->data());
+    if (residuals) product.residuals = residuals->data();
     product.num_columns = num_columns;
     product.out = out.data();
     product.out_stride = num_rows_;
@@ -113,7 +119,8 @@ void bind_weights(nb::module_& m) {
       .def("multiply", &PackedMatrix::multiply, "unit"_a, "columns"_a, "num_columns"_a, "out"_a,
            "residuals"_a = nb::none())
       .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
-      .def_prop_ro("takes_floats", &PackedMatrix::takes_floats);
+      .def_prop_ro("takes_floats", &PackedMatrix::takes_floats)
+      .def_prop_ro("takes_blocks", &PackedMatrix::takes_blocks);
 }
 
 }  // namespace quire

@@ -198,10 +198,10 @@ INLINE Codes signed_codes(Codes x) {
 INLINE Floats half_field(const uint8_t* record, int field) {
   return load_half(reinterpret_cast<const uint16_t*>(record) + 16 * field);
 }
-INLINE Floats unsigned_field(const uint8_t* bytes, int field) {
+INLINE Ints unsigned_field(const uint8_t* bytes, int field) {
   return load_unsigned_bytes(bytes + 16 * field);
 }
-INLINE Floats signed_field(const uint8_t* bytes, int field) {
+INLINE Ints signed_field(const uint8_t* bytes, int field) {
   return load_signed_bytes(reinterpret_cast<const int8_t*>(bytes) + 16 * field);
 }
 
@@ -213,10 +213,11 @@ struct Traits {
   static constexpr bool per_half = per_half_, has_minimum = has_minimum_;
   static constexpr bool is_signed = is_signed_ && !signed_as_unsigned;
   static constexpr int zero = is_signed_ && signed_as_unsigned ? 128 : zero_;
+  static constexpr bool in_blocks = takes_blocks(format_);
   static constexpr FormatInfo info = format_infos[format_];
-  static Floats minimum(const uint8_t*, int, int) { return broadcast(0.0f); }
 };
 
+// Formats in groups have a scale, and where they say so a minimum, for each sub-block.
 struct AsQ8_0 : Traits<Q8_0, 8, 0, false, false, true> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) {
     return signed_codes(load_codes(p + 64 * j));
@@ -245,64 +246,65 @@ struct AsQ5_1 : Traits<Q5_1, 5, 0, false, true, false> {
   INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
   INLINE_STATIC Floats minimum(const uint8_t* r, int, int) { return half_field(r, 1); }
 };
-struct AsQ2_K : Traits<Q2_K, 2, 0, true, true, false> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return two_bits(p, j, 0); }
-  INLINE_STATIC Floats scale(const uint8_t* r, int s, int h) {
-    return half_field(r, 0) * nibble(r, s, h, 0);
-  }
-  INLINE_STATIC Floats minimum(const uint8_t* r, int s, int h) {
-    return broadcast(0.0f) - half_field(r, 1) * nibble(r, s, h, 4);
-  }
-  INLINE_STATIC Floats nibble(const uint8_t* r, int s, int h, int shift) {
-    uint8_t values[16];
-    for (int i = 0; i < 16; i++)
-      values[i] = static_cast<uint8_t>(r[64 + 16 * (2 * s + h) + i] >> shift & 15);
-    return load_unsigned_bytes(values);
-  }
-};
-struct AsQ3_K : Traits<Q3_K, 3, 4, true, false, false> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
-    return two_bits(p, j, 0) | one_bit(p + 128, j, 2);
-  }
-  INLINE_STATIC Floats scale(const uint8_t* r, int s, int h) {
-    return half_field(r, 0) * signed_field(r + 32, 2 * s + h);
-  }
-};
-struct AsQ4_K : Traits<Q4_K, 4, 0, false, true, false> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j); }
-  INLINE_STATIC Floats scale(const uint8_t* r, int s, int) {
-    return half_field(r, 0) * unsigned_field(r + 64, s);
-  }
-  INLINE_STATIC Floats minimum(const uint8_t* r, int s, int) {
-    return broadcast(0.0f) - half_field(r, 1) * unsigned_field(r + 192, s);
-  }
-};
-struct AsQ5_K : Traits<Q5_K, 5, 0, false, true, false> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
-    return four_bits(p, j) | one_bit(p + 256, j, 4);
-  }
-  INLINE_STATIC Floats scale(const uint8_t* r, int s, int h) { return AsQ4_K::scale(r, s, h); }
-  INLINE_STATIC Floats minimum(const uint8_t* r, int s, int h) { return AsQ4_K::minimum(r, s, h); }
-};
-struct AsQ6_K : Traits<Q6_K, 6, 32, true, false, false> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
-    return four_bits(p, j) | two_bits(p + 256, j, 4);
-  }
-  INLINE_STATIC Floats scale(const uint8_t* r, int s, int h) { return AsQ3_K::scale(r, s, h); }
-};
 struct AsIQ4_NL : Traits<IQ4_NL, 8, 0, false, false, true> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) {
     return signed_codes(looked_up(iq4_values, four_bits(p, j)));
   }
   INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
 };
-struct AsIQ4_XS : Traits<IQ4_XS, 8, 0, false, false, true> {
-  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return AsIQ4_NL::codes(p, j); }
-  INLINE_STATIC Floats scale(const uint8_t* r, int s, int) {
-    return half_field(r, 0) * signed_field(r + 32, s);
-  }
-};
 struct AsTernary : Traits<TERNARY, 2, 1, false, false, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return two_bits(p, j, 0); }
   INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
+};
+
+// Formats in blocks have a float for the block, `unit`, that all its scales are multiples of, and
+// `minimum_unit` likewise. `multiple` is that of the i-th scale, `minimum_multiple` of the i-th
+// minimum; sixteen of a block where they are per half, else eight.
+struct AsQ2_K : Traits<Q2_K, 2, 0, true, true, false> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return two_bits(p, j, 0); }
+  INLINE_STATIC Floats unit(const uint8_t* r) { return half_field(r, 0); }
+  INLINE_STATIC Floats minimum_unit(const uint8_t* r) { return half_field(r, 1); }
+  INLINE_STATIC Ints multiple(const uint8_t* r, int i) { return nibbles(r, i, 0); }
+  INLINE_STATIC Ints minimum_multiple(const uint8_t* r, int i) { return nibbles(r, i, 4); }
+  INLINE_STATIC Ints nibbles(const uint8_t* r, int i, int shift) {
+    uint8_t values[16];
+    for (int row = 0; row < 16; row++)
+      values[row] = static_cast<uint8_t>(r[64 + 16 * i + row] >> shift & 15);
+    return load_unsigned_bytes(values);
+  }
+};
+template <class T>
+struct WithoutMinimums : T {
+  INLINE_STATIC Floats unit(const uint8_t* r) { return half_field(r, 0); }
+  INLINE_STATIC Ints multiple(const uint8_t* r, int i) { return signed_field(r + 32, i); }
+};
+struct AsQ3_K : WithoutMinimums<Traits<Q3_K, 3, 4, true, false, false>> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
+    return two_bits(p, j, 0) | one_bit(p + 128, j, 2);
+  }
+};
+struct AsQ6_K : WithoutMinimums<Traits<Q6_K, 6, 32, true, false, false>> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
+    return four_bits(p, j) | two_bits(p + 256, j, 4);
+  }
+};
+struct AsIQ4_XS : WithoutMinimums<Traits<IQ4_XS, 8, 0, false, false, true>> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return AsIQ4_NL::codes(p, j); }
+};
+template <class T>
+struct WithMinimums : T {
+  INLINE_STATIC Floats unit(const uint8_t* r) { return half_field(r, 0); }
+  INLINE_STATIC Floats minimum_unit(const uint8_t* r) { return half_field(r, 1); }
+  INLINE_STATIC Ints multiple(const uint8_t* r, int i) { return unsigned_field(r + 64, i); }
+  INLINE_STATIC Ints minimum_multiple(const uint8_t* r, int i) {
+    return unsigned_field(r + 192, i);
+  }
+};
+struct AsQ4_K : WithMinimums<Traits<Q4_K, 4, 0, false, true, false>> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j); }
+};
+struct AsQ5_K : WithMinimums<Traits<Q5_K, 5, 0, false, true, false>> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
+    return four_bits(p, j) | one_bit(p + 256, j, 4);
+  }
 };

@@ -14,11 +14,20 @@ namespace quire {
 namespace {
 
 constexpr int groups_a_task = 2;  // row groups of a matrix; with them a gate fills one group
+static_assert(groups_a_task * row_group == group_size, "or groups would be filled in parts");
 constexpr int task_rows = groups_a_task * row_group;
 constexpr int columns_a_turn = 128;  // whose results wait in a thread's scratch
-constexpr int attend_rows = 16;      // of one sequence, attended to together
+constexpr int64_t scratch_size = int64_t{columns_a_turn} * (task_rows + block_group);
+constexpr int attend_rows = 16;  // of one sequence, attended to together
 
-enum Forms { wants_groups = 1, wants_row = 2, wants_floats = 4, wants_residuals = 8 };
+enum Forms {
+  wants_groups = 1,
+  wants_row = 2,
+  wants_floats = 4,
+  wants_residuals = 8,
+  wants_blocks = 16,
+  wants_block_residuals = 32
+};
 
 int tasks_of(int64_t num_rows) { return static_cast<int>((num_rows + task_rows - 1) / task_rows); }
 
@@ -26,6 +35,24 @@ int tasks_of(int64_t num_rows) { return static_cast<int>((num_rows + task_rows -
 int stretch(int num_tasks, int num_threads) { return std::max(1, num_tasks / (num_threads * 8)); }
 
 size_t bytes_of(int64_t count, size_t size) { return static_cast<size_t>(count) * size; }
+
+Form form_of(Format format) {
+  if (format_infos[format].bits == 0) return Form::floats;
+  return takes_blocks(format) ? Form::blocks : Form::groups;
+}
+
+// What rounding to codes left of a row.
+template <class Rounded>
+const float* left_of(const float* x, int size, const Rounded* rounded) {
+  thread_local std::vector<float> left;
+  constexpr int count = sizeof rounded->codes;
+  left.resize(static_cast<size_t>(size));
+  for (int i = 0; i < size; i++) {
+    const Rounded& part = rounded[i / count];
+    left[static_cast<size_t>(i)] = x[i] - part.scale * part.codes[i % count];
+  }
+  return left.data();
+}
 
 }  // namespace
 
@@ -47,10 +74,10 @@ int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_r
   matrix->group_bytes = group_bytes_of(source->packed, in_size);
   matrix->scale = scale;
   matrix->bias = bias;
-  matrix->form = format_infos[source->packed].bits == 0 ? Form::floats : Form::groups;
+  matrix->form = form_of(source->packed);
   const bool is_whole = whole_rows && source->packed == TERNARY;
   if (is_whole) matrix->form = Form::row;
-  matrix->is_refined = refined && matrix->form == Form::groups;
+  matrix->is_refined = refined && (matrix->form == Form::groups || matrix->form == Form::blocks);
   // With one scale for all its blocks a row's sum is a sum of integers to the end, and exact.
   float common = 1.0f;
   const bool is_common =
@@ -118,7 +145,9 @@ int64_t Decoder::workspace_bytes() const {
   size_t total = state_.size() + projected_.size() + mixed_.size() + gated_.size() +
                  logits_.size() + scratch_.size();
   for (const Activations& a : activations_)
-    total += a.groups.size() + a.residuals.size() + a.scales.size() + a.floats.size();
+    for (const Buffer* buffer :
+         {&a.groups, &a.blocks, &a.residuals, &a.block_residuals, &a.scales, &a.floats})
+      total += buffer->size();
   return static_cast<int64_t>(total + 4 * (cosines_.size() + sines_.size()));
 }
 
@@ -196,11 +225,10 @@ void Decoder::compute(const Stage& stage) {
 void Decoder::make_room(int num_rows) {
   if (num_rows <= room_) return;
   int64_t widest = shape_.hidden_size, projected = 0;
-  bool needs_floats = false, needs_residuals = false;
-  for (const auto& matrix : matrices_) {
-    widest = std::max(widest, matrix->in_size);
-    needs_floats = needs_floats || matrix->form == Form::floats;
-    needs_residuals = needs_residuals || matrix->is_refined;
+  int forms = 0;
+  for (size_t i = 0; i < matrices_.size(); i++) {
+    widest = std::max(widest, matrices_[i]->in_size);
+    forms |= forms_of({static_cast<int>(i)});
   }
   projected = int64_t{shape_.num_heads + 2 * shape_.num_kv_heads} * shape_.head_dim;
   projected_stride_ = ((projected + row_group - 1) / row_group | 1) * row_group;
@@ -210,14 +238,21 @@ void Decoder::make_room(int num_rows) {
   mixed_.grow(floats(num_rows * projected_stride_));
   gated_.grow(floats(num_rows * shape_.ffn_size));
   for (Activations& a : activations_) {
-    a.group_stride = (widest / group_size) | 1;  // odd: columns must not share cache sets
+    // Odd numbers of lines: columns must not share cache sets.
+    a.group_stride = (widest / group_size) | 1;
+    a.block_stride = (widest / block_group) | 1;
     a.float_stride = (widest + 15) / 16 * 16 + 16;
-    a.groups.grow(bytes_of(num_rows * a.group_stride, sizeof(ActivationGroup)));
-    if (needs_residuals) a.residuals.grow(a.groups.size());
-    a.scales.grow(floats(num_rows));
-    if (needs_floats) a.floats.grow(floats(num_rows * a.float_stride));
+    const auto grow = [&](Buffer& buffer, int form, int64_t stride, size_t size) {
+      if (forms & form) buffer.grow(bytes_of(num_rows * stride, size));
+    };
+    grow(a.groups, wants_groups | wants_row, a.group_stride, sizeof(ActivationGroup));
+    grow(a.residuals, wants_residuals, a.group_stride, sizeof(ActivationGroup));
+    grow(a.blocks, wants_blocks, a.block_stride, sizeof(ActivationBlock));
+    grow(a.block_residuals, wants_block_residuals, a.block_stride, sizeof(ActivationBlock));
+    grow(a.scales, wants_row, 1, sizeof(float));
+    grow(a.floats, wants_floats, a.float_stride, sizeof(float));
   }
-  scratch_.grow(floats(pool_.size() * std::max<int64_t>(widest, 2 * columns_a_turn * task_rows)));
+  scratch_.grow(floats(pool_.size() * scratch_size));
   room_ = num_rows;
 }
 
@@ -234,9 +269,15 @@ int64_t Decoder::size_of(Place which) const {
 int Decoder::forms_of(const std::vector<int>& matrices) const {
   int forms = 0;
   for (const int index : matrices) {
-    const Form form = matrices_[static_cast<size_t>(index)]->form;
-    if (matrices_[static_cast<size_t>(index)]->is_refined) forms |= wants_residuals;
-    forms |= form == Form::groups ? wants_groups : form == Form::row ? wants_row : wants_floats;
+    const Matrix& matrix = *matrices_[static_cast<size_t>(index)];
+    switch (matrix.form) {
+      case Form::groups: forms |= wants_groups | (matrix.is_refined ? wants_residuals : 0); break;
+      case Form::blocks:
+        forms |= wants_blocks | (matrix.is_refined ? wants_block_residuals : 0);
+        break;
+      case Form::row: forms |= wants_row; break;
+      case Form::floats: forms |= wants_floats; break;
+    }
   }
   return forms;
 }
@@ -275,17 +316,6 @@ void Decoder::prepare(const Stage& stage) {
   });
 }
 
-// What rounding to codes left of a row, in codes of its own.
-void Decoder::quantise_residuals(const float* x, int size, const ActivationGroup* groups,
-                                 ActivationGroup* residuals) const {
-  float left[group_size];
-  for (int group = 0; group < size / group_size; group++) {
-    for (int i = 0; i < group_size; i++)
-      left[i] = x[group * group_size + i] - groups[group].scale * groups[group].codes[i];
-    kernels_.quantise_groups(left, group_size, residuals + group);
-  }
-}
-
 // Norms a row where asked, and writes it in the forms that are wanted.
 void Decoder::prepare_row(const float* x, int64_t size, int norm, int forms, Activations& to,
                           int row) {
@@ -297,13 +327,21 @@ void Decoder::prepare_row(const float* x, int64_t size, int norm, int forms, Act
     kernels_.rms_norm(x, weight, count, shape_.norm_epsilon, normed.data());
     x = normed.data();
   }
-  ActivationGroup* groups = to.groups.as<ActivationGroup>() + row * to.group_stride;
-  if (forms & wants_groups) kernels_.quantise_groups(x, count, groups);
-  if (forms & wants_residuals) {
-    ActivationGroup* residuals = to.residuals.as<ActivationGroup>() + row * to.group_stride;
-    quantise_residuals(x, count, groups, residuals);
-  }
-  if (forms & wants_row) to.scales.as<float>()[row] = kernels_.quantise_row(x, count, groups);
+  const auto groups = [&](const Buffer& of) {
+    return of.as<ActivationGroup>() + row * to.group_stride;
+  };
+  const auto blocks = [&](const Buffer& of) {
+    return of.as<ActivationBlock>() + row * to.block_stride;
+  };
+  if (forms & wants_groups) kernels_.quantise_groups(x, count, groups(to.groups));
+  if (forms & wants_residuals)
+    kernels_.quantise_groups(left_of(x, count, groups(to.groups)), count, groups(to.residuals));
+  if (forms & wants_blocks) kernels_.quantise_blocks(x, count, blocks(to.blocks));
+  if (forms & wants_block_residuals)
+    kernels_.quantise_blocks(left_of(x, count, blocks(to.blocks)), count,
+                             blocks(to.block_residuals));
+  if (forms & wants_row)
+    to.scales.as<float>()[row] = kernels_.quantise_row(x, count, groups(to.groups));
   if (forms & wants_floats)
     std::memcpy(to.floats.as<float>() + row * to.float_stride, x, bytes_of(size, sizeof(float)));
 }
@@ -319,14 +357,22 @@ void Decoder::multiply(const Matrix& matrix, const Activations& from, int first_
   product.num_groups = num_groups;
   const int64_t left = matrix.num_rows - int64_t{first_group} * row_group;
   product.num_rows = static_cast<int>(std::min<int64_t>(left, num_groups * row_group));
-  if (matrix.form == Form::floats) {
-    product.columns = from.floats.as<float>() + first * from.float_stride;
-    product.column_stride = from.float_stride;
-  } else {
-    product.columns = from.groups.as<ActivationGroup>() + first * from.group_stride;
-    product.column_stride = from.group_stride;
-    if (matrix.is_refined)
-      product.residuals = from.residuals.as<ActivationGroup>() + first * from.group_stride;
+  const auto take = [&](auto* columns, auto* residuals, int64_t stride) {
+    product.columns = columns + first * stride;
+    product.column_stride = stride;
+    if (matrix.is_refined) product.residuals = residuals + first * stride;
+  };
+  switch (matrix.form) {
+    case Form::floats:
+      take(from.floats.as<float>(), from.floats.as<float>(), from.float_stride);
+      break;
+    case Form::blocks:
+      take(from.blocks.as<ActivationBlock>(), from.block_residuals.as<ActivationBlock>(),
+           from.block_stride);
+      break;
+    default:
+      take(from.groups.as<ActivationGroup>(), from.residuals.as<ActivationGroup>(),
+           from.group_stride);
   }
   product.num_columns = count;
   product.out = out;
@@ -375,7 +421,7 @@ void Decoder::project(const Stage& stage) {
                  projected_.as<float>() + column + row, projected_stride_);
         continue;
       }
-      float* results = scratch_.as<float>() + thread * int64_t{2 * columns_a_turn * task_rows};
+      float* results = scratch_.as<float>() + thread * scratch_size;
       const int size = static_cast<int>(std::min<int64_t>(task_rows, matrix.num_rows - row));
       for (int first = 0; first < num_rows_; first += columns_a_turn) {
         const int count = std::min(columns_a_turn, num_rows_ - first);
@@ -388,42 +434,59 @@ void Decoder::project(const Stage& stage) {
   });
 }
 
-// gate(x) * up(x), quantised on the spot where the next product takes groups: a task's rows are
-// one.
+// gate(x) * up(x), quantised on the spot where the next product takes groups or blocks: a task's
+// rows are one.
 void Decoder::gate(const Stage& stage) {
   Stopwatch watch(counters_.product_seconds);
-  const Activations& from = activations_[current_];
-  Activations& to = activations_[1 - current_];
   const Matrix& gate = *matrices_[static_cast<size_t>(stage.matrices[0])];
   const Matrix& up = *matrices_[static_cast<size_t>(stage.matrices[1])];
-  const Gate kind = static_cast<Gate>(shape_.gate);
   counters_.multiplications += 2 * gate.num_rows * gate.in_size * num_rows_;
   counters_.weight_bytes += gate.num_bytes + up.num_bytes;
-  const int num_tasks = tasks_of(gate.num_rows);
+  const int rows = stage.quantised == Form::blocks ? block_group : task_rows;
+  const int num_tasks = static_cast<int>((gate.num_rows + rows - 1) / rows);
   pool_.run(num_tasks, stretch(num_tasks, pool_.size()), [&](int begin, int end, int thread) {
-    float* gates = scratch_.as<float>() + thread * int64_t{2 * columns_a_turn * task_rows};
-    float* ups = gates + columns_a_turn * task_rows;
+    float* gated = scratch_.as<float>() + thread * scratch_size;
+    float* ups = gated + columns_a_turn * rows;
     for (int task = begin; task < end; task++) {
-      const int64_t row = int64_t{task} * task_rows;
-      const int size = static_cast<int>(std::min<int64_t>(task_rows, gate.num_rows - row));
-      const int groups = (size + row_group - 1) / row_group;
+      const int64_t row = int64_t{task} * rows;
+      const int size = static_cast<int>(std::min<int64_t>(rows, gate.num_rows - row));
       for (int first = 0; first < num_rows_; first += columns_a_turn) {
         const int count = std::min(columns_a_turn, num_rows_ - first);
-        multiply(gate, from, task * groups_a_task, groups, first, count, gates, task_rows);
-        multiply(up, from, task * groups_a_task, groups, first, count, ups, task_rows);
-        for (int c = 0; c < count; c++) {
-          float* g = gates + c * task_rows;
-          float* out =
-              stage.quantises ? g : gated_.as<float>() + (first + c) * shape_.ffn_size + row;
-          kernels_.gate(kind, g, ups + c * task_rows, size, out);
-          if (stage.quantises)
-            kernels_.quantise_groups(
-                out, size, to.groups.as<ActivationGroup>() + (first + c) * to.group_stride + task);
-        }
+        for (int part = 0; part < size; part += task_rows)
+          gate_part(gate, up, row + part, std::min(task_rows, size - part), first, count,
+                    gated + part, rows, ups);
+        for (int c = 0; c < count; c++) put_gated(stage, gated + c * rows, row, size, first + c);
       }
     }
   });
-  if (stage.quantises) current_ = 1 - current_;
+  if (stage.quantised != Form::floats) current_ = 1 - current_;
+}
+
+// Some rows of the gate and the columns' products with them, gated, into out [column][stride].
+void Decoder::gate_part(const Matrix& gate, const Matrix& up, int64_t row, int size, int first,
+                        int count, float* out, int stride, float* ups) const {
+  const Activations& from = activations_[current_];
+  const int first_group = static_cast<int>(row / row_group);
+  const int groups = (size + row_group - 1) / row_group;
+  multiply(gate, from, first_group, groups, first, count, out, stride);
+  multiply(up, from, first_group, groups, first, count, ups, task_rows);
+  for (int c = 0; c < count; c++) {
+    float* x = out + int64_t{c} * stride;
+    kernels_.gate(static_cast<Gate>(shape_.gate), x, ups + c * task_rows, size, x);
+  }
+}
+
+void Decoder::put_gated(const Stage& stage, const float* x, int64_t row, int size, int column) {
+  Activations& to = activations_[1 - current_];
+  if (stage.quantised == Form::groups)
+    kernels_.quantise_groups(
+        x, size, to.groups.as<ActivationGroup>() + column * to.group_stride + row / group_size);
+  else if (stage.quantised == Form::blocks)
+    kernels_.quantise_blocks(
+        x, size, to.blocks.as<ActivationBlock>() + column * to.block_stride + row / block_group);
+  else
+    std::memcpy(gated_.as<float>() + column * shape_.ffn_size + row, x,
+                bytes_of(size, sizeof(float)));
 }
 
 LayerCache Decoder::layer_cache(int layer) const {

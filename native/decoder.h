@@ -19,13 +19,13 @@
 namespace quire {
 
 // What a matrix is multiplied with.
-enum class Form { groups, row, floats };
+enum class Form { groups, blocks, row, floats };
 
 struct Matrix {
   Format format;
   Form form;
   int64_t num_rows, in_size, group_bytes;
-  bool is_refined;  // multiplied with what rounding left of the groups, too
+  bool is_refined;  // multiplied with what rounding left of the activations, too
   float scale;      // of every product
   int bias;         // index of a vector, or -1
   const uint8_t* data;
@@ -37,9 +37,9 @@ enum class Place { state, mixed, gated };  // what a stage reads
 struct Stage {
   enum Kind { prepare, project, add, gate, turn, attend } kind;
   Place input = Place::state;
-  int norm = -1;              // prepare: index of a vector, or -1
-  std::vector<int> matrices;  // project: side by side; add: one; gate: the gate's and the up's
-  bool quantises = false;     // gate: straight into the next product's activations
+  int norm = -1;                  // prepare: index of a vector, or -1
+  std::vector<int> matrices;      // project: side by side; add: one; gate: the gate's and the up's
+  Form quantised = Form::floats;  // gate: groups or blocks, straight for the next product
   int layer = 0;
   int query_norm = -1, key_norm = -1;  // turn
 };
@@ -142,8 +142,8 @@ class Decoder {
 
   // Activations of all rows in the forms that the next product takes.
   struct Activations {
-    Buffer groups, residuals, scales, floats;
-    int64_t group_stride = 0, float_stride = 0;
+    Buffer groups, blocks, residuals, block_residuals, scales, floats;
+    int64_t group_stride = 0, block_stride = 0, float_stride = 0;
   };
 
   // Rows of one sequence that are attended together; or, where num_tiles is not 0, a part of one
@@ -169,10 +169,11 @@ class Decoder {
   void keep_wanted(const std::vector<int>& wanted);
   void prepare(const Stage& stage);
   void prepare_row(const float* x, int64_t size, int norm, int forms, Activations& to, int row);
-  void quantise_residuals(const float* x, int size, const ActivationGroup* groups,
-                          ActivationGroup* residuals) const;
   void project(const Stage& stage);
   void gate(const Stage& stage);
+  void gate_part(const Matrix& gate, const Matrix& up, int64_t row, int size, int first, int count,
+                 float* out, int stride, float* ups) const;
+  void put_gated(const Stage& stage, const float* x, int64_t row, int size, int column);
   void turn(const Stage& stage);
   void attend(const Stage& stage);
   void compute_logits(const int* rows, int count);

@@ -62,6 +62,12 @@ constexpr FormatInfo format_infos[num_formats] = {
     {2, 128, 32, 8},   // ternary: d
 };
 
+// Blocks of 256 whose scales are integers times one float: their sums are whole numbers to the end
+// of a block if the activations too have one scale there, an ActivationBlock's.
+constexpr bool takes_blocks(int format) {
+  return (format >= Q2_K && format <= Q6_K) || format == IQ4_XS;
+}
+
 constexpr int64_t code_area(int format, int64_t in_size) {
   const FormatInfo& info = format_infos[format];
   return info.bits == 0 ? in_size * info.code_bytes : in_size / 32 * info.code_bytes;

@@ -21,6 +21,17 @@ struct alignas(64) ActivationGroup {
 };
 static_assert(sizeof(ActivationGroup) == 64, "one cache line");
 
+constexpr int block_group = 256;  // activations that share a scale where weights do in such blocks
+
+// As many activations of one token: value = scale * code, with the sums of codes by 32 and by 16.
+struct alignas(64) ActivationBlock {
+  int8_t codes[block_group];
+  int16_t sums[block_group / 32], half_sums[block_group / 16];
+  float scale;
+  float unused[3];
+};
+static_assert(sizeof(ActivationBlock) == 320, "five cache lines");
+
 // Rows [first_group, first_group + num_groups) * row_group of a packed matrix times every column.
 struct Product {
   int format;              // index into the formats of formats.h
@@ -29,10 +40,9 @@ struct Product {
   int64_t in_size;         // K
   int first_group, num_groups;
   int num_rows;           // that exist from the first group on; the rest of the last is padding
-  const void* columns;    // ActivationGroup or float, as the format wants
-  int64_t column_stride;  // in ActivationGroup or float
-  // Null, or what rounding left of the columns, as ActivationGroups of its own: multiplied too.
-  const ActivationGroup* residuals;
+  const void* columns;    // ActivationGroup, ActivationBlock or float, as the format wants
+  int64_t column_stride;  // in these
+  const void* residuals;  // null, or what rounding left of the columns, likewise: multiplied too
   int num_columns;
   float* out;  // [column][row - first row]
   int64_t out_stride;
@@ -81,6 +91,7 @@ struct Kernels {
   // ---- one row (token) at a time; sizes need not be multiples of anything unless said
   void (*rms_norm)(const float* x, const float* weight, int size, float epsilon, float* out);
   void (*quantise_groups)(const float* x, int size, ActivationGroup* out);  // size % 32 == 0
+  void (*quantise_blocks)(const float* x, int size, ActivationBlock* out);  // size % 256 == 0
   // One scale for the whole row, returned; the groups' own scales are 1.
   float (*quantise_row)(const float* x, int size, ActivationGroup* out);
   void (*gate)(Gate kind, const float* gate, const float* up, int size, float* out);

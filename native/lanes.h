@@ -32,6 +32,15 @@ INLINE Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }  // nearest,
 INLINE Ints load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 INLINE void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x.v); }
 INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+INLINE Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+INLINE Ints operator*(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+// Two numbers of sixteen bits with sign in a lane, and what such a pair adds to a sum of products.
+INLINE Ints paired(Ints low, Ints high) {
+  return {_mm512_mask_blend_epi16(0xAAAAAAAA, low.v, _mm512_slli_epi32(high.v, 16))};
+}
+INLINE Ints add_pairs(Ints sum, Ints pairs, int32_t pair) {
+  return {_mm512_dpwssd_epi32(sum.v, pairs.v, _mm512_set1_epi32(pair))};
+}
 INLINE Ints broadcast_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 INLINE Ints shift_left_23(Ints a) { return {_mm512_slli_epi32(a.v, 23)}; }
 INLINE Floats bits_as_floats(Ints a) { return {_mm512_castsi512_ps(a.v)}; }
@@ -47,13 +56,11 @@ INLINE Floats load_bfloat(const uint16_t* p) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-INLINE Floats load_unsigned_bytes(const uint8_t* p) {
-  return {_mm512_cvtepi32_ps(
-      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+INLINE Ints load_unsigned_bytes(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-INLINE Floats load_signed_bytes(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(
-      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+INLINE Ints load_signed_bytes(const int8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
 INLINE __m128i bytes_of(Ints x) { return _mm512_cvtepi32_epi8(x.v); }
 // Lane i of a where i < count, of b elsewhere.
@@ -117,6 +124,21 @@ INLINE void store(int32_t* p, Ints x) {
 INLINE Ints operator+(Ints a, Ints b) {
   return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
 }
+INLINE Ints operator-(Ints a, Ints b) {
+  return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)};
+}
+INLINE Ints operator*(Ints a, Ints b) {
+  return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
+}
+INLINE Ints paired(Ints low, Ints high) {
+  return {_mm256_blend_epi16(low.lo, _mm256_slli_epi32(high.lo, 16), 0xAA),
+          _mm256_blend_epi16(low.hi, _mm256_slli_epi32(high.hi, 16), 0xAA)};
+}
+INLINE Ints add_pairs(Ints sum, Ints pairs, int32_t pair) {
+  const __m256i both = _mm256_set1_epi32(pair);
+  return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(pairs.lo, both)),
+          _mm256_add_epi32(sum.hi, _mm256_madd_epi16(pairs.hi, both))};
+}
 INLINE Ints broadcast_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE Ints shift_left_23(Ints a) {
   return {_mm256_slli_epi32(a.lo, 23), _mm256_slli_epi32(a.hi, 23)};
@@ -145,15 +167,13 @@ INLINE Floats load_bfloat(const uint16_t* p) {
   __m256i hi = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1)), 16);
   return {_mm256_castsi256_ps(lo), _mm256_castsi256_ps(hi)};
 }
-INLINE Floats load_unsigned_bytes(const uint8_t* p) {
+INLINE Ints load_unsigned_bytes(const uint8_t* p) {
   __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(x)),
-          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)))};
+  return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
 }
-INLINE Floats load_signed_bytes(const int8_t* p) {
+INLINE Ints load_signed_bytes(const int8_t* p) {
   __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
-          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
+  return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
 }
 INLINE __m128i bytes_of(Ints x) {
   __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.lo, x.hi), 0xD8);
@@ -211,6 +231,14 @@ INLINE void store(int32_t* p, Ints x) { EACH_LANE p[i] = x.v[i]; }
 INLINE uint32_t bits_of(int32_t x) { return static_cast<uint32_t>(x); }
 INLINE int32_t wrapped(uint32_t x) { return static_cast<int32_t>(x); }
 INLINE Ints operator+(Ints a, Ints b) LANES(Ints, wrapped(bits_of(a.v[i]) + bits_of(b.v[i])))
+INLINE Ints operator-(Ints a, Ints b) LANES(Ints, wrapped(bits_of(a.v[i]) - bits_of(b.v[i])))
+INLINE Ints operator*(Ints a, Ints b) LANES(Ints, wrapped(bits_of(a.v[i]) * bits_of(b.v[i])))
+INLINE int32_t low_word(int32_t x) { return static_cast<int16_t>(bits_of(x) & 0xffff); }
+INLINE int32_t high_word(int32_t x) { return static_cast<int16_t>(bits_of(x) >> 16); }
+INLINE Ints paired(Ints low, Ints high) LANES(
+    Ints, wrapped((bits_of(low.v[i]) & 0xffff) | bits_of(high.v[i]) << 16))
+INLINE Ints add_pairs(Ints sum, Ints pairs, int32_t pair) LANES(
+    Ints, sum.v[i] + low_word(pairs.v[i]) * low_word(pair) + high_word(pairs.v[i]) * high_word(pair))
 INLINE Ints broadcast_int(int32_t x) LANES(Ints, x)
 INLINE Ints shift_left_23(Ints a) LANES(Ints, wrapped(bits_of(a.v[i]) << 23))
 INLINE Floats bits_as_floats(Ints a) LANES(Floats, float_of_bits(bits_of(a.v[i])))
@@ -219,8 +247,8 @@ INLINE Ints max(Ints a, Ints b) LANES(Ints, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
 INLINE Floats load_half(const uint16_t* p) LANES(Floats, float_of_half(p[i]))
 INLINE void store_half(uint16_t* p, Floats x) { EACH_LANE p[i] = half_of_float(x.v[i]); }
 INLINE Floats load_bfloat(const uint16_t* p) LANES(Floats, float_of_bits(uint32_t{p[i]} << 16))
-INLINE Floats load_unsigned_bytes(const uint8_t* p) LANES(Floats, static_cast<float>(p[i]))
-INLINE Floats load_signed_bytes(const int8_t* p) LANES(Floats, static_cast<float>(p[i]))
+INLINE Ints load_unsigned_bytes(const uint8_t* p) LANES(Ints, p[i])
+INLINE Ints load_signed_bytes(const int8_t* p) LANES(Ints, p[i])
 INLINE void store_bytes(int8_t* p, Ints x) { EACH_LANE p[i] = static_cast<int8_t>(x.v[i]); }
 INLINE Floats first_lanes(Floats a, Floats b, int count) LANES(Floats, i < count ? a.v[i] : b.v[i])
 // clang-format on

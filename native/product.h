@@ -1,181 +1,8 @@
-// Products of packed weights with activations.
+// Products of packed weights with activations: which rows and columns are summed together.
 //
-// For a row and a column the sum runs over the sub-blocks in order of k: the integer sum of a
-// sub-block (or of its halves, where scales are per 16) is exact, then
-//     acc = fma(sum - zero * sum_of_codes, weight_scale * activation_scale, acc)
-//     acc = fma(weight_minimum, scaled_sum_of_codes, acc)              where there are minimums
-// This holds for any number of columns: with few of them the codes are unpacked on the way to the
-// multiplier, four columns at a time, with more of them once into a tile that all columns read.
-
-// ---- where codes and scales come from
-
-constexpr int slab = 8;  // sub-blocks unpacked at once: 256 k
-constexpr int max_tile_columns = 128;
-constexpr int max_direct_columns = 12;  // beyond, unpacking once for all columns costs less
-
-// Straight from the packed matrix.
-template <class T, int groups>
-struct Direct {
-  using Format = T;
-  const uint8_t* codes_of[groups];
-  const uint8_t* scales_of[groups];
-  int64_t further;              // bytes to the row groups after these
-  int turn = 0, num_turns = 1;  // this is one of so many passes over these row groups
-  INLINE_METHOD Codes codes(int s, int g, int j) const {
-    return T::codes(codes_of[g] + static_cast<int64_t>(s) * T::info.code_bytes, j);
-  }
-  INLINE_METHOD const uint8_t* record(int s, int g) const {
-    return scales_of[g] + static_cast<int64_t>(s / T::info.scale_span) * T::info.scale_bytes;
-  }
-  INLINE_METHOD Floats scale(int s, int g, int h) const {
-    return T::scale(record(s, g), s % T::info.scale_span, h);
-  }
-  INLINE_METHOD Floats minimum(int s, int g, int h) const {
-    return T::minimum(record(s, g), s % T::info.scale_span, h);
-  }
-  // The same sub-block of the row groups after these comes from memory while this one's is
-  // multiplied: the processor's own fetching begins anew with each row group. Passes share it.
-  INLINE_METHOD void fetch_further(int s) const {
-    if (num_turns > 1 && s % num_turns != turn) return;
-    UNROLL(2)
-    for (int g = 0; g < groups; g++) {
-      const uint8_t* codes = codes_of[g] + static_cast<int64_t>(s) * T::info.code_bytes + further;
-      UNROLL(8)
-      for (int i = 0; i < T::info.code_bytes; i += 64) __builtin_prefetch(codes + i, 0, 2);
-      if (s % T::info.scale_span == 0)
-        for (int i = 0; i < T::info.scale_bytes; i += 64)
-          __builtin_prefetch(record(s, g) + further + i, 0, 2);
-    }
-  }
-};
-
-// One slab, unpacked.
-template <int bits_, int zero_, bool per_half_, bool has_minimum_, bool is_signed_>
-struct TileFormat {
-  static constexpr int bits = bits_, zero = zero_;
-  static constexpr bool per_half = per_half_, has_minimum = has_minimum_, is_signed = is_signed_;
-};
-template <class T>
-using TileFormatOf =
-    TileFormat<T::bits <= 4 ? 4 : T::bits, T::zero, T::per_half, T::has_minimum, T::is_signed>;
-
-template <int groups>
-struct alignas(64) TileData {
-  uint8_t codes[slab][8][groups][64];
-  float scales[slab][2][groups][16];
-  float minimums[slab][2][groups][16];
-};
-
-// The weights of the next slab, which come from memory while this one's are multiplied, some lines
-// at a time: without that a batch waits for memory first and computes afterwards.
-class NextSlab {
- public:
-  template <class T, int groups>
-  NextSlab(const Direct<T, groups>& source, int next, int sub_blocks, int num_turns) {
-    const bool is_last = next >= sub_blocks;  // then the row groups after these are next
-    const int s = is_last ? 0 : next;
-    const int64_t further = is_last ? source.further : 0;
-    for (int g = 0; g < groups; g++) {
-      add(source.codes_of[g] + further + int64_t{s} * T::info.code_bytes,
-          slab * T::info.code_bytes);
-      add(source.record(s, g) + further, slab / T::info.scale_span * T::info.scale_bytes);
-    }
-    lines_a_turn_ = (num_lines_ + num_turns - 1) / num_turns;
-  }
-
-  INLINE_METHOD void fetch() {
-    for (int i = 0; i < lines_a_turn_ && area_ < num_areas_; i++) {
-      __builtin_prefetch(next_, 0, 2);
-      next_ += 64;
-      if (next_ >= areas_[area_].end) next_ = areas_[++area_].begin;
-    }
-  }
-
- private:
-  struct Area {
-    const uint8_t *begin, *end;
-  };
-
-  void add(const uint8_t* begin, int size) {
-    if (num_areas_ == 0) next_ = begin;
-    areas_[num_areas_++] = {begin, begin + size};
-    num_lines_ += size / 64 + 1;
-  }
-
-  Area areas_[5] = {};
-  const uint8_t* next_ = nullptr;
-  int num_areas_ = 0, area_ = 0, num_lines_ = 0, lines_a_turn_ = 0;
-};
-
-template <class F, int groups>
-struct Tile {
-  using Format = F;
-  const TileData<groups>& data;
-  NextSlab& next;
-  INLINE_METHOD Codes codes(int s, int g, int j) const { return load_codes(data.codes[s][j][g]); }
-  INLINE_METHOD Floats scale(int s, int g, int h) const { return load(data.scales[s][h][g]); }
-  INLINE_METHOD Floats minimum(int s, int g, int h) const { return load(data.minimums[s][h][g]); }
-  INLINE_METHOD void fetch_further(int) const { next.fetch(); }
-};
-
-template <class T, int groups>
-void fill_tile(const Direct<T, groups>& from, int first, int count, TileData<groups>& to) {
-  for (int s = 0; s < count; s++)
-    for (int g = 0; g < groups; g++) {
-      for (int j = 0; j < 8; j++) store_codes(to.codes[s][j][g], from.codes(first + s, g, j));
-      for (int h = 0; h <= T::per_half; h++) {
-        store(to.scales[s][h][g], from.scale(first + s, g, h));
-        if (T::has_minimum) store(to.minimums[s][h][g], from.minimum(first + s, g, h));
-      }
-    }
-}
-
-// ---- the micro-kernel: `groups` row groups times `columns` columns over `count` sub-blocks
-
-template <class Source, int groups, int columns>
-INLINE void accumulate(const Source& source, int first, int count,
-                       const ActivationGroup* const* activations, Floats (*acc)[columns]) {
-  using F = typename Source::Format;
-  constexpr int halves = F::per_half ? 2 : 1, vectors = 8 / halves;
-  for (int s = first; s < first + count; s++) {
-    source.fetch_further(s);
-    UNROLL(2)
-    for (int h = 0; h < halves; h++) {
-      Dot<F::bits, F::is_signed> dots[groups][columns];
-      UNROLL(8)
-      for (int j = h * vectors; j < (h + 1) * vectors; j++) {
-        UNROLL(2)
-        for (int g = 0; g < groups; g++) {
-          const Codes w = source.codes(s, g, j);
-          UNROLL(4)
-          for (int c = 0; c < columns; c++)
-            dots[g][c].add(w, activations[c][s].codes + 4 * j, j, h * vectors);
-        }
-      }
-      UNROLL(2)
-      for (int g = 0; g < groups; g++) {
-        const Floats scale = source.scale(s, g, h);
-        const Floats minimum = F::has_minimum ? source.minimum(s, g, h) : scale;
-        UNROLL(4)
-        for (int c = 0; c < columns; c++) {
-          const ActivationGroup& a = activations[c][s];
-          Floats sum = to_floats(dots[g][c].total());
-          if (F::zero != 0) {
-            const float codes = !F::per_half ? a.sum : h == 0 ? a.sum_low : a.sum_high;
-            sum = fma(broadcast(codes), broadcast(-static_cast<float>(F::zero)), sum);
-          }
-          acc[g][c] = fma(sum, scale * broadcast(a.scale), acc[g][c]);
-          if (F::has_minimum) {
-            const float codes = !F::per_half ? a.scaled_sum
-                                : h == 0     ? a.scaled_sum_low
-                                             : a.scaled_sum_high;
-            acc[g][c] = fma(minimum, broadcast(codes), acc[g][c]);
-          }
-        }
-      }
-    }
-  }
-}
+// With few columns the codes are unpacked on the way to the multiplier, four columns at a time;
+// with more of them once into a tile that all columns read. What is summed, and in which order, is
+// accumulate.h's.
 
 INLINE void store_rows(float* out, Floats x, int count) {
   if (count >= row_group) return store(out, x);
@@ -187,11 +14,12 @@ INLINE void store_rows(float* out, Floats x, int count) {
 // Few columns: no tile, sums in registers from end to end.
 template <class T, int groups, int columns>
 void product_direct(const Product& p, const Direct<T, groups>& source, int first_row, int column) {
-  const ActivationGroup* of[2][columns];
+  using A = Activation<T>;
+  const A* of[2][columns];
   for (int c = 0; c < columns; c++) {
     const int64_t at = (column + c) * p.column_stride;
-    of[0][c] = static_cast<const ActivationGroup*>(p.columns) + at;
-    of[1][c] = p.residuals ? p.residuals + at : nullptr;
+    of[0][c] = static_cast<const A*>(p.columns) + at;
+    of[1][c] = p.residuals ? static_cast<const A*>(p.residuals) + at : nullptr;
   }
   Floats acc[groups][columns];
   for (auto& group : acc)
@@ -222,10 +50,10 @@ void product_some(const Product& p, const Direct<T, groups>& source, int row, in
 }
 
 template <class F, int groups, int columns>
-void tile_columns(const Tile<F, groups>& tile, int first, int count, const ActivationGroup* from,
-                  int64_t stride, float* sums) {
-  const ActivationGroup* of[columns];
-  for (int c = 0; c < columns; c++) of[c] = from + c * stride + first;
+void tile_columns(const Tile<F, groups>& tile, int count, const Activation<F>* from, int64_t stride,
+                  float* sums) {
+  const Activation<F>* of[columns];
+  for (int c = 0; c < columns; c++) of[c] = from + c * stride;
   Floats acc[groups][columns];
   for (int g = 0; g < groups; g++)
     for (int c = 0; c < columns; c++) acc[g][c] = load(sums + (c * groups + g) * row_group);
@@ -236,13 +64,13 @@ void tile_columns(const Tile<F, groups>& tile, int first, int count, const Activ
 
 // Up to four columns.
 template <class F, int groups>
-void tile_some(const Tile<F, groups>& tile, int first, int count, const ActivationGroup* from,
-               int64_t stride, int columns, float* sums) {
+void tile_some(const Tile<F, groups>& tile, int count, const Activation<F>* from, int64_t stride,
+               int columns, float* sums) {
   switch (columns) {
-    case 1: return tile_columns<F, groups, 1>(tile, first, count, from, stride, sums);
-    case 2: return tile_columns<F, groups, 2>(tile, first, count, from, stride, sums);
-    case 3: return tile_columns<F, groups, 3>(tile, first, count, from, stride, sums);
-    default: return tile_columns<F, groups, 4>(tile, first, count, from, stride, sums);
+    case 1: return tile_columns<F, groups, 1>(tile, count, from, stride, sums);
+    case 2: return tile_columns<F, groups, 2>(tile, count, from, stride, sums);
+    case 3: return tile_columns<F, groups, 3>(tile, count, from, stride, sums);
+    default: return tile_columns<F, groups, 4>(tile, count, from, stride, sums);
   }
 }
 
@@ -250,10 +78,11 @@ template <class T, int groups>
 void product_tiled(const Product& p, const Direct<T, groups>& source, int first_row, int column,
                    int num_columns) {
   using F = TileFormatOf<T>;
-  TileData<groups> tile;
+  TileData<F::in_blocks, groups> tile;
   alignas(64) float sums[max_tile_columns * groups * row_group];
   for (int i = 0; i < num_columns * groups * row_group; i++) sums[i] = 0.0f;
-  const auto* activations = static_cast<const ActivationGroup*>(p.columns);
+  const auto* activations = static_cast<const Activation<F>*>(p.columns);
+  const auto* residuals = static_cast<const Activation<F>*>(p.residuals);
   const int sub_blocks = static_cast<int>(p.in_size / 32);
   for (int first = 0; first < sub_blocks; first += slab) {
     const int count = sub_blocks - first < slab ? sub_blocks - first : slab;
@@ -261,12 +90,12 @@ void product_tiled(const Product& p, const Direct<T, groups>& source, int first_
     NextSlab next(source, first + slab, sub_blocks, (num_columns + 3) / 4 * count);
     const Tile<F, groups> codes{tile, next};
     for (int c = 0; c < num_columns; c += 4) {
-      const int64_t at = (column + c) * p.column_stride;
+      const int64_t at = (column + c) * p.column_stride + first / activation_span<F>;
       float* some = sums + c * groups * row_group;
       const int some_columns = num_columns - c;
-      tile_some<F>(codes, first, count, activations + at, p.column_stride, some_columns, some);
-      if (p.residuals)
-        tile_some<F>(codes, first, count, p.residuals + at, p.column_stride, some_columns, some);
+      tile_some<F>(codes, count, activations + at, p.column_stride, some_columns, some);
+      if (residuals)
+        tile_some<F>(codes, count, residuals + at, p.column_stride, some_columns, some);
     }
   }
   for (int c = 0; c < num_columns; c++)

@@ -146,6 +146,21 @@ INLINE ByteScale byte_scale_of(const float* x, int size) {
   return byte_scale(max_of_lanes(largest));
 }
 
+void quantise_blocks(const float* x, int size, ActivationBlock* out) {
+  for (; size > 0; size -= block_group, x += block_group, out++) {
+    const ByteScale bytes = byte_scale_of(x, block_group);
+    for (int i = 0; i < block_group; i += 16) {
+      const Ints codes = byte_codes(load(x + i), bytes.inverse);
+      store_bytes(out->codes + i, codes);
+      out->half_sums[i / 16] = static_cast<int16_t>(sum_of_lanes(codes));
+    }
+    for (int i = 0; i < block_group / 32; i++)
+      out->sums[i] = static_cast<int16_t>(out->half_sums[2 * i] + out->half_sums[2 * i + 1]);
+    out->scale = bytes.scale;
+    for (float& nothing : out->unused) nothing = 0.0f;
+  }
+}
+
 float quantise_row(const float* x, int size, ActivationGroup* out) {
   const ByteScale bytes = byte_scale_of(x, size);
   for (int i = 0; i < size; i += group_size, out++) quantise_group(x + i, bytes.inverse, 1.0f, out);

@@ -26,13 +26,15 @@ namespace {
 
 #include "lanes.h"
 #include "codes.h"
+#include "accumulate.h"
 #include "product.h"
 #include "rows.h"
 #include "attention.h"
 
 constexpr Kernels kernels_of_unit = {
-    unit_name, product, peak_dots,       rms_norm, quantise_groups, quantise_row, apply_gate,
-    add_rows,  turn,    store_key_value, attend,   attend_tiles,    merge_tiles,  soft_cap,
+    unit_name,       product,      peak_dots,    rms_norm,    quantise_groups,
+    quantise_blocks, quantise_row, apply_gate,   add_rows,    turn,
+    store_key_value, attend,       attend_tiles, merge_tiles, soft_cap,
 };
 
 #if defined(QUIRE_HAS_AMX)

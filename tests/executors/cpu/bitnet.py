@@ -92,12 +92,13 @@ class EmulatedBitNet:
         return total * scale
 
     def _head(self, x: Floats) -> Floats:
-        """Not ternary: bytes in groups, whose products are tested for themselves."""
+        """Not ternary: its products are tested for themselves."""
         tensor = self._tensors["token_embd.weight"]
         rows, size = tensor.shape
         matrix = Matrix(tensor.format.name, rows, size, tensor.data.reshape(rows, -1))
-        columns = activations(x[None], takes_floats=False, unit=self._unit)
-        return np.asarray(product(self._unit, matrix.packed(), columns, rows)[0])
+        packed = matrix.packed()
+        columns = activations(x[None], packed, unit=self._unit)
+        return np.asarray(product(self._unit, packed, columns, rows)[0])
 
 
 def ternary(tensor: Tensor) -> tuple[np.ndarray[Any, Any], Floats]:

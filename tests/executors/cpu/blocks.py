@@ -1,6 +1,7 @@
 """Random and extreme weights in every block format, and what products of them ought to be."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import gguf
 import numpy as np
@@ -35,8 +36,29 @@ SCALES: dict[str, tuple[int, ...]] = {
 }
 BLOCK_FORMATS = tuple(SCALES)
 FORMATS = (*FLOATS, *BLOCK_FORMATS)
-GROUP = 32  # activations that share a scale
-GROUP_BYTES = 64  # of them with their scale and sums
+# Activations that share a scale, with the sums of their codes: 32 of them, or 256.
+GROUP = np.dtype(
+    [
+        ("codes", np.int8, 32),
+        ("scale", np.float32),
+        ("sum", np.float32),
+        ("sum_low", np.float32),
+        ("sum_high", np.float32),
+        ("scaled_sum", np.float32),
+        ("scaled_sum_low", np.float32),
+        ("scaled_sum_high", np.float32),
+        ("unused", np.float32),
+    ]
+)
+BLOCK = np.dtype(
+    [
+        ("codes", np.int8, 256),
+        ("sums", np.int16, 8),
+        ("half_sums", np.int16, 16),
+        ("scale", np.float32),
+        ("unused", np.float32, 3),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -102,24 +124,35 @@ def put_scales(name: str, blocks: Bytes, scales: Doubles) -> None:
         blocks[..., place : place + 2] = halves
 
 
-def activations(x: Floats, takes_floats: bool, unit: str = "portable") -> npt.NDArray[np.generic]:
-    """Columns [columns, in_size] as a product takes them."""
-    if takes_floats:
+def activations(
+    x: Floats,
+    packed: "native.PackedMatrix",  # type: ignore[name-defined]
+    unit: str = "portable",
+) -> npt.NDArray[np.generic]:
+    """Columns [columns, in_size] as a product with this matrix takes them."""
+    if packed.takes_floats:
         return x
-    groups = np.zeros((len(x), x.shape[1] // GROUP * GROUP_BYTES), np.uint8)
-    for column, out in zip(x, groups, strict=True):
-        native.quantise_groups(unit, column, out)
-    return groups
+    kind, quantise = (
+        (BLOCK, native.quantise_blocks) if packed.takes_blocks else (GROUP, native.quantise_groups)
+    )
+    columns = np.zeros((len(x), x.shape[1] // kind["codes"].shape[0]), kind)
+    for column, out in zip(x, columns, strict=True):
+        quantise(unit, column, out.view(np.uint8))
+    return columns
 
 
-def as_seen(columns: npt.NDArray[np.generic]) -> Doubles:
+def as_seen(columns: npt.NDArray[Any]) -> Doubles:
     """What the activations are worth: codes times scales."""
     if columns.dtype == np.float32:
         return columns.astype(np.float64)
-    groups = columns.reshape(len(columns), -1, GROUP_BYTES)
-    codes = groups[..., :GROUP].view(np.int8).astype(np.float64)
-    scales = np.ascontiguousarray(groups[..., GROUP : GROUP + 4]).view(np.float32)
-    return np.asarray(codes * scales, dtype=np.float64).reshape(len(columns), -1)
+    values = columns["codes"].astype(np.float64) * columns["scale"][..., None]
+    return np.asarray(values, dtype=np.float64).reshape(len(columns), -1)
+
+
+def as_bytes(columns: npt.NDArray[np.generic] | None) -> npt.NDArray[np.generic] | None:
+    if columns is None or columns.dtype == np.float32:
+        return columns
+    return np.ascontiguousarray(columns).view(np.uint8)
 
 
 def product(
@@ -131,7 +164,11 @@ def product(
 ) -> Floats:
     out = np.full((len(columns), num_rows), np.nan, np.float32)
     packed.multiply(  # type: ignore[attr-defined]
-        unit, columns, num_columns=len(columns), out=out, residuals=residuals
+        unit,
+        as_bytes(columns),
+        num_columns=len(columns),
+        out=out,
+        residuals=as_bytes(residuals),
     )
     return out
 

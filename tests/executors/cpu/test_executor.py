@@ -1,6 +1,7 @@
 """What is the CPU executor's own: stopping mid-step, faults in native code, kernels, memory."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quire.executors.cpu import executor as executor_module
 from quire.executors.cpu.native import native_module
 from quire.llm import cpu_assembly
 from quire.llm.cpu_assembly import cpu_executor, cpu_memory
+from quire.model.dummy import SHAPES
 from quire.model.loading import load_model
 
 PATH = fixture_file("tiny/Q4_0.gguf")
@@ -116,6 +118,20 @@ def test_copies_outside_the_cache_are_refused(copy: BlockCopy) -> None:
 def test_a_plan_has_the_fields_that_native_code_reads() -> None:
     assert native_module().plan_fields == SequencePlan._fields
     assert [int(want) for want in Want] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("mix", ["Q4_K_M", "Q6_K"])
+def test_a_gate_gives_the_same_bits_whether_or_not_it_writes_for_the_next_product(
+    mix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few threads a task of it is a whole block of the next product's activations."""
+    wide = replace(SHAPES["tiny"], ffn_size=9 * 256)
+    monkeypatch.setitem(SHAPES, "wide", wide)
+    found = []
+    for num_threads in (1, 2, 3):
+        with opened(Path(f"dummy:wide:{mix}"), threads=num_threads) as executor:
+            found.append(logits(executor, row(list(PROMPT), TABLE)).tobytes())
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("is_int8", [False, True])

@@ -10,6 +10,7 @@ import pytest
 from tests.executors.cpu.blocks import (
     BLOCK_FORMATS,
     FORMATS,
+    GROUP,
     TERNARY,
     UNITS,
     activations,
@@ -52,7 +53,7 @@ def test_a_product_is_that_of_the_decoded_weights_and_the_bytes(
     size = smallest_size(name)
     matrix = random_matrix(name, ODD_ROWS, size, seed=num_columns)
     packed = matrix.packed()
-    columns = activations(normal(num_columns, size), packed.takes_floats)
+    columns = activations(normal(num_columns, size), packed)
     expected = as_seen(columns) @ matrix.exact.astype(np.float64).T
     found = product(unit, packed, columns, ODD_ROWS)
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
@@ -63,7 +64,7 @@ def test_bytes_for_activations_cost_little(name: str) -> None:
     size = smallest_size(name)
     matrix, x = random_matrix(name, 64, size), normal(8, size, seed=3)
     packed = matrix.packed()
-    found = product(UNITS[-1], packed, activations(x, packed.takes_floats), 64)
+    found = product(UNITS[-1], packed, activations(x, packed), 64)
     assert nmse(found, x.astype(np.float64) @ matrix.exact.astype(np.float64).T) <= 1e-4
 
 
@@ -76,9 +77,9 @@ def test_ternary_sums_are_exact(name: str, unit: str, num_columns: int) -> None:
     blocks = matrix.blocks.reshape(ODD_ROWS, size // 256, -1)
     put_scales(name, blocks, np.ones(blocks.shape[:2]))
     x = normal(num_columns, size)
-    groups = np.zeros((num_columns, size // 32 * 64), np.uint8)
+    groups = np.zeros((num_columns, size // 32), GROUP)
     for column, out in zip(x, groups, strict=True):
-        native.quantise_row(unit, column, out)
+        native.quantise_row(unit, column, out.view(np.uint8))
     found = product(unit, matrix.packed(), groups, ODD_ROWS)
     np.testing.assert_array_equal(found, as_seen(groups) @ matrix.exact.astype(np.float64).T)
 
@@ -91,10 +92,11 @@ def test_the_largest_codes_do_not_saturate(name: str, unit: str) -> None:
     signs[1] = -1
     signs[2, ::2] = -1
     signs[3, : size // 2] = -1
-    columns = np.concatenate([activations(signs, False)] * 17)  # enough of them for any tile
     for byte in (0x00, 0x7F, 0x80, 0x88, 0xFF):
-        matrix = extreme_matrix(name, 17, size, byte)
-        found = product(unit, matrix.packed(), columns, 17)
+        matrix = extreme_matrix(name, ODD_ROWS, size, byte)
+        packed = matrix.packed()
+        columns = np.concatenate([activations(signs, packed)] * 17)  # enough of them for any tile
+        found = product(unit, packed, columns, ODD_ROWS)
         exact = matrix.exact.astype(np.float64)
         expected = as_seen(columns) @ exact.T
         # What cancels out leaves the rounding of its parts.
@@ -108,7 +110,7 @@ def test_every_number_of_columns_and_every_unit_give_the_same_bits(name: str) ->
     size = smallest_size(name)
     matrix = random_matrix(name, ODD_ROWS, size, seed=2)
     packed = matrix.packed()
-    columns = activations(normal(MOST_COLUMNS, size, seed=8), packed.takes_floats)
+    columns = activations(normal(MOST_COLUMNS, size, seed=8), packed)
     expected = product(UNITS[-1], packed, columns, ODD_ROWS)
     assert np.isfinite(expected).all()
     for unit in UNITS:
@@ -123,7 +125,7 @@ def test_long_rows_and_many_columns_give_the_same_bits_in_every_unit(name: str) 
     size = 2304 if block_size(name) == 256 else 2080
     matrix = random_matrix(name, ODD_ROWS, size, seed=4)
     packed = matrix.packed()
-    columns = activations(normal(130, size, seed=5), packed.takes_floats)
+    columns = activations(normal(130, size, seed=5), packed)
     expected = product("portable", packed, columns, ODD_ROWS)
     assert np.isfinite(expected).all()
     for unit in UNITS[1:]:
@@ -137,8 +139,8 @@ def test_residuals_are_multiplied_too_with_the_same_bits_in_every_unit(name: str
     size = 2304 if block_size(name) == 256 else 2080
     matrix = random_matrix(name, ODD_ROWS, size, seed=4)
     packed = matrix.packed()
-    columns = activations(normal(40, size, seed=5), packed.takes_floats)
-    residuals = activations(0.01 * normal(40, size, seed=6), packed.takes_floats)
+    columns = activations(normal(40, size, seed=5), packed)
+    residuals = activations(0.01 * normal(40, size, seed=6), packed)
     expected = product("portable", packed, columns, ODD_ROWS, residuals)
     exact = (as_seen(columns) + as_seen(residuals)) @ matrix.exact.astype(np.float64).T
     assert np.linalg.norm(expected - exact) <= 1e-5 * np.linalg.norm(exact)
@@ -152,7 +154,7 @@ def test_residuals_are_multiplied_too_with_the_same_bits_in_every_unit(name: str
 def test_threads_and_forked_children_multiply_with_the_same_bits(unit: str) -> None:
     """AMX's registers are lent to a process; threads and children must have them as well."""
     packed = random_matrix("Q8_0", ODD_ROWS, 2048).packed()
-    columns = activations(normal(32, 2048), packed.takes_floats)
+    columns = activations(normal(32, 2048), packed)
     expected = product(unit, packed, columns, ODD_ROWS).tobytes()
     with ThreadPoolExecutor(4) as threads:
         calls = [threads.submit(product, unit, packed, columns, ODD_ROWS) for _ in range(16)]
@@ -180,7 +182,7 @@ def test_every_number_of_rows_gives_the_same_bits(name: str) -> None:
     size = smallest_size(name)
     matrix = random_matrix(name, 50, size, seed=6)
     packed = matrix.packed()
-    columns = activations(normal(5, size, seed=1), packed.takes_floats)
+    columns = activations(normal(5, size, seed=1), packed)
     expected = product(UNITS[-1], packed, columns, 50)
     for num_rows in (1, 15, 16, 17, 33):
         part = type(matrix)(name, num_rows, size, matrix.blocks[:num_rows])

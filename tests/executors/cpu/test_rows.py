@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.executors.cpu.blocks import BLOCK, GROUP
 
 from quire.executors.cpu.native import native_module
 from quire.executors.reference.decoder import rms_norm, rotate
@@ -12,19 +13,6 @@ Floats = npt.NDArray[np.float32]
 
 UNITS = _native.units()
 SIZES = [1, 15, 16, 17, 64, 100, 576, 1536]
-GROUP = np.dtype(
-    [
-        ("codes", "i1", 32),
-        ("scale", "f4"),
-        ("sum", "f4"),
-        ("sum_low", "f4"),
-        ("sum_high", "f4"),
-        ("scaled_sum", "f4"),
-        ("scaled_sum_low", "f4"),
-        ("scaled_sum_high", "f4"),
-        ("unused", "f4"),
-    ]
-)
 
 
 def normal(*shape: int, seed: int = 0) -> Floats:
@@ -114,6 +102,33 @@ def test_what_is_not_finite_ends_as_a_scale_that_is_nan(unit: str, bad: float, w
     rows = np.zeros(3, GROUP)
     assert np.isnan(_native.quantise_row(unit, x, rows.view(np.uint8)))
     assert not rows["codes"].any()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_blocks_of_bytes_are_the_nearest_codes_of_a_scale_per_256(unit: str) -> None:
+    x = (normal(1024) + 1) * np.repeat(np.array([1e-36, 1, 1e30, 0], np.float32), 256)
+    blocks = np.zeros(4, BLOCK)
+    _native.quantise_blocks(unit, x, blocks.view(np.uint8))
+    parts = x.reshape(4, 256)
+    largest = np.abs(parts).max(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        codes = np.rint(parts * (np.float32(127) / largest)[:, None])
+    codes[3] = 0
+    assert np.array_equal(blocks["codes"], codes)
+    assert np.array_equal(blocks["scale"], largest / np.float32(127))
+    assert np.array_equal(blocks["sums"], codes.reshape(4, 8, 32).sum(axis=2))
+    assert np.array_equal(blocks["half_sums"], codes.reshape(4, 16, 16).sum(axis=2))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_that_is_not_finite_has_a_scale_that_is_nan(unit: str, bad: float) -> None:
+    x = normal(768)
+    x[300] = bad
+    blocks = np.zeros(3, BLOCK)
+    _native.quantise_blocks(unit, x, blocks.view(np.uint8))
+    assert np.isnan(blocks["scale"]).tolist() == [False, True, False]
+    assert not blocks["codes"][1].any()
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -13,6 +13,7 @@ from quire.loader.tensor import Tensor
 from quire.model.spec import Activation, ModelSpec
 
 _NO_VECTOR = -1
+_BLOCK = 256  # activations that share a scale where K-quants are multiplied
 _TERNARY = ("TQ1_0", "TQ2_0")
 # Rounding what values are made of costs more accuracy than any other product's rounding, and they
 # are a small part of the work: this one is multiplied with what rounding left, too.
@@ -60,6 +61,7 @@ class _Compiler:
         self._spec = spec
         self._tensors = tensors
         self._native = native_module()
+        self._num_threads = threads.count
         self._whole_rows = whole_rows and spec.sub_norms  # which only BitNet models have
         self.decoder = self._native.make_decoder(
             hidden_size=spec.hidden_size,
@@ -103,20 +105,30 @@ class _Compiler:
     def _add_output(self, layer: int, place: str, norm: str, name: str) -> None:
         """A product that is added to the state, of what lies in `place`."""
         matrices = self._matrices([f"blk.{layer}.{name}"])
+        self._add_prepared(layer, place, norm, matrices)
+        self.decoder.add_stage("add", matrices=matrices)
+
+    def _add_prepared(self, layer: int, place: str, norm: str, matrices: list[int]) -> None:
         index = self._norm(layer, norm) if self._spec.sub_norms else _NO_VECTOR
         self.decoder.add_stage("prepare", input=place, norm=index, matrices=matrices)
-        self.decoder.add_stage("add", matrices=matrices)
 
     def _add_gated(self, layer: int, gate_and_up: list[int]) -> None:
         """The feed-forward product; quantised as it is made where nothing stands between."""
-        down = self._tensors[f"blk.{layer}.ffn_down.weight"].format
-        quantises = not down.is_float and not self._spec.sub_norms
-        self.decoder.add_stage("gate", matrices=gate_and_up, quantises=quantises)
-        if not quantises:
-            self._add_output(layer, "gated", "ffn_sub_norm", "ffn_down")
-        else:
-            matrices = self._matrices([f"blk.{layer}.ffn_down"])
-            self.decoder.add_stage("add", matrices=matrices)
+        down = self._matrices([f"blk.{layer}.ffn_down"])
+        form = self._quantised(down[0])
+        self.decoder.add_stage("gate", matrices=gate_and_up, quantised=form)
+        if form == "floats":
+            self._add_prepared(layer, "gated", "ffn_sub_norm", down)
+        self.decoder.add_stage("add", matrices=down)
+
+    def _quantised(self, down: int) -> str:
+        """In what form a gate may write for the product `down`; with blocks a task is 256 rows, and
+        each thread needs some of them."""
+        form: str = self.decoder.form_of(down)
+        too_few = self._spec.ffn_size < 4 * _BLOCK * self._num_threads
+        if self._spec.sub_norms or form == "row" or (form == "blocks" and too_few):
+            return "floats"
+        return form
 
     def add_ends(self) -> None:
         embedding = self._matrices(["token_embd"])[0]
