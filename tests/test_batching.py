@@ -22,7 +22,7 @@ from quire.core.request import FinishReason, Status
 
 T = TypeVar("T")
 VOCABULARY = 50
-PATIENCE_S = 20.0  # a guard against waiting for ever; nothing is measured
+PATIENCE_S = 120.0  # a guard against waiting for ever; nothing is measured
 GREEDY = partial(SamplingParams, temperature=0.0)
 
 
@@ -370,8 +370,12 @@ def test_a_deadline_is_kept_and_an_impatient_caller_frees_its_place() -> None:
         async with BatchProcessor(model, max_batch_size=2) as batcher:
             with pytest.raises(QuireError, match="ran out of time"):
                 await batcher.generate([1], GREEDY(max_tokens=4000), timeout_s=0.05)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(batcher.generate([1], GREEDY(max_tokens=4000)), 0.05)
+            impatient = asyncio.create_task(batcher.generate([1], GREEDY(max_tokens=4000)))
+            while not batcher.snapshot().num_running:
+                await asyncio.sleep(0)
+            impatient.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await impatient
             assert await batcher.process_request([1, 2]) == next_token([1, 2])
             ended = batcher.snapshot().stats.requests_ended
         assert (ended["expired"], ended["cancelled"]) == (1, 1)

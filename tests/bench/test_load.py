@@ -70,7 +70,7 @@ def test_a_server_that_sends_several_tokens_a_piece_is_seen_to() -> None:
 def test_errors_are_counted_by_kind_and_the_other_requests_go_on() -> None:
     behaviour = Behaviour(statuses={1: 503, 2: 429, 3: 503}, breaks={4}, hangs={5}, says_error={6})
     with serving(behaviour) as server:
-        target = target_of(server, timeout_s=0.5)
+        target = target_of(server, timeout_s=3.0)
         asks = [Ask("one", 3) for _ in range(9)]
         load = asyncio.run(closed_loop(target, iter(asks), 1))
     assert errors(load.outcomes) == {
@@ -98,7 +98,7 @@ def test_prompts_within_a_spread_are_of_every_length_in_it_and_of_no_other() -> 
 
 
 def test_a_closed_loop_keeps_so_many_requests_running_and_sends_each_once() -> None:
-    with serving(Behaviour(first_delay_s=0.02, gap_s=0.005)) as server:
+    with serving(Behaviour(first_delay_s=0.1, gap_s=0.005)) as server:
         asks = draw_asks(Random(1), fixed(5, 3), Bounds(), 12)
         load = asyncio.run(closed_loop(target_of(server), iter(asks), 3))
         assert server.behaviour.most_running == 3
@@ -106,15 +106,15 @@ def test_a_closed_loop_keeps_so_many_requests_running_and_sends_each_once() -> N
         ask.prompt for ask in asks
     )
     assert len(load.outcomes) == 12
-    assert load.seconds >= 4 * 0.03
+    assert load.seconds >= 4 * 0.11
 
 
 def test_an_open_loop_counts_from_when_a_request_was_due_and_waits_for_none() -> None:
-    with serving(Behaviour(max_running=1, first_delay_s=0.05)) as server:
-        asks = [Ask("one", 1, due_s=0.001 * place) for place in range(6)]
+    with serving(Behaviour(max_running=1, first_delay_s=0.5)) as server:
+        asks = [Ask("one", 1, due_s=0.001 * place) for place in range(4)]
         load = asyncio.run(open_loop(target_of(server), asks))
     waits = sorted(outcome.first_token_s or 0.0 for outcome in load.outcomes)
-    assert waits[-1] >= 6 * 0.05 - 0.005  # it queued behind five, and that is told
+    assert waits[-1] >= 4 * 0.5 - 0.003  # it queued behind three, and that is told
     assert all(outcome.sent_at >= outcome.due_at for outcome in load.outcomes)
     assert max(outcome.sent_at for outcome in load.outcomes) < min(
         outcome.ended_at for outcome in load.outcomes

@@ -9,7 +9,7 @@ import pytest
 from quire.cli import main
 from quire.executors.reference import ReferenceExecutor
 
-SLOWER_S = 0.02  # a step, of a model whose steps take some milliseconds
+SLOWER_S = 0.05  # a step, of a model whose steps take some milliseconds
 
 
 def measure(folder: Path) -> None:

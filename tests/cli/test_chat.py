@@ -111,12 +111,13 @@ class Terminal:
             assert time.monotonic() < deadline, f"waited for {end!r}, saw {seen!r}"
             ready, _, _ = select.select([self._keyboard], [], [], 0.1)
             if ready:
-                seen += self._read()
+                seen += self.read(1)
         return seen
 
-    def _read(self) -> str:
+    def read(self, most: int) -> str:
+        """What appears next, waiting for it."""
         try:
-            return os.read(self._keyboard, 1).decode(errors="replace")
+            return os.read(self._keyboard, most).decode(errors="replace")
         except OSError as error:
             raise AssertionError("the program ended") from error
 
@@ -162,7 +163,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(terminal: Terminal) -> None:
     terminal.read_until("> ")
     terminal.type("hi\n")
     terminal.read_until("hi\r\n")
-    time.sleep(0.1)
+    assert terminal.read(1), "it answers"
     terminal.type("\x03")
     terminal.read_until("\n> ")
     time.sleep(0.2)  # until the line is being edited

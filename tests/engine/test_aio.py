@@ -28,7 +28,7 @@ from quire.engine.engine import Health
 from quire.executors.fake import FakeExecutor, Faults
 
 T = TypeVar("T")
-PATIENCE_S = 20.0  # a guard against waiting for ever; nothing is measured
+PATIENCE_S = 120.0  # a guard against waiting for ever; nothing is measured
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -16,7 +16,7 @@ from quire.executors.protocol import Executor
 
 VOCABULARY = 10
 GREEDY = Sampling(SamplingParams(temperature=0.0), seed=0, index=0)
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Recorder:

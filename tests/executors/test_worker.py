@@ -12,7 +12,7 @@ from quire.core.errors import ExecutorError, StepCancelledError, StepTimeoutErro
 from quire.core.plan import StepPlan, StepResult
 from quire.executors.worker import CancelFlag, StepWorker
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Steps:

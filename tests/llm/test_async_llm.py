@@ -14,6 +14,7 @@ from quire.llm.prompts import Prompt
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, logprobs=1)
 SAMPLED = replace(GREEDY, temperature=1.2, seed=3, ignore_eos=True, max_tokens=30)
+SLOW = "reference"  # an answer takes long enough to be left in the middle
 QUESTION = [{"role": "user", "content": "hi"}]
 
 
@@ -66,7 +67,7 @@ def test_chats_are_what_the_blocking_model_gives(text_model: Path, text_llm: LLM
 
 
 async def wait_until_idle(llm: AsyncLLM) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while llm.stats.num_running or llm.stats.num_waiting:
             await asyncio.sleep(0.005)
 
@@ -84,7 +85,7 @@ def test_a_reader_that_leaves_ends_its_request(text_model: Path) -> None:
         assert llm.stats.stats.requests_ended == {"cancelled": 2}
         assert llm.stats.kv_usage == 0.0
 
-    run(text_model, work)
+    run(text_model, work, device=SLOW)
 
 
 def test_cancelling_the_task_ends_its_request(text_model: Path) -> None:
@@ -101,7 +102,7 @@ def test_cancelling_the_task_ends_its_request(text_model: Path) -> None:
             await wait_until_idle(llm)
         assert llm.stats.stats.requests_ended == {"cancelled": 2}
 
-    run(text_model, work)
+    run(text_model, work, device=SLOW)
 
 
 @pytest.mark.parametrize("prompt", ["", [], [600], "x" * 99_999, None])
@@ -156,7 +157,7 @@ def test_a_closed_model_says_so(text_model: Path) -> None:
 
 def test_closing_ends_what_runs(text_model: Path) -> None:
     async def main() -> None:
-        llm = AsyncLLM(text_model, kv_memory=KV_MEMORY)
+        llm = AsyncLLM(text_model, kv_memory=KV_MEMORY, device=SLOW)
         task = asyncio.ensure_future(llm.generate("hi", replace(SAMPLED, max_tokens=480)))
         while not llm.stats.num_running:
             await asyncio.sleep(0.005)
