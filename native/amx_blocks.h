@@ -88,12 +88,9 @@ INLINE void multiply_plane(const BlockPiece& piece, const BlockPlanes& planes, i
   else
     multiply_tiles<sums, tile_of_block_activations, plane>();
 }
-
+template <int sums>
 INLINE void store_sums(BlockSums& to) {
-  store_tile<0>(to.sums[0][0], 64);
-  store_tile<1>(to.sums[0][1], 64);
-  store_tile<2>(to.sums[1][0], 64);
-  store_tile<3>(to.sums[1][1], 64);
+  store_tile<sums>(to.sums[sums / 2][sums % 2], 64);
 }
 
 // The floats of a piece's columns, as in accumulate.h's `accumulate_block`.
@@ -210,14 +207,17 @@ class BlockTileProduct {
   template <class Beside>
   INLINE_METHOD void multiply(const BlockPiece& piece, BlockSums& to, const Beside& beside) {
     for (int part = 0; part < tiles_a_block; part++) {
+      const bool is_last = part + 1 == tiles_a_block;
       multiply_plane<0>(piece, planes_, part, stride_);
       multiply_plane<1>(piece, planes_, part, stride_);
+      if (is_last) store_sums<0>(to);
       multiply_plane<2>(piece, planes_, part, stride_);
+      if (is_last) store_sums<1>(to);
       multiply_plane<3>(piece, planes_, part, stride_);
+      if (is_last) store_sums<2>(to), store_sums<3>(to);
       refill(piece, part);
       beside(part);
     }
-    store_sums(to);
   }
 
   // The last piece is the last to need its planes: those of the next block of k take their place.
