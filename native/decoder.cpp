@@ -17,7 +17,7 @@ constexpr int groups_a_task = 2;  // row groups of a matrix; with them a gate fi
 static_assert(groups_a_task * row_group == group_size, "or groups would be filled in parts");
 constexpr int task_rows = groups_a_task * row_group;
 constexpr int columns_a_turn = 128;  // whose results wait in a thread's scratch
-constexpr int64_t scratch_size = int64_t{columns_a_turn} * (task_rows + block_group);
+constexpr int64_t scratch_size = int64_t{columns_a_turn} * (task_rows + block_group + row_group);
 constexpr int attend_rows = 16;  // of one sequence, attended to together
 
 enum Forms {
@@ -445,8 +445,9 @@ void Decoder::gate(const Stage& stage) {
   const int rows = stage.quantised == Form::blocks ? block_group : task_rows;
   const int num_tasks = static_cast<int>((gate.num_rows + rows - 1) / rows);
   pool_.run(num_tasks, stretch(num_tasks, pool_.size()), [&](int begin, int end, int thread) {
+    const int stride = rows + row_group;  // an odd number of lines, as for activations
     float* gated = scratch_.as<float>() + thread * scratch_size;
-    float* ups = gated + columns_a_turn * rows;
+    float* ups = gated + columns_a_turn * stride;
     for (int task = begin; task < end; task++) {
       const int64_t row = int64_t{task} * rows;
       const int size = static_cast<int>(std::min<int64_t>(rows, gate.num_rows - row));
@@ -454,8 +455,8 @@ void Decoder::gate(const Stage& stage) {
         const int count = std::min(columns_a_turn, num_rows_ - first);
         for (int part = 0; part < size; part += task_rows)
           gate_part(gate, up, row + part, std::min(task_rows, size - part), first, count,
-                    gated + part, rows, ups);
-        for (int c = 0; c < count; c++) put_gated(stage, gated + c * rows, row, size, first + c);
+                    gated + part, stride, ups);
+        for (int c = 0; c < count; c++) put_gated(stage, gated + c * stride, row, size, first + c);
       }
     }
   });
