@@ -1,11 +1,12 @@
 // The sums of products: where codes and scales come from, and the loops over them.
 //
 // For a row and a column the sum runs over the sub-blocks in order of k: the integer sum of a
-// sub-block (or of its halves, where scales are per 16) is exact, then
+// sub-block is exact, then
 //     acc = fma(sum - zero * sum_of_codes, weight_scale * activation_scale, acc)
 //     acc = fma(weight_minimum, scaled_sum_of_codes, acc)              where there are minimums
 // Where weights and activations share scales in blocks of 256, sums are exact to the end of a
 // block:
+// (sub-blocks are halves of 16 where scales are per half)
 //     whole  = sum over its sub-blocks of multiple * (sum - zero * sum_of_codes)
 //     lowest = sum over its sub-blocks of minimum_multiple * sum_of_codes
 //     acc = fma(activation_scale, fma(-minimum_unit, lowest, unit * whole), acc)
@@ -47,12 +48,8 @@ struct Direct {
   INLINE_METHOD const uint8_t* record(int s, int g) const {
     return scales_of[g] + static_cast<int64_t>(s / T::info.scale_span) * T::info.scale_bytes;
   }
-  INLINE_METHOD Floats scale(int s, int g, int h) const {
-    return T::scale(record(s, g), s % T::info.scale_span, h);
-  }
-  INLINE_METHOD Floats minimum(int s, int g, int h) const {
-    return T::minimum(record(s, g), s % T::info.scale_span, h);
-  }
+  INLINE_METHOD Floats scale(int s, int g) const { return T::scale(record(s, g)); }
+  INLINE_METHOD Floats minimum(int s, int g) const { return T::minimum(record(s, g)); }
   // Of the block that begins with sub-block s.
   INLINE_METHOD Floats unit(int s, int g) const { return T::unit(record(s, g)); }
   INLINE_METHOD Floats negative_minimum_unit(int s, int g) const {
@@ -103,8 +100,8 @@ constexpr bool has_offsets = F::has_minimum || F::zero != 0;
 template <bool in_blocks, int groups>
 struct alignas(64) TileData {
   uint8_t codes[slab][8][groups][64];
-  float scales[slab][2][groups][16];
-  float minimums[slab][2][groups][16];
+  float scales[slab][groups][16];
+  float minimums[slab][groups][16];
 };
 template <int groups>
 struct alignas(64) TileData<true, groups> {
@@ -120,9 +117,10 @@ class NextSlab {
  public:
   template <class T, int groups>
   NextSlab(const Direct<T, groups>& source, int next, int sub_blocks, int num_turns) {
-    const bool is_last = next >= sub_blocks;  // then the row groups after these are next
-    const int s = is_last ? 0 : next;
-    const int64_t further = is_last ? source.further : 0;
+    const bool is_past = next >= sub_blocks;  // then the row groups after these are next
+    int s = is_past ? (next - sub_blocks) / slab * slab : next;
+    if (s >= sub_blocks) s = 0;
+    const int64_t further = is_past ? source.further : 0;
     for (int g = 0; g < groups; g++) {
       add(source.codes_of[g] + further + int64_t{s} * T::info.code_bytes,
           slab * T::info.code_bytes);
@@ -161,8 +159,8 @@ struct Tile {
   const TileData<F::in_blocks, groups>& data;
   NextSlab& next;
   INLINE_METHOD Codes codes(int s, int g, int j) const { return load_codes(data.codes[s][j][g]); }
-  INLINE_METHOD Floats scale(int s, int g, int h) const { return load(data.scales[s][h][g]); }
-  INLINE_METHOD Floats minimum(int s, int g, int h) const { return load(data.minimums[s][h][g]); }
+  INLINE_METHOD Floats scale(int s, int g) const { return load(data.scales[s][g]); }
+  INLINE_METHOD Floats minimum(int s, int g) const { return load(data.minimums[s][g]); }
   INLINE_METHOD Floats unit(int, int g) const { return load(data.units[g]); }
   INLINE_METHOD Floats negative_minimum_unit(int, int g) const {
     return load(data.negative_minimum_units[g]);
@@ -177,10 +175,8 @@ void fill_tile(const Direct<T, groups>& from, int first, int count, TileData<fal
   for (int s = 0; s < count; s++)
     for (int g = 0; g < groups; g++) {
       for (int j = 0; j < 8; j++) store_codes(to.codes[s][j][g], from.codes(first + s, g, j));
-      for (int h = 0; h < halves_of<T>; h++) {
-        store(to.scales[s][h][g], from.scale(first + s, g, h));
-        if constexpr (T::has_minimum) store(to.minimums[s][h][g], from.minimum(first + s, g, h));
-      }
+      store(to.scales[s][g], from.scale(first + s, g));
+      if constexpr (T::has_minimum) store(to.minimums[s][g], from.minimum(first + s, g));
     }
 }
 
@@ -206,43 +202,30 @@ template <class Source, int groups, int columns>
 INLINE void accumulate(const Source& source, int first, int count,
                        const ActivationGroup* const* activations, Floats (*acc)[columns]) {
   using F = typename Source::Format;
-  constexpr int halves = halves_of<F>, vectors = 8 / halves;
   for (int s = first; s < first + count; s++) {
     source.fetch_further(s);
-    UNROLL(2)
-    for (int h = 0; h < halves; h++) {
-      Dot<F::bits, F::is_signed> dots[groups][columns];
-      UNROLL(8)
-      for (int j = h * vectors; j < (h + 1) * vectors; j++) {
-        UNROLL(2)
-        for (int g = 0; g < groups; g++) {
-          const Codes w = source.codes(s, g, j);
-          UNROLL(4)
-          for (int c = 0; c < columns; c++)
-            dots[g][c].add(w, activations[c][s].codes + 4 * j, j, h * vectors);
-        }
-      }
+    Dot<F::bits, F::is_signed> dots[groups][columns];
+    UNROLL(8)
+    for (int j = 0; j < 8; j++) {
       UNROLL(2)
       for (int g = 0; g < groups; g++) {
-        const Floats scale = source.scale(s, g, h);
-        Floats minimum = scale;
-        if constexpr (F::has_minimum) minimum = source.minimum(s, g, h);
+        const Codes w = source.codes(s, g, j);
         UNROLL(4)
-        for (int c = 0; c < columns; c++) {
-          const ActivationGroup& a = activations[c][s];
-          Floats sum = to_floats(dots[g][c].total());
-          if (F::zero != 0) {
-            const float codes = !F::per_half ? a.sum : h == 0 ? a.sum_low : a.sum_high;
-            sum = fma(broadcast(codes), broadcast(-static_cast<float>(F::zero)), sum);
-          }
-          acc[g][c] = fma(sum, scale * broadcast(a.scale), acc[g][c]);
-          if (F::has_minimum) {
-            const float codes = !F::per_half ? a.scaled_sum
-                                : h == 0     ? a.scaled_sum_low
-                                             : a.scaled_sum_high;
-            acc[g][c] = fma(minimum, broadcast(codes), acc[g][c]);
-          }
-        }
+        for (int c = 0; c < columns; c++) dots[g][c].add(w, activations[c][s].codes + 4 * j, j, 0);
+      }
+    }
+    UNROLL(2)
+    for (int g = 0; g < groups; g++) {
+      const Floats scale = source.scale(s, g);
+      Floats minimum = scale;
+      if constexpr (F::has_minimum) minimum = source.minimum(s, g);
+      UNROLL(4)
+      for (int c = 0; c < columns; c++) {
+        const ActivationGroup& a = activations[c][s];
+        Floats sum = to_floats(dots[g][c].total());
+        if (F::zero != 0) sum = fma(broadcast(a.sum), broadcast(-static_cast<float>(F::zero)), sum);
+        acc[g][c] = fma(sum, scale * broadcast(a.scale), acc[g][c]);
+        if (F::has_minimum) acc[g][c] = fma(minimum, broadcast(a.scaled_sum), acc[g][c]);
       }
     }
   }

@@ -18,7 +18,7 @@ struct alignas(64) TileShapes {
   uint8_t rows[16];
 };
 
-enum TileNumber : int { tile_of_sums, tile_of_activations, tile_of_codes, num_tiles_used };
+enum TileNumber : int { tile_of_sums, tile_of_activations, tile_of_codes };
 
 INLINE void set_tile_shapes(const TileShapes& shapes) {
   asm volatile("ldtilecfg %0" ::"m"(shapes));
@@ -86,8 +86,8 @@ void fill_span(const Direct<T, tile_groups>& from, int first, int count, SpanWei
         for (int j = 0; j < 8; j++)
           store_codes(to.codes[g][s][j], less_zero<T::zero>(source.codes(first + s, g, j)));
       }
-      store(to.scales[s][g], source.scale(first + s, g, 0));
-      if constexpr (T::has_minimum) store(to.minimums[s][g], source.minimum(first + s, g, 0));
+      store(to.scales[s][g], source.scale(first + s, g));
+      if constexpr (T::has_minimum) store(to.minimums[s][g], source.minimum(first + s, g));
     }
   }
 }

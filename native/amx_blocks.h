@@ -31,8 +31,8 @@ INLINE void store_planes(Codes codes, Ints words, uint8_t* low, uint8_t* high) {
   if (zero != 0) even = _mm512_sub_epi16(even, taken), odd = _mm512_sub_epi16(odd, taken);
   even = _mm512_mullo_epi16(even, words.v);
   odd = _mm512_mullo_epi16(odd, words.v);
-  constexpr int by_first =
-      0xca;  // bits of the second where the first is set, of the third elsewhere
+  // Bits of the second where the first is set, of the third elsewhere.
+  constexpr int by_first = 0xca;
   _mm512_store_si512(low,
                      _mm512_ternarylogic_epi32(bytes, even, _mm512_slli_epi16(odd, 8), by_first));
   _mm512_store_si512(high,
@@ -118,10 +118,10 @@ class BlockFloats {
     if constexpr (T::has_minimum) {
       UNROLL(8)
       for (int i = 0; i < num_pairs<T>; i++) {
-        const Ints sums = broadcast_int(sums_of_codes<T>(a, i));
+        const int32_t sums = sums_of_codes<T>(a, i);
         UNROLL(2)
         for (int g = 0; g < tile_groups; g++)
-          offsets[g] = {_mm512_dpwssd_epi32(offsets[g].v, pairs_[g][i].v, sums.v)};
+          offsets[g] = add_pairs(offsets[g], pairs_[g][i], sums);
       }
     }
     UNROLL(2)
@@ -264,6 +264,5 @@ class BlockTileProduct {
   BlockPlanes planes_;    // whose last products are under way when it is filled anew
   BlockScales scales_[3];
   BlockSums products_[2];
-  // The last block of columns may begin before the one before it ends.
-  alignas(64) float sums_[(max_tile_columns + most_tile_rows) * tile_groups * row_group];
+  alignas(64) float sums_[max_tile_columns * tile_groups * row_group];
 };

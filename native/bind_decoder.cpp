@@ -169,6 +169,12 @@ int64_t packed_bytes(const std::string& format, int64_t num_rows, int64_t in_siz
 
 const char* const form_names[] = {"groups", "blocks", "row", "floats"};  // as Form
 
+const char* form_of_format(const std::string& format) {
+  const SourceFormat* source = source_format(format.c_str());
+  if (!source) throw nb::value_error(("no kernel for the format " + format).c_str());
+  return form_names[static_cast<int>(form_of(source->packed))];
+}
+
 void add_stage(Runner& self, const std::string& kind, const std::string& input, int norm,
                std::vector<int> matrices, const std::string& quantised, int layer, int query_norm,
                int key_norm) {
@@ -188,6 +194,7 @@ void add_stage(Runner& self, const std::string& kind, const std::string& input, 
   stage.norm = norm;
   stage.matrices = std::move(matrices);
   stage.quantised = static_cast<Form>(index_of(form_names, quantised));
+  if (stage.quantised == Form::row) throw nb::value_error("a gate does not see whole rows");
   stage.layer = layer;
   stage.query_norm = query_norm;
   stage.key_norm = key_norm;
@@ -222,6 +229,7 @@ void bind_decoder(nb::module_& m) {
   nb::list fields;
   for (const char* field : plan_fields) fields.append(field);
   m.attr("plan_fields") = nb::tuple(fields);
+  m.def("form_of", &form_of_format, "format"_a);
   m.def("packed_bytes", &packed_bytes, "format"_a, "num_rows"_a, "in_size"_a);
   nb::class_<Runner>(m, "Decoder")
       .def("add_matrix", &add_matrix, "format"_a, "blocks"_a, "num_rows"_a, "in_size"_a,
@@ -258,11 +266,6 @@ void bind_decoder(nb::module_& m) {
            "max_context"_a, "num_blocks"_a)
       .def("set_cancelled",
            [](Runner& self, bool is_cancelled) { self.decoder.set_cancelled(is_cancelled); })
-      .def("form",
-           [](const Runner& self, int matrix) {
-             const char* const names[] = {"groups", "row", "floats"};
-             return names[static_cast<int>(self.decoder.matrix(matrix).form)];
-           })
       .def("cache_block", &cache_block, "layer"_a, "block"_a)
       .def_prop_ro("counters", &counters)
       .def_prop_ro("unit", [](const Runner& self) { return self.decoder.kernels().name; })

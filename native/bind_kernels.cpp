@@ -20,7 +20,7 @@ using Array = nb::ndarray<Value, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Input = Array<const float>;
 using Output = Array<float>;
 using Table = Array<const int32_t>;
-using Groups = Array<uint8_t>;  // the bytes of as many ActivationGroup
+using Records = Array<uint8_t>;  // the bytes of ActivationGroups or ActivationBlocks
 
 std::vector<const Kernels*> units() {
   std::vector<const Kernels*> found{&portable_kernels()};
@@ -41,22 +41,22 @@ void expect(bool holds, const char* what) {
 
 int size_of(size_t size) { return static_cast<int>(size); }
 
-void expect_blocks(const Input& x, const Groups& out) {
+void expect_blocks(const Input& x, const Records& out) {
   expect(x.size() % block_group == 0, "x must hold whole blocks");
   expect(out.size() == x.size() / block_group * sizeof(ActivationBlock), "out: 320 bytes a block");
 }
 
-void expect_groups(const Input& x, const Groups& out) {
+void expect_groups(const Input& x, const Records& out) {
   expect(x.size() % group_size == 0, "x must hold whole groups");
   expect(out.size() == x.size() / group_size * sizeof(ActivationGroup), "out: 64 bytes a group");
 }
 
-// Groups where they may stand, at whole cache lines, which an array need not.
-std::vector<ActivationGroup> aligned_groups(const Groups& out) {
+// Records where they may stand, at whole cache lines, which an array need not.
+std::vector<ActivationGroup> aligned_groups(const Records& out) {
   return std::vector<ActivationGroup>(out.size() / sizeof(ActivationGroup));
 }
 
-void copy_groups(const std::vector<ActivationGroup>& groups, const Groups& out) {
+void copy_groups(const std::vector<ActivationGroup>& groups, const Records& out) {
   std::memcpy(out.data(), groups.data(), out.size());
 }
 
@@ -151,19 +151,19 @@ void bind_rows(nb::module_& m) {
     expect(x.size() == weight.size() && x.size() == out.size(), "x, weight, out: one size");
     unit_named(unit).rms_norm(x.data(), weight.data(), size_of(x.size()), epsilon, out.data());
   });
-  m.def("quantise_groups", [](const std::string& unit, Input x, Groups out) {
+  m.def("quantise_groups", [](const std::string& unit, Input x, Records out) {
     expect_groups(x, out);
     std::vector<ActivationGroup> groups = aligned_groups(out);
     unit_named(unit).quantise_groups(x.data(), size_of(x.size()), groups.data());
     copy_groups(groups, out);
   });
-  m.def("quantise_blocks", [](const std::string& unit, Input x, Groups out) {
+  m.def("quantise_blocks", [](const std::string& unit, Input x, Records out) {
     expect_blocks(x, out);
     std::vector<ActivationBlock> blocks(x.size() / block_group);
     unit_named(unit).quantise_blocks(x.data(), size_of(x.size()), blocks.data());
     std::memcpy(out.data(), blocks.data(), out.size());
   });
-  m.def("quantise_row", [](const std::string& unit, Input x, Groups out) {
+  m.def("quantise_row", [](const std::string& unit, Input x, Records out) {
     expect_groups(x, out);
     std::vector<ActivationGroup> groups = aligned_groups(out);
     const float scale = unit_named(unit).quantise_row(x.data(), size_of(x.size()), groups.data());

@@ -214,6 +214,8 @@ struct Traits {
   static constexpr bool is_signed = is_signed_ && !signed_as_unsigned;
   static constexpr int zero = is_signed_ && signed_as_unsigned ? 128 : zero_;
   static constexpr bool in_blocks = takes_blocks(format_);
+  static_assert(in_blocks || !per_half_, "groups have one scale");
+  static_assert(!has_minimum_ || zero_ == 0, "sums of codes serve the one or the other");
   static constexpr FormatInfo info = format_infos[format_];
 };
 
@@ -222,39 +224,39 @@ struct AsQ8_0 : Traits<Q8_0, 8, 0, false, false, true> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) {
     return signed_codes(load_codes(p + 64 * j));
   }
-  INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
 };
 struct AsQ4_0 : Traits<Q4_0, 4, 8, false, false, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j); }
-  INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
 };
 struct AsQ4_1 : Traits<Q4_1, 4, 0, false, true, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j); }
-  INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
-  INLINE_STATIC Floats minimum(const uint8_t* r, int, int) { return half_field(r, 1); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
+  INLINE_STATIC Floats minimum(const uint8_t* r) { return half_field(r, 1); }
 };
 struct AsQ5_0 : Traits<Q5_0, 5, 16, false, false, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) {
     return four_bits(p, j) | one_bit(p + 256, j, 4);
   }
-  INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
 };
 struct AsQ5_1 : Traits<Q5_1, 5, 0, false, true, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) {
     return four_bits(p, j) | one_bit(p + 256, j, 4);
   }
-  INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
-  INLINE_STATIC Floats minimum(const uint8_t* r, int, int) { return half_field(r, 1); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
+  INLINE_STATIC Floats minimum(const uint8_t* r) { return half_field(r, 1); }
 };
 struct AsIQ4_NL : Traits<IQ4_NL, 8, 0, false, false, true> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) {
     return signed_codes(looked_up(iq4_values, four_bits(p, j)));
   }
-  INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
 };
 struct AsTernary : Traits<TERNARY, 2, 1, false, false, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return two_bits(p, j, 0); }
-  INLINE_STATIC Floats scale(const uint8_t* r, int, int) { return half_field(r, 0); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
 };
 
 // Formats in blocks have a float for the block, `unit`, that all its scales are multiples of, and

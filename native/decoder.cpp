@@ -36,11 +36,6 @@ int stretch(int num_tasks, int num_threads) { return std::max(1, num_tasks / (nu
 
 size_t bytes_of(int64_t count, size_t size) { return static_cast<size_t>(count) * size; }
 
-Form form_of(Format format) {
-  if (format_infos[format].bits == 0) return Form::floats;
-  return takes_blocks(format) ? Form::blocks : Form::groups;
-}
-
 // What rounding to codes left of a row.
 template <class Rounded>
 const float* left_of(const float* x, int size, const Rounded* rounded) {
@@ -55,6 +50,11 @@ const float* left_of(const float* x, int size, const Rounded* rounded) {
 }
 
 }  // namespace
+
+Form form_of(Format format) {
+  if (format_infos[format].bits == 0) return Form::floats;
+  return takes_blocks(format) ? Form::blocks : Form::groups;
+}
 
 Decoder::Decoder(const DecoderShape& shape, const Kernels& kernels, int num_threads, bool may_spin)
     : shape_(shape), kernels_(kernels), pool_(num_threads, may_spin) {}
@@ -309,8 +309,7 @@ void Decoder::prepare(const Stage& stage) {
   const int64_t size = size_of(stage.input);
   const int64_t stride = stage.input == Place::mixed ? projected_stride_ : size;
   const int forms = forms_of(stage.matrices);
-  pool_.run(num_rows_, 1, [&](int begin, int end, int thread) {
-    (void)thread;
+  pool_.run(num_rows_, 1, [&](int begin, int end, int) {
     for (int row = begin; row < end; row++)
       prepare_row(from + row * stride, size, stage.norm, forms, activations_[current_], row);
   });

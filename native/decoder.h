@@ -20,6 +20,7 @@ namespace quire {
 
 // What a matrix is multiplied with.
 enum class Form { groups, blocks, row, floats };
+Form form_of(Format format);  // but for those that take whole rows where asked
 
 struct Matrix {
   Format format;

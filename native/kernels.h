@@ -10,14 +10,12 @@ constexpr int row_group = 16;   // weight rows that are packed side by side, one
 constexpr int block_size = 16;  // tokens in a block of keys and values
 constexpr int tile_size = 128;  // positions whose attention is one part, at multiples of it
 
-// Thirty-two activations of one token: value = scale * code. The sums are of codes, whole and by
-// halves, and the scaled ones are scale * sum: what weights with an offset are multiplied by.
+// Thirty-two activations of one token: value = scale * code. The sum is of codes, the scaled one is
+// scale * sum: what weights with an offset are multiplied by.
 struct alignas(64) ActivationGroup {
   int8_t codes[group_size];
-  float scale;
-  float sum, sum_low, sum_high;
-  float scaled_sum, scaled_sum_low, scaled_sum_high;
-  float unused;
+  float scale, sum, scaled_sum;
+  float unused[5];
 };
 static_assert(sizeof(ActivationGroup) == 64, "one cache line");
 

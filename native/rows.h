@@ -96,16 +96,13 @@ INLINE void store_group(Ints low, Ints high, float scale, ActivationGroup* out) 
       _mm256_inserti128_si256(_mm256_castsi128_si256(bytes_of(low)), bytes_of(high), 1);
   _mm256_store_si256(reinterpret_cast<__m256i*>(out->codes), codes);
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), codes);
-  __m256i own = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-  own = _mm256_add_epi32(own, _mm256_shuffle_epi32(own, 0x4E));
-  own = _mm256_add_epi32(own, _mm256_shuffle_epi32(own, 0xB1));  // low ... low, high ... high
-  const __m256i other = _mm256_permute2x128_si256(own, own, 1);
-  __m256i sums = _mm256_add_epi32(own, other);
-  sums = _mm256_blend_epi32(sums, own, 1 << 2 | 1 << 6);
-  sums = _mm256_blend_epi32(sums, other, 1 << 3 | 1 << 5);
-  sums = _mm256_blend_epi32(sums, _mm256_setzero_si256(), 1 << 7);
+  __m256i sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0x4E));
+  sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0xB1));
+  sums = _mm256_add_epi32(sums, _mm256_permute2x128_si256(sums, sums, 1));
   const __m256 scales = _mm256_set1_ps(scale), ones = _mm256_set1_ps(1.0f);
-  const __m256 factors = _mm256_blend_ps(ones, scales, 1 << 4 | 1 << 5 | 1 << 6);
+  __m256 factors = _mm256_blend_ps(_mm256_setzero_ps(), ones, 1 << 1);
+  factors = _mm256_blend_ps(factors, scales, 1 << 2);
   const __m256 fields = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), factors);
   _mm256_store_ps(&out->scale, _mm256_blend_ps(fields, scales, 1));
 }
@@ -113,15 +110,10 @@ INLINE void store_group(Ints low, Ints high, float scale, ActivationGroup* out) 
 INLINE void store_group(Ints low, Ints high, float scale, ActivationGroup* out) {
   store_bytes(out->codes, low);
   store_bytes(out->codes + 16, high);
-  const int32_t sum_low = sum_of_lanes(low), sum_high = sum_of_lanes(high);
   out->scale = scale;
-  out->sum = static_cast<float>(sum_low + sum_high);
-  out->sum_low = static_cast<float>(sum_low);
-  out->sum_high = static_cast<float>(sum_high);
+  out->sum = static_cast<float>(sum_of_lanes(low) + sum_of_lanes(high));
   out->scaled_sum = scale * out->sum;
-  out->scaled_sum_low = scale * out->sum_low;
-  out->scaled_sum_high = scale * out->sum_high;
-  out->unused = 0.0f;
+  for (float& nothing : out->unused) nothing = 0.0f;
 }
 #endif
 

@@ -42,12 +42,8 @@ GROUP = np.dtype(
         ("codes", np.int8, 32),
         ("scale", np.float32),
         ("sum", np.float32),
-        ("sum_low", np.float32),
-        ("sum_high", np.float32),
         ("scaled_sum", np.float32),
-        ("scaled_sum_low", np.float32),
-        ("scaled_sum_high", np.float32),
-        ("unused", np.float32),
+        ("unused", np.float32, 5),
     ]
 )
 BLOCK = np.dtype(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.executors.cpu.blocks import UNITS
+from tests.executors.cpu.blocks import UNITS, nmse
 from tests.executors.cpu.running import opened
 from tests.executors.reference.plans import logits, row, run
 from tests.fixture_files import TINY_BITNET_FILES, TINY_FILES, fixture_file
@@ -15,7 +15,10 @@ from tests.llm.text_models import write_changed_model
 
 from quire.core.errors import ConfigError, ExecutorError, StepCancelledError, StepTimeoutError
 from quire.core.plan import BlockCopy, SequencePlan, StepPlan, Want
+from quire.executors.cpu import compiling
 from quire.executors.cpu import executor as executor_module
+from quire.executors.cpu.compiling import Threads
+from quire.executors.cpu.memory import workspace_bytes
 from quire.executors.cpu.native import native_module
 from quire.llm import cpu_assembly
 from quire.llm.cpu_assembly import cpu_executor, cpu_memory
@@ -121,17 +124,53 @@ def test_a_plan_has_the_fields_that_native_code_reads() -> None:
 
 
 @pytest.mark.parametrize("mix", ["Q4_K_M", "Q6_K"])
+@pytest.mark.parametrize("unit", UNITS)
 def test_a_gate_gives_the_same_bits_whether_or_not_it_writes_for_the_next_product(
-    mix: str, monkeypatch: pytest.MonkeyPatch
+    mix: str, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few threads a task of it is a whole block of the next product's activations."""
-    wide = replace(SHAPES["tiny"], ffn_size=9 * 256)
-    monkeypatch.setitem(SHAPES, "wide", wide)
-    found = []
+    monkeypatch.setitem(SHAPES, "wide", replace(SHAPES["tiny"], ffn_size=9 * 256))
+    name = Path(f"dummy:wide:{mix}")
+    tokens, table = list(range(5, 138)), tuple(range(9))  # more than a gate takes at once
+    found, forms = [], []
     for num_threads in (1, 2, 3):
-        with opened(Path(f"dummy:wide:{mix}"), threads=num_threads) as executor:
-            found.append(logits(executor, row(list(PROMPT), TABLE)).tobytes())
+        with load_model(name) as model:
+            compiler = compiling._Compiler(
+                model.spec, model.tensors, Threads(num_threads, may_spin=False), "", True
+            )
+            down = compiler._matrices(["blk.0.ffn_down"])[0]
+            forms.append(compiler._quantised(down))
+        with opened(name, threads=num_threads, unit=unit) as executor:
+            found.append(logits(executor, row(tokens, table)).tobytes())
+    assert forms == ["blocks", "blocks", "floats"]
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("name", ["tiny/Q4_0.gguf", "tiny/Q4_K_M.gguf", "tiny/F16.gguf"])
+def test_the_room_steps_work_in_is_about_what_was_foretold(name: str) -> None:
+    tokens = list(range(5, 261))
+    with load_model(fixture_file(name)) as model:
+        foretold = workspace_bytes(model.spec, model.tensors, len(tokens), 512)
+    with opened(fixture_file(name)) as executor:
+        run(executor, row(tokens, range(16)))
+        found = executor.memory_bytes["workspace"]
+    assert found == pytest.approx(foretold, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["tiny/Q8_0.gguf", "tiny/Q6_K.gguf"])
+def test_values_are_multiplied_with_what_rounding_left(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fixture_file(name)
+    exact = np.load(fixture_file("tiny/golden.npz"))
+    tokens = exact["tokens"].tolist()
+    errors = []
+    for refined in ("attn_v", "nothing"):
+        monkeypatch.setattr(compiling, "_REFINED", refined)
+        with opened(path) as executor:
+            found = logits(executor, row(tokens, (9, 2, 14)))
+        errors.append(nmse(found, exact[f"{path.stem}.exact"]))
+    assert errors[0] < 0.95 * errors[1]
 
 
 @pytest.mark.parametrize("is_int8", [False, True])

@@ -105,6 +105,17 @@ def test_the_largest_codes_do_not_saturate(name: str, unit: str) -> None:
         )
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_largest_scales_and_codes_of_q6_k_together_do_not_overflow(unit: str) -> None:
+    """-32 times -128 all along, 133 million in a block: the most any format comes to."""
+    matrix = extreme_matrix("Q6_K", ODD_ROWS, 512, 0)
+    matrix.blocks.reshape(ODD_ROWS, 2, 210)[..., 192:208] = 0x80
+    packed = matrix.packed()
+    columns = activations(np.ones((17, 512), np.float32), packed)
+    found = product(unit, packed, columns, ODD_ROWS)
+    np.testing.assert_allclose(found, as_seen(columns) @ matrix.exact.astype(np.float64).T, 1e-6)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_number_of_columns_and_every_unit_give_the_same_bits(name: str) -> None:
     size = smallest_size(name)
@@ -135,25 +146,28 @@ def test_long_rows_and_many_columns_give_the_same_bits_in_every_unit(name: str) 
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_residuals_are_multiplied_too_with_the_same_bits_in_every_unit(name: str) -> None:
-    size = 2304 if block_size(name) == 256 else 2080
+@pytest.mark.parametrize("size", [256, 2304])
+def test_residuals_are_multiplied_too_with_the_same_bits_in_every_unit(
+    name: str, size: int
+) -> None:
     matrix = random_matrix(name, ODD_ROWS, size, seed=4)
     packed = matrix.packed()
-    columns = activations(normal(40, size, seed=5), packed)
-    residuals = activations(0.01 * normal(40, size, seed=6), packed)
+    columns = activations(normal(130, size, seed=5), packed)
+    residuals = activations(0.01 * normal(130, size, seed=6), packed)
     expected = product("portable", packed, columns, ODD_ROWS, residuals)
     exact = (as_seen(columns) + as_seen(residuals)) @ matrix.exact.astype(np.float64).T
     assert np.linalg.norm(expected - exact) <= 1e-5 * np.linalg.norm(exact)
     for unit in UNITS:
-        for count in (1, 3, 5, 8, 16, 33, 40):
+        for count in (1, 3, 5, 8, 16, 33, 40, 130):
             found = product(unit, packed, columns[:count], ODD_ROWS, residuals[:count])
             assert found.tobytes() == expected[:count].tobytes(), (unit, count)
 
 
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
 @pytest.mark.parametrize("unit", UNITS)
-def test_threads_and_forked_children_multiply_with_the_same_bits(unit: str) -> None:
+def test_threads_and_forked_children_multiply_with_the_same_bits(unit: str, name: str) -> None:
     """AMX's registers are lent to a process; threads and children must have them as well."""
-    packed = random_matrix("Q8_0", ODD_ROWS, 2048).packed()
+    packed = random_matrix(name, ODD_ROWS, 2048).packed()
     columns = activations(normal(32, 2048), packed)
     expected = product(unit, packed, columns, ODD_ROWS).tobytes()
     with ThreadPoolExecutor(4) as threads:

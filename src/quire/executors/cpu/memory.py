@@ -7,7 +7,9 @@ from quire.loader.tensor import Tensor
 from quire.model.spec import ModelSpec
 
 _FLOAT_BYTES = 4
-_GROUP_SIZE, _GROUP_BYTES = 32, 64  # activations as bytes, with their scale and sums
+# Activations as the kernels take them: how many lie in a record, and the bytes of it.
+_RECORDS = {"groups": (32, 64), "blocks": (256, 320), "floats": (1, _FLOAT_BYTES)}
+_REFINED = "attn_v.weight"  # multiplied with what rounding left, too
 _SCALE_BYTES = 4  # of int8 keys or values, for each token and head
 
 
@@ -34,8 +36,23 @@ def workspace_bytes(
     """About what steps of so many rows, one of which samples, work in; rotations included."""
     widest = max(spec.hidden_size, spec.ffn_size, spec.num_heads * spec.head_dim)
     projected = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    has_floats = any(t.format.is_float and len(t.shape) == 2 for t in tensors.values())
-    floats_a_row = spec.hidden_size + 2 * projected + spec.ffn_size + 2 * widest * has_floats
-    bytes_a_row = _FLOAT_BYTES * floats_a_row + 2 * widest // _GROUP_SIZE * _GROUP_BYTES
+    floats_a_row = spec.hidden_size + 2 * projected + spec.ffn_size
+    bytes_a_row = _FLOAT_BYTES * floats_a_row
+    for form, _ in _forms(tensors):
+        size, num_bytes = _RECORDS[form]
+        bytes_a_row += 2 * (widest // size | 1) * num_bytes
     rotations = num_positions * spec.rope.dims
     return num_rows * bytes_a_row + _FLOAT_BYTES * (rotations + spec.vocabulary_size)
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> set[tuple[str, bool]]:
+    """The forms in which activations are kept, and those of what rounding left of them."""
+    form_of = native_module().form_of
+    found = set()
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 2:
+            form = form_of(tensor.format.name)
+            found.add((form, False))
+            if name.endswith(_REFINED) and form != "floats":
+                found.add((form, True))
+    return found
