@@ -260,9 +260,9 @@ class BlockTileProduct {
   const int group_, column_;
   const Blocks blocks_;
   const int sub_blocks_, passes_, pieces_a_slab_, num_pieces_;
-  const int64_t stride_;  // of the columns, in bytes
-  BlockPlanes planes_;    // whose last products are under way when it is filled anew
-  BlockScales scales_[3];
+  const int64_t stride_;   // of the columns, in bytes
+  BlockPlanes planes_;     // whose last products are under way when it is filled anew
+  BlockScales scales_[3];  // with few columns: of the floats, of the products, being filled
   BlockSums products_[2];
   alignas(64) float sums_[max_tile_columns * tile_groups * row_group];
 };
