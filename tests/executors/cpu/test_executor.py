@@ -166,7 +166,7 @@ def test_values_are_multiplied_with_what_rounding_left(
     tokens = exact["tokens"].tolist()
     errors = []
     for refined in ("attn_v", "nothing"):
-        monkeypatch.setattr(compiling, "_REFINED", refined)
+        monkeypatch.setattr(compiling, "REFINED", refined)
         with opened(path) as executor:
             found = logits(executor, row(tokens, (9, 2, 14)))
         errors.append(nmse(found, exact[f"{path.stem}.exact"]))

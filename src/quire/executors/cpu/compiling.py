@@ -17,7 +17,7 @@ _BLOCK = 256  # activations that share a scale where K-quants are multiplied
 _TERNARY = ("TQ1_0", "TQ2_0")
 # Rounding what values are made of costs more accuracy than any other product's rounding, and they
 # are a small part of the work: this one is multiplied with what rounding left, too.
-_REFINED = "attn_v"
+REFINED = "attn_v"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class _Compiler:
             tensor.data,
             *tensor.shape,
             whole_rows=whole_rows,
-            refined=name.endswith(_REFINED),
+            refined=name.endswith(REFINED),
             scale=self._scale(name),
             bias=self._bias(name),
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from quire.executors.cpu.compiling import REFINED
 from quire.executors.cpu.native import native_module
 from quire.loader.tensor import Tensor
 from quire.model.spec import ModelSpec
@@ -9,7 +10,6 @@ from quire.model.spec import ModelSpec
 _FLOAT_BYTES = 4
 # Activations as the kernels take them: how many lie in a record, and the bytes of it.
 _RECORDS = {"groups": (32, 64), "blocks": (256, 320), "floats": (1, _FLOAT_BYTES)}
-_REFINED = "attn_v.weight"  # multiplied with what rounding left, too
 _SCALE_BYTES = 4  # of int8 keys or values, for each token and head
 
 
@@ -53,6 +53,6 @@ def _forms(tensors: Mapping[str, Tensor]) -> set[tuple[str, bool]]:
         if len(tensor.shape) == 2:
             form = form_of(tensor.format.name)
             found.add((form, False))
-            if name.endswith(_REFINED) and form != "floats":
+            if name.endswith(f"{REFINED}.weight") and form != "floats":
                 found.add((form, True))
     return found
