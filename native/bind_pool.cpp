@@ -88,16 +88,22 @@ int meet(BasicPool<Waiting>& pool, int wait_milliseconds) {
   return num_met.load();
 }
 
-// Which tasks each thread ran, in order, where whoever takes task 0 waits until the others are
-// done.
+// Which tasks each thread ran, in order, where task 0 waits until the others are done, and they
+// until it has begun: who is awake first changes nothing.
 template <class Waiting>
-std::vector<std::vector<int>> help(BasicPool<Waiting>& pool, int num_tasks) {
+std::vector<std::vector<int>> help(BasicPool<Waiting>& pool, int num_tasks, int wait_milliseconds) {
   nb::gil_scoped_release released;
   std::vector<std::vector<int>> of_thread(static_cast<size_t>(pool.size()));
+  std::atomic<bool> has_begun{false};
   std::atomic<int> num_done{0};
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_milliseconds);
   pool.run(num_tasks, 1, [&](int task, int, int thread) {
     of_thread[static_cast<size_t>(thread)].push_back(task);
-    while (task == 0 && num_done.load() < num_tasks - 1) std::this_thread::yield();
+    if (task == 0) has_begun.store(true);
+    const auto may_go_on = [&] {
+      return task == 0 ? num_done.load() >= num_tasks - 1 : has_begun.load();
+    };
+    while (!may_go_on() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
     num_done.fetch_add(1);
   });
   return of_thread;
@@ -114,7 +120,7 @@ void bind_one(nb::module_& m, const char* name) {
            "rest_microseconds"_a = 0)
       .def("fail", &fail<Waiting>, "num_tasks"_a, "failing"_a)
       .def("nest", &nest<Waiting>)
-      .def("help", &help<Waiting>, "num_tasks"_a)
+      .def("help", &help<Waiting>, "num_tasks"_a, "wait_milliseconds"_a)
       .def("meet", &meet<Waiting>, "wait_milliseconds"_a);
 }
 
