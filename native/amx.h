@@ -6,9 +6,10 @@
 // unit's.
 //
 // While tiles are at work one of the two ports for 512-bit vectors neither multiplies nor converts
-// (measured on Emerald Rapids: beside a single tile load such a loop ran at half its rate). So work
-// alternates: the products of some sub-blocks come together with the floats of the first columns of
-// those before, then the floats of the other columns run with no tiles beside them.
+// (measured on Emerald Rapids: beside a single tile load such a loop ran at half its rate), and a
+// core may have another guest on its second thread. So what counts is how few instructions there
+// are besides: the float sums of sixteen rows times sixteen columns stay in registers, and each
+// number of an activation is an operand in memory.
 
 // ---- the instructions
 
@@ -46,22 +47,21 @@ INLINE void multiply_tiles_unsigned() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(activations), "i"(codes));
 }
 
+INLINE const ActivationGroup* further(const ActivationGroup* group, int64_t bytes) {
+  return reinterpret_cast<const ActivationGroup*>(reinterpret_cast<const char*>(group) + bytes);
+}
+
 // ---- some sub-blocks of two row groups
 
 constexpr int tile_groups = groups_at_once;
 constexpr int most_tile_rows = 16;
 constexpr int tile_sums = most_tile_rows * row_group;
-// Sub-blocks multiplied before their floats follow: the sums must not push all else out of the
-// first cache (with eight this ran at two thirds of its rate).
-constexpr int span = 4;
+constexpr int most_sub_blocks = 3 * slab;  // unpacked at once: they stay in the first cache
 
-struct alignas(64) SpanWeights {
-  uint8_t codes[tile_groups][span][8][64];
-  float scales[span][tile_groups][row_group];
-  float minimums[span][tile_groups][row_group];
-};
-struct alignas(64) SpanSums {
-  int32_t sums[span][tile_groups][tile_sums];
+struct alignas(64) TileWeights {
+  uint8_t codes[tile_groups][most_sub_blocks][8][64];
+  float scales[tile_groups][most_sub_blocks][row_group];
+  float minimums[tile_groups][most_sub_blocks][row_group];
 };
 
 template <int zero>
@@ -76,7 +76,7 @@ template <class T>
 constexpr bool are_packed_as_bytes = T::info.code_bytes == 512;
 
 template <class T>
-void fill_span(const Direct<T, tile_groups>& from, int first, int count, SpanWeights& to) {
+void fill_weights(const Direct<T, tile_groups>& from, int first, int count, TileWeights& to) {
   const Direct<T, tile_groups> source = from;  // a copy that no store can change
   for (int s = 0; s < count; s++) {
     UNROLL(2)
@@ -86,110 +86,11 @@ void fill_span(const Direct<T, tile_groups>& from, int first, int count, SpanWei
         for (int j = 0; j < 8; j++)
           store_codes(to.codes[g][s][j], less_zero<T::zero>(source.codes(first + s, g, j)));
       }
-      store(to.scales[s][g], source.scale(first + s, g));
-      if constexpr (T::has_minimum) store(to.minimums[s][g], source.minimum(first + s, g));
+      store(to.scales[g][s], source.scale(first + s, g));
+      if constexpr (T::has_minimum) store(to.minimums[g][s], source.minimum(first + s, g));
     }
   }
 }
-
-// One block of columns over one span.
-struct Piece {
-  const ActivationGroup* activations;
-  const SpanWeights* weights;
-  const uint8_t* codes[tile_groups];
-  float* sums;  // [group][column][16]
-  int count;    // sub-blocks; 0: nothing
-};
-
-INLINE void multiply(const Piece& piece, int s, int64_t stride, SpanSums& to) {
-  load_tile<tile_of_activations>(piece.activations[s].codes, stride);
-  UNROLL(2)
-  for (int g = 0; g < tile_groups; g++) {
-    load_tile<tile_of_codes>(piece.codes[g] + 512 * s, 64);
-    clear_tile<tile_of_sums>();
-    multiply_tiles<tile_of_sums, tile_of_activations, tile_of_codes>();
-    store_tile<tile_of_sums>(to.sums[s][g], 64);
-  }
-}
-
-INLINE const ActivationGroup* further(const ActivationGroup* group, int64_t bytes) {
-  return reinterpret_cast<const ActivationGroup*>(reinterpret_cast<const char*>(group) + bytes);
-}
-
-// One sub-block's floats, as in accumulate.h's `accumulate`.
-template <bool has_minimum, int columns>
-INLINE void add_floats(const ActivationGroup* group, int64_t stride, int64_t stride3,
-                       const SpanWeights& weights, int s, const int32_t* products,
-                       Floats (*acc)[columns]) {
-  UNROLL(8)
-  for (int c = 0; c < columns; c++) {
-    const ActivationGroup& a = *further(group, c % 4 == 3 ? stride3 : c % 4 * stride);
-    const Floats scale = broadcast(a.scale), codes = broadcast(a.scaled_sum);
-    UNROLL(2)
-    for (int g = 0; g < tile_groups; g++) {
-      const Floats sum = to_floats(load(products + g * tile_sums + c * row_group));
-      acc[g][c] = fma(sum, load(weights.scales[s][g]) * scale, acc[g][c]);
-      if (has_minimum) acc[g][c] = fma(load(weights.minimums[s][g]), codes, acc[g][c]);
-    }
-    if (c % 4 == 3) {
-      group = further(group, 4 * stride);
-      // GCC would keep a pointer for each column; having too few registers it would keep them in
-      // those for vectors, and wait for the busy port that moves them back.
-      asm("" : "+r"(group));
-    }
-  }
-}
-
-// The floats of some columns; beside them the products of the piece that follows, if there is one,
-// and some lines of the next slab.
-template <bool has_minimum, int columns>
-void add_columns(const Piece& piece, int column, const SpanSums& products, int64_t stride,
-                 const Piece& following, SpanSums& next_products, NextSlab& next) {
-  const int64_t stride3 = 3 * stride;
-  float* sums = piece.sums + column * row_group;
-  Floats acc[tile_groups][columns];
-  UNROLL(2)
-  for (int g = 0; g < tile_groups; g++) {
-    UNROLL(8)
-    for (int c = 0; c < columns; c++) acc[g][c] = load(sums + g * tile_sums + c * row_group);
-  }
-  const ActivationGroup* group = further(piece.activations, column * stride);
-  const auto add = [&](int s) __attribute__((always_inline)) {
-    next.fetch();
-    add_floats<has_minimum, columns>(group + s, stride, stride3, *piece.weights, s,
-                                     products.sums[s][0] + column * row_group, acc);
-  };
-  const int both = piece.count < following.count ? piece.count : following.count;
-  for (int s = 0; s < both; s++) {
-    multiply(following, s, stride, next_products);
-    add(s);
-  }
-  for (int s = both; s < piece.count; s++) add(s);
-  for (int s = both; s < following.count; s++) multiply(following, s, stride, next_products);
-  UNROLL(2)
-  for (int g = 0; g < tile_groups; g++) {
-    UNROLL(8)
-    for (int c = 0; c < columns; c++) store(sums + g * tile_sums + c * row_group, acc[g][c]);
-  }
-}
-
-// Four columns at least.
-template <bool has_minimum>
-void add_some(int columns, const Piece& piece, int first, const SpanSums& products, int64_t stride,
-              const Piece& following, SpanSums& next_products, NextSlab& next) {
-  const auto run = [&](auto function) {
-    function(piece, first, products, stride, following, next_products, next);
-  };
-  switch (columns) {
-    case 4: return run(add_columns<has_minimum, 4>);
-    case 5: return run(add_columns<has_minimum, 5>);
-    case 6: return run(add_columns<has_minimum, 6>);
-    case 7: return run(add_columns<has_minimum, 7>);
-    default: return run(add_columns<has_minimum, 8>);
-  }
-}
-
-// ---- all of two row groups
 
 // Columns in blocks of one size, so that the tiles keep their shapes; the last block begins early
 // enough to end with the last column, and does some of those before it again.
@@ -204,6 +105,116 @@ struct Blocks {
     return block * columns < last ? block * columns : last;
   }
 };
+
+struct alignas(64) TileSums {
+  int32_t of[most_tile_rows][row_group];  // [column]
+};
+
+// One sub-block of a row group times a block of columns.
+INLINE void multiply(const ActivationGroup* group, int64_t stride, const uint8_t* codes,
+                     TileSums& to) {
+  load_tile<tile_of_activations>(group->codes, stride);
+  load_tile<tile_of_codes>(codes, 64);
+  clear_tile<tile_of_sums>();
+  multiply_tiles<tile_of_sums, tile_of_activations, tile_of_codes>();
+  store_tile<tile_of_sums>(&to, 64);
+}
+
+// A row group times a block of columns or of their residuals, over some sub-blocks.
+struct TilePiece {
+  const ActivationGroup* activations;
+  const uint8_t* codes;
+  const float* scales;  // and minimums, as they lie in TileWeights
+  float* sums;          // [column][16]
+};
+
+// Some sub-blocks, to be multiplied with all columns, piece by piece.
+struct TileRun {
+  const Blocks& blocks;
+  const ActivationGroup *columns, *residuals;  // at the first sub-block; the latter may be null
+  int64_t stride;                              // of the columns, in bytes
+  const uint8_t* codes[tile_groups];
+  const TileWeights& weights;
+  float* sums;  // [block][group][column][16]
+  int count;    // sub-blocks
+
+  int pieces_a_block() const { return residuals ? 2 * tile_groups : tile_groups; }
+  int num_pieces() const { return blocks.count * pieces_a_block(); }
+  TilePiece piece(int n) const {
+    const int block = n / pieces_a_block(), g = n % tile_groups;
+    const ActivationGroup* from = n % pieces_a_block() < tile_groups ? columns : residuals;
+    return {further(from, blocks.first(block) * stride), codes[g], weights.scales[g][0],
+            sums + (block * tile_groups + g) * tile_sums};
+  }
+};
+
+// Hides from GCC where a pointer comes from: it would keep one for each column, where registers are
+// few.
+template <class P>
+INLINE void keep(P& pointer) {
+  asm("" : "+r"(pointer));
+}
+
+// One sub-block's floats, as in accumulate.h's `accumulate`.
+template <bool has_minimum, int columns>
+INLINE void add_floats(const ActivationGroup* group, int64_t stride, const float* scales,
+                       const TileSums& products, Floats* acc) {
+  constexpr int64_t to_minimums = tile_groups * most_sub_blocks * row_group;
+  const int64_t stride3 = 3 * stride;
+  const Floats scale = load(scales), minimum = load(scales + to_minimums);
+  UNROLL(16)
+  for (int c = 0; c < columns; c++) {
+    const ActivationGroup& a = *further(group, c % 4 == 3 ? stride3 : c % 4 * stride);
+    const Floats sum = to_floats(load(products.of[c]));
+    acc[c] = fma(sum, scale * broadcast(a.scale), acc[c]);
+    if (has_minimum) acc[c] = fma(minimum, broadcast(a.scaled_sum), acc[c]);
+    if (c % 4 == 3) {
+      group = further(group, 4 * stride);
+      keep(group);
+    }
+  }
+}
+
+// The floats of all pieces; the tiles are some sub-blocks ahead of them.
+template <bool has_minimum, int columns>
+void add_run(const TileRun& run, NextSlab& next) {
+  constexpr int most_lead = 2, ring = 4;
+  TileSums products[ring];
+  const int64_t stride = run.stride;
+  const int count = run.count, lead = count < most_lead ? count : most_lead;
+  const int num_pieces = run.num_pieces();
+  unsigned at = 0;
+  TilePiece piece = run.piece(0), following = {};
+  for (int s = 0; s < lead; s++)
+    multiply(piece.activations + s, stride, piece.codes + 512 * s, products[s]);
+  for (int n = 0; n < num_pieces; n++, piece = following) {
+    following = n + 1 < num_pieces ? run.piece(n + 1) : TilePiece{};
+    const ActivationGroup *group = piece.activations, *ahead = group + lead;
+    const uint8_t* codes = piece.codes + 512 * lead;
+    const float* scales = piece.scales;
+    next.fetch();
+    Floats acc[columns];
+    UNROLL(16)
+    for (int c = 0; c < columns; c++) acc[c] = load(piece.sums + c * row_group);
+    for (int s = 0; s < count; s++) {
+      if (s == count - lead) ahead = following.activations, codes = following.codes;
+      if (ahead) {
+        multiply(ahead, stride, codes, products[(at + lead) % ring]);
+        ahead++;
+        codes += 512;
+      }
+      const TileSums* sums = &products[at++ % ring];
+      keep(sums);
+      add_floats<has_minimum, columns>(group, stride, scales, *sums, acc);
+      group++;
+      scales += row_group;
+    }
+    UNROLL(16)
+    for (int c = 0; c < columns; c++) store(piece.sums + c * row_group, acc[c]);
+  }
+}
+
+// ---- all of two row groups
 
 void shape_tiles(int columns) {
   TileShapes shapes = {};
@@ -224,72 +235,56 @@ class TileProduct {
         group_(group),
         column_(column),
         blocks_(num_columns),
-        sub_blocks_(static_cast<int>(p.in_size / 32)),
-        stride_(p.column_stride * static_cast<int64_t>(sizeof(ActivationGroup))) {}
+        sub_blocks_(static_cast<int>(p.in_size / group_size)) {}
 
   void run() {
     for (int i = 0; i < blocks_.count * tile_groups * tile_sums; i++) sums_[i] = 0.0f;
     shape_tiles(blocks_.columns);
-    Piece piece = begin_span(0);
-    for (int s = 0; s < piece.count; s++) multiply(piece, s, stride_, products_[0]);
-    NextSlab next = slab_after(0);
-    int turn = 0;
-    for (int first = 0; first < sub_blocks_; first += span) {
-      if (first % slab == 0) next = slab_after(first);
-      for (int block = 0; block < blocks_.count; block++) {
-        const bool is_last = block + 1 == blocks_.count;
-        const Piece following = is_last ? begin_span(first + span) : piece_at(first, block + 1);
-        add(piece, products_[turn], following, products_[1 - turn], next);
-        turn = 1 - turn;
-        piece = following;
-      }
+    const int num_runs = (sub_blocks_ + most_sub_blocks - 1) / most_sub_blocks;
+    // Residuals take turns slab by slab.
+    const int step = p_.residuals ? slab : (sub_blocks_ + num_runs - 1) / num_runs;
+    for (int first = 0; first < sub_blocks_; first += step) {
+      const TileRun run = begin_run(first, sub_blocks_ - first < step ? sub_blocks_ - first : step);
+      NextSlab next(source_, first + step, sub_blocks_, run.num_pieces());
+      add(run, next);
     }
     release_tiles();  // a thread that waits then has no tiles to be saved
     write();
   }
 
  private:
-  int count_at(int first) const { return sub_blocks_ - first < span ? sub_blocks_ - first : span; }
-
-  NextSlab slab_after(int first) const {
-    return {source_, first + slab, sub_blocks_, blocks_.count * slab * num_passes()};
+  TileRun begin_run(int first, int count) {
+    fill_weights(source_, first, count, weights_);
+    const int64_t at = column_ * p_.column_stride + first;
+    const auto* columns = static_cast<const ActivationGroup*>(p_.columns) + at;
+    const auto* residuals = static_cast<const ActivationGroup*>(p_.residuals);
+    const auto codes = [&](int g) {
+      return are_packed_as_bytes<T> ? source_.codes_of[g] + int64_t{first} * 512
+                                    : weights_.codes[g][0][0];
+    };
+    return {blocks_, columns, residuals ? residuals + at : nullptr,
+            p_.column_stride * static_cast<int64_t>(sizeof(ActivationGroup)),
+            {codes(0), codes(1)}, weights_, sums_, count};
   }
 
-  Piece begin_span(int first) {
-    if (first >= sub_blocks_) return {};
-    fill_span(source_, first, count_at(first), weights_[first / span % 2]);
-    return piece_at(first, 0);
-  }
-
-  Piece piece_at(int first, int block) {
-    Piece piece;
-    piece.activations = static_cast<const ActivationGroup*>(p_.columns) +
-                        (column_ + blocks_.first(block)) * p_.column_stride + first;
-    piece.weights = &weights_[first / span % 2];
-    for (int g = 0; g < tile_groups; g++)
-      piece.codes[g] = are_packed_as_bytes<T> ? source_.codes_of[g] + int64_t{first} * 512
-                                              : piece.weights->codes[g][0][0];
-    piece.sums = sums_ + block * tile_groups * tile_sums;
-    piece.count = count_at(first);
-    return piece;
-  }
-
-  // Floats of eight columns at most at a time: for more there is no room in the registers.
-  int num_passes() const { return blocks_.columns > 8 ? 2 : 1; }
-
-  void add(const Piece& piece, const SpanSums& products, const Piece& following,
-           SpanSums& next_products, NextSlab& next) {
-    const int columns = blocks_.columns, some = (columns + num_passes() - 1) / num_passes();
-    add_some<T::has_minimum>(some, piece, 0, products, stride_, following, next_products, next);
-    if (some < columns)
-      add_some<T::has_minimum>(columns - some, piece, some, products, stride_, {}, next_products,
-                               next);
+  static void add(const TileRun& run, NextSlab& next) {
+    switch (run.blocks.columns) {
+      case 8: return add_run<T::has_minimum, 8>(run, next);
+      case 9: return add_run<T::has_minimum, 9>(run, next);
+      case 10: return add_run<T::has_minimum, 10>(run, next);
+      case 11: return add_run<T::has_minimum, 11>(run, next);
+      case 12: return add_run<T::has_minimum, 12>(run, next);
+      case 13: return add_run<T::has_minimum, 13>(run, next);
+      case 14: return add_run<T::has_minimum, 14>(run, next);
+      case 15: return add_run<T::has_minimum, 15>(run, next);
+      default: return add_run<T::has_minimum, 16>(run, next);
+    }
   }
 
   void write() const {
     for (int block = 0; block < blocks_.count; block++)
-      for (int g = 0; g < tile_groups; g++)
-        for (int c = 0; c < blocks_.columns; c++) {
+      for (int c = 0; c < blocks_.columns; c++)
+        for (int g = 0; g < tile_groups; g++) {
           const int row = (group_ + g) * row_group;
           const int64_t column = column_ + blocks_.first(block) + c;
           const float* from = sums_ + (block * tile_groups + g) * tile_sums + c * row_group;
@@ -302,9 +297,7 @@ class TileProduct {
   const int group_, column_;
   const Blocks blocks_;
   const int sub_blocks_;
-  const int64_t stride_;  // of the columns, in bytes
-  SpanWeights weights_[2];
-  SpanSums products_[2];
+  TileWeights weights_;
   alignas(64) float sums_[max_tile_columns * tile_groups * row_group];
 };
 
@@ -312,8 +305,6 @@ class TileProduct {
 // to begin takes time, which few columns of few sub-blocks do not win back.
 template <class T>
 bool suits_tiles(const Product& p) {
-  // Residuals take turns slab by slab, and the first cache has room for half a slab of sums.
-  if (p.residuals) return false;
   const int64_t work = p.num_columns * (p.in_size / group_size);
   return are_packed_as_bytes<T> ? p.num_columns >= 8 && work >= 256
                                 : p.num_columns >= 16 && work >= 576;
