@@ -262,9 +262,14 @@ class TileProduct {
       return are_packed_as_bytes<T> ? source_.codes_of[g] + int64_t{first} * 512
                                     : weights_.codes[g][0][0];
     };
-    return {blocks_, columns, residuals ? residuals + at : nullptr,
+    return {blocks_,
+            columns,
+            residuals ? residuals + at : nullptr,
             p_.column_stride * static_cast<int64_t>(sizeof(ActivationGroup)),
-            {codes(0), codes(1)}, weights_, sums_, count};
+            {codes(0), codes(1)},
+            weights_,
+            sums_,
+            count};
   }
 
   static void add(const TileRun& run, NextSlab& next) {

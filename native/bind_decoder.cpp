@@ -253,10 +253,10 @@ void bind_decoder(nb::module_& m) {
           "embedding"_a, "output_norm"_a, "head"_a)
       .def(
           "allocate_cache",
-          [](Runner& self, int64_t num_blocks, bool is_int8) {
-            self.decoder.allocate_cache(num_blocks, is_int8);
+          [](Runner& self, int64_t num_blocks, bool is_int8, int64_t touched_ahead) {
+            self.decoder.allocate_cache(num_blocks, is_int8, touched_ahead);
           },
-          "num_blocks"_a, "is_int8"_a)
+          "num_blocks"_a, "is_int8"_a, "touched_ahead"_a)
       .def(
           "set_rope",
           [](Runner& self, Array<const float> cosines, Array<const float> sines,
@@ -272,6 +272,10 @@ void bind_decoder(nb::module_& m) {
       .def_prop_ro("num_threads", [](Runner& self) { return self.decoder.pool().size(); })
       .def_prop_ro("weight_bytes", [](const Runner& self) { return self.decoder.weight_bytes(); })
       .def_prop_ro("cache_bytes", [](const Runner& self) { return self.decoder.cache_bytes(); })
+      .def(
+          "stop_touching", [](Runner& self) { self.decoder.stop_touching(); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("touched_bytes", [](const Runner& self) { return self.decoder.touched_bytes(); })
       .def_prop_ro("workspace_bytes",
                    [](const Runner& self) { return self.decoder.workspace_bytes(); });
   m.def("make_decoder", &make_runner, nb::kw_only(), "hidden_size"_a, "ffn_size"_a,

@@ -112,15 +112,19 @@ void Decoder::set_ends(int embedding, int output_norm, int head) {
   head_ = head;
 }
 
-void Decoder::allocate_cache(int64_t num_blocks, bool is_int8) {
+void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t touched_ahead) {
   const int64_t heads = shape_.num_kv_heads, elements = heads * shape_.head_dim * block_size;
   num_blocks_ = num_blocks;
   is_int8_ = is_int8;
   block_bytes_ = 2 * elements * (is_int8 ? 1 : 2);
+  touching_ = TouchAhead();
   cache_ = Buffer();  // the old one goes before the new one comes
   cache_ = Buffer(bytes_of(num_blocks * shape_.num_layers, static_cast<size_t>(block_bytes_)));
   const int64_t scales = is_int8 ? 2 * num_blocks * heads * block_size * shape_.num_layers : 0;
   cache_scales_ = Buffer(bytes_of(scales, sizeof(float)));
+  if (touched_ahead > 0)
+    touching_ = TouchAhead(cache_.data(), bytes_of(num_blocks, static_cast<size_t>(block_bytes_)),
+                           static_cast<int>(shape_.num_layers), static_cast<size_t>(touched_ahead));
 }
 
 void Decoder::set_rope(const float* cosines, const float* sines, int64_t num_positions) {
@@ -170,6 +174,7 @@ void Decoder::run(const StepInput& input) {
   if (num_rows_ == 0) return;
   make_room(num_rows_);
   places_ = input.places;
+  touch_ahead();
   kept_at_.resize(places_.size());
   std::iota(kept_at_.begin(), kept_at_.end(), 0);
   plan_attention();
@@ -183,6 +188,13 @@ void Decoder::run(const StepInput& input) {
   }
   counters_.steps++;
   counters_.rows += static_cast<int64_t>(input.tokens.size());
+}
+
+void Decoder::touch_ahead() {
+  int32_t last = 0;
+  for (const RowPlace& place : places_)
+    last = std::max(last, place.block_table[place.position / block_size]);
+  touching_.reach(bytes_of(last + 1, static_cast<size_t>(block_bytes_)));
 }
 
 // Once the last layer's keys and values are stored, only rows whose final state somebody asked for

@@ -15,6 +15,7 @@
 #include "kernels.h"
 #include "memory.h"
 #include "pool.h"
+#include "touch_ahead.h"
 
 namespace quire {
 
@@ -98,7 +99,8 @@ class Decoder {
   int add_vector(const float* values, int64_t size);
   void add_stage(Stage stage);
   void set_ends(int embedding, int output_norm, int head);
-  void allocate_cache(int64_t num_blocks, bool is_int8);
+  // touched_ahead: bytes of it that the system gives before they are used.
+  void allocate_cache(int64_t num_blocks, bool is_int8, int64_t touched_ahead);
   void set_rope(const float* cosines, const float* sines, int64_t num_positions);
 
   // ---- each step
@@ -131,6 +133,10 @@ class Decoder {
   const Kernels& kernels() const { return kernels_; }
   const Counters& counters() const { return counters_; }
   int64_t weight_bytes() const;
+  void stop_touching() { touching_.stop(); }
+  int64_t touched_bytes() const {
+    return static_cast<int64_t>(touching_.touched()) * shape_.num_layers;
+  }
   int64_t cache_bytes() const;
   int64_t workspace_bytes() const;
   void read_row(int matrix, int64_t row, float* out) const;
@@ -167,6 +173,7 @@ class Decoder {
   void copy_blocks(const StepInput& input);
   void plan_attention();
   void split_long_rows();
+  void touch_ahead();
   void keep_wanted(const std::vector<int>& wanted);
   void prepare(const Stage& stage);
   void prepare_row(const float* x, int64_t size, int norm, int forms, Activations& to, int row);
@@ -198,6 +205,7 @@ class Decoder {
   int embedding_ = -1, output_norm_ = -1, head_ = -1;
 
   Buffer cache_, cache_scales_;
+  TouchAhead touching_;  // of the cache
   int64_t num_blocks_ = 0, block_bytes_ = 0;
   bool is_int8_ = false;
   std::vector<float> cosines_, sines_;

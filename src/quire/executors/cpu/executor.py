@@ -23,6 +23,7 @@ from quire.model.loading import Model
 
 BLOCK_SIZE = 16  # tokens; the kernels know no other
 
+_TOUCHED_AHEAD = 256 << 20  # bytes of the cache that the system gives before they are used
 _FIRST_POSITIONS = 4096  # of the rope tables, which grow when needed
 
 
@@ -41,6 +42,7 @@ class CpuExecutor(StepWorker):
         kv_int8: bool = False,
         unit: str = "",
         whole_rows: bool = True,
+        touched_ahead: int = _TOUCHED_AHEAD,
         max_batch_size: int = 256,
         max_step_tokens: int = 512,
         clock: Clock | None = None,
@@ -60,7 +62,7 @@ class CpuExecutor(StepWorker):
             whole_rows=whole_rows,
             tell=tell,
         )
-        self._decoder.allocate_cache(num_blocks, kv_int8)
+        self._decoder.allocate_cache(num_blocks, kv_int8, touched_ahead)
         self._capacity = Capacity(
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
@@ -109,8 +111,18 @@ class CpuExecutor(StepWorker):
         counters: Mapping[str, float] = self._decoder.counters
         return counters
 
+    @property
+    def touched_bytes(self) -> int:
+        """Of the cache, what the system was asked to give ahead of use; 0 where it cannot."""
+        touched: int = self._decoder.touched_bytes
+        return touched
+
     def warm_up(self) -> None:
         """The first step waits for nothing: weights are packed when the executor is made."""
+
+    def close(self) -> None:
+        super().close()
+        self._decoder.stop_touching()
 
     def cancel(self, ticket: StepTicket) -> None:
         super().cancel(ticket)

@@ -1,0 +1,141 @@
+// The thread that touches memory, and how it is told and stopped.
+#include "touch_ahead.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#if defined(__linux__)
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+namespace quire {
+namespace {
+
+constexpr size_t at_once = size_t{2} << 20;  // a large page: the longest wait before stopping
+
+#if defined(__linux__)
+
+// Of the calling thread alone: it gives way to every other.
+void run_only_when_idle() {
+  const sched_param no_priority{};
+  sched_setscheduler(0, SCHED_IDLE, &no_priority);
+}
+
+// As if each page were written what it holds. False where the system cannot do that.
+bool populate(uint8_t* data, size_t size) {
+  constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, of Linux 5.14
+  constexpr uintptr_t page = 4096;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / page * page;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(data) + size;
+  return madvise(reinterpret_cast<void*>(begin), end - begin, populate_write) == 0;
+}
+
+long process() { return getpid(); }
+
+#else
+
+void run_only_when_idle() {}
+bool populate(uint8_t*, size_t) { return false; }
+long process() { return 0; }
+
+#endif
+
+}  // namespace
+
+struct TouchAhead::Work {
+  uint8_t* data;
+  size_t region_size;
+  int count;
+  size_t margin;  // of each region
+  long made_by = process();
+
+  std::atomic<size_t> touched{0};
+  std::mutex mutex{};
+  std::condition_variable changed{};
+  size_t wanted = 0;
+  bool is_stopping = false;
+  std::thread thread{};
+
+  bool is_here() const { return made_by == process(); }
+
+  void want(size_t used) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      const size_t all = std::min(region_size, used + margin);
+      if (all <= wanted) return;
+      wanted = all;
+    }
+    changed.notify_one();
+  }
+
+  bool await_more() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return is_stopping || touched.load() < wanted; });
+    return !is_stopping;
+  }
+
+  void serve() {
+    run_only_when_idle();
+    while (await_more()) {
+      const size_t from = touched.load(), size = std::min(at_once, region_size - from);
+      for (int i = 0; i < count; i++) {
+        if (!populate(data + static_cast<size_t>(i) * region_size + from, size)) return;
+        std::lock_guard<std::mutex> lock(mutex);
+        if (is_stopping) return;
+      }
+      touched.store(from + size);
+    }
+  }
+
+  void stop() {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      is_stopping = true;
+    }
+    changed.notify_one();
+    if (thread.joinable()) thread.join();
+  }
+};
+
+TouchAhead::TouchAhead() = default;
+TouchAhead::TouchAhead(TouchAhead&& other) noexcept = default;
+
+TouchAhead& TouchAhead::operator=(TouchAhead&& other) noexcept {
+  TouchAhead old(static_cast<TouchAhead&&>(*this));
+  work_ = std::move(other.work_);
+  return *this;
+}
+
+TouchAhead::TouchAhead(uint8_t* data, size_t region_size, int count, size_t margin)
+    : work_(new Work{data, region_size, count, margin / static_cast<size_t>(count)}) {
+  work_->want(0);
+  try {
+    work_->thread = std::thread([work = work_.get()] { work->serve(); });
+  } catch (const std::system_error&) {
+    work_.reset();  // no thread to be had: memory then comes when it is written
+  }
+}
+
+TouchAhead::~TouchAhead() {
+  if (work_ && !work_->is_here())
+    static_cast<void>(work_.release());  // after fork() the thread is not here to be joined
+  stop();
+}
+
+void TouchAhead::stop() {
+  if (work_ && work_->is_here()) work_->stop();
+}
+
+void TouchAhead::reach(size_t used) {
+  if (work_ && work_->is_here()) work_->want(used);
+}
+
+size_t TouchAhead::touched() const { return work_ ? work_->touched.load() : 0; }
+
+}  // namespace quire
