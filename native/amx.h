@@ -125,7 +125,10 @@ struct TilePiece {
   const ActivationGroup* activations;
   const uint8_t* codes;
   const float* scales;  // and minimums, as they lie in TileWeights
-  float* sums;          // [column][16]
+  float* sums;          // [column][16]: of the sub-blocks before, and with these
+  float* out;           // where the sums go if these sub-blocks are the last, else null
+  int num_rows;         // of the row group that exist
+  bool is_first;        // nothing came before
 };
 
 // Some sub-blocks, to be multiplied with all columns, piece by piece.
@@ -136,15 +139,25 @@ struct TileRun {
   const uint8_t* codes[tile_groups];
   const TileWeights& weights;
   float* sums;  // [block][group][column][16]
-  int count;    // sub-blocks
+  float* out;   // of the first row and column
+  int64_t out_stride;
+  int num_rows;  // from the first row on
+  int count;     // sub-blocks
+  bool is_first, is_last;
 
   int pieces_a_block() const { return residuals ? 2 * tile_groups : tile_groups; }
   int num_pieces() const { return blocks.count * pieces_a_block(); }
   TilePiece piece(int n) const {
     const int block = n / pieces_a_block(), g = n % tile_groups;
-    const ActivationGroup* from = n % pieces_a_block() < tile_groups ? columns : residuals;
-    return {further(from, blocks.first(block) * stride), codes[g], weights.scales[g][0],
-            sums + (block * tile_groups + g) * tile_sums};
+    const int first = blocks.first(block), row = g * row_group;
+    const bool are_columns = n % pieces_a_block() < tile_groups;
+    return {further(are_columns ? columns : residuals, first * stride),
+            codes[g],
+            weights.scales[g][0],
+            sums + (block * tile_groups + g) * tile_sums,
+            is_last && !(are_columns && residuals) ? out + first * out_stride + row : nullptr,
+            num_rows - row,
+            is_first && are_columns};
   }
 };
 
@@ -195,7 +208,8 @@ void add_run(const TileRun& run, NextSlab& next) {
     next.fetch();
     Floats acc[columns];
     UNROLL(16)
-    for (int c = 0; c < columns; c++) acc[c] = load(piece.sums + c * row_group);
+    for (int c = 0; c < columns; c++)
+      acc[c] = piece.is_first ? broadcast(0.0f) : load(piece.sums + c * row_group);
     for (int s = 0; s < count; s++) {
       if (s == count - lead) ahead = following.activations, codes = following.codes;
       if (ahead) {
@@ -210,7 +224,11 @@ void add_run(const TileRun& run, NextSlab& next) {
       scales += row_group;
     }
     UNROLL(16)
-    for (int c = 0; c < columns; c++) store(piece.sums + c * row_group, acc[c]);
+    for (int c = 0; c < columns; c++)
+      if (piece.out)
+        store_rows(piece.out + c * run.out_stride, acc[c], piece.num_rows);
+      else
+        store(piece.sums + c * row_group, acc[c]);
   }
 }
 
@@ -238,7 +256,6 @@ class TileProduct {
         sub_blocks_(static_cast<int>(p.in_size / group_size)) {}
 
   void run() {
-    for (int i = 0; i < blocks_.count * tile_groups * tile_sums; i++) sums_[i] = 0.0f;
     shape_tiles(blocks_.columns);
     const int num_runs = (sub_blocks_ + most_sub_blocks - 1) / most_sub_blocks;
     // Residuals take turns slab by slab.
@@ -249,7 +266,6 @@ class TileProduct {
       add(run, next);
     }
     release_tiles();  // a thread that waits then has no tiles to be saved
-    write();
   }
 
  private:
@@ -269,7 +285,12 @@ class TileProduct {
             {codes(0), codes(1)},
             weights_,
             sums_,
-            count};
+            p_.out + column_ * p_.out_stride + group_ * row_group,
+            p_.out_stride,
+            p_.num_rows - group_ * row_group,
+            count,
+            first == 0,
+            first + count == sub_blocks_};
   }
 
   static void add(const TileRun& run, NextSlab& next) {
@@ -284,17 +305,6 @@ class TileProduct {
       case 15: return add_run<T::has_minimum, 15>(run, next);
       default: return add_run<T::has_minimum, 16>(run, next);
     }
-  }
-
-  void write() const {
-    for (int block = 0; block < blocks_.count; block++)
-      for (int c = 0; c < blocks_.columns; c++)
-        for (int g = 0; g < tile_groups; g++) {
-          const int row = (group_ + g) * row_group;
-          const int64_t column = column_ + blocks_.first(block) + c;
-          const float* from = sums_ + (block * tile_groups + g) * tile_sums + c * row_group;
-          store_rows(p_.out + column * p_.out_stride + row, load(from), p_.num_rows - row);
-        }
   }
 
   const Product& p_;
