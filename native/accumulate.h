@@ -111,20 +111,22 @@ struct alignas(64) TileData<true, groups> {
   float units[groups][16], negative_minimum_units[groups][16];
 };
 
-// The weights of the next slab, which come from memory while this one's are multiplied, some lines
-// at a time: without that a batch waits for memory first and computes afterwards.
+// The weights of the next slab, or of more sub-blocks, which come from memory while others are
+// multiplied, some lines at a time: without that a batch waits for memory first and computes
+// afterwards.
 class NextSlab {
  public:
   template <class T, int groups>
-  NextSlab(const Direct<T, groups>& source, int next, int sub_blocks, int num_turns) {
+  NextSlab(const Direct<T, groups>& source, int next, int sub_blocks, int num_turns,
+           int length = slab) {
     const bool is_past = next >= sub_blocks;  // then the row groups after these are next
     int s = is_past ? (next - sub_blocks) / slab * slab : next;
     if (s >= sub_blocks) s = 0;
     const int64_t further = is_past ? source.further : 0;
     for (int g = 0; g < groups; g++) {
       add(source.codes_of[g] + further + int64_t{s} * T::info.code_bytes,
-          slab * T::info.code_bytes);
-      add(source.record(s, g) + further, slab / T::info.scale_span * T::info.scale_bytes);
+          length * T::info.code_bytes);
+      add(source.record(s, g) + further, length / T::info.scale_span * T::info.scale_bytes);
     }
     lines_a_turn_ = (num_lines_ + num_turns - 1) / num_turns;
   }

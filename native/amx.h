@@ -57,6 +57,7 @@ constexpr int tile_groups = groups_at_once;
 constexpr int most_tile_rows = 16;
 constexpr int tile_sums = most_tile_rows * row_group;
 constexpr int most_sub_blocks = 3 * slab;  // unpacked at once: they stay in the first cache
+constexpr int fetch_span = 4;              // sub-blocks for each time that lines are fetched
 
 struct alignas(64) TileWeights {
   uint8_t codes[tile_groups][most_sub_blocks][8][64];
@@ -205,12 +206,12 @@ void add_run(const TileRun& run, NextSlab& next) {
     const ActivationGroup *group = piece.activations, *ahead = group + lead;
     const uint8_t* codes = piece.codes + 512 * lead;
     const float* scales = piece.scales;
-    next.fetch();
     Floats acc[columns];
     UNROLL(16)
     for (int c = 0; c < columns; c++)
       acc[c] = piece.is_first ? broadcast(0.0f) : load(piece.sums + c * row_group);
     for (int s = 0; s < count; s++) {
+      if (s % fetch_span == 0) next.fetch();
       if (s == count - lead) ahead = following.activations, codes = following.codes;
       if (ahead) {
         multiply(ahead, stride, codes, products[(at + lead) % ring]);
@@ -262,7 +263,8 @@ class TileProduct {
     const int step = p_.residuals ? slab : (sub_blocks_ + num_runs - 1) / num_runs;
     for (int first = 0; first < sub_blocks_; first += step) {
       const TileRun run = begin_run(first, sub_blocks_ - first < step ? sub_blocks_ - first : step);
-      NextSlab next(source_, first + step, sub_blocks_, run.num_pieces());
+      const int turns = run.num_pieces() * ((run.count + fetch_span - 1) / fetch_span);
+      NextSlab next(source_, first + step, sub_blocks_, turns, step);
       add(run, next);
     }
     release_tiles();  // a thread that waits then has no tiles to be saved
