@@ -126,7 +126,8 @@ class NextSlab {
     for (int g = 0; g < groups; g++) {
       add(source.codes_of[g] + further + int64_t{s} * T::info.code_bytes,
           length * T::info.code_bytes);
-      add(source.record(s, g) + further, length / T::info.scale_span * T::info.scale_bytes);
+      const int records = (length + T::info.scale_span - 1) / T::info.scale_span;
+      add(source.record(s, g) + further, records * T::info.scale_bytes);
     }
     lines_a_turn_ = (num_lines_ + num_turns - 1) / num_turns;
   }

@@ -174,6 +174,8 @@ template <bool has_minimum, int columns>
 INLINE void add_floats(const ActivationGroup* group, int64_t stride, const float* scales,
                        const TileSums& products, Floats* acc) {
   constexpr int64_t to_minimums = tile_groups * most_sub_blocks * row_group;
+  static_assert(offsetof(TileWeights, minimums) - offsetof(TileWeights, scales) ==
+                to_minimums * sizeof(float));
   const int64_t stride3 = 3 * stride;
   const Floats scale = load(scales), minimum = load(scales + to_minimums);
   UNROLL(16)
@@ -264,7 +266,7 @@ class TileProduct {
     for (int first = 0; first < sub_blocks_; first += step) {
       const TileRun run = begin_run(first, sub_blocks_ - first < step ? sub_blocks_ - first : step);
       const int turns = run.num_pieces() * ((run.count + fetch_span - 1) / fetch_span);
-      NextSlab next(source_, first + step, sub_blocks_, turns, step);
+      NextSlab next(source_, first + run.count, sub_blocks_, turns, step);
       add(run, next);
     }
     release_tiles();  // a thread that waits then has no tiles to be saved

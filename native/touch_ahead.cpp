@@ -7,6 +7,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #if defined(__linux__)
 #include <sched.h>
@@ -17,7 +18,8 @@
 namespace quire {
 namespace {
 
-constexpr size_t at_once = size_t{2} << 20;  // a large page: the longest wait before stopping
+// A large page: the longest wait before stopping, where the thread has a core to run on.
+constexpr size_t at_once = size_t{2} << 20;
 
 #if defined(__linux__)
 
@@ -30,7 +32,7 @@ void run_only_when_idle() {
 // As if each page were written what it holds. False where the system cannot do that.
 bool populate(uint8_t* data, size_t size) {
   constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, of Linux 5.14
-  constexpr uintptr_t page = 4096;
+  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / page * page;
   const uintptr_t end = reinterpret_cast<uintptr_t>(data) + size;
   return madvise(reinterpret_cast<void*>(begin), end - begin, populate_write) == 0;
@@ -58,26 +60,27 @@ struct TouchAhead::Work {
   std::atomic<size_t> touched{0};
   std::mutex mutex{};
   std::condition_variable changed{};
-  size_t wanted = 0;
-  bool is_stopping = false;
+  std::atomic<size_t> wanted{0};
+  std::atomic<bool> is_stopping{false};
+  std::once_flag joined{};
   std::thread thread{};
 
   bool is_here() const { return made_by == process(); }
 
   void want(size_t used) {
+    const size_t all = std::min(region_size, used + margin);
+    if (all <= wanted.load()) return;  // nearly always: then nobody waits for a thread that idles
     {
       std::lock_guard<std::mutex> lock(mutex);
-      const size_t all = std::min(region_size, used + margin);
-      if (all <= wanted) return;
-      wanted = all;
+      wanted.store(all);
     }
     changed.notify_one();
   }
 
   bool await_more() {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] { return is_stopping || touched.load() < wanted; });
-    return !is_stopping;
+    changed.wait(lock, [this] { return is_stopping.load() || touched.load() < wanted.load(); });
+    return !is_stopping.load();
   }
 
   void serve() {
@@ -85,9 +88,8 @@ struct TouchAhead::Work {
     while (await_more()) {
       const size_t from = touched.load(), size = std::min(at_once, region_size - from);
       for (int i = 0; i < count; i++) {
+        if (is_stopping.load()) return;
         if (!populate(data + static_cast<size_t>(i) * region_size + from, size)) return;
-        std::lock_guard<std::mutex> lock(mutex);
-        if (is_stopping) return;
       }
       touched.store(from + size);
     }
@@ -96,10 +98,10 @@ struct TouchAhead::Work {
   void stop() {
     {
       std::lock_guard<std::mutex> lock(mutex);
-      is_stopping = true;
+      is_stopping.store(true);
     }
     changed.notify_one();
-    if (thread.joinable()) thread.join();
+    std::call_once(joined, [this] { thread.join(); });
   }
 };
 

@@ -13,8 +13,9 @@ namespace quire {
 class TouchAhead {
  public:
   TouchAhead();
-  // For memory of `count` regions of equal size, each used from its beginning onwards: keeps
-  // `margin` bytes, of all regions together, ahead of what reach() tells.
+  // For memory of `count` regions of equal size, each used from its beginning onwards: keeps about
+  // `margin` bytes, of all regions together, ahead of what reach() tells. Only a change of the
+  // process's memory map can have to wait for it, for as long as a large page takes.
   TouchAhead(uint8_t* data, size_t region_size, int count, size_t margin);
   ~TouchAhead();  // must go before the memory does
   TouchAhead(TouchAhead&& other) noexcept;

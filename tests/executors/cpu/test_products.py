@@ -150,6 +150,8 @@ def test_long_rows_and_many_columns_give_the_same_bits_in_every_unit(name: str) 
 def test_residuals_are_multiplied_too_with_the_same_bits_in_every_unit(
     name: str, size: int
 ) -> None:
+    if size > 256 and block_size(name) == 32:
+        size = 2080  # a sub-block is left of the last slab
     matrix = random_matrix(name, ODD_ROWS, size, seed=4)
     packed = matrix.packed()
     columns = activations(normal(130, size, seed=5), packed)
