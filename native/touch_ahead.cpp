@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -20,6 +21,14 @@ namespace {
 
 // A large page: the longest wait before stopping, where the thread has a core to run on.
 constexpr size_t at_once = size_t{2} << 20;
+
+// After the last use: a host that looks for memory stops a core whatever runs on it.
+constexpr std::chrono::milliseconds quiet_time{500};
+
+int64_t milliseconds_now() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+}
 
 #if defined(__linux__)
 
@@ -61,6 +70,7 @@ struct TouchAhead::Work {
   std::mutex mutex{};
   std::condition_variable changed{};
   std::atomic<size_t> wanted{0};
+  std::atomic<int64_t> last_use{0};  // in milliseconds; 0: none yet
   std::atomic<bool> is_stopping{false};
   std::once_flag joined{};
   std::thread thread{};
@@ -83,12 +93,20 @@ struct TouchAhead::Work {
     return !is_stopping.load();
   }
 
+  // False when it is to stop.
+  bool await_quiet() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!is_stopping.load() && milliseconds_now() - last_use.load() < quiet_time.count())
+      changed.wait_for(lock, quiet_time);
+    return !is_stopping.load();
+  }
+
   void serve() {
     run_only_when_idle();
     while (await_more()) {
       const size_t from = touched.load(), size = std::min(at_once, region_size - from);
       for (int i = 0; i < count; i++) {
-        if (is_stopping.load()) return;
+        if (!await_quiet()) return;
         if (!populate(data + static_cast<size_t>(i) * region_size + from, size)) return;
       }
       touched.store(from + size);
@@ -135,7 +153,9 @@ void TouchAhead::stop() {
 }
 
 void TouchAhead::reach(size_t used) {
-  if (work_ && work_->is_here()) work_->want(used);
+  if (!work_ || !work_->is_here()) return;
+  work_->last_use.store(milliseconds_now());
+  work_->want(used);
 }
 
 size_t TouchAhead::touched() const { return work_ ? work_->touched.load() : 0; }

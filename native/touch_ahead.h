@@ -2,7 +2,8 @@
 //
 // A page that is written for the first time is found and zeroed while the writer waits: a few
 // milliseconds for a large one, many more where a virtual machine's host has to find it too. A
-// thread that runs only where a core has nothing else to do takes that wait, some way ahead of use.
+// thread that runs only where a core has nothing else to do, and while nothing is in use, takes
+// that wait, some way ahead of use.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +22,7 @@ class TouchAhead {
   TouchAhead(TouchAhead&& other) noexcept;
   TouchAhead& operator=(TouchAhead&& other) noexcept;
 
-  // So many bytes of each region are in use.
+  // So many bytes of each region are in use now.
   void reach(size_t used);
   void stop();  // for good; what is not touched then comes when it is written
   // So many bytes of each region were asked for; fewer where the system cannot give ahead.
