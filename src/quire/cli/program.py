@@ -98,9 +98,9 @@ def _parser() -> argparse.ArgumentParser:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
+        from quire.core.version import own_version
 
-        print(f"quire {version('quire')}")
+        print(f"quire {own_version()}")
         parser.exit()
 
 

@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+from quire.core.version import own_version
 from quire.engine.stats import Snapshot
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.docs_page import docs_page
@@ -97,7 +97,7 @@ def create_app(service: Service) -> Gate:
 
     app = FastAPI(
         title="quire",
-        version=version("quire"),
+        version=own_version(),
         description="OpenAI's API over a live batch.",
         lifespan=lifespan,
         docs_url=None,

@@ -5,7 +5,6 @@ import time
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from quire.core.errors import QuireError
 from quire.core.request import Completion, RequestOutput
 from quire.core.sampling import SamplingParams
+from quire.core.version import own_version
 from quire.engine.aio import Stream
 from quire.llm import AsyncLLM
 from quire.llm.prompts import Prepared
@@ -37,7 +37,7 @@ from quire.server.service import Service
 from quire.server.streaming import StreamReply
 
 T = TypeVar("T")
-FINGERPRINT = f"quire-{version('quire')}"
+FINGERPRINT = f"quire-{own_version()}"
 _USUAL_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
 
 
