@@ -19,7 +19,7 @@ from quire.executors.cuda.planes import FORMS, Planes  # noqa: E402
 from quire.executors.cuda.products import HopperProducts, tiling  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment  # noqa: E402
 
-TOKENS = (1, 64, 8192)
+TOKENS = (1, 16, 32, 64, 8192)
 
 
 def _words(rows: int, count: int) -> Any:

@@ -150,9 +150,9 @@ def tiling(format_name: str, num_rows: int, num_parts: int, num_tokens: int) -> 
             return Tiling(64, 128, 64, 4, 3, 4, 128)
         return Tiling(128, 256, 64, 4, 2 if format_name == "Q8_0" else 3, 8, 168)
     small = {
-        8: Tiling(64, 8, 256, 4, 8, 4, 80),
-        16: Tiling(64, 16, 256, 4, 6, 4, 80),
-        32: Tiling(64, 32, 256, 2, 4, 4, 80),
+        8: Tiling(64, 8, 256, 8, 8, 4, 80),
+        16: Tiling(64, 16, 256, 6, 6, 4, 80),
+        32: Tiling(64, 32, 256, 3, 3, 4, 80),
         64: Tiling(64, 64, 64, 4, 4, 4, 80),
         128: Tiling(64, 128, 64, 4, 3, 4, 128),
     }
@@ -164,11 +164,11 @@ def tiling(format_name: str, num_rows: int, num_parts: int, num_tokens: int) -> 
         small[16] = Tiling(128, 16, 256, 3, 3, 8, 80)
         small[64] = Tiling(128, 64, 64, 4, 3, *((8, 80) if has_four_bits else (4, 128)))
         if has_four_bits:
-            small[32] = Tiling(128, 32, 256, 2, 3, 8, 80)
+            small[32] = Tiling(128, 32, 256, 3, 3, 8, 80)
     elif format_name != "Q8_0":
         small[64] = Tiling(64, 64, 256, 2, 3, 4, 80)
         if not has_four_bits:
-            small[8], small[16] = Tiling(64, 8, 256, 3, 5, 4, 80), Tiling(64, 16, 256, 3, 5, 4, 80)
+            small[8], small[16] = Tiling(64, 8, 256, 5, 5, 4, 80), Tiling(64, 16, 256, 5, 5, 4, 80)
     return small[width]
 
 
@@ -179,7 +179,7 @@ def _float_tiling(wide: bool, num_rows: int, num_parts: int, width: int, num_tok
         return Tiling(128, 256, 64, 4, 4, 8, 168)
     has_few = -(-num_rows // 64) * num_parts <= _MULTIPROCESSORS
     return {
-        8: Tiling(64, 8, 256, 3, 4 if has_few else 3, 4, 80),
+        8: Tiling(64, 8, 256, 4, 4, 4, 80) if has_few else Tiling(64, 8, 256, 3, 3, 4, 80),
         16: Tiling(64, 16, 128, 6, 6, 4, 80) if has_few else Tiling(64, 16, 128, 4, 4, 4, 80),
         32: Tiling(64, 32, 128, 4, 4, 4, 80),
         64: Tiling(128, 64, 64, 4, 4, 4, 128) if wide else Tiling(64, 64, 128, 4, 4, 4, 80),

@@ -228,6 +228,7 @@ def _multiply(
     EPILOGUE: gl.constexpr,
     BIAS: gl.constexpr,
     PDL: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, NT, 16]
@@ -250,7 +251,8 @@ def _multiply(
             )
             sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
             mbarrier.arrive(weight_empty.index(last_w), pred=step > 0)
-            mbarrier.arrive(token_empty.index(last_x), pred=step > 0)
+            if not TOGETHER:
+                mbarrier.arrive(token_empty.index(last_x), pred=step > 0)
             last_w = ws
             last_x = xs
             ws += 1
@@ -281,7 +283,8 @@ def _multiply(
             sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
             if XK == 256:
                 mbarrier.arrive(weight_empty.index(last_w), pred=step > 0)
-            mbarrier.arrive(token_empty.index(last_x), pred=step > 0)
+            if not TOGETHER:
+                mbarrier.arrive(token_empty.index(last_x), pred=step > 0)
             a1 = decoded(w01, h01, s01, m01, 1, FORMAT, OPERAND, BO)
             if XK == 64:
                 mbarrier.wait(token_full.index(1), xp)
@@ -411,13 +414,20 @@ def product(
     weight_full = gl.allocate_shared_memory(gl.int64, [WST, 1], mbarrier.MBarrierLayout())
     weight_empty = gl.allocate_shared_memory(gl.int64, [WST, 1], mbarrier.MBarrierLayout())
     token_full = gl.allocate_shared_memory(gl.int64, [XST, 1], mbarrier.MBarrierLayout())
-    token_empty = gl.allocate_shared_memory(gl.int64, [XST, 1], mbarrier.MBarrierLayout())
+    # A stage of weights and its tokens are given back together where they can be: every such mark
+    # stops all warps.
+    TOGETHER: gl.constexpr = (XK == STEP) and (XST == WST)
+    if TOGETHER:
+        token_empty = weight_empty
+    else:
+        token_empty = gl.allocate_shared_memory(gl.int64, [XST, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(WST):
         mbarrier.init(weight_full.index(stage), count=1)
         mbarrier.init(weight_empty.index(stage), count=1)
     for stage in gl.static_range(XST):
         mbarrier.init(token_full.index(stage), count=1)
-        mbarrier.init(token_empty.index(stage), count=1)
+        if not TOGETHER:
+            mbarrier.init(token_empty.index(stage), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -457,6 +467,7 @@ def product(
                     EPILOGUE,
                     BIAS,
                     PDL,
+                    TOGETHER,
                 ),
             ),
             (
