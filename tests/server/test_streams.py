@@ -1,5 +1,6 @@
 """Streams: what is on the wire, pings, slow readers, tokens that share frames, leaving."""
 
+import gc
 import json
 import random
 import socket
@@ -172,9 +173,8 @@ def test_a_slow_reader_gets_everything_in_fewer_frames(text_model: Path) -> None
             slow.settimeout(PATIENCE_S)
             slow.connect(("127.0.0.1", server.port))
             slow.sendall(ask)
-            server.wait_until(lambda: bool(server.engine.snapshot().num_waiting))
-            waiting = server.engine.snapshot().waiting_by_reason
-            assert set(waiting) == {"unread"}, "it keeps nothing of the machine meanwhile"
+            # It keeps nothing of the machine meanwhile.
+            server.wait_until(lambda: set(server.engine.snapshot().waiting_by_reason) == {"unread"})
             found = [""] * 10
             num_frames = 0
             for event in events(read_all(slow))[:-1]:
@@ -233,7 +233,9 @@ def disconnect(server: RunningServer, count: int, seed: int) -> None:
             continue
 
 
-def test_a_thousand_clients_that_go_away_leak_nothing(text_model: Path) -> None:
+def test_a_thousand_clients_that_go_away_leak_nothing(
+    text_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     executor = PacedExecutor(step_s=0.0005, num_blocks=256)
     with fake_server(
         text_model, executor, {"max_queue_requests": 64}, body_timeout_s=0.5
@@ -246,12 +248,15 @@ def test_a_thousand_clients_that_go_away_leak_nothing(text_model: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+        # Some who left may still be about to be let in: who comes now comes after them.
+        server.wait_until(lambda: server.post("/v1/completions", {"prompt": "hi"}).status == 200)
         server.wait_until_idle()
         ended = server.engine.stats.requests_ended
         assert ended.get("cancelled", 0) > 100
         assert not ended.get("failed")
-        assert server.service.num_streams == 0
-        assert server.post("/v1/completions", {"prompt": "hi"}).status == 200
+        server.wait_until(lambda: server.service.num_streams == 0)
+    gc.collect()  # only then does a future complain that nobody looked at it
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_a_client_that_goes_away_frees_its_blocks_within_a_step(text_model: Path) -> None:

@@ -4,7 +4,6 @@ The state is taken after the final norm. It is what a model made for writing has
 compare texts roughly, and no match for a model trained to embed.
 """
 
-import asyncio
 import base64
 from typing import Any
 
@@ -13,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.sampling import SamplingParams
-from quire.server.generation import Errors, begin, json_reply, submit_all, unless_gone
+from quire.server.generation import Errors, begin, json_reply, outputs_of, submit_all
 from quire.server.replies import EmbeddingItem, EmbeddingList, EmbeddingUsage
 from quire.server.schemas import EmbeddingRequest
 from quire.server.service import Service
@@ -27,8 +26,7 @@ async def embed(service: Service, body: EmbeddingRequest, request: Request) -> R
     prompts = [(await with_errors.of(llm.read(text)), _NO_TOKENS) for text in body.prompts]
     submitting = submit_all(llm, call, body, prompts, stream=False, pooling=True)
     streams = await with_errors.of(submitting)
-    work = asyncio.gather(*(stream.output() for stream in streams))
-    outputs = await unless_gone(request, streams, work)
+    outputs = await outputs_of(request, streams)
     call.outputs += outputs
     items = []
     for index, output in enumerate(outputs):

@@ -172,10 +172,10 @@ async def submit_all(
     return streams
 
 
-async def unless_gone(request: Request, streams: Sequence[Stream], work: Awaitable[T]) -> T:
-    """Wait for an answer while its client does; else end the requests."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request))
+async def outputs_of(request: Request, streams: Sequence[Stream]) -> list[RequestOutput]:
+    """Wait for the requests' ends while their client does; else end them."""
+    working = asyncio.create_task(_all_ends(streams))
+    leaving = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -186,6 +186,11 @@ async def unless_gone(request: Request, streams: Sequence[Stream], work: Awaitab
         working.cancel()
         for stream in streams:
             stream.cancel()
+
+
+async def _all_ends(streams: Sequence[Stream]) -> list[RequestOutput]:
+    """In a task of its own: gathered futures that are cancelled complain that nobody looked."""
+    return await asyncio.gather(*(stream.output() for stream in streams))
 
 
 async def _disconnected(request: Request) -> None:
@@ -199,8 +204,7 @@ async def _disconnected(request: Request) -> None:
 async def _run(asked: Asked, with_errors: Errors, request: Request) -> list[RequestOutput]:
     """Every prompt to its end; the first error is the answer's."""
     streams = await with_errors.of(asked.submit(stream=False))
-    work = asyncio.gather(*(stream.output() for stream in streams))
-    outputs = await unless_gone(request, streams, work)
+    outputs = await outputs_of(request, streams)
     asked.call.outputs += outputs
     for output in outputs:
         if output.error is not None:
