@@ -335,8 +335,8 @@ constexpr int min_block_columns = 16;  // with fewer, to make the planes takes l
 
 // Runs whole pairs of row groups by `Tiled`, what is left without tiles.
 template <class T, template <class> class Tiled>
-void tile_groups_of(const Product& p) {
-  const int turns = (p.num_columns + max_tile_columns - 1) / max_tile_columns;
+void tile_groups_of(const Product& p, int most_columns) {
+  const int turns = (p.num_columns + most_columns - 1) / most_columns;
   int group = 0;
   for (; group + tile_groups <= p.num_groups; group += tile_groups)
     for (int turn = 0; turn < turns; turn++) {
@@ -350,10 +350,10 @@ template <class T>
 void tile_product_of(const Product& p) {
   if constexpr (T::in_blocks) {
     if (p.num_columns < min_block_columns) return product_of<T>(p);
-    tile_groups_of<T, BlockTileProduct>(p);
+    tile_groups_of<T, BlockTileProduct>(p, most_block_columns(p.in_size));
   } else {
     if (!suits_tiles<T>(p)) return product_of<T>(p);
-    tile_groups_of<T, TileProduct>(p);
+    tile_groups_of<T, TileProduct>(p, max_tile_columns);
   }
 }
 

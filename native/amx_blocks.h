@@ -7,6 +7,12 @@
 
 constexpr int tiles_a_block = block_group / 64;  // 64 k each
 
+// More columns at once make the planes less often, while their activations fit the second cache.
+constexpr int max_block_columns = 256;
+inline int most_block_columns(int64_t in_size) {
+  return in_size <= 2048 ? max_block_columns : max_tile_columns;
+}
+
 enum BlockTileNumber : int {  // sums: low and high of the one row group, then of the other
   tile_of_block_activations = 2 * tile_groups,
   tile_of_plane
@@ -264,5 +270,5 @@ class BlockTileProduct {
   BlockPlanes planes_;     // whose last products are under way when it is filled anew
   BlockScales scales_[3];  // with few columns: of the floats, of the products, being filled
   BlockSums products_[2];
-  alignas(64) float sums_[max_tile_columns * tile_groups * row_group];
+  alignas(64) float sums_[max_block_columns * tile_groups * row_group];
 };

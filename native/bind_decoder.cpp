@@ -253,10 +253,11 @@ void bind_decoder(nb::module_& m) {
           "embedding"_a, "output_norm"_a, "head"_a)
       .def(
           "allocate_cache",
-          [](Runner& self, int64_t num_blocks, bool is_int8, int64_t touched_ahead) {
-            self.decoder.allocate_cache(num_blocks, is_int8, touched_ahead);
+          [](Runner& self, int64_t num_blocks, bool is_int8, int64_t touched_ahead,
+             bool gives_way) {
+            self.decoder.allocate_cache(num_blocks, is_int8, touched_ahead, gives_way);
           },
-          "num_blocks"_a, "is_int8"_a, "touched_ahead"_a)
+          "num_blocks"_a, "is_int8"_a, "touched_ahead"_a, "gives_way"_a = true)
       .def(
           "set_rope",
           [](Runner& self, Array<const float> cosines, Array<const float> sines,
@@ -271,6 +272,10 @@ void bind_decoder(nb::module_& m) {
       .def_prop_ro("unit", [](const Runner& self) { return self.decoder.kernels().name; })
       .def_prop_ro("num_threads", [](Runner& self) { return self.decoder.pool().size(); })
       .def_prop_ro("weight_bytes", [](const Runner& self) { return self.decoder.weight_bytes(); })
+      .def_prop_ro("cache_address",
+                   [](const Runner& self) {
+                     return reinterpret_cast<uintptr_t>(self.decoder.cache_block(0, 0));
+                   })
       .def_prop_ro("cache_bytes", [](const Runner& self) { return self.decoder.cache_bytes(); })
       .def(
           "stop_touching", [](Runner& self) { self.decoder.stop_touching(); },

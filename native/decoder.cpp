@@ -16,7 +16,7 @@ namespace {
 constexpr int groups_a_task = 2;  // row groups of a matrix; with them a gate fills one group
 static_assert(groups_a_task * row_group == group_size, "or groups would be filled in parts");
 constexpr int task_rows = groups_a_task * row_group;
-constexpr int columns_a_turn = 128;  // whose results wait in a thread's scratch
+constexpr int columns_a_turn = 256;  // whose results wait in a thread's scratch
 constexpr int64_t scratch_size = int64_t{columns_a_turn} * (task_rows + block_group + row_group);
 
 enum Forms {
@@ -112,7 +112,8 @@ void Decoder::set_ends(int embedding, int output_norm, int head) {
   head_ = head;
 }
 
-void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t touched_ahead) {
+void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t touched_ahead,
+                             bool gives_way) {
   const int64_t heads = shape_.num_kv_heads, elements = heads * shape_.head_dim * block_size;
   num_blocks_ = num_blocks;
   is_int8_ = is_int8;
@@ -124,7 +125,8 @@ void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t touched_a
   cache_scales_ = Buffer(bytes_of(scales, sizeof(float)));
   if (touched_ahead > 0)
     touching_ = TouchAhead(cache_.data(), bytes_of(num_blocks, static_cast<size_t>(block_bytes_)),
-                           static_cast<int>(shape_.num_layers), static_cast<size_t>(touched_ahead));
+                           static_cast<int>(shape_.num_layers), static_cast<size_t>(touched_ahead),
+                           gives_way);
 }
 
 void Decoder::set_rope(const float* cosines, const float* sines, int64_t num_positions) {

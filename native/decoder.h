@@ -99,8 +99,9 @@ class Decoder {
   int add_vector(const float* values, int64_t size);
   void add_stage(Stage stage);
   void set_ends(int embedding, int output_norm, int head);
-  // touched_ahead: bytes of it that the system gives before they are used.
-  void allocate_cache(int64_t num_blocks, bool is_int8, int64_t touched_ahead);
+  // touched_ahead: bytes of it that the system gives before they are used; gives_way: to
+  // whatever else there is to do.
+  void allocate_cache(int64_t num_blocks, bool is_int8, int64_t touched_ahead, bool gives_way);
   void set_rope(const float* cosines, const float* sines, int64_t num_positions);
 
   // ---- each step

@@ -131,7 +131,7 @@ def test_a_gate_gives_the_same_bits_whether_or_not_it_writes_for_the_next_produc
     """With few threads a task of it is a whole block of the next product's activations."""
     monkeypatch.setitem(SHAPES, "wide", replace(SHAPES["tiny"], ffn_size=9 * 256))
     name = Path(f"dummy:wide:{mix}")
-    tokens, table = list(range(5, 138)), tuple(range(9))  # more than a gate takes at once
+    tokens, table = list(range(257)), tuple(range(17))  # more than a gate takes at once
     found, forms = [], []
     for num_threads in (1, 2, 3):
         with load_model(name) as model:
@@ -140,7 +140,7 @@ def test_a_gate_gives_the_same_bits_whether_or_not_it_writes_for_the_next_produc
             )
             down = compiler._matrices(["blk.0.ffn_down"])[0]
             forms.append(compiler._quantised(down))
-        with opened(name, threads=num_threads, unit=unit) as executor:
+        with opened(name, 17, num_threads, unit=unit) as executor:
             found.append(logits(executor, row(tokens, table)).tobytes())
     assert forms == ["blocks", "blocks", "floats"]
     assert found[0] == found[1] == found[2]
