@@ -3,8 +3,9 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,8 @@ class Behaviour:
     first_delay_s: float = 0.0
     gap_s: float = 0.0
     long_prompt_delay_s: float = 0.0  # more before the first token of prompts over 200 words
-    max_running: int | None = None  # others wait their turn
+    max_running: int | None = None  # others wait: first come, first served
+    together: int | None = None  # none of so many is answered before all of them have come
     api_key: str | None = None
     has_usage: bool = True
     has_models: bool = True
@@ -30,14 +32,19 @@ class Behaviour:
     says_error: set[int] = field(default_factory=set)  # an error event after one piece
     speaks_nonsense: bool = False  # 200, but HTML
     bodies: list[dict[str, Any]] = field(default_factory=list)  # as they came
-    running: int = 0
-    most_running: int = 0
+    present: Counter[str] = field(default_factory=Counter)  # requests that wait or run, by key
+    most_present: int = 0
+    # By key: how many of other keys each of its requests found present.
+    met: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
 
 class OpenAILikeServer:
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
         self.port = 0
+        limit = behaviour.max_running
+        self._places = nullcontext() if limit is None else asyncio.Semaphore(limit)
+        self._meeting: asyncio.Barrier | None = None
 
     @property
     def url(self) -> str:
@@ -72,12 +79,13 @@ class OpenAILikeServer:
         elif path == "/v1/models" and behaviour.has_models:
             _write_json(writer, 200, {"object": "list", "data": [{"id": behaviour.model}]})
         elif path in ("/v1/completions", "/v1/chat/completions"):
-            await self.complete(path.endswith("chat/completions"), json.loads(content), writer)
+            key = headers.get("authorization", "").removeprefix("Bearer ")
+            await self.complete(path.endswith("chat/completions"), key, json.loads(content), writer)
         else:
             _write_json(writer, 404, {"error": {"message": "no such path"}})
 
     async def complete(
-        self, is_chat: bool, body: dict[str, Any], writer: asyncio.StreamWriter
+        self, is_chat: bool, key: str, body: dict[str, Any], writer: asyncio.StreamWriter
     ) -> None:
         behaviour = self.behaviour
         number = len(behaviour.bodies)
@@ -87,14 +95,30 @@ class OpenAILikeServer:
         if number in behaviour.statuses:
             _write_json(writer, behaviour.statuses[number], {"error": {"message": "not now"}})
             return
-        while behaviour.max_running is not None and behaviour.running >= behaviour.max_running:
-            await asyncio.sleep(0.001)
-        behaviour.running += 1
-        behaviour.most_running = max(behaviour.most_running, behaviour.running)
-        try:
+        async with self.turn(key):
             await self.stream(number, is_chat, body, writer)
+
+    @asynccontextmanager
+    async def turn(self, key: str) -> AsyncIterator[None]:
+        """A request's place among the others: it comes, meets them, waits, and goes."""
+        behaviour = self.behaviour
+        behaviour.met[key].append(behaviour.present.total() - behaviour.present[key])
+        behaviour.present[key] += 1
+        behaviour.most_present = max(behaviour.most_present, behaviour.present.total())
+        try:
+            await self.meet()
+            async with self._places:
+                yield
         finally:
-            behaviour.running -= 1
+            behaviour.present[key] -= 1
+
+    async def meet(self) -> None:
+        """Wait for those that are to come together."""
+        if self.behaviour.together is None:
+            return
+        if self._meeting is None:
+            self._meeting = asyncio.Barrier(self.behaviour.together)
+        await self._meeting.wait()
 
     async def stream(
         self, number: int, is_chat: bool, body: dict[str, Any], writer: asyncio.StreamWriter

@@ -98,10 +98,10 @@ def test_prompts_within_a_spread_are_of_every_length_in_it_and_of_no_other() -> 
 
 
 def test_a_closed_loop_keeps_so_many_requests_running_and_sends_each_once() -> None:
-    with serving(Behaviour(first_delay_s=0.1, gap_s=0.005)) as server:
+    with serving(Behaviour(first_delay_s=0.1, gap_s=0.005, together=3)) as server:
         asks = draw_asks(Random(1), fixed(5, 3), Bounds(), 12)
         load = asyncio.run(closed_loop(target_of(server), iter(asks), 3))
-        assert server.behaviour.most_running == 3
+        assert server.behaviour.most_present == 3
     assert sorted(body["prompt"] for body in server.behaviour.bodies) == sorted(
         ask.prompt for ask in asks
     )
@@ -110,7 +110,7 @@ def test_a_closed_loop_keeps_so_many_requests_running_and_sends_each_once() -> N
 
 
 def test_an_open_loop_counts_from_when_a_request_was_due_and_waits_for_none() -> None:
-    with serving(Behaviour(max_running=1, first_delay_s=0.5)) as server:
+    with serving(Behaviour(max_running=1, first_delay_s=0.5, together=4)) as server:
         asks = [Ask("one", 1, due_s=0.001 * place) for place in range(4)]
         load = asyncio.run(open_loop(target_of(server), asks))
     waits = sorted(outcome.first_token_s or 0.0 for outcome in load.outcomes)

@@ -69,16 +69,25 @@ def test_a_convoy_shows_what_long_prompts_do_to_short_requests() -> None:
 def test_a_neighbour_is_shown_to_hold_up_whom_a_server_treats_unfairly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """First come, first served, two at a time of 0.02 s each: 12 that wait take 0.12 s more."""
+    """First come, first served, two at a time of 0.05 s each: 8 that wait take 0.2 s more."""
     monkeypatch.setattr("quire.bench.load_scenarios.LEAD_S", 0.2)
-    with serving(Behaviour(max_running=2, first_delay_s=0.02)) as server:
-        chosen = settings(rate=10.0, duration_s=1.0, num_clients=2, num_flooding=14)
+    with serving(Behaviour(max_running=2, first_delay_s=0.05)) as server:
+        chosen = settings(
+            rate=10.0, duration_s=1.0, num_clients=2, num_flooding=14, neighbour_key="other"
+        )
         found = run("neighbour", server, chosen)
     results = found.results
     names = ("alone", "beside_full", "beside_flood")
     assert len({results[name]["requests"] for name in names}) == 1  # the same each time
     p95 = {name: results[name]["time_to_first_token_s"]["p95"] for name in names}
-    assert results["beside_flood"]["time_to_first_token_s"]["p50"] >= 0.1
+    met = server.behaviour.met[""]
+    count = results["alone"]["requests"]
+    most_met = [max(met[start : start + count]) for start in range(0, len(met), count)]
+    alone, beside_full, beside_flood = most_met
+    assert alone == 0
+    assert 1 <= beside_full <= 2
+    assert 10 <= beside_flood <= 14 + 2  # of the two before, the server may have some left
+    assert results["beside_flood"]["time_to_first_token_s"]["max"] >= 0.2 + 0.05
     assert results["flood_over_full"] == p95["beside_flood"] / p95["beside_full"]
     assert results["flood_over_alone"] == p95["beside_flood"] / p95["alone"]
     assert results["neighbour_when_flooding"]["completed"] > 0
@@ -122,7 +131,7 @@ def test_a_soak_lasts_its_duration_and_watches_the_process() -> None:
     windows = found.results["soak"]["windows"]
     assert len(windows) == 10
     counted = sum(window["completion_tokens_per_second"] * 0.12 for window in windows)
-    assert counted == pytest.approx(found.results["completion_tokens"], abs=6)
+    assert counted == pytest.approx(found.results["completion_tokens"], abs=7)
     assert found.results["seconds"] >= 1.2
     assert all(size > 1 << 20 for size in found.samples["memory_bytes"])
 

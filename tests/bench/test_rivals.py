@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,8 +159,9 @@ def test_a_worker_that_breaks_is_a_failed_rival(
 def test_a_worker_that_hangs_is_ended(
     model: Path, worker_script: Callable[[str], WorkerSettings]
 ) -> None:
-    settings = WorkerSettings(python=worker_script("time.sleep(3600)").python, timeout_s=2.0)
+    settings = replace(worker_script("time.sleep(3600)"), timeout_s=60.0)
     rival = PackageRival("llama.cpp", model, settings)
+    rival._settings = replace(settings, timeout_s=2.0)  # from when its interpreter has started
     try:
         with pytest.raises(RivalFailedError, match=r"did not answer within 2 s \(--timeout\)"):
             rival.measure([[1, 2]], 2)
@@ -179,12 +181,13 @@ def target(url: str) -> Target:
 
 
 def test_a_server_gets_all_requests_of_a_batch_at_once() -> None:
-    behaviour = Behaviour(first_delay_s=0.05)
+    behaviour = Behaviour()
     with serving(behaviour) as server:
         rival = ServerRival(server.url, target(server.url))
         behaviour.bodies.clear()
+        behaviour.together = 4
         timing = rival.measure([[0] * 7] * 4, 3)
-    assert behaviour.most_running == 4
+    assert behaviour.most_present == 4
     assert [len(body["prompt"].split()) for body in behaviour.bodies] == [7] * 4
     assert all(body["ignore_eos"] and body["max_tokens"] == 3 for body in behaviour.bodies)
     assert timing.num_new_tokens == 12

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,12 +105,32 @@ class RunningServer:
 
     def wait_until_idle(self) -> None:
         """Until the engine has nothing left, with its books in order and every block free."""
-        self.wait_until(lambda: not self.engine.has_work)
+        self.wait_until(lambda: self._on_engines_thread(self._is_idle))
+
+    def _on_engines_thread(self, look: Callable[[], bool]) -> bool:
+        """What the engine's own thread sees between two steps."""
+        llm = self.service.loaded
+        assert llm is not None
+        seen: Future[bool] = Future()
+        llm._engine.post(lambda: _fulfil(seen, look))
+        return seen.result(PATIENCE_S)
+
+    def _is_idle(self) -> bool:
+        if self.engine.has_work:
+            return False
         self.engine.check_integrity()
         assert self.engine.snapshot().kv_usage == 0
+        return True
 
 
 QUESTION = [{"role": "user", "content": "Hello there"}]
+
+
+def _fulfil(seen: "Future[bool]", look: Callable[[], bool]) -> None:
+    try:
+        seen.set_result(look())
+    except Exception as error:
+        seen.set_exception(error)
 
 
 def wait_until(is_reached: Callable[[], bool]) -> None:

@@ -116,7 +116,7 @@ def test_a_long_life_leaks_nothing(text_model: Path) -> None:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda seed: soak(server, seed, until), range(16)))
         server.wait_until_idle()
-        assert server.service.num_streams == 0
+        server.wait_until(lambda: server.service.num_streams == 0)
         ended = server.engine.stats.requests_ended
         assert {"finished", "cancelled", "expired", "failed"} <= set(ended)
         assert server.get("/ready").status == 200

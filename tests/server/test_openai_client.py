@@ -268,7 +268,7 @@ def test_leaving_a_stream_ends_its_request(slow: RunningServer) -> None:
 def test_a_client_that_gives_up_waiting_ends_its_request(slow: RunningServer) -> None:
     """It waits long enough for the engine to have its request, and not for the answer."""
     with slow.client() as impatient, pytest.raises(openai.APITimeoutError):
-        chat(impatient.with_options(timeout=2.0), max_tokens=450, extra_body={"ignore_eos": True})
+        chat(impatient.with_options(timeout=10.0), max_tokens=450, extra_body={"ignore_eos": True})
     slow.wait_until_idle()
     assert slow.engine.stats.requests_ended == {"cancelled": 1}
 

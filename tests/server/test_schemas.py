@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from tests.server.servers import PacedExecutor, RunningServer, fake_server
+from tests.server.servers import PATIENCE_S, PacedExecutor, RunningServer, fake_server
 
 from quire.server.app import create_app
 from quire.server.schemas import (
@@ -142,7 +142,7 @@ def test_nothing_is_fetched_for_a_message(fake: RunningServer, part: dict[str, A
 
 @pytest.fixture(scope="module")
 def fuzzed(text_model: Path) -> Iterator[RunningServer]:
-    with fake_server(text_model, PacedExecutor(num_blocks=1024), body_timeout_s=5.0) as server:
+    with fake_server(text_model, PacedExecutor(num_blocks=1024), body_timeout_s=60.0) as server:
         yield server
 
 
@@ -167,7 +167,7 @@ CHECKS = [
 def hold(case: Any, fuzzed: RunningServer, tiny: RunningServer) -> None:
     """Answered as described; embeddings by a real model, since the hash model has no states."""
     server = tiny if case.path == "/v1/embeddings" else fuzzed
-    case.call_and_validate(base_url=server.url, checks=CHECKS)
+    case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=PATIENCE_S)
 
 
 @schema.parametrize()

@@ -20,7 +20,9 @@ from tests.server.test_streams import events
 
 from quire.cli import main
 
-SMALL = ("--device", "reference", "--kv-memory", "4MiB")  # slow enough to be interrupted
+SMALL = ("--device", "reference", "--kv-memory", "4MiB")
+SLOWLY = (sys.executable, "-m", "tests.server.paced_program")
+LONG = 480  # tokens: over a minute and a half, unless told to hurry
 
 
 def ask(server: ServeProcess, method: str, path: str, body: object = None) -> tuple[int, bytes]:
@@ -85,21 +87,23 @@ def test_it_says_where_it_is_and_how_to_try_it(text_model: Path) -> None:
 
 
 def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(text_model: Path) -> None:
-    with serving(text_model, *SMALL) as server:
-        answers = start_streams(server, 4, 300)
+    with serving(text_model, "--drain-timeout", "3600", command=SLOWLY) as server:
+        answers = start_streams(server, 4, LONG)
         server.signal(signal.SIGTERM)
         wait_until(lambda: ask(server, "GET", "/ready")[0] == 503)
         status, body = ask(server, "POST", "/v1/completions", {"prompt": "late"})
         assert status == 503
         assert json.loads(body)["error"]["code"] == "drain"
         assert ask(server, "GET", "/health")[0] == 200
+        assert not any(answer.done() for answer in answers)
+        server.signal(signal.SIGUSR1)
         assert last_events(answers) == ["data: [DONE]"] * 4
         assert server.wait() == 0
 
 
 def test_after_the_drain_timeout_each_gets_an_error(text_model: Path) -> None:
-    with serving(text_model, *SMALL, "--drain-timeout", "0.2") as server:
-        answers = start_streams(server, 4, 480)
+    with serving(text_model, "--drain-timeout", "0.2", command=SLOWLY) as server:
+        answers = start_streams(server, 4, LONG)
         server.signal(signal.SIGTERM)
         for event in last_events(answers):
             error = json.loads(event.removeprefix("data: "))["error"]
@@ -108,8 +112,8 @@ def test_after_the_drain_timeout_each_gets_an_error(text_model: Path) -> None:
 
 
 def test_a_second_signal_does_not_wait(text_model: Path) -> None:
-    with serving(text_model, *SMALL, "--drain-timeout", "3600") as server:
-        answers = start_streams(server, 2, 480)
+    with serving(text_model, "--drain-timeout", "3600", command=SLOWLY) as server:
+        answers = start_streams(server, 2, LONG)
         server.signal(signal.SIGTERM)
         wait_until(lambda: ask(server, "GET", "/ready")[0] == 503)
         server.signal(signal.SIGTERM)
