@@ -189,6 +189,7 @@ class Decoder {
   // Rows [first_group, +groups) of a matrix times rows [first, +count) into out [count][stride].
   void multiply(const Matrix& matrix, const Activations& from, int first_group, int num_groups,
                 int first, int count, float* out, int64_t out_stride) const;
+  static int64_t scratch_size();  // floats a thread
   void make_room(int num_rows);
   int forms_of(const std::vector<int>& matrices) const;
   float* place(Place which) const;

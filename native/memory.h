@@ -6,6 +6,8 @@
 
 namespace quire {
 
+inline size_t bytes_of(int64_t count, size_t size) { return static_cast<size_t>(count) * size; }
+
 class Buffer {
  public:
   Buffer() = default;
