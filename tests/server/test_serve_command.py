@@ -130,6 +130,18 @@ def test_a_hung_executor_ends_the_process_with_a_failure(text_model: Path) -> No
         assert server.wait() == 1
 
 
+def test_sighup_reads_files_again_and_one_that_is_broken_stops_nothing(text_model: Path) -> None:
+    command = [sys.executable, "-m", "tests.server.reload_program"]
+    with serving(text_model, command=command) as server:
+        assert server.process.stdout is not None
+        for _ in range(2):
+            server.signal(signal.SIGHUP)
+            assert server.process.stdout.readline() == "read again\n"
+        assert ask(server, "GET", "/health")[0] == 200
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
 def test_it_reads_what_tune_wrote_and_options_go_first(text_model: Path, tmp_path: Path) -> None:
     config = tmp_path / "quire.toml"
     config.write_text(

@@ -4,13 +4,13 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 
 import uvicorn
 
-from quire.core.errors import ConfigError, ExecutorError
+from quire.core.errors import ConfigError, ExecutorError, QuireError
 from quire.server.app import create_app
 from quire.server.logs import log
 from quire.server.protocol import guarded
@@ -20,6 +20,7 @@ from quire.server.settings import ServerSettings
 _LAST_WORDS_S = 5  # for errors to reach their clients once everything has ended
 
 OnReady = Callable[[str], None]
+Reload = Callable[[], None]  # reads a file again; raises a QuireError where it cannot be used
 
 
 class _Server(uvicorn.Server):
@@ -30,14 +31,17 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(settings: ServerSettings, load: Load, on_ready: OnReady) -> None:
+def serve(
+    settings: ServerSettings, load: Load, on_ready: OnReady, on_hangup: Sequence[Reload] = ()
+) -> None:
     """Serve until a signal ends it; raises what ended it otherwise.
 
-    SIGTERM and SIGINT drain; a second one ends what is left at once.
+    SIGTERM and SIGINT drain; a second one ends what is left at once. SIGHUP calls each of
+    `on_hangup` on the event loop; without any it ends the process, as the system has it.
     """
     listener = _listener(settings)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(settings, load, listener, on_ready))
+        runner.run(_serve(settings, load, listener, on_ready, on_hangup))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -49,7 +53,11 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(
-    settings: ServerSettings, load: Load, listener: socket.socket, on_ready: OnReady
+    settings: ServerSettings,
+    load: Load,
+    listener: socket.socket,
+    on_ready: OnReady,
+    on_hangup: Sequence[Reload],
 ) -> None:
     service = Service(settings, load)
     server = make_server(service)
@@ -62,6 +70,8 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain, number.name)
+    if on_hangup:
+        loop.add_signal_handler(signal.SIGHUP, _reload_all, on_hangup)
     running = loop.create_task(server.serve(sockets=[listener]))
     ending = loop.create_task(_end(service, server))
     while not server.started and not running.done():
@@ -80,6 +90,18 @@ async def _serve(
         raise service.failure
     if service.state is State.STUCK:
         raise ExecutorError("the executor did not answer; the process ends for its supervisor")
+
+
+def _reload_all(reloads: Sequence[Reload]) -> None:
+    """One that fails leaves what was there in use, and the others are still called."""
+    log("signal", signal="SIGHUP")
+    for reload in reloads:
+        try:
+            reload()
+        except QuireError as error:
+            log("reload_failed", logging.ERROR, error=str(error))
+        except Exception as error:
+            log("reload_failed", logging.ERROR, error=f"{type(error).__name__}: {error}")
 
 
 async def _end(service: Service, server: uvicorn.Server) -> None:
