@@ -113,6 +113,8 @@ def create_app(service: Service) -> Gate:
 
 def _on_done(tracing: Tracing | None, rejected: Counter[str]) -> Callable[[Call], None]:
     def done(call: Call) -> None:
+        if call.admission is not None:
+            call.admission.settle(call.outputs)
         if call.status is not None and call.status >= 400:
             rejected[str(call.status)] += 1
         quiet = call.method == "GET" and (call.status or 0) < 400

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from quire.core.request import RequestOutput
 from quire.server.keys import ApiKey
+from quire.server.metering import Admission
 
 SCOPE_KEY = "quire.call"  # where a call lies in its ASGI scope
 CLIENT_GONE = "client_gone"  # the error of a call whose client did not wait
@@ -30,6 +31,7 @@ class Call:
     status: int | None = None
     error: str | None = None
     is_streaming: bool = False
+    admission: Admission | None = None
     outputs: list[RequestOutput] = field(default_factory=list)
 
     @property

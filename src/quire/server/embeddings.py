@@ -24,10 +24,9 @@ async def embed(service: Service, body: EmbeddingRequest, request: Request) -> R
     call, llm = begin(service, body, request)
     with_errors = Errors(service, body)
     prompts = [(await with_errors.of(llm.read(text)), _NO_TOKENS) for text in body.prompts]
-    submitting = submit_all(llm, call, body, prompts, stream=False, pooling=True)
+    submitting = submit_all(service, llm, call, body, prompts, stream=False, pooling=True)
     streams = await with_errors.of(submitting)
-    outputs = await outputs_of(request, streams)
-    call.outputs += outputs
+    outputs = await outputs_of(request, call, streams)
     items = []
     for index, output in enumerate(outputs):
         if output.error is not None:

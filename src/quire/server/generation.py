@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import ApiError, as_api_error
 from quire.server.frames import ChatFrames, Frames, TextFrames
 from quire.server.gate import ClientGoneError
+from quire.server.metering import demand_of
 from quire.server.replies import (
     ChatChoice,
     ChatCompletion,
@@ -52,8 +53,9 @@ class Asked:
     answer_id: str
     created: int
 
-    async def submit(self, *, stream: bool) -> list[Stream]:
-        return await submit_all(self.llm, self.call, self.body, self.prompts, stream=stream)
+    async def submit(self, service: Service, *, stream: bool) -> list[Stream]:
+        call, body = self.call, self.body
+        return await submit_all(service, self.llm, call, body, self.prompts, stream=stream)
 
 
 async def complete_chat(service: Service, body: ChatRequest, request: Request) -> Response:
@@ -73,7 +75,7 @@ async def complete_chat(service: Service, body: ChatRequest, request: Request) -
     asked = Asked(body, [(prompt, params)], call, llm, answer_id, int(time.time()))
     if body.stream:
         return await _stream(service, asked, with_errors, ChatFrames)
-    outputs = await _run(asked, with_errors, request)
+    outputs = await _run(service, asked, with_errors, request)
     return json_reply(_chat_completion(service, asked, outputs))
 
 
@@ -91,7 +93,7 @@ async def complete_text(service: Service, body: CompletionRequest, request: Requ
     asked = Asked(body, prompts, call, llm, f"cmpl-{call.id}", int(time.time()))
     if body.stream:
         return await _stream(service, asked, with_errors, TextFrames)
-    outputs = await _run(asked, with_errors, request)
+    outputs = await _run(service, asked, with_errors, request)
     return json_reply(_text_completion(service, asked, outputs))
 
 
@@ -151,36 +153,49 @@ def _check_streaming(body: Generation) -> None:
 
 
 async def submit_all(
+    service: Service,
     llm: AsyncLLM,
     call: Call,
     body: Addressed,
-    prompts: Iterable[tuple[Prepared, SamplingParams]],
-    **options: Any,
+    prompts: Sequence[tuple[Prepared, SamplingParams]],
+    *,
+    stream: bool,
+    pooling: bool = False,
 ) -> list[Stream]:
-    """Queue every prompt, all in one turn of the loop; all or none."""
+    """Queue every prompt that the key's quota admits, all in one turn of the loop; all or none."""
+    call.admission = service.meter.admit(call.key, demand_of(prompts, pooling=pooling))
+    options: dict[str, Any] = {"stream": stream, "pooling": pooling}
     options |= {"key": call.key_name, "priority": body.priority or 0, "timeout_s": body.timeout}
     given = await asyncio.gather(
         *(llm.submit(prompt.tokens, params, **options) for prompt, params in prompts),
         return_exceptions=True,
     )
-    streams = [stream for stream in given if isinstance(stream, Stream)]
+    streams = [accepted for accepted in given if isinstance(accepted, Stream)]
     for failure in given:
         if isinstance(failure, BaseException):
-            for stream in streams:
-                stream.cancel()
+            for accepted in streams:
+                accepted.cancel()
             raise failure
     return streams
 
 
-async def outputs_of(request: Request, streams: Sequence[Stream]) -> list[RequestOutput]:
+async def outputs_of(
+    request: Request, call: Call, streams: Sequence[Stream]
+) -> list[RequestOutput]:
     """Wait for the requests' ends while their client does; else end them."""
     working = asyncio.create_task(_all_ends(streams))
     leaving = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGoneError
+        is_gone = not working.done()
+        if is_gone:
+            for stream in streams:
+                stream.cancel()
+        outputs = await working  # also of those that nobody waits for: they are paid for
+        call.outputs += outputs
+        if is_gone:
+            raise ClientGoneError
+        return outputs
     finally:
         leaving.cancel()
         working.cancel()
@@ -201,11 +216,12 @@ async def _disconnected(request: Request) -> None:
 # ---- answers
 
 
-async def _run(asked: Asked, with_errors: Errors, request: Request) -> list[RequestOutput]:
+async def _run(
+    service: Service, asked: Asked, with_errors: Errors, request: Request
+) -> list[RequestOutput]:
     """Every prompt to its end; the first error is the answer's."""
-    streams = await with_errors.of(asked.submit(stream=False))
-    outputs = await outputs_of(request, streams)
-    asked.call.outputs += outputs
+    streams = await with_errors.of(asked.submit(service, stream=False))
+    outputs = await outputs_of(request, asked.call, streams)
     for output in outputs:
         if output.error is not None:
             raise with_errors.as_api_error(output.error)
@@ -215,7 +231,7 @@ async def _run(asked: Asked, with_errors: Errors, request: Request) -> list[Requ
 async def _stream(
     service: Service, asked: Asked, with_errors: Errors, kind: type[Frames]
 ) -> Response:
-    streams = await with_errors.of(asked.submit(stream=True))
+    streams = await with_errors.of(asked.submit(service, stream=True))
     options = asked.body.stream_options
     frames = kind(
         asked.answer_id,

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.llm import AsyncLLM
 from quire.server.errors import ApiError
+from quire.server.metering import Meter, Unmetered
 from quire.server.settings import ServerSettings
 
 OnStuck = Callable[[], None]
@@ -37,6 +38,7 @@ class Service:
         self.loaded_at = time.time()
         self.has_ended = asyncio.Event()  # drained, stuck or failed: nothing more will come
         self.num_streams = 0  # being written right now
+        self.meter: Meter = Unmetered()
         self._load = load
         self._llm: AsyncLLM | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
