@@ -188,6 +188,13 @@ def running(settings: ServerSettings, load: Load, executor: Any = None) -> Itera
         assert not thread.is_alive(), "the server does not end"
 
 
+def free_port() -> int:
+    """One that was free just now, for servers that cannot say which they took."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def settings_of(**options: Any) -> ServerSettings:
     return ServerSettings(**{"model_names": (NAME,), "drain_timeout_s": 5.0, **options})
 

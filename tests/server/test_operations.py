@@ -251,8 +251,9 @@ def test_each_request_is_a_line_with_its_id(
 
 def test_logs_for_people_are_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
-    set_up_logs("text", "info", stream)
+    writer = set_up_logs("text", "info", stream)
     logging.getLogger("quire.server").info("request", extra={"fields": {"user": "a\nb", "n": 1}})
+    assert writer.flush(PATIENCE_S)
     assert stream.getvalue().count("\n") == 1
     assert stream.getvalue().endswith(r'info request user="a\nb" n=1' + "\n")
 

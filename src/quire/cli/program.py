@@ -35,11 +35,10 @@ index. `quire COMMAND --help` says more. Every command that prints results knows
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code: 0, 1 for an error, 2 for a wrong call, 130 for Ctrl-C."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal may lack a character: print the rest
-    if sys.stdout is None:  # closed by the caller, who wants nothing printed
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -49,6 +48,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(f"cannot write the output: {error.strerror}")
         return _leave_quietly(FAILURE)
     return code
+
+
+def _open_closed_streams() -> None:
+    """A caller that closed a stream wants nothing printed. Its descriptor must not go to the next
+    file or connection that is opened: whatever native code prints would be written there."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free: this one
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -160,11 +160,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"the server's packages are not installed ({error.name}): pip install 'quire[server]'"
         ) from error
-    from quire.server.logs import set_up_logs
+    from quire.server.logs import LogFormat, set_up_logs, take_over_standard_streams
 
     settings = _settings(args)
     options = _options(args, settings)
-    set_up_logs(args.log_format or ("text" if sys.stderr.isatty() else "json"), args.log_level)
+    form: LogFormat = args.log_format or ("text" if sys.stderr.isatty() else "json")
+    take_over_standard_streams(set_up_logs(form, args.log_level))
 
     def load(on_stuck: Any) -> "AsyncLLM":
         from quire.llm import AsyncLLM

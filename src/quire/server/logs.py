@@ -1,13 +1,169 @@
-"""Logs: one line a call and one an event, as JSON or for a person to read."""
+"""Logs: one line a call and one an event, as JSON or for a person to read, never waited for.
 
+Lines go through bounded queues to threads that write them: a reader that stalls, a full disk or a
+closed terminal cost lines, which are counted, and never the server's time.
+"""
+
+import atexit
+import io
 import json
 import logging
+import os
+import select
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, TextIO
 
 LogFormat = Literal["json", "text"]
 LOGGER = logging.getLogger("quire.server")
+MAX_QUEUED_BYTES = 4 << 20
+MAX_EXIT_S = 1.0  # what each destination gets at exit for the lines that are left
+_BATCH_BYTES = 64 << 10  # lines that are written together
+
+
+class LineWriter:
+    """A bounded queue of lines and the thread that writes them; counts those it had to drop.
+
+    `announce` words a line that tells of drops; it is written before the first line that passes
+    after them. A descriptor is written to directly: a thread that hangs in the system holds none
+    of Python's locks, so the process can still end.
+    """
+
+    def __init__(
+        self, write: Callable[[bytes], int], announce: Callable[[int], bytes] | None = None
+    ) -> None:
+        self.num_dropped = 0
+        self._write = write
+        self._announce = announce
+        self._lines: deque[bytes] = deque()
+        self._num_bytes = 0  # in the queue and in the thread's hands
+        self._num_announced = 0
+        self._is_mid_line = False  # a line was cut by an error
+        self._is_closed = False
+        self._changed = threading.Condition()  # re-entrant: a finaliser may log inside put()
+        self._thread: threading.Thread | None = None
+
+    def put(self, line: bytes) -> None:
+        """Queue whole lines; they are dropped where the queue is full."""
+        with self._changed:
+            if self._is_closed or self._num_bytes + len(line) > MAX_QUEUED_BYTES:
+                self.num_dropped += 1
+                return
+            self._lines.append(line)
+            self._num_bytes += len(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="log-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is written, no longer than told; whether it was."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_bytes, timeout_s)
+
+    def close(self, timeout_s: float = MAX_EXIT_S) -> None:
+        """Write what is left within the time, and take nothing more."""
+        self.flush(timeout_s)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while (lines := self._next()) is not None:
+            self._write_all(lines)
+            with self._changed:
+                self._num_bytes -= sum(map(len, lines))
+                self._changed.notify_all()
+
+    def _next(self) -> list[bytes] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines or self._is_closed)
+            if self._is_closed:
+                return None
+            lines = []
+            size = 0
+            while self._lines and size < _BATCH_BYTES:
+                lines.append(self._lines.popleft())
+                size += len(lines[-1])
+            return lines
+
+    def _write_all(self, lines: list[bytes]) -> None:
+        missed = self.num_dropped - self._num_announced
+        before = b"\n" if self._is_mid_line else b""
+        if missed and self._announce is not None:
+            before += self._announce(missed)
+        content = before + b"".join(lines)
+        written = 0
+        try:
+            while written < len(content):
+                written += self._write(content[written:] if written else content)
+            self._num_announced += missed
+        except (OSError, ValueError):  # no reader, no space, no file any more
+            self._count_unwritten(lines, written - len(before))
+        if written:
+            self._is_mid_line = not content[:written].endswith(b"\n")
+
+    def _count_unwritten(self, lines: list[bytes], written: int) -> None:
+        """Those of `lines` that do not lie within the bytes that were written."""
+        ends = accumulate(map(len, lines))
+        with self._changed:
+            self.num_dropped += sum(end > written for end in ends)
+
+
+class QueuedStream(io.TextIOBase):
+    """Standard output or error whose writes never wait and never fail."""
+
+    def __init__(self, writer: LineWriter, descriptor: int) -> None:
+        self._writer = writer
+        self._descriptor = descriptor
+        self._lock = threading.RLock()
+        self._unfinished = ""  # a line without its end
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._unfinished += text
+            if "\n" in text or len(self._unfinished) > _BATCH_BYTES:
+                self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            text, self._unfinished = self._unfinished, ""
+            if text:
+                self._writer.put(text.encode("utf-8", "replace"))
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        try:
+            return os.isatty(self._descriptor)
+        except OSError:
+            return False
+
+
+class LineHandler(logging.Handler):
+    def __init__(self, writer: LineWriter, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.writer = writer
+        self.setFormatter(formatter)
+
+    def createLock(self) -> None:  # noqa: N802
+        self.lock = None  # the queue has its own
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.writer.put(self.format(record).encode("utf-8", "backslashreplace") + b"\n")
+        except Exception:
+            self.writer.num_dropped += 1  # a record that cannot be worded harms nobody else
 
 
 class JsonLines(logging.Formatter):
@@ -20,13 +176,15 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line)  # escapes line breaks: nobody can forge a second line
+        return json.dumps(line, default=str)  # escapes line breaks: nobody can forge a second line
 
 
 class PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
-        told = " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items())
+        told = " ".join(
+            f"{name}={json.dumps(value, default=str)}" for name, value in fields.items()
+        )
         line = f"{_timestamp(record)} {record.levelname.lower()} {record.getMessage()} {told}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
@@ -38,15 +196,70 @@ def _timestamp(record: logging.LogRecord) -> str:
     return f"{seconds}.{int(record.msecs):03d}Z"
 
 
-def set_up_logs(form: LogFormat, level: str, stream: TextIO | None = None) -> None:
-    """Send the server's lines, and uvicorn's warnings, to one place."""
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else PlainLines())
-    for name, threshold in (("quire.server", level.upper()), ("uvicorn", "WARNING")):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.setLevel(threshold)
-        logger.propagate = False
+def set_up_logs(form: LogFormat, level: str, stream: TextIO | None = None) -> LineWriter:
+    """Send the server's lines, and every library's warnings, to one place."""
+    formatter = JsonLines() if form == "json" else PlainLines()
+
+    def announce(count: int) -> bytes:
+        fields = {"fields": {"lines": count}}
+        record = LOGGER.makeRecord(
+            LOGGER.name, logging.WARNING, "", 0, "log_lines_dropped", (), None, extra=fields
+        )
+        return formatter.format(record).encode() + b"\n"
+
+    target = stream or sys.stderr
+    descriptor = _descriptor_of(target)
+    if descriptor is None:
+        writer = LineWriter(lambda content: target.write(content.decode("utf-8")), announce)
+    else:
+        writer = LineWriter(partial(_write_to, descriptor), announce)
+    root = logging.getLogger()
+    for old in [handler for handler in root.handlers if isinstance(handler, LineHandler)]:
+        old.writer.close()
+        root.removeHandler(old)
+    root.addHandler(LineHandler(writer, formatter))
+    LOGGER.setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel("WARNING")
+    return writer
+
+
+def _descriptor_of(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _write_to(descriptor: int, content: bytes) -> int:
+    while True:
+        try:
+            return os.write(descriptor, content)
+        except BlockingIOError:  # whoever started the process made its end a non-blocking one
+            waiting = select.poll()
+            waiting.register(descriptor, select.POLLOUT)
+            waiting.poll()
+
+
+def take_over_standard_streams(log_writer: LineWriter) -> None:
+    """From here on nothing that is printed can stop the process, at its end either.
+
+    What libraries print on standard error goes through the log's queue; standard output has a
+    queue of its own, so that neither's reader holds the other up.
+    """
+    outputs = LineWriter(partial(_write_to, 1))
+    sys.stdout = QueuedStream(outputs, 1)
+    sys.stderr = QueuedStream(log_writer, 2)
+    logging.captureWarnings(True)
+    atexit.register(outputs.close)
+    atexit.register(log_writer.close)
+
+
+def num_dropped_lines() -> int:
+    """Lines of the log that nobody took."""
+    handlers = logging.getLogger().handlers
+    return sum(
+        handler.writer.num_dropped for handler in handlers if isinstance(handler, LineHandler)
+    )
 
 
 def log(event: str, level: int = logging.INFO, **fields: object) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from quire.core.request import WaitReason
 from quire.engine.stats import Histogram, Snapshot
+from quire.server.logs import num_dropped_lines
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
@@ -19,6 +20,7 @@ def exposition(
     writer.counters(
         "requests_rejected_total", "Requests refused before the engine", "code", rejected
     )
+    writer.counter("log_lines_dropped_total", "Log lines nobody took", num_dropped_lines())
     _write_histograms(writer, snapshot)
     return writer.text()
 
