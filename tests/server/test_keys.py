@@ -3,7 +3,9 @@
 import hashlib
 import os
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -13,8 +15,10 @@ from tests.server.servers import NAME, RunningServer, fake_server, settings_of
 
 from quire.core.errors import ConfigError
 from quire.server import ServerSettings, read_keys
+from quire.server.access import ROUTES, Access, Need
 from quire.server.app import create_app
-from quire.server.keys import ApiKey, KeyRing, digest_of
+from quire.server.errors import ApiError
+from quire.server.keys import ApiKey, KeyRing, KeyScope, digest_of
 from quire.server.service import Service
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
@@ -38,11 +42,22 @@ def locked(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield server
 
 
+def never(_: object) -> object:
+    raise AssertionError
+
+
+class VirtualNow:
+    """A clock that stands until it is set."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def routes() -> list[tuple[str, str]]:
     """Every route of the application, by method and path."""
-
-    def never(_: object) -> object:
-        raise AssertionError
 
     app = create_app(Service(settings_of(), never))._app  # type: ignore[arg-type]
     assert isinstance(app, FastAPI)
@@ -84,7 +99,7 @@ def test_the_openai_client_is_told_so(locked: RunningServer) -> None:
         client.models.list()
 
 
-def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(one: bytes, other: bytes) -> bool:
@@ -96,10 +111,15 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     found = ring.find("a" * 20)
     assert found is not None
     assert found.name == "a"
-    assert len(compared) == 3, "the first match does not end the search"
-    assert all(len(one) == len(other) == 32 for one, other in compared), "digests, not keys"
     assert ring.find("nobody") is None
     assert ring.find("") is None
+    assert len(compared) == 3, "also where nothing was found, and no scan of all the keys"
+    assert all(len(one) == len(other) == 32 for one, other in compared), "digests, not keys"
+
+
+def test_a_digest_that_merely_hashes_alike_opens_nothing() -> None:
+    ring = KeyRing([ApiKey("zero", bytes(32))])  # the digest that stands for none found
+    assert ring.find("nobody") is None
 
 
 def test_without_keys_any_authorization_is_ignored(fake: RunningServer) -> None:
@@ -149,6 +169,15 @@ def test_keys_come_from_the_environment_too(tmp_path: Path) -> None:
         (f'[keys.a]\nkey = "{ALICE}"\nmax_concurrent = 0', "max_concurrent must be"),
         (f'[keys.a]\nkey = "{ALICE}"\nrequests_per_minute = nan', "requests_per_minute must be"),
         (f'[keys.a]\nkey = "{ALICE}"\nlimit = 5', "has no 'limit'"),
+        (f'[keys.a]\nkey = "{ALICE}"\nscopes = []', "must be a list of inference, stats, admin"),
+        (f'[keys.a]\nkey = "{ALICE}"\nscopes = "stats"', "scopes must be a list"),
+        (f'[keys.a]\nkey = "{ALICE}"\nscopes = ["root"]', "scopes must be a list"),
+        (f'[keys.a]\nkey = "{ALICE}"\nscopes = [["stats"]]', "scopes must be a list"),
+        (f'[keys.a]\nkey = "{ALICE}"\nexpires = "2027-01-01"', "without quotes"),
+        (f'[keys.a]\nkey = "{ALICE}"\nexpires = 2027', "expires must be a date"),
+        (f'[keys.a]\nkey = "{ALICE}"\nexpires = 08:00:00', "expires must be a date"),
+        (f'[keys.a]\nkey = "{ALICE}"\ntokens_per_day = 0', "tokens_per_day must be an integer"),
+        (f'[keys.a]\nkey = "{ALICE}"\ntokens_per_minute = 1e6', "tokens_per_minute must be"),
         (f'[keys."a b"]\nkey = "{ALICE}"', "a name is up to 64 letters"),
         ("[keys.a", "is no TOML"),
     ],
@@ -178,3 +207,158 @@ def test_prefixes_are_not_shared_between_keys(locked: RunningServer) -> None:
     assert cached(ALICE) == 0
     assert cached(ALICE) > 90
     assert cached(BOB) == 0, "another key must not learn what was asked before"
+
+
+# ---- scopes and expiry
+
+
+def with_scopes(name: str, *scopes: KeyScope, **fields: Any) -> ApiKey:
+    return ApiKey(name, digest_of(secret(name)), scopes=frozenset(scopes), **fields)
+
+
+def secret(name: str) -> str:
+    return f"{name}-0123456789abcdef"
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret(name)}"}
+
+
+@pytest.fixture(scope="module")
+def scoped(text_model: Path) -> Iterator[RunningServer]:
+    """A key for each scope, named so."""
+    ring = KeyRing(with_scopes(scope.value, scope) for scope in KeyScope)
+    with fake_server(text_model, keys=ring) as server:
+        yield server
+
+
+ALLOWED = {  # of the keys above, by what a route wants
+    Need.NOTHING: {"inference", "stats", "admin"},
+    Need.ANY_KEY: {"inference", "stats", "admin"},
+    Need.INFERENCE: {"inference"},
+    Need.STATS: {"stats", "admin"},
+    Need.ADMIN: {"admin"},
+}
+
+
+@pytest.mark.parametrize(("method", "path"), routes())
+def test_a_route_is_for_keys_with_its_scope(scoped: RunningServer, method: str, path: str) -> None:
+    need = ROUTES[path.replace(f"/{NAME}", "/{name:path}")]
+    for scope in KeyScope:
+        reply = scoped.send(method, path, {} if method == "POST" else None, bearer(scope.value))
+        if scope.value in ALLOWED[need]:
+            assert reply.status in (200, 400), f"{scope} {path}"
+        else:
+            assert reply.status == 403, f"{scope} {path}"
+            assert reply.error["code"] == "insufficient_scope"
+            assert f"the scope '{need.value}'" in reply.error["message"]
+
+
+def test_the_scopes_of_the_routes_are_as_documented() -> None:
+    named = {path: need for path, need in ROUTES.items() if need not in (Need.ANY_KEY,)}
+    assert named == {
+        "/health": Need.NOTHING,
+        "/ready": Need.NOTHING,
+        "/v1/chat/completions": Need.INFERENCE,
+        "/v1/completions": Need.INFERENCE,
+        "/v1/embeddings": Need.INFERENCE,
+        "/tokenize": Need.INFERENCE,
+        "/detokenize": Need.INFERENCE,
+        "/metrics": Need.STATS,
+    }
+
+
+def test_a_route_that_names_no_scope_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer = {path: need for path, need in ROUTES.items() if path != "/detokenize"}
+    monkeypatch.setattr("quire.server.access.ROUTES", fewer)
+    with pytest.raises(AssertionError, match="/detokenize is not in the table"):
+        create_app(Service(settings_of(), never))  # type: ignore[arg-type]
+
+
+def test_a_path_written_otherwise_is_no_way_around_a_scope(scoped: RunningServer) -> None:
+    for path in ("/metrics/", "/%6detrics", "//metrics", "/metrics?x=1", "/METRICS", "/./metrics"):
+        reply = scoped.get(path, bearer("inference"))
+        assert reply.status in (307, 403, 404), path
+        assert b"quire:" not in reply.body
+
+
+def test_scopes_and_expiry_come_from_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        f"""
+[keys.plain]
+key = "{secret("plain")}"
+[keys.all]
+key = "{secret("all")}"
+scopes = ["inference", "stats", "admin"]
+expires = 2027-01-01
+tokens_per_minute = 1000
+tokens_per_day = 5_000
+[keys.zoned]
+key = "{secret("zoned")}"
+expires = 2027-01-01T02:00:00+02:00
+[keys.local]
+key = "{secret("local")}"
+expires = 2027-01-01T08:00:00
+"""
+    )
+    keys = {key.name: key for key in read_keys(path, {})}
+    assert keys["plain"].scopes == {KeyScope.INFERENCE}
+    assert keys["plain"].expires is None
+    assert keys["all"].scopes == set(KeyScope)
+    assert (keys["all"].tokens_per_minute, keys["all"].tokens_per_day) == (1000, 5000)
+    new_year = datetime(2027, 1, 1, tzinfo=UTC).timestamp()
+    assert keys["all"].expires == keys["zoned"].expires == new_year
+    assert keys["local"].expires == new_year + 8 * 3600, "UTC unless it says otherwise"
+
+
+def test_the_key_of_the_environment_reads_totals_too() -> None:
+    [key] = read_keys(None, {"QUIRE_API_KEY": ALICE})
+    assert key.scopes == {KeyScope.INFERENCE, KeyScope.STATS}
+
+
+def test_a_name_is_used_once(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[keys.default]\nkey = "{ALICE}"')
+    with pytest.raises(ConfigError, match="two keys with the name 'default'"):
+        read_keys(path, {"QUIRE_API_KEY": BOB})
+
+
+def test_a_key_expires_at_its_time() -> None:
+    clock = VirtualNow(99.9)
+    key = with_scopes("old", KeyScope.INFERENCE, expires=100.0)
+    access = Access(KeyRing([key]), clock)
+    access.check(access.key_of(f"Bearer {secret('old')}"), "/v1/completions")
+    clock.now = 100.0
+    with pytest.raises(ApiError, match="'old' has expired") as caught:
+        access.check(access.key_of(f"Bearer {secret('old')}"), "/v1/completions")
+    assert (caught.value.status, caught.value.code) == (401, "expired_api_key")
+
+
+def test_a_server_refuses_an_expired_key_on_every_route(text_model: Path) -> None:
+    ring = KeyRing([with_scopes("old", *KeyScope, expires=1.0), with_scopes("new", *KeyScope)])
+    with fake_server(text_model, keys=ring) as server:
+        for method, path in routes():
+            body: object = {} if method == "POST" else None
+            reply = server.send(method, path, body, bearer("old"))
+            assert reply.status == (200 if path in ("/health", "/ready") else 401), path
+            if reply.status == 401:
+                assert reply.error["code"] == "expired_api_key"
+                assert reply.headers["www-authenticate"] == "Bearer"
+            assert server.send(method, path, body, bearer("new")).status in (200, 400), path
+
+
+def test_ten_thousand_keys_are_not_searched_one_by_one() -> None:
+    ring = KeyRing(ApiKey(f"k{number}", digest_of(f"{number}" * 20)) for number in range(10_000))
+    compared = 0
+
+    def compare(one: bytes, other: bytes) -> bool:
+        nonlocal compared
+        compared += 1
+        return one == other
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.server.keys.hmac.compare_digest", compare)
+        found = ring.find("9999" * 20)
+    assert found is not None
+    assert (found.name, compared) == ("k9999", 1)

@@ -11,9 +11,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from quire.core.version import own_version
 from quire.engine.stats import Snapshot
+from quire.server.access import check_routes
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.docs_page import docs_page
 from quire.server.embeddings import embed
@@ -47,7 +49,10 @@ from quire.server.texts import detokenize, tokenize
 from quire.server.tracing import Tracing, open_tracing
 from quire.server.validation import refusal_of
 
-_ANYWHERE = {401: "no valid key", 403: "Host or Origin not allowed"}
+_ANYWHERE = {
+    401: "no valid key, or one that has expired",
+    403: "Host or Origin not allowed, or the key has not the scope",
+}
 _POSTED = {
     400: "a field is wrong or not supported; `param` names it",
     404: "no such model",
@@ -108,7 +113,8 @@ def create_app(service: Service) -> Gate:
     _add_texts(app, service)
     _add_models(app, service)
     _add_operations(app, service, rejected)
-    return Gate(app, settings, _on_done(tracing, rejected))
+    check_routes(route.path for route in app.routes if isinstance(route, Route))
+    return Gate(app, settings, service.access, _on_done(tracing, rejected))
 
 
 def _on_done(tracing: Tracing | None, rejected: Counter[str]) -> Callable[[Call], None]:

@@ -1,7 +1,7 @@
 """Gate: what every request passes before the application sees it.
 
-In order: its Host and Origin, its key, its kind of body, its key's limits, its body within size and
-time. It also gives each a request id and writes its line of the log.
+In order: its Host and Origin, its key and what that key is for, its kind of body, its key's limits,
+its body within size and time. It also gives each a request id and writes its line of the log.
 """
 
 import asyncio
@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
+from quire.server.access import Access, Need, needed_for
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, new_call
 from quire.server.errors import ApiError
-from quire.server.keys import ApiKey
 from quire.server.limits import KeyLimits
 from quire.server.origins import check_host, check_origin, cors_headers, is_preflight
 from quire.server.settings import ServerSettings
@@ -23,8 +23,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-OPEN_PATHS = ("/health", "/ready")  # for whoever watches over the process
-
 
 class ClientGoneError(Exception):
     """Nobody is there to answer."""
@@ -33,9 +31,16 @@ class ClientGoneError(Exception):
 class Gate:
     """ASGI middleware; `on_done` is told of every call when it has ended."""
 
-    def __init__(self, app: App, settings: ServerSettings, on_done: Callable[[Call], None]) -> None:
+    def __init__(
+        self,
+        app: App,
+        settings: ServerSettings,
+        access: Access,
+        on_done: Callable[[Call], None],
+    ) -> None:
         self._app = app
         self._settings = settings
+        self._access = access
         self._on_done = on_done
         self._limits = KeyLimits()
         self._num_buffered = 0  # bytes of bodies
@@ -76,8 +81,9 @@ class Gate:
         if is_preflight(scope["method"], headers, self._settings):
             await _send(send, 204, b"", [])
             return
-        if scope["path"] not in OPEN_PATHS:
-            call.key = self._authenticated(headers)
+        if needed_for(scope["path"]) is not Need.NOTHING:
+            call.key = self._access.key_of(_header(headers, b"authorization"))
+            self._access.check(call.key, scope["path"])
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -91,20 +97,6 @@ class Gate:
         finally:
             if key is not None:
                 self._limits.leave(key)
-
-    def _authenticated(self, headers: Headers) -> ApiKey | None:
-        if not self._settings.keys:
-            return None
-        scheme, _, presented = _header(headers, b"authorization").partition(" ")
-        key = self._settings.keys.find(presented.strip())
-        if scheme.lower() != "bearer" or key is None:
-            raise ApiError(
-                401,
-                "a valid API key is needed: send Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers=(("www-authenticate", "Bearer"),),
-            )
-        return key
 
     # ---- the body
 

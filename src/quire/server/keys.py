@@ -1,27 +1,40 @@
-"""API keys: read from a TOML file or the environment, compared in constant time.
+"""API keys: read from a TOML file or the environment, found by the digest of what is presented.
 
 [keys.alice]                     the name is for logs and metrics, and whose share is whose
 key = "a long random string"     or sha256 = "...", its digest in hex
+scopes = ["inference"]           of inference, stats and admin
+expires = 2027-01-01             a date or time in UTC; never unless named
 weight = 2.0                     of the machine, beside the others' (1.0 unless named)
-requests_per_minute = 600        both unlimited unless named
+requests_per_minute = 600        prompts; this and what follows is unlimited unless named
 max_concurrent = 16
+tokens_per_minute = 100_000      of prompts and completions
+tokens_per_day = 2_000_000       from midnight to midnight, UTC
 """
 
 import hashlib
 import hmac
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, date, datetime, time
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from quire.core.errors import ConfigError
 
 KEY_VARIABLE = "QUIRE_API_KEY"
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 16 << 20  # some 100,000 keys
 MIN_KEY_LENGTH = 16
-_FIELDS = ("key", "sha256", "weight", "requests_per_minute", "max_concurrent")
+
+
+class KeyScope(StrEnum):
+    """What a key is for; the routes that want which are in access.py."""
+
+    INFERENCE = "inference"
+    STATS = "stats"  # totals, and the figures of all keys
+    ADMIN = "admin"  # the keys themselves, and all that STATS shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +46,73 @@ class ApiKey:
     weight: float = 1.0
     requests_per_minute: float | None = None
     max_concurrent: int | None = None
+    scopes: frozenset[KeyScope] = frozenset({KeyScope.INFERENCE})
+    expires: float | None = None  # seconds since the epoch
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+
+    def may(self, scope: KeyScope) -> bool:
+        if scope is KeyScope.STATS and KeyScope.ADMIN in self.scopes:
+            return True
+        return scope in self.scopes
+
+    def has_expired(self, now: float) -> bool:
+        return self.expires is not None and now >= self.expires
+
+
+class KeyChanges:
+    """What a new ring has that the old one had not, by the keys' names."""
+
+    def __init__(self, old: "KeyRing", new: "KeyRing") -> None:
+        before = {key.name: key for key in old}
+        after = {key.name: key for key in new}
+        self.added = sorted(after.keys() - before.keys())
+        self.removed = sorted(before.keys() - after.keys())
+        both = before.keys() & after.keys()
+        self.changed = sorted(name for name in both if before[name] != after[name])
 
 
 class KeyRing:
     """All the keys. One that is empty lets everybody in (see ServerSettings)."""
 
-    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+    def __init__(
+        self, keys: Iterable[ApiKey] = (), read_again: "Callable[[], KeyRing] | None" = None
+    ) -> None:
         self._keys = tuple(keys)
-        by_digest: dict[bytes, str] = {}
+        self._read_again = read_again
+        self._by_digest: dict[bytes, ApiKey] = {}
+        names: set[str] = set()
         for key in self._keys:
-            if key.digest in by_digest:
-                raise ConfigError(f"keys {by_digest[key.digest]!r} and {key.name!r} are the same")
-            by_digest[key.digest] = key.name
+            if key.digest in self._by_digest:
+                other = self._by_digest[key.digest].name
+                raise ConfigError(f"keys {other!r} and {key.name!r} are the same")
+            if key.name in names:
+                raise ConfigError(
+                    f"there are two keys with the name {key.name!r} (that of {KEY_VARIABLE} is "
+                    "'default')"
+                )
+            self._by_digest[key.digest] = key
+            names.add(key.name)
 
     def find(self, presented: str) -> ApiKey | None:
-        """Whose key this is; takes as long whatever is presented."""
+        """Whose key this is, in a time that tells nothing of how near it came.
+
+        It is looked up by its SHA-256: who does not know a key cannot choose where its digest
+        lands, so what the lookup's time depends on is of no use. The comparison that decides is in
+        constant time, and is made whether or not something was found.
+        """
         digest = digest_of(presented)
-        found = None
-        for key in self._keys:  # all of them: stopping early would tell how far it got
-            if hmac.compare_digest(digest, key.digest):
-                found = key
-        return found
+        key = self._by_digest.get(digest)
+        is_equal = hmac.compare_digest(digest, _NO_DIGEST if key is None else key.digest)
+        return key if is_equal else None
+
+    def read_again(self) -> "KeyRing":
+        """The keys as their file says now; raises where it cannot be used."""
+        return self if self._read_again is None else self._read_again()
+
+    @property
+    def can_be_read_again(self) -> bool:
+        return self._read_again is not None
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -71,13 +130,21 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
+_NO_DIGEST = bytes(32)  # of no key that anybody knows
+
+
 def read_keys(path: str | Path | None, environment: Mapping[str, str]) -> KeyRing:
-    """The keys of a file and of QUIRE_API_KEY, either of which may be missing."""
+    """The keys of a file and of QUIRE_API_KEY, either of which may be missing.
+
+    The key of the environment may read the totals too: who sets it has no other way to say so.
+    """
     keys = [] if path is None else _read_file(Path(path))
     if KEY_VARIABLE in environment:
-        value = environment[KEY_VARIABLE]
-        keys.append(ApiKey("default", _checked_digest(value, KEY_VARIABLE)))
-    return KeyRing(keys)
+        digest = _checked_digest(environment[KEY_VARIABLE], KEY_VARIABLE)
+        scopes = frozenset({KeyScope.INFERENCE, KeyScope.STATS})
+        keys.append(ApiKey("default", digest, scopes=scopes))
+    kept = {name: environment[name] for name in (KEY_VARIABLE,) if name in environment}
+    return KeyRing(keys, None if path is None else lambda: read_keys(path, kept))
 
 
 def _read_file(path: Path) -> list[ApiKey]:
@@ -107,15 +174,15 @@ def _key(where: str, name: str, table: Any) -> ApiKey:
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table")
     for field in table:
-        if field not in _FIELDS:
-            raise ConfigError(f"{where} has no {field!r}; there are {', '.join(_FIELDS)}")
-    return ApiKey(
-        name,
-        _digest(where, table),
-        float(_number(where, table, "weight", 0.01, 100.0) or 1.0),
-        _number(where, table, "requests_per_minute", 0.01, 1e9),
-        _count(where, table, "max_concurrent"),
-    )
+        if field not in _FIELDS and field not in _SECRETS:
+            known = ", ".join((*_SECRETS, *_FIELDS))
+            raise ConfigError(f"{where} has no {field!r}; there are {known}")
+    given = {
+        field: read(f"{where} {field}", table[field])
+        for field, read in _FIELDS.items()
+        if field in table
+    }
+    return ApiKey(name, _digest(where, table), **given)
 
 
 def _digest(where: str, table: Mapping[str, Any]) -> bytes:
@@ -138,21 +205,50 @@ def _checked_digest(value: Any, where: str) -> bytes:
     return digest_of(value)
 
 
-def _number(
-    where: str, table: Mapping[str, Any], name: str, low: float, high: float
-) -> float | None:
-    value = table.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ConfigError(f"{where} {name} must be from {low:g} to {high:g}, got {value!r}")
-    return float(value)
+def _number(low: float, high: float) -> Callable[[str, Any], float]:
+    def read(where: str, value: Any) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:
+            raise ConfigError(f"{where} must be from {low:g} to {high:g}, got {value!r:.100}")
+        return float(value)
+
+    return read
 
 
-def _count(where: str, table: Mapping[str, Any], name: str) -> int | None:
-    value = table.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where} {name} must be an integer of at least 1, got {value!r}")
+def _count(where: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise ConfigError(f"{where} must be an integer from 1 to {MAX_COUNT:,}, got {value!r:.100}")
     return value
+
+
+def _scopes(where: str, value: Any) -> frozenset[KeyScope]:
+    known = [scope.value for scope in KeyScope]
+    if not isinstance(value, list) or not value or not all(name in known for name in value):
+        raise ConfigError(f"{where} must be a list of {', '.join(known)}, got {value!r:.100}")
+    return frozenset(map(KeyScope, value))
+
+
+def _moment(where: str, value: Any) -> float:
+    """A date is its first instant; what names no zone is in UTC."""
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime.combine(value, time())
+    if not isinstance(value, datetime):
+        raise ConfigError(
+            f"{where} must be a date such as 2027-01-01 or a time such as 2027-01-01T08:00:00Z, "
+            f"without quotes, got {value!r:.100}"
+        )
+    return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+
+
+MAX_COUNT = 10**15
+_SECRETS = ("key", "sha256")
+# The fields of a table that are fields of an ApiKey, and how each is read and checked.
+_FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
+    "scopes": _scopes,
+    "expires": _moment,
+    "weight": _number(0.01, 100.0),
+    "requests_per_minute": _number(0.01, 1e9),
+    "max_concurrent": _count,
+    "tokens_per_minute": _count,
+    "tokens_per_day": _count,
+}

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from quire.llm import AsyncLLM
+from quire.server.access import Access
 from quire.server.errors import ApiError
 from quire.server.metering import Meter, Unmetered
 from quire.server.settings import ServerSettings
@@ -33,6 +34,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings, load: Load) -> None:
         self.settings = settings
+        self.access = Access(settings.keys)
         self.state = State.LOADING
         self.failure: BaseException | None = None  # why loading failed
         self.loaded_at = time.time()

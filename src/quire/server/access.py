@@ -1,0 +1,96 @@
+"""Access: who is let in and for what. The keys in force, and the scope that each route wants."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+
+from quire.server.errors import ApiError
+from quire.server.keys import ApiKey, KeyChanges, KeyRing, KeyScope
+
+
+class Need(Enum):
+    """What a route wants of its callers where keys are set."""
+
+    NOTHING = None  # for whoever watches over the process
+    ANY_KEY = "any"
+    INFERENCE = KeyScope.INFERENCE
+    STATS = KeyScope.STATS
+    ADMIN = KeyScope.ADMIN
+
+
+# Every route of the application; `check_routes` refuses one that is not here.
+ROUTES: Mapping[str, Need] = {
+    "/health": Need.NOTHING,
+    "/ready": Need.NOTHING,
+    "/docs": Need.ANY_KEY,
+    "/openapi.json": Need.ANY_KEY,
+    "/v1/models": Need.ANY_KEY,
+    "/v1/models/{name:path}": Need.ANY_KEY,
+    "/v1/stats": Need.ANY_KEY,  # its own figures; more with the scope
+    "/v1/chat/completions": Need.INFERENCE,
+    "/v1/completions": Need.INFERENCE,
+    "/v1/embeddings": Need.INFERENCE,
+    "/tokenize": Need.INFERENCE,
+    "/detokenize": Need.INFERENCE,
+    "/metrics": Need.STATS,
+}
+
+
+def check_routes(paths: Iterable[str]) -> None:
+    """Every route says what it wants; those with a part that varies can want no scope."""
+    for path in paths:
+        assert path in ROUTES, f"{path} is not in the table of routes: say what scope it wants"
+        assert "{" not in path or ROUTES[path] is Need.ANY_KEY, f"{path} is not found by its path"
+
+
+class Access:
+    """The keys in force. An empty ring lets everybody do everything."""
+
+    def __init__(self, ring: KeyRing, now: Callable[[], float] = time.time) -> None:
+        self.ring = ring
+        self._now = now
+
+    def key_of(self, authorization: str) -> ApiKey | None:
+        """Whose request this is by its Authorization header; a 401 where it is nobody's."""
+        if not self.ring:
+            return None
+        scheme, _, presented = authorization.partition(" ")
+        key = self.ring.find(presented.strip())
+        if scheme.lower() != "bearer" or key is None:
+            raise _unauthenticated(
+                "a valid API key is needed: send Authorization: Bearer KEY", "invalid_api_key"
+            )
+        return key
+
+    def check(self, key: ApiKey | None, path: str) -> None:
+        """Refuse a key that has expired, or that is not for this path."""
+        if key is None:
+            return
+        if key.has_expired(self._now()):
+            raise _unauthenticated(f"the API key {key.name!r} has expired", "expired_api_key")
+        need = needed_for(path).value
+        if isinstance(need, KeyScope) and not key.may(need):
+            raise ApiError(
+                403,
+                f"key {key.name!r} may not use {path}: that needs the scope {need.value!r}",
+                code="insufficient_scope",
+            )
+
+    def replace(self, ring: KeyRing) -> KeyChanges:
+        """Put other keys in force. What runs goes on; each new request is held to the new ones."""
+        assert ring, "a server with keys would let everybody in"
+        changes = KeyChanges(self.ring, ring)
+        self.ring = ring
+        return changes
+
+
+def needed_for(path: str) -> Need:
+    return ROUTES.get(path, Need.ANY_KEY)  # what is not there, is not there for strangers
+
+
+def may_read_totals(key: ApiKey | None) -> bool:
+    return key is None or key.may(KeyScope.STATS)
+
+
+def _unauthenticated(message: str, code: str) -> ApiError:
+    return ApiError(401, message, code=code, headers=(("www-authenticate", "Bearer"),))
