@@ -1,5 +1,6 @@
 """The device's sampler gives the reference sampler's tokens, row by row and in any company."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,45 @@ def test_scores_are_the_reference_samplers() -> None:
         assert float(found.logprobs[place]) == pytest.approx(wanted.logprob, abs=1e-12)
         assert int(found.ranks[place]) == wanted.rank
         assert found.top_tokens[place].tolist() == [token for token, _ in wanted.top]
+
+
+@pytest.mark.parametrize("width", [50, 5000])
+def test_scores_depend_on_their_row_alone(width: int) -> None:
+    logits = torch.from_numpy(
+        np.random.default_rng(3).normal(0, 4, (9, width)).astype(np.float32).round(2)
+    )
+    chosen = torch.arange(9) * 5
+    together = sampling.score(logits, chosen, 3)
+    for rows in ([0], [4], [8, 1], [7, 6, 5, 2]):
+        found = sampling.score(logits[rows], chosen[rows], 3)
+        for some, all_rows in zip(found, together, strict=True):
+            assert torch.equal(some, all_rows[rows])
+
+
+def test_a_vocabulary_smaller_than_the_scores_asked_for_gives_what_it_has() -> None:
+    found = sampling.score(torch.zeros(2, 3), torch.tensor([0, 2]), 20)
+    assert found.top_tokens.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert found.ranks.tolist() == [1, 1]
+
+
+def test_scores_of_what_the_kernel_does_not_read_are_refused() -> None:
+    with pytest.raises(ValueError, match="no scores of"):
+        sampling.score(torch.zeros(2, 3, dtype=torch.float64), torch.tensor([0, 2]), 1)
+    with pytest.raises(ValueError, match="no scores of"):
+        sampling.score(torch.zeros(2, 3), torch.tensor([0]), 1)
+
+
+def test_the_most_demanding_row_uses_every_option() -> None:
+    row = sampling.most_demanding_row(VOCABULARY)
+    usual = SamplingParams()
+    of_the_text = {"seed", "n", "ignore_eos", "include_stop_str_in_output", "prompt_logprobs"}
+    of_the_text |= {"stop", "stop_token_ids", "constraint", "temperature"}  # or any but 0
+    for field in dataclasses.fields(SamplingParams):
+        if field.name not in of_the_text:
+            assert getattr(row.sampling.params, field.name) != getattr(usual, field.name), field
+    assert row.history is not None and row.allowed is not None and row.sampling.end_token_ids
+    _, outcome = sampling.choose(torch.zeros(2, VOCABULARY), [row, row], SAMPLES)
+    assert outcome.tolist() == [sampling.FINITE] * 2
 
 
 def test_the_exponential_is_the_references_bit_for_bit() -> None:

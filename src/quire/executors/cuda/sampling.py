@@ -5,14 +5,16 @@ reference's own. Nothing is brought back to the host: a row may follow a token s
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quire.core.plan import History, Sampling, SequencePlan
+from quire.core.sampling import MAX_LOGPROBS, SamplingParams
 from quire.executors.cuda import elementary
+from quire.executors.cuda.kernels import scores as kernels
 from quire.executors.cuda.planes import Array
 
 FINITE, NOT_FINITE, NOTHING_ALLOWED, TOO_LARGE = 1, 0, 2, 3  # how a row's sampling went
@@ -43,6 +45,26 @@ def is_plain(plan: SequencePlan) -> bool:
         and not params.logit_bias
         and (not how.end_token_ids or plan.completion_position >= params.min_tokens)
     )
+
+
+def most_demanding_row(vocabulary_size: int) -> SampleRow:
+    """One that uses every option: no row takes more memory."""
+    params = SamplingParams(
+        temperature=1.0,
+        top_p=0.5,
+        top_k=vocabulary_size,
+        min_p=0.5,
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        frequency_penalty=1.0,
+        logit_bias={0: 1.0},
+        logprobs=MAX_LOGPROBS,
+        min_tokens=1,
+        max_tokens=1,
+    )
+    history = History((0,), (0,))
+    allowed = b"\xff" * -(-vocabulary_size // 8)
+    return SampleRow(Sampling(params, 0, 0, (0,)), 0, history, None, allowed)
 
 
 def choose(logits: Array, rows: Sequence[SampleRow], samples: Array) -> tuple[Array, Array]:
@@ -236,11 +258,41 @@ class Scores(NamedTuple):
     top_tokens: Array  # int64 [rows, top]
     top_logprobs: Array  # float64 [rows, top]
 
+    def on_host(self) -> "Scores":
+        """Copies on their way to the host; there once the stream has come so far."""
+        return Scores(*(_to_host(array) for array in self))
+
+
+def _to_host(array: Array) -> Array:
+    host = torch.empty(array.shape, dtype=array.dtype, pin_memory=array.is_cuda)
+    return host.copy_(array, non_blocking=True)
+
 
 def score(logits: Array, tokens: Array, num_top: int) -> Scores:
-    """Of the model's own logits [rows, vocabulary]."""
-    shifted = logits.double() - logits.max(dim=1, keepdim=True).values.double()
-    logprobs = shifted - shifted.exp().sum(dim=1, keepdim=True).log()
-    own = logprobs.gather(1, tokens.long()[:, None])
-    order = torch.sort(logprobs, dim=1, descending=True, stable=True).indices[:, :num_top]
-    return Scores(own[:, 0], 1 + (logprobs > own).sum(dim=1), order, logprobs.gather(1, order))
+    """Of the model's own logits [rows, vocabulary]: each row's bits depend on that row alone."""
+    count, width = logits.shape
+    if logits.stride(1) != 1 or logits.dtype != torch.float32 or tokens.shape != (count,):
+        raise ValueError(f"no scores of {logits.dtype} {tuple(logits.shape)} {tuple(tokens.shape)}")
+    num_top = min(num_top, width)
+
+    def made(kind: Any, *shape: int) -> Array:
+        return torch.empty(shape, dtype=kind, device=logits.device)
+
+    scores = Scores(
+        made(torch.float64, count),
+        made(torch.int64, count),
+        made(torch.int64, count, num_top),
+        made(torch.float64, count, num_top),
+    )
+    kernels.score_rows[(count,)](
+        logits,
+        tokens.long(),
+        *scores,
+        width,
+        logits.stride(0),
+        num_top,
+        num_top,
+        BLOCK=kernels.BLOCK,
+        num_warps=kernels.WARPS,
+    )
+    return scores

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, TokenLogprob
@@ -29,6 +28,7 @@ class StepRow:
     fault: str | None = None
     packed: PackedRow | None = None
     answer: int | None = None  # its row of the head
+    # On the host once the step is done:
     scores: tuple[Scores, int] | None = None  # of its sample, with its place there
     prompt_scores: list[Scores] = field(default_factory=list)
     logits: list[Array] = field(default_factory=list)
@@ -81,7 +81,7 @@ def result_of(ticket: CudaTicket, row: StepRow, has_faulted: HasFaulted) -> Sequ
     prompt = tuple(
         entry for scores in row.prompt_scores for entry in _entries(scores, targets, num_top)
     )
-    logits = torch.cat(row.logits).cpu().numpy() if row.logits else None
+    logits = torch.cat(row.logits).numpy() if row.logits else None
     pooled = None if row.pooled is None else row.pooled.cpu().numpy()
     return SequenceResult(plan.sequence_id, token, logprob, prompt, logits, pooled)
 
@@ -117,7 +117,6 @@ def _entries(scores: Scores, targets: Iterator[int], num_top: int) -> list[Token
 
 
 def _entry(scores: Scores, place: int, token: int, num_top: int) -> TokenLogprob:
-    tokens = np.asarray(scores.top_tokens[place, :num_top].cpu())
-    logprobs = np.asarray(scores.top_logprobs[place, :num_top].cpu())
-    top = tuple((int(t), float(p)) for t, p in zip(tokens, logprobs, strict=True))
+    tokens = scores.top_tokens[place, :num_top].tolist()
+    top = tuple(zip(tokens, scores.top_logprobs[place, :num_top].tolist(), strict=True))
     return TokenLogprob(token, float(scores.logprobs[place]), int(scores.ranks[place]), top)
