@@ -2,6 +2,8 @@
 
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py tiny FOLDER    errors over fixtures/tiny
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py same MODEL     tokens and KV in any company
+    PYTHONPATH=src python tests/executors/cuda/on_gpu.py mixed MODEL    scores and vectors likewise
+    PYTHONPATH=src python tests/executors/cuda/on_gpu.py full MODEL     the most demanding requests
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py kl MODEL       beside the float32 reference
     PYTHONPATH=src:. python tests/executors/cuda/on_gpu.py families FOLDER
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py cost MODEL     what batch invariance costs
@@ -13,6 +15,7 @@ FOLDER holds the GGUF files and golden.npz; kl's MODEL is SmolLM2, whose chats i
 import json
 import multiprocessing
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +153,145 @@ def check_kv(executor: CudaExecutor) -> bool:
     return bool(same)
 
 
+# ---- the same scores and vectors in any company
+
+
+def mixed_requests(vocabulary: int) -> list[tuple[list[int], SamplingParams, bool]]:
+    """42 of 3 to 4,000 prompt tokens: greedy, sampled, scored, forked, penalised, pooled."""
+    rng = np.random.default_rng(11)
+    made: list[tuple[list[int], SamplingParams, bool]] = []
+    for place in range(42):
+        length = int(np.exp(rng.uniform(np.log(3), np.log(4000))))
+        prompt = rng.integers(0, vocabulary, length).tolist()
+        params = SamplingParams(
+            max_tokens=12,
+            temperature=(0.0, 0.8, 1.3)[place % 3],
+            seed=place,
+            top_p=(1.0, 0.9)[place % 2],
+            top_k=(0, 50)[place % 5 == 0],
+            repetition_penalty=(1.0, 1.1)[place % 4 == 1],
+            frequency_penalty=(0.0, 0.5)[place % 4 == 2],
+            n=(1, 3)[place % 7 == 3],
+            logprobs=(0, 5, 20)[place % 3],
+            prompt_logprobs=(None, 3)[place % 6 == 1],
+            ignore_eos=True,
+        )
+        made.append((prompt, params, place % 8 == 7))
+    return made
+
+
+def mixed_outputs(
+    executor: CudaExecutor,
+    asked: Sequence[tuple[list[int], SamplingParams, bool]],
+    config: EngineConfig,
+) -> dict[int, Any]:
+    """Of each request everything that it got, as it compares bit for bit."""
+    engine = Engine(executor, config)
+    places = {}
+    for place, (prompt, params, pooling) in enumerate(asked):
+        own = SamplingParams(max_tokens=1) if pooling else params
+        places[engine.add_request(prompt, own, pooling=pooling).id] = place
+    found: dict[int, Any] = {}
+    for event in engine.run():
+        if isinstance(event, Ended):
+            output = event.output
+            assert output.error is None, output.error
+            pooled = None if output.pooled is None else np.asarray(output.pooled).tobytes()
+            completions = [(tuple(c.token_ids), repr(c.logprobs)) for c in output.completions]
+            found[places[output.request_id]] = {
+                "tokens": [tokens for tokens, _ in completions],
+                "logprobs": [scores for _, scores in completions],
+                "prompt logprobs": repr(output.prompt_logprobs),
+                "pooled": pooled,
+            }
+    return found
+
+
+def check_mixed(name: str) -> bool:
+    executor = executor_for(name, max_batch_size=64, max_step_tokens=2048, num_blocks=16384)
+    asked = mixed_requests(executor.capacity.vocabulary_size)
+    usual = EngineConfig(max_batch_size=64, max_step_tokens=2048)
+    expected = mixed_outputs(executor, asked, usual)
+    runs = {
+        "batch 7": replace(usual, max_batch_size=7),
+        "chunks of 300": replace(usual, max_step_tokens=300),
+        "no prefixes": replace(usual, prefix_reuse=False),
+        "no plan ahead": replace(usual, plan_ahead=False),
+    }
+    is_sound = len(expected) == len(asked)
+    for label, config in runs.items():
+        is_sound &= _same(label, mixed_outputs(executor, asked, config), expected)
+    alone = {}
+    for place in range(0, len(asked), 4):
+        [alone[place]] = mixed_outputs(executor, asked[place : place + 1], usual).values()
+    return is_sound & _same("alone", alone, expected)
+
+
+def _same(label: str, found: Mapping[int, Any], expected: Mapping[int, Any]) -> bool:
+    differ = {
+        what: sum(found[place][what] != expected[place][what] for place in found)
+        for what in ("tokens", "logprobs", "prompt logprobs", "pooled")
+    }
+    print(f"{label:16} {len(found)} requests; differ: {differ}", flush=True)
+    return not any(differ.values())
+
+
+# ---- the most demanding requests, with the memory that is there by default
+
+
+def check_full(name: str) -> bool:
+    assembly = assemble(name, Options(device="cuda", max_batch_size=256))
+    is_sound = True
+    loads = {
+        "sampled": {},
+        "top-k, top-p, min-p, penalties": _EVERY_OPTION,
+        "with 20 logprobs": _EVERY_OPTION | {"logprobs": 20},
+        "with prompt logprobs": _EVERY_OPTION | {"logprobs": 20, "prompt_logprobs": 20},
+        "n = 4": _EVERY_OPTION | {"logprobs": 5, "n": 4},
+    }
+    for label, options in loads.items():
+        is_sound &= _run_full(assembly, label, options)
+    held = {key: f"{size / 2**30:.2f}" for key, size in assembly.executor.memory_bytes.items()}
+    print(f"GiB held: {held}")
+    assembly.executor.close()
+    return is_sound
+
+
+_EVERY_OPTION: dict[str, Any] = {
+    "top_k": 50,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "logit_bias": {5: 1.0},
+    "min_tokens": 4,
+}
+
+
+def _run_full(assembly: Any, label: str, options: Mapping[str, Any]) -> bool:
+    engine = assembly.new_engine()
+    vocabulary = assembly.spec.vocabulary_size
+    rng = np.random.default_rng(4)
+    for seed in range(256):
+        prompt = rng.integers(0, vocabulary, 129).tolist()
+        engine.add_request(prompt, SamplingParams(max_tokens=32, seed=seed, **options))
+    started, tokens, errors = time.perf_counter(), 0, []
+    for event in engine.run():
+        if isinstance(event, Ended):
+            tokens += sum(len(c.token_ids) for c in event.output.completions)
+            if event.output.error is not None:
+                errors.append(event.output.error)
+    faults = dict(engine.stats.faults_isolated)
+    rate = tokens / (time.perf_counter() - started)
+    print(
+        f"{label:32} {len(errors)} of 256 failed, faults {faults}, {rate:.0f} tokens/s", flush=True
+    )
+    for error in errors[:1]:
+        print(f"    {error!r:.300}")
+    return not errors and not faults
+
+
 # ---- families
 
 
@@ -282,6 +424,8 @@ def check_busy(name: str) -> bool:
 def main(arguments: Sequence[str]) -> int:
     what, where = arguments
     checks = {"tiny": lambda: check_tiny(Path(where)), "same": lambda: check_same(where)}
+    checks["mixed"] = lambda: check_mixed(where)
+    checks["full"] = lambda: check_full(where)
     checks["kl"] = lambda: check_kl(where)
     checks["cost"] = lambda: check_cost(where)
     checks["busy"] = lambda: check_busy(where)

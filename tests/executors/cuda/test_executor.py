@@ -252,3 +252,49 @@ def test_without_invariance_large_steps_are_summed_in_one_part(executor: CudaExe
         patch.setattr(decoder, "_limits", free)
         assert decoder._parts_of(linear, 4096) == 1
         assert decoder._parts_of(linear, 64) == 4
+
+
+def test_rows_sampled_in_groups_are_the_same(executor: CudaExecutor, monkeypatch: Any) -> None:
+    def plans() -> list[SequencePlan]:
+        return [
+            SequencePlan(
+                place,
+                0,
+                PROMPT[: place + 1],
+                None,
+                (place,),
+                Want.SAMPLE,
+                sampled_with(temperature=0.9, logprobs=place, top_p=0.9),
+                0,
+            )
+            for place in range(4)
+        ]
+
+    together = run(executor, *plans())
+    for count in (1, 3):
+        monkeypatch.setattr(executor, "_rows_sampled_at_once", count)
+        assert run(executor, *plans()) == together
+    monkeypatch.undo()
+    for plan, expected in zip(plans(), together, strict=True):
+        assert run(executor, plan) == (expected,)
+
+
+def test_prompt_scores_and_pooled_states_do_not_depend_on_the_batch(
+    executor: CudaExecutor,
+) -> None:
+    scored = SequencePlan(
+        0, 0, PROMPT, None, (0,), Want.SAMPLE, sampled_with(prompt_logprobs=3, logprobs=2), 0
+    )
+    scored = scored._replace(prompt_targets=PROMPT[1:])
+    pooled = row(PROMPT, (1,))._replace(sequence_id=1, want=Want.POOLED)
+    other = row((7, 8, 9), (2,))._replace(sequence_id=2, want=Want.NOTHING)
+    alone, vector = run(executor, scored)[0], run(executor, pooled)[0]
+    company = run(executor, other, pooled, scored)
+    assert company[2] == alone and len(alone.prompt_logprobs) == len(PROMPT) - 1
+    assert np.asarray(company[1].pooled).tobytes() == np.asarray(vector.pooled).tobytes()
+
+
+def test_a_copy_of_no_block_is_refused(executor: CudaExecutor) -> None:
+    for copy in (BlockCopy(0, 8), BlockCopy(-1, 0)):
+        with pytest.raises(ExecutorError, match="copies block"):
+            run(executor, row(PROMPT, TABLE), copies=[copy])

@@ -14,13 +14,13 @@ from quire.executors.cuda.kernels import layers, plain
 from quire.executors.cuda.planes import Array, padded
 from quire.executors.cuda.products import Products, powers
 from quire.executors.cuda.weights import LayerWeights, Linear, ModelWeights
-from quire.model.rope import Frequencies
 from quire.model.spec import ModelSpec
 
 BLOCK_SIZE = 16  # tokens a block of the cache
 _HEADS_AT_ONCE = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _NORM_COLUMNS = 128  # a warp, up to 32 warps
+_POSITIONS_AT_ONCE = 1 << 16
 _TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any product
 
 
@@ -171,13 +171,18 @@ class Decoder:
         return torch.zeros(shape, dtype=kind, device=self._device)
 
     def _make_angles(self) -> None:
-        rope = self._spec.rope
-        angles = np.arange(self._limits.max_context)[:, None] * rope.frequencies()
-        self._cosines = self._angles_on_device(np.cos(angles) * rope.magnitude)
-        self._sines = self._angles_on_device(np.sin(angles) * rope.magnitude)
-
-    def _angles_on_device(self, turned: Frequencies) -> Array:
-        return torch.from_numpy(turned.astype(np.float32)).to(self._device)
+        """A few positions at a time: a table in float64 for all of them could be large."""
+        rope, most = self._spec.rope, self._limits.max_context
+        frequencies = rope.frequencies()
+        self._cosines, self._sines = (
+            self._zeros((most, len(frequencies)), torch.float32) for _ in range(2)
+        )
+        for start in range(0, most, _POSITIONS_AT_ONCE):
+            end = min(most, start + _POSITIONS_AT_ONCE)
+            angles = np.arange(start, end)[:, None] * frequencies
+            for table, turned in ((self._cosines, np.cos), (self._sines, np.sin)):
+                values = (turned(angles) * rope.magnitude).astype(np.float32)
+                table[start:end] = torch.from_numpy(values)
 
     # ---- the body
 

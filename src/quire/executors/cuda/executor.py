@@ -30,10 +30,19 @@ from quire.core.plan import (
     StepResult,
     Want,
 )
+from quire.core.sampling import MAX_LOGPROBS
 from quire.executors.cuda import sampling
 from quire.executors.cuda.decoder import BLOCK_SIZE, Decoder, KVBlocks, Limits
 from quire.executors.cuda.graphs import Runner
-from quire.executors.cuda.memory import allocate_blocks, check_weights, weights_memory
+from quire.executors.cuda.memory import (
+    allocate_blocks,
+    buffers_memory,
+    check_weights,
+    max_context,
+    memory_set_aside,
+    rows_sampled_at_once,
+    weights_memory,
+)
 from quire.executors.cuda.planes import Array, to_natural_order
 from quire.executors.cuda.products import products_for
 from quire.executors.cuda.sampling import SampleRow, is_plain
@@ -100,15 +109,22 @@ class CudaExecutor:
             num_tokens=config.max_step_tokens,
             num_rows=config.max_batch_size,
             parts_apart_tokens=min(_PARTS_APART_TOKENS, config.max_step_tokens),
-            max_context=spec.context_length,
+            max_context=max_context(spec, config.num_blocks, config.kv_bytes, self._device),
             invariant=config.invariant,
         )
-        self._decoder = Decoder(
-            spec, self._weights, products, limits, self._samples_ring, self._device
+        with buffers_memory(self._device):
+            self._decoder = Decoder(
+                spec, self._weights, products, limits, self._samples_ring, self._device
+            )
+        self._rows_sampled_at_once = rows_sampled_at_once(
+            spec.vocabulary_size, config.max_batch_size, self._device
         )
-        self._blocks: KVBlocks = allocate_blocks(
-            spec, config.num_blocks, config.kv_bytes, self._device
-        )
+        # torch keeps freed memory for the stream that had it, so one stream does all.
+        stream = torch.cuda.Stream(self._device) if self._is_gpu else None
+        with memory_set_aside(self._rehearse_sampling, self._device, stream):
+            self._blocks: KVBlocks = allocate_blocks(
+                spec, config.num_blocks, config.kv_bytes, self._device
+            )
         num_blocks = int(self._blocks.keys.shape[1])
         self._capacity = Capacity(
             num_blocks=num_blocks,
@@ -118,7 +134,7 @@ class CudaExecutor:
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
         )
-        self._runner = Runner(self._decoder, self._blocks, limits, self._device)
+        self._runner = Runner(self._decoder, self._blocks, limits, self._device, stream)
         self._next_slot = 0
         self._slots: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
         self._faulted: dict[int, set[int]] = {}  # by step, the sequences it gave no token
@@ -153,6 +169,14 @@ class CudaExecutor:
         if not self._is_warm:
             self._runner.warm_up()
             self._is_warm = True
+
+    def _rehearse_sampling(self) -> None:
+        """Take the memory, and compile the kernels, that the most demanding rows will want."""
+        count = self._rows_sampled_at_once
+        logits = self._decoder.logits[self._integers(range(count))]
+        row = sampling.most_demanding_row(self._spec.vocabulary_size)
+        tokens, _ = sampling.choose(logits, [row] * count, self._samples_ring)
+        sampling.score(logits, tokens, MAX_LOGPROBS)
 
     def submit(self, plan: StepPlan) -> CudaTicket:
         if self._is_closed:
@@ -223,7 +247,17 @@ class CudaExecutor:
 
     # ---- submitting
 
+    def _check_copies(self, plan: StepPlan) -> None:
+        most = self._capacity.num_blocks
+        for copy in plan.copies:
+            if not (0 <= copy.source < most and 0 <= copy.target < most):
+                raise ExecutorError(
+                    f"step {plan.step_id} copies block {copy.source} to {copy.target}, but there "
+                    f"are {most}"
+                )
+
     def _submit(self, plan: StepPlan) -> CudaTicket:
+        self._check_copies(plan)
         ticket = CudaTicket(plan, [], submitted_at=self._clock.now())
         runner = self._runner
         packed = self._pack(ticket)
@@ -337,6 +371,14 @@ class CudaExecutor:
         asked = [entry for entry in asked if rows[entry[0]].fault is None]
         if not asked:
             return False
+        for start in range(0, len(asked), self._rows_sampled_at_once):
+            self._sample_some(rows, slots, asked[start : start + self._rows_sampled_at_once])
+        return False
+
+    def _sample_some(
+        self, rows: list[StepRow], slots: list[int], asked: list[tuple[int, SampleRow]]
+    ) -> None:
+        """So few rows that the sampler's arrays fit the memory set aside for them."""
         places = self._integers([place for place, _ in asked])
         logits = self._decoder.logits[places]
         tokens, outcome = sampling.choose(logits, [how for _, how in asked], self._samples_ring)
@@ -350,10 +392,9 @@ class CudaExecutor:
         if scored:
             index = self._integers(scored)
             most = max(asked[at][1].sampling.params.logprobs or 0 for at in scored)
-            scores = sampling.score(logits[index], tokens[index], most)
+            scores = sampling.score(logits[index], tokens[index], most).on_host()
             for place, at in enumerate(scored):
                 rows[asked[at][0]].scores = (scores, place)
-        return False
 
     def _integers(self, values: Sequence[int]) -> Array:
         """On the device, without waiting for what runs there."""
@@ -390,7 +431,7 @@ class CudaExecutor:
             count = min(step, plan.num_new_tokens - start)
             logits = self._runner.logits_of(packed.first + start, count)
             if plan.want is Want.LOGITS:
-                row.logits.append(logits.clone())
+                row.logits.append(logits.to("cpu", copy=True))  # there, no room for all
             if aimed := targets[start : start + count]:
-                tokens = self._integers(aimed)
-                row.prompt_scores.append(sampling.score(logits[: len(aimed)], tokens, num_top))
+                scores = sampling.score(logits[: len(aimed)], self._integers(aimed), num_top)
+                row.prompt_scores.append(scores.on_host())

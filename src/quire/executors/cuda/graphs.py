@@ -32,9 +32,11 @@ def sizes_up_to(largest: int) -> tuple[int, ...]:
 
 
 class Runner:
-    """Runs a step's body and head on a stream of its own."""
+    """Runs a step's body and head on a stream."""
 
-    def __init__(self, decoder: Decoder, blocks: KVBlocks, limits: Limits, device: str) -> None:
+    def __init__(
+        self, decoder: Decoder, blocks: KVBlocks, limits: Limits, device: str, stream: Array | None
+    ) -> None:
         self._decoder = decoder
         self._blocks = blocks
         self._limits = limits
@@ -47,7 +49,7 @@ class Runner:
         self._hosts = [self._host_buffer(size) for _ in range(_HOST_BUFFERS if self._is_gpu else 1)]
         self._sent: list[Array | None] = [None] * len(self._hosts)
         self._next = 0
-        self._stream: Array = torch.cuda.Stream(device) if self._is_gpu else None
+        self._stream: Array = stream  # None on a CPU
         self._token_sizes = sizes_up_to(limits.num_tokens)
         self._row_sizes = sizes_up_to(limits.num_rows)
         self._bodies: dict[BodyShape, Array] = {}

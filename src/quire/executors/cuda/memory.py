@@ -1,15 +1,21 @@
-"""GPU memory: measured, not guessed. What is free decides how large the cache is."""
+"""GPU memory: measured, not guessed. What a step can take is set aside, the cache has the rest."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from quire.core.errors import ConfigError
-from quire.executors.cuda.decoder import KVBlocks, kv_block_bytes
+from quire.executors.cuda.decoder import BLOCK_SIZE, KVBlocks, kv_block_bytes
 from quire.model.spec import ModelSpec
 
-_KEPT_FREE = 2 << 30  # for graphs, the sampler's temporary arrays and whoever else uses the GPU
+_KEPT_FREE = 1 << 30  # for graphs, kernels' code and whoever else uses the GPU
+_SAMPLING_ROOM = 2 << 30  # at most: rows are sampled in groups that need no more
+_SAMPLING_SHARE = 32  # and at most this part of the device's memory
+_SAMPLING_BYTES = 224  # a logit, while its row is sampled with every option (25 arrays, measured)
+_FRAGMENTS = 1.25  # of what was measured: torch's pieces do not fit together without gaps
+_MOST_BLOCKS = (1 << 31) // BLOCK_SIZE - 1  # kernels count slots in 32 bits
 _REORDER_ROOM = 1 << 30  # while a matrix is reordered
 _SHRINK = 0.9
 _SMALLEST_BLOCKS = 1
@@ -53,6 +59,59 @@ def weights_memory(device: str, packed_bytes: int) -> Iterator[None]:
         torch.cuda.empty_cache()  # reordering left large pieces behind
 
 
+@contextmanager
+def buffers_memory(device: str) -> Iterator[None]:
+    """The same for the buffers of a step."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the buffers of a step do not fit beside the weights: {gibibytes(free_bytes(device))} "
+            "are free: lower max_batch_size or max_step_tokens, or use a smaller model"
+        ) from error
+
+
+def rows_sampled_at_once(vocabulary_size: int, max_rows: int, device: str) -> int:
+    """How many rows the sampler takes at once, so that its arrays stay within their room."""
+    room = _SAMPLING_ROOM
+    if device != "cpu":
+        room = min(room, torch.cuda.mem_get_info(device)[1] // _SAMPLING_SHARE)
+    return int(max(1, min(max_rows, room // (_SAMPLING_BYTES * vocabulary_size))))
+
+
+@contextmanager
+def memory_set_aside(work: Callable[[], None], device: str, stream: Any) -> Iterator[None]:
+    """Do `work` once on the stream, and hold as much memory as it took while the body allocates
+    what stays. Afterwards torch has it for the stream's next arrays."""
+    if device == "cpu":
+        yield
+        return
+    with buffers_memory(device), torch.cuda.stream(stream):
+        held = torch.empty(_peak_bytes(work, device), dtype=torch.uint8, device=device)
+    yield
+    del held
+
+
+def _peak_bytes(work: Callable[[], None], device: str) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    taken = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return int(taken * _FRAGMENTS)
+
+
+def max_context(spec: ModelSpec, num_blocks: int | None, kv_bytes: int | None, device: str) -> int:
+    """The longest context there could be room for: no table is made for a longer one."""
+    if num_blocks is None:
+        if kv_bytes is None:
+            kv_bytes = free_bytes(device) if device != "cpu" else 0
+        num_blocks = kv_bytes // kv_block_bytes(spec)
+    return min(spec.context_length, max(1, num_blocks) * BLOCK_SIZE)
+
+
 def allocate_blocks(
     spec: ModelSpec, num_blocks: int | None, kv_bytes: int | None, device: str
 ) -> KVBlocks:
@@ -63,7 +122,9 @@ def allocate_blocks(
             if device == "cpu":
                 raise ConfigError("on a CPU the number of blocks must be given")
             kv_bytes = free_bytes(device) - _KEPT_FREE
-        num_blocks = kv_bytes // block_bytes
+        num_blocks = min(kv_bytes // block_bytes, _MOST_BLOCKS)
+    if num_blocks > _MOST_BLOCKS:
+        raise ConfigError(f"num_blocks is {num_blocks}; the limit is {_MOST_BLOCKS}")
     wanted = num_blocks
     while num_blocks >= _SMALLEST_BLOCKS:
         try:
