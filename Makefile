@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 FUZZ_SECONDS ?= 60
+FUZZ_RUNS ?= 100000
+FUZZ_READERS := gguf gguf_model safetensors tokenizer_json config
 NATIVE := build/native/.built
 NODE_CLIENT := build/node/.ready
 CUDA_VENV := build/cuda
@@ -64,10 +66,12 @@ test-cuda: $(CUDA_VENV)/.ready  ## run the CUDA executor's tests: interpreted, e
 test-long: $(READY) $(NATIVE)  ## run the long random tests
 	QUIRE_HYPOTHESIS=random $(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
-fuzz: $(READY)  ## run the coverage-guided fuzzers, FUZZ_SECONDS each
+fuzz: $(READY)  ## run the fuzzers: the coverage-guided ones FUZZ_SECONDS each, the others FUZZ_RUNS
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
-	$(BIN)/python -m tests.fuzz.fuzz_gguf -max_total_time=$(FUZZ_SECONDS)
-	$(BIN)/python -m tests.fuzz.fuzz_safetensors -max_total_time=$(FUZZ_SECONDS)
+	for target in $(FUZZ_READERS); do \
+	  $(BIN)/python -m tests.fuzz.coverage_guided $$target -max_total_time=$(FUZZ_SECONDS) || exit 1; \
+	done
+	$(BIN)/python -m tests.fuzz.mutated all --runs $(FUZZ_RUNS)
 
 # The tests run against a build of the native module with the sanitizers in it. Python itself has
 # none, so their run-time (and the C++ library, whose exceptions it watches) is loaded first.

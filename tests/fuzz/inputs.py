@@ -1,47 +1,125 @@
-"""What the fuzzers feed the readers: how bytes become a model on disk, and inputs to start from."""
+"""What the fuzzers feed the readers: how bytes become a model in memory, and inputs to start from.
+
+A feed gives one input to a reader, as the files of a model. It returns whether all of it was read;
+an input that is refused with one of quire's errors gives False. Whatever else a reader raises is a
+find.
+"""
 
 import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from tests.fuzz.memory_files import MemoryFiles
 from tests.loader import gguf_bytes as build
-from tests.loader.hostile import survives
+from tests.loader.hostile import use
 from tests.loader.safetensors_bytes import file_bytes, with_header
 
-from quire.loader.gguf import GGUFFile
-from quire.loader.safetensors import SafetensorsFolder
+from quire.core.errors import ModelFileError, RequestError, UnsupportedModelError
+from quire.loader.files import open_model_file
+from quire.loader.json_files import parse_json_object
+from quire.model.config_spec import spec_from_config
+from quire.model.loading import load_model
+from quire.model.model_tokenizer import end_token_ids, read_tokenizer
+from quire.tokenizer import Tokenizer
 
-Feed = Callable[[Path, bytes], None]
-_SLACK = 200_000  # what readers allocate on any file, however small
+CORPUS = Path(__file__).parent / "corpus"
+Feed = Callable[[bytes], bool]
+_TEXT = "ab <s> a😀\n\n12 abba</s>"
 
 
-def feed_gguf(folder: Path, content: bytes) -> None:
+class Target(NamedTuple):
+    """A reader that is fuzzed."""
+
+    feed: Feed
+    seeds: Callable[[], list[bytes]]
+    is_json: bool  # whether inputs can be mutated as JSON
+
+
+def _read(reader: Callable[[], object]) -> bool:
+    try:
+        reader()
+    except (ModelFileError, UnsupportedModelError) as error:
+        assert str(error)
+        return False
+    return True
+
+
+def feed_gguf(content: bytes) -> bool:
     """Open the bytes as the first of two parts; the second is sound."""
-    (folder / "m-00001-of-00002.gguf").write_bytes(content)
-    second = folder / "m-00002-of-00002.gguf"
-    if not second.exists():
-        second.write_bytes(_part(1))
-    survives(GGUFFile, folder / "m-00001-of-00002.gguf", 2 * len(content) + _SLACK)
+    names = ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
+    files = MemoryFiles(dict(zip(names, (content, _part(1)), strict=True)))
+    return _read(lambda: use(open_model_file(files.FOLDER / names[0], files)))
 
 
-def feed_safetensors(folder: Path, content: bytes) -> None:
+def feed_gguf_model(content: bytes) -> bool:
+    """Open the bytes as a model: its spec, its tokenizer, and some text through that."""
+    files = MemoryFiles({"m.gguf": content})
+
+    def read() -> None:
+        model = load_model(files.FOLDER / "m.gguf", files)
+        model.spec.rope.frequencies()
+        tokenizer = read_tokenizer(model)
+        end_token_ids(model, tokenizer)
+        if tokenizer is not None:
+            _tokenize(tokenizer)
+
+    return _read(read)
+
+
+def feed_safetensors(content: bytes) -> bool:
     """Open a folder in which the bytes are, as the first of them says, one of its files."""
-    for name, sound in _SOUND_FILES.items():
-        (folder / name).write_bytes(sound)
+    contents = dict(_SOUND_FILES)
     kind, rest = content[:1], content[1:]
     if kind == b"F":
-        (folder / "model.safetensors").write_bytes(rest)
+        contents["model.safetensors"] = rest
     elif kind == b"H":  # a header with its true length, and data after it
         header, _, data = rest.partition(b"\0")
-        (folder / "model.safetensors").write_bytes(with_header(header, data))
+        contents["model.safetensors"] = with_header(header, data)
     elif kind == b"C":
-        (folder / "config.json").write_bytes(rest)
+        contents["config.json"] = rest
     else:
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_bytes(rest)
-    survives(SafetensorsFolder, folder, 30 * len(content) + _SLACK)  # JSON grows in memory
+        del contents["model.safetensors"]
+        contents["model.safetensors.index.json"] = rest
+    files = MemoryFiles(contents)
+    return _read(lambda: use(open_model_file(files.FOLDER, files)))
+
+
+def feed_tokenizer_json(content: bytes) -> bool:
+    """A tokenizer.json, and behind a zero byte a tokenizer_config.json."""
+    description, _, config = content.partition(b"\0")
+
+    def read() -> None:
+        parsed = parse_json_object(config, "tokenizer_config.json") if config else {}
+        _tokenize(Tokenizer.from_json(description, parsed, parsed))
+
+    return _read(read)
+
+
+def feed_config(content: bytes) -> bool:
+    """A config.json, as far as the frequencies of its rope."""
+
+    def read() -> None:
+        spec = spec_from_config(parse_json_object(content, "config.json"))
+        if spec.rope.dims <= 256:  # what there may be of them takes its time
+            spec.rope.frequencies()
+
+    return _read(read)
+
+
+def _tokenize(tokenizer: Tokenizer) -> None:
+    for parse_special in (True, False):
+        try:
+            tokens = tokenizer.encode(_TEXT, parse_special=parse_special, limit=1000)
+        except RequestError:
+            continue
+        tokenizer.decode(tokens, skip_special=parse_special)
+    tokenizer.token_text(tokenizer.vocabulary_size - 1)
+
+
+# ---- inputs to start from
 
 
 def gguf_seeds() -> list[bytes]:
@@ -75,6 +153,81 @@ def _part(number: int) -> bytes:
     return build.Parts(fields, [info], struct.pack("<f", 1)).build()
 
 
+_VOCABULARY = ["<unk>", "<s>", "</s>", "a", "b", "ab", "ba", "Ġ", "Ċ", "<0x41>", "▁", "▁ab", "1"]
+_SIZES = {
+    "block_count": 1,
+    "context_length": 64,
+    "embedding_length": 4,
+    "feed_forward_length": 4,
+    "attention.head_count": 2,
+    "attention.head_count_kv": 1,
+    "rope.dimension_count": 2,
+    "vocab_size": len(_VOCABULARY),
+}
+
+
+def gguf_model_seeds() -> list[bytes]:
+    """The smallest models with a vocabulary of each kind, with and without scaled rope."""
+    byte_level = [
+        _text_field("tokenizer.ggml.model", "gpt2"),
+        _text_field("tokenizer.ggml.pre", "qwen2"),
+        _texts("tokenizer.ggml.merges", ["a b", "b a"]),
+    ]
+    sentencepiece = [
+        _text_field("tokenizer.ggml.model", "llama"),
+        _numbers("tokenizer.ggml.scores", build.F32, [-float(n) for n in range(len(_VOCABULARY))]),
+        build.pair("tokenizer.ggml.add_space_prefix", build.BOOL, b"\1"),
+    ]
+    yarn = [
+        _text_field("llama.rope.scaling.type", "yarn"),
+        build.pair("llama.rope.scaling.factor", build.F32, build.number(build.F32, 4.0)),
+    ]
+    without = [_text_field("tokenizer.ggml.model", "none")]
+    more = (byte_level, sentencepiece, [*byte_level, *yarn], without)
+    return [_model(fields) for fields in more]
+
+
+def _model(more: list[bytes]) -> bytes:
+    kinds = [2, 3, 3, *([1] * (len(_VOCABULARY) - 3))]
+    kinds[9] = 6
+    fields = [
+        _text_field("general.architecture", "llama"),
+        *(build.unsigned(f"llama.{key}", size) for key, size in _SIZES.items()),
+        build.pair(
+            "llama.attention.layer_norm_rms_epsilon", build.F32, build.number(build.F32, 1e-5)
+        ),
+        _texts("tokenizer.ggml.tokens", _VOCABULARY),
+        _numbers("tokenizer.ggml.token_type", build.I32, kinds),
+        build.unsigned("tokenizer.ggml.bos_token_id", 1),
+        build.unsigned("tokenizer.ggml.eos_token_id", 2),
+        _text_field("tokenizer.chat_template", "{{ messages[0].content }}"),
+        *more,
+    ]
+    shapes = {"token_embd": (4, len(_VOCABULARY)), "output_norm": (4,), "blk.0.attn_norm": (4,)}
+    shapes |= {"blk.0.ffn_norm": (4,), "blk.0.attn_q": (4, 4), "blk.0.attn_k": (4, 2)}
+    shapes |= {"blk.0.attn_v": (4, 2), "blk.0.attn_output": (4, 4), "blk.0.ffn_gate": (4, 4)}
+    shapes |= {"blk.0.ffn_up": (4, 4), "blk.0.ffn_down": (4, 4)}
+    infos, offset = [], 0
+    for name, shape in shapes.items():
+        infos.append(build.tensor_info(f"{name}.weight", shape, 0, offset))
+        offset += -(-4 * int(np.prod(shape)) // 32) * 32
+    return build.Parts(fields, infos, bytes(offset)).build()
+
+
+def _text_field(key: str, text: str) -> bytes:
+    return build.pair(key, build.STRING, build.string(text))
+
+
+def _texts(key: str, texts: list[str]) -> bytes:
+    array = build.array(build.STRING, [build.string(text) for text in texts])
+    return build.pair(key, build.ARRAY, array)
+
+
+def _numbers(key: str, kind: int, values: list[Any]) -> bytes:
+    array = build.array(kind, [build.number(kind, value) for value in values])
+    return build.pair(key, build.ARRAY, array)
+
+
 def safetensors_seeds() -> list[bytes]:
     names = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
     entries = {
@@ -97,3 +250,101 @@ _SOUND_FILES = {
     "model.safetensors": file_bytes(_WEIGHTS),
     "a.safetensors": file_bytes(_WEIGHTS),
 }
+
+
+def tokenizer_json_seeds() -> list[bytes]:
+    """Byte-level, as Qwen's is, and SentencePiece-like, as Llama 2's is."""
+    ids = {text: token for token, text in enumerate(_VOCABULARY)}
+    special = [
+        {"id": ids[text], "content": text, "special": True, "single_word": False}
+        | {"lstrip": False, "rstrip": False, "normalized": False}
+        for text in ("<unk>", "<s>", "</s>")
+    ]
+    model = {"type": "BPE", "vocab": ids, "merges": [["a", "b"], ["b", "a"]]}
+    byte_level = {
+        "version": "1.0",
+        "added_tokens": special,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Digits", "individual_digits": True},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+            ],
+        },
+        "post_processor": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+        },
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True},
+        "model": model | {"ignore_merges": True},
+    }
+    template = [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    sentencepiece = {
+        "version": "1.0",
+        "added_tokens": special,
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": template,
+            "pair": template,
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": model | {"unk_token": "<unk>", "byte_fallback": True},
+    }
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True}
+    config |= {"chat_template": [{"name": "default", "template": "x"}], "eos_token_id": [2]}
+    first, second = (
+        json.dumps(one, ensure_ascii=False).encode() for one in (byte_level, sentencepiece)
+    )
+    return [first, second + b"\0" + json.dumps(config).encode()]
+
+
+def config_seeds() -> list[bytes]:
+    common = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
+    common |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    yarn = {"type": "yarn", "factor": 4.0, "beta_fast": 32, "truncate": True}
+    configs: list[dict[str, Any]] = [
+        {"model_type": "llama", "rope_scaling": llama3, "tie_word_embeddings": True},
+        {"model_type": "mistral", "sliding_window": 16, "head_dim": 4, "rms_norm_eps": 1e-6},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}
+        | {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+        {"model_type": "qwen3", "rope_parameters": yarn, "attention_bias": False},
+        {"model_type": "bitnet", "hidden_act": "relu2", "rope_theta": 5e5},
+    ]
+    return [json.dumps(common | config).encode() for config in configs]
+
+
+TARGETS = {
+    "gguf": Target(feed_gguf, gguf_seeds, is_json=False),
+    "gguf_model": Target(feed_gguf_model, gguf_model_seeds, is_json=False),
+    "safetensors": Target(feed_safetensors, safetensors_seeds, is_json=True),
+    "tokenizer_json": Target(feed_tokenizer_json, tokenizer_json_seeds, is_json=True),
+    "config": Target(feed_config, config_seeds, is_json=True),
+}
+
+
+def inputs_of(name: str) -> list[bytes]:
+    """What a fuzzer starts from: the seeds, and what earlier runs kept."""
+    kept = sorted((CORPUS / name).glob("*")) if (CORPUS / name).is_dir() else []
+    return [*TARGETS[name].seeds(), *(path.read_bytes() for path in kept)]

@@ -27,7 +27,7 @@ def tracing() -> Iterator[None]:
 
 @contextmanager
 def memory_at_most(limit: int) -> Iterator[None]:
-    """Fail if more than `limit` bytes are allocated at any moment inside. Mapped pages are free."""
+    """Fail if more than `limit` bytes are allocated at any moment inside."""
     with tracing():
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
@@ -42,14 +42,14 @@ def survives(open_model: Callable[[Path], Model], path: Path, limit: int) -> boo
     """Open a doubtful file and use all of it; whether it opened. Any untyped error goes through."""
     try:
         with memory_at_most(limit), open_model(path) as model:
-            _use(model)
+            use(model)
     except (ModelFileError, UnsupportedModelError) as error:
         assert str(error)
         return False
     return True
 
 
-def _use(model: Model) -> None:
+def use(model: Model) -> None:
     """Read all metadata, and a row and the ends of each tensor: they must be where it says."""
     if isinstance(model, GGUFFile):
         for key in model.metadata:

@@ -212,8 +212,8 @@ LIES = {
         r"'w' ends at byte 96, but the file has 95",
     ),
     "too many parts": (
-        build.Parts([build.unsigned("split.count", 65_536)]),
-        r"split.count must be an integer from 0 to 65535, got 65536",
+        build.Parts([build.unsigned("split.count", 513)]),
+        r"split.count must be an integer from 0 to 512, got 513",
     ),
 }
 
@@ -244,6 +244,40 @@ def test_many_tiny_fields_or_tensors_do_not_multiply_in_memory(tmp_path: Path) -
     path.write_bytes(build.Parts((), tensors).build())
     with pytest.raises(ModelFileError, match="20000 tensors"), memory_at_most(100_000):
         GGUFFile(path)
+
+
+def test_a_sparse_giant_of_a_string_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    giant = build.string("k") + struct.pack("<IQ", build.STRING, 1 << 35)
+    path.write_bytes(build.Parts([giant]).build())
+    os.truncate(path, 1 << 36)
+    with pytest.raises(ModelFileError, match="reads at most 268435456"), memory_at_most(200_000):
+        GGUFFile(path)
+    many = struct.pack("<IQ", build.STRING, 2) + struct.pack("<Q", 1 << 34)
+    path.write_bytes(build.Parts([build.pair("k", build.ARRAY, many)]).build())
+    os.truncate(path, 1 << 36)
+    with pytest.raises(ModelFileError, match="reads at most 268435456"), memory_at_most(200_000):
+        GGUFFile(path)
+
+
+def test_a_header_longer_than_one_read_is_read_whole(tmp_path: Path) -> None:
+    """Strings and numbers that lie across the places at which more of the file is read."""
+    texts = ["x" * (at * 7919 % 3001) for at in range(300)]
+    strings = build.array(build.STRING, [build.string(text) for text in texts])
+    numbers = build.array(build.U32, [struct.pack("<I", at) for at in range(70_000)])
+    fields = [
+        build.pair("texts", build.ARRAY, strings),
+        build.pair("numbers", build.ARRAY, numbers),
+        build.pair("text", build.STRING, build.string("y" * 900_000)),
+        build.unsigned("last", 5),
+    ]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(build.Parts(fields, [build.tensor_info("w", [1])], b"\0" * 4).build())
+    with GGUFFile(path) as file:
+        assert list(file.metadata.texts("texts")) == texts
+        assert file.metadata.integers("numbers") == tuple(range(70_000))
+        assert file.metadata.text("text") == "y" * 900_000
+        assert file.metadata.integer("last") == 5
 
 
 def _number(edges: tuple[int, ...], high: int) -> st.SearchStrategy[int]:

@@ -89,14 +89,14 @@ def test_config_and_the_files_beside_the_model_are_found(tmp_path: Path) -> None
     )
     assert folder.config.text("model_type") == "llama"
     assert "n" not in folder.config
-    assert folder.tokenizer_path is None
-    for name in ("tokenizer", "tokenizer_config", "generation_config"):
-        (tmp_path / f"{name}.json").write_text("{}")
-    (tmp_path / "chat_template.jinja").write_text("")
-    assert folder.tokenizer_path == tmp_path / "tokenizer.json"
-    assert folder.tokenizer_config_path == tmp_path / "tokenizer_config.json"
-    assert folder.generation_config_path == tmp_path / "generation_config.json"
-    assert folder.chat_template_path == tmp_path / "chat_template.jinja"
+    assert folder.whole_config == {"model_type": "llama", "n": None}
+    assert folder.read_beside("tokenizer.json", 3) is None
+    (tmp_path / "tokenizer.json").write_text("{} ")
+    assert folder.read_beside("tokenizer.json", 3) == b"{} "
+    with pytest.raises(ModelFileError, match=r"tokenizer.json has 3 bytes; quire reads at most 2"):
+        folder.read_beside("tokenizer.json", 2)
+    (tmp_path / "folder").mkdir()
+    assert folder.read_beside("folder", 3) is None
 
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:

@@ -36,15 +36,11 @@ def test_a_gguf_file_opens_with_its_metadata() -> None:
         assert model.path == path
         assert model.file_bytes == path.stat().st_size
         assert model.metadata.text("general.name") == "tiny"
-        assert model.tokenizer_path is None
 
 
-def test_a_folder_opens_with_its_config_and_finds_its_tokenizer(folder: Path) -> None:
+def test_a_folder_opens_with_its_config(folder: Path) -> None:
     with load_model(folder) as model:
         assert model.metadata.text("model_type") == "llama"
-        assert model.tokenizer_path is None
-        (folder / "tokenizer.json").write_text("{}")
-        assert model.tokenizer_path == folder / "tokenizer.json"
 
 
 def test_tensors_that_contradict_the_config_are_refused(folder: Path) -> None:

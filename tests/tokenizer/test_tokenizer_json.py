@@ -258,6 +258,44 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         Tokenizer.from_file(tmp_path / "tokenizer.json")
 
 
+_EVIL = {"Regex": "(a+)+$"}
+_EVIL_SPLIT = {"type": "Split", "pattern": _EVIL, "behavior": "Isolated", "invert": False}
+_EVIL_REPLACE = {"type": "Replace", "pattern": _EVIL, "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("key", "component"),
+    [
+        ("pre_tokenizer", _EVIL_SPLIT),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [_EVIL_SPLIT]}),
+        (
+            "pre_tokenizer",
+            {
+                "type": "Sequence",
+                "pretokenizers": [{"type": "Sequence", "pretokenizers": [_EVIL_SPLIT]}],
+            },
+        ),
+        ("pre_tokenizer", _EVIL_SPLIT | {"pretokenizers": []}),
+        ("normalizer", _EVIL_REPLACE | {"normalizers": []}),
+        ("decoder", {"type": "Sequence", "decoders": [_EVIL_REPLACE, {"type": "ByteLevel"}]}),
+    ],
+)
+def test_a_pattern_is_refused_wherever_it_stands(
+    llama: Path, key: str, component: dict[str, Any]
+) -> None:
+    path = edited(llama, lambda description: description.update({key: component}))
+    with pytest.raises(UnsupportedModelError, match=r"a pattern that is not supported: '\(a\+\)"):
+        Tokenizer.from_file(path)
+
+
+def test_a_key_that_stands_twice_is_refused(llama: Path) -> None:
+    """The library might take the one that was not looked at."""
+    text = llama.read_text()
+    llama.write_text(text.replace('"normalizer":', '"normalizer": null, "normalizer":', 1))
+    with pytest.raises(ModelFileError, match="a key stands in an object twice"):
+        Tokenizer.from_file(llama)
+
+
 def test_an_id_far_beyond_the_others_is_refused_before_it_takes_memory(llama: Path) -> None:
     def change(description: dict[str, Any]) -> None:
         description["model"]["vocab"]["far"] = 4_000_000_000

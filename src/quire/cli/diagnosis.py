@@ -19,7 +19,7 @@ from quire.loader.defaults import DEFAULT_MODELS, cache_folder
 
 Facts = dict[str, Any]  # in JSON's types
 
-_PACKAGES = ("quire", "numpy", "tokenizers", "safetensors", "jinja2", "torch", "triton")
+_PACKAGES = ("quire", "numpy", "tokenizers", "jinja2", "torch", "triton")
 # The features that kernels of quantised models are written for.
 _FEATURES = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512vl"),

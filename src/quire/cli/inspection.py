@@ -8,13 +8,13 @@ from typing import Any
 from quire.core.errors import QuireError
 from quire.executors.cpu import has_native_module
 from quire.llm.cpu_assembly import cpu_forecast
-from quire.llm.model_tokenizer import read_tokenizer
 from quire.llm.prompts import PromptReader
 from quire.loader.files import open_model_file
 from quire.loader.gguf import GGUFFile
 from quire.loader.metadata import Metadata
 from quire.loader.tensor import Tensor
 from quire.model.loading import Model, load_model, memory_estimate, norm_health
+from quire.model.model_tokenizer import read_tokenizer
 from quire.model.spec import ModelSpec
 from quire.tokenizer import Tokenizer
 

@@ -15,9 +15,9 @@ from quire.executors.reference import ReferenceExecutor
 from quire.llm import cpu_assembly, cuda_assembly
 from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan
 from quire.llm.machine import available_memory
-from quire.llm.model_tokenizer import end_token_ids, read_tokenizer
 from quire.loader.defaults import resolve
 from quire.model.loading import Model, load_model, memory_estimate
+from quire.model.model_tokenizer import end_token_ids, read_tokenizer
 from quire.model.spec import ModelSpec
 from quire.tokenizer import Tokenizer
 

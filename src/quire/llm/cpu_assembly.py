@@ -13,7 +13,6 @@ from quire.executors.cpu.memory import kv_bytes_per_token, weight_bytes, workspa
 from quire.executors.protocol import Executor
 from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan
 from quire.llm.machine import available_memory, resident_memory, usable_cores
-from quire.loader.mapping import release
 from quire.model.loading import Model
 
 USUAL_STEP_TOKENS = 256  # beyond it products gain little, and others wait longer for their tokens
@@ -74,12 +73,10 @@ def cpu_forecast(model: Model) -> CpuForecast:
     context = -(-spec.context_length // BLOCK_SIZE) * BLOCK_SIZE
     num_rows = min(context, USUAL_STEP_TOKENS)
     workspace = workspace_bytes(spec, model.tensors, num_rows, context)
-    for tensor in model.tensors.values():
-        release(tensor.data)  # what was looked at is no part of the process
     process = resident_memory()
-    # While a tensor is packed its pages of the file are in memory too.
-    mapped = max(tensor.nbytes for tensor in model.tensors.values())
-    peak = (process or 0) + weights + max(mapped, halves * context + workspace)
+    # While a tensor is packed its bytes of the file are in memory too.
+    as_read = max(tensor.nbytes for tensor in model.tensors.values())
+    peak = (process or 0) + weights + max(as_read, halves * context + workspace)
     return CpuForecast(weights, halves, in_bytes, halves * context, workspace, process, peak)
 
 

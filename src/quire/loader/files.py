@@ -1,34 +1,30 @@
 """open_model_file: tells what a path holds and opens it, or says what to do instead."""
 
-import os
 from pathlib import Path
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader import gguf, safetensors
 from quire.loader.gguf import GGUFFile
-from quire.loader.mapping import map_file
+from quire.loader.reading import DISK, Files
 from quire.loader.safetensors import SafetensorsFolder
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes
 
 
-def open_model_file(path: str | Path) -> GGUFFile | SafetensorsFolder:
+def open_model_file(path: str | Path, files: Files = DISK) -> GGUFFile | SafetensorsFolder:
     """Open a GGUF file (or the first part of a split one) or a folder of safetensors."""
     path = Path(path)
-    if os.path.isdir(path):  # unlike Path.is_dir, never raises: what is wrong is said below
-        _check_folder(path)
-        return SafetensorsFolder(path)
-    _check_file(path)
-    return GGUFFile(path)
+    if files.is_folder(path):
+        _check_folder(path, files)
+        return SafetensorsFolder(path, files)
+    _check_file(path, files)
+    return GGUFFile(path, files)
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, files: Files) -> None:
     """Say what is missing from a folder that is not a safetensors model."""
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise ModelFileError(f"cannot read {folder}: {error.strerror}") from error
+    names = files.names(folder)
     if safetensors.WHOLE in names or safetensors.INDEX in names:
         if safetensors.CONFIG not in names:
             raise ModelFileError(f"{folder} has no {safetensors.CONFIG}, which describes the model")
@@ -45,9 +41,12 @@ def _check_folder(folder: Path) -> None:
     )
 
 
-def _check_file(path: Path) -> None:
+def _check_file(path: Path, files: Files) -> None:
     """Say what a file is that is not GGUF."""
-    start = map_file(path)[: len(gguf.MAGIC)].tobytes()
+    file = files.open(path)
+    if file.size == 0:
+        raise ModelFileError(f"{path} is empty")
+    start = file.read(0, min(len(gguf.MAGIC), file.size)).tobytes()
     if start == gguf.MAGIC:
         return
     if path.suffix in _PICKLE_SUFFIXES or start == _ZIP_MAGIC:

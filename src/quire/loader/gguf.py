@@ -17,8 +17,8 @@ from typing import NamedTuple, Self
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.cursor import Cursor
 from quire.loader.gguf_metadata import read_metadata
-from quire.loader.mapping import Bytes, map_file
 from quire.loader.metadata import Metadata
+from quire.loader.reading import DISK, FileBytes, Files, Region
 from quire.loader.tensor import Tensor, packed_size
 from quire.quant.formats import Format, format_of_ggml_type
 
@@ -28,21 +28,21 @@ MAX_TENSORS = 16_384  # the largest sound files have some two thousand
 MAX_TENSOR_NAME_BYTES = 64
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
-MAX_PARTS = 65_535  # GGUF counts them in 16 bits
+MAX_PARTS = 512  # each is an open file; the largest models in use have some two hundred
 _SMALLEST_TENSOR_INFO = 8 + 1 + 4 + 8 + 4 + 8
 
 
 class GGUFFile:
-    """An open GGUF model: its metadata and its tensors, both memory-mapped and decoded on access.
+    """An open GGUF model: its metadata, decoded on access, and its tensors, read on access.
 
-    Use it as a context manager or call close(). Tensors taken before stay valid: the mapping goes
-    when the last of them does.
+    Use it as a context manager or call close(). Tensors taken before stay valid: the file is closed
+    when the last of them goes.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, files: Files = DISK) -> None:
         self.path = Path(path)
-        first = _read_part(self.path)
-        parts = [first, *_read_other_parts(first)]
+        first = _read_part(self.path, files)
+        parts = [first, *_read_other_parts(first, files)]
         self.metadata = first.metadata
         self.tensors: dict[str, Tensor] = {}
         for part in parts:
@@ -98,17 +98,17 @@ class _TensorInfo(NamedTuple):
     nbytes: int
 
 
-def _read_part(path: Path) -> _Part:
-    data = map_file(path)
-    cursor = Cursor(data.data, path.name)
+def _read_part(path: Path, files: Files) -> _Part:
+    file = files.open(path)
+    cursor = Cursor(file, path.name)
     num_tensors, num_fields = _read_preamble(cursor)
     metadata = read_metadata(cursor, num_fields)
     infos = _read_tensor_infos(cursor, num_tensors)
     alignment = _read_alignment(metadata)
     begin = -(-cursor.position // alignment) * alignment
     _check_places(cursor, infos, begin, alignment)
-    tensors = {info.name: _tensor(info, data, begin) for info in infos}
-    return _Part(path, metadata, tensors, data.nbytes)
+    tensors = {info.name: _tensor(info, file, begin) for info in infos}
+    return _Part(path, metadata, tensors, file.size)
 
 
 def _read_preamble(cursor: Cursor) -> tuple[int, int]:
@@ -199,12 +199,12 @@ def _check_places(cursor: Cursor, infos: list[_TensorInfo], begin: int, alignmen
             )
 
 
-def _tensor(info: _TensorInfo, data: Bytes, begin: int) -> Tensor:
-    start = begin + info.offset
-    return Tensor(info.name, info.shape, info.format, data[start : start + info.nbytes])
+def _tensor(info: _TensorInfo, file: FileBytes, begin: int) -> Tensor:
+    region = Region(file, begin + info.offset, info.nbytes)
+    return Tensor(info.name, info.shape, info.format, region)
 
 
-def _read_other_parts(first: _Part) -> list[_Part]:
+def _read_other_parts(first: _Part, files: Files) -> list[_Part]:
     """The further parts of a model that was split, which lie beside the first."""
     count = first.metadata.integer("split.count", 1, low=0, high=MAX_PARTS)
     if count <= 1:
@@ -213,12 +213,12 @@ def _read_other_parts(first: _Part) -> list[_Part]:
     parts = []
     for number in range(1, count):
         path = first.path.with_name(_part_name(prefix, number, count))
-        if not path.exists():
+        if not files.has(path):
             raise ModelFileError(
                 f"{first.path.name} is the first of {count} parts, but {path.name} is not beside "
                 "it: fetch all parts into one folder"
             )
-        part = _read_part(path)
+        part = _read_part(path, files)
         found = (part.metadata.integer("split.no"), part.metadata.integer("split.count"))
         if found != (number, count):
             raise ModelFileError(

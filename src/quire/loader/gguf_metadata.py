@@ -97,13 +97,12 @@ def _decode_string(cursor: Cursor, what: str, start: int, length: int) -> str:
 
 def _decode_array(header: Cursor, what: str, start: int) -> object:
     """Decode an array that was stepped over, and so was checked, when the file was opened."""
-    cursor = Cursor(header.data, header.source)
-    cursor.position = start
-    return _decode_elements(cursor, what)
+    return _decode_elements(header.at(start), what)
 
 
 def _decode_elements(cursor: Cursor, what: str) -> object:
-    element_type, count = struct.unpack_from("<IQ", cursor.data, cursor.advance(12, what))
+    start = cursor.advance(_SMALLEST_ARRAY, what)
+    element_type, count = struct.unpack_from("<IQ", cursor.data, start)
     if element_type == _STRING:
         return tuple(_decode_strings(cursor, count))
     if element_type == _ARRAY:

@@ -9,7 +9,7 @@ from typing import BinaryIO, Protocol
 
 from quire.core.errors import ModelFileError
 from quire.loader.gguf import DEFAULT_ALIGNMENT, MAGIC
-from quire.loader.mapping import Bytes
+from quire.loader.reading import Bytes
 from quire.quant.formats import Format
 
 VERSION = 3

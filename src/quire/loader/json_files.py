@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 from quire.core.errors import ModelFileError
-from quire.loader.mapping import read_capped
+from quire.loader.reading import DISK, Files, read_capped
 
 
-def read_json_object(path: Path, limit: int) -> dict[str, object]:
+def read_json_object(path: Path, limit: int, files: Files = DISK) -> dict[str, object]:
     """The object in a JSON file of at most `limit` bytes."""
-    return parse_json_object(read_capped(path, limit), path.name)
+    return parse_json_object(read_capped(path, limit, files), path.name)
 
 
 def parse_json_object(content: bytes, source: str) -> dict[str, object]:
@@ -24,9 +24,9 @@ def parse_json_object(content: bytes, source: str) -> dict[str, object]:
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields: dict[str, object] = {}
-    for name, value in pairs:
-        if name in fields:
-            raise ValueError(f"key {name!r} stands there twice")
-        fields[name] = value
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        left = dict.fromkeys(fields)
+        twice = next(name for name, _ in pairs if left.pop(name, True) is not None)
+        raise ValueError(f"key {twice!r:.100} stands there twice")
     return fields

@@ -1,22 +1,23 @@
 """SafetensorsFolder: reads a Hugging Face folder of safetensors, whole or in shards.
 
-The safetensors library opens each file first and refuses a header that lies: sizes that do not fit
-the shapes, overlaps, holes, ends past the file. What it found sound is then mapped here, because it
-hands out numpy arrays only, and numpy has no bfloat16.
+    length of the header | header, JSON: by name type, shape and place | tensors, without a gap
+
+The library of that name is not used: it maps files, and a mapped file that shrinks kills the
+process. A header is held to the same rules (tests compare the two): sizes fit the shapes, tensors
+follow each other without overlap or hole, and the last ends with the file.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from safetensors import SafetensorError, safe_open
-
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.json_files import parse_json_object, read_json_object
-from quire.loader.mapping import Bytes, map_file
 from quire.loader.metadata import Metadata
 from quire.loader.names import from_hugging_face
+from quire.loader.reading import DISK, FileBytes, Files, Region, read_capped
 from quire.loader.tensor import Tensor
 from quire.quant.formats import format_named
 
@@ -28,56 +29,47 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_INDEX_BYTES = 4 << 20
 MAX_CONFIG_BYTES = 1 << 20
 MAX_TENSORS = 16_384  # in one file
+MAX_DIMENSIONS = 8  # weights have one or two
+MAX_SHARDS = 512  # each is an open file; the largest models in use have some two hundred
+_MAX_OBJECTS = 4 * MAX_TENSORS  # braces in a header; text under __metadata__ may hold some too
 _LENGTH_BYTES = 8
 
 
 class SafetensorsFolder:
-    """An open folder: its configuration, and its tensors under our names, memory-mapped.
+    """An open folder: its configuration, and its tensors under our names, read on access.
 
-    Use it as a context manager or call close(). Tensors taken before stay valid: a mapping goes
-    when the last of its tensors does.
+    Use it as a context manager or call close(). Tensors taken before stay valid: a file is closed
+    when the last of its tensors goes.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, files: Files = DISK) -> None:
         self.path = Path(path)
-        self.config = Metadata(CONFIG, read_json_object(self.path / CONFIG, MAX_CONFIG_BYTES))
+        self._files = files
+        # As it stands, and without what is null.
+        self.whole_config = read_json_object(self.path / CONFIG, MAX_CONFIG_BYTES, files)
+        self.config = Metadata(CONFIG, self.whole_config)
         self.tensors: dict[str, Tensor] = {}
         self.file_bytes = 0
-        for shard, expected in _shards(self.path).items():
-            data = map_file(shard)
-            self.file_bytes += data.nbytes
-            self._add_tensors(shard, data, expected)
+        for shard, expected in _shards(self.path, files).items():
+            file = files.open(shard)
+            self.file_bytes += file.size
+            self._add_tensors(shard, file, expected)
 
-    def _add_tensors(self, shard: Path, data: Bytes, expected: set[str] | None) -> None:
-        places = _read_header(shard, data)
+    def _add_tensors(self, shard: Path, file: FileBytes, expected: set[str] | None) -> None:
+        places = _read_header(shard, file)
         if expected is not None and expected != places.keys():
             odd = min(expected ^ places.keys())
             where = "only in the index" if odd in expected else "not in the index"
             raise ModelFileError(f"{shard.name} and {INDEX} disagree: tensor {odd!r} is {where}")
-        for tensor in _tensors(places, data):
+        for tensor in _tensors(places, file):
             if tensor.name in self.tensors:
                 raise ModelFileError(f"{shard.name}: tensor {tensor.name!r} stands there twice")
             self.tensors[tensor.name] = tensor
 
-    @property
-    def tokenizer_path(self) -> Path | None:
-        return self._beside("tokenizer.json")
-
-    @property
-    def tokenizer_config_path(self) -> Path | None:
-        return self._beside("tokenizer_config.json")
-
-    @property
-    def generation_config_path(self) -> Path | None:
-        return self._beside("generation_config.json")
-
-    @property
-    def chat_template_path(self) -> Path | None:
-        return self._beside("chat_template.jinja")
-
-    def _beside(self, name: str) -> Path | None:
+    def read_beside(self, name: str, limit: int) -> bytes | None:
+        """The content of another file of the folder, of at most `limit` bytes, if it is there."""
         path = self.path / name
-        return path if path.is_file() else None
+        return read_capped(path, limit, self._files) if self._files.has(path) else None
 
     def close(self) -> None:
         """Let go of the files."""
@@ -104,13 +96,12 @@ class _Place(NamedTuple):
     stop: int
 
 
-def _shards(folder: Path) -> dict[Path, set[str] | None]:
+def _shards(folder: Path, files: Files) -> dict[Path, set[str] | None]:
     """The files of a folder, each with the tensors the index says it holds (None: no index)."""
-    if (folder / WHOLE).exists():
+    if WHOLE in files.names(folder):
         return {folder / WHOLE: None}
-    weight_map = Metadata(INDEX, read_json_object(folder / INDEX, MAX_INDEX_BYTES)).section(
-        "weight_map"
-    )
+    index = read_json_object(folder / INDEX, MAX_INDEX_BYTES, files)
+    weight_map = Metadata(INDEX, index).section("weight_map")
     shards: dict[Path, set[str] | None] = {}
     for tensor in weight_map:
         shard = folder / _plain_name(weight_map.text(tensor), tensor)
@@ -119,6 +110,8 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
         names.add(tensor)
     if not shards:
         raise ModelFileError(f"{INDEX}: weight_map lists no tensors")
+    if len(shards) > MAX_SHARDS:
+        raise ModelFileError(f"{INDEX} names {len(shards)} files, more than {MAX_SHARDS}")
     return shards
 
 
@@ -132,57 +125,86 @@ def _plain_name(shard: str, tensor: str) -> str:
     return shard
 
 
-def _read_header(path: Path, data: Bytes) -> dict[str, _Place]:
-    """Where a file's tensors are, after the library has found its header sound."""
-    length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
-    if data.nbytes < _LENGTH_BYTES or length > data.nbytes - _LENGTH_BYTES:
+def _read_header(path: Path, file: FileBytes) -> dict[str, _Place]:
+    """Where a file's tensors are, once its header was found sound."""
+    length = int.from_bytes(file.read(0, min(_LENGTH_BYTES, file.size)).tobytes(), "little")
+    begin = _LENGTH_BYTES + length
+    if begin > file.size:
         raise ModelFileError(
             f"{path.name} is not a safetensors file, or it is truncated: its header should have "
-            f"{length} bytes, and the file has {data.nbytes}"
+            f"{length} bytes, and the file has {file.size}"
         )
     if length > MAX_HEADER_BYTES:
         raise ModelFileError(
             f"{path.name}: the header has {length} bytes, more than {MAX_HEADER_BYTES}"
         )
-    _check_with_library(path)
-    begin = _LENGTH_BYTES + length
-    header = parse_json_object(data[_LENGTH_BYTES:begin].tobytes(), f"the header of {path.name}")
-    header.pop("__metadata__", None)
-    fields = Metadata(f"the header of {path.name}", header)
-    return {name: _place(fields.section(name), begin, data.nbytes) for name in fields}
+    content = file.read(_LENGTH_BYTES, begin).tobytes()
+    fields = _parse_header(content, f"the header of {path.name}")
+    places = {name: _place(fields.section(name), begin) for name in fields}
+    _check_places(path, places, begin, file.size)
+    return places
 
 
-def _check_with_library(path: Path) -> None:
-    try:
-        with safe_open(path, framework="numpy") as opened:
-            count = len(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise ModelFileError(f"{path.name} is not a sound safetensors file: {error}") from error
-    if count > MAX_TENSORS:
-        raise ModelFileError(f"{path.name} has {count} tensors, more than {MAX_TENSORS}")
+def _parse_header(content: bytes, source: str) -> Metadata:
+    if not content.startswith(b"{"):
+        raise ModelFileError(f"{source} must begin with '{{', not with {content[:1]!r}")
+    if content.count(b"{") > _MAX_OBJECTS:  # before they are made
+        raise ModelFileError(f"{source} has more than {_MAX_OBJECTS} objects")
+    header = parse_json_object(content, source)
+    notes = header.pop("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+        raise ModelFileError(f"{source}: __metadata__ must be an object of strings")
+    if len(header) > MAX_TENSORS:
+        raise ModelFileError(f"{source} has {len(header)} tensors, more than {MAX_TENSORS}")
+    return Metadata(source, header)
 
 
-def _place(entry: Metadata, begin: int, file_bytes: int) -> _Place:
-    """Read an entry of the header. The library has checked it; this holds whatever its version."""
-    offsets = entry.integers("data_offsets")
-    if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1] <= file_bytes - begin:
-        raise entry.error("data_offsets", f"must lie within the file, got {offsets}")
-    return _Place(
-        entry.text("dtype"), entry.integers("shape"), begin + offsets[0], begin + offsets[1]
-    )
+def _place(entry: Metadata, begin: int) -> _Place:
+    """An entry of the header; where it lies is still to be checked."""
+    shape, offsets = entry.integers("shape"), entry.integers("data_offsets")
+    if len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0:
+        raise entry.error("shape", f"must be up to {MAX_DIMENSIONS} sizes, got {shape[:9]}")
+    if len(offsets) != 2:
+        raise entry.error("data_offsets", f"must be where it starts and ends, got {offsets[:9]}")
+    return _Place(entry.text("dtype"), shape, begin + offsets[0], begin + offsets[1])
 
 
-def _tensors(places: dict[str, _Place], data: Bytes) -> Iterator[Tensor]:
+def _check_places(path: Path, places: dict[str, _Place], begin: int, file_bytes: int) -> None:
+    """Tensors must be of their shape's size and fill the file, one after the other."""
+    end = begin
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if place.start != end or place.stop < place.start:
+            raise ModelFileError(
+                f"{path.name} is not a sound safetensors file: tensor {name!r} lies at bytes "
+                f"{place.start} to {place.stop}, and the one before it ends at {end}"
+            )
+        end = place.stop
+        if place.dtype in DTYPES:
+            block_format = format_named(place.dtype, name)
+            nbytes = math.prod(place.shape) * block_format.block_bytes  # integers do not overflow
+            if nbytes != place.stop - place.start:
+                raise ModelFileError(
+                    f"{path.name} is not a sound safetensors file: tensor {name!r} of shape "
+                    f"{place.shape} takes {nbytes} bytes, not {place.stop - place.start}"
+                )
+    if end != file_bytes:
+        raise ModelFileError(
+            f"{path.name} is not a sound safetensors file, or it is truncated: its tensors end at "
+            f"byte {end}, and the file has {file_bytes}"
+        )
+
+
+def _tensors(places: dict[str, _Place], file: FileBytes) -> Iterator[Tensor]:
     for name, place in places.items():
         ours = from_hugging_face(name)
         if ours is None:
             continue
         if place.dtype not in DTYPES:
             raise UnsupportedModelError(
-                f"tensor {name!r} has type {place.dtype}; of safetensors quire runs "
+                f"tensor {name!r} has type {place.dtype:.20}; of safetensors quire runs "
                 f"{', '.join(DTYPES)}"
             )
         if place.start == place.stop:
             raise ModelFileError(f"tensor {name!r} of shape {place.shape} is empty")
-        block_format = format_named(place.dtype, name)
-        yield Tensor(ours, place.shape, block_format, data[place.start : place.stop])
+        region = Region(file, place.start, place.stop - place.start)
+        yield Tensor(ours, place.shape, format_named(place.dtype, name), region)

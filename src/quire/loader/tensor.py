@@ -5,26 +5,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.loader.mapping import Bytes
+from quire.loader.reading import Bytes, Region
 from quire.quant.decoders import Floats
 from quire.quant.formats import Format
 
-# Decoding makes some temporary arrays of its size, so large tensors are decoded piece by piece.
+# Decoding makes some temporary arrays of its size, so large tensors are read and decoded piece by
+# piece.
 _WEIGHTS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """Weights in their block format. `data` is a view of the mapped file: nothing is copied."""
+    """Weights in their block format: in memory, or a part of a file that is read when asked for."""
 
     name: str
     shape: tuple[int, ...]  # rows first; the last axis is contiguous
     format: Format
-    data: Bytes  # [nbytes]
+    source: Bytes | Region
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.source.nbytes
+
+    @property
+    def data(self) -> Bytes:
+        """All of its bytes [nbytes], read from the file each time: take them once."""
+        return self._bytes(0, self.nbytes)
 
     @property
     def num_weights(self) -> int:
@@ -32,7 +38,7 @@ class Tensor:
 
     def to_float32(self) -> Floats:
         """All weights, unpacked into an array of the tensor's shape."""
-        return _decode(self.format, self.data).reshape(self.shape)
+        return self._decoded(0, self.nbytes).reshape(self.shape)
 
     def rows_float32(self, start: int, stop: int) -> Floats:
         """Rows start to stop (along the first axis of two or more), unpacked."""
@@ -41,22 +47,30 @@ class Tensor:
         if not 0 <= start <= stop <= self.shape[0]:
             raise IndexError(f"{self.name} has rows 0 to {self.shape[0]}, not {start} to {stop}")
         row_bytes = self.nbytes // self.shape[0]
-        rows = _decode(self.format, self.data[start * row_bytes : stop * row_bytes])
+        rows = self._decoded(start * row_bytes, stop * row_bytes)
         return rows.reshape(stop - start, *self.shape[1:])
+
+    def _bytes(self, start: int, stop: int) -> Bytes:
+        if isinstance(self.source, Region):
+            return self.source.read(start, stop)
+        return self.source[start:stop]
+
+    def _decoded(self, start: int, stop: int) -> Floats:
+        """The weights of bytes `start` to `stop`, which begin and end with a block."""
+        block_bytes, block_size = self.format.block_bytes, self.format.block_size
+        num_blocks = (stop - start) // block_bytes
+        weights = np.empty((num_blocks, block_size), dtype=np.float32)
+        step = _WEIGHTS_AT_ONCE // block_size
+        # A broken file may hold scales of infinity: what comes of them is for executors to refuse.
+        with np.errstate(invalid="ignore", over="ignore"):
+            for first in range(0, num_blocks, step):
+                last = min(first + step, num_blocks)
+                piece = self._bytes(start + first * block_bytes, start + last * block_bytes)
+                weights[first:last] = self.format.decode(piece.reshape(-1, block_bytes))
+        return weights
 
 
 def packed_size(block_format: Format, num_weights: int) -> int:
     """The bytes that so many weights take; they must fill their blocks."""
     assert num_weights % block_format.block_size == 0
     return num_weights // block_format.block_size * block_format.block_bytes
-
-
-def _decode(block_format: Format, data: Bytes) -> Floats:
-    blocks = data.reshape(-1, block_format.block_bytes)
-    weights = np.empty((len(blocks), block_format.block_size), dtype=np.float32)
-    step = _WEIGHTS_AT_ONCE // block_format.block_size
-    # A broken file may hold scales of infinity: what comes of them is for the executor to refuse.
-    with np.errstate(invalid="ignore", over="ignore"):
-        for start in range(0, len(blocks), step):
-            weights[start : start + step] = block_format.decode(blocks[start : start + step])
-    return weights

@@ -20,8 +20,8 @@ import numpy as np
 
 from quire.core.errors import ConfigError
 from quire.loader.defaults import DUMMY_PREFIX
-from quire.loader.mapping import Bytes
 from quire.loader.metadata import Metadata
+from quire.loader.reading import Bytes
 from quire.loader.tensor import Tensor, packed_size
 from quire.model.gguf_spec import spec_from_gguf
 from quire.model.quant_mixes import Mix, find_mix, tensor_format

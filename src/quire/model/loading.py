@@ -11,9 +11,9 @@ import numpy as np
 from quire.loader.defaults import DUMMY_PREFIX
 from quire.loader.files import open_model_file
 from quire.loader.gguf import GGUFFile
-from quire.loader.json_files import read_json_object
 from quire.loader.metadata import Metadata
-from quire.loader.safetensors import CONFIG, MAX_CONFIG_BYTES, SafetensorsFolder
+from quire.loader.reading import DISK, Files
+from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
 from quire.model.config_spec import spec_from_config
 from quire.model.dummy import DummyModel
@@ -45,15 +45,8 @@ class Model:
         source = self.source
         return source.config if isinstance(source, SafetensorsFolder) else source.metadata
 
-    @property
-    def tokenizer_path(self) -> Path | None:
-        """The tokenizer.json beside safetensors; GGUF carries its tokenizer in the metadata."""
-        path = self.source.path / "tokenizer.json"
-        is_there = isinstance(self.source, SafetensorsFolder) and path.is_file()
-        return path if is_there else None
-
     def close(self) -> None:
-        """Let go of the files; the mapping goes when the last tensor in use does."""
+        """Let go of the files; they are closed when the last tensor in use goes."""
         self.source.close()
 
     def __enter__(self) -> Self:
@@ -68,17 +61,17 @@ class Model:
         self.close()
 
 
-def load_model(path: str | Path) -> Model:
+def load_model(path: str | Path, files: Files = DISK) -> Model:
     """Open a GGUF file or a safetensors folder, or make a model without a file (`dummy:...`);
     nothing is decoded yet."""
     if str(path).startswith(DUMMY_PREFIX):
         return _make_model(str(path))
-    source = open_model_file(path)
+    source = open_model_file(path, files)
     tensors = dict(source.tensors)
     if isinstance(source, GGUFFile):
         spec = spec_from_gguf(source.metadata, tensors)
     else:
-        spec = spec_from_config(read_json_object(source.path / CONFIG, MAX_CONFIG_BYTES))
+        spec = spec_from_config(source.whole_config)
         if spec.tied_head:
             tensors.pop("output.weight", None)  # some files keep a copy of the tied matrix
     check_tensors(spec, tensors)

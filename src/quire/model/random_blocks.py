@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from quire.loader.mapping import Bytes
+from quire.loader.reading import Bytes
 from quire.loader.tensor import packed_size
 from quire.quant.formats import Format
 

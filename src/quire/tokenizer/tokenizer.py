@@ -8,7 +8,7 @@ from quire.core.errors import ModelFileError, RequestError
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.gguf import parts_from_gguf
 from quire.tokenizer.parts import TokenizerParts
-from quire.tokenizer.tokenizer_json import parts_from_json
+from quire.tokenizer.tokenizer_json import parts_from_json, read_file, read_template_beside
 from quire.tokenizer.windows import WINDOW, encode_text
 
 
@@ -33,14 +33,34 @@ class Tokenizer:
         return None if parts is None else cls(parts)
 
     @classmethod
+    def from_json(
+        cls,
+        content: bytes,
+        tokenizer_config: Mapping[str, Any] | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+        *,
+        chat_template: str | None = None,
+        name: str = "tokenizer.json",
+    ) -> "Tokenizer":
+        """The tokenizer that a tokenizer.json holds, and what the configs beside it add to that.
+
+        A `chat_template` from a file of its own goes before the config's; errors speak of `name`.
+        """
+        configs = tokenizer_config or {}, generation_config or {}
+        return cls(parts_from_json(content, name, *configs, chat_template))
+
+    @classmethod
     def from_file(
         cls,
         tokenizer_json: str | Path,
         tokenizer_config: Mapping[str, Any] | None = None,
         generation_config: Mapping[str, Any] | None = None,
     ) -> "Tokenizer":
-        """The tokenizer of a model folder: its tokenizer.json, and what its configs add to that."""
-        return cls(parts_from_json(Path(tokenizer_json), tokenizer_config, generation_config))
+        """The tokenizer of a file, with the chat_template.jinja that may lie beside it."""
+        path = Path(tokenizer_json)
+        template = read_template_beside(path)
+        configs = tokenizer_config, generation_config
+        return cls.from_json(read_file(path), *configs, chat_template=template, name=path.name)
 
     def encode(
         self,

@@ -26,26 +26,26 @@ _MAX_FILE_BYTES = 256 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
 _CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
+_WITHOUT_PATTERNS = ("model", "added_tokens")  # and the largest parts of a file
+
 Config = Mapping[str, Any]
 
 
 def parts_from_json(
-    path: Path, tokenizer_config: Config | None, generation_config: Config | None
+    content: bytes, name: str, config: Config, generation_config: Config, template: str | None
 ) -> TokenizerParts:
     """The tokenizer of a folder; the configs say which tokens are special and end a generation."""
-    config = tokenizer_config or {}
-    content = _read(path, _MAX_FILE_BYTES)
-    description = _parse(content, path.name)
-    _refuse_unknown_patterns(description, path.name)
+    description = _parse(content, name)
+    _refuse_unknown_patterns(description, name)
     decoders = list(_steps(description.get("decoder"), "decoders"))
-    engine = _load_engine(content, path.name)
+    engine = _load_engine(content, name)
     ids = engine.get_vocab(with_added_tokens=True)
-    texts = _texts_by_id(ids, path.name)
+    texts = _texts_by_id(ids, name)
     added = engine.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
-    tokens = _special_tokens(config, generation_config or {}, ids, special, path.name)
-    prefix, suffix = _added_around(description, config, tokens, path.name)
-    piece_bytes = _piece_bytes_of(decoders, path.name)
+    tokens = _special_tokens(config, generation_config, ids, special, name)
+    prefix, suffix = _added_around(description, config, tokens, name)
+    piece_bytes = _piece_bytes_of(decoders, name)
     encoders = [_text_encoder(engine, texts, piece_bytes, literal) for literal in (False, True)]
     return TokenizerParts(
         encoder=encoders[0],
@@ -58,11 +58,12 @@ def parts_from_json(
         prefix=prefix,
         suffix=suffix,
         strip_space=any(map(_strips_space, decoders)),
-        chat_template=_chat_template(path.with_name(_CHAT_TEMPLATE_FILE), config),
+        chat_template=_config_template(config) if template is None else template,
     )
 
 
-def _read(path: Path, limit: int) -> bytes:
+def read_file(path: Path, limit: int = _MAX_FILE_BYTES) -> bytes:
+    """A file's content, which must not be larger than files of its kind are."""
     try:
         with path.open("rb") as file:
             content = file.read(limit + 1)
@@ -75,12 +76,20 @@ def _read(path: Path, limit: int) -> bytes:
 
 def _parse(content: bytes, name: str) -> dict[str, Any]:
     try:
-        description = json.loads(content)
+        description = json.loads(content, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{name} does not hold sound JSON: {error}") from error
     if not isinstance(description, dict):
         raise ModelFileError(f"{name} must hold a JSON object")
     return description
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that stands twice, the library may take the other value than was checked."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a key stands in an object twice")
+    return fields
 
 
 def _steps(component: Any, plural: str) -> Iterator[dict[str, Any]]:
@@ -94,11 +103,16 @@ def _steps(component: Any, plural: str) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_unknown_patterns(description: Mapping[str, Any], name: str) -> None:
-    """A pattern from a file could keep the library busy for hours on a short text."""
-    for key, plural in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-        for step in _steps(description.get(key), plural):
-            pattern = step.get("pattern")
-            regex = pattern.get("Regex") if isinstance(pattern, dict) else None
+    """A pattern from a file could keep the library busy for hours, on a short text or when it is
+    compiled; so it is refused wherever it stands."""
+    left = [value for key, value in description.items() if key not in _WITHOUT_PATTERNS]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left.extend(value)
+        elif isinstance(value, dict):
+            left.extend(value.values())
+            regex = value.get("Regex")
             if regex is not None and _escaped(regex) not in KNOWN_PATTERNS:
                 raise UnsupportedModelError(
                     f"{name} splits text by a pattern that is not supported: {str(regex)[:200]!r}"
@@ -271,10 +285,13 @@ def _bytes_by_id(
     return bytes_of
 
 
-def _chat_template(file: Path, config: Config) -> str | None:
-    """The folder's chat template: in a file of its own, or else in the config."""
-    if file.is_file():
-        return _read(file, _MAX_TEMPLATE_BYTES).decode(errors="replace")
+def read_template_beside(path: Path) -> str | None:
+    """The chat template that lies beside a tokenizer.json in a file of its own."""
+    file = path.with_name(_CHAT_TEMPLATE_FILE)
+    return read_file(file, _MAX_TEMPLATE_BYTES).decode(errors="replace") if file.is_file() else None
+
+
+def _config_template(config: Config) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {entry.get("name"): entry for entry in template if isinstance(entry, dict)}

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.executors.cpu.native import native_module
-from quire.loader.mapping import release
 from quire.loader.tensor import Tensor
 from quire.model.spec import Activation, ModelSpec
 
@@ -146,7 +145,7 @@ class _Compiler:
         return [self._matrix(name, whole) for name in names]
 
     def _matrix(self, name: str, whole_rows: bool) -> int:
-        """Packed; the pages of the file that it came from are not needed any more."""
+        """Read, packed, and not needed any more as it was."""
         tensor = self._tensors[f"{name}.weight"]
         index: int = self.decoder.add_matrix(
             tensor.format.name,
@@ -157,7 +156,6 @@ class _Compiler:
             scale=self._scale(name),
             bias=self._bias(name),
         )
-        release(tensor.data)
         return index
 
     def _scale(self, name: str) -> float:

@@ -19,7 +19,7 @@ from quire.executors.cuda import check_attention
 from quire.executors.cuda.planes import FORMS, Array, reorder, to_operand_order
 from quire.executors.cuda.products import Products, products_for
 from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_parts
-from quire.loader.mapping import Bytes
+from quire.loader.reading import Bytes
 from quire.model.random_blocks import random_blocks
 from quire.quant.formats import Format, format_named
 

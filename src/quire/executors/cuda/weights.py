@@ -5,7 +5,6 @@ them are reordered here, once. Gates and what they gate lie in turns of eight ro
 of the product holds both.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -235,9 +234,7 @@ class Loader:
         return reorder(tensors[0].format.name, whole.reshape(-1), len(whole), columns)
 
     def _raw(self, tensor: Tensor) -> Array:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # mapped files are read-only, and stay so
-            return torch.from_numpy(tensor.data).to(self._device)
+        return torch.from_numpy(tensor.data).to(self._device)
 
     def _floats(self, name: str) -> Array:
         return torch.from_numpy(self._tensors[name].to_float32()).to(self._device)
