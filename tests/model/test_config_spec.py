@@ -31,7 +31,7 @@ def test_what_a_family_leaves_out_is_what_transformers_means_by_it() -> None:
     assert (llama.num_kv_heads, llama.head_dim, llama.norm_epsilon) == (4, 12, 1e-6)
     assert (llama.rope.base, llama.activation) == (10000.0, Activation.SILU)
     assert not llama.rope.interleaved and not llama.tied_head
-    mistral = spec("mistral", num_attention_heads=8)
+    mistral = spec("mistral", num_attention_heads=8, max_position_embeddings=8192)
     assert mistral.num_kv_heads == 8
     assert mistral.windows == (4096, 4096, 4096)
     assert spec("qwen3", num_attention_heads=32).head_dim == 128

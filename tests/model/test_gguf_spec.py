@@ -1,5 +1,7 @@
 """From GGUF metadata to specs: what is read, what is refused, and how the refusal is worded."""
 
+import re
+
 import numpy as np
 import pytest
 from tests.model.tensors import tensor, zeros
@@ -198,8 +200,15 @@ def test_what_says_nothing_new_is_accepted(key: str, value: object) -> None:
 def test_soft_caps_are_read_and_must_be_possible() -> None:
     found = spec(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     assert (found.attention_soft_cap, found.logit_soft_cap) == (50.0, 30.0)
-    with pytest.raises(ModelFileError, match=r"logit_soft_cap must be .* at least 0, got -1.0"):
-        spec(final_logit_softcapping=-1.0)
+    for cap in (-1.0, 1e-300, 1e300):
+        message = rf"logit_soft_cap must be 0 or from 1e-06 to 1e\+09, got {re.escape(str(cap))}"
+        with pytest.raises(ModelFileError, match=message):
+            spec(final_logit_softcapping=cap)
+
+
+@pytest.mark.parametrize("window", [512, 2**31, 2**32 - 1, 2**62])
+def test_a_window_no_shorter_than_the_context_is_none(window: int) -> None:
+    assert spec(**{"attention.sliding_window": window}).windows == spec().windows
 
 
 def test_keys_of_other_architectures_are_none_of_our_business() -> None:

@@ -11,6 +11,7 @@ from quire.model.spec import MAX_SIZES, Activation, ModelSpec
 
 _FILE = "config.json"
 _CONTEXT_LIMIT = MAX_SIZES["context_length"]
+_WINDOW_LIMIT = 1 << 62  # a window beyond the context is none
 _DEFAULTS: Mapping[str, object] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 _ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "relu2": Activation.RELU2}
 
@@ -119,7 +120,7 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     if family.window == "none":
         fields.refuse({"sliding_window": (), "use_sliding_window": (False,)})
         return (None,) * num_layers
-    window = fields.optional_integer("sliding_window", high=_CONTEXT_LIMIT)
+    window = fields.optional_integer("sliding_window", high=_WINDOW_LIMIT)
     if family.window == "every":
         fields.refuse({"layer_types": ()})
         return (window,) * num_layers

@@ -60,6 +60,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "use_parallel_residual": (False,),
 }
 _SCALING_TYPES = ("none", "linear", "yarn")
+_WINDOW_LIMIT = 1 << 62
 
 
 def spec_from_gguf(metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelSpec:
@@ -118,9 +119,8 @@ def _vocabulary_size(fields: Fields, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _window(fields: Fields) -> int | None:
-    """Zero means none."""
-    high = MAX_SIZES["context_length"]
-    return fields.integer("attention.sliding_window", 0, low=0, high=high) or None
+    """Zero means none, as does what is beyond the context."""
+    return fields.integer("attention.sliding_window", 0, low=0, high=_WINDOW_LIMIT) or None
 
 
 def _rope(family: Family, fields: Fields, tensors: Mapping[str, Tensor], head_dim: int) -> Rope:

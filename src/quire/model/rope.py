@@ -9,6 +9,7 @@ import numpy.typing as npt
 from quire.core.errors import ModelFileError
 
 MAX_BASE = 1e12
+MAX_MAGNITUDE = 1e6  # of cosines and sines, which are kept in single precision
 
 Frequencies = npt.NDArray[np.float64]
 
@@ -68,7 +69,7 @@ class YarnScaling:
         _at_least("rope beta_slow", self.beta_slow, 1e-6)
         _at_least("rope beta_fast", self.beta_fast, self.beta_slow)
         if self.attention_factor is not None:
-            _at_least("rope attention_factor", self.attention_factor, 0.0)
+            _at_least("rope attention_factor", self.attention_factor, 0.0, MAX_MAGNITUDE)
 
     def scale(self, frequencies: Frequencies, base: float) -> Frequencies:
         dims = 2 * len(frequencies)
@@ -154,6 +155,7 @@ class Rope:
         return self.scaling.magnitude if isinstance(self.scaling, YarnScaling) else 1.0
 
 
-def _at_least(name: str, value: float, low: float) -> None:
-    if not low <= value < math.inf:
-        raise ModelFileError(f"{name} must be a number of at least {low:g}, got {value}")
+def _at_least(name: str, value: float, low: float, high: float = math.inf) -> None:
+    if not low <= value <= high or value == math.inf:
+        most = "" if high == math.inf else f" and at most {high:g}"
+        raise ModelFileError(f"{name} must be a number of at least {low:g}{most}, got {value}")

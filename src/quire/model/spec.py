@@ -1,6 +1,5 @@
 """ModelSpec: one description of a decoder, and the tensors it must find."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +8,8 @@ from typing import Protocol
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model.rope import Rope
 
-# Far beyond any model, and small enough that a lying file cannot make us count for long.
+# Far beyond any model, and small enough that a lying file cannot make us count for long and that no
+# executor's integers overflow. The CPU executor's constructor has the same bounds (native/sizes.h).
 MAX_SIZES = {
     "hidden_size": 1 << 20,
     "ffn_size": 1 << 22,
@@ -18,8 +18,10 @@ MAX_SIZES = {
     "num_kv_heads": 1 << 14,
     "head_dim": 1 << 14,
     "vocabulary_size": 1 << 24,
-    "context_length": 1 << 31,
+    "context_length": 1 << 30,
 }
+MAX_QUERY_SIZE = 1 << 22  # all query heads together
+SOFT_CAPS = (1e-6, 1e9)  # beyond, single precision does not hold what a score is divided by
 
 
 class Activation(StrEnum):
@@ -53,7 +55,9 @@ class ModelSpec:
     norm_epsilon: float
     activation: Activation
     rope: Rope
-    windows: tuple[int | None, ...]  # per layer: how many positions a token sees; None: all
+    # Per layer: how many positions a token sees; None: all. A window that is no shorter than the
+    # context becomes None.
+    windows: tuple[int | None, ...]
     qkv_bias: bool = False
     output_bias: bool = False  # of the attention's output projection
     ffn_bias: bool = False
@@ -74,16 +78,22 @@ class ModelSpec:
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
                 f"({self.num_kv_heads})"
             )
+        if self.query_size > MAX_QUERY_SIZE:
+            raise ModelFileError(
+                f"num_heads ({self.num_heads}) times head_dim ({self.head_dim}) must be at most "
+                f"{MAX_QUERY_SIZE}, got {self.query_size}"
+            )
         if self.rope.dims > self.head_dim:
             raise ModelFileError(
                 f"rope dimensions ({self.rope.dims}) exceed head_dim ({self.head_dim})"
             )
-        if not 0.0 <= self.norm_epsilon <= 1.0 or math.isnan(self.norm_epsilon):
+        if not 0.0 <= self.norm_epsilon <= 1.0:
             raise ModelFileError(f"norm_epsilon must be from 0 to 1, got {self.norm_epsilon}")
         for name in ("attention_soft_cap", "logit_soft_cap"):
             cap = getattr(self, name)
-            if not 0.0 <= cap < math.inf:
-                raise ModelFileError(f"{name} must be a number of at least 0, got {cap}")
+            low, high = SOFT_CAPS
+            if cap != 0.0 and not low <= cap <= high:
+                raise ModelFileError(f"{name} must be 0 or from {low:g} to {high:g}, got {cap}")
         if len(self.windows) != self.num_layers:
             raise ModelFileError(
                 f"windows has {len(self.windows)} entries for {self.num_layers} layers"
@@ -91,6 +101,8 @@ class ModelSpec:
         for layer, window in enumerate(self.windows):
             if window is not None and window < 1:
                 raise ModelFileError(f"the window of layer {layer} must be positive, got {window}")
+        seen = (None if w is None or w >= self.context_length else w for w in self.windows)
+        object.__setattr__(self, "windows", tuple(seen))
 
     @property
     def query_size(self) -> int:
