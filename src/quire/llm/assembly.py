@@ -193,7 +193,8 @@ def _decided(options: Options, model: Model) -> Options:
 
 def _memory_plan(model: Model, options: Options) -> MemoryPlan:
     if options.executor == "cpu":
-        return cpu_assembly.cpu_memory(model, options.kv_cache_dtype)
+        step_tokens = options.engine_config().max_step_tokens
+        return cpu_assembly.cpu_memory(model, options.kv_cache_dtype, step_tokens, options.threads)
     estimate = memory_estimate(model, num_kv_tokens=0)
     return MemoryPlan(estimate.float32_weights, estimate.kv_per_token, available_memory())
 

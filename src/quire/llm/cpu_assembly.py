@@ -11,7 +11,7 @@ from quire.core.errors import ConfigError
 from quire.executors.cpu import check_unit, native_module
 from quire.executors.cpu.memory import kv_bytes_per_token, weight_bytes, workspace_bytes
 from quire.executors.protocol import Executor
-from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan
+from quire.llm.kv_memory import BLOCK_SIZE, USUAL_BYTES, MemoryPlan
 from quire.llm.machine import available_memory, resident_memory, usable_cores
 from quire.model.loading import Model
 
@@ -47,10 +47,18 @@ def check_cpu_options(threads: int | None) -> None:
     chosen_unit()
 
 
-def cpu_memory(model: Model, cache_type: str) -> MemoryPlan:
-    """What the model takes as the kernels keep it, to the byte."""
-    per_token = kv_bytes_per_token(model.spec, cache_type == "int8")
-    return MemoryPlan(weight_bytes(model.tensors), per_token, available_memory())
+def cpu_memory(
+    model: Model, cache_type: str, max_step_tokens: int, threads: int | None
+) -> MemoryPlan:
+    """What the model takes as the kernels keep it, weights to the byte, and what steps work in."""
+    spec = model.spec
+    per_token = kv_bytes_per_token(spec, cache_type == "int8")
+    # Positions that the usual cache holds; rope tables are copied as they grow.
+    positions = 2 * min(spec.context_length, USUAL_BYTES // per_token)
+    workspace = workspace_bytes(
+        spec, model.tensors, max_step_tokens, positions, num_threads(threads)
+    )
+    return MemoryPlan(weight_bytes(model.tensors), per_token, available_memory(), workspace)
 
 
 class CpuForecast(NamedTuple):

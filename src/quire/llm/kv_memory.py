@@ -53,6 +53,7 @@ class MemoryPlan:
     weights: int  # bytes, as the executor keeps them
     kv_per_token: int  # bytes
     available: int | None  # bytes; None where the machine does not say
+    workspace: int = 0  # bytes that steps work in
 
     @property
     def block_bytes(self) -> int:
@@ -60,26 +61,32 @@ class MemoryPlan:
 
     def pool_bytes(self, kv_memory: str | int | None) -> int:
         """The bytes of the cache: as asked, or what suits the machine."""
-        self._check_weights()
+        self._check_model()
+        taken = self.weights + self.workspace
         if kv_memory is None:
-            left = USUAL_BYTES if self.available is None else (self.available - self.weights) // 2
+            left = USUAL_BYTES if self.available is None else (self.available - taken) // 2
             return min(USUAL_BYTES, left)
         size = parse_bytes(kv_memory)
-        if self.available is not None and self.weights + size > self.available:
+        if self.available is not None and taken + size > self.available:
             raise ConfigError(
-                f"kv_memory is {format_bytes(size)} and the weights take "
-                f"{format_bytes(self.weights)}, but this machine has "
+                f"kv_memory is {format_bytes(size)} and the weights{self._and_workspace} take "
+                f"{format_bytes(taken)}, but this machine has "
                 f"{format_bytes(self.available)} available: give at most "
-                f"{format_bytes(self.available - self.weights)}"
+                f"{format_bytes(self.available - taken)}"
             )
         return size
 
-    def _check_weights(self) -> None:
-        if self.available is not None and self.weights > self.available:
+    @property
+    def _and_workspace(self) -> str:
+        return " and what steps work in" if self.workspace else ""
+
+    def _check_model(self) -> None:
+        taken = self.weights + self.workspace
+        if self.available is not None and taken > self.available:
             raise ConfigError(
-                f"the model's weights take {format_bytes(self.weights)} as this executor keeps "
-                f"them, but this machine has {format_bytes(self.available)} available: use a "
-                "smaller model or a machine with more memory"
+                f"the model's weights{self._and_workspace} take {format_bytes(taken)} as this "
+                f"executor keeps them, but this machine has {format_bytes(self.available)} "
+                "available: use a smaller model or a machine with more memory"
             )
 
     def num_blocks(self, pool_bytes: int, max_context: int | None) -> int:

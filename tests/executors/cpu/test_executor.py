@@ -177,7 +177,7 @@ def test_values_are_multiplied_with_what_rounding_left(
 @pytest.mark.parametrize("name", [*TINY_FILES, *TINY_BITNET_FILES])
 def test_memory_is_what_was_foretold(name: str, is_int8: bool) -> None:
     with load_model(fixture_file(name)) as model:
-        memory = cpu_memory(model, "int8" if is_int8 else "f16")
+        memory = cpu_memory(model, "int8" if is_int8 else "f16", 256, threads=1)
         file_bytes = sum(tensor.nbytes for tensor in model.tensors.values())
     with opened(fixture_file(name), num_blocks=5, kv_int8=is_int8) as executor:
         held = executor.memory_bytes

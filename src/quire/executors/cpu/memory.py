@@ -11,6 +11,9 @@ _FLOAT_BYTES = 4
 # Activations as the kernels take them: how many lie in a record, and the bytes of it.
 _RECORDS = {"groups": (32, 64), "blocks": (256, 320), "floats": (1, _FLOAT_BYTES)}
 _SCALE_BYTES = 4  # of int8 keys or values, for each token and head
+# What each thread works in, in floats: results of a product, and queries that attend together.
+_PRODUCT_SCRATCH = 256 * (32 + 256 + 16)
+_QUERIES_PACKED = 128 + 8
 
 
 def weight_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -31,7 +34,11 @@ def kv_bytes_per_token(spec: ModelSpec, is_int8: bool) -> int:
 
 
 def workspace_bytes(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], num_rows: int, num_positions: int
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    num_rows: int,
+    num_positions: int,
+    num_threads: int = 1,
 ) -> int:
     """About what steps of so many rows, one of which samples, work in; rotations included."""
     widest = max(spec.hidden_size, spec.ffn_size, spec.num_heads * spec.head_dim)
@@ -42,7 +49,9 @@ def workspace_bytes(
         size, num_bytes = _RECORDS[form]
         bytes_a_row += 2 * (widest // size | 1) * num_bytes
     rotations = num_positions * spec.rope.dims
-    return num_rows * bytes_a_row + _FLOAT_BYTES * (rotations + spec.vocabulary_size)
+    a_thread = _PRODUCT_SCRATCH + _QUERIES_PACKED * -(-spec.head_dim // 16) * 16
+    floats = rotations + spec.vocabulary_size + num_threads * a_thread
+    return num_rows * bytes_a_row + _FLOAT_BYTES * floats
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> set[tuple[str, bool]]:
