@@ -11,12 +11,8 @@
 #define NOINLINE static __attribute__((noinline))
 // Loops over sums that are to stay in registers.
 #define UNROLLED _Pragma("GCC unroll 32") for
-// Aligned scratch that lives until the function returns.
-#define STACK_FLOATS(COUNT) \
-  static_cast<float*>(__builtin_alloca_with_align(static_cast<size_t>(COUNT) * 4, 512))
 
 constexpr int tile_blocks = tile_size / block_size;
-constexpr int most_queries_packed = 128;
 
 #if defined(QUIRE_UNIT_AVX512)
 constexpr int most_queries = 8;
@@ -33,6 +29,7 @@ constexpr int vectors_beside(int num_queries) {
 constexpr int most_queries = 4;
 constexpr int vectors_beside(int) { return 1; }
 #endif
+static_assert(most_queries <= most_queries_at_once, "or the workspace would be too small");
 
 INLINE Floats load_stored(const uint16_t* p) { return load_half(p); }
 INLINE Floats load_stored(const int8_t* p) { return to_floats(load_signed_bytes(p)); }
@@ -382,13 +379,15 @@ INLINE void attend_any_group(const CacheTile<Element>& tile, int head_dim, float
 
 // ---- the rows of one sequence
 
-// Some rows' queries of one kv head. Query q is head q % group of row q / group.
+// At most most_queries_packed queries of one kv head: some rows' whole groups of query heads, or a
+// piece of one row's. Query q is head q % group of row q / group, counted from the piece's first.
 struct Queries {
   const AttentionShape& shape;
   const RowPlace* rows;
   int count, group;
   const float* data;  // of the first row's first head
   int64_t stride;
+  float* workspace;
 
   INLINE_METHOD int64_t offset(int query) const {
     return query / group * stride + static_cast<int64_t>(query % group) * shape.head_dim;
@@ -449,10 +448,10 @@ INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, 
   const float cap = shape.soft_cap * log2_of_e;
   const float factor = cap > 0.0f ? shape.scale / shape.soft_cap : shape.scale * log2_of_e;
   const int num_groups = (queries.count + most_queries - 1) / most_queries;
-  float* const packed = STACK_FLOATS(queries.count * shape.head_dim);
   QueryGroup group;
   group.stride = (shape.head_dim + 15) / 16 * 16;
-  group.mixed = STACK_FLOATS(most_queries * group.stride);
+  float* const packed = queries.workspace;
+  group.mixed = packed + most_queries_packed * group.stride;
   TileWalk<Element> walk{cache, queries.rows[0].block_table, queries.seen_by_any(), tiles, {}, {}};
   walk.begin();
   for (int tile = tiles.begin; tile < tiles.end; tile++) {
@@ -516,20 +515,32 @@ NOINLINE void attend_some(const HeadCache<Element>& cache, const Queries& querie
   for (int q = 0; q < queries.count; q++) divide(out + queries.offset(q), head_dim, totals[q].sum);
 }
 
+// Calls work(first head, number of heads) for pieces of a group of query heads.
+template <class Work>
+INLINE void each_piece(int group, Work work) {
+  for (int first = 0; first < group; first += most_queries_packed)
+    work(first, group - first < most_queries_packed ? group - first : most_queries_packed);
+}
+
 void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head, const RowPlace* rows,
-            int num_rows, const float* queries, float* out, int64_t stride) {
+            int num_rows, const float* queries, float* out, int64_t stride, float* workspace) {
   const int group = shape.num_heads / shape.num_kv_heads;
   const int64_t first_head = static_cast<int64_t>(kv_head) * group * shape.head_dim;
   const int at_once = group < most_queries_packed ? most_queries_packed / group : 1;
   for (int row = 0; row < num_rows; row += at_once) {
     const int count = num_rows - row < at_once ? num_rows - row : at_once;
-    const int64_t offset = row * stride + first_head;
-    const Queries some{shape, rows + row, count * group, group, queries + offset, stride};
-    if (cache.is_int8)
-      attend_some<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, out + offset);
-    else
-      attend_some<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some,
+    each_piece(group, [&](int first, int heads) {
+      const int64_t offset =
+          row * stride + first_head + static_cast<int64_t>(first) * shape.head_dim;
+      const Queries some{shape,  rows + row, count * heads, heads, queries + offset,
+                         stride, workspace};
+      if (cache.is_int8)
+        attend_some<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some,
                             out + offset);
+      else
+        attend_some<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some,
+                              out + offset);
+    });
   }
 }
 
@@ -537,10 +548,10 @@ void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head, c
 
 template <class Element>
 NOINLINE void attend_apart(const HeadCache<Element>& cache, const Queries& queries, Span tiles,
-                           float* parts) {
+                           int group, float* parts) {
   const int head_dim = queries.shape.head_dim;
   walk_tiles(cache, queries, tiles, [&](int query, int tile, Share share, float* mixed) {
-    const int64_t index = static_cast<int64_t>(tile - tiles.begin) * queries.count + query;
+    const int64_t index = static_cast<int64_t>(tile - tiles.begin) * group + query;
     float* part = parts + index * (head_dim + 2);
     part[0] = share.largest;
     part[1] = share.sum;
@@ -550,16 +561,20 @@ NOINLINE void attend_apart(const HeadCache<Element>& cache, const Queries& queri
 
 void attend_tiles(const LayerCache& cache, const AttentionShape& shape, int kv_head,
                   const RowPlace& row, int first_tile, int num_tiles, const float* queries,
-                  float* parts) {
+                  float* parts, float* workspace) {
   const int group = shape.num_heads / shape.num_kv_heads;
-  const int64_t first_head = static_cast<int64_t>(kv_head) * group * shape.head_dim;
-  const Queries some{shape, &row, group, group, queries + first_head, 0};
   const Span tiles{first_tile, first_tile + num_tiles};
-  if (cache.is_int8)
-    attend_apart<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles, parts);
-  else
-    attend_apart<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles,
-                           parts);
+  each_piece(group, [&](int first, int heads) {
+    const int64_t head = static_cast<int64_t>(kv_head) * group + first;
+    const Queries some{shape, &row, heads, heads, queries + head * shape.head_dim, 0, workspace};
+    float* own = parts + static_cast<int64_t>(first) * (shape.head_dim + 2);
+    if (cache.is_int8)
+      attend_apart<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles, group,
+                           own);
+    else
+      attend_apart<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles,
+                             group, own);
+  });
 }
 
 void merge_tiles(const AttentionShape& shape, int kv_head, int num_tiles, const float* parts,

@@ -26,6 +26,8 @@ const char* const plan_fields[] = {"sequence_id", "start",   "tokens",        "f
                                    "block_table", "want",    "sampling",      "completion_position",
                                    "history",     "allowed", "prompt_targets"};
 
+const int num_plan_fields = sizeof plan_fields / sizeof plan_fields[0];
+
 // What does not fit becomes -1, which is no token and no block: a fault of that sequence alone.
 template <class Value>
 std::vector<Value> integers(nb::handle sequence) {
@@ -39,20 +41,46 @@ std::vector<Value> integers(nb::handle sequence) {
   return values;
 }
 
+// What of a plan is not of its type, so that read_job could not look at it; nullptr: nothing.
+const char* misfit_of(const nb::tuple& fields) {
+  for (const int field : {2, 4, 10})
+    if (!nb::isinstance<nb::tuple>(fields[static_cast<size_t>(field)])) return plan_fields[field];
+  int64_t start;
+  int want;
+  if (!nb::try_cast<int64_t>(fields[1], start)) return plan_fields[1];
+  if (!nb::try_cast<int>(fields[5], want) || want < 0 || want > static_cast<int>(Want::pooled))
+    return plan_fields[5];
+  return nullptr;
+}
+
 // `request`: the HeldRequest of a sequence that samples; the caller's list keeps it alive.
 SequenceJob read_job(nb::handle plan, nb::handle request, nb::handle num_target_logprobs) {
-  const nb::tuple fields = nb::borrow<nb::tuple>(plan);
   SequenceJob job;
+  if (!nb::isinstance<nb::tuple>(plan) || nb::len(plan) != num_plan_fields)
+    throw nb::type_error("a sequence's plan must be a SequencePlan");
+  const nb::tuple fields = nb::borrow<nb::tuple>(plan);
+  if (const char* misfit = misfit_of(fields)) {
+    job.fault = std::string("the plan's ") + misfit + " is not of its type";
+    return job;
+  }
   job.start = nb::cast<int64_t>(fields[1]);
   job.tokens = integers<int32_t>(fields[2]);
   job.block_table = integers<int32_t>(fields[4]);
   job.want = static_cast<Want>(nb::cast<int>(fields[5]));
   if (!request.is_none()) job.request = nb::cast<const HeldRequest&>(request).view();
   if (job.want == Want::sample && !job.request.settings)
-    throw nb::value_error("a sample was wanted without saying how");
+    job.fault = "a sample was wanted without saying how";
   job.targets = integers<int64_t>(fields[10]);
   job.num_target_logprobs = nb::cast<int>(num_target_logprobs);
   return job;
+}
+
+std::pair<int32_t, int32_t> read_copy(nb::handle copy) {
+  int32_t source, target;
+  if (!nb::isinstance<nb::tuple>(copy) || nb::len(copy) != 2 ||
+      !nb::try_cast<int32_t>(copy[0], source) || !nb::try_cast<int32_t>(copy[1], target))
+    throw nb::value_error("a block copy must be a source and a target");
+  return {source, target};
 }
 
 nb::object array_of(std::vector<float>&& values, size_t columns) {
@@ -85,20 +113,21 @@ class Runner {
 
   // None where the step was cancelled.
   nb::object step(nb::tuple plans, nb::list requests, nb::list target_logprobs, nb::tuple copies,
-                  int64_t max_context, int64_t num_blocks) {
+                  int64_t max_context) {
+    if (requests.size() != plans.size() || target_logprobs.size() != plans.size())
+      throw nb::value_error("every plan needs a request and a number of target logprobs");
     std::vector<SequenceJob> jobs;
     jobs.reserve(plans.size());
     for (size_t i = 0; i < plans.size(); i++)
       jobs.push_back(read_job(plans[i], requests[i], target_logprobs[i]));
     std::vector<std::pair<int32_t, int32_t>> block_copies;
-    for (const nb::handle copy : copies)
-      block_copies.emplace_back(nb::cast<int32_t>(copy[0]), nb::cast<int32_t>(copy[1]));
+    for (const nb::handle copy : copies) block_copies.push_back(read_copy(copy));
     std::vector<SequenceOutcome> outcomes;
     bool is_cancelled = false;
     {
       nb::gil_scoped_release released;
       try {
-        outcomes = run_step(decoder, jobs, block_copies, {max_context, num_blocks}, scratch_);
+        outcomes = run_step(decoder, jobs, block_copies, max_context, scratch_);
       } catch (const Cancelled&) {
         is_cancelled = true;
       }
@@ -149,11 +178,7 @@ std::unique_ptr<Runner> make_runner(int64_t hidden_size, int64_t ffn_size, int64
 int add_matrix(Runner& self, const std::string& format, Array<const uint8_t> blocks,
                int64_t num_rows, int64_t in_size, bool whole_rows, bool refined, float scale,
                int bias) {
-  const SourceFormat* source = source_format(format.c_str());
-  if (!source) throw nb::value_error(("no kernel for the format " + format).c_str());
-  const int64_t needed = num_rows * in_size / source->block_size * source->block_bytes;
-  if (in_size % source->block_size != 0 || static_cast<int64_t>(blocks.size()) != needed)
-    throw nb::value_error("the blocks do not make these rows");
+  expect_blocks(source_named(format), num_rows, in_size, blocks.size());
   const uint8_t* data = blocks.data();
   nb::gil_scoped_release released;
   return self.decoder.add_matrix(format.c_str(), data, num_rows, in_size, whole_rows, refined,
@@ -162,17 +187,13 @@ int add_matrix(Runner& self, const std::string& format, Array<const uint8_t> blo
 
 // What a matrix takes once packed.
 int64_t packed_bytes(const std::string& format, int64_t num_rows, int64_t in_size) {
-  const SourceFormat* source = source_format(format.c_str());
-  if (!source) throw nb::value_error(("no kernel for the format " + format).c_str());
-  return (num_rows + row_group - 1) / row_group * group_bytes_of(source->packed, in_size);
+  return packed_size(source_named(format), num_rows, in_size);
 }
 
 const char* const form_names[] = {"groups", "blocks", "row", "floats"};  // as Form
 
 const char* form_of_format(const std::string& format) {
-  const SourceFormat* source = source_format(format.c_str());
-  if (!source) throw nb::value_error(("no kernel for the format " + format).c_str());
-  return form_names[static_cast<int>(form_of(source->packed))];
+  return form_names[static_cast<int>(form_of(source_named(format).packed))];
 }
 
 void add_stage(Runner& self, const std::string& kind, const std::string& input, int norm,
@@ -194,7 +215,6 @@ void add_stage(Runner& self, const std::string& kind, const std::string& input, 
   stage.norm = norm;
   stage.matrices = std::move(matrices);
   stage.quantised = static_cast<Form>(index_of(form_names, quantised));
-  if (stage.quantised == Form::row) throw nb::value_error("a gate does not see whole rows");
   stage.layer = layer;
   stage.query_norm = query_norm;
   stage.key_norm = key_norm;
@@ -219,6 +239,8 @@ nb::dict counters(const Runner& self) {
 }
 
 nb::bytes cache_block(const Runner& self, int layer, int64_t block) {
+  expect_within("layer", layer, 0, self.decoder.shape().num_layers - 1);
+  expect_within("block", block, 0, self.decoder.num_blocks() - 1);
   return nb::bytes(reinterpret_cast<const char*>(self.decoder.cache_block(layer, block)),
                    static_cast<size_t>(self.decoder.block_bytes()));
 }
@@ -261,10 +283,14 @@ void bind_decoder(nb::module_& m) {
       .def(
           "set_rope",
           [](Runner& self, Array<const float> cosines, Array<const float> sines,
-             int64_t positions) { self.decoder.set_rope(cosines.data(), sines.data(), positions); },
+             int64_t positions) {
+            expect(cosines.size() == sines.size(), "as many sines as cosines");
+            self.decoder.set_rope(cosines.data(), sines.data(),
+                                  static_cast<int64_t>(cosines.size()), positions);
+          },
           "cosines"_a, "sines"_a, "positions"_a)
       .def("step", &Runner::step, "plans"_a, "requests"_a, "target_logprobs"_a, "copies"_a,
-           "max_context"_a, "num_blocks"_a)
+           "max_context"_a)
       .def("set_cancelled",
            [](Runner& self, bool is_cancelled) { self.decoder.set_cancelled(is_cancelled); })
       .def("cache_block", &cache_block, "layer"_a, "block"_a)

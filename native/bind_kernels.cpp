@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "memory.h"
 
 namespace nb = nanobind;
 
@@ -35,11 +36,10 @@ const Kernels& unit_named(const std::string& name) {
   throw nb::value_error(("no unit \"" + name + "\" runs on this processor").c_str());
 }
 
-void expect(bool holds, const char* what) {
-  if (!holds) throw nb::value_error(what);
+int size_of(size_t size) {
+  expect_within("the size of an array", static_cast<int64_t>(size), 0, int64_t{1} << 30);
+  return static_cast<int>(size);
 }
-
-int size_of(size_t size) { return static_cast<int>(size); }
 
 void expect_blocks(const Input& x, const Records& out) {
   expect(x.size() % block_group == 0, "x must hold whole blocks");
@@ -65,19 +65,25 @@ class Cache {
  public:
   Cache(const std::string& unit, const AttentionShape& shape, bool is_int8, Table block_table)
       : kernels_(unit_named(unit)), shape_(shape) {
-    expect(shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0,
+    expect_within("num_heads", shape.num_heads, 1, most_heads);
+    expect_within("num_kv_heads", shape.num_kv_heads, 1, most_heads);
+    expect_within("head_dim", shape.head_dim, 1, most_head_dim);
+    expect_within("window", shape.window, 0, most_positions);
+    expect(shape.num_heads % shape.num_kv_heads == 0,
            "num_heads must be a multiple of num_kv_heads");
+    workspace_ = Buffer(bytes_of(attention_workspace(shape.head_dim), sizeof(float)));
     table_.assign(block_table.data(), block_table.data() + block_table.size());
     int32_t num_blocks = 0;
     for (int32_t block : table_) {
-      expect(block >= 0, "blocks must not be negative");
+      expect_within("a block", block, 0, most_blocks - 1);
       num_blocks = block >= num_blocks ? block + 1 : num_blocks;
     }
-    const int64_t values = 2LL * shape.num_kv_heads * shape.head_dim * block_size;
+    const int64_t values = checked_product(2, shape.num_kv_heads, shape.head_dim, block_size);
     const int64_t block_bytes = is_int8 ? values : 2 * values;
     // Nothing may depend on slots that were not written: all begin as NaN, in bytes as -1.
-    data_.assign(static_cast<size_t>(num_blocks * block_bytes), 0xff);
-    const size_t num_scales = is_int8 ? size_t(num_blocks) * shape.num_kv_heads * block_size : 0;
+    data_.assign(static_cast<size_t>(checked_product(num_blocks, block_bytes)), 0xff);
+    const auto num_scales = static_cast<size_t>(
+        is_int8 ? checked_product(num_blocks, shape.num_kv_heads, block_size) : 0);
     key_scales_.assign(num_scales, __builtin_nanf(""));
     value_scales_.assign(num_scales, __builtin_nanf(""));
     layer_ = {data_.data(), block_bytes, is_int8 ? key_scales_.data() : nullptr,
@@ -101,7 +107,7 @@ class Cache {
     for (int i = 0; i < num_rows; i++) rows.push_back({position + i, table_.data()});
     for (int head = 0; head < shape_.num_kv_heads; head++)
       kernels_.attend(layer_, shape_, head, rows.data(), num_rows, queries.data(), out.data(),
-                      stride);
+                      stride, workspace_.as<float>());
   }
 
   // One row, each tile by a call of its own, the last first.
@@ -114,11 +120,11 @@ class Cache {
     const int first = (start > 0 ? start : 0) / tile_size;
     const int num_tiles = position / tile_size + 1 - first;
     const int64_t part = row_size() / shape_.num_kv_heads / shape_.head_dim * (shape_.head_dim + 2);
-    std::vector<float> parts(size_t(part * num_tiles));
+    std::vector<float> parts(static_cast<size_t>(checked_product(part, num_tiles)));
     for (int head = 0; head < shape_.num_kv_heads; head++) {
       for (int tile = num_tiles - 1; tile >= 0; tile--)
         kernels_.attend_tiles(layer_, shape_, head, row, first + tile, 1, queries.data(),
-                              parts.data() + tile * part);
+                              parts.data() + tile * part, workspace_.as<float>());
       kernels_.merge_tiles(shape_, head, num_tiles, parts.data(), out.data());
     }
   }
@@ -134,7 +140,7 @@ class Cache {
   int64_t row_size() const { return int64_t(shape_.num_heads) * shape_.head_dim; }
 
   void expect_positions(int first, int count) const {
-    expect(first >= 0 && count > 0 && size_t(first + count) <= table_.size() * block_size,
+    expect(first >= 0 && count > 0 && size_t(first) + size_t(count) <= table_.size() * block_size,
            "positions must lie in the blocks of the table");
   }
 
@@ -144,6 +150,7 @@ class Cache {
   std::vector<uint8_t> data_;
   std::vector<float> key_scales_, value_scales_;
   LayerCache layer_;
+  Buffer workspace_;
 };
 
 void bind_rows(nb::module_& m) {
@@ -184,9 +191,11 @@ void bind_rows(nb::module_& m) {
   });
   m.def("turn", [](const std::string& unit, Output heads, int head_dim, bool interleaved,
                    Input cosines, Input sines) {
+    expect_within("head_dim", head_dim, 1, most_head_dim);
+    expect(cosines.size() <= size_t(head_dim) / 2, "at most head_dim / 2 angles");
+    expect(sines.size() == cosines.size(), "as many sines as cosines");
     const int dims = 2 * size_of(cosines.size());
-    expect(sines.size() == cosines.size() && dims <= head_dim, "at most head_dim / 2 angles");
-    expect(head_dim > 0 && heads.size() % head_dim == 0, "whole heads");
+    expect(heads.size() % head_dim == 0, "whole heads");
     const Rope rope{dims, interleaved, cosines.data(), sines.data()};
     unit_named(unit).turn(heads.data(), size_of(heads.size()) / head_dim, head_dim, rope, 0);
   });

@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -29,6 +30,18 @@ SampleSettings new_settings(double temperature, int64_t top_k, double top_p, dou
                             const std::vector<std::pair<int64_t, double>>& logit_bias,
                             Ids end_tokens, int64_t min_tokens, uint64_t seed, uint32_t index,
                             int num_logprobs) {
+  const auto expect_number = [](const char* name, double value, double low, double high) {
+    if (!(value >= low && value <= high))
+      throw std::invalid_argument(std::string(name) + " must be from " + std::to_string(low) +
+                                  " to " + std::to_string(high) + ", got " + std::to_string(value));
+  };
+  constexpr double most_float = std::numeric_limits<float>::max();
+  expect_number("temperature", temperature, 0.0, most_float);
+  expect_number("top_p", top_p, 0.0, 1.0);
+  expect_number("min_p", min_p, 0.0, 1.0);
+  expect_number("repetition_penalty", repetition_penalty, 0.0, most_float);
+  expect_number("frequency_penalty", frequency_penalty, -most_float, most_float);
+  expect_number("presence_penalty", presence_penalty, -most_float, most_float);
   SampleSettings settings;
   settings.temperature = temperature;
   settings.top_k = top_k;

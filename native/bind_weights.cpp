@@ -30,16 +30,13 @@ class PackedMatrix {
  public:
   PackedMatrix(const std::string& format, Blocks blocks, int64_t num_rows, int64_t in_size)
       : num_rows_(num_rows), in_size_(in_size) {
-    const SourceFormat* source = source_format(format.c_str());
-    if (!source) throw nb::value_error(("no kernel for the format " + format).c_str());
-    const int64_t needed = num_rows * in_size / source->block_size * source->block_bytes;
-    if (in_size % source->block_size != 0 || static_cast<int64_t>(blocks.size()) != needed)
-      throw nb::value_error("the blocks do not make these rows");
-    format_ = source->packed;
+    const SourceFormat& source = source_named(format);
+    expect_blocks(source, num_rows, in_size, blocks.size());
+    format_ = source.packed;
     group_bytes_ = group_bytes_of(format_, in_size);
-    data_ = Buffer(static_cast<size_t>(num_groups() * group_bytes_));
+    data_ = Buffer(static_cast<size_t>(packed_size(source, num_rows, in_size)));
     for (int64_t group = 0; group < num_groups(); group++)
-      pack_group(*source, blocks.data(), in_size, num_rows, group * row_group,
+      pack_group(source, blocks.data(), in_size, num_rows, group * row_group,
                  data_.data() + group * group_bytes_);
   }
 
@@ -66,7 +63,8 @@ class PackedMatrix {
     const size_t size = takes_floats()   ? sizeof(float)
                         : takes_blocks() ? sizeof(ActivationBlock)
                                          : sizeof(ActivationGroup);
-    expect(columns.nbytes() == static_cast<size_t>(a_column * num_columns) * size,
+    expect_within("num_columns", num_columns, 1, most_columns);
+    expect(columns.nbytes() == bytes_of(checked_product(a_column, num_columns), size),
            "the columns have another size");
     expect(!residuals || (!takes_floats() && residuals->nbytes() == columns.nbytes()),
            "residuals are as many as the columns");
@@ -90,9 +88,7 @@ class PackedMatrix {
   }
 
  private:
-  static void expect(bool holds, const char* what) {
-    if (!holds) throw nb::value_error(what);
-  }
+  static constexpr int most_columns = 1 << 20;
   int64_t num_groups() const { return (num_rows_ + row_group - 1) / row_group; }
 
   Format format_;
@@ -108,6 +104,7 @@ void bind_weights(nb::module_& m) {
       "peak_dots",
       [](const std::string& unit, int64_t rounds) {
         const Kernels& kernels = kernels_of(unit);
+        expect_within("rounds", rounds, 0, int64_t{1} << 40);
         nb::gil_scoped_release released;
         return kernels.peak_dots(rounds);
       },

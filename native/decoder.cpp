@@ -42,42 +42,46 @@ Form form_of(Format format) {
 }
 
 Decoder::Decoder(const DecoderShape& shape, const Kernels& kernels, int num_threads, bool may_spin)
-    : shape_(shape), kernels_(kernels), pool_(num_threads, may_spin) {}
+    : shape_(checked(shape)),
+      kernels_(kernels),
+      pool_(num_threads, may_spin),
+      attention_scratch_(
+          bytes_of(num_threads * attention_workspace(shape.head_dim), sizeof(float))) {}
 
 // ---- made once
 
 int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_rows,
                         int64_t in_size, bool whole_rows, bool refined, float scale, int bias) {
-  const SourceFormat* source = source_format(format);
-  if (!source) throw std::invalid_argument(std::string("no kernel for the format ") + format);
-  if (in_size % std::max(source->block_size, 1) != 0)
-    throw std::invalid_argument("a row does not hold whole blocks");
+  const SourceFormat& source = source_named(format);
+  const int64_t num_bytes = packed_size(source, num_rows, in_size);
+  if (bias >= 0) expect_vector("a bias", bias, num_rows);
   auto matrix = std::make_unique<Matrix>();
-  matrix->format = source->packed;
+  matrix->format = source.packed;
   matrix->num_rows = num_rows;
   matrix->in_size = in_size;
-  matrix->group_bytes = group_bytes_of(source->packed, in_size);
+  matrix->group_bytes = group_bytes_of(source.packed, in_size);
   matrix->scale = scale;
   matrix->bias = bias;
-  matrix->form = form_of(source->packed);
-  const bool is_whole = whole_rows && source->packed == TERNARY;
+  matrix->form = form_of(source.packed);
+  const bool is_whole = whole_rows && source.packed == TERNARY;
   if (is_whole) matrix->form = Form::row;
   matrix->is_refined = refined && (matrix->form == Form::groups || matrix->form == Form::blocks);
   // With one scale for all its blocks a row's sum is a sum of integers to the end, and exact.
   float common = 1.0f;
   const bool is_common =
       is_whole &&
-      common_ternary_scale(*source, blocks, num_rows * in_size / source->block_size, &common);
+      common_ternary_scale(source, blocks, num_rows * in_size / source.block_size, &common);
   if (is_common) matrix->scale = scale * common;
   const int num_groups = static_cast<int>((num_rows + row_group - 1) / row_group);
-  matrix->num_bytes = num_groups * matrix->group_bytes;
+  matrix->num_bytes = num_bytes;
+  room_ = 0;  // what there is may not hold what this matrix is multiplied with
   uint8_t* packed = weights_.allocate(static_cast<size_t>(matrix->num_bytes));
   matrix->data = packed;
   Pool::Session awake(pool_);
   pool_.run(num_groups, 1, [&](int begin, int end, int) {
     for (int group = begin; group < end; group++) {
       uint8_t* to = packed + group * matrix->group_bytes;
-      pack_group(*source, blocks, in_size, num_rows, int64_t{group} * row_group, to);
+      pack_group(source, blocks, in_size, num_rows, int64_t{group} * row_group, to);
       if (is_common) set_ternary_scale(to, in_size, 1.0f);
     }
   });
@@ -86,13 +90,18 @@ int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_r
 }
 
 int Decoder::add_vector(const float* values, int64_t size) {
+  expect_within("the size of a vector", size, 1, most_vocabulary);
   vectors_.emplace_back(values, values + size);
   return static_cast<int>(vectors_.size()) - 1;
 }
 
-void Decoder::add_stage(Stage stage) { stages_.push_back(std::move(stage)); }
+void Decoder::add_stage(Stage stage) {
+  check_stage(stage);
+  stages_.push_back(std::move(stage));
+}
 
 void Decoder::set_ends(int embedding, int output_norm, int head) {
+  check_ends(embedding, output_norm, head);
   embedding_ = embedding;
   output_norm_ = output_norm;
   head_ = head;
@@ -100,25 +109,37 @@ void Decoder::set_ends(int embedding, int output_norm, int head) {
 
 void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t touched_ahead,
                              bool gives_way) {
-  const int64_t heads = shape_.num_kv_heads, elements = heads * shape_.head_dim * block_size;
+  expect_within("the blocks of a cache", num_blocks, 1, most_blocks);
+  expect_within("touched_ahead", touched_ahead, 0, INT64_MAX);
+  const int64_t layers = shape_.num_layers, heads = shape_.num_kv_heads;
+  const int64_t elements = checked_product(heads, shape_.head_dim, block_size);
+  const int64_t block_bytes = checked_product(2, elements, is_int8 ? 1 : 2);
+  const int64_t cache = checked_product(num_blocks, layers, block_bytes);
+  const int64_t scales =
+      is_int8 ? checked_product(2, num_blocks, layers, heads, block_size, sizeof(float)) : 0;
+  touching_ = TouchAhead();
+  num_blocks_ = 0;    // until all of it is there
+  cache_ = Buffer();  // the old one goes before the new one comes
+  cache_scales_ = Buffer();
+  cache_ = Buffer(static_cast<size_t>(cache));
+  cache_scales_ = Buffer(static_cast<size_t>(scales));
   num_blocks_ = num_blocks;
   is_int8_ = is_int8;
-  block_bytes_ = 2 * elements * (is_int8 ? 1 : 2);
-  touching_ = TouchAhead();
-  cache_ = Buffer();  // the old one goes before the new one comes
-  cache_ = Buffer(bytes_of(num_blocks * shape_.num_layers, static_cast<size_t>(block_bytes_)));
-  const int64_t scales = is_int8 ? 2 * num_blocks * heads * block_size * shape_.num_layers : 0;
-  cache_scales_ = Buffer(bytes_of(scales, sizeof(float)));
+  block_bytes_ = block_bytes;
   if (touched_ahead > 0)
     touching_ = TouchAhead(cache_.data(), bytes_of(num_blocks, static_cast<size_t>(block_bytes_)),
-                           static_cast<int>(shape_.num_layers), static_cast<size_t>(touched_ahead),
-                           gives_way);
+                           shape_.num_layers, static_cast<size_t>(touched_ahead), gives_way);
 }
 
-void Decoder::set_rope(const float* cosines, const float* sines, int64_t num_positions) {
-  const int64_t size = num_positions * shape_.rope_dims / 2;
+void Decoder::set_rope(const float* cosines, const float* sines, int64_t size,
+                       int64_t num_positions) {
+  expect_within("the positions of rope tables", num_positions, 1, most_positions);
+  const int64_t needed = checked_product(num_positions, shape_.rope_dims / 2);
+  expect_within("the size of rope tables", size, needed, needed);
+  num_positions_ = 0;  // until both are there
   cosines_.assign(cosines, cosines + size);
   sines_.assign(sines, sines + size);
+  num_positions_ = num_positions;
 }
 
 int64_t Decoder::weight_bytes() const {
@@ -134,7 +155,7 @@ int64_t Decoder::cache_bytes() const {
 
 int64_t Decoder::workspace_bytes() const {
   size_t total = state_.size() + projected_.size() + mixed_.size() + gated_.size() +
-                 logits_.size() + scratch_.size();
+                 logits_.size() + scratch_.size() + attention_scratch_.size();
   for (const Activations& a : activations_)
     for (const Buffer* buffer :
          {&a.groups, &a.blocks, &a.residuals, &a.block_residuals, &a.scales, &a.floats})
@@ -155,6 +176,7 @@ uint8_t* Decoder::cache_block(int layer, int64_t block) const {
 // ---- each step
 
 void Decoder::run(const StepInput& input) {
+  check_ready(static_cast<int64_t>(input.tokens.size()));
   Stopwatch watch(counters_.seconds);
   Pool::Session awake(pool_);
   num_rows_ = static_cast<int>(input.tokens.size());
@@ -179,9 +201,9 @@ void Decoder::run(const StepInput& input) {
 }
 
 void Decoder::touch_ahead() {
-  int32_t last = 0;
+  int64_t last = 0;
   for (const RowPlace& place : places_)
-    last = std::max(last, place.block_table[place.position / block_size]);
+    last = std::max<int64_t>(last, place.block_table[place.position / block_size]);
   touching_.reach(bytes_of(last + 1, static_cast<size_t>(block_bytes_)));
 }
 
@@ -223,26 +245,27 @@ void Decoder::compute(const Stage& stage) {
 
 void Decoder::make_room(int num_rows) {
   if (num_rows <= room_) return;
-  int64_t widest = shape_.hidden_size, projected = 0;
+  int64_t widest = shape_.hidden_size;
   int forms = 0;
   for (size_t i = 0; i < matrices_.size(); i++) {
     widest = std::max(widest, matrices_[i]->in_size);
     forms |= forms_of({static_cast<int>(i)});
   }
-  projected = int64_t{shape_.num_heads + 2 * shape_.num_kv_heads} * shape_.head_dim;
-  projected_stride_ = ((projected + row_group - 1) / row_group | 1) * row_group;
-  const auto floats = [](int64_t count) { return bytes_of(count, sizeof(float)); };
-  state_.grow(floats(num_rows * shape_.hidden_size));
-  projected_.grow(floats(num_rows * projected_stride_));
-  mixed_.grow(floats(num_rows * projected_stride_));
-  gated_.grow(floats(num_rows * shape_.ffn_size));
+  projected_stride_ = ((projected_size() + row_group - 1) / row_group | 1) * row_group;
+  const auto floats = [](int64_t rows, int64_t size) {
+    return bytes_of(checked_product(rows, size), sizeof(float));
+  };
+  state_.grow(floats(num_rows, shape_.hidden_size));
+  projected_.grow(floats(num_rows, projected_stride_));
+  mixed_.grow(floats(num_rows, projected_stride_));
+  gated_.grow(floats(num_rows, shape_.ffn_size));
   for (Activations& a : activations_) {
     // Odd numbers of lines: columns must not share cache sets.
     a.group_stride = (widest / group_size) | 1;
     a.block_stride = (widest / block_group) | 1;
     a.float_stride = (widest + 15) / 16 * 16 + 16;
     const auto grow = [&](Buffer& buffer, int form, int64_t stride, size_t size) {
-      if (forms & form) buffer.grow(bytes_of(num_rows * stride, size));
+      if (forms & form) buffer.grow(bytes_of(checked_product(num_rows, stride), size));
     };
     grow(a.groups, wants_groups | wants_row, a.group_stride, sizeof(ActivationGroup));
     grow(a.residuals, wants_residuals, a.group_stride, sizeof(ActivationGroup));
@@ -251,7 +274,7 @@ void Decoder::make_room(int num_rows) {
     grow(a.scales, wants_row, 1, sizeof(float));
     grow(a.floats, wants_floats, a.float_stride, sizeof(float));
   }
-  scratch_.grow(floats(pool_.size() * scratch_size()));
+  scratch_.grow(floats(pool_.size(), scratch_size()));
   room_ = num_rows;
 }
 
@@ -282,7 +305,8 @@ int Decoder::forms_of(const std::vector<int>& matrices) const {
 }
 
 void Decoder::copy_blocks(const StepInput& input) {
-  for (const auto& [source, target] : input.copies)
+  for (const auto& [source, target] : input.copies) {
+    if (source == target) continue;
     for (int layer = 0; layer < shape_.num_layers; layer++) {
       std::memcpy(cache_block(layer, target), cache_block(layer, source),
                   static_cast<size_t>(block_bytes_));
@@ -292,6 +316,7 @@ void Decoder::copy_blocks(const StepInput& input) {
       for (float* scales : {cache.key_scales, cache.value_scales})
         std::memcpy(scales + target * size, scales + source * size, bytes_of(size, sizeof(float)));
     }
+  }
 }
 
 void Decoder::embed(const StepInput& input) {

@@ -15,6 +15,7 @@
 #include "kernels.h"
 #include "memory.h"
 #include "pool.h"
+#include "sizes.h"
 #include "touch_ahead.h"
 
 namespace quire {
@@ -57,6 +58,9 @@ struct DecoderShape {
   std::vector<int> windows;                  // per layer; 0: all
 };
 
+// The same shape; std::invalid_argument where a size is out of bounds or does not fit the others.
+const DecoderShape& checked(const DecoderShape& shape);
+
 // The rows of a step. A sequence's rows follow each other and share one block table.
 struct StepInput {
   std::vector<int32_t> tokens;
@@ -93,7 +97,8 @@ class Decoder {
  public:
   Decoder(const DecoderShape& shape, const Kernels& kernels, int num_threads, bool may_spin);
 
-  // ---- made once
+  // ---- made once; what does not fit the shape or what was given before throws
+  // std::invalid_argument, what cannot be held std::length_error or std::bad_alloc
   int add_matrix(const char* format, const uint8_t* blocks, int64_t num_rows, int64_t in_size,
                  bool whole_rows, bool refined, float scale, int bias);
   int add_vector(const float* values, int64_t size);
@@ -102,11 +107,13 @@ class Decoder {
   // touched_ahead: bytes of it that the system gives before they are used; gives_way: to
   // whatever else there is to do.
   void allocate_cache(int64_t num_blocks, bool is_int8, int64_t touched_ahead, bool gives_way);
-  void set_rope(const float* cosines, const float* sines, int64_t num_positions);
+  // Tables of `size` numbers each, [num_positions][rope_dims / 2].
+  void set_rope(const float* cosines, const float* sines, int64_t size, int64_t num_positions);
 
   // ---- each step
   // Takes all rows to the keys and values of the last layer, and those that are wanted through it.
   // Throws Cancelled.
+  // Tokens, positions and blocks are the caller's to check: see num_positions and num_blocks.
   void run(const StepInput& input);
   // Whether a row's state is finite, after run: the final one, or the one before the last layer.
   bool is_finite(int row) const;
@@ -141,9 +148,11 @@ class Decoder {
   int64_t cache_bytes() const;
   int64_t workspace_bytes() const;
   void read_row(int matrix, int64_t row, float* out) const;
-  const Matrix& matrix(int index) const { return *matrices_[static_cast<size_t>(index)]; }
+  const Matrix& matrix(int index) const { return *matrices_.at(static_cast<size_t>(index)); }
   uint8_t* cache_block(int layer, int64_t block) const;
   int64_t block_bytes() const { return block_bytes_; }
+  int64_t num_blocks() const { return num_blocks_; }
+  int64_t num_positions() const { return num_positions_; }  // that rope tables hold
 
  private:
   static constexpr size_t max_head_rows = 64;  // whose logits are held at once
@@ -169,6 +178,11 @@ class Decoder {
     int64_t part;
   };
 
+  void expect_vector(const char* what, int index, int64_t size) const;
+  const Matrix& expect_matrix(const char* what, int index, int64_t num_rows, int64_t in_size) const;
+  void check_stage(const Stage& stage) const;
+  void check_ends(int embedding, int output_norm, int head) const;
+  void check_ready(int64_t num_rows) const;
   void compute(const Stage& stage);
   void embed(const StepInput& input);
   void copy_blocks(const StepInput& input);
@@ -194,6 +208,9 @@ class Decoder {
   int forms_of(const std::vector<int>& matrices) const;
   float* place(Place which) const;
   int64_t size_of(Place which) const;
+  int64_t projected_size() const {  // queries, keys and values of a row
+    return int64_t{shape_.num_heads + 2 * shape_.num_kv_heads} * shape_.head_dim;
+  }
   LayerCache layer_cache(int layer) const;
   AttentionShape attention_shape(int layer) const;
 
@@ -211,9 +228,11 @@ class Decoder {
   int64_t num_blocks_ = 0, block_bytes_ = 0;
   bool is_int8_ = false;
   std::vector<float> cosines_, sines_;
+  int64_t num_positions_ = 0;
 
   int num_rows_ = 0, room_ = 0;
   Buffer state_, projected_, mixed_, gated_, logits_, scratch_;
+  const Buffer attention_scratch_;  // [thread][attention_workspace]
   Activations activations_[2];
   int current_ = 0;  // of activations_
   int64_t projected_stride_ = 0, logits_stride_ = 0;

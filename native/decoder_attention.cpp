@@ -7,7 +7,8 @@
 namespace quire {
 namespace {
 
-constexpr int attend_rows = 16;  // of one sequence, attended to together
+constexpr int attend_rows = 16;                         // of one sequence, attended to together
+constexpr int64_t most_part_floats = int64_t{1} << 26;  // of rows that are taken apart
 
 }  // namespace
 
@@ -99,7 +100,8 @@ void Decoder::split_long_rows() {
   int64_t floats = 0;
   for (const AttendTask& task : attend_tasks_) {
     const int tiles = places_[static_cast<size_t>(task.first_row)].position / tile_size + 1;
-    if (task.num_rows > 1 || tiles < 2 || task.cost <= share) {
+    const bool fits = floats + tiles * a_tile <= most_part_floats;
+    if (task.num_rows > 1 || tiles < 2 || task.cost <= share || !fits) {
       split.push_back(task);
       continue;
     }
@@ -124,17 +126,19 @@ void Decoder::attend(const Stage& stage) {
   const float* queries = projected_.as<float>();
   float* mixed = mixed_.as<float>();
   const int64_t stride = projected_stride_;
-  pool_.run(static_cast<int>(attend_tasks_.size()), 1, [&](int begin, int end, int) {
+  pool_.run(static_cast<int>(attend_tasks_.size()), 1, [&](int begin, int end, int thread) {
+    float* workspace =
+        attention_scratch_.as<float>() + thread * attention_workspace(shape_.head_dim);
     for (int i = begin; i < end; i++) {
       const AttendTask& task = attend_tasks_[static_cast<size_t>(i)];
       const RowPlace* places = &places_[static_cast<size_t>(task.first_row)];
       const int64_t at = task.first_row * stride;
       if (task.num_tiles == 0)
         kernels_.attend(cache, shape, task.kv_head, places, task.num_rows, queries + at, mixed + at,
-                        stride);
+                        stride, workspace);
       else
         kernels_.attend_tiles(cache, shape, task.kv_head, *places, task.first_tile, task.num_tiles,
-                              queries + at, attend_parts_.data() + task.part);
+                              queries + at, attend_parts_.data() + task.part, workspace);
     }
   });
   pool_.run(static_cast<int>(merge_tasks_.size()), 1, [&](int begin, int end, int) {

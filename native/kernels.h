@@ -78,6 +78,17 @@ struct AttentionShape {
   float soft_cap;  // 0: none; else scores become cap * tanh(score / cap)
 };
 
+// Queries of one kv head that are packed for one walk over its tiles, and those of them that are
+// computed side by side, at most. Larger groups of query heads are worked in pieces.
+constexpr int most_queries_packed = 128;
+constexpr int most_queries_at_once = 8;
+
+// Floats that a thread's attention works in: packed queries, and what they mix of a tile. Whole
+// cache lines.
+constexpr int64_t attention_workspace(int64_t head_dim) {
+  return (most_queries_packed + most_queries_at_once) * ((head_dim + 15) / 16 * 16);
+}
+
 enum class Gate : int { silu = 0, relu2 = 1 };
 
 struct Kernels {
@@ -99,14 +110,16 @@ struct Kernels {
                           const float* key, const float* value);
   // Attention of the query heads of one kv head for `num_rows` tokens of ONE sequence at ascending,
   // consecutive positions (one block table). queries and out: [row][stride], all heads of a row.
+  // workspace: attention_workspace(head_dim) floats at a cache line, of the calling thread alone.
   void (*attend)(const LayerCache&, const AttentionShape&, int kv_head, const RowPlace* rows,
-                 int num_rows, const float* queries, float* out, int64_t stride);
+                 int num_rows, const float* queries, float* out, int64_t stride, float* workspace);
   // The same attention of one row in parts, with the same bits, for few rows and long contexts.
   // Parts: [tile - first_tile][query head of the kv head][head_dim + 2]. Tiles are those of
   // tile_size positions from the one the row's window begins in to the one it stands in.
   // merge_tiles takes all of them and writes the kv head's heads of `out`, a row of all heads.
   void (*attend_tiles)(const LayerCache&, const AttentionShape&, int kv_head, const RowPlace& row,
-                       int first_tile, int num_tiles, const float* queries, float* parts);
+                       int first_tile, int num_tiles, const float* queries, float* parts,
+                       float* workspace);
   void (*merge_tiles)(const AttentionShape&, int kv_head, int num_tiles, const float* parts,
                       float* out);
   void (*soft_cap)(float* x, int64_t size, float cap);

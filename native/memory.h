@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace quire {
+#include "sizes.h"
 
-inline size_t bytes_of(int64_t count, size_t size) { return static_cast<size_t>(count) * size; }
+namespace quire {
 
 class Buffer {
  public:

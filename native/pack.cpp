@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "scalar.h"
+#include "sizes.h"
 
 namespace quire {
 namespace {
@@ -242,6 +243,28 @@ const SourceFormat* source_format(const char* name) {
   for (const SourceFormat& format : known)
     if (std::strcmp(format.name, name) == 0) return &format;
   return nullptr;
+}
+
+const SourceFormat& source_named(const std::string& name) {
+  if (const SourceFormat* found = source_format(name.c_str())) return *found;
+  throw std::invalid_argument("no kernel for the format " + name);
+}
+
+static void expect_matrix_size(const SourceFormat& from, int64_t num_rows, int64_t in_size) {
+  expect_within("the rows of a matrix", num_rows, 1, most_vocabulary);
+  expect_within("the columns of a matrix", in_size, 1, most_wide);
+  expect(in_size % from.block_size == 0, "a row does not hold whole blocks");
+}
+
+int64_t packed_size(const SourceFormat& from, int64_t num_rows, int64_t in_size) {
+  expect_matrix_size(from, num_rows, in_size);
+  return checked_product((num_rows + rows - 1) / rows, group_bytes_of(from.packed, in_size));
+}
+
+void expect_blocks(const SourceFormat& from, int64_t num_rows, int64_t in_size, size_t num_bytes) {
+  expect_matrix_size(from, num_rows, in_size);
+  const int64_t needed = checked_product(num_rows, in_size / from.block_size, from.block_bytes);
+  expect(static_cast<int64_t>(num_bytes) == needed, "the blocks do not make these rows");
 }
 
 void pack_group(const SourceFormat& from, const uint8_t* blocks, int64_t in_size, int64_t num_rows,

@@ -1,6 +1,8 @@
 // From GGUF's blocks to packed row groups, and back for single rows.
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "formats.h"
 
@@ -14,7 +16,14 @@ struct SourceFormat {
   int block_bytes;
 };
 
-const SourceFormat* source_format(const char* name);  // null where there is none
+const SourceFormat* source_format(const char* name);        // null where there is none
+const SourceFormat& source_named(const std::string& name);  // throws std::invalid_argument
+
+// The bytes of a matrix once packed; throws where the sizes make no matrix or its bytes no number.
+int64_t packed_size(const SourceFormat&, int64_t num_rows, int64_t in_size);
+
+// Throws std::invalid_argument unless so many bytes are the blocks of such a matrix.
+void expect_blocks(const SourceFormat&, int64_t num_rows, int64_t in_size, size_t num_bytes);
 
 // Packs rows [first_row, first_row + 16) into one row group; rows from num_rows on become zeros.
 // `blocks` are the whole matrix's.

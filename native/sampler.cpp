@@ -224,7 +224,7 @@ class Scorer {
 TokenScore score_surveyed(const SurveyedRow& logits, int64_t token, int num_top) {
   const Scorer scorer(logits);
   return {token, scorer.logprob(logits.values[token]), scorer.rank(token),
-          scorer.likeliest(static_cast<size_t>(num_top))};
+          scorer.likeliest(static_cast<size_t>(std::clamp<int64_t>(num_top, 0, logits.size)))};
 }
 
 }  // namespace

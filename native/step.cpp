@@ -2,26 +2,38 @@
 #include "step.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "sampler_passes.h"
 
 namespace quire {
 namespace {
 
-std::string fault_of(const SequenceJob& job, const Limits& limits, int64_t vocabulary) {
-  const auto outside = [&](int64_t token) { return token < 0 || token >= vocabulary; };
+// What tokens, positions and blocks must be within.
+struct Limits {
+  int64_t vocabulary, max_context, num_positions, num_blocks;
+};
+
+std::string fault_of(const SequenceJob& job, const Limits& limits) {
+  const auto outside = [&](int64_t token) { return token < 0 || token >= limits.vocabulary; };
+  const auto message = [&](int64_t token) {
+    return "token " + std::to_string(token) + " is outside the vocabulary of " +
+           std::to_string(limits.vocabulary);
+  };
+  if (!job.fault.empty()) return job.fault;
   for (const int64_t token : job.tokens)
-    if (outside(token))
-      return "token " + std::to_string(token) + " is outside the vocabulary of " +
-             std::to_string(vocabulary);
+    if (outside(token)) return message(token);
   for (const int64_t token : job.targets)
-    if (outside(token))
-      return "token " + std::to_string(token) + " is outside the vocabulary of " +
-             std::to_string(vocabulary);
-  const int64_t end = job.start + static_cast<int64_t>(job.tokens.size());
-  if (job.tokens.empty() || job.start < 0 || end > limits.max_context)
+    if (outside(token)) return message(token);
+  // Neither term is larger than a context: their sum is no larger than two.
+  const int64_t count = std::min<int64_t>(static_cast<int64_t>(job.tokens.size()), most_positions);
+  const int64_t start = std::clamp<int64_t>(job.start, -1, most_positions), end = start + count;
+  if (count == 0 || start < 0 || end > limits.max_context)
     return "positions " + std::to_string(job.start) + " to " + std::to_string(end) +
            " are not within the context of " + std::to_string(limits.max_context);
+  if (end > limits.num_positions)
+    return "positions " + std::to_string(start) + " to " + std::to_string(end) +
+           " are beyond the rope tables of " + std::to_string(limits.num_positions);
   const int64_t needed = (end + block_size - 1) / block_size;
   if (static_cast<int64_t>(job.block_table.size()) < needed)
     return std::to_string(job.block_table.size()) + " blocks do not hold " + std::to_string(end) +
@@ -33,6 +45,14 @@ std::string fault_of(const SequenceJob& job, const Limits& limits, int64_t vocab
              std::to_string(limits.num_blocks) + " blocks";
   }
   return "";
+}
+
+void check_copies(const std::vector<std::pair<int32_t, int32_t>>& copies, int64_t num_blocks) {
+  for (const auto& [source, target] : copies)
+    if (source < 0 || source >= num_blocks || target < 0 || target >= num_blocks)
+      throw std::invalid_argument("block " + std::to_string(source) + " cannot be copied to " +
+                                  std::to_string(target) + ": there are " +
+                                  std::to_string(num_blocks) + " blocks");
 }
 
 // What is wanted of one row's logits.
@@ -49,10 +69,11 @@ class Step {
 
   std::vector<SequenceOutcome> run(const std::vector<std::pair<int32_t, int32_t>>& copies,
                                    const Limits& limits) {
+    check_copies(copies, limits.num_blocks);
     StepInput input;
     input.copies = copies;
     for (size_t i = 0; i < jobs_.size(); i++) {
-      outcomes_[i].fault = fault_of(jobs_[i], limits, decoder_.shape().vocabulary_size);
+      outcomes_[i].fault = fault_of(jobs_[i], limits);
       first_rows_.push_back(static_cast<int>(input.tokens.size()));
       if (outcomes_[i].fault.empty()) add_rows(jobs_[i], input);
     }
@@ -96,7 +117,7 @@ class Step {
       case Want::nothing: return;
       case Want::sample: return want_logits(i, rows - 1, false);
       case Want::logits:
-        outcome.values.resize(static_cast<size_t>(rows * vocabulary));
+        outcome.values.resize(static_cast<size_t>(checked_product(rows, vocabulary)));
         for (int row = 0; row < rows; row++) want_logits(i, row, false);
         return;
       case Want::pooled:
@@ -161,8 +182,10 @@ class Step {
 
 std::vector<SequenceOutcome> run_step(Decoder& decoder, const std::vector<SequenceJob>& jobs,
                                       const std::vector<std::pair<int32_t, int32_t>>& copies,
-                                      const Limits& limits, std::vector<SampleScratch>& scratch) {
+                                      int64_t max_context, std::vector<SampleScratch>& scratch) {
   scratch.resize(static_cast<size_t>(decoder.pool().size()));
+  const Limits limits{decoder.shape().vocabulary_size, max_context, decoder.num_positions(),
+                      decoder.num_blocks()};
   return Step(decoder, jobs, scratch).run(copies, limits);
 }
 

@@ -12,6 +12,7 @@ namespace quire {
 enum class Want : int { nothing = 0, sample = 1, logits = 2, pooled = 3 };
 
 struct SequenceJob {
+  std::string fault;  // of what was asked; empty: none
   std::vector<int32_t> tokens;
   int64_t start = 0;
   std::vector<int32_t> block_table;
@@ -30,14 +31,11 @@ struct SequenceOutcome {
   std::vector<float> values;  // logits [new tokens, vocabulary], or the pooled state
 };
 
-struct Limits {
-  int64_t max_context, num_blocks;
-};
-
 // Computes all jobs in one pass over the model; a job's fault is in its outcome alone.
-// Throws Cancelled, or std::bad_alloc for the whole step.
+// Throws Cancelled, or for the whole step std::bad_alloc, or std::invalid_argument where it copies
+// blocks that do not exist or the decoder is not complete.
 std::vector<SequenceOutcome> run_step(Decoder& decoder, const std::vector<SequenceJob>& jobs,
                                       const std::vector<std::pair<int32_t, int32_t>>& copies,
-                                      const Limits& limits, std::vector<SampleScratch>& scratch);
+                                      int64_t max_context, std::vector<SampleScratch>& scratch);
 
 }  // namespace quire

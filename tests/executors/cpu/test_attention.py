@@ -110,6 +110,11 @@ SHAPES = {
     "smollm2": Shape(num_heads=9, num_kv_heads=3, context=140),
     "no groups": Shape(num_heads=3, num_kv_heads=3, head_dim=128, context=131),
     "groups of 16": Shape(num_heads=16, num_kv_heads=1, head_dim=32, context=70),
+    "groups of 129": Shape(num_heads=258, num_kv_heads=2, head_dim=8, context=140),
+    "groups of 256": Shape(num_heads=256, num_kv_heads=1, head_dim=16, context=34),
+    "groups of 300, bytes": Shape(
+        num_heads=300, num_kv_heads=1, head_dim=5, context=20, is_int8=True
+    ),
     "groups of 7": Shape(num_heads=7, num_kv_heads=1, head_dim=256, context=40),
     "heads of 80": Shape(num_heads=4, num_kv_heads=2, head_dim=80, context=50),
     "heads of 20": Shape(head_dim=20, context=150),

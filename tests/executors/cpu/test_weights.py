@@ -46,8 +46,15 @@ def test_packed_weights_take_little_more_than_the_file(name: str) -> None:
 
 def test_blocks_that_do_not_make_the_rows_are_refused() -> None:
     blocks = random_matrix("Q4_K", 2, 512).blocks.ravel()
-    for size in (511, 768):
+    with pytest.raises(ValueError, match="a row does not hold whole blocks"):
+        native.PackedMatrix("Q4_K", blocks, num_rows=2, in_size=511)
+    for rows, size in ((2, 768), (1, 512)):
         with pytest.raises(ValueError, match="the blocks do not make these rows"):
-            native.PackedMatrix("Q4_K", blocks, num_rows=2, in_size=size)
+            native.PackedMatrix("Q4_K", blocks, num_rows=rows, in_size=size)
+    for rows, size in ((0, 512), (-2, 512), (2, 0), (2, -512), (2**62, 512), (2, 2**62)):
+        with pytest.raises(ValueError, match="must be from 1 to"):
+            native.PackedMatrix("Q4_K", blocks, num_rows=rows, in_size=size)
+        with pytest.raises(ValueError, match="must be from 1 to"):
+            native.packed_bytes("Q4_K", rows, size)
     with pytest.raises(ValueError, match="no kernel for the format Q9_9"):
         native.PackedMatrix("Q9_9", blocks, num_rows=2, in_size=512)

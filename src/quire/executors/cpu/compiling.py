@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.core.errors import UnsupportedModelError
 from quire.executors.cpu.native import native_module
 from quire.loader.tensor import Tensor
 from quire.model.spec import Activation, ModelSpec
 
 _NO_VECTOR = -1
+_POSITIONS_AT_ONCE = 4096
 _BLOCK = 256  # activations that share a scale where K-quants are multiplied
 _TERNARY = ("TQ1_0", "TQ2_0")
 # Rounding what values are made of costs more accuracy than any other product's rounding, and they
@@ -39,12 +41,15 @@ def compile_decoder(
     `unit` names the instruction set ("": the best there is). `whole_rows`: activations of a BitNet
     model's ternary products have one scale a row, as it was trained; else one for each group of 32.
     """
-    compiler = _Compiler(spec, tensors, threads, unit, whole_rows)
-    for layer in range(spec.num_layers):
-        compiler.add_layer(layer)
-        if tell is not None:
-            tell(f"packing weights: layer {layer + 1} of {spec.num_layers}")
-    compiler.add_ends()
+    try:
+        compiler = _Compiler(spec, tensors, threads, unit, whole_rows)
+        for layer in range(spec.num_layers):
+            compiler.add_layer(layer)
+            if tell is not None:
+                tell(f"packing weights: layer {layer + 1} of {spec.num_layers}")
+        compiler.add_ends()
+    except (ValueError, OverflowError) as error:  # native code checks what it is given once more
+        raise UnsupportedModelError(f"the CPU kernels cannot hold this model: {error}") from error
     return compiler.decoder
 
 
@@ -178,8 +183,12 @@ def rope_tables(
     spec: ModelSpec, num_positions: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Cosines and sines of positions 0 to `num_positions`, [positions * dims / 2] each."""
-    angles = np.arange(num_positions)[:, None] * spec.rope.frequencies()
-    magnitude = spec.rope.magnitude
-    cosines = (np.cos(angles) * magnitude).astype(np.float32)
-    sines = (np.sin(angles) * magnitude).astype(np.float32)
+    frequencies, magnitude = spec.rope.frequencies(), spec.rope.magnitude
+    cosines = np.empty((num_positions, len(frequencies)), np.float32)
+    sines = np.empty_like(cosines)
+    for start in range(0, num_positions, _POSITIONS_AT_ONCE):  # doubles take more room than tables
+        stop = min(start + _POSITIONS_AT_ONCE, num_positions)
+        angles = np.arange(start, stop)[:, None] * frequencies
+        cosines[start:stop] = np.cos(angles) * magnitude
+        sines[start:stop] = np.sin(angles) * magnitude
     return cosines.ravel(), sines.ravel()

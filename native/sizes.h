@@ -1,0 +1,51 @@
+// Arithmetic and bounds for sizes that a file or Python gives: checked before anything is made of
+// them. Within these bounds no product that the kernels form overflows the type it is formed in.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace quire {
+
+// Far beyond any model; quire.model.spec refuses larger ones with words for the user.
+constexpr int64_t most_hidden = int64_t{1} << 20;
+constexpr int64_t most_wide = int64_t{1} << 22;  // of a feed-forward layer, or all query heads
+constexpr int64_t most_vocabulary = int64_t{1} << 24;
+constexpr int64_t most_layers = int64_t{1} << 12;
+constexpr int64_t most_heads = int64_t{1} << 14;
+constexpr int64_t most_head_dim = int64_t{1} << 14;
+constexpr int64_t most_positions = int64_t{1} << 30;  // an int holds one, and a tile past it
+constexpr int64_t most_blocks = int64_t{1} << 30;     // of keys and values
+constexpr int64_t most_step_rows = int64_t{1} << 22;
+
+// a * b, of sizes that are not negative; throws std::length_error where it does not fit.
+inline int64_t checked_product(int64_t a, int64_t b) {
+  int64_t product;
+  if (a < 0 || b < 0 || __builtin_mul_overflow(a, b, &product))
+    throw std::length_error("a size of " + std::to_string(a) + " times " + std::to_string(b) +
+                            " cannot be held");
+  return product;
+}
+
+template <class... Others>
+int64_t checked_product(int64_t a, int64_t b, Others... others) {
+  return checked_product(checked_product(a, b), others...);
+}
+
+inline size_t bytes_of(int64_t count, size_t size) {
+  return static_cast<size_t>(checked_product(count, static_cast<int64_t>(size)));
+}
+
+// Throws std::invalid_argument unless low <= value <= high.
+inline void expect_within(const char* name, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high)
+    throw std::invalid_argument(std::string(name) + " must be from " + std::to_string(low) +
+                                " to " + std::to_string(high) + ", got " + std::to_string(value));
+}
+
+inline void expect(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+}  // namespace quire

@@ -1,0 +1,316 @@
+"""Shapes that only a hostile or an odd file has: they run as the reference does, or are refused."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.executors.reference.plans import logits, row
+from tests.extreme_models import random_model, small_spec, write_folder
+
+from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.executors.cpu.compiling import Threads
+from quire.executors.cpu.executor import CpuExecutor
+from quire.executors.cpu.native import native_module
+from quire.executors.reference import ReferenceExecutor
+from quire.model.loading import Model
+from quire.model.rope import Rope
+from quire.model.spec import MAX_SIZES, Activation
+
+_native = native_module()
+UNITS: list[str] = _native.units()
+TOKENS = tuple((7 * n) % 20 for n in range(40))
+HALVES_COST = 1e-5  # of keys and values: relative squared error, on any shape below
+
+
+def nmse(found: npt.NDArray[np.float32], exact: npt.NDArray[np.float32]) -> float:
+    return float(np.square(found - exact).sum() / np.square(exact).sum())
+
+
+def tokens_of(model: Model) -> tuple[int, ...]:
+    return tuple(token % model.spec.vocabulary_size for token in TOKENS)
+
+
+def reference_logits(model: Model) -> npt.NDArray[np.float32]:
+    executor = ReferenceExecutor(model, num_blocks=4)
+    try:
+        return logits(executor, row(tokens_of(model), (2, 0, 3)))
+    finally:
+        executor.close()
+
+
+def cpu_logits(model: Model, unit: str, threads: int, chunk: int) -> npt.NDArray[np.float32]:
+    """In chunks of so many tokens."""
+    tokens = tokens_of(model)
+    count = Threads(threads, may_spin=False)
+    executor = CpuExecutor(model, num_blocks=4, threads=count, unit=unit)
+    try:
+        return np.concatenate(
+            [
+                logits(executor, row(tokens[start : start + chunk], (2, 0, 3), start=start))
+                for start in range(0, len(TOKENS), chunk)
+            ]
+        )
+    finally:
+        executor.close()
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "128 heads of a kv head": {"num_heads": 128},
+    "136 heads of a kv head": {"num_heads": 136, "head_dim": 16},
+    "256 heads of a kv head": {"num_heads": 256, "head_dim": 16},
+    "257 heads of each of 2": {"num_heads": 514, "num_kv_heads": 2, "head_dim": 6},
+    "4096 heads of a kv head": {"num_heads": 4096, "head_dim": 2},
+    "16384 kv heads": {"num_heads": 16384, "num_kv_heads": 16384, "head_dim": 2},
+    "a head of 16384": {"num_heads": 1, "head_dim": 16384},
+    "128 heads of 2048": {"num_heads": 128, "head_dim": 2048, "hidden_size": 3},
+    "heads of 17": {"head_dim": 17, "rope": Rope(1e4, 16, interleaved=True)},
+    "heads of 3": {"head_dim": 3, "rope": Rope(1e4, 2, interleaved=True)},
+    "hidden 1, feed-forward 1": {"hidden_size": 1, "ffn_size": 1, "head_dim": 2},
+    "hidden 33, feed-forward 31": {"hidden_size": 33, "ffn_size": 31},
+    "one token": {"vocabulary_size": 1},
+    "300 layers": {"num_layers": 300, "hidden_size": 4, "ffn_size": 3, "head_dim": 2},
+    "windows of 1": {"num_layers": 2, "windows": (1, None)},
+    "windows of 17": {"num_layers": 2, "windows": (17, 1)},
+    "caps": {"attention_soft_cap": 1e-6, "logit_soft_cap": 1e9},
+    "wide caps": {"attention_soft_cap": 1e9, "logit_soft_cap": 1e-6},
+    "everything": {
+        "num_heads": 130,
+        "qkv_bias": True,
+        "output_bias": True,
+        "ffn_bias": True,
+        "qk_norm": True,
+        "sub_norms": True,
+        "linear_scales": True,
+        "activation": Activation.RELU2,
+        "tied_head": True,
+        "windows": (9,),
+    },
+}
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+def test_every_unit_computes_the_reference_s_logits_with_the_same_bits(
+    changes: dict[str, Any],
+) -> None:
+    model = random_model(small_spec(**changes))
+    exact = reference_logits(model)
+    ways = [(unit, 1 + place % 2, 40 - 13 * (place % 3)) for place, unit in enumerate(UNITS)]
+    found = [cpu_logits(model, *way) for way in ways]
+    assert nmse(found[0], exact) <= HALVES_COST
+    assert all(other.tobytes() == found[0].tobytes() for other in found)
+
+
+@pytest.mark.parametrize(
+    ("heads", "size"), [(136, 16), (256, 16), (128, 16384)], ids=["136", "256", "128 of 16384"]
+)
+def test_a_file_with_large_groups_of_heads_is_generated_from(
+    tmp_path: Path, heads: int, size: int
+) -> None:
+    """Whoever lets the file choose how much of the stack is used ends the process here."""
+    folder = write_folder(
+        tmp_path / "model", num_attention_heads=heads, head_dim=size, hidden_size=16
+    )
+    program = (
+        "from quire import LLM, SamplingParams\n"
+        "params = SamplingParams(max_tokens=5, temperature=0.0)\n"
+        "for device in ('cpu', 'reference'):\n"
+        f"    llm = LLM({str(folder)!r}, device=device, kv_memory='64MiB', max_batch_size=2)\n"
+        "    outputs = llm.generate([[1, 2, 3, 4], [5, 6, 7]], params)\n"
+        "    print([output.completions[0].token_ids for output in outputs])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    on_cpu, on_reference = done.stdout.splitlines()
+    assert on_cpu == on_reference
+
+
+# ---- what is refused, before memory is taken
+
+
+def test_more_query_heads_than_kernels_count_are_refused_by_name() -> None:
+    with pytest.raises(ModelFileError, match=r"num_heads \(16384\) times head_dim \(16384\) must"):
+        small_spec(num_heads=16384, num_kv_heads=16384, head_dim=16384)
+
+
+SOUND: dict[str, Any] = {
+    "hidden_size": 16,
+    "ffn_size": 24,
+    "vocabulary_size": 20,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "rope_dims": 8,
+    "rope_interleaved": False,
+    "norm_epsilon": 1e-5,
+    "gate": 0,
+    "attention_soft_cap": 0.0,
+    "logit_soft_cap": 0.0,
+    "windows": [0, 5],
+    "unit": "",
+    "num_threads": 1,
+    "may_spin": False,
+}
+EDGES = (0, -1, -(2**31), 2**31 - 1)
+SIZES = ("hidden_size", "ffn_size", "vocabulary_size", "num_layers", "num_heads", "num_kv_heads")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({name: value} for name in (*SIZES, "head_dim", "rope_dims") for value in EDGES),
+        *({name: MAX_SIZES[name] + 1} for name in (*SIZES, "head_dim")),
+        {"num_heads": 16384, "num_kv_heads": 16384, "head_dim": 16384},
+        {"num_heads": 5},
+        {"rope_dims": 7},
+        {"rope_dims": 10},
+        {"gate": 2},
+        {"gate": -1},
+        {"windows": [0]},
+        {"windows": [0, -1]},
+        {"windows": [0, 2**31 - 1]},
+        {"norm_epsilon": float("nan")},
+        {"norm_epsilon": -1.0},
+        {"attention_soft_cap": float("inf")},
+        {"logit_soft_cap": -1.0},
+        {"num_threads": 0},
+        {"num_threads": -1},
+        {"unit": "mmx"},
+    ],
+    ids=str,
+)
+def test_the_native_constructor_checks_the_shape_once_more(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must|unit|at least"):
+        _native.make_decoder(**{**SOUND, **changes})
+
+
+def test_integers_that_no_native_size_holds_are_refused() -> None:
+    for name in SIZES:
+        with pytest.raises((TypeError, ValueError)):
+            _native.make_decoder(**{**SOUND, name: 2**70})
+
+
+def filled() -> tuple[Any, dict[str, int]]:
+    """A decoder with some matrices [rows, columns] and vectors, by name."""
+    decoder = _native.make_decoder(**SOUND)
+    shapes = {"q": (32, 16), "k": (16, 16), "o": (16, 32), "up": (24, 16), "down": (16, 24)}
+    shapes |= {"embedding": (20, 16)}
+    places = {}
+    for name, (rows, columns) in shapes.items():
+        zeros = np.zeros(rows * columns * 4, np.uint8)
+        places[name] = decoder.add_matrix("F32", zeros, rows, columns)
+    for name, size in (("norm", 16), ("head norm", 8), ("wide norm", 32)):
+        places[name] = decoder.add_vector(np.ones(size, np.float32))
+    return decoder, places
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("prepare", {"matrices": []}),
+        ("prepare", {"matrices": [6]}),
+        ("prepare", {"matrices": [-1]}),
+        ("prepare", {"matrices": ["o"]}),
+        ("prepare", {"matrices": ["q"], "norm": "head norm"}),
+        ("prepare", {"matrices": ["q"], "norm": 3}),
+        ("prepare", {"matrices": ["q"], "input": "mixed"}),
+        ("prepare", {"matrices": ["o"], "input": "mixed", "norm": "norm"}),
+        ("project", {"matrices": []}),
+        ("project", {"matrices": ["q", "k"]}),
+        ("project", {"matrices": ["q", "k", "k", "k"]}),
+        ("project", {"matrices": ["o", "k", "k"]}),
+        ("add", {"matrices": []}),
+        ("add", {"matrices": ["q"]}),
+        ("add", {"matrices": ["o", "o"]}),
+        ("gate", {"matrices": ["up"]}),
+        ("gate", {"matrices": ["up", "q"]}),
+        ("gate", {"matrices": ["up", "up"], "quantised": "groups"}),
+        ("gate", {"matrices": ["up", "up"], "quantised": "blocks"}),
+        ("gate", {"matrices": ["up", "up"], "quantised": "row"}),
+        ("turn", {"layer": 2}),
+        ("turn", {"layer": -1}),
+        ("turn", {"query_norm": "norm"}),
+        ("turn", {"key_norm": "wide norm"}),
+        ("attend", {"layer": 2}),
+        ("attend", {"layer": -1}),
+        ("attend", {"layer": 1}),
+        ("swap", {}),
+        ("prepare", {"input": "elsewhere"}),
+    ],
+    ids=str,
+)
+def test_stages_that_do_not_fit_what_was_given_are_refused(
+    kind: str, options: dict[str, Any]
+) -> None:
+    decoder, places = filled()
+    decoder.add_stage("attend", layer=1)
+    for name, value in options.items():
+        if isinstance(value, list):
+            options = {**options, name: [places.get(item, item) for item in value]}
+        elif value in places:
+            options = {**options, name: places[value]}
+    with pytest.raises(ValueError, match=r"must|matri|layer|gate|word"):
+        decoder.add_stage(kind, **options)
+
+
+def test_what_else_a_decoder_is_made_of_is_checked() -> None:
+    decoder, places = filled()
+    zeros = np.zeros(16 * 16 * 4, np.uint8)
+    refused: list[Callable[[], object]] = [
+        lambda: decoder.add_matrix("F32", zeros, 16, 16, bias=places["head norm"]),
+        lambda: decoder.add_matrix("F32", zeros, 16, 16, bias=3),
+        lambda: decoder.add_matrix("F32", zeros, 16, 17),
+        lambda: decoder.add_matrix("F32", zeros, 2**40, 2**40),
+        lambda: decoder.add_matrix("Q4_0", zeros, -16, 16),
+        lambda: decoder.add_vector(np.ones(0, np.float32)),
+        lambda: decoder.set_ends(places["q"], places["norm"], places["embedding"]),
+        lambda: decoder.set_ends(places["embedding"], places["norm"], 6),
+        lambda: decoder.set_ends(places["embedding"], places["head norm"], places["embedding"]),
+        lambda: decoder.allocate_cache(0, False, 0),
+        lambda: decoder.allocate_cache(-1, False, 0),
+        lambda: decoder.allocate_cache(2**62, True, 0),
+        lambda: decoder.allocate_cache(4, False, -1),
+        lambda: decoder.set_rope(np.ones(8, np.float32), np.ones(4, np.float32), 2),
+        lambda: decoder.set_rope(np.ones(8, np.float32), np.ones(8, np.float32), 3),
+        lambda: decoder.set_rope(np.ones(8, np.float32), np.ones(8, np.float32), 2**62),
+        lambda: decoder.cache_block(0, 0),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError, match=r"must|size|rows|as many"):
+            call()
+    with pytest.raises(IndexError):
+        decoder.form_of(99)
+
+
+def test_a_step_of_a_decoder_that_is_not_complete_is_refused() -> None:
+    decoder, places = filled()
+    plan = tuple(row((1, 2), (0,)))
+    with pytest.raises(ValueError, match="no head yet"):
+        decoder.step((plan,), [None], [0], (), 256)
+    decoder.set_ends(places["embedding"], places["norm"], places["embedding"])
+    with pytest.raises(ValueError, match="no cache yet"):
+        decoder.step((plan,), [None], [0], (), 256)
+    decoder.allocate_cache(2, False, 0)
+    [[fault, *_]] = decoder.step((plan,), [None], [0], (), 256)
+    assert fault == "positions 0 to 2 are beyond the rope tables of 0"
+    tables = np.ones(8, np.float32)
+    decoder.set_rope(tables, tables, 2)
+    [[fault, *_]] = decoder.step((plan,), [None], [0], (), 256)
+    assert fault is None
+    with pytest.raises(ValueError, match=r"block 2 .* there are 2 blocks"):
+        decoder.step((plan,), [None], [0], ((2, 0),), 256)
+
+
+def test_what_the_kernels_cannot_hold_is_an_unsupported_model() -> None:
+    model = random_model(small_spec())
+    broken = replace(model, tensors={**model.tensors})
+    name = "blk.0.attn_q.weight"
+    broken.tensors[name] = replace(model.tensors[name], shape=(16, 15))  # type: ignore[index]
+    with pytest.raises(UnsupportedModelError, match="the CPU kernels cannot hold this model"):
+        CpuExecutor(broken, num_blocks=1, threads=Threads(1, may_spin=False))
