@@ -183,7 +183,7 @@ def test_a_rate_is_kept_and_its_refusal_says_when() -> None:
     assert dict(caught.value.headers) == {"retry-after": "1", "retry-after-ms": "1000"}
     limits.enter(other)
     now = 0.99
-    with pytest.raises(ApiError, match="more than 60 requests a minute"):
+    with pytest.raises(ApiError, match="more than 60 prompts a minute"):
         limits.enter(key)
     now = 1.0
     limits.enter(key)

@@ -28,6 +28,7 @@ KEY = "k" * 20
 class Entry:
     demand: Demand
     settled: list[list[RequestOutput]] = field(default_factory=list)
+    headers: tuple[tuple[str, str], ...] = ()
 
     def settle(self, outputs: Sequence[RequestOutput]) -> None:
         self.settled.append(list(outputs))

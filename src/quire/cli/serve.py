@@ -140,6 +140,13 @@ def _add_operation_options(group: "argparse._ArgumentGroup") -> None:
         help="between comments in a silent stream (default: %(default)s)",
     )
     group.add_argument(
+        "--state",
+        type=Path,
+        metavar="FOLDER",
+        help="where keys' quotas of the day outlive the server (default: STATE_DIRECTORY, or "
+        "quire under XDG_STATE_HOME or ~/.local/state)",
+    )
+    group.add_argument(
         "--log-format", choices=("json", "text"), help="(default: text on a terminal, else json)"
     )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
@@ -181,6 +188,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace) -> "ServerSettings":
     from quire.server import ServerSettings, read_keys
+    from quire.server.usage_file import default_folder
 
     return ServerSettings(
         host=args.host,
@@ -194,6 +202,7 @@ def _settings(args: argparse.Namespace) -> "ServerSettings":
         drain_timeout_s=args.drain_timeout,
         ping_interval_s=args.ping_interval,
         otlp_endpoint=args.otlp_endpoint or None,
+        state_folder=args.state or default_folder(os.environ),
     )
 
 

@@ -434,6 +434,7 @@ class Engine:
             num_waiting=len(waiting),
             waiting_by_reason=Counter(s.wait_reason for s in waiting if s.wait_reason),
             waiting_by_key=Counter(s.request.key for s in waiting),
+            running_by_key=Counter(s.request.key for s in list(scheduler.running)),
             queued_tokens=scheduler.waiting.num_tokens,
             kv_usage=scheduler.cache.usage,
             num_known_blocks=scheduler.cache.pool.num_known,

@@ -106,6 +106,7 @@ class Snapshot:
     num_waiting: int
     waiting_by_reason: Mapping[WaitReason, int]
     waiting_by_key: Mapping[str, int]
+    running_by_key: Mapping[str, int]
     queued_tokens: int
     kv_usage: float
     num_known_blocks: int

@@ -1,5 +1,6 @@
 """The application: routes, what they take and answer, and errors in OpenAI's shape."""
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from quire.server.gate import ClientGoneError, Gate
 from quire.server.generation import complete_chat, complete_text
 from quire.server.logs import log
 from quire.server.metrics import CONTENT_TYPE, exposition
+from quire.server.quotas import Saver
 from quire.server.replies import (
     Alive,
     ChatCompletion,
@@ -96,7 +98,9 @@ def create_app(service: Service) -> Gate:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        saver = Saver(service.quotas)
         yield
+        await asyncio.to_thread(saver.close)
         if tracing is not None:
             tracing.close()
 
@@ -114,7 +118,7 @@ def create_app(service: Service) -> Gate:
     _add_models(app, service)
     _add_operations(app, service, rejected)
     check_routes(route.path for route in app.routes if isinstance(route, Route))
-    return Gate(app, settings, service.access, _on_done(tracing, rejected))
+    return Gate(app, settings, service.access, service.limits, _on_done(tracing, rejected))
 
 
 def _on_done(tracing: Tracing | None, rejected: Counter[str]) -> Callable[[Call], None]:

@@ -36,13 +36,14 @@ class Gate:
         app: App,
         settings: ServerSettings,
         access: Access,
+        limits: KeyLimits,
         on_done: Callable[[Call], None],
     ) -> None:
         self._app = app
         self._settings = settings
         self._access = access
         self._on_done = on_done
-        self._limits = KeyLimits()
+        self._limits = limits
         self._num_buffered = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,7 +62,9 @@ class Gate:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                message = {**message, "headers": [*message["headers"], *extra]}
+                limits = () if call.admission is None else call.admission.headers
+                told = [(name.encode(), value.encode()) for name, value in limits]
+                message = {**message, "headers": [*message["headers"], *told, *extra]}
             await send(message)
 
         try:

@@ -1,8 +1,9 @@
-"""Limits of keys: how many requests a minute, and how many at a time."""
+"""Limits of keys: how many prompts a minute, and how many requests at a time."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from quire.engine.departures import Departures
 from quire.server.errors import ApiError
@@ -39,10 +40,23 @@ class KeyLimits:
                 retry_after_s=account.departures.interval_s(now),
             )
         if key.requests_per_minute is not None:
-            self._pay(key, account, key.requests_per_minute / 60)
+            self._pay(key, account)
         if not account.num_open:
             account.departures.restart(now)
         account.num_open += 1
+
+    def count_prompts(self, key: ApiKey, num_prompts: int) -> None:
+        """Count all prompts of a body whose request was counted in as one.
+
+        A body may have more than the key can send at once: it is let through where nothing is
+        owed, and what it overdraws is waited for by the next.
+        """
+        if key.requests_per_minute is None or num_prompts <= 1:
+            return
+        account = self._account(key, self._now())
+        if account.tokens < 0:
+            self._refuse(key, account)
+        account.tokens -= num_prompts - 1
 
     def leave(self, key: ApiKey) -> None:
         account = self._accounts[key.name]
@@ -58,16 +72,20 @@ class KeyLimits:
         account.filled_at = now
         return account
 
-    def _pay(self, key: ApiKey, account: _Account, rate: float) -> None:
+    def _pay(self, key: ApiKey, account: _Account) -> None:
         if account.tokens < 1:
-            raise ApiError(
-                429,
-                f"key {key.name!r} sends more than {key.requests_per_minute:g} requests a minute "
-                "(requests_per_minute)",
-                code="rate_limit_exceeded",
-                retry_after_s=(1 - account.tokens) / rate,
-            )
+            self._refuse(key, account)
         account.tokens -= 1
+
+    def _refuse(self, key: ApiKey, account: _Account) -> NoReturn:
+        assert key.requests_per_minute is not None
+        raise ApiError(
+            429,
+            f"key {key.name!r} sends more than {key.requests_per_minute:g} prompts a minute "
+            "(requests_per_minute)",
+            code="rate_limit_exceeded",
+            retry_after_s=60 * (1 - account.tokens) / key.requests_per_minute,
+        )
 
 
 def _burst(rate: float) -> float:

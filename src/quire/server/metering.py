@@ -29,6 +29,10 @@ class Demand:
 class Admission(Protocol):
     """What a call was let in with."""
 
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """What the answer says of the key's limits."""
+
     def settle(self, outputs: Sequence[RequestOutput]) -> None:
         """Replace the demand by what was really used."""
 
@@ -37,16 +41,6 @@ class Meter(Protocol):
     """Decides whether a key may have what it asks for; raises an ApiError (429) where not."""
 
     def admit(self, key: ApiKey | None, demand: Demand) -> Admission: ...
-
-
-class Unmetered:
-    """Admits everything and counts nothing; it is its own admission."""
-
-    def admit(self, _key: ApiKey | None, _demand: Demand) -> Admission:
-        return self
-
-    def settle(self, outputs: Sequence[RequestOutput]) -> None:
-        pass
 
 
 def demand_of(

@@ -12,8 +12,11 @@ from typing import Any
 from quire.llm import AsyncLLM
 from quire.server.access import Access
 from quire.server.errors import ApiError
-from quire.server.metering import Meter, Unmetered
+from quire.server.limits import KeyLimits
+from quire.server.metering import Meter
+from quire.server.quotas import Quotas
 from quire.server.settings import ServerSettings
+from quire.server.usage_file import UsageFile
 
 OnStuck = Callable[[], None]
 Load = Callable[[OnStuck], AsyncLLM]  # called once, on a thread of its own
@@ -40,7 +43,11 @@ class Service:
         self.loaded_at = time.time()
         self.has_ended = asyncio.Event()  # drained, stuck or failed: nothing more will come
         self.num_streams = 0  # being written right now
-        self.meter: Meter = Unmetered()
+        self.limits = KeyLimits()
+        folder = settings.state_folder
+        self.quotas = Quotas(self.limits, None if folder is None else UsageFile(folder))
+        self.quotas.open(settings.keys)
+        self.meter: Meter = self.quotas
         self._load = load
         self._llm: AsyncLLM | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -3,6 +3,7 @@
 import ipaddress
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from quire.core.errors import ConfigError
 from quire.server.keys import KeyRing
@@ -29,6 +30,7 @@ class ServerSettings:
     drain_timeout_s: float = 30.0
     ping_interval_s: float = 15.0  # a comment in streams that are silent for so long
     otlp_endpoint: str | None = None  # where traces go
+    state_folder: Path | None = None  # where the day's quotas outlive the process; none: nowhere
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

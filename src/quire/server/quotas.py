@@ -1,0 +1,297 @@
+"""Quotas: the tokens that a key may use in a minute and in a day, and what each key has used.
+
+A call is booked with the most it can use before it is queued, and with what it used at its end.
+A minute's quota is a bucket that holds a minute's tokens and refills steadily. One call may ask for
+more than it holds: it waits for a full bucket, and what it overdraws is waited for by the next. A
+day's quota is never overdrawn, and counts from midnight to midnight in UTC.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+from quire.core.errors import ConfigError
+from quire.core.request import RequestOutput
+from quire.server.errors import ApiError
+from quire.server.keys import ApiKey, KeyRing
+from quire.server.limits import KeyLimits
+from quire.server.logs import LOGGER, log
+from quire.server.metering import Admission, Demand
+from quire.server.usage_file import UsageFile
+
+SAVE_INTERVAL_S = 1.0  # the most that a kill -9 forgets
+
+Now = Callable[[], float]
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a key has used. `owed` flows off at the rate of its minute's quota."""
+
+    prompt_tokens: int = 0  # since the server started, as are completions
+    completion_tokens: int = 0
+    today: int = 0  # of all processes with the same state; what runs is in it in full
+    unsaved: int = 0  # of today, not in the file yet
+    owed: float = 0.0
+    owed_at: float = 0.0
+
+    def take(self, tokens: int) -> None:
+        """Book tokens, or give back (below zero) what was booked too many."""
+        self.today = max(0, self.today + tokens)
+        self.unsaved += tokens
+        self.owed = max(0.0, self.owed + tokens)
+
+
+class Charge:
+    """What a call was booked with."""
+
+    def __init__(self, quotas: "Quotas", key: ApiKey | None, tokens: int, day: str) -> None:
+        self._quotas = quotas
+        self._key = key
+        self._tokens = tokens
+        self._day = day
+        self._is_settled = False
+
+    def settle(self, outputs: Sequence[RequestOutput]) -> None:
+        assert not self._is_settled, "a call ends once"
+        self._is_settled = True
+        started = [output for output in outputs if output.metrics.started_at is not None]
+        prompt = sum(len(output.prompt_token_ids) for output in started)
+        completion = sum(len(c.token_ids) for output in started for c in output.completions)
+        self._quotas.settle(self._key, self._tokens, prompt, completion, self._day)
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        return self._quotas.headers(self._key)
+
+
+class Quotas:
+    """A meter (see metering.py) for the keys in force. Used on the event loop; `save` anywhere."""
+
+    def __init__(
+        self,
+        limits: KeyLimits,
+        file: UsageFile | None = None,
+        *,
+        now: Now = time.monotonic,
+        wall_now: Now = time.time,
+    ) -> None:
+        self._limits = limits
+        self._file = file
+        self._now = now
+        self._wall_now = wall_now
+        self._day = self._today()
+        self._usage: dict[str, Usage] = {}
+        self._is_open = False  # the file was read, and is written to
+        self._wants_news = False  # somebody was refused by what others may have given back
+        self._lock = threading.Lock()  # guards all of the above
+        self._failure: str | None = None  # why it could not be saved the last time
+
+    # ---- the meter
+
+    def admit(self, key: ApiKey | None, demand: Demand) -> Admission:
+        """Book the most that a call can use; a 429 where the key's quotas have not that much."""
+        tokens = demand.num_prompt_tokens + demand.max_new_tokens
+        with self._lock:
+            usage = self._usage_of(key)
+            if key is not None:
+                self._check_day(key, usage, tokens)
+                self._check_minute(key, usage, tokens)
+                self._limits.count_prompts(key, demand.num_prompts)
+            usage.take(tokens)
+            return Charge(self, key, tokens, self._day)
+
+    def settle(
+        self, key: ApiKey | None, booked: int, prompt: int, completion: int, day: str
+    ) -> None:
+        """Replace what was booked by what was used; a day that is over is left as it was."""
+        with self._lock:
+            usage = self._usage_of(key)
+            usage.prompt_tokens += prompt
+            usage.completion_tokens += completion
+            excess = booked - prompt - completion
+            if day == self._day:
+                usage.take(-excess)
+            else:
+                usage.owed = max(0.0, usage.owed - excess)
+
+    def _check_minute(self, key: ApiKey, usage: Usage, tokens: int) -> None:
+        limit = key.tokens_per_minute
+        if limit is None:
+            return
+        missing = usage.owed + min(tokens, limit) - limit
+        if missing > 0:
+            raise ApiError(
+                429,
+                f"key {key.name!r} may use {limit} tokens a minute (tokens_per_minute) and has "
+                f"{_left(limit, usage.owed)} left; this asks for up to {tokens}, prompt and "
+                "max_tokens together",
+                code="rate_limit_exceeded",
+                retry_after_s=60 * missing / limit,
+                headers=self._headers(key, usage),
+            )
+
+    def _check_day(self, key: ApiKey, usage: Usage, tokens: int) -> None:
+        limit = key.tokens_per_day
+        if limit is None or usage.today + tokens <= limit:
+            return
+        if tokens > limit:
+            raise ApiError(
+                400,
+                f"this asks for up to {tokens} tokens, prompt and max_tokens together; key "
+                f"{key.name!r} may use {limit} a day (tokens_per_day): ask for fewer",
+                param="max_tokens",
+                code="request_exceeds_quota",
+            )
+        self._wants_news = True
+        raise ApiError(
+            429,
+            f"key {key.name!r} may use {limit} tokens a day (tokens_per_day) and has "
+            f"{_left(limit, usage.today)} left until midnight UTC; this asks for up to {tokens}, "
+            "prompt and max_tokens together",
+            code="insufficient_quota",
+            retry_after_s=self._day_left_s(),
+            headers=self._headers(key, usage),
+        )
+
+    # ---- looking at it
+
+    def headers(self, key: ApiKey | None) -> tuple[tuple[str, str], ...]:
+        """What is left of the minute, as OpenAI's API tells it."""
+        if key is None:
+            return ()
+        with self._lock:
+            return self._headers(key, self._usage_of(key))
+
+    def _headers(self, key: ApiKey, usage: Usage) -> tuple[tuple[str, str], ...]:
+        limit = key.tokens_per_minute
+        if limit is None:
+            return ()
+        return (
+            ("x-ratelimit-limit-tokens", str(limit)),
+            ("x-ratelimit-remaining-tokens", str(_left(limit, usage.owed))),
+            ("x-ratelimit-reset-tokens", f"{round(60_000 * usage.owed / limit)}ms"),
+        )
+
+    def usage_of(self, key: ApiKey | None) -> Usage:
+        """A copy of what a key has used, as of now."""
+        with self._lock:
+            return replace(self._usage_of(key))
+
+    def by_key(self) -> Mapping[str, Usage]:
+        """What every key has used that used something since the start or, by the file, today."""
+        with self._lock:
+            self._roll()
+            return {name: replace(usage) for name, usage in sorted(self._usage.items())}
+
+    @property
+    def seconds_to_midnight(self) -> float:
+        return self._day_left_s()
+
+    # ---- the day
+
+    def open(self, ring: KeyRing) -> None:
+        """Read today's figures, where a key has a quota of the day; raises a ConfigError."""
+        if self._is_open or all(key.tokens_per_day is None for key in ring):
+            return
+        if self._file is None:
+            raise ConfigError("keys have quotas of the day (tokens_per_day): give --state FOLDER")
+        known = self._file.open(self._day)
+        with self._lock:
+            for name, tokens in known.items():
+                usage = self._usage.setdefault(name, Usage(owed_at=self._now()))
+                usage.today = tokens + usage.unsaved
+            self._is_open = True
+
+    def save(self) -> None:
+        """Write what is new, and learn what other processes wrote. What fails is tried again."""
+        with self._lock:
+            self._roll()
+            day = self._day
+            news = {name: usage.unsaved for name, usage in self._usage.items() if usage.unsaved}
+            wants_news, self._wants_news = self._wants_news, False
+        if not self._is_open or self._file is None or not (news or wants_news):
+            return
+        try:
+            known = self._file.add(day, news)
+        except OSError as error:
+            self._report(str(error.strerror or error))
+            return
+        self._report(None)
+        with self._lock:
+            if day != self._day:
+                return
+            for name in {*known, *news}:
+                usage = self._usage.setdefault(name, Usage(owed_at=self._now()))
+                usage.unsaved -= news.get(name, 0)
+                usage.today = max(0, known.get(name, 0) + usage.unsaved)
+
+    def _report(self, failure: str | None) -> None:
+        """Once when saving begins to fail, and once when it works again."""
+        if failure is not None and failure != self._failure:
+            log("quota_state_unsaved", logging.WARNING, error=failure, retry_s=SAVE_INTERVAL_S)
+        elif failure is None and self._failure is not None:
+            log("quota_state_saved")
+        self._failure = failure
+
+    def _usage_of(self, key: ApiKey | None) -> Usage:
+        self._roll()
+        now = self._now()
+        usage = self._usage.setdefault("" if key is None else key.name, Usage(owed_at=now))
+        rate = 0.0 if key is None else (key.tokens_per_minute or 0) / 60
+        if rate:
+            usage.owed = max(0.0, usage.owed - rate * (now - usage.owed_at))
+        else:
+            usage.owed = 0.0
+        usage.owed_at = now
+        return usage
+
+    def _roll(self) -> None:
+        """Begin a new day when it comes."""
+        today = self._today()
+        if today == self._day:
+            return
+        self._day = today
+        for usage in self._usage.values():
+            usage.today = usage.unsaved = 0
+
+    def _today(self) -> str:
+        return datetime.fromtimestamp(self._wall_now(), UTC).date().isoformat()
+
+    def _day_left_s(self) -> float:
+        now = datetime.fromtimestamp(self._wall_now(), UTC)
+        midnight = now.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
+        return (midnight - now).total_seconds()
+
+
+class Saver:
+    """Saves on a thread of its own, as disks may be slow, and a last time when it is closed."""
+
+    def __init__(self, quotas: Quotas, interval_s: float = SAVE_INTERVAL_S) -> None:
+        self._quotas = quotas
+        self._interval_s = interval_s
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="quire-quotas", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_closed.wait(self._interval_s):
+            self._save()
+        self._save()
+
+    def _save(self) -> None:
+        try:
+            self._quotas.save()
+        except Exception:  # a bug of ours: the next time may go well
+            LOGGER.exception("quota_state_unsaved")
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._is_closed.set()
+        self._thread.join(timeout_s)
+
+
+def _left(limit: int, used: float) -> int:
+    return max(0, int(limit - used))
