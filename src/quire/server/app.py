@@ -266,7 +266,9 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
         responses=_errors(503),
     )
     async def metrics() -> Response:
-        text = exposition(snapshot(), service.name, service.num_streams, rejected)
+        text = exposition(
+            snapshot(), service.name, service.num_streams, rejected, service.connections
+        )
         return Response(text, media_type=CONTENT_TYPE)
 
     @app.get("/v1/stats", summary="What the engine does right now", responses=_errors(503))

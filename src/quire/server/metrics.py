@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from quire.core.request import WaitReason
 from quire.engine.stats import Histogram, Snapshot
+from quire.server.connections import Connections
 from quire.server.logs import num_dropped_lines
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -11,7 +12,11 @@ _FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
 def exposition(
-    snapshot: Snapshot, model: str, num_streams: int, rejected: Mapping[str, int]
+    snapshot: Snapshot,
+    model: str,
+    num_streams: int,
+    rejected: Mapping[str, int],
+    connections: Connections,
 ) -> str:
     """Everything the engine knows of itself, and what the server turned away."""
     writer = _Writer(model)
@@ -20,6 +25,7 @@ def exposition(
     writer.counters(
         "requests_rejected_total", "Requests refused before the engine", "code", rejected
     )
+    _write_connections(writer, connections)
     writer.counter("log_lines_dropped_total", "Log lines nobody took", num_dropped_lines())
     _write_histograms(writer, snapshot)
     return writer.text()
@@ -36,6 +42,16 @@ def _write_moment(writer: "_Writer", snapshot: Snapshot, num_streams: int) -> No
     writer.gauges("memory_bytes", "Memory the executor holds", "kind", snapshot.memory_bytes)
     writer.gauge(
         "device_utilization", "Share of the time that a step was in flight", snapshot.utilisation
+    )
+
+
+def _write_connections(writer: "_Writer", connections: Connections) -> None:
+    writer.gauge("connections", "Connections that are open", connections.num_open)
+    writer.counters(
+        "connections_refused_total", "Connections beyond a limit", "limit", connections.refused
+    )
+    writer.counters(
+        "connections_cut_total", "Connections closed on their client", "reason", connections.cut
     )
 
 

@@ -1,114 +1,449 @@
-"""GuardedProtocol: uvicorn's HTTP/1.1 with a limit on the size and time of a request's head.
+"""GuardedProtocol: uvicorn's HTTP/1.1, in which nothing that a client sends or leaves holds a
+connection for longer than its deadlines.
 
-Without it a client could send headers for ever, or one byte a minute, and hold a connection.
+A connection is idle (between requests, or its request still comes), busy (its request is answered)
+or lingering (all is answered; what the client still sends is thrown away until it closes). Each
+state has a deadline:
+
+    idle        header_timeout_s for a head, keep_alive_s before it; the gate has the body's
+    busy        unread_timeout_s for a client that does not take what is written to it
+    lingering   linger_timeout_s and linger_bytes
+
+A connection is closed with something unread only after lingering: the system would answer what
+comes after with a reset, and the client would lose the answer with it.
 """
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
+from quire.server.connections import Connections
 from quire.server.errors import ApiError
 
-_REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+Headers = list[tuple[bytes, bytes]]
+
+_FRAMING = frozenset((b"content-length", b"transfer-encoding"))
+_UPGRADE_HEADERS = frozenset((b"upgrade", b"connection", b"http2-settings"))
+MAX_PIPELINED = 8  # requests that wait for their turn on one connection
+MAX_HEADERS = 256
+MAX_CHUNKS = 16_384  # of a body, and one more for each of its 64 bytes
+MAX_KEPT_BODY = 64 << 10  # a body up to this is read to its end after an early answer
+MIN_PROGRESS_BYTES = 4096  # that a client must take in unread_timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """What every connection of a server is held to."""
+
+    connections: Connections
+    max_header_bytes: int = 64 << 10
+    header_timeout_s: float = 10.0
+    unread_timeout_s: float = 60.0
+    linger_timeout_s: float = 5.0
+    linger_bytes: int = 16 << 20
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """The limits are set once, by `guarded`, on a class of their own."""
+    """The guards are set once, by `guarded`, on a class of their own."""
 
-    max_header_bytes = 64 << 10
-    header_timeout_s = 10.0
+    guards: Guards
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._group: str | None = None  # of its address, for the connection's limits
+        self._outlet: _Outlet
+        self._answering: RequestResponseCycle | None = None
         self._num_head_bytes = 0  # received, of a head that has not ended
         self._num_parsed_bytes = 0  # of a request's URL, headers and trailers
+        self._num_chunks = 0  # of its body, and their bytes
+        self._num_body_bytes = 0
         self._is_in_head = True
-        self._is_refused = False
-        self._deadline: asyncio.TimerHandle | None = None
+        self._wants_keep_alive = True
+        self._is_discarding = False  # nothing more is understood
+        self._num_discarded = 0
+        self._is_lingering = False
+        self._is_shutting_down = False
+        self._deadline: asyncio.TimerHandle | None = None  # of what should come
+        self._unread_deadline: asyncio.TimerHandle | None = None  # of what should be taken
+        self._num_unread = 0
+
+    # ---- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_deadline()
+        self._outlet = _Outlet(transport, self._close_gently)
+        try:
+            self._group = self.guards.connections.enter(self, self.client[0] if self.client else "")
+        except ApiError as error:
+            self._refuse(error)
+        else:
+            self._set_deadline(self.guards.header_timeout_s, self._on_head_deadline)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.guards.connections.leave(self, self._group)
         self._stop_deadline()
+        self._stop_unread_deadline()
+        for cycle in (self._answering, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # also after an error
+
+    def give_way(self) -> None:
+        self.transport.abort()
+
+    def shutdown(self) -> None:
+        self._is_shutting_down = True
+        if self._is_lingering:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing came since the last answer; if that was not even taken, nobody is there."""
+        if self.transport.get_write_buffer_size():
+            self._cut("unread")
+        else:
+            super().timeout_keep_alive_handler()
+
+    # ---- what comes
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if self._is_discarding:
+            self._discard(len(data))
             return
+        self._unset_keepalive_if_required()
         if self._is_in_head:
             self._num_head_bytes += len(data)
             if self._deadline is None:  # a later request of a connection that was kept
-                self._start_deadline()
-        super().data_received(data)
-        if self._is_in_head and self._num_head_bytes > self.max_header_bytes:
-            self._refuse_headers()
+                self._set_deadline(self.guards.header_timeout_s, self._on_head_deadline)
+        self._parse(data)
+        if self._is_in_head and self._num_head_bytes > self.guards.max_header_bytes:
+            self._refuse(self._headers_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        while not self._is_discarding:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError:
+                self._refuse(ApiError(400, "this is no valid HTTP request", code="http"))
+
+    def _head_without_upgrade(self) -> bytes:
+        """A wish for another protocol may be left unheard: the request is parsed again without it.
+        Java's client sends one with each first request."""
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        if method == b"CONNECT":
+            self._refuse(ApiError(400, "this server is no proxy", code="http"))
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version.encode())]
+        lines += [
+            b"%s: %s" % header for header in self.headers if header[0] not in _UPGRADE_HEADERS
+        ]
+        return b"\r\n".join([*lines, b"\r\n"])
 
     def on_message_begin(self) -> None:
+        if self._is_discarding:
+            return
         self._num_parsed_bytes = 0
+        self._num_chunks = self._num_body_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        if self._is_discarding:
+            return
         self._num_parsed_bytes += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Also of the trailers that may follow a body in chunks."""
+        if self._is_discarding:
+            return
         self._num_parsed_bytes += len(name) + len(value) + 4
-        if self._num_parsed_bytes > self.max_header_bytes:
-            self._refuse_headers()
-        elif not self._is_refused:
+        if (
+            self._num_parsed_bytes > self.guards.max_header_bytes
+            or len(self.headers) >= MAX_HEADERS
+        ):
+            self._refuse(self._headers_too_large())
+        else:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_discarding:
+            return
         self._is_in_head = False
         self._num_head_bytes = 0
         self._stop_deadline()
-        if self._num_parsed_bytes > self.max_header_bytes:  # by its URL
-            self._refuse_headers()
-        if not self._is_refused:
+        if self._num_parsed_bytes > self.guards.max_header_bytes:  # by its URL
+            self._refuse(self._headers_too_large())
+        if self._is_discarding or self.parser.should_upgrade():
+            return
+        framing = [header for header in self.headers if header[0] in _FRAMING]
+        if not self.url.startswith(b"/"):
+            self._take_host_from_url()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._answer_no_more()
+        elif any(not _is_understood(header) for header in framing):
+            self._refuse(ApiError(501, "of transfer encodings there is chunked", code="http"))
+        else:
             super().on_headers_complete()
+            self._guard(self.cycle, framing)
+
+    def _take_host_from_url(self) -> None:
+        """Where a URL is a whole one, its host goes before the header (RFC 9112, 3.2.2)."""
+        _, separator, rest = self.url.partition(b"://")
+        if separator:
+            host = rest.partition(b"/")[0].partition(b"?")[0]
+            self.headers[:] = [
+                (name, host if name == b"host" else value) for name, value in self.headers
+            ]
+
+    def _guard(self, cycle: RequestResponseCycle, framing: Headers) -> None:
+        """Until its body has come, an answer closes the connection, unless little is missing."""
+        cycle.transport = self._outlet  # type: ignore[assignment]
+        self._wants_keep_alive = cycle.keep_alive
+        if framing:
+            self.guards.connections.set_idle(self)
+            if cycle.waiting_for_100_continue or any(map(_announces_much, framing)):
+                cycle.keep_alive = False
+        if cycle.scope["http_version"] == "1.0":  # which knows no chunks: the end is the close
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = _UNKNOWN_LENGTH
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        if not self._is_refused:
+        if self._is_discarding:
+            return
+        self._num_chunks += 1
+        self._num_body_bytes += len(body)
+        if self._num_chunks > MAX_CHUNKS + self._num_body_bytes // 64:
+            self._refuse(ApiError(413, "the body comes in too many small parts", code="http"))
+        else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_discarding or self.parser.should_upgrade():
+            return
         self._is_in_head = True
-        if not self._is_refused:
-            super().on_message_complete()
+        super().on_message_complete()
+        cycle = self.cycle
+        if cycle.response_complete:  # it was answered before; now the next may come
+            self._stop_deadline()
+            self._rest()
+            return
+        if not cycle.response_started and not self._is_shutting_down:
+            cycle.keep_alive = self._wants_keep_alive
+        if cycle is self._answering:
+            self.guards.connections.set_busy(self)
 
-    def _start_deadline(self) -> None:
-        self._deadline = self.loop.call_later(self.header_timeout_s, self._on_deadline)
+    # ---- what goes
+
+    def on_response_complete(self) -> None:
+        if self._is_lingering:
+            self.server_state.total_requests += 1
+            return
+        has_more = bool(self.pipeline)
+        super().on_response_complete()
+        if has_more or self.transport.is_closing():
+            return
+        if not self._is_in_head:  # the rest of the body comes, or the connection is closed
+            self._unset_keepalive_if_required()
+            self._set_deadline(self.guards.linger_timeout_s, self._on_linger_deadline)
+            self.guards.connections.set_lingering(self)
+        else:
+            self.guards.connections.set_idle(self)
+
+    def _rest(self) -> None:
+        """Wait for the next request."""
+        self.guards.connections.set_idle(self)
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread_deadline is None:
+            self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_unread_deadline()
+
+    def _watch_reader(self) -> None:
+        """Close the connection unless the client takes something until then, and then again."""
+        self._num_unread = self.transport.get_write_buffer_size()
+        self._unread_deadline = self.loop.call_later(
+            self.guards.unread_timeout_s, self._on_unread_deadline
+        )
+
+    def _on_unread_deadline(self) -> None:
+        self._unread_deadline = None
+        taken = self._num_unread - self.transport.get_write_buffer_size()
+        if taken < MIN_PROGRESS_BYTES or self.transport.is_closing():
+            self._cut("unread")
+        else:
+            self._watch_reader()
+
+    def _stop_unread_deadline(self) -> None:
+        if self._unread_deadline is not None:
+            self._unread_deadline.cancel()
+            self._unread_deadline = None
+
+    # ---- deadlines and ends
+
+    def _set_deadline(self, seconds: float, then: Callable[[], None]) -> None:
+        self._stop_deadline()
+        self._deadline = self.loop.call_later(seconds, then)
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _on_deadline(self) -> None:
+    def _on_head_deadline(self) -> None:
+        self._deadline = None
+        self.guards.connections.cut["head"] += 1
         if self._num_head_bytes:
-            self._refuse(408, f"the headers did not come within {self.header_timeout_s:g} s")
+            seconds = self.guards.header_timeout_s
+            self._refuse(ApiError(408, f"the headers did not come within {seconds:g} s"))
         elif not self.transport.is_closing():
             self.transport.close()
 
-    def _refuse_headers(self) -> None:
-        self._refuse(431, f"the headers are larger than {self.max_header_bytes} bytes")
+    def _headers_too_large(self) -> ApiError:
+        return ApiError(
+            431,
+            f"the headers are larger than {self.guards.max_header_bytes} bytes "
+            f"or more than {MAX_HEADERS}",
+        )
 
-    def _refuse(self, status: int, message: str) -> None:
-        is_repeated, self._is_refused = self._is_refused, True
-        if is_repeated or self.transport.is_closing():
+    def send_400_response(self, _: str) -> None:
+        raise AssertionError("parse errors are answered by _refuse")
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is no request and close. An answer under way is never written into: it is
+        finished, and the connection closed after it."""
+        if self._is_discarding or self.transport.is_closing():
             return
-        body = ApiError(status, message).body
-        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (status, _REASONS[status])
-        length = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(head + length + body)
-        self.transport.close()
+        self._stop_deadline()
+        cycle = self._answering
+        if cycle is not None and not cycle.response_complete:
+            is_own = cycle is self.cycle and cycle.more_body and not cycle.response_started
+            if not is_own:
+                self._answer_no_more()
+                return
+            cycle.disconnected = True  # its body will not come: whoever waits for it stops
+            cycle.message_event.set()
+        elif not self._is_in_head and self.cycle is not None and self.cycle.response_complete:
+            self._linger()  # what is wrong is the rest of a body that was answered
+            return
+        body = error.body
+        head = [STATUS_LINE[error.status], b"content-type: application/json\r\n"]
+        head += [b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers]
+        head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
+        self.transport.write(b"".join([*head, body]))
+        self._linger()
+
+    def _answer_no_more(self) -> None:
+        """Finish what was asked so far, take nothing more, and close after it."""
+        self._is_discarding = True
+        self._stop_deadline()
+        last = self.pipeline[0][0] if self.pipeline else self._answering
+        if last is not None:
+            last.keep_alive = False
+
+    def _close_gently(self) -> None:
+        """Close once everything is written and, for some time, once the client has closed."""
+        if self.transport.is_closing() or self._is_lingering:
+            return
+        if self._is_in_head and not self._num_head_bytes and not self._is_discarding:
+            self.transport.close()
+            self._stop_unread_deadline()
+            self._watch_reader()
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        self._is_discarding = self._is_lingering = True
+        self._unset_keepalive_if_required()
+        self.guards.connections.set_lingering(self)
+        self._set_deadline(self.guards.linger_timeout_s, self._on_linger_deadline)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def _on_linger_deadline(self) -> None:
+        self._cut("linger")
+
+    def _discard(self, num_bytes: int) -> None:
+        self._num_discarded += num_bytes
+        if self._num_discarded > self.guards.linger_bytes:
+            if self._is_lingering:
+                self._cut("linger")
+            else:
+                self.flow.pause_reading()
+
+    def _cut(self, reason: str) -> None:
+        self.guards.connections.cut[reason] += 1
+        self.transport.abort()
 
 
-def guarded(max_header_bytes: int, header_timeout_s: float) -> type[GuardedProtocol]:
-    """The protocol with these limits, as uvicorn takes it."""
-    limits = {"max_header_bytes": max_header_bytes, "header_timeout_s": header_timeout_s}
-    return type("GuardedProtocol", (GuardedProtocol,), limits)
+class _Outlet:
+    """A connection's transport as an answer sees it: its close lingers where it must."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class _UnknownLength(int):
+    """As many bytes as come: the length of an answer that ends with its connection."""
+
+    def __lt__(self, _: object) -> bool:
+        return False
+
+    def __sub__(self, _: object) -> "_UnknownLength":
+        return self
+
+    def __ne__(self, _: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+_UNKNOWN_LENGTH = _UnknownLength()
+
+
+def _is_understood(header: tuple[bytes, bytes]) -> bool:
+    name, value = header
+    return name != b"transfer-encoding" or value.lower() == b"chunked"
+
+
+def _announces_much(header: tuple[bytes, bytes]) -> bool:
+    name, value = header
+    return name == b"transfer-encoding" or int(value) > MAX_KEPT_BODY
+
+
+def guarded(guards: Guards) -> type[GuardedProtocol]:
+    """The protocol with these guards, as uvicorn takes it."""
+    return type("GuardedProtocol", (GuardedProtocol,), {"guards": guards})

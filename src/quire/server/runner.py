@@ -13,7 +13,7 @@ import uvicorn
 from quire.core.errors import ConfigError, ExecutorError, QuireError
 from quire.server.app import create_app
 from quire.server.logs import log
-from quire.server.protocol import guarded
+from quire.server.protocol import Guards, guarded
 from quire.server.service import Load, Service, State
 from quire.server.settings import ServerSettings
 
@@ -115,16 +115,23 @@ async def _end(service: Service, server: uvicorn.Server) -> None:
 def make_server(service: Service) -> uvicorn.Server:
     """uvicorn over the application, with the limits of the settings."""
     settings = service.settings
+    guards = Guards(
+        service.connections,
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout_s=settings.header_timeout_s,
+        unread_timeout_s=settings.unread_timeout_s,
+        linger_timeout_s=settings.linger_timeout_s,
+        linger_bytes=4 * settings.max_body_bytes,
+    )
     config = uvicorn.Config(
         create_app(service),
-        http=guarded(settings.max_header_bytes, settings.header_timeout_s),
+        http=guarded(guards),
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=settings.max_connections,
         timeout_keep_alive=round(settings.keep_alive_s),
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )

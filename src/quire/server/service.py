@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.llm import AsyncLLM
 from quire.server.access import Access
+from quire.server.connections import open_connections
 from quire.server.errors import ApiError
 from quire.server.limits import KeyLimits
 from quire.server.metering import Meter
@@ -43,6 +44,7 @@ class Service:
         self.loaded_at = time.time()
         self.has_ended = asyncio.Event()  # drained, stuck or failed: nothing more will come
         self.num_streams = 0  # being written right now
+        self.connections = open_connections(settings)
         self.limits = KeyLimits()
         folder = settings.state_folder
         self.quotas = Quotas(self.limits, None if folder is None else UsageFile(folder))

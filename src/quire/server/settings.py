@@ -8,6 +8,15 @@ from pathlib import Path
 from quire.core.errors import ConfigError
 from quire.server.keys import KeyRing
 
+_COUNTS = (
+    *("max_body_bytes", "max_buffered_bytes", "max_header_bytes"),
+    *("max_connections", "max_connections_per_address"),
+)
+_TIMES = (
+    *("header_timeout_s", "body_timeout_s", "unread_timeout_s", "linger_timeout_s"),
+    *("keep_alive_s", "ping_interval_s"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -24,8 +33,11 @@ class ServerSettings:
     max_buffered_bytes: int = 256 << 20  # of all bodies together, while they come
     max_header_bytes: int = 64 << 10
     max_connections: int = 4096
+    max_connections_per_address: int | None = None  # an eighth of all; none of loopback's
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    unread_timeout_s: float = 60.0  # for a client that does not take its answer
+    linger_timeout_s: float = 5.0  # for the rest of what was answered before it was read
     keep_alive_s: float = 65.0  # longer than the 60 s at which proxies commonly let go
     drain_timeout_s: float = 30.0
     ping_interval_s: float = 15.0  # a comment in streams that are silent for so long
@@ -37,10 +49,10 @@ class ServerSettings:
             raise ConfigError("the model needs a name to be served under")
         if isinstance(self.port, bool) or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
-        for name in ("max_body_bytes", "max_buffered_bytes", "max_header_bytes", "max_connections"):
-            if getattr(self, name) < 1:
+        for name in _COUNTS:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s", "ping_interval_s"):
+        for name in _TIMES:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
         if not 0 <= self.drain_timeout_s < math.inf:
