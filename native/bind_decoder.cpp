@@ -113,7 +113,8 @@ class Runner {
 
   // None where the step was cancelled.
   nb::object step(nb::tuple plans, nb::list requests, nb::list target_logprobs, nb::tuple copies,
-                  int64_t max_context) {
+                  int64_t max_context, int64_t num_blocks) {
+    expect_within("num_blocks", num_blocks, 0, decoder.num_blocks());
     if (requests.size() != plans.size() || target_logprobs.size() != plans.size())
       throw nb::value_error("every plan needs a request and a number of target logprobs");
     std::vector<SequenceJob> jobs;
@@ -127,7 +128,7 @@ class Runner {
     {
       nb::gil_scoped_release released;
       try {
-        outcomes = run_step(decoder, jobs, block_copies, max_context, scratch_);
+        outcomes = run_step(decoder, jobs, block_copies, {max_context, num_blocks}, scratch_);
       } catch (const Cancelled&) {
         is_cancelled = true;
       }
@@ -290,7 +291,7 @@ void bind_decoder(nb::module_& m) {
           },
           "cosines"_a, "sines"_a, "positions"_a)
       .def("step", &Runner::step, "plans"_a, "requests"_a, "target_logprobs"_a, "copies"_a,
-           "max_context"_a)
+           "max_context"_a, "num_blocks"_a)
       .def("set_cancelled",
            [](Runner& self, bool is_cancelled) { self.decoder.set_cancelled(is_cancelled); })
       .def("cache_block", &cache_block, "layer"_a, "block"_a)

@@ -9,16 +9,12 @@
 namespace quire {
 namespace {
 
-// What tokens, positions and blocks must be within.
-struct Limits {
-  int64_t vocabulary, max_context, num_positions, num_blocks;
-};
-
-std::string fault_of(const SequenceJob& job, const Limits& limits) {
-  const auto outside = [&](int64_t token) { return token < 0 || token >= limits.vocabulary; };
+std::string fault_of(const SequenceJob& job, const Limits& limits, const Decoder& decoder) {
+  const int64_t vocabulary = decoder.shape().vocabulary_size;
+  const auto outside = [&](int64_t token) { return token < 0 || token >= vocabulary; };
   const auto message = [&](int64_t token) {
     return "token " + std::to_string(token) + " is outside the vocabulary of " +
-           std::to_string(limits.vocabulary);
+           std::to_string(vocabulary);
   };
   if (!job.fault.empty()) return job.fault;
   for (const int64_t token : job.tokens)
@@ -31,9 +27,9 @@ std::string fault_of(const SequenceJob& job, const Limits& limits) {
   if (count == 0 || start < 0 || end > limits.max_context)
     return "positions " + std::to_string(job.start) + " to " + std::to_string(end) +
            " are not within the context of " + std::to_string(limits.max_context);
-  if (end > limits.num_positions)
+  if (end > decoder.num_positions())
     return "positions " + std::to_string(start) + " to " + std::to_string(end) +
-           " are beyond the rope tables of " + std::to_string(limits.num_positions);
+           " are beyond the rope tables of " + std::to_string(decoder.num_positions());
   const int64_t needed = (end + block_size - 1) / block_size;
   if (static_cast<int64_t>(job.block_table.size()) < needed)
     return std::to_string(job.block_table.size()) + " blocks do not hold " + std::to_string(end) +
@@ -73,7 +69,7 @@ class Step {
     StepInput input;
     input.copies = copies;
     for (size_t i = 0; i < jobs_.size(); i++) {
-      outcomes_[i].fault = fault_of(jobs_[i], limits);
+      outcomes_[i].fault = fault_of(jobs_[i], limits, decoder_);
       first_rows_.push_back(static_cast<int>(input.tokens.size()));
       if (outcomes_[i].fault.empty()) add_rows(jobs_[i], input);
     }
@@ -182,11 +178,10 @@ class Step {
 
 std::vector<SequenceOutcome> run_step(Decoder& decoder, const std::vector<SequenceJob>& jobs,
                                       const std::vector<std::pair<int32_t, int32_t>>& copies,
-                                      int64_t max_context, std::vector<SampleScratch>& scratch) {
+                                      const Limits& limits, std::vector<SampleScratch>& scratch) {
   scratch.resize(static_cast<size_t>(decoder.pool().size()));
-  const Limits limits{decoder.shape().vocabulary_size, max_context, decoder.num_positions(),
-                      decoder.num_blocks()};
-  return Step(decoder, jobs, scratch).run(copies, limits);
+  const int64_t num_blocks = std::min(limits.num_blocks, decoder.num_blocks());
+  return Step(decoder, jobs, scratch).run(copies, {limits.max_context, num_blocks});
 }
 
 }  // namespace quire

@@ -31,11 +31,16 @@ struct SequenceOutcome {
   std::vector<float> values;  // logits [new tokens, vocabulary], or the pooled state
 };
 
+// How far positions and blocks may reach; never beyond the decoder's rope tables and cache.
+struct Limits {
+  int64_t max_context, num_blocks;
+};
+
 // Computes all jobs in one pass over the model; a job's fault is in its outcome alone.
 // Throws Cancelled, or for the whole step std::bad_alloc, or std::invalid_argument where it copies
 // blocks that do not exist or the decoder is not complete.
 std::vector<SequenceOutcome> run_step(Decoder& decoder, const std::vector<SequenceJob>& jobs,
                                       const std::vector<std::pair<int32_t, int32_t>>& copies,
-                                      int64_t max_context, std::vector<SampleScratch>& scratch);
+                                      const Limits& limits, std::vector<SampleScratch>& scratch);
 
 }  // namespace quire

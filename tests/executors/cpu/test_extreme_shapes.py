@@ -292,19 +292,21 @@ def test_a_step_of_a_decoder_that_is_not_complete_is_refused() -> None:
     decoder, places = filled()
     plan = tuple(row((1, 2), (0,)))
     with pytest.raises(ValueError, match="no head yet"):
-        decoder.step((plan,), [None], [0], (), 256)
+        decoder.step((plan,), [None], [0], (), 256, 0)
     decoder.set_ends(places["embedding"], places["norm"], places["embedding"])
     with pytest.raises(ValueError, match="no cache yet"):
-        decoder.step((plan,), [None], [0], (), 256)
+        decoder.step((plan,), [None], [0], (), 256, 0)
+    with pytest.raises(ValueError, match="num_blocks must be from 0 to 0, got 2"):
+        decoder.step((plan,), [None], [0], (), 256, 2)
     decoder.allocate_cache(2, False, 0)
-    [[fault, *_]] = decoder.step((plan,), [None], [0], (), 256)
+    [[fault, *_]] = decoder.step((plan,), [None], [0], (), 256, 2)
     assert fault == "positions 0 to 2 are beyond the rope tables of 0"
     tables = np.ones(8, np.float32)
     decoder.set_rope(tables, tables, 2)
-    [[fault, *_]] = decoder.step((plan,), [None], [0], (), 256)
+    [[fault, *_]] = decoder.step((plan,), [None], [0], (), 256, 2)
     assert fault is None
     with pytest.raises(ValueError, match=r"block 2 .* there are 2 blocks"):
-        decoder.step((plan,), [None], [0], ((2, 0),), 256)
+        decoder.step((plan,), [None], [0], ((2, 0),), 256, 2)
 
 
 def test_what_the_kernels_cannot_hold_is_an_unsupported_model() -> None:

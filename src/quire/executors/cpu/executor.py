@@ -191,6 +191,7 @@ class CpuExecutor(StepWorker):
             [_num_target_logprobs(sequence) for sequence in sequences],
             plan.copies,
             self._capacity.max_context,
+            self._capacity.num_blocks,
         )
         if outcomes is None:
             raise StepCancelledError(f"step {plan.step_id} was cancelled")
