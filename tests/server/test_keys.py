@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from tests.server.servers import NAME, RunningServer, fake_server, settings_of
+from tests.server.servers import NAME, PacedExecutor, RunningServer, fake_server, settings_of
 
 from quire.core.errors import ConfigError
 from quire.server import ServerSettings, read_keys
@@ -362,3 +363,71 @@ def test_ten_thousand_keys_are_not_searched_one_by_one() -> None:
         found = ring.find("9999" * 20)
     assert found is not None
     assert (found.name, compared) == ("k9999", 1)
+
+
+# ---- whose figures a key sees
+
+
+@pytest.fixture
+def busy(text_model: Path, tmp_path: Path) -> Iterator[RunningServer]:
+    """A server with a long answer of alice's on its way, and one of bob's that has ended."""
+    ring = KeyRing(
+        [
+            with_scopes("alice", KeyScope.INFERENCE, tokens_per_minute=600, tokens_per_day=5000),
+            with_scopes("bob", KeyScope.INFERENCE),
+            with_scopes("watcher", KeyScope.STATS),
+            with_scopes("root", KeyScope.ADMIN),
+        ]
+    )
+    executor = PacedExecutor(num_blocks=1024)
+    with fake_server(text_model, executor, keys=ring, state_folder=tmp_path) as server:
+        body = {"prompt": [[1, 2, 3]], "max_tokens": 4, "ignore_eos": True}
+        assert server.post("/v1/completions", body, bearer("bob")).status == 200
+        executor.step_s = 0.01
+        long = {**body, "max_tokens": 400}
+        with ThreadPoolExecutor() as pool:
+            asking = pool.submit(server.post, "/v1/completions", long, bearer("alice"))
+            server.wait_until(lambda: server.engine.snapshot().num_running == 1)
+            yield server
+            executor.step_s = 0.0
+            assert asking.result().status == 200
+
+
+def test_a_key_sees_its_own_figures_and_no_others(busy: RunningServer) -> None:
+    alice = busy.get("/v1/stats", bearer("alice")).json
+    assert alice.keys() == {"status", "model", "uptime_s", "key", "own"}
+    assert alice["key"] == "alice"
+    assert (alice["own"]["num_running"], alice["own"]["num_waiting"]) == (1, 0)
+    assert alice["own"]["tokens_today"] == 403, "the most that what runs can use"
+    assert alice["own"]["tokens_per_day"]["left"] == 5000 - 403
+    assert 600 - 403 <= alice["own"]["tokens_per_minute"]["left"] < 600
+    assert 0 < alice["own"]["tokens_per_day"]["resets_in_s"] <= 86_400
+    bob = busy.get("/v1/stats", bearer("bob"))
+    assert b"alice" not in bob.body
+    assert bob.json["own"] == {
+        "num_running": 0,
+        "num_waiting": 0,
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "tokens_today": 7,
+        "tokens_per_minute": None,
+        "tokens_per_day": None,
+    }
+
+
+@pytest.mark.parametrize("name", ["watcher", "root"])
+def test_totals_are_for_keys_with_the_scope(busy: RunningServer, name: str) -> None:
+    stats = busy.get("/v1/stats", bearer(name)).json
+    assert stats["num_running"] == 1
+    assert stats["keys"]["alice"]["num_running"] == 1
+    assert stats["keys"]["bob"]["completion_tokens"] == 4
+    text = busy.get("/metrics", bearer(name)).body.decode()
+    assert f'quire:key_generation_tokens_total{{model_name="{NAME}",key="bob"}} 4' in text
+    assert f'quire:key_prompt_tokens_total{{model_name="{NAME}",key="bob"}} 3' in text
+
+
+def test_without_keys_everybody_sees_the_totals(fake: RunningServer) -> None:
+    stats = fake.get("/v1/stats").json
+    assert (stats["key"], stats["keys"]) == (None, {})
+    assert stats["num_steps"] >= 0
+    assert 'key="' not in fake.get("/metrics").body.decode()

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -34,6 +33,7 @@ from quire.server.replies import (
     ErrorReply,
     ModelCard,
     ModelList,
+    OwnStatsReply,
     Readiness,
     StatsReply,
     TextCompletion,
@@ -47,6 +47,7 @@ from quire.server.schemas import (
     TokenizeRequest,
 )
 from quire.server.service import Service
+from quire.server.stats import stats_for
 from quire.server.texts import detokenize, tokenize
 from quire.server.tracing import Tracing, open_tracing
 from quire.server.validation import refusal_of
@@ -266,41 +267,17 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
         responses=_errors(503),
     )
     async def metrics() -> Response:
-        text = exposition(
-            snapshot(), service.name, service.num_streams, rejected, service.connections
-        )
+        text = exposition(service, snapshot(), rejected)
         return Response(text, media_type=CONTENT_TYPE)
 
-    @app.get("/v1/stats", summary="What the engine does right now", responses=_errors(503))
-    async def stats(request: Request) -> StatsReply:
-        return _stats(service, snapshot(), request.scope[SCOPE_KEY])
+    @app.get(
+        "/v1/stats",
+        summary="The key's own figures; with the scope `stats`, those of all",
+        responses=_errors(503),
+    )
+    async def stats(request: Request) -> StatsReply | OwnStatsReply:
+        return stats_for(service, snapshot(), request.scope[SCOPE_KEY].key)
 
     @app.get("/docs", summary="This page", response_class=HTMLResponse, responses=_errors())
     async def docs() -> HTMLResponse:
         return HTMLResponse(docs_page(app.openapi()))
-
-
-def _stats(service: Service, snapshot: Snapshot, call: Call) -> StatsReply:
-    stats = snapshot.stats
-    return StatsReply(
-        status=service.state.value,
-        model=service.name,
-        uptime_s=time.time() - service.loaded_at,
-        num_running=snapshot.num_running,
-        num_waiting=snapshot.num_waiting,
-        num_waiting_of_this_key=snapshot.waiting_by_key.get(call.key_name, 0),
-        waiting_by_reason={r.value: count for r, count in snapshot.waiting_by_reason.items()},
-        queued_tokens=snapshot.queued_tokens,
-        kv_cache_usage=snapshot.kv_usage,
-        memory_bytes=dict(snapshot.memory_bytes),
-        device_utilization=snapshot.utilisation,
-        num_steps=stats.num_steps,
-        prompt_tokens=stats.prompt_tokens,
-        completion_tokens=stats.completion_tokens,
-        prefix_cache_queries=stats.prefix_queries,
-        prefix_cache_hits=stats.prefix_hits,
-        num_preemptions=stats.num_preemptions,
-        mean_batch_size=stats.batch_size.mean,
-        requests_ended=dict(stats.requests_ended),
-        faults_isolated=dict(stats.faults_isolated),
-    )

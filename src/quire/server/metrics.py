@@ -6,27 +6,24 @@ from quire.core.request import WaitReason
 from quire.engine.stats import Histogram, Snapshot
 from quire.server.connections import Connections
 from quire.server.logs import num_dropped_lines
+from quire.server.quotas import Usage
+from quire.server.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
-def exposition(
-    snapshot: Snapshot,
-    model: str,
-    num_streams: int,
-    rejected: Mapping[str, int],
-    connections: Connections,
-) -> str:
-    """Everything the engine knows of itself, and what the server turned away."""
-    writer = _Writer(model)
-    _write_moment(writer, snapshot, num_streams)
+def exposition(service: Service, snapshot: Snapshot, rejected: Mapping[str, int]) -> str:
+    """Everything the engine knows of itself, what the server turned away, what keys used."""
+    writer = _Writer(service.name)
+    _write_moment(writer, snapshot, service.num_streams)
     _write_counters(writer, snapshot)
     writer.counters(
         "requests_rejected_total", "Requests refused before the engine", "code", rejected
     )
-    _write_connections(writer, connections)
+    _write_connections(writer, service.connections)
     writer.counter("log_lines_dropped_total", "Log lines nobody took", num_dropped_lines())
+    _write_keys(writer, service.quotas.by_key())
     _write_histograms(writer, snapshot)
     return writer.text()
 
@@ -71,6 +68,15 @@ def _write_counters(writer: "_Writer", snapshot: Snapshot) -> None:
     writer.counters("request_success_total", "Requests ended", "finished_reason", ended)
     faults = dict(stats.faults_isolated)
     writer.counters("fault_isolated_total", "Requests that failed alone", "reason", faults)
+
+
+def _write_keys(writer: "_Writer", usage: Mapping[str, Usage]) -> None:
+    """By the names of keys that used something; without keys there are none."""
+    named = {name: used for name, used in usage.items() if name}
+    prompts = {name: used.prompt_tokens for name, used in named.items()}
+    completions = {name: used.completion_tokens for name, used in named.items()}
+    writer.counters("key_prompt_tokens_total", "Prompt tokens of a key", "key", prompts)
+    writer.counters("key_generation_tokens_total", "Tokens a key got", "key", completions)
 
 
 def _write_histograms(writer: "_Writer", snapshot: Snapshot) -> None:

@@ -153,7 +153,7 @@ class Quotas:
             f"{_left(limit, usage.today)} left until midnight UTC; this asks for up to {tokens}, "
             "prompt and max_tokens together",
             code="insufficient_quota",
-            retry_after_s=self._day_left_s(),
+            retry_after_s=self.day_left_s,
             headers=self._headers(key, usage),
         )
 
@@ -186,10 +186,6 @@ class Quotas:
         with self._lock:
             self._roll()
             return {name: replace(usage) for name, usage in sorted(self._usage.items())}
-
-    @property
-    def seconds_to_midnight(self) -> float:
-        return self._day_left_s()
 
     # ---- the day
 
@@ -261,7 +257,9 @@ class Quotas:
     def _today(self) -> str:
         return datetime.fromtimestamp(self._wall_now(), UTC).date().isoformat()
 
-    def _day_left_s(self) -> float:
+    @property
+    def day_left_s(self) -> float:
+        """Until midnight."""
         now = datetime.fromtimestamp(self._wall_now(), UTC)
         midnight = now.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
         return (midnight - now).total_seconds()

@@ -161,15 +161,40 @@ class Readiness(BaseModel):
     status: str
 
 
-class StatsReply(BaseModel):
-    """The moment, and the counters since the model was loaded."""
+class QuotaFigures(BaseModel):
+    limit: int
+    left: int
+    resets_in_s: float  # until all of it is there again
+
+
+class KeyFigures(BaseModel):
+    """One key's sequences right now, and its tokens since the server started."""
+
+    num_running: int
+    num_waiting: int
+    prompt_tokens: int
+    completion_tokens: int
+    tokens_today: int  # since midnight UTC; what runs counts with the most it can use
+    tokens_per_minute: QuotaFigures | None = None
+    tokens_per_day: QuotaFigures | None = None
+
+
+class OwnStatsReply(BaseModel):
+    """What every key may know."""
 
     status: str
     model: str
     uptime_s: float
+    key: str | None  # its name
+    own: KeyFigures
+
+
+class StatsReply(OwnStatsReply):
+    """The moment, and the counters since the model was loaded."""
+
+    keys: dict[str, KeyFigures]  # those in force that have used something
     num_running: int
     num_waiting: int
-    num_waiting_of_this_key: int
     waiting_by_reason: dict[str, int]
     queued_tokens: int
     kv_cache_usage: float
