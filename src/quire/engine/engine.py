@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass
@@ -406,6 +406,10 @@ class Engine:
             self._settle(self._flights.popleft().step.rows)
         for live in list(self._lifecycle.live.values()):
             self._lifecycle.fail(live, error, self.clock.now())
+
+    def set_key_weights(self, weights: Mapping[str, float]) -> None:
+        """Put weights over those of the configuration, from the next step on."""
+        self._scheduler.set_key_weights({**self.config.key_weights, **weights})
 
     # ---- looking at it
 

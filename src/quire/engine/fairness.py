@@ -62,6 +62,10 @@ class Ledger:
         self._order: deque[str] = deque()
         self.num_slots = 0  # held by all keys together
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Other weights from the next step on; credit and places stay as they are."""
+        self._weights = weights
+
     @property
     def num_keys(self) -> int:
         """Keys that hold places in the batch."""

@@ -7,6 +7,7 @@ order of rank.
 """
 
 from bisect import insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,6 +72,9 @@ class Scheduler:
         self._stats = stats
         self._next_step_id = 1
         self._now = 0.0
+
+    def set_key_weights(self, weights: Mapping[str, float]) -> None:
+        self._ledger.set_weights(weights)
 
     # ---- joining and leaving
 

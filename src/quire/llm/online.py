@@ -1,7 +1,7 @@
 """AsyncLLM: a model for event loops; requests come and go, and share every step."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -126,6 +126,10 @@ class AsyncLLM:
     async def read_chat(self, messages: Conversation) -> Prepared:
         """The tokens of a conversation, likewise."""
         return await self._read_chat(messages)
+
+    def set_key_weights(self, weights: Mapping[str, float]) -> None:
+        """What keys weigh from now on, by name (as EngineConfig.key_weights, over it)."""
+        self._engine.post(lambda: self._engine.engine.set_key_weights(weights))
 
     @property
     def tokenizer(self) -> Tokenizer | None:

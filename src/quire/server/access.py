@@ -33,6 +33,8 @@ ROUTES: Mapping[str, Need] = {
     "/tokenize": Need.INFERENCE,
     "/detokenize": Need.INFERENCE,
     "/metrics": Need.STATS,
+    "/admin/keys": Need.ADMIN,
+    "/admin/reload": Need.ADMIN,
 }
 
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from quire.core.version import own_version
 from quire.engine.stats import Snapshot
 from quire.server.access import check_routes
+from quire.server.administration import add_administration
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.docs_page import docs_page
 from quire.server.embeddings import embed
@@ -118,6 +119,7 @@ def create_app(service: Service) -> Gate:
     _add_texts(app, service)
     _add_models(app, service)
     _add_operations(app, service, rejected)
+    add_administration(app, service)
     check_routes(route.path for route in app.routes if isinstance(route, Route))
     return Gate(app, settings, service.access, service.limits, _on_done(tracing, rejected))
 

@@ -27,6 +27,7 @@ from quire.core.errors import ConfigError
 KEY_VARIABLE = "QUIRE_API_KEY"
 MAX_FILE_BYTES = 16 << 20  # some 100,000 keys
 MIN_KEY_LENGTH = 16
+_NAMES_TOLD = 100
 
 
 class KeyScope(StrEnum):
@@ -70,6 +71,15 @@ class KeyChanges:
         self.removed = sorted(before.keys() - after.keys())
         both = before.keys() & after.keys()
         self.changed = sorted(name for name in both if before[name] != after[name])
+
+    def summary(self) -> dict[str, object]:
+        """For a line of a log: all counts, and as many names as are good to read."""
+        found: dict[str, object] = {}
+        for what in ("added", "removed", "changed"):
+            names: list[str] = getattr(self, what)
+            found[f"num_{what}"] = len(names)
+            found[what] = names[:_NAMES_TOLD]
+        return found
 
 
 class KeyRing:

@@ -209,3 +209,29 @@ class StatsReply(OwnStatsReply):
     mean_batch_size: float
     requests_ended: dict[str, int]
     faults_isolated: dict[str, int]
+
+
+class KeyCard(BaseModel):
+    """A key as its file describes it; neither itself nor its digest."""
+
+    name: str
+    scopes: list[str]
+    expires: str | None
+    weight: float
+    requests_per_minute: float | None
+    max_concurrent: int | None
+    tokens_per_minute: int | None
+    tokens_per_day: int | None
+
+
+class KeyList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[KeyCard]
+
+
+class ReloadReply(BaseModel):
+    """The names of keys that are new, gone, or not what they were."""
+
+    added: list[str]
+    removed: list[str]
+    changed: list[str]

@@ -36,8 +36,9 @@ def serve(
 ) -> None:
     """Serve until a signal ends it; raises what ended it otherwise.
 
-    SIGTERM and SIGINT drain; a second one ends what is left at once. SIGHUP calls each of
-    `on_hangup` on the event loop; without any it ends the process, as the system has it.
+    SIGTERM and SIGINT drain; a second one ends what is left at once. SIGHUP reads the
+    keys again and calls each of `on_hangup` on the event loop; where there is neither a file of
+    keys nor one of those, it ends the process, as the system has it.
     """
     listener = _listener(settings)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -70,8 +71,9 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain, number.name)
-    if on_hangup:
-        loop.add_signal_handler(signal.SIGHUP, _reload_all, on_hangup)
+    reloads = [*service.reloads, *on_hangup]
+    if reloads:
+        loop.add_signal_handler(signal.SIGHUP, _reload_all, reloads)
     running = loop.create_task(server.serve(sockets=[listener]))
     ending = loop.create_task(_end(service, server))
     while not server.started and not running.done():

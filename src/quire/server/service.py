@@ -1,6 +1,7 @@
 """Service: the model behind the server, from loading it to letting it go."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,11 +10,14 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
+from quire.core.errors import ConfigError
 from quire.llm import AsyncLLM
 from quire.server.access import Access
 from quire.server.connections import open_connections
 from quire.server.errors import ApiError
+from quire.server.keys import KeyChanges
 from quire.server.limits import KeyLimits
+from quire.server.logs import log
 from quire.server.metering import Meter
 from quire.server.quotas import Quotas
 from quire.server.settings import ServerSettings
@@ -50,6 +54,11 @@ class Service:
         self.quotas = Quotas(self.limits, None if folder is None else UsageFile(folder))
         self.quotas.open(settings.keys)
         self.meter: Meter = self.quotas
+        self.reloads: list[Callable[[], None]] = []  # what SIGHUP does
+        if settings.keys.can_be_read_again:
+            self.reloads.append(self._start_reloading_keys)
+        self._reloading: asyncio.Task[None] | None = None
+        self._reload_lock = asyncio.Lock()
         self._load = load
         self._llm: AsyncLLM | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -75,6 +84,8 @@ class Service:
             return
         self._llm = loaded.result()
         self.loaded_at = time.time()
+        if self.access.ring is not self.settings.keys:  # they changed meanwhile
+            self._llm.set_key_weights(self.access.ring.weights)
         if self.state is State.LOADING:
             self.state = State.READY
 
@@ -133,6 +144,31 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    async def reload_keys(self) -> KeyChanges:
+        """Read the keys again and hold new requests to them; what runs goes on.
+
+        Raises a ConfigError where the file cannot be used; the keys are then as they were.
+        """
+        async with self._reload_lock:
+            try:
+                ring = await asyncio.to_thread(self.access.ring.read_again)
+                await asyncio.to_thread(self.quotas.open, ring)
+            except ConfigError as error:
+                log("reload_failed", logging.ERROR, error=str(error))
+                raise
+            changes = self.access.replace(ring)
+            if self._llm is not None:
+                self._llm.set_key_weights(ring.weights)
+            log("keys_reloaded", logging.INFO, **changes.summary())
+            return changes
+
+    def _start_reloading_keys(self) -> None:
+        async def reload() -> None:
+            with suppress(ConfigError):  # which is in the log
+                await self.reload_keys()
+
+        self._reloading = asyncio.ensure_future(reload())
 
     async def drain(self) -> None:
         """Take nothing new; give what runs until the deadline, then end it with an error each."""
