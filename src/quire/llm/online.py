@@ -109,9 +109,11 @@ class AsyncLLM:
         return await self._complete(await self._read_chat(messages), params, options)
 
     async def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self, prompt: Prompt | Prepared, params: SamplingParams | None = None, **options: Any
     ) -> Stream:
         """Queue a request and give its stream, to be read, awaited or cancelled by the caller.
+
+        A prompt that `prompts` has read already is not read again.
 
         Beside the options of every request: `stream=False` where only the end is of interest, and
         `pooling=True` for the hidden state after the prompt in the place of tokens.
@@ -166,8 +168,10 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    async def _read(self, prompt: Prompt) -> Prepared:
+    async def _read(self, prompt: Prompt | Prepared) -> Prepared:
         self._check_open()
+        if isinstance(prompt, Prepared):
+            return prompt
         if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
             return await asyncio.to_thread(self.prompts.read, prompt)
         return self.prompts.read(prompt)

@@ -20,6 +20,10 @@ class Prepared(NamedTuple):
     tokens: Sequence[int]
     text: str | None = None
 
+    def without_text(self) -> "Prepared":
+        """For those who keep it long and need the tokens alone."""
+        return Prepared(self.tokens)
+
 
 class PromptReader:
     """Turns prompts into tokens; each that cannot be is a RequestError that says why."""

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -45,13 +45,13 @@ from quire.server.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    Strict,
     TokenizeRequest,
 )
 from quire.server.service import Service
 from quire.server.stats import stats_for
 from quire.server.texts import detokenize, tokenize
 from quire.server.tracing import Tracing, open_tracing
-from quire.server.validation import refusal_of
 
 _ANYWHERE = {
     401: "no valid key, or one that has expired",
@@ -75,6 +75,30 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         status: {"model": ErrorReply, "description": told[status]}
         for status in (*_ANYWHERE, *statuses)
     }
+
+
+_SCHEMAS = "#/components/schemas/"
+_BODIES = (ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def _takes(schema: type[Strict]) -> dict[str, Any]:
+    """A body in the description; bodies.py reads it, so that FastAPI does not on the event loop."""
+    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{schema.__name__}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Add what `_takes` refers to."""
+    describe_rest = app.openapi
+
+    def describe() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            bodies = [(schema, "validation") for schema in _BODIES]
+            _, found = models_json_schema(bodies, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
+            describe_rest()["components"]["schemas"].update(found["$defs"])
+        return describe_rest()
+
+    app.openapi = describe  # type: ignore[method-assign]
 
 
 _STREAMS: dict[str, Any] = {
@@ -103,6 +127,7 @@ def create_app(service: Service) -> Gate:
         saver = Saver(service.quotas)
         yield
         await asyncio.to_thread(saver.close)
+        service.pool.close()
         if tracing is not None:
             tracing.close()
 
@@ -120,6 +145,7 @@ def create_app(service: Service) -> Gate:
     _add_models(app, service)
     _add_operations(app, service, rejected)
     add_administration(app, service)
+    _describe_bodies(app)
     check_routes(route.path for route in app.routes if isinstance(route, Route))
     return Gate(app, settings, service.access, service.limits, _on_done(tracing, rejected))
 
@@ -146,19 +172,16 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def api_error(request: Request, error: ApiError) -> Response:
         return _reply(request, error)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _reply(request, refusal_of(error.errors()))
-
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
+        path = f"{request.scope['path']:.100}"
         messages = {
             404: f"there is nothing at {path}; see /docs",
             405: f"{request.method} is not for {path}; see /docs",
         }
         message = messages.get(error.status_code, str(error.detail))
-        return _reply(request, ApiError(error.status_code, message))
+        headers = tuple((error.headers or {}).items())  # which methods are
+        return _reply(request, ApiError(error.status_code, message, headers=headers))
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, _: ClientGoneError) -> Response:
@@ -192,39 +215,54 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         summary="Answer a conversation",
         response_model=ChatCompletion,
         responses={**errors, 200: {"content": _STREAMS}},
+        openapi_extra=_takes(ChatRequest),
     )
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await complete_chat(service, body, request)
+    async def chat_completions(request: Request) -> Response:
+        return await complete_chat(service, request)
 
     @app.post(
         "/v1/completions",
         summary="Continue texts",
         response_model=TextCompletion,
         responses={**errors, 200: {"content": _STREAMS}},
+        openapi_extra=_takes(CompletionRequest),
     )
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await complete_text(service, body, request)
+    async def completions(request: Request) -> Response:
+        return await complete_text(service, request)
 
     @app.post(
         "/v1/embeddings",
         summary="The model's state after the last token of each input, at length 1",
         response_model=EmbeddingList,
         responses=errors,
+        openapi_extra=_takes(EmbeddingRequest),
     )
-    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        return await embed(service, body, request)
+    async def embeddings(request: Request) -> Response:
+        return await embed(service, request)
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
     errors = _errors(*_POSTED)
 
-    @app.post("/tokenize", summary="The tokens of a text or conversation", responses=errors)
-    async def tokenize_(body: TokenizeRequest, request: Request) -> TokenList:
-        return await tokenize(service, body, request)
+    @app.post(
+        "/tokenize",
+        summary="The tokens of a text or conversation",
+        response_model=TokenList,
+        responses=errors,
+        openapi_extra=_takes(TokenizeRequest),
+    )
+    async def tokenize_(request: Request) -> Response:
+        return await tokenize(service, request)
 
-    @app.post("/detokenize", summary="The text of tokens", responses=errors)
-    async def detokenize_(body: DetokenizeRequest, request: Request) -> DetokenizedText:
-        return await detokenize(service, body, request)
+    @app.post(
+        "/detokenize",
+        summary="The text of tokens",
+        response_model=DetokenizedText,
+        responses=errors,
+        openapi_extra=_takes(DetokenizeRequest),
+    )
+    async def detokenize_(request: Request) -> Response:
+        return await detokenize(service, request)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

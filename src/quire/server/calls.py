@@ -12,6 +12,7 @@ from quire.server.metering import Admission
 
 SCOPE_KEY = "quire.call"  # where a call lies in its ASGI scope
 CLIENT_GONE = "client_gone"  # the error of a call whose client did not wait
+_LOGGED_PATH = 200  # characters of it
 _SOUND_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -48,7 +49,7 @@ class Call:
         line: dict[str, object] = {
             "request_id": self.id,
             "method": self.method,
-            "path": self.path,
+            "path": self.path[:_LOGGED_PATH],
             "status": self.status,
             "seconds": round(self.seconds, 6),
         }

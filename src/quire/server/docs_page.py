@@ -63,8 +63,8 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def _kind(field: Mapping[str, Any]) -> str:
     """A schema in a few words."""
-    if "anyOf" in field:
-        kinds = dict.fromkeys(_kind(option) for option in field["anyOf"])
+    if options := field.get("anyOf", field.get("oneOf")):
+        kinds = dict.fromkeys(_kind(option) for option in options)
         return " or ".join(kind for kind in kinds if kind != "null")
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]

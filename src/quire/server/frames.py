@@ -90,7 +90,7 @@ class ChatFrames(Frames):
         return f'{self._head}{choice}"logprobs": null, "finish_reason": null}}{self._tail}'.encode()
 
     def _choice(self, index: int, text: str, scores: Sequence[TokenLogprob]) -> str:
-        told = self._scores.for_chat(scores).model_dump_json() if scores else "null"
+        told = self._scores.for_chat(scores) if scores else "null"
         delta = f'{{"content": {json.dumps(text)}}}' if text else "{}"
         return f'{{"index": {index}, "delta": {delta}, "logprobs": {told}'
 
@@ -103,8 +103,8 @@ class TextFrames(Frames):
         if scores:
             offset = self._num_spelled.get(index, 0)
             written = self._scores.for_text(scores, offset)
-            self._num_spelled[index] = offset + sum(map(len, written.tokens))
-            told = written.model_dump_json()
+            self._num_spelled[index] = offset + written.num_characters
+            told = written.json
         return f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {told}'
 
 

@@ -95,8 +95,8 @@ class Gate:
         if key is not None:
             self._limits.enter(key)
         try:
-            body = await self._read_body(headers, receive)
-            await self._app(scope, _replay(body, receive), send)
+            replay = _replay([await self._read_body(headers, receive)], receive)
+            await self._app(scope, replay, send)
         finally:
             if key is not None:
                 self._limits.leave(key)
@@ -152,16 +152,14 @@ async def _parts(receive: Receive) -> Any:
             return
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Receive for the application: the body in one piece, then whatever comes."""
-    is_read = False
+def _replay(body: list[bytes], receive: Receive) -> Receive:
+    """Receive for the application: the body in one piece, which it then holds alone; then whatever
+    comes."""
 
     async def replay() -> Message:
-        nonlocal is_read
-        if is_read:
+        if not body:
             return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": body.pop(), "more_body": False}
 
     return replay
 

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from quire.core.version import own_version
 from quire.engine.aio import Stream
 from quire.llm import AsyncLLM
 from quire.llm.prompts import Prepared
+from quire.server.bodies import checked, disconnected, in_pool, prepared
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import ApiError, as_api_error
 from quire.server.frames import ChatFrames, Frames, TextFrames
@@ -32,7 +33,13 @@ from quire.server.replies import (
     TraceReport,
     Usage,
 )
-from quire.server.schemas import Addressed, ChatRequest, CompletionRequest, Generation
+from quire.server.schemas import (
+    Addressed,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Strict,
+)
 from quire.server.scores import ScoreWriter
 from quire.server.service import Service
 from quire.server.streaming import StreamReply
@@ -40,6 +47,20 @@ from quire.server.streaming import StreamReply
 T = TypeVar("T")
 FINGERPRINT = f"quire-{own_version()}"
 _USUAL_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
+_MANY_SCORES = 1000  # some milliseconds of writing
+
+
+Prompts = list[tuple[Prepared, SamplingParams]]
+
+
+class Ready(NamedTuple):
+    """A body that was read: what it says beside its text, and its prompts as the engine takes them.
+
+    The text is let go of: a body may be large, and its answer may take long.
+    """
+
+    body: Any
+    prompts: Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +68,7 @@ class Asked:
     """A call that generates: what to complete, and how."""
 
     body: Generation
-    prompts: list[tuple[Prepared, SamplingParams]]
+    prompts: Prompts
     call: Call
     llm: AsyncLLM
     answer_id: str
@@ -58,76 +79,98 @@ class Asked:
         return await submit_all(service, self.llm, call, body, self.prompts, stream=stream)
 
 
-async def complete_chat(service: Service, body: ChatRequest, request: Request) -> Response:
-    call, llm = begin(service, body, request)
-    _check_chat(body)
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    with_errors = Errors(service, body)
-    prompt = await with_errors.of(llm.read_chat(messages))
-    room = llm.max_context - len(prompt.tokens)
-    more: dict[str, Any] = {}
-    if body.max_completion_tokens is not None:
-        body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
-    if body.logprobs:
-        more["logprobs"] = body.top_logprobs or 0
-    params = with_errors.made(partial(body.sampling, room, **more))
-    answer_id = f"chatcmpl-{call.id}"
-    asked = Asked(body, [(prompt, params)], call, llm, answer_id, int(time.time()))
-    if body.stream:
+async def complete_chat(service: Service, request: Request) -> Response:
+    call, llm = begin(service, request)
+    with_errors = Errors(service, ChatRequest)
+    prepare = partial(_prepare_chat, service, llm, with_errors)
+    ready = await prepared(service, request, prepare, is_quick=False)  # a template takes its time
+    asked = _asked(call, llm, ready, "chatcmpl")
+    if asked.body.stream:
         return await _stream(service, asked, with_errors, ChatFrames)
     outputs = await _run(service, asked, with_errors, request)
-    return json_reply(_chat_completion(service, asked, outputs))
+    return await _answer(service, request, outputs, partial(_chat_reply, service, asked, outputs))
 
 
-async def complete_text(service: Service, body: CompletionRequest, request: Request) -> Response:
-    call, llm = begin(service, body, request)
-    _check_streaming(body)
-    with_errors = Errors(service, body)
-    more: dict[str, Any] = {} if body.logprobs is None else {"logprobs": body.logprobs}
-    prompts = []
-    for text in body.prompts:
-        prompt = await with_errors.of(llm.read(text))
-        room = min(_USUAL_COMPLETION_TOKENS, llm.max_context - len(prompt.tokens))
-        usual = max(room, body.min_tokens or 0)
-        prompts.append((prompt, with_errors.made(partial(body.sampling, usual, **more))))
-    asked = Asked(body, prompts, call, llm, f"cmpl-{call.id}", int(time.time()))
-    if body.stream:
+async def complete_text(service: Service, request: Request) -> Response:
+    call, llm = begin(service, request)
+    with_errors = Errors(service, CompletionRequest)
+    prepare = partial(_prepare_text, service, llm, with_errors)
+    ready = await prepared(service, request, prepare, is_quick=True)
+    asked = _asked(call, llm, ready, "cmpl")
+    if asked.body.stream:
         return await _stream(service, asked, with_errors, TextFrames)
     outputs = await _run(service, asked, with_errors, request)
-    return json_reply(_text_completion(service, asked, outputs))
+    return await _answer(service, request, outputs, partial(_text_reply, service, asked, outputs))
+
+
+def _asked(call: Call, llm: AsyncLLM, ready: Ready, kind: str) -> Asked:
+    call.user = ready.body.user
+    return Asked(ready.body, ready.prompts, call, llm, f"{kind}-{call.id}", int(time.time()))
+
+
+# ---- reading, in the pool
+
+
+def _prepare_chat(service: Service, llm: AsyncLLM, with_errors: "Errors", data: bytes) -> Ready:
+    body = checked(data, ChatRequest, service.body_limits)
+    service.check_model(body.model)
+    _check_chat(body)
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    changes: dict[str, Any] = {"messages": []}
+    if body.max_completion_tokens is not None:
+        changes["max_tokens"] = body.max_completion_tokens
+    body = body.model_copy(update=changes)
+    with with_errors:
+        prompt = llm.prompts.read_chat(messages)
+        room = llm.max_context - len(prompt.tokens)
+        more = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+        return Ready(body, [(prompt.without_text(), body.sampling(room, **more))])
+
+
+def _prepare_text(service: Service, llm: AsyncLLM, with_errors: "Errors", data: bytes) -> Ready:
+    body = checked(data, CompletionRequest, service.body_limits)
+    service.check_model(body.model)
+    _check_streaming(body)
+    more = {} if body.logprobs is None else {"logprobs": body.logprobs}
+    prompts: Prompts = []
+    with with_errors:
+        for text in body.prompts:
+            prompt = llm.prompts.read(text)
+            room = min(_USUAL_COMPLETION_TOKENS, llm.max_context - len(prompt.tokens))
+            usual = max(room, body.min_tokens or 0)
+            prompts.append((prompt.without_text(), body.sampling(usual, **more)))
+    return Ready(body.model_copy(update={"prompt": ""}), prompts)
 
 
 # ---- before and around
 
 
-def begin(service: Service, body: Any, request: Request) -> tuple[Call, AsyncLLM]:
+def begin(service: Service, request: Request) -> tuple[Call, AsyncLLM]:
     """The call and the model that answers it; raises where it cannot be answered now."""
     call: Call = request.scope[SCOPE_KEY]
-    call.user = getattr(body, "user", None)
-    llm = service.llm
-    service.check_model(body.model)
-    return call, llm
+    return call, service.llm
 
 
 class Errors:
-    """Turns quire's errors into answers that name the fields of this kind of body."""
+    """Turns quire's errors into answers that name the fields of this kind of body.
 
-    def __init__(self, service: Service, body: Any) -> None:
+    Around what raises them it is a context manager.
+    """
+
+    def __init__(self, service: Service, schema: type[Strict]) -> None:
         self._service = service
-        self._fields = type(body).model_fields
+        self._fields = schema.model_fields
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, QuireError):
+            raise self.as_api_error(error) from error
 
     async def of(self, work: Awaitable[T]) -> T:
-        try:
+        with self:
             return await work
-        except QuireError as error:
-            raise self.as_api_error(error) from error
-
-    def made(self, make: Any) -> SamplingParams:
-        try:
-            params: SamplingParams = make()
-            return params
-        except QuireError as error:
-            raise self.as_api_error(error) from error
 
     def as_api_error(self, error: BaseException) -> ApiError:
         assert isinstance(error, QuireError)
@@ -167,7 +210,7 @@ async def submit_all(
     options: dict[str, Any] = {"stream": stream, "pooling": pooling}
     options |= {"key": call.key_name, "priority": body.priority or 0, "timeout_s": body.timeout}
     given = await asyncio.gather(
-        *(llm.submit(prompt.tokens, params, **options) for prompt, params in prompts),
+        *(llm.submit(prompt, params, **options) for prompt, params in prompts),
         return_exceptions=True,
     )
     streams = [accepted for accepted in given if isinstance(accepted, Stream)]
@@ -184,7 +227,7 @@ async def outputs_of(
 ) -> list[RequestOutput]:
     """Wait for the requests' ends while their client does; else end them."""
     working = asyncio.create_task(_all_ends(streams))
-    leaving = asyncio.create_task(_disconnected(request))
+    leaving = asyncio.create_task(disconnected(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         is_gone = not working.done()
@@ -206,11 +249,6 @@ async def outputs_of(
 async def _all_ends(streams: Sequence[Stream]) -> list[RequestOutput]:
     """In a task of its own: gathered futures that are cancelled complain that nobody looked."""
     return await asyncio.gather(*(stream.output() for stream in streams))
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 # ---- answers
@@ -257,56 +295,87 @@ async def _stream(
     )
 
 
-def _chat_completion(
-    service: Service, asked: Asked, outputs: Sequence[RequestOutput]
-) -> ChatCompletion:
+async def _answer(
+    service: Service,
+    request: Request,
+    outputs: Sequence[RequestOutput],
+    write: Callable[[], bytes],
+) -> Response:
+    """Written in the pool where it tells of many scores."""
+    num_scores = sum(
+        (1 + len(completion.logprobs[0].top)) * len(completion.logprobs)
+        for output in outputs
+        for completion in output.completions
+        if completion.logprobs
+    )
+    is_long = num_scores > _MANY_SCORES
+    content = await in_pool(service, request, write) if is_long else write()
+    return Response(content, media_type="application/json")
+
+
+def _chat_reply(service: Service, asked: Asked, outputs: Sequence[RequestOutput]) -> bytes:
     scores = ScoreWriter(asked.llm.tokenizer)
-    choices = [
-        ChatChoice(
+    choices = []
+    for index, completion in _numbered(outputs):
+        choice = ChatChoice(
             index=index,
             message=ChatMessage(content=completion.text),
-            logprobs=None if completion.logprobs is None else scores.for_chat(completion.logprobs),
+            logprobs=None,
             finish_reason=_finish_word(completion),
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if asked.body.return_token_ids else None,
         )
-        for index, completion in _numbered(outputs)
-    ]
-    return ChatCompletion(
+        told = None if completion.logprobs is None else scores.for_chat(completion.logprobs)
+        choices.append(_with_scores(choice, told))
+    reply = ChatCompletion(
         id=asked.answer_id,
         created=asked.created,
         model=service.name,
         system_fingerprint=FINGERPRINT,
-        choices=choices,
+        choices=[],
         usage=usage_of(outputs),
         quire_trace=traces_of(asked.call, outputs),
     )
+    return _with_choices(reply, choices)
 
 
-def _text_completion(
-    service: Service, asked: Asked, outputs: Sequence[RequestOutput]
-) -> TextCompletion:
+def _text_reply(service: Service, asked: Asked, outputs: Sequence[RequestOutput]) -> bytes:
     scores = ScoreWriter(asked.llm.tokenizer)
-    choices = [
-        CompletionChoice(
+    choices = []
+    for index, completion in _numbered(outputs):
+        choice = CompletionChoice(
             index=index,
             text=completion.text,
-            logprobs=None if completion.logprobs is None else scores.for_text(completion.logprobs),
+            logprobs=None,
             finish_reason=_finish_word(completion),
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if asked.body.return_token_ids else None,
         )
-        for index, completion in _numbered(outputs)
-    ]
-    return TextCompletion(
+        told = None if completion.logprobs is None else scores.for_text(completion.logprobs).json
+        choices.append(_with_scores(choice, told))
+    reply = TextCompletion(
         id=asked.answer_id,
         created=asked.created,
         model=service.name,
         system_fingerprint=FINGERPRINT,
-        choices=choices,
+        choices=[],
         usage=usage_of(outputs),
         quire_trace=traces_of(asked.call, outputs),
     )
+    return _with_choices(reply, choices)
+
+
+def _with_scores(choice: ChatChoice | CompletionChoice, scores: str | None) -> str:
+    """A choice as JSON; its scores are written beforehand, token by token."""
+    absent = {"logprobs"} if choice.token_ids is not None else {"logprobs", "token_ids"}
+    return f'{choice.model_dump_json(exclude=absent)[:-1]},"logprobs":{scores or "null"}}}'
+
+
+def _with_choices(reply: ChatCompletion | TextCompletion, choices: Sequence[str]) -> bytes:
+    """Fields of ours that nobody asked for are left out; OpenAI's nulls stay."""
+    absent = {"choices"} if reply.quire_trace is not None else {"choices", "quire_trace"}
+    head = reply.model_dump_json(exclude=absent)[:-1]
+    return f'{head},"choices":[{",".join(choices)}]}}'.encode()
 
 
 def _numbered(outputs: Sequence[RequestOutput]) -> list[tuple[int, Completion]]:
@@ -350,19 +419,3 @@ def trace_of(output: RequestOutput) -> TraceReport:
         steps=metrics.num_steps,
         preemptions=metrics.num_preemptions,
     )
-
-
-def json_reply(reply: Any) -> Response:
-    content = reply.model_dump_json(exclude=_absent(reply))
-    return Response(content, media_type="application/json")
-
-
-def _absent(reply: Any) -> Any:
-    """Fields of ours that nobody asked for are left out; OpenAI's nulls stay."""
-    hidden: dict[str, Any] = {}
-    if getattr(reply, "quire_trace", 0) is None:
-        hidden["quire_trace"] = True
-    choices = getattr(reply, "choices", ())
-    if choices and choices[0].token_ids is None:
-        hidden["choices"] = {"__all__": {"token_ids"}}
-    return hidden

@@ -3,14 +3,30 @@
 Fields of OpenAI's API that quire does not have accept null alone; the reason is their description.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticKnownError
 
 from quire.core.sampling import MAX_COMPLETIONS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_PROMPTS = 256  # of one request
+MAX_MESSAGES = 4096
+MAX_BIASES = 1024
 _MOST = 2**31 - 1
+_SLICE = 16_384  # items that are checked in one call, during which nothing else runs
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=_MOST)]
@@ -28,6 +44,66 @@ class Strict(BaseModel):
     """No unknown fields, no strings for numbers, no NaN."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        """Refuse the first of many unknown fields, instead of counting them all up."""
+        if isinstance(data, dict) and len(data) > len(cls.model_fields):
+            unknown = next(name for name in data if name not in cls.model_fields)
+            raise _error("extra_forbidden", unknown)
+        return data
+
+
+def _error(kind: Any, *path: str | int, **context: Any) -> ValidationError:
+    """A pydantic error at a place within what is validated."""
+    details = InitErrorDetails(type=kind, loc=path, input=None, ctx=context)
+    return ValidationError.from_exception_data("body", [details])
+
+
+def _in_slices(ids: Any, check: Callable[[Any], list[int]]) -> list[int]:
+    """A long list in several calls, with the places of errors as they are in the whole."""
+    if not isinstance(ids, list) or len(ids) <= _SLICE:
+        return check(ids)
+    for start in range(0, len(ids), _SLICE):
+        try:
+            check(ids[start : start + _SLICE])
+        except ValidationError as error:
+            [first] = error.errors(include_url=False)
+            place = start + int(first["loc"][0])
+            raise _error(first["type"], place, **first.get("ctx", {})) from None
+    return ids
+
+
+def _few_biases(biases: Any) -> Any:
+    """The length before the entries, each of which may be an error."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        told = {"field_type": "Dictionary", "max_length": MAX_BIASES, "actual_length": len(biases)}
+        raise PydanticKnownError("too_long", told)
+    return biases
+
+
+def _kind_of_prompts(given: Any) -> str | None:
+    """Which of the kinds below; told by the first item, so that one of them is checked."""
+    if isinstance(given, str):
+        return "text"
+    if not isinstance(given, list):
+        return None
+    first = given[0] if given else 0
+    return (
+        "list of texts"
+        if isinstance(first, str)
+        else ("list of token ids" if not isinstance(first, list) else "list of lists")
+    )
+
+
+# Tags are no identifiers: errors name fields, not these.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), WrapValidator(_in_slices)]
+_WhichPrompts = Discriminator(
+    _kind_of_prompts,
+    custom_error_type="prompts",
+    custom_error_message="Input should be a text, a list of token ids, or a list of either",
+)
 
 
 class StreamOptions(Strict):
@@ -59,12 +135,21 @@ class Generation(Addressed):
     n: int | None = Field(default=None, ge=1, le=MAX_COMPLETIONS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: (
+        StopText
+        | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+        | None
+    ) = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        default=None, max_length=1024, description="by token id"
-    )
+    logit_bias: (
+        Annotated[
+            dict[TokenText, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_BIASES),
+            BeforeValidator(_few_biases),
+        ]
+        | None
+    ) = Field(default=None, description="by token id")
     seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
 
     top_k: int | None = Field(default=None, ge=-1, le=_MOST, description="0 or -1: all tokens")
@@ -72,7 +157,7 @@ class Generation(Addressed):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     min_tokens: int | None = Field(default=None, ge=0, le=_MOST)
     ignore_eos: bool | None = Field(default=None, description="go on past the end of text")
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = Field(default=None, description="beside the text")
 
@@ -103,11 +188,11 @@ class Message(Strict):
     """One message of a conversation; the model's template says which roles there are."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[dict[str, Any]] | None = Field(
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None, description='text, or parts of {"type": "text", "text": ...}'
     )
     name: str | None = Field(default=None, max_length=256)
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = Field(default=None, max_length=256)
     audio: None = _refused(_NO_AUDIO)
     function_call: None = _refused("it is the old name of tool_calls")
@@ -115,7 +200,7 @@ class Message(Strict):
 
 
 class ChatRequest(Generation):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(
         default=None, ge=1, le=_MOST, description="another name of max_tokens"
     )
@@ -125,7 +210,7 @@ class ChatRequest(Generation):
     audio: None = _refused(_NO_AUDIO)
     function_call: None = _refused(_NO_TOOLS)
     functions: None = _refused(_NO_TOOLS)
-    modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
     moderation: None = _refused("quire does not moderate")
     parallel_tool_calls: None = _refused(_NO_TOOLS)
     prediction: None = _refused("quire does not speculate yet")
@@ -135,7 +220,7 @@ class ChatRequest(Generation):
     response_format: TextFormat | None = Field(default=None, description="text alone")
     safety_identifier: None = _refused("use `user`")
     tool_choice: Literal["none"] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=0)] | None = Field(
+    tools: Annotated[list[dict[str, Any]], Field(max_length=0, fail_fast=True)] | None = Field(
         default=None, description=f"Not supported: {_NO_TOOLS}"
     )
     verbosity: None = _refused("say it in the messages")
@@ -143,15 +228,21 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[TokenIds, Tag("list of token ids")]
         | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_PROMPTS),
+            list[str],
+            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+            Tag("list of texts"),
         ]
-    ) = Field(description="text or token ids, one prompt or many")
+        | Annotated[
+            list[TokenIds],
+            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+            Tag("list of lists"),
+        ],
+        _WhichPrompts,
+    ] = Field(description="text or token ids, one prompt or many")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: Literal[False] | None = None
     best_of: None = _refused("use n and choose yourself")
@@ -170,18 +261,21 @@ class CompletionRequest(Generation):
 
 
 class EmbeddingRequest(Addressed):
-    input: (
-        Annotated[str, StringConstraints(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
+    input: Annotated[
+        Annotated[str, StringConstraints(min_length=1), Tag("text")]
+        | Annotated[TokenIds, Tag("list of token ids")]
         | Annotated[
             list[Annotated[str, StringConstraints(min_length=1)]],
-            Field(min_length=1, max_length=MAX_PROMPTS),
+            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+            Tag("list of texts"),
         ]
         | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_PROMPTS),
-        ]
-    )
+            list[TokenIds],
+            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+            Tag("list of lists"),
+        ],
+        _WhichPrompts,
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Literal["last"] | None = Field(
         default=None, description="the state after the last token; there is no other"
@@ -202,7 +296,10 @@ class EmbeddingRequest(Addressed):
 class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = Field(default=None, description="a text, or else messages")
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=4096)
+    messages: (
+        Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+        | None
+    ) = None
     add_special_tokens: bool = Field(
         default=True, description="put before and after a text what the model wants there"
     )
@@ -210,4 +307,4 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_in_slices)]

@@ -15,13 +15,16 @@ from quire.llm import AsyncLLM
 from quire.server.access import Access
 from quire.server.connections import open_connections
 from quire.server.errors import ApiError
+from quire.server.json_reader import BodyLimits, body_limits
 from quire.server.keys import KeyChanges
 from quire.server.limits import KeyLimits
 from quire.server.logs import log
 from quire.server.metering import Meter
 from quire.server.quotas import Quotas
+from quire.server.schemas import MAX_MESSAGES, MAX_PROMPTS
 from quire.server.settings import ServerSettings
 from quire.server.usage_file import UsageFile
+from quire.server.work_pool import WorkPool
 
 OnStuck = Callable[[], None]
 Load = Callable[[OnStuck], AsyncLLM]  # called once, on a thread of its own
@@ -59,6 +62,7 @@ class Service:
             self.reloads.append(self._start_reloading_keys)
         self._reloading: asyncio.Task[None] | None = None
         self._reload_lock = asyncio.Lock()
+        self.pool = WorkPool()
         self._load = load
         self._llm: AsyncLLM | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -128,6 +132,12 @@ class Service:
         if self.state is State.STUCK:
             raise ApiError(503, "the executor does not answer; the server restarts", code="stuck")
         return self._llm
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        """What a body for the loaded model may hold."""
+        assert self._llm is not None
+        return body_limits(self._llm.max_context, MAX_PROMPTS, MAX_MESSAGES)
 
     @property
     def loaded(self) -> AsyncLLM | None:

@@ -1,10 +1,13 @@
 """Tokens of texts and texts of tokens, as the model's tokenizer has them."""
 
-import asyncio
+from collections.abc import Callable
+from functools import partial
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from quire.llm import AsyncLLM
+from quire.server.bodies import checked, prepared
 from quire.server.errors import ApiError
 from quire.server.generation import Errors, begin
 from quire.server.replies import DetokenizedText, TokenList
@@ -13,32 +16,48 @@ from quire.server.service import Service
 from quire.tokenizer import Tokenizer
 
 
-async def tokenize(service: Service, body: TokenizeRequest, request: Request) -> TokenList:
-    _, llm = begin(service, body, request)
+async def tokenize(service: Service, request: Request) -> Response:
+    return await _answered(service, request, _tokenize)
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    return await _answered(service, request, _detokenize)
+
+
+async def _answered(
+    service: Service, request: Request, answer: Callable[[Service, AsyncLLM, bytes], str]
+) -> Response:
+    """From the body to the answer in one go, in the pool."""
+    _, llm = begin(service, request)
+    content = await prepared(service, request, partial(answer, service, llm), is_quick=False)
+    return Response(content, media_type="application/json")
+
+
+def _tokenize(service: Service, llm: AsyncLLM, data: bytes) -> str:
+    body = checked(data, TokenizeRequest, service.body_limits)
+    service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
-    with_errors = Errors(service, body)
+    with Errors(service, TokenizeRequest):
+        tokens = _tokens_of(llm, body)
+    return TokenList(
+        tokens=tokens, count=len(tokens), max_model_len=llm.max_context
+    ).model_dump_json()
+
+
+def _tokens_of(llm: AsyncLLM, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        tokens = list((await with_errors.of(llm.read_chat(messages))).tokens)
-    else:
-        assert body.prompt is not None
-        tokenizer = _tokenizer(llm)
-        tokens = await with_errors.of(
-            asyncio.to_thread(
-                tokenizer.encode,
-                body.prompt,
-                add_special=body.add_special_tokens,
-                limit=llm.max_context,
-            )
-        )
-    return TokenList(tokens=tokens, count=len(tokens), max_model_len=llm.max_context)
+        return list(llm.prompts.read_chat(messages).tokens)
+    assert body.prompt is not None
+    return _tokenizer(llm).encode(
+        body.prompt, add_special=body.add_special_tokens, limit=llm.max_context
+    )
 
 
-async def detokenize(
-    service: Service, body: DetokenizeRequest, request: Request
-) -> DetokenizedText:
-    _, llm = begin(service, body, request)
+def _detokenize(service: Service, llm: AsyncLLM, data: bytes) -> str:
+    body = checked(data, DetokenizeRequest, service.body_limits)
+    service.check_model(body.model)
     tokenizer = _tokenizer(llm)
     for place, token in enumerate(body.tokens):
         if token >= tokenizer.vocabulary_size:
@@ -48,8 +67,9 @@ async def detokenize(
                 f"{tokenizer.vocabulary_size - 1}",
                 param="tokens",
             )
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special=False)
-    return DetokenizedText(prompt=text)
+    return DetokenizedText(
+        prompt=tokenizer.decode(body.tokens, skip_special=False)
+    ).model_dump_json()
 
 
 def _tokenizer(llm: AsyncLLM) -> Tokenizer:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.server.errors import ApiError
+from quire.server.json_reader import name_of
 
 _NAMES_OF_KINDS = ("str", "int", "float", "bool", "none")  # what a union was tried as
 
@@ -11,8 +12,6 @@ _NAMES_OF_KINDS = ("str", "int", "float", "bool", "none")  # what a union was tr
 def refusal_of(errors: Sequence[Any]) -> ApiError:
     """The 400 for a body that does not fit its schema, about the first field that does not."""
     error = errors[0]
-    if error["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {error['ctx']['error']}", code="invalid_json")
     field = _field(error)
     if field is None:
         return ApiError(400, f"the body must be a JSON object: {error['msg']}")
@@ -22,15 +21,17 @@ def refusal_of(errors: Sequence[Any]) -> ApiError:
 
 def _field(error: Any) -> str | None:
     """A path such as messages[0].content, as far as it is one of names and places."""
-    steps = [step for step in error["loc"] if step != "body"]
-    found = ""
-    for number, step in enumerate(steps):
-        is_unknown_field = error["type"] == "extra_forbidden" and number == len(steps) - 1
-        if isinstance(step, int):
-            found += f"[{step}]"
-        elif is_unknown_field or (step.isidentifier() and step not in _NAMES_OF_KINDS):
-            found += f".{step}" if found else step
-    return found[:200] or None
+    steps = error["loc"]
+    is_unknown = error["type"] == "extra_forbidden"
+    return name_of(
+        [
+            step
+            for number, step in enumerate(steps)
+            if isinstance(step, int)
+            or (is_unknown and number == len(steps) - 1)
+            or (step.isidentifier() and step not in _NAMES_OF_KINDS)
+        ]
+    )
 
 
 def _message(field: str, errors: Sequence[Any]) -> str:

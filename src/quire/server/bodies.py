@@ -1,0 +1,70 @@
+"""Bodies: from a request's bytes to what its endpoint works with, without holding up the loop."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from quire.server.calls import SCOPE_KEY, Call
+from quire.server.gate import ClientGoneError
+from quire.server.json_reader import SMALL_BYTES, BodyLimits, read_json
+from quire.server.schemas import Strict
+from quire.server.service import Service
+from quire.server.validation import refusal_of
+
+B = TypeVar("B", bound=Strict)
+T = TypeVar("T")
+
+
+def checked(body: bytes, schema: type[B], limits: BodyLimits) -> B:
+    """What a body says, in the form of its endpoint; an ApiError about the first field at fault."""
+    found = read_json(body, limits)
+    try:
+        return schema.model_validate(found)
+    except ValidationError as error:
+        raise refusal_of(error.errors(include_url=False, include_input=False)) from None
+
+
+async def prepared(
+    service: Service, request: Request, prepare: Callable[[bytes], T], *, is_quick: bool
+) -> T:
+    """What `prepare` makes of the body. It runs in the pool; a small body that `is_quick` to
+    prepare is not worth the change of threads."""
+    message = await request.receive()  # the gate gives it in one piece
+    if message["type"] != "http.request":
+        raise ClientGoneError
+    body: bytes = message["body"]
+    if is_quick and len(body) <= SMALL_BYTES:
+        return prepare(body)
+    return await in_pool(service, request, lambda: prepare(body), len(body))
+
+
+async def in_pool(service: Service, request: Request, work: Callable[[], T], size: int = 0) -> T:
+    """Work that would hold up the event loop; given up when the client goes away."""
+    working = service.pool.submit(_line_of(request), work, size)
+    leaving = asyncio.ensure_future(disconnected(request))
+    try:
+        both: set[asyncio.Future[Any]] = {working, leaving}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    """Wait until the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _line_of(request: Request) -> str:
+    """A line for every key; where there are none, one for every address."""
+    call: Call = request.scope[SCOPE_KEY]
+    if call.key is not None:
+        return f"key {call.key.name}"
+    return "address " + (request.client.host if request.client else "")
