@@ -6,7 +6,7 @@ from tests.engine.toys import Script, ended, greedy, play, rows_of
 
 from quire.core.request import RequestOutput, WaitReason
 from quire.engine import Engine
-from quire.engine.company import Company
+from quire.engine.batching_delay import BatchingDelay
 from quire.executors.fake import FakeExecutor, StepCost
 
 QUICK = StepCost(a=0.001, b=0.0)  # a millisecond a step
@@ -136,11 +136,11 @@ def test_a_deadline_that_falls_into_the_wait_is_kept() -> None:
     ],
 )
 def test_company_is_expected(arrivals: list[float], now: float, until: float | None) -> None:
-    company = Company(0.100)
+    delay = BatchingDelay(0.100)
     for moment in arrivals:
-        company.arrived(moment)
+        delay.arrived(moment)
     oldest = arrivals[-1] if arrivals else now
-    assert company.wait_until(now, oldest) == (None if until is None else pytest.approx(until))
+    assert delay.wait_until(now, oldest) == (None if until is None else pytest.approx(until))
 
 
 # ---- joining and leaving

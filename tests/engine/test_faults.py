@@ -16,7 +16,7 @@ from quire.core.plan import SequencePlan, SequenceResult, StepPlan, Want
 from quire.core.request import FinishReason, Request, RequestOutput, Status, WaitReason
 from quire.engine import Engine
 from quire.engine.engine import Health
-from quire.engine.isolation import Footing, isolate
+from quire.engine.isolation import Backoff, isolate
 from quire.engine.scheduler import Row
 from quire.executors.fake import FakeExecutor, Faults
 
@@ -277,39 +277,39 @@ def test_batches_that_keep_failing_make_way_for_single_requests_and_come_back() 
     assert engine.stats.faults_isolated == {}
 
 
-def test_footing_is_lost_after_three_failures_in_a_row_and_regained_by_doubling() -> None:
-    footing = Footing(8, 512)
+def test_backoff_is_lost_after_three_failures_in_a_row_and_regained_by_doubling() -> None:
+    backoff = Backoff(8, 512)
     failure = ExecutorError("no")
-    footing.failed(8, 100, failure)
-    footing.failed(8, 100, failure)
-    footing.succeeded()
-    footing.failed(8, 100, failure)
-    footing.failed(8, 100, failure)
-    assert not footing.is_degraded, "not three in a row"
-    footing.failed(8, 100, failure)
-    assert footing.is_degraded
+    backoff.failed(8, 100, failure)
+    backoff.failed(8, 100, failure)
+    backoff.succeeded()
+    backoff.failed(8, 100, failure)
+    backoff.failed(8, 100, failure)
+    assert not backoff.is_degraded, "not three in a row"
+    backoff.failed(8, 100, failure)
+    assert backoff.is_degraded
     limits = []
     for _ in range(16 * 3):
-        limits.append(footing.batch_limit)
-        footing.succeeded()
+        limits.append(backoff.batch_limit)
+        backoff.succeeded()
     assert limits == [1] * 16 + [2] * 16 + [4] * 16
-    assert not footing.is_degraded
+    assert not backoff.is_degraded
 
 
 def test_a_request_that_fails_alone_says_nothing_about_batches() -> None:
-    footing = Footing(8, 512)
+    backoff = Backoff(8, 512)
     for _ in range(10):
-        footing.failed(1, 50, ExecutorError("no"))
-    assert not footing.is_degraded
+        backoff.failed(1, 50, ExecutorError("no"))
+    assert not backoff.is_degraded
 
 
 def test_want_of_memory_halves_batch_and_tokens_at_once() -> None:
-    footing = Footing(8, 512)
-    footing.failed(6, 100, ExecutorMemoryError("no"))
-    assert (footing.batch_limit, footing.token_limit) == (3, 50)
+    backoff = Backoff(8, 512)
+    backoff.failed(6, 100, ExecutorMemoryError("no"))
+    assert (backoff.batch_limit, backoff.token_limit) == (3, 50)
     for _ in range(20):
-        footing.failed(1, 1, ExecutorMemoryError("no"))
-    assert (footing.batch_limit, footing.token_limit) == (1, 1)
+        backoff.failed(1, 1, ExecutorMemoryError("no"))
+    assert (backoff.batch_limit, backoff.token_limit) == (1, 1)
 
 
 # ---- isolation by halves

@@ -10,7 +10,7 @@ from tests.engine.machine import EngineMachine
 
 from quire.core.plan import BlockCopy
 from quire.kvcache.blocks import BlockPool
-from quire.kvcache.cache import KVCache, SequenceBlocks
+from quire.kvcache.cache import BlockTable, KVCache
 
 STEPS = 50
 PARTS = 8  # so that workers can share them
@@ -42,8 +42,8 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 def forget_to_copy(patch: pytest.MonkeyPatch) -> None:
     extend = KVCache.extend
 
-    def broken(self: KVCache, hold: SequenceBlocks, start: int, end: int) -> list[BlockCopy] | None:
-        copies = extend(self, hold, start, end)
+    def broken(self: KVCache, table: BlockTable, start: int, end: int) -> list[BlockCopy] | None:
+        copies = extend(self, table, start, end)
         if copies:
             self.settle(copies)
         return None if copies is None else []
@@ -72,9 +72,9 @@ def free_a_block_that_is_still_held(patch: pytest.MonkeyPatch) -> None:
 def publish_a_block_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
     publish = KVCache.publish
 
-    def broken(self: KVCache, hold: SequenceBlocks, tokens: list[int], num_computed: int) -> None:
-        reach = min(len(hold.blocks) * self.block_size, len(tokens))
-        publish(self, hold, tokens, max(num_computed, reach))
+    def broken(self: KVCache, table: BlockTable, tokens: list[int], num_computed: int) -> None:
+        reach = min(len(table.blocks) * self.block_size, len(tokens))
+        publish(self, table, tokens, max(num_computed, reach))
 
     patch.setattr(KVCache, "publish", broken)
 

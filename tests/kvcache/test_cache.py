@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.core.plan import BlockCopy
-from quire.kvcache import KVCache, SequenceBlocks
+from quire.kvcache import BlockTable, KVCache
 
 PROMPT = list(range(10))  # two full blocks of four and a half
 
@@ -14,22 +14,22 @@ def new_cache(num_blocks: int = 16, *, prefix_reuse: bool = True) -> KVCache:
     return KVCache(num_blocks, 4, prefix_reuse=prefix_reuse)
 
 
-def computed(cache: KVCache, tokens: list[int], salt: str | None = "key") -> SequenceBlocks:
+def computed(cache: KVCache, tokens: list[int], salt: str | None = "key") -> BlockTable:
     """A sequence whose tokens have all been computed and offered."""
-    hold = cache.open(salt)
-    found = cache.match_prefix(hold, tokens)
-    copies = cache.extend(hold, min(found, len(tokens) - 1), len(tokens))
+    table = cache.open(salt)
+    found = cache.match_prefix(table, tokens)
+    copies = cache.extend(table, min(found, len(tokens) - 1), len(tokens))
     assert copies is not None
     cache.settle(copies)
-    cache.publish(hold, tokens, len(tokens))
-    return hold
+    cache.publish(table, tokens, len(tokens))
+    return table
 
 
 def found_by(cache: KVCache, tokens: list[int], salt: str | None = "key") -> int:
     """How many leading tokens a newcomer would find computed."""
-    hold = cache.open(salt)
-    found = cache.match_prefix(hold, tokens)
-    cache.close(hold)
+    table = cache.open(salt)
+    found = cache.match_prefix(table, tokens)
+    cache.close(table)
     return found
 
 
@@ -40,38 +40,38 @@ def test_tokens_take_as_many_blocks_as_they_fill_even_partly() -> None:
 
 def test_a_sequence_gets_blocks_as_it_grows_and_gives_all_back() -> None:
     cache = new_cache()
-    hold = cache.open("key")
-    assert cache.extend(hold, 0, 3) == []
-    assert len(hold.table) == 1
-    assert cache.extend(hold, 3, 4) == []
-    assert len(hold.table) == 1
-    assert cache.extend(hold, 4, 9) == []
-    assert len(set(hold.table)) == 3
+    table = cache.open("key")
+    assert cache.extend(table, 0, 3) == []
+    assert len(table.ids) == 1
+    assert cache.extend(table, 3, 4) == []
+    assert len(table.ids) == 1
+    assert cache.extend(table, 4, 9) == []
+    assert len(set(table.ids)) == 3
     assert cache.usage == 3 / 16
-    cache.check_integrity([hold])
-    cache.close(hold)
+    cache.check_integrity([table])
+    cache.close(table)
     assert cache.usage == 0.0
-    assert not hold.table
+    assert not table.ids
     cache.check_integrity([])
 
 
 def test_when_blocks_run_out_nothing_is_taken() -> None:
     cache = new_cache(2)
-    hold = cache.open("key")
-    assert cache.extend(hold, 0, 4) == []
-    assert cache.extend(hold, 4, 13) is None
-    assert len(hold.table) == 1
-    cache.check_integrity([hold])
+    table = cache.open("key")
+    assert cache.extend(table, 0, 4) == []
+    assert cache.extend(table, 4, 13) is None
+    assert len(table.ids) == 1
+    cache.check_integrity([table])
 
 
 def test_full_blocks_are_found_again_and_partial_ones_are_not() -> None:
     cache = new_cache()
-    hold = computed(cache, PROMPT)
+    table = computed(cache, PROMPT)
     assert found_by(cache, PROMPT) == 8
     assert found_by(cache, [*PROMPT[:8], 99]) == 8
     assert found_by(cache, [*PROMPT[:7], 99]) == 4
     assert found_by(cache, [99, *PROMPT[1:]]) == 0
-    cache.check_integrity([hold])
+    cache.check_integrity([table])
 
 
 def test_a_block_is_known_by_all_that_comes_before_it() -> None:
@@ -83,11 +83,11 @@ def test_a_block_is_known_by_all_that_comes_before_it() -> None:
 
 def test_only_what_was_computed_is_offered() -> None:
     cache = new_cache()
-    hold = cache.open("key")
-    cache.extend(hold, 0, 10)
-    cache.publish(hold, PROMPT, 7)
+    table = cache.open("key")
+    cache.extend(table, 0, 10)
+    cache.publish(table, PROMPT, 7)
     assert found_by(cache, PROMPT) == 4
-    cache.publish(hold, PROMPT, 8)
+    cache.publish(table, PROMPT, 8)
     assert found_by(cache, PROMPT) == 8
 
 
@@ -147,11 +147,11 @@ def test_a_shared_block_is_copied_before_it_is_written_and_its_source_stays_unti
     first = computed(cache, PROMPT[:8])
     second = cache.open("key")
     assert cache.match_prefix(second, PROMPT[:8]) == 8
-    shared = second.table
+    shared = second.ids
     copies = cache.extend(second, 7, 8)  # the last token is computed again
-    assert copies == [BlockCopy(shared[1], second.table[1])]
-    assert second.table[0] == shared[0]
-    assert second.table[1] not in shared
+    assert copies == [BlockCopy(shared[1], second.ids[1])]
+    assert second.ids[0] == shared[0]
+    assert second.ids[1] not in shared
     cache.close(first)
     assert not cache.pool.is_free(shared[1]), "the copy may still have to be done again"
     cache.check_integrity([second], copies)
@@ -166,7 +166,7 @@ def test_a_shared_block_that_is_written_from_its_start_is_replaced_without_a_cop
     second = cache.open("key")
     cache.match_prefix(second, PROMPT[:8])
     assert cache.extend(second, 4, 8) == []
-    assert second.table[1] != first.table[1]
+    assert second.ids[1] != first.ids[1]
     cache.check_integrity([first, second])
 
 
@@ -183,25 +183,25 @@ def test_a_fork_shares_every_block_and_each_copies_what_it_writes() -> None:
     cache = new_cache()
     first = computed(cache, PROMPT)
     twin = cache.fork(first, 10)
-    assert twin.table == first.table
+    assert twin.ids == first.ids
     assert cache.usage == 3 / 16
     copies = cache.extend(twin, 9, 11)
-    assert copies == [BlockCopy(first.table[2], twin.table[2])]
-    assert twin.table[:2] == first.table[:2]
-    assert cache.extend(first, 10, 11) == [BlockCopy(copies[0].source, first.table[2])], (
+    assert copies == [BlockCopy(first.ids[2], twin.ids[2])]
+    assert twin.ids[:2] == first.ids[:2]
+    assert cache.extend(first, 10, 11) == [BlockCopy(copies[0].source, first.ids[2])], (
         "the source is held for the copy, so its owner must not write into it either"
     )
-    assert len({*first.table, *twin.table, copies[0].source}) == 5
+    assert len({*first.ids, *twin.ids, copies[0].source}) == 5
 
 
 def test_the_last_of_two_that_shared_writes_in_place() -> None:
     cache = new_cache()
     first = computed(cache, PROMPT)
     twin = cache.fork(first, 10)
-    before = first.table
+    before = first.ids
     cache.close(twin)
     assert cache.extend(first, 10, 11) == []
-    assert first.table == before
+    assert first.ids == before
 
 
 def test_what_opening_costs_is_what_it_takes_from_the_free_blocks() -> None:
@@ -236,10 +236,10 @@ def test_a_fault_leaves_what_others_computed() -> None:
 
 def test_blocks_offered_before_a_preemption_are_forgotten_with_the_fault() -> None:
     cache = new_cache()
-    hold = computed(cache, PROMPT)
-    cache.close(hold)  # pre-empted: its blocks stay findable
-    assert cache.match_prefix(hold, PROMPT) == 8
-    cache.disown(hold)
+    table = computed(cache, PROMPT)
+    cache.close(table)  # pre-empted: its blocks stay findable
+    assert cache.match_prefix(table, PROMPT) == 8
+    cache.disown(table)
     assert found_by(cache, PROMPT) == 0
 
 
@@ -260,44 +260,44 @@ def test_a_reader_of_a_forgotten_block_keeps_it() -> None:
     assert cache.match_prefix(reader, PROMPT) == 8
     cache.disown(faulty)
     cache.check_integrity([reader])
-    assert not any(cache.pool.is_free(block) for block in reader.table)
+    assert not any(cache.pool.is_free(block) for block in reader.ids)
 
 
 # ---- the check
 
 
-def take_a_block_away(cache: KVCache, hold: SequenceBlocks) -> None:
-    cache.pool.release(hold.blocks[0])
+def take_a_block_away(cache: KVCache, table: BlockTable) -> None:
+    cache.pool.release(table.blocks[0])
 
 
-def forget_to_renew_the_table(cache: KVCache, hold: SequenceBlocks) -> None:
-    hold.table = hold.table[:-1]
+def forget_to_renew_the_table(cache: KVCache, table: BlockTable) -> None:
+    table.ids = table.ids[:-1]
 
 
-def publish_too_much(cache: KVCache, hold: SequenceBlocks) -> None:
-    hold.num_published = 9
+def publish_too_much(cache: KVCache, table: BlockTable) -> None:
+    table.num_published = 9
 
 
 @pytest.mark.parametrize(
     "corrupt", [take_a_block_away, forget_to_renew_the_table, publish_too_much]
 )
-def test_the_check_finds(corrupt: Callable[[KVCache, SequenceBlocks], None]) -> None:
+def test_the_check_finds(corrupt: Callable[[KVCache, BlockTable], None]) -> None:
     cache = new_cache()
-    hold = computed(cache, PROMPT)
-    cache.check_integrity([hold])
-    corrupt(cache, hold)
+    table = computed(cache, PROMPT)
+    cache.check_integrity([table])
+    corrupt(cache, table)
     with pytest.raises(AssertionError):
-        cache.check_integrity([hold])
+        cache.check_integrity([table])
 
 
 def test_the_check_wants_every_hold_and_every_copy() -> None:
     cache = new_cache()
-    hold = computed(cache, PROMPT[:8])
-    other = cache.fork(hold, 8)
+    table = computed(cache, PROMPT[:8])
+    other = cache.fork(table, 8)
     copies = cache.extend(other, 7, 8)
     assert copies
-    cache.check_integrity([hold, other], copies)
+    cache.check_integrity([table, other], copies)
     with pytest.raises(AssertionError):
-        cache.check_integrity([hold], copies)
+        cache.check_integrity([table], copies)
     with pytest.raises(AssertionError):
-        cache.check_integrity([hold, other])
+        cache.check_integrity([table, other])

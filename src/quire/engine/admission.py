@@ -137,16 +137,11 @@ class Admission:
 
     def open(self, request: Request, *, wants_pieces: bool, pooling: bool = False) -> LiveRequest:
         """The live side of a checked request, with its first sequence."""
-        live = LiveRequest(request, wants_pieces)
-        if request.params.prompt_logprobs is not None:
-            live.prompt_logprobs = []
-        sequence = self._new_sequence(live, 0)
-        sequence.num_slots = request.params.n
-        if pooling:
-            sequence.goal = Want.POOLED
-            sequence.is_special = True
-            sequence.hold = self._cache.open(None)  # every position computed: no prefix reuse
-        live.sequences.append(sequence)
+        has_scores = request.params.prompt_logprobs is not None
+        live = LiveRequest(request, wants_pieces, prompt_logprobs=[] if has_scores else None)
+        sequence = self._new_sequence(live, 0, pooling=pooling)
+        sequence.reserve_slots(request.params.n)
+        live.add_sequence(sequence)
         return live
 
     def fork(self, first: Sequence) -> list[Sequence]:
@@ -158,43 +153,40 @@ class Admission:
         for index in range(1, first.request.params.n):
             sibling = self._new_sequence(first.live, index)
             if first.is_running:
-                sibling.hold = self._cache.fork(first.hold, first.prompt_length)
-                sibling.num_computed = first.prompt_length - 1
-            first.live.sequences.append(sibling)
+                shared = self._cache.fork(first.block_table, first.prompt_length)
+                sibling.start_from(shared, first.prompt_length - 1)
+            first.live.add_sequence(sibling)
             siblings.append(sibling)
-        first.num_writable = 0  # its blocks are shared now
+        first.forked()
         return siblings
 
-    def _new_sequence(self, live: LiveRequest, index: int) -> Sequence:
+    def _new_sequence(self, live: LiveRequest, index: int, *, pooling: bool = False) -> Sequence:
         request = live.request
         params = request.params
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids.update(self._end_token_ids)
-        # Prompt scores need every prompt position computed, so such requests skip prefix reuse.
-        salt = None if params.prompt_logprobs is not None else request.key
-        sequence = Sequence(
-            id=next(self._sequence_ids),
+        # Prompt scores and pooling need every prompt position computed: no prefix reuse.
+        is_whole = pooling or params.prompt_logprobs is not None
+        grammar = self._grammar(params)
+        number = next(self._sequence_ids)
+        return Sequence(
+            id=number,
             live=live,
             sampling=Sampling(params, request.seed, index, tuple(sorted(stop_ids))),
             completion=Completion(index, logprobs=None if params.logprobs is None else []),
             tokens=list(request.prompt),
-            hold=self._cache.open(salt),
-            rank=(0.0, 0),
+            block_table=self._cache.open(None if is_whole else request.key),
+            rank=(self._urgency(request), number),
             key=request.key if self._config.fairness else "",
             transcript=self._transcript(params),
-            grammar=self._grammar(params),
+            grammar=grammar,
+            goal=Want.POOLED if pooling else Want.SAMPLE,
+            is_special=is_whole or params.needs_history or grammar is not None,
             stop_token_ids=frozenset(stop_ids),
             prompt_length=len(request.prompt),
             max_length=len(request.prompt) + params.max_tokens,
         )
-        sequence.rank = (self._urgency(request), sequence.id)
-        sequence.is_special = (
-            params.needs_history
-            or sequence.grammar is not None
-            or params.prompt_logprobs is not None
-        )
-        return sequence
 
     def _urgency(self, request: Request) -> float:
         """Arrival time, moved by priority: waiting `aging_s` is worth one level."""

@@ -35,6 +35,10 @@ class Stream:
         self._news = asyncio.Event()
         self._ended = asyncio.Event()
 
+    def accepted(self, request: Request) -> None:
+        """The engine took the request that this stream was made for."""
+        self.request = request
+
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The pieces, once; raises the request's error where it ended with one."""
         try:
@@ -154,7 +158,7 @@ class AsyncEngine:
             except Exception as error:
                 accepted.set_exception(error)
             else:
-                handle.request = request
+                handle.accepted(request)
                 self._streams[request.id] = handle
                 accepted.set_result(request)
 

@@ -24,7 +24,7 @@ from quire.core.plan import SequencePlan, SequenceResult, StepPlan, StepResult, 
 from quire.core.request import Event, Request
 from quire.core.sampling import SamplingParams
 from quire.engine.admission import Admission
-from quire.engine.isolation import Footing, isolate
+from quire.engine.isolation import Backoff, isolate
 from quire.engine.lifecycle import Lifecycle
 from quire.engine.output import MakeDetokenizer, MakeGrammar
 from quire.engine.scheduler import Row, Scheduler, Step
@@ -82,7 +82,7 @@ class Engine:
             make_grammar,
         )
         self._lifecycle = Lifecycle(self._scheduler, self._admission, self.stats)
-        self._footing = Footing(self._scheduler.max_batch_size, self._scheduler.max_step_tokens)
+        self._backoff = Backoff(self._scheduler.max_batch_size, self._scheduler.max_step_tokens)
         self._flights: deque[Flight] = deque()
         self._deadlines: list[tuple[float, str]] = []
         self._is_draining = False
@@ -127,7 +127,7 @@ class Engine:
         self._check_queue(request)
         live = self._admission.open(request, wants_pieces=stream, pooling=pooling)
         self._lifecycle.begin(live, now)
-        self._scheduler.company.arrived(now)
+        self._scheduler.request_arrived(now)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.id))
         return request
@@ -172,7 +172,7 @@ class Engine:
         live = self._lifecycle.live.get(request_id)
         if live is None or live.is_paused:
             return
-        live.is_paused = True
+        live.set_paused(True)
         for sequence in live.sequences:
             if not sequence.is_done:
                 self._scheduler.park(sequence, self.clock.now())
@@ -181,7 +181,7 @@ class Engine:
         live = self._lifecycle.live.get(request_id)
         if live is None or not live.is_paused:
             return
-        live.is_paused = False
+        live.set_paused(False)
         for sequence in live.sequences:
             if sequence in self._scheduler.parked:
                 self._scheduler.unpark(sequence, self.clock.now())
@@ -197,7 +197,7 @@ class Engine:
         started = time.perf_counter()
         self._expire_requests()
         step = self._scheduler.schedule(self.clock.now(), is_idle=not self._flights)
-        self._bury_casualties()
+        self._fail_unplanned()
         plan = None if step is None else step.plan()
         host_s = time.perf_counter() - started
         if step is not None and plan is not None:
@@ -209,8 +209,7 @@ class Engine:
 
     def take_events(self) -> list[Event]:
         """What happened since the last step, such as cancellations."""
-        events, self._lifecycle.events = self._lifecycle.events, []
-        return events
+        return self._lifecycle.take_events()
 
     def run(self) -> Iterable[Event]:
         """Step until every request has ended or is paused, sleeping while the engine waits."""
@@ -259,8 +258,8 @@ class Engine:
             self._give_up(step)
             return 0.0
         started = time.perf_counter()
-        self._footing.succeeded()
-        self._apply_footing()
+        self._backoff.succeeded()
+        self._apply_backoff()
         self._record(step, result)
         self._settle(step.rows)
         self._lifecycle.apply(zip(step.rows, result.sequences, strict=True), self.clock.now())
@@ -288,7 +287,7 @@ class Engine:
         stats.step_seconds.add(result.elapsed_s)
         stats.busy_s += result.elapsed_s
         stats.padding_tokens += result.padding_tokens
-        self._scheduler.model.observe(step.num_tokens, step.context, result.elapsed_s)
+        self._scheduler.observe(step, result.elapsed_s)
 
     def _settle(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -308,10 +307,9 @@ class Engine:
     def _next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None
 
-    def _bury_casualties(self) -> None:
+    def _fail_unplanned(self) -> None:
         """End the requests that could not even be planned."""
-        casualties, self._scheduler.casualties = self._scheduler.casualties, []
-        for sequence, error in casualties:
+        for sequence, error in self._scheduler.take_failed():
             if not sequence.is_done:
                 self._lifecycle.fail(sequence.live, error, self.clock.now())
 
@@ -320,8 +318,8 @@ class Engine:
     def _recover(self, step: Step, error: ExecutorError) -> None:
         """Find the culprits of a failed step in ever smaller parts; the others go on."""
         self._abandon_later_flights()
-        self._footing.failed(len(step.rows), step.num_tokens, error)
-        self._apply_footing()
+        self._backoff.failed(len(step.rows), step.num_tokens, error)
+        self._apply_backoff()
         current = []
         for row in step.rows:
             if not row.sequence.is_done and row.epoch == row.sequence.epoch:
@@ -360,13 +358,13 @@ class Engine:
         if sequence.is_done:
             return
         if row.plan.want is Want.SAMPLE:
-            sequence.num_pending -= 1
+            sequence.forget_sample()
         if row.epoch != sequence.epoch:
             return
         if row.copies:
             self._scheduler.restart(sequence)  # nobody knows whether its blocks were copied
         else:
-            sequence.num_computed = min(sequence.num_computed, row.plan.start)
+            sequence.rolled_back(row.plan.start)
 
     def _run_rows(
         self, rows: SequenceOf[Row], *, is_hung: bool = False
@@ -379,14 +377,13 @@ class Engine:
             timeout_s = min(timeout_s, self.config.step_grace_s)
         return self._collect(self._submit(part, part.plan()), timeout_s).sequences
 
-    def _apply_footing(self) -> None:
-        self._scheduler.batch_limit = self._footing.batch_limit
-        self._scheduler.token_limit = self._footing.token_limit
+    def _apply_backoff(self) -> None:
+        self._scheduler.set_limits(self._backoff.batch_limit, self._backoff.token_limit)
 
     def _shed_load(self) -> None:
         """Pre-empt what the lowered limits leave no place for, the least important first."""
         running = self._scheduler.running
-        while len(running) > self._footing.batch_limit:
+        while len(running) > self._backoff.batch_limit:
             self._scheduler.preempt(running[-1], self.clock.now())
 
     def _give_up(self, step: Step) -> None:
@@ -424,7 +421,7 @@ class Engine:
             return Health.STUCK
         if self._is_draining:
             return Health.DRAINING
-        return Health.DEGRADED if self._footing.is_degraded else Health.OK
+        return Health.DEGRADED if self._backoff.is_degraded else Health.OK
 
     def snapshot(self) -> Snapshot:
         """What runs, what waits and why, right now."""
@@ -454,7 +451,7 @@ class Engine:
         sequences = [s for live in self._lifecycle.live.values() for s in live.sequences]
         alive = [s for s in sequences if not s.is_done]
         copies = [c for f in self._flights for row in f.step.rows for c in row.copies]
-        scheduler.cache.check_integrity([s.hold for s in alive], copies)
+        scheduler.cache.check_integrity([s.block_table for s in alive], copies)
         places = Counter([*scheduler.running, *scheduler.waiting, *scheduler.parked])
         assert places == Counter(alive), "a live sequence stands nowhere, or twice"
         assert all(s.is_running == (s in scheduler.running) for s in alive), "a flag is wrong"

@@ -46,7 +46,7 @@ class WaitingLines:
 
 
 class Ledger:
-    """What each key holds of the batch and has been served, and what it may claim of both.
+    """What each key has of the batch and has been served, and what it may claim of both.
 
     Deficit round robin with credit that ages: every step, each key with work earns its fair share
     of the step's tokens and pays for those it got. Who took less than it earned goes first, up to
@@ -68,10 +68,10 @@ class Ledger:
 
     @property
     def num_keys(self) -> int:
-        """Keys that hold places in the batch."""
+        """Keys that have slots in the batch."""
         return len(self._slots)
 
-    def hold(self, key: str, num_slots: int) -> None:
+    def reserve(self, key: str, num_slots: int) -> None:
         """Places in the batch taken, or given back."""
         self.num_slots += num_slots
         self._slots[key] = self._slots.get(key, 0) + num_slots
@@ -100,7 +100,7 @@ class Ledger:
 
     def displaced_by(self, newcomer: str, num_slots: int) -> str | None:
         """The key that must give way in the batch to a newcomer of another, if one must: one in
-        debt to a key in credit, or one that still holds no less after the exchange."""
+        debt to a key in credit, or one that still has no less after the exchange."""
         holders = [key for key in self._slots if key != newcomer]
         if not holders:
             return None
@@ -115,7 +115,7 @@ class Ledger:
     def share_out(self, wanted: Mapping[str, int], budget: int) -> dict[str, int]:
         """How many tokens of a step each key gets, when together they want more."""
         granted = dict.fromkeys(wanted, 0)
-        # Of equal claims goes first that of the key which holds less of the batch: it came later.
+        # Of equal claims goes first that of the key which has less of the batch: it came later.
         for key in sorted(wanted, key=lambda key: (self.claim(key), self._slots_for_weight(key))):
             granted[key] = min(wanted[key], budget, max(0, int(self.credit(key))))
             budget -= granted[key]

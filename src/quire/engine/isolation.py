@@ -10,7 +10,7 @@ from quire.engine.scheduler import Row
 RunRows = Callable[[Sequence[Row]], Sequence[SequenceResult]]
 
 _FAILURES_TO_DEGRADE = 3  # batches in a row that raise
-_SUCCESSES_TO_CLIMB = 16
+_SUCCESSES_TO_RECOVER = 16
 
 
 @dataclass(slots=True)
@@ -74,8 +74,8 @@ def _spare(outcome: Outcome, *, can_shrink: bool) -> None:
         outcome.retry.append(pair[0])
 
 
-class Footing:
-    """How much the engine dares to batch: less while batches keep failing, then more again."""
+class Backoff:
+    """How large batches may be: smaller while they keep failing, then larger again."""
 
     def __init__(self, max_batch_size: int, max_step_tokens: int) -> None:
         self._max_batch_size = max_batch_size
@@ -104,7 +104,7 @@ class Footing:
         if not self.is_degraded:
             return
         self._successes += 1
-        if self._successes >= _SUCCESSES_TO_CLIMB:
+        if self._successes >= _SUCCESSES_TO_RECOVER:
             self._successes = 0
             self.batch_limit = min(self._max_batch_size, self.batch_limit * 2)
             self.token_limit = min(self._max_step_tokens, self.token_limit * 2)

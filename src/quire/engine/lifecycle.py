@@ -37,6 +37,11 @@ class Lifecycle:
         self._admission = admission
         self._stats = stats
 
+    def take_events(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self.events = self.events, []
+        return events
+
     def begin(self, live: LiveRequest, now: float) -> None:
         if not self.live:
             self.departures.restart(now)
@@ -56,20 +61,20 @@ class Lifecycle:
             if result.fault is not None:
                 self.fail(sequence.live, RowFaultError(result.fault), now)
                 continue
-            sequence.num_steps += 1
             start = plan.start
             end = start + len(plan.tokens) + (plan.follows is not None)
             if start < sequence.prompt_length:
                 self._advance_prompt(sequence, row, result, end)
-            hold = sequence.hold
-            if end // block_size > hold.num_published and epoch == sequence.epoch:
-                cache.publish(hold, sequence.tokens, end)
+            table = sequence.block_table
+            if end // block_size > table.num_published and epoch == sequence.epoch:
+                cache.publish(table, sequence.tokens, end)
             if plan.want is Want.SAMPLE:
                 before = sequence.last_token_at
                 gaps[before] = gaps.get(before, 0) + 1
-                sequence.last_token_at = now
                 self._accept(sequence, result, now)
-            elif plan.want is Want.POOLED:
+                continue
+            sequence.had_row()
+            if plan.want is Want.POOLED:
                 self._take_pooled(sequence, result, now)
         gaps.pop(0.0, None)  # first tokens
         for before, count in gaps.items():
@@ -82,26 +87,20 @@ class Lifecycle:
         metrics.num_chunks += 1
         start = row.plan.start
         self._stats.prompt_tokens += min(end, sequence.prompt_length) - start
-        scores = sequence.live.prompt_logprobs
-        if scores is not None and result.prompt_logprobs:
-            scores.extend(result.prompt_logprobs[len(scores) - start :])
+        if result.prompt_logprobs:
+            sequence.live.add_prompt_logprobs(start, result.prompt_logprobs)
 
     def _accept(self, sequence: Sequence, result: SequenceResult, now: float) -> None:
         """Append a sampled token and see whether it ends the sequence."""
-        sequence.num_pending -= 1
-        sequence.is_fresh = False
         token = result.token
         live = sequence.live
         if token is None:
+            sequence.forget_sample()
             self.fail(live, RowFaultError("the executor gave no token"), now)
             return
         completion = sequence.completion
-        tokens = sequence.tokens
-        completion.token_ids.append(token)
-        tokens.append(token)
+        sequence.sampled(token, result.logprob, now)
         self._stats.completion_tokens += 1
-        if completion.logprobs is not None and result.logprob is not None:
-            completion.logprobs.append(result.logprob)
         if len(completion.token_ids) == 1:
             self._begin_completion(sequence, now)
         reason: FinishReason | None = None
@@ -109,7 +108,7 @@ class Lifecycle:
             reason = FinishReason.STOP
         elif sequence.is_done:
             return  # its grammar failed
-        elif len(tokens) >= sequence.max_length or token in sequence.stop_token_ids:
+        elif len(sequence.tokens) >= sequence.max_length or token in sequence.stop_token_ids:
             reason = self._reason_to_stop(sequence, token)
         text = ""
         if sequence.transcript is not None:
@@ -129,7 +128,7 @@ class Lifecycle:
         if result.pooled is None:
             self.fail(sequence.live, RowFaultError("the executor gave no pooled state"), now)
             return
-        sequence.live.pooled = result.pooled
+        sequence.live.set_pooled(result.pooled)
         self._finish(sequence, FinishReason.STOP, now)
 
     def _begin_completion(self, sequence: Sequence, now: float) -> None:
@@ -165,7 +164,7 @@ class Lifecycle:
         params = sequence.sampling.params
         count = len(sequence.completion.token_ids)
         if token in sequence.stop_token_ids and count > params.min_tokens:
-            sequence.completion.stop_reason = token
+            sequence.stopped_by(token)
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= params.max_tokens else None
 
@@ -182,15 +181,14 @@ class Lifecycle:
         if new.stopped_by is None and reason is not None:
             rest = sequence.transcript.finish()
             new = NewText(new.text + rest.text, rest.stopped_by)
-        completion.text += new.text
+        sequence.add_text(new.text)
         if new.stopped_by is not None:
-            completion.stop_reason = new.stopped_by
+            sequence.stopped_by(new.stopped_by)
             reason = FinishReason.STOP
         return new.text, reason
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        sequence.is_done = True
-        sequence.completion.finish_reason = reason
+        sequence.ended(reason)
         self._scheduler.leave(sequence, now)
         if sequence.live.num_open == 0:
             self._end(sequence.live, Status.FINISHED, None, now)
@@ -216,11 +214,10 @@ class Lifecycle:
         for sequence in live.sequences:
             if sequence.is_done:
                 continue
-            sequence.is_done = True
-            sequence.completion.finish_reason = _REASONS[status]
+            sequence.ended(_REASONS[status])
             if sequence.transcript is not None:
                 with suppress(Exception):  # what failed before may fail again
-                    sequence.completion.text += sequence.transcript.finish().text
+                    sequence.add_text(sequence.transcript.finish().text)
             self._scheduler.leave(sequence, now, faulted=status is Status.FAILED)
         self._end(live, status, error, now)
 

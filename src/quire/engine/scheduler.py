@@ -15,7 +15,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import QuireError, RowFaultError
 from quire.core.plan import BlockCopy, Capacity, History, SequencePlan, StepPlan, Want
 from quire.core.request import Status, WaitReason
-from quire.engine.company import Company
+from quire.engine.batching_delay import BatchingDelay
 from quire.engine.fairness import Ledger, WaitingLines
 from quire.engine.pacing import SMALLEST_CHUNK, Pacer, StepTimeModel
 from quire.engine.sequence import Sequence
@@ -56,9 +56,9 @@ class Scheduler:
         self.cache = KVCache(
             capacity.num_blocks, capacity.block_size, prefix_reuse=config.prefix_reuse
         )
-        self.model = StepTimeModel()
-        self.pacer = Pacer(config, self.model)
-        self.company = Company(config.batch_timeout_ms / 1000)
+        self._model = StepTimeModel()
+        self.pacer = Pacer(config, self._model)
+        self._delay = BatchingDelay(config.batch_timeout_ms / 1000)
         self.waiting = WaitingLines()
         self.parked: set[Sequence] = set()  # their readers do not keep up
         self.running: list[Sequence] = []  # by rank
@@ -66,8 +66,8 @@ class Scheduler:
         self.max_step_tokens = min(config.max_step_tokens, capacity.max_step_tokens)
         self.batch_limit = self.max_batch_size  # lowered while batches fail
         self.token_limit = self.max_step_tokens  # lowered while memory is short
-        self.wake_at: float | None = None  # when waiting for company ends
-        self.casualties: list[tuple[Sequence, QuireError]] = []  # failed while being planned
+        self.wake_at: float | None = None  # when the batching delay ends
+        self._failed: list[tuple[Sequence, QuireError]] = []
         self._ledger = Ledger(config.key_weights, self.max_step_tokens)
         self._stats = stats
         self._next_step_id = 1
@@ -75,6 +75,23 @@ class Scheduler:
 
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
         self._ledger.set_weights(weights)
+
+    def set_limits(self, batch_limit: int, token_limit: int) -> None:
+        """How large steps may be while batches fail or memory is short."""
+        self.batch_limit = batch_limit
+        self.token_limit = token_limit
+
+    def request_arrived(self, now: float) -> None:
+        self._delay.arrived(now)
+
+    def observe(self, step: Step, elapsed_s: float) -> None:
+        """Learn how long steps take."""
+        self._model.observe(step.num_tokens, step.context, elapsed_s)
+
+    def take_failed(self) -> list[tuple[Sequence, QuireError]]:
+        """Sequences that failed while they were planned, since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
 
     # ---- joining and leaving
 
@@ -84,20 +101,20 @@ class Scheduler:
 
     def join(self, sequence: Sequence) -> None:
         """Put a sequence among the running and count the places it takes."""
-        sequence.is_running = True
+        sequence.joined()
         insort(self.running, sequence, key=lambda running: running.rank)
-        self._ledger.hold(sequence.key, sequence.num_slots)
+        self._ledger.reserve(sequence.key, sequence.num_slots)
 
     def _part(self, sequence: Sequence) -> None:
-        sequence.is_running = False
+        sequence.parted()
         self.running.remove(sequence)
-        self._ledger.hold(sequence.key, -sequence.num_slots)
+        self._ledger.reserve(sequence.key, -sequence.num_slots)
 
     def release_slots(self, sequence: Sequence) -> None:
-        """Hand back the places a sequence reserved for its siblings."""
+        """Hand back the slots a sequence reserved for its siblings."""
         if sequence.is_running:
-            self._ledger.hold(sequence.key, 1 - sequence.num_slots)
-        sequence.num_slots = 1
+            self._ledger.reserve(sequence.key, 1 - sequence.num_slots)
+        sequence.reserve_slots(1)
 
     def leave(self, sequence: Sequence, now: float, *, faulted: bool = False) -> None:
         """Take an ended sequence out, wherever it stands, and free its blocks."""
@@ -108,11 +125,11 @@ class Scheduler:
         else:
             self.waiting.remove(sequence.key, sequence)
         sequence.wait_for(None, now)
-        sequence.epoch += 1
+        sequence.lost_blocks()
         if faulted:
-            self.cache.disown(sequence.hold)
+            self.cache.disown(sequence.block_table)
         else:
-            self.cache.close(sequence.hold)
+            self.cache.close(sequence.block_table)
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Take a running sequence's blocks; it is computed again when its turn comes."""
@@ -125,9 +142,8 @@ class Scheduler:
 
     def restart(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back; what it computed counts no longer."""
-        self.cache.close(sequence.hold)
-        sequence.epoch += 1
-        sequence.num_computed = sequence.num_writable = 0
+        self.cache.close(sequence.block_table)
+        sequence.lost_blocks()
 
     def park(self, sequence: Sequence, now: float) -> None:
         """Keep a sequence off the machine until unpark; others take its place."""
@@ -147,7 +163,7 @@ class Scheduler:
         """Plan a step, or None when nothing can be planned now (see wake_at)."""
         self._now = now
         self.wake_at = None
-        if is_idle and self._waits_for_company():
+        if is_idle and self._delays_batch():
             return None
         if self.waiting:
             self._admit_waiting()
@@ -178,14 +194,14 @@ class Scheduler:
         self._next_step_id += 1
         return self._next_step_id - 1
 
-    def _waits_for_company(self) -> bool:
+    def _delays_batch(self) -> bool:
         if self.running or not self.waiting:
             return False
         sequences = list(self.waiting)
         if sum(sequence.num_slots for sequence in sequences) >= self.batch_limit:
             return False
         oldest = min(sequence.request.metrics.arrived_at for sequence in sequences)
-        self.wake_at = self.company.wait_until(self._now, oldest)
+        self.wake_at = self._delay.wait_until(self._now, oldest)
         if self.wake_at is None:
             return False
         for sequence in sequences:
@@ -313,7 +329,7 @@ class Scheduler:
                 start,
                 (sequence.tokens[start],) if is_known else (),
                 None if is_known else sequence.last_step,
-                sequence.hold.table,
+                sequence.block_table.ids,
                 Want.SAMPLE,
                 sequence.sampling,
                 start + 1 - sequence.prompt_length,
@@ -325,9 +341,7 @@ class Scheduler:
         step.rows.append(_new_tuple(Row, (row, sequence, sequence.epoch, ())))
         step.num_tokens += 1
         step.context += start + 1
-        sequence.num_computed = start + 1
-        sequence.num_pending += 1
-        sequence.last_step = step.id
+        sequence.planned(start + 1, step.id, True)
         if sequence.wait_reason is not None:
             sequence.wait_for(None, self._now)
 
@@ -337,11 +351,11 @@ class Scheduler:
         end = start + num_tokens
         copies: tuple[BlockCopy, ...] = ()
         if end > sequence.num_writable:
-            found = self.cache.extend(sequence.hold, start, end)
+            found = self.cache.extend(sequence.block_table, start, end)
             if found is None:
                 return False
             copies = tuple(found)
-            sequence.num_writable = self.cache.blocks_for(end) * self.cache.block_size
+            sequence.made_writable(self.cache.blocks_for(end) * self.cache.block_size)
         known = len(sequence.tokens)
         is_last = end == known + sequence.num_pending
         row = SequencePlan(
@@ -349,7 +363,7 @@ class Scheduler:
             start,
             tuple(sequence.tokens[start:end]),
             sequence.last_step if end > known else None,
-            sequence.hold.table,
+            sequence.block_table.ids,
             sequence.goal if is_last else Want.NOTHING,
             sequence.sampling if is_last else None,
             end - sequence.prompt_length if is_last else 0,
@@ -359,10 +373,7 @@ class Scheduler:
         step.rows.append(Row(row, sequence, sequence.epoch, copies))
         step.num_tokens += num_tokens
         step.context += end
-        sequence.num_computed = end
-        if row.want is Want.SAMPLE:
-            sequence.num_pending += 1
-            sequence.last_step = step.id
+        sequence.planned(end, step.id, row.want is Want.SAMPLE)
         if sequence.wait_reason is not None:
             sequence.wait_for(None, self._now)
         return True
@@ -379,7 +390,7 @@ class Scheduler:
                 row = row._replace(allowed=sequence.grammar.allowed())
             except Exception as error:
                 fault = RowFaultError(f"the grammar failed: {error}")
-                self.casualties.append((sequence, fault))
+                self._failed.append((sequence, fault))
         if sequence.live.prompt_logprobs is not None and sequence.sampling.index == 0:
             targets = prompt[row.start + 1 : row.end + 1]
             row = row._replace(prompt_targets=targets, sampling=sequence.sampling)
@@ -441,13 +452,15 @@ class Scheduler:
             if not self.pacer.admits(num_slots, self._expected_context(sequence)):
                 return WaitReason.PACING
         room = self.cache.pool.num_free - sum(map(self._blocks_to_come, self.running))
-        if self.cache.cost(sequence.hold, sequence.tokens) > room:
+        if self.cache.cost(sequence.block_table, sequence.tokens) > room:
             return WaitReason.NO_BLOCKS
         return None
 
     def _blocks_to_come(self, sequence: Sequence) -> int:
         """Blocks a running sequence still needs for its prompt, or may soon want for its next."""
-        return max(1, self.cache.blocks_for(len(sequence.tokens)) - len(sequence.hold.blocks))
+        return max(
+            1, self.cache.blocks_for(len(sequence.tokens)) - len(sequence.block_table.blocks)
+        )
 
     def _expected_context(self, newcomer: Sequence) -> int:
         """The context of the batch once it has grown half way to what its requests ask for."""
@@ -460,17 +473,14 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence.key, sequence)
-        num_found = self.cache.match_prefix(sequence.hold, sequence.tokens)
-        sequence.num_computed = min(num_found, len(sequence.tokens) - 1)
-        sequence.num_writable = 0
-        sequence.is_fresh = True
+        sequence.admitted(self.cache.match_prefix(sequence.block_table, sequence.tokens))
         sequence.wait_for(None, self._now)
         request = sequence.request
         request.move_to(Status.RUNNING, self._now)
         if request.metrics.started_at is None:
             request.metrics.started_at = self._now
             request.metrics.num_cached_tokens = sequence.num_computed
-            if sequence.hold.salt is not None:
+            if sequence.block_table.salt is not None:
                 self._stats.prefix_queries += len(sequence.tokens)
                 self._stats.prefix_hits += sequence.num_computed
         self.join(sequence)

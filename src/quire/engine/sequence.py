@@ -6,15 +6,22 @@
     pending                                                ├┤  sampled by steps not collected yet
 
 A sequence can be planned while its computed tokens are fewer than known + pending.
+
+Fields are assigned here alone: everybody else calls a method, which keeps the invariants
+    0 <= num_pending
+    num_computed <= len(tokens) + num_pending
+    completion.token_ids == tokens[prompt_length:]
+(tests/engine/test_state.py holds that).
 """
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.core.plan import Sampling, TokenLogprob, Want
-from quire.core.request import Completion, Request, WaitReason
+from quire.core.request import Completion, FinishReason, Request, WaitReason
 from quire.engine.output import Grammar, Transcript
-from quire.kvcache import SequenceBlocks
+from quire.kvcache import BlockTable
 
 
 @dataclass(slots=True)
@@ -32,6 +39,20 @@ class LiveRequest:
     def num_open(self) -> int:
         return sum(not sequence.is_done for sequence in self.sequences)
 
+    def add_sequence(self, sequence: "Sequence") -> None:
+        self.sequences.append(sequence)
+
+    def add_prompt_logprobs(self, start: int, scores: SequenceOf[TokenLogprob]) -> None:
+        """Scores of the positions after `start`; those that are known stay (a chunk run again)."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.extend(scores[len(self.prompt_logprobs) - start :])
+
+    def set_pooled(self, state: Any) -> None:
+        self.pooled = state
+
+    def set_paused(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -42,7 +63,7 @@ class Sequence:
     sampling: Sampling
     completion: Completion
     tokens: list[int]
-    hold: SequenceBlocks
+    block_table: BlockTable
     rank: tuple[float, int]
     key: str  # whose line it stands in: its request's, or one for all without fairness
     transcript: Transcript | None = None
@@ -75,6 +96,42 @@ class Sequence:
         """Tokens, known or pending, that no step has been planned for."""
         return len(self.tokens) + self.num_pending - self.num_computed
 
+    # ---- in the scheduler
+
+    def joined(self) -> None:
+        """It is in the batch from now on."""
+        self.is_running = True
+
+    def parted(self) -> None:
+        """It is in the batch no longer."""
+        self.is_running = False
+
+    def reserve_slots(self, count: int) -> None:
+        """Take `count` slots of the batch: its own and those of siblings to come."""
+        self.num_slots = count
+
+    def admitted(self, num_cached: int) -> None:
+        """It starts behind a known prefix; the last known token is computed for its logits."""
+        self.num_computed = min(num_cached, len(self.tokens) - 1)
+        self.num_writable = 0
+        self.is_fresh = True
+
+    def made_writable(self, num_positions: int) -> None:
+        """Its block table holds so many positions that no other sequence sees."""
+        self.num_writable = num_positions
+
+    def planned(self, end: int, step_id: int, samples: bool) -> None:
+        """A step computes its positions up to `end`, and samples the token after them."""
+        self.num_computed = end
+        if samples:
+            self.num_pending += 1
+            self.last_step = step_id
+
+    def lost_blocks(self) -> None:
+        """Its blocks are gone, and with them what was computed; rows in flight are outdated."""
+        self.epoch += 1
+        self.num_computed = self.num_writable = 0
+
     def wait_for(self, reason: WaitReason | None, now: float) -> None:
         """Book the time waited so far under its reason, and go on waiting for another."""
         if self.wait_reason is reason:
@@ -84,3 +141,49 @@ class Sequence:
             waited[self.wait_reason] = waited.get(self.wait_reason, 0.0) + now - self.wait_since
         self.wait_reason = reason
         self.wait_since = now
+
+    # ---- with a step's result
+
+    def forget_sample(self) -> None:
+        """A planned sample will not come."""
+        self.num_pending -= 1
+
+    def rolled_back(self, start: int) -> None:
+        """Positions from `start` on are not computed after all."""
+        self.num_computed = min(self.num_computed, start)
+
+    def had_row(self) -> None:
+        """A step computed a row of it that samples nothing."""
+        self.num_steps += 1
+
+    def sampled(self, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """A step computed a row of it, and the token that was pending has come."""
+        self.num_steps += 1
+        self.num_pending -= 1
+        self.is_fresh = False
+        self.last_token_at = now
+        completion = self.completion
+        completion.token_ids.append(token)
+        self.tokens.append(token)
+        if completion.logprobs is not None and logprob is not None:
+            completion.logprobs.append(logprob)
+
+    def add_text(self, text: str) -> None:
+        self.completion.text += text
+
+    def stopped_by(self, stop: int | str) -> None:
+        """Why it stops: a token, which is not part of the text, or a string."""
+        self.completion.stop_reason = stop
+
+    def forked(self) -> None:
+        """Its blocks are shared with siblings now: it copies before it writes."""
+        self.num_writable = 0
+
+    def start_from(self, block_table: BlockTable, num_computed: int) -> None:
+        """A sibling begins where the prompt was computed, in blocks that it shares."""
+        self.block_table = block_table
+        self.num_computed = num_computed
+
+    def ended(self, reason: FinishReason) -> None:
+        self.is_done = True
+        self.completion.finish_reason = reason

@@ -1,5 +1,5 @@
 """Which block of the key-value cache belongs to whom: integers only, no tensors."""
 
-from quire.kvcache.cache import KVCache, SequenceBlocks
+from quire.kvcache.cache import BlockTable, KVCache
 
-__all__ = ["KVCache", "SequenceBlocks"]
+__all__ = ["BlockTable", "KVCache"]

@@ -15,18 +15,18 @@ from quire.kvcache.blocks import BlockPool
 from quire.kvcache.prefixes import chain, root_hash
 
 
-class SequenceBlocks:
-    """One sequence's hold on the cache; opaque to the scheduler but for its table."""
+class BlockTable:
+    """The blocks of one sequence; opaque to the scheduler but for their ids."""
 
-    __slots__ = ("blocks", "hashes", "num_published", "own", "salt", "table")
+    __slots__ = ("blocks", "hashes", "ids", "num_published", "own", "salt")
 
     def __init__(self, salt: str | None) -> None:
         self.salt = salt  # None: this sequence neither reuses nor offers prefixes
         self.blocks: list[int] = []
-        self.hashes: list[bytes] = []  # of its tokens' full blocks, whether held or not
+        self.hashes: list[bytes] = []  # of its tokens' full blocks, whether it has them or not
         self.num_published = 0  # leading blocks already offered to others
         self.own: list[bytes] = []  # hashes it made findable, though it may have lost the blocks
-        self.table: tuple[int, ...] = ()  # what plans show; renewed when the blocks change
+        self.ids: tuple[int, ...] = ()  # `blocks` as plans show them; renewed when they change
 
 
 class KVCache:
@@ -39,83 +39,83 @@ class KVCache:
         """Blocks that so many tokens fill, wholly or partly."""
         return -(-num_tokens // self.block_size)
 
-    def open(self, salt: str | None) -> SequenceBlocks:
-        """A hold with nothing in it; `salt` None keeps the sequence out of prefix reuse."""
-        return SequenceBlocks(salt if self.prefix_reuse else None)
+    def open(self, salt: str | None) -> BlockTable:
+        """An empty table; `salt` None keeps the sequence out of prefix reuse."""
+        return BlockTable(salt if self.prefix_reuse else None)
 
-    def cost(self, hold: SequenceBlocks, tokens: Sequence[int]) -> int:
+    def cost(self, table: BlockTable, tokens: Sequence[int]) -> int:
         """Free blocks that opening these tokens would use up, known prefixes considered."""
         needed = self.blocks_for(len(tokens))
-        if hold.salt is None:
+        if table.salt is None:
             return needed
         num_full = len(tokens) // self.block_size
-        self._hash_blocks(hold, tokens, num_full)
+        self._hash_blocks(table, tokens, num_full)
         for place in range(num_full):
-            block = self.pool.lookup(hold.hashes[place])
+            block = self.pool.lookup(table.hashes[place])
             if block is None:
                 return needed
             needed -= not self.pool.is_free(block)
         return needed + (num_full * self.block_size == len(tokens))  # the last one is copied
 
-    def match_prefix(self, hold: SequenceBlocks, tokens: Sequence[int]) -> int:
+    def match_prefix(self, table: BlockTable, tokens: Sequence[int]) -> int:
         """Take every known leading block of `tokens`; the number of tokens found computed."""
-        assert not hold.blocks, "a prefix is matched before anything is allocated"
-        if hold.salt is None:
+        assert not table.blocks, "a prefix is matched before anything is allocated"
+        if table.salt is None:
             return 0
-        self._hash_blocks(hold, tokens, len(tokens) // self.block_size)
-        for block_hash in hold.hashes:
+        self._hash_blocks(table, tokens, len(tokens) // self.block_size)
+        for block_hash in table.hashes:
             block = self.pool.lookup(block_hash)
             if block is None:
                 break
             self.pool.retain(block)
-            hold.blocks.append(block)
-        hold.num_published = len(hold.blocks)
-        hold.table = tuple(hold.blocks)
-        return len(hold.blocks) * self.block_size
+            table.blocks.append(block)
+        table.num_published = len(table.blocks)
+        table.ids = tuple(table.blocks)
+        return len(table.blocks) * self.block_size
 
-    def _hash_blocks(self, hold: SequenceBlocks, tokens: Sequence[int], num_blocks: int) -> None:
+    def _hash_blocks(self, table: BlockTable, tokens: Sequence[int], num_blocks: int) -> None:
         """Know the hashes of the first `num_blocks` blocks; a sequence's tokens never change."""
-        assert hold.salt is not None
+        assert table.salt is not None
         size = self.block_size
-        for place in range(len(hold.hashes), num_blocks):
-            parent = hold.hashes[-1] if hold.hashes else root_hash(hold.salt)
-            hold.hashes.append(chain(parent, tokens[place * size : (place + 1) * size]))
+        for place in range(len(table.hashes), num_blocks):
+            parent = table.hashes[-1] if table.hashes else root_hash(table.salt)
+            table.hashes.append(chain(parent, tokens[place * size : (place + 1) * size]))
 
-    def blocks_needed(self, hold: SequenceBlocks, start: int, end: int) -> int:
+    def blocks_needed(self, table: BlockTable, start: int, end: int) -> int:
         """Blocks that writing positions start..end would take from the pool, copies included."""
-        needed = self.blocks_for(end) - len(hold.blocks)
+        needed = self.blocks_for(end) - len(table.blocks)
         first = start // self.block_size
-        for block in hold.blocks[first : self.blocks_for(end)]:
+        for block in table.blocks[first : self.blocks_for(end)]:
             needed += not self.pool.is_writable(block)
         return max(0, needed)
 
-    def extend(self, hold: SequenceBlocks, start: int, end: int) -> list[BlockCopy] | None:
+    def extend(self, table: BlockTable, start: int, end: int) -> list[BlockCopy] | None:
         """Make positions start..end writable; the copies to do first, or None if blocks ran out.
 
-        The copies' sources stay held until settle(), so that a step can be run again.
+        The copies' sources are retained until settle(), so that a step can be run again.
         """
-        if self.blocks_needed(hold, start, end) > self.pool.num_free:
+        if self.blocks_needed(table, start, end) > self.pool.num_free:
             return None
-        copies = self._unshare(hold, start, end)
-        for _ in range(self.blocks_for(end) - len(hold.blocks)):
-            hold.blocks.append(self._take())
-        hold.table = tuple(hold.blocks)
+        copies = self._unshare(table, start, end)
+        for _ in range(self.blocks_for(end) - len(table.blocks)):
+            table.blocks.append(self._take())
+        table.ids = tuple(table.blocks)
         return copies
 
-    def _unshare(self, hold: SequenceBlocks, start: int, end: int) -> list[BlockCopy]:
-        """Replace the blocks in start..end that others see, keeping what they hold before start."""
+    def _unshare(self, table: BlockTable, start: int, end: int) -> list[BlockCopy]:
+        """Replace the blocks in start..end that others see; copy what is in them before start."""
         copies = []
         first = start // self.block_size
-        for place in range(first, min(self.blocks_for(end), len(hold.blocks))):
-            block = hold.blocks[place]
+        for place in range(first, min(self.blocks_for(end), len(table.blocks))):
+            block = table.blocks[place]
             if self.pool.is_writable(block):
                 continue
-            hold.blocks[place] = self._take()
+            table.blocks[place] = self._take()
             if place * self.block_size < start:
-                copies.append(BlockCopy(block, hold.blocks[place]))
+                copies.append(BlockCopy(block, table.blocks[place]))
             else:
                 self.pool.release(block)
-        hold.num_published = min(hold.num_published, first)
+        table.num_published = min(table.num_published, first)
         return copies
 
     def _take(self) -> int:
@@ -128,56 +128,56 @@ class KVCache:
         for copy in copies:
             self.pool.release(copy.source)
 
-    def fork(self, hold: SequenceBlocks, num_tokens: int) -> SequenceBlocks:
-        """A second hold on the blocks of the first tokens; whoever writes into them copies."""
-        twin = SequenceBlocks(hold.salt)
-        twin.blocks = hold.blocks[: self.blocks_for(num_tokens)]
+    def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
+        """A second table over the blocks of the first tokens; whoever writes into them copies."""
+        twin = BlockTable(table.salt)
+        twin.blocks = table.blocks[: self.blocks_for(num_tokens)]
         for block in twin.blocks:
             self.pool.retain(block)
-        twin.hashes = hold.hashes[: num_tokens // self.block_size]
-        twin.num_published = min(hold.num_published, len(twin.hashes))
-        twin.own = hold.own  # of one request: a fault of either concerns both
-        twin.table = tuple(twin.blocks)
+        twin.hashes = table.hashes[: num_tokens // self.block_size]
+        twin.num_published = min(table.num_published, len(twin.hashes))
+        twin.own = table.own  # of one request: a fault of either concerns both
+        twin.ids = tuple(twin.blocks)
         return twin
 
-    def publish(self, hold: SequenceBlocks, tokens: Sequence[int], num_computed: int) -> None:
+    def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
         """Make the full blocks among the first `num_computed` tokens findable."""
-        if hold.salt is None:
+        if table.salt is None:
             return
         num_full = num_computed // self.block_size
-        self._hash_blocks(hold, tokens, num_full)
-        for place in range(hold.num_published, num_full):
-            if self.pool.remember(hold.blocks[place], hold.hashes[place]):
-                hold.own.append(hold.hashes[place])
-        hold.num_published = max(hold.num_published, num_full)
+        self._hash_blocks(table, tokens, num_full)
+        for place in range(table.num_published, num_full):
+            if self.pool.remember(table.blocks[place], table.hashes[place]):
+                table.own.append(table.hashes[place])
+        table.num_published = max(table.num_published, num_full)
 
-    def close(self, hold: SequenceBlocks) -> None:
+    def close(self, table: BlockTable) -> None:
         """Give every block back, the last first, so that long tails are evicted before prefixes."""
-        for block in reversed(hold.blocks):
+        for block in reversed(table.blocks):
             self.pool.release(block)
-        hold.blocks.clear()
-        hold.num_published = 0
-        hold.table = ()
+        table.blocks.clear()
+        table.num_published = 0
+        table.ids = ()
 
-    def disown(self, hold: SequenceBlocks) -> None:
-        """Close the hold of a faulted sequence: what it computed itself is never reused."""
-        for block_hash in hold.own:
+    def disown(self, table: BlockTable) -> None:
+        """Close the table of a faulted sequence: what it computed itself is never reused."""
+        for block_hash in table.own:
             block = self.pool.lookup(block_hash)
             if block is not None:
                 self.pool.forget(block)
-        self.close(hold)
+        self.close(table)
 
     @property
     def usage(self) -> float:
         return self.pool.num_held / self.pool.num_blocks
 
     def check_integrity(
-        self, holds: Iterable[SequenceBlocks], copies: Iterable[BlockCopy] = ()
+        self, tables: Iterable[BlockTable], copies: Iterable[BlockCopy] = ()
     ) -> None:
-        """Raise AssertionError unless the pool agrees with these, all live holds and copies."""
-        holds = list(holds)
-        tables = [hold.blocks for hold in holds]
-        self.pool.check_integrity([*tables, [copy.source for copy in copies]])
-        for hold in holds:
-            assert hold.table == tuple(hold.blocks), "a table was not renewed"
-            assert hold.num_published <= len(hold.blocks), "published what it does not hold"
+        """Raise AssertionError unless the pool agrees with these, all live tables and copies."""
+        tables = list(tables)
+        retained = [table.blocks for table in tables]
+        self.pool.check_integrity([*retained, [copy.source for copy in copies]])
+        for table in tables:
+            assert table.ids == tuple(table.blocks), "ids were not renewed"
+            assert table.num_published <= len(table.blocks), "published what it does not have"

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from quire.core.errors import ExecutorError, QuireError, RequestError, RowFaultError
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, Want
 from quire.executors.protocol import Executor
-from quire.kvcache import KVCache, SequenceBlocks
+from quire.kvcache import BlockTable, KVCache
 
 Logits = npt.NDArray[np.float32]  # [tokens, vocabulary]
 
@@ -25,7 +25,7 @@ Logits = npt.NDArray[np.float32]  # [tokens, vocabulary]
 class _Row:
     """What is kept of a row: its blocks, and how many tokens in them count."""
 
-    hold: SequenceBlocks
+    table: BlockTable
     length: int = 0
 
 
@@ -51,7 +51,7 @@ class ForwardRows:
     @property
     def num_blocks(self) -> int:
         """Blocks that the rows hold."""
-        return sum(len(row.hold.blocks) for row in self._rows.values())
+        return sum(len(row.table.blocks) for row in self._rows.values())
 
     def run(self, rows: Any, start_positions: Any = None) -> list[Logits]:
         """The logits after every token of every row; nothing changes where a row is refused."""
@@ -73,7 +73,7 @@ class ForwardRows:
         for place in list(self._rows) if row is None else [_integer(row, "row")]:
             kept = self._rows.pop(place, None)
             if kept is not None:
-                self._cache.close(kept.hold)
+                self._cache.close(kept.table)
 
     # ---- before anything changes
 
@@ -116,7 +116,7 @@ class ForwardRows:
 
     def _check_blocks(self, chunks: Sequence[_Chunk]) -> None:
         given = {chunk.row for chunk in chunks}
-        kept = sum(len(row.hold.blocks) for n, row in self._rows.items() if n not in given)
+        kept = sum(len(row.table.blocks) for n, row in self._rows.items() if n not in given)
         needed = sum(self._cache.blocks_for(chunk.start + len(chunk.tokens)) for chunk in chunks)
         num_blocks = self._cache.pool.num_blocks
         if needed + kept > num_blocks:
@@ -130,11 +130,11 @@ class ForwardRows:
     def _make_room(self, chunk: _Chunk) -> None:
         """Give the row blocks for its new tokens and take back those past its start."""
         row = self._rows.setdefault(chunk.row, _Row(self._cache.open(None)))
-        whole = row.hold
-        row.hold = self._cache.fork(whole, chunk.start)
+        whole = row.table
+        row.table = self._cache.fork(whole, chunk.start)
         self._cache.close(whole)
         row.length = chunk.start
-        copies = self._cache.extend(row.hold, chunk.start, chunk.start + len(chunk.tokens))
+        copies = self._cache.extend(row.table, chunk.start, chunk.start + len(chunk.tokens))
         assert copies == [], "rows share no blocks, and there are enough"
 
     def _compute(self, chunks: Sequence[_Chunk]) -> list[Logits]:
@@ -166,7 +166,7 @@ class ForwardRows:
             yield step
 
     def _plan(self, chunk: _Chunk) -> SequencePlan:
-        table = self._rows[chunk.row].hold.table
+        table = self._rows[chunk.row].table.ids
         return SequencePlan(chunk.row, chunk.start, chunk.tokens, None, table, Want.LOGITS)
 
     def _execute(self, plan: StepPlan) -> tuple[SequenceResult, ...]:

@@ -1,4 +1,4 @@
-"""Company: whether an idle engine should wait a moment for more requests to batch."""
+"""BatchingDelay: whether an idle engine should wait a moment for more requests to batch."""
 
 from collections import deque
 
@@ -6,7 +6,7 @@ _RECENT = 8  # arrivals remembered
 _PATIENCE = 3.0  # give up when the next arrival is this many mean gaps late
 
 
-class Company:
+class BatchingDelay:
     """Predicts the next arrival from the recent ones.
 
     Waiting is worth it only while the gaps between arrivals are shorter than the timeout: a lone
@@ -23,7 +23,7 @@ class Company:
         self._arrivals.append(now)
 
     def wait_until(self, now: float, oldest_arrival: float) -> float | None:
-        """Until when to wait for company, or None to start now."""
+        """Until when to delay the batch, or None to start now."""
         if self._timeout_s == 0.0 or len(self._arrivals) < 2:
             return None
         gap = (self._arrivals[-1] - self._arrivals[0]) / (len(self._arrivals) - 1)
