@@ -95,3 +95,11 @@ def test_a_cache_folder_that_cannot_be_written_is_advised_about(tmp_path: Path) 
     run = quire("doctor", env={"QUIRE_CACHE": str(tmp_path / "file" / "cache")})
     assert run.code == 0
     assert "advice     the cache folder cannot be written: set QUIRE_CACHE" in run.out
+
+
+def test_it_says_how_model_files_are_read() -> None:
+    isolation = json.loads(quire("doctor", "--json").out)["isolation"]
+    assert "resource limits" in isolation["in_force"]
+    assert f"isolation  of reading model files: {', '.join(isolation['in_force'])}\n" in (
+        quire("doctor").out
+    )

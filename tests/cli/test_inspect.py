@@ -177,3 +177,12 @@ def test_a_model_without_a_file_says_how_to_make_one() -> None:
     run = quire("inspect", "dummy:tiny")
     assert (run.code, run.out) == (1, "")
     assert "make-model" in run.err
+
+
+def test_it_says_what_was_taken_from_the_process_that_read_the_file_first(text_model: Path) -> None:
+    facts = json.loads(quire("inspect", text_model, "--json").out)
+    assert "resource limits" in facts["isolation"]["in_force"]
+    assert facts["isolation"]["why_not"] is None
+    run = quire("inspect", text_model, "--json", "--trust-model-file")
+    trusted = json.loads(run.out)["isolation"]
+    assert trusted == {"in_force": [], "why_not": "the file is trusted"}

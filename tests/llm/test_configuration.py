@@ -45,7 +45,10 @@ def test_an_empty_file_is_the_usual_options(file: Path) -> None:
     ("text", "told"),
     [
         ("[engine]\nbatch = 3", r"\[engine\] has no 'batch'; there are aging_s, "),
-        ("[run]\nmax_batch_size = 3", r"\[run\] has no 'max_batch_size'; there are device, "),
+        (
+            "[run]\nmax_batch_size = 3",
+            r"\[run\] has no 'max_batch_size'; there are chat_template, device, ",
+        ),
         ("[run]\nkv_cache_dtype = 8", r"\[run\] kv_cache_dtype is 8, which is of the wrong type"),
         ("[run]\nkv_cache_dtype = 'f8'", "kv_cache_dtype must be one of auto, f16, int8, got 'f8'"),
         ("[server]\nport = 1", r"'server' is unknown; there are the tables \[engine\] and \[run\]"),

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from tests.cli.program import fails
+from tests.cli.program import fails, quire
+from tests.llm.text_models import write_text_model
 from tests.server.processes import ServeProcess, serving
 from tests.server.servers import PATIENCE_S, wait_until
 from tests.server.test_streams import events
@@ -197,6 +198,40 @@ def test_a_taken_port_is_said_before_loading(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert "cannot listen on" in fails("serve", tmp_path / "none.gguf", "--port", port)
+
+
+BROKEN = "{% if true %}\n{% endfor %}"
+
+
+def test_a_model_whose_template_does_not_compile_is_not_served(tmp_path: Path) -> None:
+    path = write_text_model(tmp_path / "broken.gguf", chat_template=BROKEN)
+    run = quire("serve", path, *SMALL, "--port", "0")
+    assert (run.code, run.out) == (1, "")
+    told = run.err.splitlines()[-1]
+    assert told.startswith("quire: the chat template does not compile: line 2: ")
+    assert "--chat-template FILE takes another one, --no-chat-template serves" in told
+    assert '"ready"' not in run.err
+
+
+def test_a_model_without_its_template_completes_and_refuses_chats(tmp_path: Path) -> None:
+    path = write_text_model(tmp_path / "broken.gguf", chat_template=BROKEN)
+    with serving(path, *SMALL, "--no-chat-template", "--trust-model-file") as server:
+        body = {"prompt": "ab", "max_tokens": 2}
+        assert ask(server, "POST", "/v1/completions", body)[0] == 200
+        chat = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 2}
+        status, answer = ask(server, "POST", "/v1/chat/completions", chat)
+        assert status == 400
+        assert b"no chat template" in answer
+
+
+def test_another_template_takes_the_place_of_the_models_own(tmp_path: Path) -> None:
+    path = write_text_model(tmp_path / "broken.gguf", chat_template=BROKEN)
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    with serving(path, *SMALL, "--chat-template", str(tmp_path / "own.jinja")) as server:
+        chat = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 2}
+        status, answer = ask(server, "POST", "/v1/chat/completions", chat)
+        assert status == 200
+        assert json.loads(answer)["usage"]["prompt_tokens"] == 1  # the pair of letters
 
 
 def test_a_model_that_is_not_there_ends_it(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from quire.loader.defaults import DEFAULT_MODELS, DUMMY_PREFIX, resolve
 from quire.loader.gguf_writer import Writable
 from quire.loader.metadata import Metadata
 from quire.model.dummy import DummyModel, read_name
+from quire.model.isolated import examine
 from quire.model.loading import load_model
 from quire.model.quant_mixes import MIXES
 
@@ -72,7 +73,8 @@ class Subject:
 def open_subject(model: str, quant: str | None, options: Options) -> Subject:
     """Load a model for measuring; `quant` chooses the mix of a model without a file."""
     name = with_quant(model, quant)
-    return Subject(read_facts(name), assemble(name, options), options.device)
+    facts = read_facts(name, trusted=options.trust_model_file)
+    return Subject(facts, assemble(name, options), options.device)
 
 
 def with_quant(model: str, quant: str | None) -> str:
@@ -94,11 +96,12 @@ def with_quant(model: str, quant: str | None) -> str:
     return model
 
 
-def read_facts(name: str) -> ModelFacts:
+def read_facts(name: str, *, trusted: bool = False) -> ModelFacts:
     if name.startswith(DUMMY_PREFIX):
         dummy = DummyModel(name)
         return _facts(dummy.name, None, dummy.metadata, dummy.planned)
     path = resolve(name)
+    examine(name, path, trusted=trusted).check()
     shown = name if name in DEFAULT_MODELS else path.name  # where it lies is nobody's business
     with load_model(path) as model:
         return _facts(shown, _sha256(path), model.metadata, model.tensors.values())

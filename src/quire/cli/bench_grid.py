@@ -142,7 +142,9 @@ class _GridRun:
         from quire.bench.subject import read_facts, with_quant
         from quire.cli.bench_options import asked
 
-        model = read_facts(with_quant(self._args.model, quant)).as_data()  # says what is wrong
+        name = with_quant(self._args.model, quant)
+        facts = read_facts(name, trusted=self._args.trust_model_file)  # says what is wrong
+        model = facts.as_data()
         if self._args.again:
             return {}
         executor = load_options(self._args, max(self._grid.batches)).executor

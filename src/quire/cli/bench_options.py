@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import add_cache_type_option, add_invariance_option
+from quire.cli.options import add_cache_type_option, add_invariance_option, add_trust_option
 from quire.cli.results import complain, print_json, tell
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
     add_cache_type_option(group, "auto")
     add_invariance_option(group)
+    add_trust_option(group)
 
 
 def add_receipt_options(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +81,7 @@ def load_options(args: argparse.Namespace, max_batch_size: int) -> "Options":
         threads=args.threads,
         kv_cache_dtype=args.kv_cache_dtype,
         invariant=not args.no_invariant,
+        trust_model_file=args.trust_model_file,
     )
 
 

@@ -16,6 +16,7 @@ from quire.llm.cpu_assembly import UNIT_VARIABLE, chosen_unit, num_threads
 from quire.llm.cuda_assembly import why_no_gpu
 from quire.llm.machine import available_memory, cgroup_cores, total_memory, usable_cores
 from quire.loader.defaults import DEFAULT_MODELS, cache_folder
+from quire.model.isolated import probe
 
 Facts = dict[str, Any]  # in JSON's types
 
@@ -41,6 +42,7 @@ def diagnose() -> Facts:
         "executors": _executors(),
         "cpu_kernels": _cpu_kernels(),
         "cache": _cache(),
+        "isolation": _isolation(),
     }
     facts["advice"] = _advice(facts)
     return facts
@@ -129,6 +131,12 @@ def _cache() -> Facts:
     }
 
 
+def _isolation() -> Facts:
+    """What is taken from the process that reads a model file first."""
+    verdict = probe()
+    return {"in_force": list(verdict.in_force), "why_not": verdict.why_not}
+
+
 def _advice(facts: Facts) -> list[str]:
     lines = []
     kernels = facts["cpu_kernels"]
@@ -147,6 +155,14 @@ def _advice(facts: Facts) -> list[str]:
         lines.append("less than 1 GiB of memory is available: give --kv-memory a small size")
     if not all(facts["cache"]["models"].values()) and importlib.util.find_spec("pip") is None:
         lines.append("this Python has no pip, which quire pull needs: python -m ensurepip")
+    if not facts["isolation"]["in_force"]:
+        reason = facts["isolation"]["why_not"]
+        lines.append(f"model files are read without a process of their own: {reason}")
+    elif "seccomp" not in facts["isolation"]["in_force"]:
+        lines.append(
+            "this system has no seccomp to lend: model files are read first in a process with "
+            "limits, but not cut off from the network"
+        )
     if not _is_writable(Path(facts["cache"]["folder"])):
         lines.append("the cache folder cannot be written: set QUIRE_CACHE to one that can")
     return lines

@@ -60,6 +60,9 @@ def _print(facts: "Facts") -> None:
     print(f"cache      {cache['folder']}")
     for name, is_there in cache["models"].items():
         print(f"           {name}: {'there' if is_there else 'not there; quire pull fetches it'}")
+    isolation = facts["isolation"]
+    measures = ", ".join(isolation["in_force"]) or f"none: {isolation['why_not']}"
+    print(f"isolation  of reading model files: {measures}")
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     print(f"versions   {versions}")
     print(f"system     {facts['system']}")

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import DEFAULT_MODEL
+from quire.cli.options import DEFAULT_MODEL, add_trust_option
 from quire.cli.results import complain, print_json, printable
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="MODEL",
         help="a GGUF file, a safetensors folder, or a name (default: %(default)s)",
     )
+    add_trust_option(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
             f"{args.model} is made in memory and has no file to look into; "
             "`quire bench make-model` writes it as one"
         )
-    found = inspect_model(str(resolve(args.model, tell_on_terminal)))
+    path = resolve(args.model, tell_on_terminal)
+    found = inspect_model(args.model, path, trusted=args.trust_model_file)
     if args.json:
         print_json({**found.sections, "problems": found.problems})
     else:
@@ -66,6 +68,7 @@ def _print(found: "Inspection") -> None:
         "tokenizer": _tokenizer_lines,
         "memory": _memory_lines,
         "norms": _norm_lines,
+        "isolation": _isolation_lines,
     }
     for section, lines in writers.items():
         if section in found.sections:
@@ -145,6 +148,12 @@ def _norm_lines(facts: "Facts") -> list[str]:
     if facts["unsound"]:
         return [f"{facts['unsound']} of {facts['count']} look broken"]
     return [f"{facts['count']}, all sound: weights from {facts['low']:.3g} to {facts['high']:.3g}"]
+
+
+def _isolation_lines(facts: "Facts") -> list[str]:
+    if facts["in_force"]:
+        return [f"read without privileges first: {', '.join(facts['in_force'])}"]
+    return [f"not read without privileges first: {facts['why_not']}"]
 
 
 def _named(before: str, name: str | None) -> str:

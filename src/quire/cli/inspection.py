@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from quire.core.errors import QuireError
@@ -13,6 +14,7 @@ from quire.loader.files import open_model_file
 from quire.loader.gguf import GGUFFile
 from quire.loader.metadata import Metadata
 from quire.loader.tensor import Tensor
+from quire.model.isolated import examine
 from quire.model.loading import Model, load_model, memory_estimate, norm_health
 from quire.model.model_tokenizer import read_tokenizer
 from quire.model.spec import ModelSpec
@@ -37,9 +39,23 @@ class Inspection:
             self.problems.append(str(error))
 
 
-def inspect_model(path: str) -> Inspection:
-    """Look at a GGUF file or a safetensors folder without unpacking it."""
+def inspect_model(model: str, path: Path, *, trusted: bool) -> Inspection:
+    """Look at a GGUF file or a safetensors folder without unpacking it.
+
+    What cannot be read without privileges is not read at all. What is refused there is read here
+    too, by the same code, to tell as much of it as there is.
+    """
     found = Inspection()
+    with found.noting():
+        verdict = examine(model, path, trusted=trusted)
+        _inspect_file(found, path)
+        if found.sections:
+            isolation = {"in_force": list(verdict.in_force), "why_not": verdict.why_not}
+            found.sections["isolation"] = isolation
+    return found
+
+
+def _inspect_file(found: Inspection, path: Path) -> None:
     with found.noting(), open_model_file(path) as source:
         is_gguf = isinstance(source, GGUFFile)
         metadata = source.metadata if isinstance(source, GGUFFile) else source.config
@@ -53,7 +69,6 @@ def inspect_model(path: str) -> Inspection:
         found.sections["tensors"] = _tensor_facts(source.tensors.values())
         with found.noting(), load_model(path) as model:
             _inspect_loaded(found, model)
-    return found
 
 
 def _inspect_loaded(found: Inspection, model: Model) -> None:

@@ -69,6 +69,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
     add_cache_type_option(group, "auto")
     add_invariance_option(group)
+    add_template_option(group)
+    add_trust_option(group)
 
 
 def add_invariance_option(group: "argparse._ArgumentGroup") -> None:
@@ -76,6 +78,22 @@ def add_invariance_option(group: "argparse._ArgumentGroup") -> None:
         "--no-invariant",
         action="store_true",
         help="let a GPU sum as is fastest: a request's tokens may then depend on its company",
+    )
+
+
+def add_trust_option(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
+    group.add_argument(
+        "--trust-model-file",
+        action="store_true",
+        help="do not have the file read first in a process without privileges",
+    )
+
+
+def add_template_option(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a chat template to take in the place of the model's own",
     )
 
 
@@ -91,7 +109,8 @@ def add_cache_type_option(group: "argparse._ArgumentGroup", default: str | None)
 def load(kind: Callable[..., Loaded], args: argparse.Namespace, max_batch_size: int) -> Loaded:
     """An LLM or AsyncLLM as the options above ask for it."""
     names = ("model", "device", "kv_memory", "max_context", "threads", "kv_cache_dtype")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in (*names, "trust_model_file")}
+    options["chat_template"] = True if args.chat_template is None else args.chat_template
     tell(f"quire: loading {args.model}")
     return kind(**options, invariant=not args.no_invariant, max_batch_size=max_batch_size)
 

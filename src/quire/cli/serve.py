@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import DEFAULT_MODEL, add_cache_type_option, add_invariance_option
+from quire.cli.options import (
+    DEFAULT_MODEL,
+    add_cache_type_option,
+    add_invariance_option,
+    add_template_option,
+    add_trust_option,
+)
 
 if TYPE_CHECKING:
     from quire.llm import AsyncLLM
@@ -69,6 +75,13 @@ def _add_run_options(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
     add_cache_type_option(group, None)
     add_invariance_option(group)
+    add_template_option(group)
+    group.add_argument(
+        "--no-chat-template",
+        action="store_true",
+        help="refuse chats: for a model whose template does not compile, or to serve text alone",
+    )
+    add_trust_option(group)
     group.add_argument(
         "--batch-timeout-ms", type=float, metavar="MS", help="longest wait for company"
     )
@@ -179,8 +192,10 @@ def run(args: argparse.Namespace) -> int:
         from quire.llm.assembly import assemble
 
         assembly = assemble(args.model, options)
+        llm = AsyncLLM.of(assembly, on_stuck)
+        _check_template(llm)
         assembly.executor.warm_up()
-        return AsyncLLM.of(assembly, on_stuck)
+        return llm
 
     quire.server.serve(settings, load, lambda address: _greet(address, settings))
     return 0
@@ -221,6 +236,10 @@ def _options(args: argparse.Namespace, settings: "ServerSettings") -> "Options":
     given = {name: getattr(args, name) for name in own if getattr(args, name) is not None}
     if args.no_invariant:
         given["invariant"] = False
+    if args.trust_model_file:
+        given["trust_model_file"] = True
+    if args.no_chat_template or args.chat_template is not None:
+        given["chat_template"] = _chosen_template(args)
     engine = dict(options.engine)
     for name, kind in _ENGINE_NUMBERS.items():
         if getattr(args, name) is not None:
@@ -237,6 +256,28 @@ def _options(args: argparse.Namespace, settings: "ServerSettings") -> "Options":
     options.engine_config()
     _ = options.executor  # what is wrong with either is said before loading
     return options
+
+
+def _check_template(llm: "AsyncLLM") -> None:
+    """Refuse a model that says it can chat and cannot: whoever starts the server should know."""
+    from quire.core.errors import ModelFileError
+
+    try:
+        if llm.prompts.can_chat:
+            _ = llm.prompts.template
+    except ModelFileError as error:
+        raise ModelFileError(
+            f"{error}. --chat-template FILE takes another one, --no-chat-template serves the model "
+            "without chats"
+        ) from error
+
+
+def _chosen_template(args: argparse.Namespace) -> str | bool:
+    from quire.core.errors import ConfigError
+
+    if args.no_chat_template and args.chat_template is not None:
+        raise ConfigError("--chat-template names a template and --no-chat-template wants none")
+    return False if args.no_chat_template else args.chat_template
 
 
 def _greet(address: str, settings: "ServerSettings") -> None:

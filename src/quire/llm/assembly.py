@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.config import EngineConfig
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, ModelFileError
 from quire.engine.engine import Engine
 from quire.executors.cpu import has_native_module
 from quire.executors.protocol import Executor
@@ -16,6 +16,8 @@ from quire.llm import cpu_assembly, cuda_assembly
 from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan
 from quire.llm.machine import available_memory
 from quire.loader.defaults import resolve
+from quire.loader.reading import read_capped
+from quire.model.isolated import examine
 from quire.model.loading import Model, load_model, memory_estimate
 from quire.model.model_tokenizer import end_token_ids, read_tokenizer
 from quire.model.spec import ModelSpec
@@ -28,6 +30,7 @@ EXECUTORS = {
     "cuda": "one NVIDIA GPU, weights in their blocks",
 }
 
+MAX_TEMPLATE_BYTES = 1 << 20
 _ANY_SIZE = 1 << 30  # the reference executor takes a step of any size
 # Tokens a step. The reference executor gains nothing by more, and who cancels waits for a step.
 _USUAL_STEP_TOKENS = {
@@ -49,6 +52,8 @@ class Options:
     max_context: int | None = None
     kv_cache_dtype: str = "auto"
     invariant: bool = True  # a request's tokens do not depend on its company
+    trust_model_file: bool = False  # it need not be read without privileges first
+    chat_template: str | Path | bool = True  # the model's own, none, or that of a file
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,8 +72,14 @@ class Options:
                 f"kv_cache_dtype must be one of {', '.join(cpu_assembly.CACHE_TYPES)}, got "
                 f"{self.kv_cache_dtype!r}"
             )
-        if not isinstance(self.invariant, bool):
-            raise ConfigError(f"invariant must be true or false, got {self.invariant!r}")
+        for name in ("invariant", "trust_model_file"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.chat_template, bool | str | Path):
+            raise ConfigError(
+                "chat_template must be a file's path, or False for none, got "
+                f"{self.chat_template!r}"
+            )
         if context is not None and context < 2:
             raise ConfigError(f"max_context must hold a prompt and a token after it, got {context}")
 
@@ -152,9 +163,12 @@ def assemble(model: str | Path, options: Options) -> Assembly:
     """Load a model by name or path; what is wrong with the options is said before that."""
     assert options.executor in EXECUTORS
     options.engine_config()
-    with load_model(resolve(model, tell_on_terminal)) as loaded:
+    template = read_template(options.chat_template)
+    path = resolve(model, tell_on_terminal)
+    examine(model, path, trusted=options.trust_model_file).check()
+    with load_model(path) as loaded:
         loaded = _with_context(loaded, options.max_context)
-        tokenizer = read_tokenizer(loaded)
+        tokenizer = _with_template(read_tokenizer(loaded), template, options.chat_template)
         options = _decided(options, loaded)
         if options.executor == "cuda":
             config = options.engine_config()
@@ -176,6 +190,29 @@ def assemble(model: str | Path, options: Options) -> Assembly:
             memory=memory,
             end_token_ids=end_token_ids(loaded, tokenizer),
         )
+
+
+def read_template(chosen: str | Path | bool) -> str | None:
+    """The text of a chat template that the user gives; None where it is not a file's."""
+    if isinstance(chosen, bool):
+        return None
+    try:
+        return read_capped(Path(chosen), MAX_TEMPLATE_BYTES).decode()
+    except (ModelFileError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {error}") from error
+
+
+def _with_template(
+    tokenizer: Tokenizer | None, text: str | None, chosen: str | Path | bool
+) -> Tokenizer | None:
+    """The tokenizer with the template that was chosen in the place of its own."""
+    if tokenizer is not None and chosen is not True:
+        return tokenizer.with_chat_template(text)
+    if text is not None:
+        raise ConfigError(
+            "chat_template names a file, but the model has no tokenizer: leave it out"
+        )
+    return tokenizer
 
 
 def _decided(options: Options, model: Model) -> Options:

@@ -38,6 +38,8 @@ _KINDS: dict[str, dict[str, _Kind]] = {
         "kv_cache_dtype": str,
         "max_context": int,
         "invariant": bool,
+        "trust_model_file": bool,
+        "chat_template": str,
     },
 }
 _OWN = ("max_batch_size", "batch_timeout_ms")  # of the engine's fields, those of Options as well

@@ -36,8 +36,10 @@ class LLM:
     `device`: "auto", "cpu", "cuda" or "reference". `kv_memory`: room for keys and values, in bytes
     or as text ("2GiB"); left out, what suits the machine. `max_context`: the longest prompt and
     completion together; left out, what the model and the cache hold. `invariant=False` lets a GPU
-    sum in an order that depends on the batch. Any other field of EngineConfig may be given by
-    name. `prompts` tells what tokens a prompt or a conversation makes.
+    sum in an order that depends on the batch. `trust_model_file=True` reads the file at once, and
+    not first in a process without privileges. `chat_template`: the path of a template to take in
+    the place of the model's own, or False for none. Any other field of EngineConfig may be given
+    by name. `prompts` tells what tokens a prompt or a conversation makes.
 
     It takes one call at a time; for callers that come and go, see AsyncLLM.
     """
@@ -54,6 +56,8 @@ class LLM:
         max_context: int | None = None,
         kv_cache_dtype: str = "auto",
         invariant: bool = True,
+        trust_model_file: bool = False,
+        chat_template: str | Path | bool = True,
         **engine: Any,
     ) -> None:
         options = Options(
@@ -65,6 +69,8 @@ class LLM:
             max_context=max_context,
             kv_cache_dtype=kv_cache_dtype,
             invariant=invariant,
+            trust_model_file=trust_model_file,
+            chat_template=chat_template,
             engine=engine,
         )
         self._call = threading.Lock()  # held while a call runs

@@ -38,6 +38,8 @@ class AsyncLLM:
         max_context: int | None = None,
         kv_cache_dtype: str = "auto",
         invariant: bool = True,
+        trust_model_file: bool = False,
+        chat_template: str | Path | bool = True,
         **engine: Any,
     ) -> None:
         options = Options(
@@ -49,6 +51,8 @@ class AsyncLLM:
             max_context=max_context,
             kv_cache_dtype=kv_cache_dtype,
             invariant=invariant,
+            trust_model_file=trust_model_file,
+            chat_template=chat_template,
             engine=engine,
         )
         self._wire(assemble(model, options), None)

@@ -1,6 +1,7 @@
 """Tokenizer: text to token ids and back, over a vocabulary from a GGUF file or a tokenizer.json."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ class Tokenizer:
         template = read_template_beside(path)
         configs = tokenizer_config, generation_config
         return cls.from_json(read_file(path), *configs, chat_template=template, name=path.name)
+
+    def with_chat_template(self, text: str | None) -> "Tokenizer":
+        """The same tokenizer with another chat template, or with none."""
+        return Tokenizer(replace(self._parts, chat_template=text))
 
     def encode(
         self,
