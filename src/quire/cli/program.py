@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from quire.cli import bench, chat, doctor, generate, inspect, pull, serve
+from quire.cli import audit, bench, chat, doctor, generate, inspect, pull, serve
 from quire.cli.results import complain
 from quire.core.errors import QuireError
 
 # Each module is a command of its name: add_parser(subparsers), and run(args), which gives the exit
 # code and imports what is heavy.
-COMMANDS = (generate, chat, serve, inspect, pull, doctor, bench)
+COMMANDS = (generate, chat, serve, inspect, pull, doctor, audit, bench)
 
 FAILURE = 1
 INTERRUPTED = 130  # as shells say of a program ended by Ctrl-C ...

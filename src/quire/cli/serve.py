@@ -153,6 +153,19 @@ def _add_operation_options(group: "argparse._ArgumentGroup") -> None:
         help="between comments in a silent stream (default: %(default)s)",
     )
     group.add_argument(
+        "--audit-log",
+        type=Path,
+        metavar="FILE",
+        help="write logins that failed, refusals, reloads and the like there, in a hash chain "
+        "that `quire audit` checks",
+    )
+    group.add_argument(
+        "--audit-key", type=Path, metavar="FILE", help="holds a secret to make the hashes with"
+    )
+    group.add_argument(
+        "--audit-requests", action="store_true", help="a line a request there as well"
+    )
+    group.add_argument(
         "--state",
         type=Path,
         metavar="FOLDER",
@@ -217,6 +230,9 @@ def _settings(args: argparse.Namespace) -> "ServerSettings":
         drain_timeout_s=args.drain_timeout,
         ping_interval_s=args.ping_interval,
         otlp_endpoint=args.otlp_endpoint or None,
+        audit_log=args.audit_log,
+        audit_key=args.audit_key,
+        audit_requests=args.audit_requests,
         state_folder=args.state or default_folder(os.environ),
     )
 

@@ -17,6 +17,7 @@ from quire.core.version import own_version
 from quire.engine.stats import Snapshot
 from quire.server.access import check_routes
 from quire.server.administration import add_administration
+from quire.server.audit import record_call, settings_digest
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.docs_page import docs_page
 from quire.server.embeddings import embed
@@ -125,9 +126,12 @@ def create_app(service: Service) -> Gate:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         saver = Saver(service.quotas)
+        service.record("start", version=own_version(), settings=settings_digest(settings))
         yield
         await asyncio.to_thread(saver.close)
         service.pool.close()
+        if service.audit is not None:
+            await asyncio.to_thread(service.audit.close, state=service.state.value)
         if tracing is not None:
             tracing.close()
 
@@ -147,10 +151,12 @@ def create_app(service: Service) -> Gate:
     add_administration(app, service)
     _describe_bodies(app)
     check_routes(route.path for route in app.routes if isinstance(route, Route))
-    return Gate(app, settings, service.access, service.limits, _on_done(tracing, rejected))
+    return Gate(app, settings, service.access, service.limits, _on_done(service, tracing, rejected))
 
 
-def _on_done(tracing: Tracing | None, rejected: Counter[str]) -> Callable[[Call], None]:
+def _on_done(
+    service: Service, tracing: Tracing | None, rejected: Counter[str]
+) -> Callable[[Call], None]:
     def done(call: Call) -> None:
         if call.admission is not None:
             call.admission.settle(call.outputs)
@@ -158,6 +164,8 @@ def _on_done(tracing: Tracing | None, rejected: Counter[str]) -> Callable[[Call]
             rejected[str(call.status)] += 1
         quiet = call.method == "GET" and (call.status or 0) < 400
         log("request", logging.DEBUG if quiet else logging.INFO, **call.summary())
+        if service.audit is not None:
+            record_call(service.audit, call, every_request=service.settings.audit_requests)
         if tracing is not None and call.outputs:
             tracing.record(call)
 

@@ -23,6 +23,7 @@ class Call:
     method: str
     path: str
     id: str
+    client: str = ""  # the address it comes from, behind proxies that are trusted
     wants_trace: bool = False
     traceparent: str | None = None
     key: ApiKey | None = None

@@ -24,6 +24,8 @@ def exposition(service: Service, snapshot: Snapshot, rejected: Mapping[str, int]
     _write_connections(writer, service.connections)
     writer.counter("log_lines_dropped_total", "Log lines nobody took", num_dropped_lines())
     _write_keys(writer, service.quotas.by_key())
+    dropped = 0 if service.audit is None else service.audit.num_dropped
+    writer.counter("audit_events_dropped_total", "Events the audit log could not take", dropped)
     _write_histograms(writer, snapshot)
     return writer.text()
 

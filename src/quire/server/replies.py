@@ -189,9 +189,18 @@ class OwnStatsReply(BaseModel):
     own: KeyFigures
 
 
+class AuditFigures(BaseModel):
+    """The audit log's last line: note it elsewhere, and `quire audit --expect` finds cuts."""
+
+    seq: int
+    hash: str
+    num_dropped: int  # events that were not written
+
+
 class StatsReply(OwnStatsReply):
     """The moment, and the counters since the model was loaded."""
 
+    audit: AuditFigures | None = None
     keys: dict[str, KeyFigures]  # those in force that have used something
     num_running: int
     num_waiting: int

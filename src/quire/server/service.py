@@ -13,6 +13,7 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire.llm import AsyncLLM
 from quire.server.access import Access
+from quire.server.audit import open_audit_log
 from quire.server.connections import open_connections
 from quire.server.errors import ApiError
 from quire.server.json_reader import BodyLimits, body_limits
@@ -57,7 +58,10 @@ class Service:
         self.quotas = Quotas(self.limits, None if folder is None else UsageFile(folder))
         self.quotas.open(settings.keys)
         self.meter: Meter = self.quotas
+        self.audit = open_audit_log(settings)
         self.reloads: list[Callable[[], None]] = []  # what SIGHUP does
+        if self.audit is not None:
+            self.reloads.append(self.audit.reopen)
         if settings.keys.can_be_read_again:
             self.reloads.append(self._start_reloading_keys)
         self._reloading: asyncio.Task[None] | None = None
@@ -166,12 +170,19 @@ class Service:
                 await asyncio.to_thread(self.quotas.open, ring)
             except ConfigError as error:
                 log("reload_failed", logging.ERROR, error=str(error))
+                self.record("keys_refused", error=str(error))
                 raise
             changes = self.access.replace(ring)
             if self._llm is not None:
                 self._llm.set_key_weights(ring.weights)
             log("keys_reloaded", logging.INFO, **changes.summary())
+            self.record("keys_reloaded", **changes.summary())
             return changes
+
+    def record(self, event: str, **about: object) -> None:
+        """Into the audit log, where there is one."""
+        if self.audit is not None:
+            self.audit.record(event, **about)
 
     def _start_reloading_keys(self) -> None:
         async def reload() -> None:

@@ -42,6 +42,9 @@ class ServerSettings:
     drain_timeout_s: float = 30.0
     ping_interval_s: float = 15.0  # a comment in streams that are silent for so long
     otlp_endpoint: str | None = None  # where traces go
+    audit_log: Path | None = None  # where what matters to security is written
+    audit_key: Path | None = None  # a file with the key of the hashes in it
+    audit_requests: bool = False  # one line a request as well
     state_folder: Path | None = None  # where the day's quotas outlive the process; none: nowhere
 
     def __post_init__(self) -> None:

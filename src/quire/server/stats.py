@@ -4,9 +4,16 @@ import time
 
 from quire.engine.stats import Snapshot
 from quire.server.access import may_read_totals
+from quire.server.audit import AuditLog
 from quire.server.keys import ApiKey
 from quire.server.quotas import Quotas, Usage
-from quire.server.replies import KeyFigures, OwnStatsReply, QuotaFigures, StatsReply
+from quire.server.replies import (
+    AuditFigures,
+    KeyFigures,
+    OwnStatsReply,
+    QuotaFigures,
+    StatsReply,
+)
 from quire.server.service import Service
 
 
@@ -32,6 +39,7 @@ def _with_totals(own: OwnStatsReply, service: Service, snapshot: Snapshot) -> St
             key.name: _figures(service.quotas, snapshot, key, usage)
             for key, usage in _users(service)
         },
+        audit=_audit_figures(service.audit),
         num_running=snapshot.num_running,
         num_waiting=snapshot.num_waiting,
         waiting_by_reason={r.value: count for r, count in snapshot.waiting_by_reason.items()},
@@ -49,6 +57,13 @@ def _with_totals(own: OwnStatsReply, service: Service, snapshot: Snapshot) -> St
         requests_ended=dict(stats.requests_ended),
         faults_isolated=dict(stats.faults_isolated),
     )
+
+
+def _audit_figures(audit: AuditLog | None) -> AuditFigures | None:
+    if audit is None:
+        return None
+    seq, last = audit.head
+    return AuditFigures(seq=seq, hash=last, num_dropped=audit.num_dropped)
 
 
 def _users(service: Service) -> list[tuple[ApiKey, Usage]]:
