@@ -106,7 +106,10 @@ def main(arguments: Sequence[str]) -> int:
     if not (FOLDER / f"{device}.json").exists():
         return 0
     is_same = found == kept(device)
-    print("the bits that are kept" if is_same else "OTHER BITS than those that are kept")
+    print(
+        "the bits that are kept" if is_same else "OTHER BITS than those that are kept",
+        file=sys.stderr,
+    )
     return 0 if is_same else 1
 
 
