@@ -41,6 +41,19 @@ def test_the_unit_waits_longer_than_the_drain() -> None:
     assert service["KillSignal"] == "SIGTERM"
 
 
+def test_the_unit_reloads_the_keys_that_it_started_with() -> None:
+    service = unit()["Service"]
+    copy = service["ExecStartPre"]
+    reload, separator, kill = service["ExecReload"].partition(" ; ")
+    assert (reload, separator) == (copy, " ; ")
+    assert kill == "/bin/kill -HUP $MAINPID"
+    target = shlex.split(copy)[-1]
+    assert f"--api-keys {target}" in service["ExecStart"]
+    assert target.startswith(f"/run/{service['RuntimeDirectory']}/")
+    assert service["RuntimeDirectoryMode"] == "0700", "nobody else reads the keys"
+    assert f"--audit-log /var/log/{service['LogsDirectory']}/" in service["ExecStart"]
+
+
 def test_the_container_runs_the_server_without_privileges() -> None:
     steps = instructions()
     [entry] = [json.loads(line.partition(" ")[2]) for name, line in steps if name == "ENTRYPOINT"]

@@ -35,9 +35,10 @@ examples:
   quire serve model.gguf --config quire.toml         with what `quire bench tune` wrote
   quire serve model.gguf --host 0.0.0.0 --api-keys keys.toml
 
-Without keys the server listens on this machine alone and lets everybody on it in. Keys come from a
-TOML file or from QUIRE_API_KEY. SIGTERM and Ctrl-C let running requests end, up to
---drain-timeout; a second one ends them at once. Options here go before those of --config.
+Without keys the server listens on this machine alone and lets everybody on it in. Keys come from
+a TOML file, read again on SIGHUP, or from QUIRE_API_KEY. SIGTERM and Ctrl-C let running requests
+end, up to --drain-timeout; a second one ends them at once. Options here go before those of
+--config.
 """
 
 
