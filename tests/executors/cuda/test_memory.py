@@ -156,7 +156,7 @@ def test_rows_are_sampled_in_groups_that_fit_their_room(monkeypatch: pytest.Monk
 
 
 def test_no_table_is_made_for_contexts_that_the_cache_cannot_hold(spec: ModelSpec) -> None:
-    endless = replace(spec, context_length=1 << 31)
+    endless = replace(spec, context_length=1 << 30)
     assert memory.max_context(endless, 10, None, "cpu") == 160
     assert memory.max_context(endless, None, 5 * kv_block_bytes(spec), "cpu") == 80
     assert memory.max_context(spec, 1 << 20, None, "cpu") == spec.context_length
