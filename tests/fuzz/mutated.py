@@ -69,6 +69,9 @@ def mutated_json(content: bytes, other: bytes, rng: random.Random) -> bytes:
     """The tree changed where there is one, and its text where there is none."""
     if rng.random() < 0.3:
         return mutated_bytes(content, other, rng)
+    first, _, second = content.partition(b"\0")
+    if second.startswith(b"{") and rng.random() < 0.4:  # the second of two files
+        return first + b"\0" + mutated_json(second, other.partition(b"\0")[2] or other, rng)
     begin = content.find(b"{")
     text, _, rest = content[begin:].partition(b"\0")
     try:

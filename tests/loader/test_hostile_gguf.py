@@ -246,6 +246,16 @@ def test_many_tiny_fields_or_tensors_do_not_multiply_in_memory(tmp_path: Path) -
         GGUFFile(path)
 
 
+def test_arrays_in_arrays_are_counted(tmp_path: Path) -> None:
+    empty = struct.pack("<IQ", build.U8, 0)
+    inner = [struct.pack("<IQ", build.ARRAY, 300) + empty * 300] * 300
+    outer = build.array(build.ARRAY, inner)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(build.Parts([build.pair("k", build.ARRAY, outer)]).build())
+    with pytest.raises(ModelFileError, match="'k' holds more than 65536 arrays"):
+        GGUFFile(path)
+
+
 def test_a_sparse_giant_of_a_string_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     giant = build.string("k") + struct.pack("<IQ", build.STRING, 1 << 35)

@@ -13,7 +13,7 @@ from tests.fixture_files import FIXTURES, fixture_file
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model import isolated
-from quire.model.isolated import Limits, PendingVerdict, Verdict, examine, probe
+from quire.model.isolated import Limits, PendingVerdict, Verdict, begin, examine, probe
 
 HOSTILE = "tests.model.hostile_readers"
 SHORT = Limits(cpu_s=5, memory=1 << 30)
@@ -216,6 +216,20 @@ def test_a_file_is_read_again_only_when_it_has_changed(
     os.utime(model, ns=(10**18, 10**18))
     examine(model, model, trusted=False)
     assert read == [model, model]
+
+
+def test_what_was_begun_early_is_not_begun_again(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copy(path, tmp_path / "model.gguf"))
+    read = counted(monkeypatch)
+    for name in (str(model), str(model), "smollm2", "dummy:tiny", str(tmp_path / "none")):
+        begin(name)
+    assert read == [model]
+    assert examine(str(model), model, trusted=False).in_force
+    begin(str(model))
+    assert read == [model]
+    assert not isolated._begun
 
 
 def test_a_file_that_was_refused_is_read_again(

@@ -1,6 +1,8 @@
 """Tokenizers of model folders: tokenizer.json as its own library reads it, and the configs."""
 
+import base64
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,6 +288,76 @@ def test_a_pattern_is_refused_wherever_it_stands(
     path = edited(llama, lambda description: description.update({key: component}))
     with pytest.raises(UnsupportedModelError, match=r"a pattern that is not supported: '\(a\+\)"):
         Tokenizer.from_file(path)
+
+
+def _replace(content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": "a"}, "content": content}
+
+
+def _precompiled(*texts: bytes) -> dict[str, Any]:
+    content = struct.pack("<I", 4) + bytes(4) + b"".join(text + b"\0" for text in texts)
+    charsmap = base64.b64encode(content).decode()
+    return {"type": "Precompiled", "precompiled_charsmap": charsmap}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "growth"),
+    [
+        (_replace("x" * 257), 257),
+        ({"type": "Prepend", "prepend": "x" * 300}, 300),
+        ({"type": "Sequence", "normalizers": [_replace("x" * 20)] * 2}, 400),
+        (
+            {
+                "type": "Sequence",
+                "normalizers": [{"type": "Sequence", "normalizers": [_replace("xx")]}] * 9,
+            },
+            512,
+        ),
+        (_precompiled(b"y" * 1000, b"z" * 30), 1000),
+    ],
+)
+def test_a_normalizer_that_makes_long_texts_of_short_ones_is_refused(
+    llama: Path, normalizer: dict[str, Any], growth: int
+) -> None:
+    path = edited(llama, lambda description: description.update(normalizer=normalizer))
+    with pytest.raises(UnsupportedModelError, match=f"makes up to {growth} characters of one"):
+        Tokenizer.from_file(path)
+
+
+def test_a_precompiled_map_of_short_texts_is_borne(llama: Path) -> None:
+    texts = [str(number).encode() for number in range(200)]
+    change = {"normalizer": _precompiled(*texts)}
+    path = edited(llama, lambda description: description.update(change))
+    try:
+        Tokenizer.from_file(path)
+    except UnsupportedModelError as error:
+        pytest.fail(str(error))
+    except ModelFileError as error:
+        assert "describes no tokenizer" in str(error)  # the library looks at the table
+
+
+def test_a_token_without_end_is_refused(llama: Path) -> None:
+    def change(description: dict[str, Any]) -> None:
+        vocabulary = description["model"]["vocab"]
+        vocabulary["z" * 5000] = len(vocabulary)
+
+    with pytest.raises(ModelFileError, match=r"a token of 5000 characters \('z+'...\); the limit"):
+        Tokenizer.from_file(edited(llama, change))
+
+
+@pytest.mark.parametrize(
+    ("templates", "found"),
+    [
+        ([{"name": []}], None),
+        ([{"name": {}, "template": "x"}, 5, None], None),
+        ([{"name": "default", "template": "x"}], "x"),
+        ([{"name": "default"}], None),
+    ],
+)
+def test_templates_under_odd_names_are_passed_over(
+    llama: Path, templates: list[Any], found: str | None
+) -> None:
+    assert Tokenizer.from_file(llama, {"chat_template": templates}).chat_template == found
 
 
 def test_a_key_that_stands_twice_is_refused(llama: Path) -> None:

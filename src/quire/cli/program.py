@@ -66,6 +66,7 @@ def _open_closed_streams() -> None:
 
 def _run(arguments: Sequence[str] | None) -> int:
     args = _parser().parse_args(arguments)
+    _begin_reading(args)
     [command] = [module for module in COMMANDS if module.__name__.endswith(f".{args.command}")]
     try:
         code: int = command.run(args)
@@ -84,6 +85,14 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _fail("there is not enough memory")
     except Exception as error:
         return _unexpected(error)
+
+
+def _begin_reading(args: argparse.Namespace) -> None:
+    """Have the model's file read without privileges while the command imports what it needs."""
+    if not getattr(args, "trust_model_file", True):
+        from quire.model.isolated import begin
+
+        begin(args.model)
 
 
 def _unexpected(error: Exception) -> int:

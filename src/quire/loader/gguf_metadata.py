@@ -22,6 +22,7 @@ _BOOLEAN, _STRING, _ARRAY = 7, 8, 9
 MAX_KEYS = 4096  # sound files have below a hundred
 MAX_KEY_BYTES = 1024
 MAX_ARRAY_DEPTH = 4
+MAX_INNER_ARRAYS = 65_536  # in one field; sound files have none
 _SMALLEST_FIELD = 8 + 1 + 4 + 1  # length, one letter of a key, type, one byte of value
 _SMALLEST_ARRAY = 4 + 8  # element type, count
 
@@ -49,7 +50,7 @@ def _read_value(cursor: Cursor, key: str) -> object:
         return Lazy(partial(_decode_string, cursor, what, start, length))
     if value_type == _ARRAY:
         start = cursor.position
-        _skip_array(cursor, what, depth=1)
+        _skip_array(cursor, what, depth=1, left=MAX_INNER_ARRAYS)
         return Lazy(partial(_decode_array, cursor, what, start))
     dtype = _number_type(cursor, value_type, what)
     return _numbers(cursor, dtype, 1, what).item()
@@ -72,7 +73,8 @@ def _numbers(
     return numbers
 
 
-def _skip_array(cursor: Cursor, what: str, depth: int) -> None:
+def _skip_array(cursor: Cursor, what: str, depth: int, left: int) -> int:
+    """Step over an array; how many more arrays the field may hold after it."""
     if depth > MAX_ARRAY_DEPTH:
         raise cursor.error(f"{what} nests arrays more than {MAX_ARRAY_DEPTH} deep")
     element_type = cursor.unsigned_32(f"the element type of {what}")
@@ -81,11 +83,15 @@ def _skip_array(cursor: Cursor, what: str, depth: int) -> None:
         cursor.skip_strings(count, what)
     elif element_type == _ARRAY:
         cursor.check_count(count, _SMALLEST_ARRAY, what)
+        if count > left:
+            raise cursor.error(f"{what} holds more than {MAX_INNER_ARRAYS} arrays")
+        left -= count
         for _ in range(count):
-            _skip_array(cursor, what, depth + 1)
+            left = _skip_array(cursor, what, depth + 1, left)
     else:
         dtype = _number_type(cursor, element_type, what)
         _numbers(cursor, dtype, count, what)
+    return left
 
 
 def _decode_string(cursor: Cursor, what: str, start: int, length: int) -> str:

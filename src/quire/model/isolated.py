@@ -205,7 +205,8 @@ def probe() -> Verdict:
 # ---- once for each file
 
 _remembered: dict[object, Verdict] = {}
-_remembered_lock = threading.Lock()
+_begun: dict[object, PendingVerdict] = {}
+_lock = threading.Lock()  # of both
 
 
 def examine(model: str | Path, path: Path, *, trusted: bool) -> Verdict:
@@ -222,16 +223,27 @@ def examine(model: str | Path, path: Path, *, trusted: bool) -> Verdict:
     return _read_once(path)
 
 
+def begin(model: str) -> None:
+    """Start what `examine` will want to know of this model, to go on while others are imported."""
+    path = Path(model)
+    if model in DEFAULT_MODELS or not os.path.exists(path):
+        return
+    identity = _identity(path)
+    with _lock:
+        if identity not in _remembered and identity not in _begun:
+            _begun[identity] = PendingVerdict(path)
+
+
 def _read_once(path: Path) -> Verdict:
     """What came of reading it, now or before, if its files are the same as then."""
     identity = _identity(path)
-    with _remembered_lock:
-        known = _remembered.get(identity)
+    with _lock:
+        known, pending = _remembered.get(identity), _begun.pop(identity, None)
     if known is not None:
         return known
-    verdict = PendingVerdict(path).result()
+    verdict = (pending or PendingVerdict(path)).result()
     if verdict.refusal is None and verdict.in_force:
-        with _remembered_lock:
+        with _lock:
             if len(_remembered) >= _MAX_REMEMBERED:
                 _remembered.clear()
             _remembered[identity] = verdict

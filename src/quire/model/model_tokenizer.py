@@ -51,7 +51,8 @@ def end_token_ids(model: Model, tokenizer: Tokenizer | None) -> tuple[int, ...]:
         named = (model.metadata.integer("tokenizer.ggml.eos_token_id"),)
     else:
         named = ()
-    return tuple(token for token in named if 0 <= token < model.spec.vocabulary_size)
+    known = range(model.spec.vocabulary_size)
+    return tuple(dict.fromkeys(token for token in named if token in known))
 
 
 def _generation_config(folder: SafetensorsFolder) -> Mapping[str, object]:

@@ -1,6 +1,8 @@
 """Building a tokenizer from the tokenizer.json of a model folder, and the configs beside it."""
 
+import base64
 import json
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,14 @@ from quire.tokenizer.pieces import (
 from quire.tokenizer.pretokenizers import KNOWN_PATTERNS
 from quire.tokenizer.sentencepiece import WORDS, splits_at_spaces
 from quire.tokenizer.special_tokens import SpecialTokens, end_token_ids
+from quire.tokenizer.vocabulary import MAX_TOKEN_LENGTH
 from quire.tokenizer.windows import TextEncoder, library_errors
 
 _MAX_FILE_BYTES = 256 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
 _CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
+_MAX_GROWTH = 256
 _WITHOUT_PATTERNS = ("model", "added_tokens")  # and the largest parts of a file
 
 Config = Mapping[str, Any]
@@ -37,6 +41,7 @@ def parts_from_json(
     """The tokenizer of a folder; the configs say which tokens are special and end a generation."""
     description = _parse(content, name)
     _refuse_unknown_patterns(description, name)
+    _check_growth(description.get("normalizer"), name)
     decoders = list(_steps(description.get("decoder"), "decoders"))
     engine = _load_engine(content, name)
     ids = engine.get_vocab(with_added_tokens=True)
@@ -123,6 +128,43 @@ def _escaped(regex: Any) -> str:
     return str(regex).replace("\r", r"\r").replace("\n", r"\n")
 
 
+def _check_growth(normalizer: Any, name: str) -> None:
+    """Refuse a normalizer that makes long texts of short ones: each character of a request might
+    become megabytes. Those in use turn one character into one, or a few."""
+    growth, left = 1, [normalizer]
+    while left:
+        step = left.pop()
+        if isinstance(step, list):
+            left.extend(step)
+        elif isinstance(step, dict):
+            left.extend(step.values())
+            growth *= max(1, _longest_made(step))
+    if growth > _MAX_GROWTH:
+        raise UnsupportedModelError(
+            f"{name} has a normalizer that makes up to {growth} characters of one; the limit is "
+            f"{_MAX_GROWTH}"
+        )
+
+
+def _longest_made(step: Mapping[str, Any]) -> int:
+    """The longest text that a step of a normalizer makes of a character, or puts before it.
+
+    A precompiled map is a table, which begins with its length, and behind it the texts that it
+    makes of characters, each ended by a zero byte; as base64.
+    """
+    made = (step.get("content"), step.get("prepend"))
+    longest = max((len(text) for text in made if isinstance(text, str)), default=0)
+    charsmap = step.get("precompiled_charsmap")
+    if not isinstance(charsmap, str):
+        return longest
+    try:
+        content = base64.b64decode(charsmap)
+    except ValueError:
+        return longest  # the library refuses it
+    table = int.from_bytes(content[:4], "little")
+    return max(longest, *map(len, content[4 + table :].split(b"\0")))
+
+
 def _load_engine(content: bytes, name: str) -> Any:
     with library_errors(f"{name} describes no tokenizer"):
         engine = tokenizers.Tokenizer.from_buffer(content)
@@ -139,6 +181,12 @@ def _texts_by_id(ids: Mapping[str, int], name: str) -> list[str]:
     size = max(ids.values()) + 1
     if size > 4 * len(ids) + 4096:
         raise ModelFileError(f"{name} gives the id {size - 1} but has only {len(ids)} tokens")
+    longest = max(ids, key=len)
+    if len(longest) > MAX_TOKEN_LENGTH:
+        raise ModelFileError(
+            f"{name} has a token of {len(longest)} characters ({longest[:20]!r}...); the limit is "
+            f"{MAX_TOKEN_LENGTH}"
+        )
     texts = [""] * size
     for text, token in ids.items():
         texts[token] = text
@@ -294,8 +342,11 @@ def read_template_beside(path: Path) -> str | None:
 def _config_template(config: Config) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry for entry in template if isinstance(entry, dict)}
-        template = named.get("default", {}).get("template")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        usual = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        template = usual[-1] if usual else None
     if template is not None and not isinstance(template, str):
-        raise ModelFileError(f"chat_template of the tokenizer's config is no text: {template!r}")
+        raise ModelFileError(
+            f"chat_template of the tokenizer's config is no text: {reprlib.repr(template)}"
+        )
     return template
