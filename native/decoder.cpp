@@ -182,7 +182,9 @@ void Decoder::run(const StepInput& input) {
   num_rows_ = static_cast<int>(input.tokens.size());
   copy_blocks(input);
   if (num_rows_ == 0) return;
-  make_room(num_rows_);
+  // A row's logits may be asked for twice: for a target's score, and for what the row is wanted
+  // for.
+  make_room(std::max(num_rows_, std::min(2 * num_rows_, static_cast<int>(max_head_rows))));
   places_ = input.places;
   touch_ahead();
   kept_at_.resize(places_.size());

@@ -168,6 +168,7 @@ void Decoder::put_gated(const Stage& stage, const float* x, int64_t row, int siz
 }
 
 void Decoder::compute_logits(const int* rows, int count) {
+  expect_within("the rows of a head's product", count, 0, room_);
   Stopwatch watch(counters_.head_seconds);
   const Matrix& head = *matrices_[static_cast<size_t>(head_)];
   // An odd number of cache lines: else the columns of a product share a few sets of the caches.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.executors.reference.plans import logits, row
+from tests.executors.reference.plans import logits, row, run
 from tests.extreme_models import random_model, small_spec, write_folder
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
@@ -18,6 +18,7 @@ from quire.executors.cpu.compiling import Threads
 from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.native import native_module
 from quire.executors.reference import ReferenceExecutor
+from quire.executors.sampler import score
 from quire.model.loading import Model
 from quire.model.rope import Rope
 from quire.model.spec import MAX_SIZES, Activation
@@ -316,3 +317,18 @@ def test_what_the_kernels_cannot_hold_is_an_unsupported_model() -> None:
     broken.tensors[name] = replace(model.tensors[name], shape=(16, 15))  # type: ignore[index]
     with pytest.raises(UnsupportedModelError, match="the CPU kernels cannot hold this model"):
         CpuExecutor(broken, num_blocks=1, threads=Threads(1, may_spin=False))
+
+
+def test_a_row_may_be_asked_for_its_logits_and_for_a_score_at_once() -> None:
+    """Twice as many products of the head as the step has rows: its room must hold them."""
+    model = random_model(small_spec(hidden_size=4096))
+    rows = [row((place,), (place,), prompt_targets=(1,)) for place in range(3)]
+    executor = CpuExecutor(model, num_blocks=4, threads=Threads(1, may_spin=False))
+    try:
+        alone = [run(executor, plan._replace(prompt_targets=()))[0].logits for plan in rows]
+        results = run(executor, *rows)
+    finally:
+        executor.close()
+    for exact, result in zip(alone, results, strict=True):
+        assert result.logits.tobytes() == exact.tobytes()
+        assert result.prompt_logprobs == (score(exact[0], 1, 0),)
