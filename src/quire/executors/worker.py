@@ -7,13 +7,20 @@ within reach.
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from quire.core.errors import ExecutorError, StepCancelledError, StepTimeoutError
+from quire.core.errors import (
+    ExecutorError,
+    ExecutorMemoryError,
+    QuireError,
+    StepCancelledError,
+    StepTimeoutError,
+)
 from quire.core.plan import StepPlan, StepResult
 
 
@@ -93,6 +100,21 @@ class StepWorker:
             if item is not None:
                 item[2].future.cancel()
         self._queue.put(None)
+
+
+@contextmanager
+def step_errors(step_id: int) -> Iterator[None]:
+    """Whatever else than an error of ours is raised by a plan that makes no sense, or by a lack of
+    memory, as an ExecutorError of that step."""
+    try:
+        yield
+    except QuireError:
+        raise
+    except MemoryError as error:
+        raise ExecutorMemoryError(f"step {step_id} found no memory: {error}") from error
+    except Exception as error:
+        kind = type(error).__name__
+        raise ExecutorError(f"step {step_id} cannot be computed: {kind}: {error}") from error
 
 
 def _work(queue: _Queue) -> None:

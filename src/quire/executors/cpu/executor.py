@@ -18,7 +18,7 @@ from quire.executors.cpu.compiling import Threads, compile_decoder, rope_tables
 from quire.executors.cpu.native import check_unit, units
 from quire.executors.cpu.sampling import SampleRequests
 from quire.executors.samples import StepSamples
-from quire.executors.worker import CancelFlag, StepTicket, StepWorker
+from quire.executors.worker import CancelFlag, StepTicket, StepWorker, step_errors
 from quire.model.loading import Model
 
 BLOCK_SIZE = 16  # tokens; the kernels know no other
@@ -138,6 +138,10 @@ class CpuExecutor(StepWorker):
     # ---- a step
 
     def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
+        with step_errors(plan.step_id):
+            return self._computed(plan, flag)
+
+    def _computed(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
         started_at = self._clock.now()
         self._check_copies(plan)
         faults: dict[int, SequenceResult] = {}  # by place in the plan
@@ -201,7 +205,8 @@ class CpuExecutor(StepWorker):
         )
 
     def _request(self, plan: SequencePlan) -> object:
-        return self._requests.request(plan) if plan.want == Want.SAMPLE else None
+        samples = plan.want == Want.SAMPLE and plan.sampling is not None
+        return self._requests.request(plan) if samples else None
 
     def _reach(self, num_positions: int) -> None:
         """Have the rope tables hold so many positions."""

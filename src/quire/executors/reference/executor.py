@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.core.clock import Clock, RealClock
-from quire.core.errors import ConfigError, RowFaultError
+from quire.core.errors import ConfigError, ExecutorError, RowFaultError
 from quire.core.plan import (
     Capacity,
     SequencePlan,
@@ -19,7 +19,7 @@ from quire.core.plan import (
 from quire.executors.reference.decoder import Decoder, Floats, KVBlocks, Row
 from quire.executors.sampler import sample, score
 from quire.executors.samples import StepSamples
-from quire.executors.worker import CancelFlag, StepWorker
+from quire.executors.worker import CancelFlag, StepWorker, step_errors
 from quire.model.loading import Model
 
 
@@ -77,16 +77,30 @@ class ReferenceExecutor(StepWorker):
         """The first step waits for nothing: there is nothing to compile."""
 
     def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
+        # What is not finite is found in its row.
+        with step_errors(plan.step_id), np.errstate(all="ignore"):
+            return self._steps(plan, flag)
+
+    def _steps(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
         started_at = self._clock.now()
-        with np.errstate(all="ignore"):  # what is not finite is found in its row
-            for copy in plan.copies:
-                self._blocks.copy(copy.source, copy.target)
-            chunks = [self._chunk(sequence) for sequence in plan.sequences]
-            rows = [row for chunk in chunks if isinstance(chunk, _Chunk) for row in chunk.rows]
-            self._decoder.run(rows, self._blocks, flag.check)
-            results = tuple(self._result(chunk) for chunk in chunks)
+        self._copy_blocks(plan)
+        chunks = [self._chunk(sequence) for sequence in plan.sequences]
+        rows = [row for chunk in chunks if isinstance(chunk, _Chunk) for row in chunk.rows]
+        self._decoder.run(rows, self._blocks, flag.check)
+        results = tuple(self._result(chunk) for chunk in chunks)
         self._samples.remember(plan.step_id, results)
         return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        num_blocks = self._capacity.num_blocks
+        for copy in plan.copies:
+            if not (0 <= copy.source < num_blocks and 0 <= copy.target < num_blocks):
+                raise ExecutorError(
+                    f"step {plan.step_id} copies block {copy.source} to {copy.target}, but there "
+                    f"are {num_blocks} blocks"
+                )
+        for copy in plan.copies:
+            self._blocks.copy(copy.source, copy.target)
 
     # ---- one sequence
 
@@ -136,7 +150,8 @@ class ReferenceExecutor(StepWorker):
             case Want.NOTHING:
                 return result
             case Want.SAMPLE:
-                assert plan.sampling is not None, "a sample was wanted without saying how"
+                if plan.sampling is None:
+                    raise RowFaultError("a sample was wanted without saying how")
                 extras = plan.completion_position, plan.history, plan.allowed
                 choice = sample(self._logits(rows[-1]), plan.sampling, *extras)
                 return result._replace(token=choice.token, logprob=choice.logprob)
@@ -144,6 +159,8 @@ class ReferenceExecutor(StepWorker):
                 return result._replace(logits=np.stack([self._logits(row) for row in rows]))
             case Want.POOLED:
                 return result._replace(pooled=self._decoder.final_state(rows[-1]))
+            case other:
+                raise RowFaultError(f"there is no such want as {other!r}")
 
     def _prompt_scores(self, chunk: _Chunk) -> tuple[TokenLogprob, ...]:
         plan = chunk.plan
