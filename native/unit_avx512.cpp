@@ -1,6 +1,6 @@
 // The kernels for AVX-512 with VNNI, and the same with AMX's products.
 #include "kernels.h"
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(QUIRE_FEW_UNITS)
 #define QUIRE_UNIT_AVX512
 #if defined(__linux__) && __has_include(<amxint8intrin.h>)
 #define QUIRE_HAS_AMX
