@@ -22,7 +22,7 @@ from quire.server.schemas import (
     Strict,
 )
 
-WIDE = BodyLimits(1 << 20, 1 << 20)
+WIDE = BodyLimits(1 << 20, 1 << 20, 1 << 20)
 BEYOND_SMALL = b" " * json_reader.SMALL_BYTES  # makes any body one that is read value by value
 
 
@@ -30,7 +30,7 @@ def refusal(body: bytes, limits: BodyLimits = WIDE) -> ApiError:
     with pytest.raises(ApiError) as caught:
         read_json(body, limits)
     assert caught.value.status == 400
-    assert caught.value.code == "invalid_json"
+    assert caught.value.code in ("invalid_json", "invalid_body")
     assert len(caught.value.body) < 2000
     return caught.value
 
@@ -71,7 +71,7 @@ def test_what_is_no_json_is_refused_by_both_readers(text: str) -> None:
         try:
             outcomes.append(json.dumps(read_json(body + padding, WIDE)))
         except ApiError as error:
-            assert error.code == "invalid_json"
+            assert error.code in ("invalid_json", "invalid_body")
             outcomes.append("refused")
     assert outcomes[0] == outcomes[1]
     try:
@@ -121,6 +121,7 @@ def test_what_is_wrong_is_told_with_its_field(
 def test_limits_follow_from_the_context() -> None:
     short, long = (body_limits(context, MAX_PROMPTS, MAX_MESSAGES) for context in (512, 8192))
     assert short.max_items < long.max_items
+    assert (short.max_length, long.max_length) == (MAX_MESSAGES, 8192)
     assert long.max_integers == MAX_PROMPTS * 8192
     assert body_limits(10**7, MAX_PROMPTS, MAX_MESSAGES).max_items == 1 << 18
 
@@ -129,16 +130,30 @@ def test_limits_follow_from_the_context() -> None:
 def test_reading_stops_at_the_limit_of_items(item: str) -> None:
     """The end of the body is no JSON at all: it is never reached."""
     body = '{"prompt": [' + f"{item}," * 100_000 + "?"
-    error = refusal(body.encode(), BodyLimits(1000, 1000))
+    error = refusal(body.encode(), BodyLimits(1000, 10_000, 1000))
     assert "more than 1000 values" in error.message
     assert error.param is not None
     assert int(error.param.removeprefix("prompt[").partition("]")[0]) < 1000
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": [' + b"[]," * 5000 + b"?", "prompt[1000]"),
+        (b'{"prompt": [' + b"7," * 5000 + b'"",' * 5000 + b"?", "prompt[6000]"),
+        (b'{"a": {' + b",".join(b'"%d":0' % n for n in range(5000)) + b"?", "a.999"),
+    ],
+)
+def test_reading_stops_at_the_longest_list(body: bytes, param: str) -> None:
+    error = refusal(body, BodyLimits(10_000, 1000, 10_000))
+    assert "of more than 1000 values" in error.message
+    assert error.param == param
+
+
 def test_reading_stops_at_the_limit_of_integers() -> None:
     lists = "[" + "1234," * 10_000 + "1]"
     body = '{"prompt": [' + f"{lists}," * 20 + "?"
-    error = refusal(body.encode(), BodyLimits(1000, 50_000))
+    error = refusal(body.encode(), BodyLimits(1000, 1000, 50_000))
     assert "more than 50000 integers" in error.message
     assert error.param == "prompt[5][0]", "five lists of ten thousand are within it"
 
@@ -147,6 +162,18 @@ def test_a_prompt_of_ids_is_read_in_slices_and_whole() -> None:
     ids = list(range(100_000))
     for text in (json.dumps(ids), json.dumps(ids, indent=1)):
         assert read_json(f'{{"prompt": {text}}}'.encode(), WIDE) == {"prompt": ids}
+
+
+def test_reading_much_lets_other_threads_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = []
+    monkeypatch.setattr(json_reader, "_pause", lambda: turns.append(1))
+    read_json(json.dumps({"a": "b" * 100_000}).encode(), WIDE)
+    assert not turns
+    read_json(json.dumps([None] * 100_000).encode(), WIDE)
+    assert len(turns) > 100
+    turns.clear()
+    read_json(json.dumps([1] * 1_000_000).encode(), WIDE)
+    assert len(turns) > 100
 
 
 # ---- schemas

@@ -77,15 +77,17 @@ class Admission:
             raise RequestError("the engine takes token ids, got text; use LLM for text")
         if not isinstance(prompt, Iterable):
             raise RequestError(f"the prompt must be a list of token ids, got {prompt!r}")
-        tokens = tuple(_integer(token, place) for place, token in enumerate(prompt))
+        tokens = tuple(prompt)
         if not tokens:
             raise RequestError("the prompt is empty; it needs at least one token")
+        if set(map(type, tokens)) != {int}:  # one call for all: this thread runs the steps
+            tokens = tuple(_integer(token, place) for place, token in enumerate(tokens))
         vocabulary = self._capacity.vocabulary_size
-        for place, token in enumerate(tokens):
-            if not 0 <= token < vocabulary:
-                raise RequestError(
-                    f"prompt token {place} is {token}; the vocabulary has 0 to {vocabulary - 1}"
-                )
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            place = next(n for n, token in enumerate(tokens) if not 0 <= token < vocabulary)
+            raise RequestError(
+                f"prompt token {place} is {tokens[place]}; the vocabulary has 0 to {vocabulary - 1}"
+            )
         return tokens
 
     def _check_room(self, tokens: tuple[int, ...], params: SamplingParams) -> None:

@@ -35,12 +35,21 @@ class PromptReader:
     def read(self, prompt: Prompt) -> Prepared:
         """The tokens of a text, with those the model wants around it; token ids as they are."""
         if not isinstance(prompt, str):
-            return Prepared(_token_ids(prompt))
+            return Prepared(self._checked_ids(prompt))
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer: give the prompt as token ids")
         if not prompt:
             raise RequestError("the prompt is empty")
         return Prepared(self._encode(self._tokenizer, prompt, add_special=True), prompt)
+
+    def _checked_ids(self, prompt: Any) -> list[int]:
+        """Of a prompt that can never run, the length alone is looked at."""
+        if isinstance(prompt, list | tuple) and len(prompt) >= self._max_context:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; the context holds {self._max_context} "
+                "with at least one for the completion"
+            )
+        return _token_ids(prompt)
 
     def read_chat(self, messages: Conversation) -> Prepared:
         """The prompt that asks for the next message of a conversation."""
@@ -121,6 +130,8 @@ def _token_ids(prompt: Any) -> list[int]:
     """Plain integers; the engine checks that the model has such tokens."""
     if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is text or a list of token ids, got {prompt!r:.100}")
+    if isinstance(prompt, list | tuple) and set(map(type, prompt)) == {int}:
+        return list(prompt)
     tokens = []
     for place, token in enumerate(prompt):
         if not _is_token(token):

@@ -8,6 +8,8 @@ way, and so is a small one that the decoder refused: this reader knows the field
 import json
 import math
 import re
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from json import JSONDecodeError
 from typing import Any, Never
@@ -20,6 +22,8 @@ MAX_NAME = 1024  # characters of a field's name
 MAX_NUMBER = 400  # characters: a float written out in full has fewer
 _MAX_PARAM = 200
 _SLICE = 16 << 10  # characters of integers that are decoded at once
+_ITEMS_A_TURN = 512  # some hundred microseconds; then other threads have theirs
+_PAUSE_S = 50e-6  # long enough for one that waits for the interpreter to take it
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -37,14 +41,16 @@ class BodyLimits:
     """
 
     max_items: int
+    max_length: int  # of one list, integers apart, or object
     max_integers: int
 
 
 def body_limits(max_context: int, max_prompts: int, max_messages: int) -> BodyLimits:
     """Some items for every message, and some for every token: a template writes at least a comma
-    or a quote for each of a tool call's values."""
+    or a line's end for each part of a message and each of a tool call's values."""
     items = 8 * (max_context + max_messages)
-    return BodyLimits(min(items, 1 << 18), max_prompts * max_context)
+    length = max(max_context, max_messages)
+    return BodyLimits(min(items, 1 << 18), min(length, 1 << 16), max_prompts * max_context)
 
 
 def read_json(body: bytes, limits: BodyLimits) -> Any:
@@ -106,6 +112,8 @@ class _Reader:
 
     def _count_item(self) -> None:
         self._num_items += 1
+        if self._num_items % _ITEMS_A_TURN == 0:
+            _pause()
         if self._num_items > self._limits.max_items:
             self._refuse(f"the body holds more than {self._limits.max_items} values by here")
 
@@ -128,8 +136,10 @@ class _Reader:
             return items, at + 1
         self._enter(0)
         at = self._integers(items, at)
+        num_integers = len(items)
         while True:
             self._path[-1] = len(items)
+            self._check_length(len(items) - num_integers)
             item, at = self._value(self._skip(at))
             items.append(item)
             at = self._skip(at)
@@ -161,6 +171,7 @@ class _Reader:
                 )
             items += some
             at = comma + 1
+            _pause()
         return at
 
     def _object(self, at: int) -> tuple[dict[str, Any], int]:
@@ -169,6 +180,7 @@ class _Reader:
             return found, at + 1
         self._enter("")
         while True:
+            self._check_length(len(found))
             name, at = self._name(at)
             if name in found:
                 self._refuse("the field is given twice")
@@ -197,22 +209,35 @@ class _Reader:
             self._refuse(f"a name of {len(name)} characters; at most {MAX_NAME}")
         return name, end
 
+    def _check_length(self, length: int) -> None:
+        if length >= self._limits.max_length:
+            self._refuse(f"a list or object of more than {self._limits.max_length} values")
+
     def _enter(self, step: str | int) -> None:
         self._path.append(step)
         if len(self._path) > MAX_DEPTH:
             self._refuse(f"nested more than {MAX_DEPTH} deep")
 
     def _refuse(self, what: str) -> Never:
-        raise _refusal(what, self._path)
+        """For JSON that no endpoint takes."""
+        field = name_of(self._path)
+        raise ApiError(400, f"{field or 'the body'}: {what}", param=field, code="invalid_body")
 
 
-def _refusal(what: str, path: list[str | int] | None = None) -> ApiError:
-    field = name_of(path or [])
+def _pause() -> None:
+    """Let the event loop and the engine have the interpreter, which they would otherwise wait for
+    as long as a thread may keep it: 5 ms, at every token of every stream."""
+    time.sleep(_PAUSE_S)
+
+
+def _refusal(what: str, path: Sequence[str | int] = ()) -> ApiError:
+    """For what is no JSON."""
+    field = name_of(path)
     told = f"{field}: {what}" if field else what
     return ApiError(400, f"the body is no JSON: {told}", param=field, code="invalid_json")
 
 
-def name_of(path: list[str | int]) -> str | None:
+def name_of(path: Sequence[str | int]) -> str | None:
     """A field such as messages[0].content; of a long path its beginning."""
     found = ""
     for step in path:

@@ -1,6 +1,7 @@
 """serve: the server as a process, from its first signal handler to its exit code."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -80,6 +81,7 @@ async def _serve(
         await asyncio.sleep(0.01)  # so that whoever reads "ready" can connect
     await service.open()
     if service.state is State.READY:
+        _spare_the_collector()
         address = _address(listener, settings)
         log("ready", address=address, model=service.name)
         on_ready(address)
@@ -104,6 +106,13 @@ def _reload_all(reloads: Sequence[Reload]) -> None:
             log("reload_failed", logging.ERROR, error=str(error))
         except Exception as error:
             log("reload_failed", logging.ERROR, error=f"{type(error).__name__}: {error}")
+
+
+def _spare_the_collector() -> None:
+    """What is there to stay need not be looked through again: a full collection, which a request
+    of many small values sets off, would stop every stream for as long as that takes."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _end(service: Service, server: uvicorn.Server) -> None:
