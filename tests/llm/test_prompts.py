@@ -8,7 +8,12 @@ import pytest
 from quire import LLM
 from quire.core.errors import RequestError
 from quire.core.sampling import SamplingParams
-from quire.llm.prompts import listed_conversations, listed_prompts, params_for_each
+from quire.llm.prompts import (
+    PromptReader,
+    listed_conversations,
+    listed_prompts,
+    params_for_each,
+)
 
 ONE = SamplingParams(max_tokens=3)
 QUESTION = {"role": "user", "content": "hi"}
@@ -114,3 +119,11 @@ def test_a_model_without_a_tokenizer_says_so(llm: LLM) -> None:
         llm.prompts.read("hello")
     with pytest.raises(RequestError, match="no tokenizer, so it cannot chat"):
         llm.prompts.read_chat([QUESTION])
+
+
+def test_of_a_prompt_that_never_fits_only_the_length_is_looked_at() -> None:
+    reader = PromptReader(None, max_context=100)
+    assert reader.read(list(range(99))).tokens == list(range(99))
+    for prompt in ([object()] * 100, tuple(range(100))):
+        with pytest.raises(RequestError, match="has 100 tokens; the context holds 100 with at"):
+            reader.read(prompt)  # type: ignore[arg-type]

@@ -108,6 +108,13 @@ def test_a_hostile_body_is_refused_by_name_and_stops_nobody(
     assert server.post("/tokenize", {"prompt": "hi"}, quiet).status == 200
 
 
+def test_no_more_tokens_become_text_than_text_becomes_tokens(server: RunningServer) -> None:
+    longest = server.get("/v1/models").json["data"][0]["max_model_len"]
+    assert server.post("/detokenize", {"tokens": [5] * longest}).status == 200
+    reply = server.post("/detokenize", {"tokens": [5] * (longest + 1)})
+    assert (reply.status, reply.error["param"]) == (400, "tokens")
+
+
 def test_many_long_prompts_are_tokenised_off_the_loop(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from quire.server.schemas import Strict
 from quire.server.service import Service
 from quire.server.validation import refusal_of
 
+_SOON_S = 0.02  # most work has ended by then, before it is worth a look whether the client waits
 B = TypeVar("B", bound=Strict)
 T = TypeVar("T")
 
@@ -44,16 +45,24 @@ async def prepared(
 async def in_pool(service: Service, request: Request, work: Callable[[], T], size: int = 0) -> T:
     """Work that would hold up the event loop; given up when the client goes away."""
     working = service.pool.submit(_line_of(request), work, size)
-    leaving = asyncio.ensure_future(disconnected(request))
+    leaving: asyncio.Future[None] | None = None
+
+    def watch() -> None:
+        nonlocal leaving
+        leaving = asyncio.ensure_future(disconnected(request))
+        leaving.add_done_callback(lambda _: working.cancel())
+
+    watching = asyncio.get_running_loop().call_later(_SOON_S, watch)
     try:
-        both: set[asyncio.Future[Any]] = {working, leaving}
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGoneError
-        return working.result()
+        return await working
+    except asyncio.CancelledError:
+        if leaving is not None and leaving.done():
+            raise ClientGoneError from None
+        raise
     finally:
-        leaving.cancel()
-        working.cancel()
+        watching.cancel()
+        if leaving is not None:
+            leaving.cancel()
 
 
 async def disconnected(request: Request) -> None:

@@ -59,6 +59,12 @@ def _detokenize(service: Service, llm: AsyncLLM, data: bytes) -> str:
     body = checked(data, DetokenizeRequest, service.body_limits)
     service.check_model(body.model)
     tokenizer = _tokenizer(llm)
+    if len(body.tokens) > llm.max_context:  # a token may be long: the text could take gigabytes
+        raise ApiError(
+            400,
+            f"tokens has {len(body.tokens)} entries, more than the limit of {llm.max_context}",
+            param="tokens",
+        )
     for place, token in enumerate(body.tokens):
         if token >= tokenizer.vocabulary_size:
             raise ApiError(

@@ -145,7 +145,9 @@ class WorkPool:
         working = loop.run_in_executor(self._threads, job.work)
 
         def ended(result: "asyncio.Future[Any]") -> None:
-            self._running -= Counter([key])  # a key with none is forgotten
+            self._running[key] -= 1
+            if not self._running[key]:
+                del self._running[key]
             line.departures.add(self._now())
             error = result.exception()
             if job.done.done():
