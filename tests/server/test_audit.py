@@ -187,6 +187,24 @@ def test_what_does_not_fit_the_queue_is_counted_in_the_chain(
     log.close()
 
 
+def test_a_gap_stands_where_the_events_are_missing(
+    path: Path, now: Now, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.server.audit._MAX_BATCH", 1)
+    log = unstarted(path, now, max_queued=2)
+    disk = FullDisk(monkeypatch, room=0)
+    for number in range(5):
+        log.record("event", number=number)
+    disk.room = 400  # for one line
+    assert not log.write()
+    log.record("event", number=5)
+    disk.room = 1 << 20
+    assert log.write()
+    found = [record.get("number", record["event"]) for record in records(path)]
+    assert found == [0, 1, "gap", 5]
+    log.close()
+
+
 def test_a_write_that_cannot_be_undone_is_undone_later(
     path: Path, now: Now, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,6 +439,25 @@ def test_reloads_are_written(text_model: Path, path: Path, tmp_path: Path) -> No
         assert server.post("/admin/reload", {}, bearer("root")).status == 409
     assert events(path) == ["start", "keys_reloaded", "admin", "keys_refused", "admin", "stop"]
     assert records(path)[1]["added"] == ["new"]
+
+
+def test_paths_that_only_look_like_an_administrators_are_not_written(
+    text_model: Path, path: Path
+) -> None:
+    ring = KeyRing([ApiKey("alice", digest_of(secret("alice")))])
+    with fake_server(text_model, keys=ring, audit_log=path) as server:
+        for number in range(20):
+            assert server.get(f"/admin/{number}", bearer("alice")).status == 404
+            assert server.get("/admin/keys", bearer("alice")).status == 403
+    assert events(path) == ["start", "scope_refused", "scope_refused", "stop"]
+
+
+def test_without_keys_acts_of_administrators_are_counted(text_model: Path, path: Path) -> None:
+    with fake_server(text_model, audit_log=path) as server:
+        for _ in range(20):
+            assert server.get("/admin/keys").status == 200
+    assert events(path) == ["start", "admin", "admin", "stop"]
+    assert records(path)[2]["more"] == 19
 
 
 def test_options_that_need_a_log_say_so(tmp_path: Path) -> None:

@@ -409,3 +409,13 @@ def test_a_call_that_was_refused_by_the_engine_costs_nothing(server: RunningServ
     assert ask(server).status == 200
     [key] = server.service.settings.keys
     wait_until(lambda: server.service.quotas.usage_of(key).today == 10)
+
+
+def test_a_body_of_many_prompts_counts_as_many_requests(text_model: Path) -> None:
+    ring = KeyRing([ApiKey("one", digest_of(KEY), requests_per_minute=6)])
+    with fake_server(text_model, keys=ring) as server:
+        server.headers["Authorization"] = f"Bearer {KEY}"
+        assert ask(server, prompts=20).status == 200
+        reply = ask(server)
+    assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+    assert int(reply.headers["retry-after"]) > 100, "twenty prompts are 200 seconds' worth"

@@ -318,8 +318,10 @@ def record_call(audit: AuditLog, call: Call, *, every_request: bool) -> None:
     elif call.error in _QUOTA_CODES:
         group = {"key": name, "code": call.error}
         audit.record_repeated("quota_refused", group, {**about, **client})
-    if call.path.startswith("/admin/"):
+    elif needed_for(call.path) is Need.ADMIN and name is not None:
         audit.record("admin", key=name, status=call.status, **about, **client)
+    elif needed_for(call.path) is Need.ADMIN:  # without keys anybody is an administrator
+        audit.record_repeated("admin", {"key": None, "path": call.path}, client)
     if every_request and needed_for(call.path) is not Need.NOTHING:
         tokens = {
             field: count
