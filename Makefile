@@ -72,6 +72,8 @@ fuzz: $(READY)  ## run the fuzzers: the coverage-guided ones FUZZ_SECONDS each, 
 	  $(BIN)/python -m tests.fuzz.coverage_guided $$target -max_total_time=$(FUZZ_SECONDS) || exit 1; \
 	done
 	$(BIN)/python -m tests.fuzz.mutated all --runs $(FUZZ_RUNS)
+	$(BIN)/python -m tests.fuzz.fuzz_http --runs $(FUZZ_RUNS) --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m tests.fuzz.fuzz_http_guided -max_total_time=$(FUZZ_SECONDS)
 
 # The tests run against a build of the native module with the sanitizers in it. Python itself has
 # none, so their run-time (and the C++ library, whose exceptions it watches) is loaded first.
