@@ -4,7 +4,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -43,17 +43,22 @@ def serving(
     *arguments: str | Path,
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = (*COMMAND, "serve"),
+    log: Path | None = None,
 ) -> Iterator[ServeProcess]:
-    """Start a server on a free port; it is killed if the block leaves it running."""
-    process = subprocess.Popen(
-        [*command, *map(str, arguments), "--port", "0"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(env),
-        cwd=ROOT,
-    )
+    """Start a server on a free port; it is killed if the block leaves it running.
+
+    `log`: where its standard error goes, for servers that write more than a pipe holds.
+    """
+    with nullcontext(subprocess.PIPE) if log is None else log.open("w") as errors:
+        process = subprocess.Popen(
+            [*command, *map(str, arguments), "--port", "0"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment(env),
+            cwd=ROOT,
+        )
     try:
         assert process.stdout is not None
         greeting = _lines(process.stdout, 2)

@@ -1,0 +1,21 @@
+"""`quire serve` over the hash model: every step takes PACED_STEP_MS, whatever the machine does."""
+
+import os
+import sys
+from unittest.mock import patch
+
+from tests.server.servers import PacedExecutor
+
+from quire.cli import main
+from quire.llm import assembly
+
+
+def run() -> int:
+    step_s = float(os.environ.get("PACED_STEP_MS", "10")) / 1000
+    executor = PacedExecutor(step_s=step_s, num_blocks=2048, max_context=512)
+    with patch.object(assembly, "_reference_executor", lambda *_: executor):
+        return main(["serve", *sys.argv[1:], "--device", "reference", "--kv-memory", "4MiB"])
+
+
+if __name__ == "__main__":
+    sys.exit(run())

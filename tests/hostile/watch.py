@@ -1,0 +1,167 @@
+"""Those who must not notice: another key's streams, timed by token, and the server's books."""
+
+import asyncio
+import http.client
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.bench.http_client import Endpoint, ExchangeError, post_for_events
+
+PATIENCE_S = 120.0
+
+
+def quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def quantile_of_time(gaps: list[float], share: float) -> float:
+    """The gap that a moment falls into or a shorter one, for this share of all moments.
+
+    A stall of ten seconds is one gap among thousands, but a reader waits in it for long.
+    """
+    left = (1 - share) * sum(gaps)
+    for gap in sorted(gaps, reverse=True):
+        left -= gap
+        if left <= 0:
+            return gap
+    return 0.0
+
+
+@dataclass
+class Streams:
+    """Clients that each stream one completion after the other, and compare it with the first."""
+
+    port: int
+    key: str
+    num_clients: int = 4
+    max_tokens: int = 64
+    expected: dict[int, str] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)  # of the phase
+    first_token_s: list[float] = field(default_factory=list)
+    num_done: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def start_phase(self) -> None:
+        self.gaps, self.first_token_s, self.num_done = [], [], 0
+
+    async def run(self, is_over: Callable[[], bool]) -> None:
+        """Stream until it is over; every client ends its last completion."""
+        await asyncio.gather(*(self._client(number, is_over) for number in range(self.num_clients)))
+
+    async def _client(self, number: int, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            try:
+                text = await self._complete(number)
+            except ExchangeError as error:
+                self.wrong.append(f"client {number}: {error.kind}: {error}"[:300])
+                await asyncio.sleep(0.1)
+                continue
+            if text != self.expected.setdefault(number, text):
+                self.wrong.append(f"client {number} got {text!r:.200}")
+            self.num_done += 1
+
+    async def _complete(self, number: int) -> str:
+        body = {
+            "prompt": f"Once upon a time there were {number + 2} friends who",
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        endpoint = Endpoint("127.0.0.1", self.port, "/v1", False, self.key)
+        last = started = time.perf_counter()
+        text = ""
+        async for event in post_for_events(endpoint, "/completions", body):
+            now = time.perf_counter()
+            if event == "[DONE]":
+                break
+            chunk = json.loads(event)
+            if "error" in chunk:
+                raise ExchangeError("error event", event)
+            if last is started:
+                self.first_token_s.append(now - started)
+            else:
+                self.gaps.append(now - last)
+            last = now
+            text += chunk["choices"][0]["text"]
+        return text
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "completions": self.num_done,
+            "gaps": len(self.gaps),
+            "gap_p50_ms": round(1000 * quantile(self.gaps, 0.5), 2),
+            "gap_p99_ms": round(1000 * quantile(self.gaps, 0.99), 2),
+            "gap_p99_of_time_ms": round(1000 * quantile_of_time(self.gaps, 0.99), 2),
+            "gap_max_ms": round(1000 * max(self.gaps, default=0.0), 2),
+            "first_token_p50_ms": round(1000 * quantile(self.first_token_s, 0.5), 2),
+            "first_token_p99_ms": round(1000 * quantile(self.first_token_s, 0.99), 2),
+        }
+
+
+@dataclass
+class Books:
+    """What a server process holds, seen from outside."""
+
+    pid: int
+    port: int
+    key: str
+    peak_rss: int = 0
+
+    def stats(self) -> Any:
+        return json.loads(self._get("/v1/stats"))
+
+    def _get(self, path: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {self.key}"})
+            return connection.getresponse().read()
+        finally:
+            connection.close()
+
+    @property
+    def rss(self) -> int:
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+        return int(line.split()[1]) << 10
+
+    @property
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def num_threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/task"))
+
+    @property
+    def num_descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    @property
+    def num_children(self) -> int:
+        """Processes of the server's own."""
+        found = 0
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            found += len((task / "children").read_text().split())
+        return found
+
+    async def watch(self, interval_s: float = 0.1) -> None:
+        """Remember the most memory it ever had, of all that it had at a time."""
+        while True:
+            self.peak_rss = max(self.peak_rss, self.rss)
+            await asyncio.sleep(interval_s)
+
+    def summary(self) -> dict[str, int]:
+        return {
+            "rss_mib": self.rss >> 20,
+            "threads": self.num_threads,
+            "descriptors": self.num_descriptors,
+            "children": self.num_children,
+        }
