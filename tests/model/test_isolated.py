@@ -113,17 +113,30 @@ def test_a_reader_that_waits_for_ever_is_ended(path: Path, monkeypatch: pytest.M
     assert pending._process.returncode is not None
 
 
-def test_the_process_can_read_what_was_opened_and_do_nothing_else(path: Path) -> None:
+def test_the_process_can_read_what_was_opened_and_do_nothing_else(
+    tmp_path: Path, path: Path
+) -> None:
     if not has("seccomp"):
         pytest.skip("this system lends no seccomp")
-    copy = path.parent / "own.gguf"
-    shutil.copy(path, copy)
+    copy = Path(shutil.copy(path, tmp_path / "own.gguf"))
     outcomes = json.loads(str(outcome("tell_what_is_possible", copy).refusal))
     assert outcomes.pop("read what is open") == "b'GGUF'"
     assert "done" not in outcomes.values(), outcomes
     assert len(outcomes) == 15
     assert copy.exists()
-    copy.unlink()
+
+
+def test_without_seccomp_landlock_and_the_limits_hold(tmp_path: Path, path: Path) -> None:
+    if not has("Landlock"):
+        pytest.skip("this system has no Landlock")
+    copy = Path(shutil.copy(path, tmp_path / "own.gguf"))
+    entry = "tests.model.without_seccomp:tell_what_is_possible"
+    verdict = PendingVerdict(copy, entry, SHORT).result()
+    assert "seccomp" not in verdict.in_force
+    outcomes = json.loads(str(verdict.refusal))
+    assert outcomes.pop("read what is open") == "b'GGUF'"
+    done = {name for name, result in outcomes.items() if result == "done"}
+    assert done <= {"signal its parent"}  # which Landlock forbids from version 6 on
 
 
 def test_the_limits_are_in_force(path: Path) -> None:

@@ -88,6 +88,12 @@ def test_factors_that_cannot_be_are_refused(factor: float) -> None:
         Llama3Scaling(factor, 1.0, 4.0, 16)
 
 
+@pytest.mark.parametrize("beta", [0.5, 1e7, 1e308, math.inf, math.nan])
+def test_a_beta_that_no_logarithm_can_be_taken_of_is_refused(beta: float) -> None:
+    with pytest.raises(ModelFileError, match="rope beta_fast must be"):
+        YarnScaling(4.0, 16, beta_fast=beta)
+
+
 def test_llama3_factors_must_be_in_order() -> None:
     with pytest.raises(ModelFileError, match="high_freq_factor must be above low_freq_factor"):
         Llama3Scaling(8.0, 4.0, 4.0, 16)
@@ -105,7 +111,11 @@ def test_divisors_must_be_one_for_each_pair() -> None:
 
 
 def test_frequencies_stay_finite_whatever_scaling_is_accepted() -> None:
-    for scaling in (YarnScaling(1.0, 1), YarnScaling(1e30, 1 << 31), LinearScaling(1e30)):
+    scalings = (
+        *(YarnScaling(1.0, 1), YarnScaling(1e30, 1 << 31), YarnScaling(4.0, 1, 1e6, 1e-6)),
+        *(LinearScaling(1e30), LinearScaling(1e308), Llama3Scaling(1e308, 1.0, 1e308, 1 << 31)),
+    )
+    for scaling in scalings:
         for dims in (2, 4, 256):
             found = Rope(1.0000001, dims, interleaved=False, scaling=scaling).frequencies()
             assert np.isfinite(found).all()

@@ -80,6 +80,7 @@ class OpenedFiles:
 def read(path: Path, files: Files) -> None:
     """Read all of a model that is not plain numbers; raises what is wrong with it."""
     with load_model(path, files) as model:
+        model.spec.rope.frequencies()
         tokenizer = read_tokenizer(model)
         end_token_ids(model, tokenizer)
         if tokenizer is not None:

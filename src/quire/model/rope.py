@@ -10,6 +10,7 @@ from quire.core.errors import ModelFileError
 
 MAX_BASE = 1e12
 MAX_MAGNITUDE = 1e6  # of cosines and sines, which are kept in single precision
+MAX_BETA = 1e6  # turns within the original context; the paper has 32
 
 Frequencies = npt.NDArray[np.float64]
 
@@ -67,7 +68,7 @@ class YarnScaling:
         _at_least("rope scaling factor", self.factor, 1.0)
         _at_least("rope original context", self.original_context, 1)
         _at_least("rope beta_slow", self.beta_slow, 1e-6)
-        _at_least("rope beta_fast", self.beta_fast, self.beta_slow)
+        _at_least("rope beta_fast", self.beta_fast, self.beta_slow, MAX_BETA)
         if self.attention_factor is not None:
             _at_least("rope attention_factor", self.attention_factor, 0.0, MAX_MAGNITUDE)
 
