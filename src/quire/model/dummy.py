@@ -11,7 +11,6 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -179,6 +178,8 @@ class DummyModel:
 
     def make_tensors(self) -> dict[str, Tensor]:
         """All tensors, in memory."""
+        from concurrent.futures import ThreadPoolExecutor  # slow to import
+
         _check_memory(self.name, self.file_bytes)
         with ThreadPoolExecutor() as pool:  # numpy makes random numbers without the GIL
             data = list(pool.map(lambda tensor: tensor.data, self.planned))
