@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from tests.server.servers import NAME, PacedExecutor, RunningServer, fake_server
 
 from quire.core.errors import ConfigError
 from quire.server import read_keys
-from quire.server.keys import KeyChanges
+from quire.server.keys import KeyChanges, KeyRing
+from quire.server.usage_file import FILE_NAME
 
 
 def secret(name: str) -> str:
@@ -158,6 +160,31 @@ def test_a_state_that_cannot_be_kept_leaves_the_keys_as_they_were(
     assert [keys.status(name) for name in ("alice", "carol")] == [200, 401]
 
 
+def test_many_hangups_are_few_readings(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = keys.server.service
+    readings: list[KeyChanges] = []
+    replace = service.access.replace
+
+    def counted(ring: KeyRing) -> KeyChanges:
+        readings.append(replace(ring))
+        return readings[-1]
+
+    monkeypatch.setattr(service.access, "replace", counted)
+    [reload] = service.reloads
+
+    def storm() -> None:
+        for _ in range(1000):
+            reload()
+
+    keys.write(table("carol"))
+    keys.server.loop.call_soon_threadsafe(storm)
+    wait_until(lambda: keys.status("carol") == 200)
+    keys.write(table("dave"))
+    keys.server.loop.call_soon_threadsafe(reload)
+    wait_until(lambda: keys.status("dave") == 200)
+    assert len(readings) == 2
+
+
 def test_an_administrator_reloads_by_http(keys: Keys) -> None:
     keys.write(table("alice"), table("carol", scopes=["inference", "stats"], tokens_per_day=5))
     server = keys.server
@@ -187,11 +214,21 @@ def test_a_process_reads_its_keys_on_sighup(text_model: Path, tmp_path: Path) ->
     path.write_text(table("alice"))
     options = ("--device", "reference", "--api-keys", path, "--state", tmp_path)
     with serving(text_model, *options) as server:
-        assert can_list_models(server.url, "alice")
-        path.write_text(table("bob"))
-        server.signal(signal.SIGHUP)
-        wait_until(lambda: can_list_models(server.url, "bob"))
-        assert not can_list_models(server.url, "alice")
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=secret("alice")) as client:
+            stream = client.completions.create(
+                model=text_model.name,
+                prompt="The sea is",
+                max_tokens=60,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            chunks = iter(stream)
+            next(chunks)
+            path.write_text(table("bob"))
+            server.signal(signal.SIGHUP)
+            wait_until(lambda: can_list_models(server.url, "bob"))
+            assert not can_list_models(server.url, "alice")
+            assert list(chunks)[-1].choices[0].finish_reason == "length"
         path.write_text("broken")
         server.signal(signal.SIGHUP)
         path.unlink()
@@ -200,6 +237,35 @@ def test_a_process_reads_its_keys_on_sighup(text_model: Path, tmp_path: Path) ->
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         assert "keys_reloaded" in server.errors()
+
+
+def test_the_day_outlives_a_process_that_is_killed(text_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(table("alice", tokens_per_day=1000))
+    options = ("--device", "reference", "--api-keys", path, "--state", tmp_path / "state")
+    with serving(text_model, *options) as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=secret("alice")) as client:
+            asked = client.completions.create(
+                model=text_model.name,
+                prompt=[1, 2, 3],
+                max_tokens=7,
+                extra_body={"ignore_eos": True},
+            )
+        assert asked.usage is not None
+        used = asked.usage.total_tokens
+        wait_until(lambda: used_by_file(tmp_path / "state" / FILE_NAME) == {"alice": used})
+        server.signal(signal.SIGKILL)
+        server.wait()
+    with serving(text_model, *options) as server:
+        ask = urllib.request.Request(f"{server.url}/v1/stats", headers=bearer("alice"))
+        with urllib.request.urlopen(ask) as answer:
+            own = json.load(answer)["own"]
+    assert (own["tokens_today"], own["completion_tokens"]) == (used, 0)
+    assert own["tokens_per_day"]["left"] == 1000 - used
+
+
+def used_by_file(path: Path) -> object:
+    return json.loads(path.read_text())["used"]
 
 
 def can_list_models(url: str, name: str) -> bool:

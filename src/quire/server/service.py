@@ -19,7 +19,7 @@ from quire.server.errors import ApiError
 from quire.server.json_reader import BodyLimits, body_limits
 from quire.server.keys import KeyChanges
 from quire.server.limits import KeyLimits
-from quire.server.logs import log
+from quire.server.logs import LOGGER, log
 from quire.server.metering import Meter
 from quire.server.quotas import Quotas
 from quire.server.schemas import MAX_MESSAGES, MAX_PROMPTS
@@ -64,6 +64,7 @@ class Service:
             self.reloads.append(self.audit.reopen)
         if settings.keys.can_be_read_again:
             self.reloads.append(self._start_reloading_keys)
+        self._wants_reload = False
         self._reloading: asyncio.Task[None] | None = None
         self._reload_lock = asyncio.Lock()
         self.pool = WorkPool()
@@ -185,11 +186,20 @@ class Service:
             self.audit.record(event, **about)
 
     def _start_reloading_keys(self) -> None:
-        async def reload() -> None:
-            with suppress(ConfigError):  # which is in the log
-                await self.reload_keys()
+        """However often it is asked for, one reading runs and one more follows it."""
+        self._wants_reload = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.ensure_future(self._reload_while_wanted())
 
-        self._reloading = asyncio.ensure_future(reload())
+    async def _reload_while_wanted(self) -> None:
+        while self._wants_reload:
+            self._wants_reload = False
+            try:
+                await self.reload_keys()
+            except ConfigError:
+                pass  # it is in the log
+            except Exception:
+                LOGGER.exception("reload_failed")
 
     async def drain(self) -> None:
         """Take nothing new; give what runs until the deadline, then end it with an error each."""
