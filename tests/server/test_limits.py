@@ -16,9 +16,11 @@ from tests.server.servers import (
     wait_until,
 )
 
-from quire.server.errors import ApiError
+from quire.core.errors import RequestCancelledError, StepTimeoutError
+from quire.server.errors import ApiError, as_api_error
 from quire.server.keys import ApiKey, KeyRing, digest_of
 from quire.server.limits import KeyLimits
+from quire.server.service import State
 
 KEY = "k" * 20
 JSON = "Content-Type: application/json"
@@ -126,6 +128,28 @@ def test_a_body_that_is_nonsense_is_a_400(fake: RunningServer, path: str, body: 
 def test_the_number_of_prompts_is_bounded(fake: RunningServer) -> None:
     reply = fake.post("/v1/completions", {"prompt": ["x"] * 257})
     assert (reply.status, reply.error["param"]) == (400, "prompt")
+
+
+def test_what_another_process_would_answer_says_when_to_come_back(text_model: Path) -> None:
+    cut = as_api_error(RequestCancelledError("r"), (), is_draining=True)
+    hung = as_api_error(StepTimeoutError("the step"), (), is_draining=False)
+    for error in (cut, hung):
+        assert error.status == 503
+        assert dict(error.headers)["retry-after"] == "5"
+    with fake_server(text_model) as server:
+        server.service.state = State.STUCK
+        reply = server.post("/v1/completions", {"prompt": "hi"})
+        assert (reply.status, reply.error["code"]) == (503, "stuck")
+        assert reply.headers["retry-after"] == "5"
+        server.service.state = State.READY
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
+def test_an_encoded_body_is_a_415(fake: RunningServer, encoding: str) -> None:
+    reply = fake.post("/tokenize", b"\x1f\x8b", {"Content-Encoding": encoding})
+    assert (reply.status, reply.error["code"]) == (415, "content_encoding")
+    plain = fake.post("/tokenize", {"prompt": "hi"}, {"Content-Encoding": "identity"})
+    assert plain.status == 200
 
 
 # ---- keys

@@ -151,7 +151,14 @@ def create_app(service: Service) -> Gate:
     add_administration(app, service)
     _describe_bodies(app)
     check_routes(route.path for route in app.routes if isinstance(route, Route))
-    return Gate(app, settings, service.access, service.limits, _on_done(service, tracing, rejected))
+    return Gate(
+        app,
+        settings,
+        service.access,
+        service.limits,
+        service.connections,
+        _on_done(service, tracing, rejected),
+    )
 
 
 def _on_done(

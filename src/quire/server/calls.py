@@ -54,6 +54,8 @@ class Call:
             "status": self.status,
             "seconds": round(self.seconds, 6),
         }
+        if self.client:
+            line["client"] = self.client
         if self.key is not None:
             line["key"] = self.key.name
         if self.user is not None:

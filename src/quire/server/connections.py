@@ -3,19 +3,16 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Protocol
 
+from quire.server.addresses import Proxies, address_group
 from quire.server.errors import ApiError
 from quire.server.logs import log
 from quire.server.settings import ServerSettings
 
-Network = IPv4Network | IPv6Network
-
-_IPV6_PREFIX = 64  # what one subscriber commonly has to itself
 _SHARE = 8  # of all connections, one address may hold the eighth part ...
 _LEAST = 8  # ... and these in any case
 _RETRY_S = 1.0
@@ -28,21 +25,6 @@ class Connection(Protocol):
         """Close at once."""
 
 
-def address_group(address: str) -> str | None:
-    """Whose limits an address falls under: its own, for IPv6 its /64; nobody's on loopback."""
-    try:
-        found = ip_address(address.partition("%")[0])
-    except ValueError:
-        return None  # no address: a socket of the file system
-    if isinstance(found, IPv6Address):
-        found = found.ipv4_mapped or found
-    if found.is_loopback:
-        return None
-    if isinstance(found, IPv6Address):
-        return str(ip_network((found, _IPV6_PREFIX), strict=False))
-    return str(found)
-
-
 class Connections:
     """The open connections of a server. Those between requests, or whose request still comes, may
     be closed for a newcomer; those that compute an answer may not."""
@@ -51,14 +33,14 @@ class Connections:
         self,
         max_connections: int,
         max_per_address: int | None = None,
-        exempt: Iterable[Network] = (),
+        proxies: Proxies | None = None,
     ) -> None:
         self.max_connections = max_connections
         self.max_per_address = max_per_address or max(_LEAST, max_connections // _SHARE)
         self.num_open = 0
         self.refused: Counter[str] = Counter()  # by which limit
         self.cut: Counter[str] = Counter()  # connections closed by a deadline or bound, by which
-        self._exempt = tuple(exempt)
+        self._proxies = proxies or Proxies()
         self._by_group: Counter[str] = Counter()
         self._idle: dict[Connection, None] = {}  # longest idle first
         self._lingering: dict[Connection, None] = {}  # answered, and waiting to be closed
@@ -67,7 +49,7 @@ class Connections:
     def enter(self, connection: Connection, address: str) -> str | None:
         """Count a connection in as idle, with the group that it must leave with; an ApiError for
         one too many, which may stay to read it until more of its kind come."""
-        group = self._group_of(address)
+        group = None if address in self._proxies else address_group(address)
         if group is not None and self._by_group[group] >= self.max_per_address:
             raise self._refusal(connection, "address", 429, f"{group} has too many connections")
         if self.num_open >= self.max_connections and not self._make_room():
@@ -87,9 +69,27 @@ class Connections:
         self._idle.pop(connection, None)
         self._lingering.pop(connection, None)
         if group is not None:
-            self._by_group[group] -= 1
-            if not self._by_group[group]:
-                del self._by_group[group]
+            self._drop(group)
+
+    @contextmanager
+    def held_for(self, group: str | None) -> Iterator[None]:
+        """Count a request that a proxy makes for an address as that address's connection."""
+        if group is None:
+            yield
+            return
+        if self._by_group[group] >= self.max_per_address:
+            self.refused["address"] += 1
+            raise ApiError(
+                429,
+                f"{group} has too many requests open",
+                code="too_many_connections",
+                retry_after_s=_RETRY_S,
+            )
+        self._by_group[group] += 1
+        try:
+            yield
+        finally:
+            self._drop(group)
 
     def set_busy(self, connection: Connection) -> None:
         self._idle.pop(connection, None)
@@ -104,6 +104,11 @@ class Connections:
         if connection not in self._refused:
             self._idle.pop(connection, None)
             self._lingering[connection] = None
+
+    def _drop(self, group: str) -> None:
+        self._by_group[group] -= 1
+        if not self._by_group[group]:
+            del self._by_group[group]
 
     def _refusal(self, connection: Connection, limit: str, status: int, message: str) -> ApiError:
         self.refused[limit] += 1
@@ -121,14 +126,6 @@ class Connections:
                 return True
         return False
 
-    def _group_of(self, address: str) -> str | None:
-        group = address_group(address)
-        if group is not None and self._exempt:
-            found = ip_address(address.partition("%")[0])
-            if any(found in network for network in self._exempt):
-                return None  # it speaks for others, whom the gate counts
-        return group
-
 
 def open_connections(settings: ServerSettings) -> Connections:
     """As many as the settings allow, as far as there are descriptors for them."""
@@ -137,7 +134,8 @@ def open_connections(settings: ServerSettings) -> Connections:
     if descriptors is not None and descriptors - _SPARE_DESCRIPTORS < room:
         room = max(1, descriptors - _SPARE_DESCRIPTORS)
         log("few_descriptors", logging.WARNING, available=descriptors, max_connections=room)
-    return Connections(room, settings.max_connections_per_address)
+    proxies = Proxies(settings.trusted_proxies)
+    return Connections(room, settings.max_connections_per_address, proxies)
 
 
 def _num_descriptors() -> int | None:

@@ -25,6 +25,8 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
+RESTART_S = 5.0  # what a supervisor commonly takes to start another process
+
 
 class ApiError(Exception):
     """An answer that is an error; `param` names the field it is about, where it is about one."""
@@ -49,9 +51,19 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
+        return json.dumps({"error": self._fields()}).encode()
+
+    @property
+    def frame(self) -> bytes:
+        """As an event of a stream, whose headers are gone: it says itself when to come again."""
+        fields = self._fields()
+        if self.retry_after_s is not None:
+            fields["retry_after_ms"] = max(1, round(1000 * self.retry_after_s))
+        return b"data: " + json.dumps({"error": fields}).encode() + b"\n\n"
+
+    def _fields(self) -> dict[str, object]:
         kind = _TYPES.get(self.status, "invalid_request_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()
+        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     @property
     def headers(self) -> list[tuple[str, str]]:
@@ -70,7 +82,12 @@ def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool
         case DeadlineError():
             return ApiError(408, text, code="timeout")
         case RequestCancelledError():
-            return ApiError(503, "the server ended this request: it is shutting down", code="drain")
+            return ApiError(
+                503,
+                "the server ended this request: it is shutting down",
+                code="drain",
+                retry_after_s=RESTART_S,
+            )
         case RequestError():
             return ApiError(400, text, param=_field_of(text, fields))
         case OverloadedError() if is_draining:
@@ -80,7 +97,7 @@ def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool
         case RowFaultError():
             return ApiError(500, f"this request failed alone: {text}", code="row_fault")
         case StepTimeoutError():
-            return ApiError(503, text, code="stuck")
+            return ApiError(503, text, code="stuck", retry_after_s=RESTART_S)
         case ModelFileError():
             return ApiError(500, f"the model's chat template failed: {text}", code="template")
     return ApiError(500, text, code="engine")

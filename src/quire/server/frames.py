@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from quire.core.plan import TokenLogprob
 from quire.core.request import Piece
-from quire.server.errors import ApiError
 from quire.server.replies import TraceReport, Usage
 from quire.server.scores import ScoreWriter
 
@@ -106,7 +105,3 @@ class TextFrames(Frames):
             self._num_spelled[index] = offset + written.num_characters
             told = written.json
         return f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {told}'
-
-
-def error_frame(error: ApiError) -> bytes:
-    return b"data: " + error.body + b"\n\n"

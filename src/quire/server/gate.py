@@ -1,16 +1,20 @@
 """Gate: what every request passes before the application sees it.
 
-In order: its Host and Origin, its key and what that key is for, its kind of body, its key's limits,
-its body within size and time. It also gives each a request id and writes its line of the log.
+In order: its address, its Host and Origin, its key and what that key is for, its kind of body, its
+key's limits, its body within size and time. It also gives each a request id and writes its line of
+the log.
 """
 
 import asyncio
+from asyncio import sleep
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
 from quire.server.access import Access, Need, needed_for
+from quire.server.addresses import FailedKeys, Proxies, address_group
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, new_call
+from quire.server.connections import Connections
 from quire.server.errors import ApiError
 from quire.server.limits import KeyLimits
 from quire.server.origins import check_host, check_origin, cors_headers, is_preflight
@@ -22,6 +26,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+
+_MAX_DELAYED = 64
+_LONGEST_DELAY_S = 2.0
 
 
 class ClientGoneError(Exception):
@@ -37,6 +44,7 @@ class Gate:
         settings: ServerSettings,
         access: Access,
         limits: KeyLimits,
+        connections: Connections,
         on_done: Callable[[Call], None],
     ) -> None:
         self._app = app
@@ -45,6 +53,10 @@ class Gate:
         self._on_done = on_done
         self._limits = limits
         self._num_buffered = 0  # bytes of bodies
+        self._connections = connections
+        self._proxies = Proxies(settings.trusted_proxies)
+        self._failed_keys = FailedKeys()
+        self._num_delayed = 0  # refusals of wrong keys that wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -68,7 +80,7 @@ class Gate:
             await send(message)
 
         try:
-            await self._pass(scope, receive, send_marked, call)
+            await self._admit(scope, receive, send_marked, call)
         except ApiError as error:
             call.error = error.code or error.message
             await send_error(send_marked, error)
@@ -76,6 +88,18 @@ class Gate:
             call.error = CLIENT_GONE
         finally:
             self._on_done(call)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
+        """Tell whose request it is. Those of others than the peer count as theirs."""
+        peer = (scope.get("client") or ("", 0))[0]
+        if peer not in self._proxies:
+            call.client = peer
+            await self._pass(scope, receive, send, call)
+            return
+        call.client = self._proxies.client_of(peer, scope["headers"])
+        group = None if call.client in self._proxies else address_group(call.client)
+        with self._connections.held_for(group):
+            await self._pass(scope, receive, send, call)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
         headers: Headers = scope["headers"]
@@ -85,8 +109,7 @@ class Gate:
             await _send(send, 204, b"", [])
             return
         if needed_for(scope["path"]) is not Need.NOTHING:
-            call.key = self._access.key_of(_header(headers, b"authorization"))
-            self._access.check(call.key, scope["path"])
+            await self._authenticate(call, _header(headers, b"authorization"))
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -100,6 +123,35 @@ class Gate:
         finally:
             if key is not None:
                 self._limits.leave(key)
+
+    async def _authenticate(self, call: Call, presented: str) -> None:
+        try:
+            call.key = self._access.key_of(presented)
+            self._access.check(call.key, call.path)
+        except ApiError as error:
+            if error.status == 401 and presented:
+                await self._slow_down(call)
+            raise
+
+    async def _slow_down(self, call: Call) -> None:
+        """Answer late, and as too many, whoever keeps sending wrong keys. Right keys are never
+        held up: their address may be that of many. Only so many answers wait at a time."""
+        wait_s = self._failed_keys.add(address_group(call.client) or "loopback")
+        if not wait_s:
+            return
+        if self._num_delayed < min(_MAX_DELAYED, self._connections.max_connections // 8):
+            self._num_delayed += 1
+            try:
+                await sleep(min(wait_s, _LONGEST_DELAY_S))
+            finally:
+                self._num_delayed -= 1
+        raise ApiError(
+            429,
+            "too many wrong API keys came from this address, this one among them",
+            code="too_many_failed_keys",
+            retry_after_s=wait_s,
+            headers=(("connection", "close"),),
+        )
 
     # ---- the body
 
@@ -181,7 +233,11 @@ def _check_content_type(headers: Headers) -> None:
             415,
             f"the content type must be application/json, got {kind!r:.100}",
             code="content_type",
-            headers=(("connection", "close"),),
+        )
+    encoding = _header(headers, b"content-encoding").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415, f"the body must be sent as it is, not {encoding!r:.100}", code="content_encoding"
         )
 
 

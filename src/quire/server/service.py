@@ -15,7 +15,7 @@ from quire.llm import AsyncLLM
 from quire.server.access import Access
 from quire.server.audit import open_audit_log
 from quire.server.connections import open_connections
-from quire.server.errors import ApiError
+from quire.server.errors import RESTART_S, ApiError
 from quire.server.json_reader import BodyLimits, body_limits
 from quire.server.keys import KeyChanges
 from quire.server.limits import KeyLimits
@@ -135,7 +135,12 @@ class Service:
                 retry_after_s=_RETRY_WHILE_LOADING_S,
             )
         if self.state is State.STUCK:
-            raise ApiError(503, "the executor does not answer; the server restarts", code="stuck")
+            raise ApiError(
+                503,
+                "the executor does not answer; the server restarts",
+                code="stuck",
+                retry_after_s=RESTART_S,
+            )
         return self._llm
 
     @property

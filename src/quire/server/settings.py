@@ -8,6 +8,8 @@ from pathlib import Path
 from quire.core.errors import ConfigError
 from quire.server.keys import KeyRing
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
 _COUNTS = (
     *("max_body_bytes", "max_buffered_bytes", "max_header_bytes"),
     *("max_connections", "max_connections_per_address"),
@@ -24,6 +26,9 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    tls_cert: Path | None = None  # speak TLS with this certificate ...
+    tls_key: Path | None = None  # ... and this key, or the one in the certificate's file
+    tls_key_password: str | None = field(default=None, repr=False)
     model_names: tuple[str, ...] = ("quire",)  # the first is the one that answers carry
     keys: KeyRing = field(default_factory=KeyRing)
     no_auth: bool = False  # listen beyond loopback although there are no keys
@@ -34,6 +39,7 @@ class ServerSettings:
     max_header_bytes: int = 64 << 10
     max_connections: int = 4096
     max_connections_per_address: int | None = None  # an eighth of all; none of loopback's
+    trusted_proxies: tuple[Network, ...] = ()  # who may say whom they speak for
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0  # for a client that does not take its answer
@@ -60,6 +66,8 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
         if not 0 <= self.drain_timeout_s < math.inf:
             raise ConfigError(f"drain_timeout_s must be 0 or more, got {self.drain_timeout_s}")
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ConfigError("a TLS key needs its certificate: give --tls-cert too")
         for origin in self.cors_origins:
             _check_origin(origin)
         if not self.keys and not self.no_auth and not is_loopback(self.host):

@@ -12,7 +12,7 @@ from quire.core.request import Piece, RequestOutput
 from quire.engine.aio import Stream
 from quire.server.calls import CLIENT_GONE, Call
 from quire.server.errors import ApiError
-from quire.server.frames import DONE, PING, Frames, error_frame
+from quire.server.frames import DONE, PING, Frames
 from quire.server.gate import Receive, Scope, Send, send_error
 from quire.server.service import Service
 
@@ -94,7 +94,7 @@ class StreamReply(Response):
         if not self._is_open:
             await send_error(self._send, error)
             return
-        await self._write(error_frame(error), more=False)
+        await self._write(error.frame, more=False)
 
     async def _pump(self, stream: Stream, first_choice: int) -> RequestOutput:
         """Write one request's pieces until it has ended."""
