@@ -62,7 +62,7 @@ def serving(
     try:
         assert process.stdout is not None
         greeting = _lines(process.stdout, 2)
-        found = re.search(r"http://\S+:\d+", greeting)
+        found = re.search(r"https?://\S+:\d+", greeting)
         assert found, f"{greeting}{process.stderr.read() if process.stderr else ''}"
         yield ServeProcess(process, found.group(), greeting)
     finally:

@@ -24,6 +24,7 @@ from quire.llm.assembly import Assembly, Options, assemble
 from quire.server.runner import make_server
 from quire.server.service import Load, Service
 from quire.server.settings import ServerSettings
+from quire.server.tls import read_certificate
 
 PATIENCE_S = 120.0  # a guard against waiting for ever; nothing is measured
 NAME = "tiny-text"
@@ -162,7 +163,7 @@ def running(settings: ServerSettings, load: Load, executor: Any = None) -> Itera
 
     async def main() -> None:
         service = Service(settings, load)
-        server = make_server(service)
+        server = make_server(service, read_certificate(settings))
         started.update(service=service, loop=asyncio.get_running_loop(), server=server)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         has_started.set()

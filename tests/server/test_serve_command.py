@@ -109,6 +109,7 @@ def test_after_the_drain_timeout_each_gets_an_error(text_model: Path) -> None:
         for event in last_events(answers):
             error = json.loads(event.removeprefix("data: "))["error"]
             assert error["code"] == "drain"
+            assert error["retry_after_ms"] == 5000, "a stream's headers are gone"
         assert server.wait() == 0
 
 

@@ -28,17 +28,23 @@ _ENGINE_NUMBERS = {  # options that are fields of EngineConfig, and their types
     "slo_ttft_ms": float,
 }
 _USUAL_STEP_TIMEOUT_S = 120.0
+_DEADLINES = (
+    ("header-timeout", 10.0, "for a connection to send its request's head, and for a handshake"),
+    ("body-timeout", 30.0, "for a request's body to come"),
+    ("unread-timeout", 60.0, "for a client that takes nothing of its answer"),
+    ("keep-alive", 65.0, "for a connection between requests"),
+)
 _EPILOG = """\
 examples:
   quire serve                                        the default model on http://127.0.0.1:8000
   quire serve model.gguf --port 9000 --max-batch-size 32
   quire serve model.gguf --config quire.toml         with what `quire bench tune` wrote
-  quire serve model.gguf --host 0.0.0.0 --api-keys keys.toml
+  quire serve model.gguf --host 0.0.0.0 --api-keys keys.toml --tls-cert cert.pem --tls-key key.pem
 
 Without keys the server listens on this machine alone and lets everybody on it in. Keys come from
-a TOML file, read again on SIGHUP, or from QUIRE_API_KEY. SIGTERM and Ctrl-C let running requests
-end, up to --drain-timeout; a second one ends them at once. Options here go before those of
---config.
+a TOML file or from QUIRE_API_KEY. SIGTERM and Ctrl-C let running requests end, up to
+--drain-timeout; a second one ends them at once. SIGHUP reads keys and certificate again. Options
+here go before those of --config.
 """
 
 
@@ -109,6 +115,24 @@ def _add_listen_options(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument("--api-keys", type=Path, metavar="FILE", help="TOML: [keys.NAME] tables")
     group.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="PEM: speak https with this certificate chain"
+    )
+    group.add_argument(
+        "--tls-key",
+        type=Path,
+        metavar="FILE",
+        help="PEM: its private key, if that is not in the same file; "
+        "the password of an encrypted one comes from QUIRE_TLS_KEY_PASSWORD",
+    )
+    group.add_argument(
+        "--trusted-proxies",
+        action="append",
+        default=[],
+        metavar="ADDRESSES",
+        help="addresses or networks, such as 10.0.0.0/8,::1, whose X-Forwarded-For or Forwarded "
+        "says whom they speak for; may be repeated",
+    )
+    group.add_argument(
         "--no-auth", action="store_true", help="let other machines in although there are no keys"
     )
     group.add_argument(
@@ -134,8 +158,30 @@ def _add_limit_options(group: "argparse._ArgumentGroup") -> None:
         "--request-timeout", type=float, metavar="S", help="of requests that bring none"
     )
     group.add_argument(
-        "--max-body-bytes", type=int, default=4 << 20, metavar="N", help="(default: %(default)s)"
+        "--max-body-bytes",
+        type=int,
+        default=4 << 20,
+        metavar="N",
+        help="of a request; more is a 413 (default: %(default)s)",
     )
+    group.add_argument(
+        "--max-connections",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="open at a time, fewer where descriptors are (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-connections-per-address",
+        type=int,
+        metavar="N",
+        help="of them from one client, an IPv6 /64 being one; loopback has no such limit "
+        "(default: an eighth of all)",
+    )
+    for name, default, help_text in _DEADLINES:
+        group.add_argument(
+            f"--{name}", type=float, default=default, metavar="S", help=f"{help_text} (%(default)s)"
+        )
 
 
 def _add_operation_options(group: "argparse._ArgumentGroup") -> None:
@@ -217,6 +263,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace) -> "ServerSettings":
     from quire.server import ServerSettings, read_keys
+    from quire.server.addresses import read_networks
+    from quire.server.tls import PASSWORD_VARIABLE
     from quire.server.usage_file import default_folder
 
     return ServerSettings(
@@ -227,7 +275,19 @@ def _settings(args: argparse.Namespace) -> "ServerSettings":
         no_auth=args.no_auth,
         allowed_hosts=tuple(name.lower() for name in args.allowed_host),
         cors_origins=tuple(args.cors_origin),
+        trusted_proxies=read_networks(
+            name for listed in args.trusted_proxies for name in listed.split(",") if name.strip()
+        ),
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        tls_key_password=os.environ.get(PASSWORD_VARIABLE),
         max_body_bytes=args.max_body_bytes,
+        max_connections=args.max_connections,
+        max_connections_per_address=args.max_connections_per_address,
+        header_timeout_s=args.header_timeout,
+        body_timeout_s=args.body_timeout,
+        unread_timeout_s=args.unread_timeout,
+        keep_alive_s=args.keep_alive,
         drain_timeout_s=args.drain_timeout,
         ping_interval_s=args.ping_interval,
         otlp_endpoint=args.otlp_endpoint or None,

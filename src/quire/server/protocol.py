@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
+from uvicorn.protocols.utils import get_remote_addr
 
 from quire.server.connections import Connections
 from quire.server.errors import ApiError
@@ -49,6 +50,7 @@ class Guards:
     unread_timeout_s: float = 60.0
     linger_timeout_s: float = 5.0
     linger_bytes: int = 16 << 20
+    keep_alive_s: float = 65.0
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -58,6 +60,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.timeout_keep_alive = self.guards.keep_alive_s  # type: ignore[assignment]
+        self._lowest: asyncio.Transport | None = None  # of the connection, beneath any TLS
         self._group: str | None = None  # of its address, for the connection's limits
         self._outlet: _Outlet
         self._answering: RequestResponseCycle | None = None
@@ -81,14 +85,26 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._outlet = _Outlet(transport, self._close_gently)
         try:
-            self._group = self.guards.connections.enter(self, self.client[0] if self.client else "")
+            self.enter(transport)
         except ApiError as error:
             self._refuse(error)
         else:
             self._set_deadline(self.guards.header_timeout_s, self._on_head_deadline)
 
+    def enter(self, transport: asyncio.Transport) -> None:
+        """Count the connection, once: with TLS that is before its handshake."""
+        if self._lowest is None:
+            self._lowest = transport
+            peer = get_remote_addr(transport)
+            self._group = self.guards.connections.enter(self, peer[0] if peer else "")
+
+    def leave(self) -> None:
+        if self._lowest is not None:
+            self._lowest = None
+            self.guards.connections.leave(self, self._group)
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self.guards.connections.leave(self, self._group)
+        self.leave()
         self._stop_deadline()
         self._stop_unread_deadline()
         for cycle in (self._answering, *(cycle for cycle, _ in self.pipeline)):
@@ -100,13 +116,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # also after an error
 
     def give_way(self) -> None:
-        self.transport.abort()
+        if self._lowest is not None:
+            self._lowest.abort()
 
     def shutdown(self) -> None:
         self._is_shutting_down = True
         if self._is_lingering:
             self.transport.abort()
-        else:
+        elif not self.transport.is_closing():
             super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -354,11 +371,7 @@ class GuardedProtocol(HttpToolsProtocol):
         elif not self._is_in_head and self.cycle is not None and self.cycle.response_complete:
             self._linger()  # what is wrong is the rest of a body that was answered
             return
-        body = error.body
-        head = [STATUS_LINE[error.status], b"content-type: application/json\r\n"]
-        head += [b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers]
-        head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
-        self.transport.write(b"".join([*head, body]))
+        self.transport.write(refusal_bytes(error))
         self._linger()
 
     def _answer_no_more(self) -> None:
@@ -442,6 +455,15 @@ def _is_understood(header: tuple[bytes, bytes]) -> bool:
 def _announces_much(header: tuple[bytes, bytes]) -> bool:
     name, value = header
     return name == b"transfer-encoding" or int(value) > MAX_KEPT_BODY
+
+
+def refusal_bytes(error: ApiError) -> bytes:
+    """An error as an answer of its own, after which the connection is closed."""
+    body = error.body
+    head = [STATUS_LINE[error.status], b"content-type: application/json\r\n"]
+    head += [b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers]
+    head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
+    return b"".join([*head, body])
 
 
 def guarded(guards: Guards) -> type[GuardedProtocol]:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from typing import Any
 
 import uvicorn
 
@@ -17,6 +18,7 @@ from quire.server.logs import log
 from quire.server.protocol import Guards, guarded
 from quire.server.service import Load, Service, State
 from quire.server.settings import ServerSettings
+from quire.server.tls import Certificate, read_certificate, with_tls
 
 _LAST_WORDS_S = 5  # for errors to reach their clients once everything has ended
 
@@ -37,13 +39,16 @@ def serve(
 ) -> None:
     """Serve until a signal ends it; raises what ended it otherwise.
 
-    SIGTERM and SIGINT drain; a second one ends what is left at once. SIGHUP reads the
-    keys again and calls each of `on_hangup` on the event loop; where there is neither a file of
-    keys nor one of those, it ends the process, as the system has it.
+    SIGTERM and SIGINT drain; a second one ends what is left at once. SIGHUP reads the keys and the
+    certificate again and calls each of `on_hangup` on the event loop; where there is none of all
+    these, it ends the process, as the system has it.
     """
+    certificate = read_certificate(settings)
+    if certificate is not None:
+        on_hangup = [*on_hangup, certificate.reload]
     listener = _listener(settings)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(settings, load, listener, on_ready, on_hangup))
+        runner.run(_serve(settings, load, listener, on_ready, on_hangup, certificate))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -60,9 +65,10 @@ async def _serve(
     listener: socket.socket,
     on_ready: OnReady,
     on_hangup: Sequence[Reload],
+    certificate: Certificate | None,
 ) -> None:
     service = Service(settings, load)
-    server = make_server(service)
+    server = make_server(service, certificate)
     loop = asyncio.get_running_loop()
     drains: set[asyncio.Task[None]] = set()
 
@@ -123,7 +129,7 @@ async def _end(service: Service, server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-def make_server(service: Service) -> uvicorn.Server:
+def make_server(service: Service, certificate: Certificate | None = None) -> uvicorn.Server:
     """uvicorn over the application, with the limits of the settings."""
     settings = service.settings
     guards = Guards(
@@ -133,17 +139,20 @@ def make_server(service: Service) -> uvicorn.Server:
         unread_timeout_s=settings.unread_timeout_s,
         linger_timeout_s=settings.linger_timeout_s,
         linger_bytes=4 * settings.max_body_bytes,
+        keep_alive_s=settings.keep_alive_s,
     )
+    protocol: Any = guarded(guards)
+    if certificate is not None:
+        protocol = with_tls(protocol, certificate)
     config = uvicorn.Config(
         create_app(service),
-        http=guarded(guards),
+        http=protocol,
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=round(settings.keep_alive_s),
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
     return _Server(config)
@@ -169,4 +178,5 @@ def _address(listener: socket.socket, settings: ServerSettings) -> str:
     host = settings.host
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if settings.tls_cert is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
