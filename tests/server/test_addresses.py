@@ -143,7 +143,8 @@ def test_wrong_keys_are_slowed_down_and_right_ones_are_not(
 
     monkeypatch.setattr(gate, "sleep", sleep)
     monkeypatch.setattr(addresses, "_FORGOTTEN_S", 1e12)
-    with fake_server(text_model, keys=RING) as server:
+    with fake_server(text_model, keys=RING, trusted_proxies=LOOPBACK) as server:
+        server.headers["X-Forwarded-For"] = "198.51.100.1"
         assert {wrong(server, number).status for number in range(10)} == {401}
         assert waits == []
         late = [wrong(server) for _ in range(8)]
@@ -155,6 +156,12 @@ def test_wrong_keys_are_slowed_down_and_right_ones_are_not(
         assert waits == pytest.approx([1, 2, 2, 2, 2, 2, 2, 2])
         assert right(server) == 200
         assert server.get("/v1/models").status == 401, "no key is no wrong key"
+        waits.clear()
+        del server.headers["X-Forwarded-For"]
+        local = [wrong(server) for _ in range(13)]
+        assert {reply.status for reply in local} == {401}, "loopback is anybody's"
+        assert [reply.headers.get("retry-after") for reply in local[9:]] == [None, "1", "2", "4"]
+        assert waits == [0.1, 0.1, 0.1]
 
 
 def test_answers_to_wrong_keys_wait_within_bounds(
@@ -183,7 +190,7 @@ def test_answers_to_wrong_keys_wait_within_bounds(
         may_answer.set()
         for thread in threads:
             thread.join(PATIENCE_S)
-        assert {reply.status for reply in replies} == {429}
+        assert {reply.status for reply in replies} == {401}
 
 
 def test_behind_a_proxy_only_the_sender_is_slowed_down(

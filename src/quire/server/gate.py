@@ -29,6 +29,7 @@ Headers = list[tuple[bytes, bytes]]
 
 _MAX_DELAYED = 64
 _LONGEST_DELAY_S = 2.0
+_LOOPBACK_DELAY_S = 0.1
 
 
 class ClientGoneError(Exception):
@@ -130,28 +131,32 @@ class Gate:
             self._access.check(call.key, call.path)
         except ApiError as error:
             if error.status == 401 and presented:
-                await self._slow_down(call)
+                await self._slow_down(call, error)
             raise
 
-    async def _slow_down(self, call: Call) -> None:
+    async def _slow_down(self, call: Call, error: ApiError) -> None:
         """Answer late, and as too many, whoever keeps sending wrong keys. Right keys are never
-        held up: their address may be that of many. Only so many answers wait at a time."""
-        wait_s = self._failed_keys.add(address_group(call.client) or "loopback")
+        held up: their address may be that of many. On loopback, which is anybody's on this machine,
+        the answer stays what it is. Only so many answers wait at a time."""
+        group = address_group(call.client)
+        wait_s = self._failed_keys.add(group or "loopback")
         if not wait_s:
             return
         if self._num_delayed < min(_MAX_DELAYED, self._connections.max_connections // 8):
             self._num_delayed += 1
             try:
-                await sleep(min(wait_s, _LONGEST_DELAY_S))
+                await sleep(min(wait_s, _LONGEST_DELAY_S if group else _LOOPBACK_DELAY_S))
             finally:
                 self._num_delayed -= 1
-        raise ApiError(
-            429,
-            "too many wrong API keys came from this address, this one among them",
-            code="too_many_failed_keys",
-            retry_after_s=wait_s,
-            headers=(("connection", "close"),),
-        )
+        error.retry_after_s = wait_s
+        if group is not None:
+            raise ApiError(
+                429,
+                "too many wrong API keys came from this address, this one among them",
+                code="too_many_failed_keys",
+                retry_after_s=wait_s,
+                headers=(("connection", "close"),),
+            )
 
     # ---- the body
 
