@@ -1,9 +1,18 @@
 """Plain versions of what the tokenizer does, written to be read: the oracles of its tests."""
 
 import itertools
+import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Unicode's White_Space, which is what \s means to tokenizers (Python's \s has more).
 WHITESPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B)))
@@ -79,3 +88,36 @@ def _in_classes(pattern: str) -> str:
         is_class = part.startswith(r"\p") or part in (r"\s", r"\S")
         result.append(f"[{part}]" if is_class and not inside else part)
     return "".join(result)
+
+
+class _AssistantTracker(Extension):
+    """{% generation %} as transformers parses it."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_support"), [], [], body).set_lineno(line)
+
+    def _support(self, caller: Any) -> Any:
+        return caller()
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def transformers_renders(source: str, **values: Any) -> str:
+    """A chat template by jinja alone, set up as transformers does it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_AssistantTracker, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
+        value, ensure_ascii=ensure_ascii, **options
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source).render(**values)

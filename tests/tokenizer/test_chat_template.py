@@ -1,24 +1,24 @@
 """Chat templates as models bring them: the prompts are as by jinja and transformers."""
 
-import json
 import re
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tests.tokenizer.references import transformers_renders
 
 from quire.core.errors import ModelFileError, RequestError
 from quire.tokenizer import ChatTemplate
-from quire.tokenizer.chat_template import BASE_UNITS, MAX_SOURCE_LENGTH
+from quire.tokenizer.chat_template import MAX_SOURCE_LENGTH
 
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "tokenizers"
 CHATML, LLAMA_3, MISTRAL, QWEN = (
     (TEMPLATES / f"{name}.jinja").read_text() for name in ("chatml", "llama_3", "mistral", "qwen")
 )
-SUBSET = (TEMPLATES / "subset.txt").read_text().split("\n----\n")
+CONSTRUCTS = (TEMPLATES / "constructs.txt").read_text().split("\n----\n")
 
 USER = [{"role": "user", "content": " Hi "}]
 TALK = [
@@ -104,24 +104,14 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds <tw
 def test_templates_in_the_style_of_known_models_render_as_expected(
     source: str, messages: list[dict[str, Any]], options: dict[str, Any], prompt: str
 ) -> None:
-    assert ChatTemplate(source, "<s>", "</s>").render(messages, **options) == prompt
+    assert ChatTemplate(source, "<s>", "</s>").render(messages, **options).text == prompt
 
 
-def jinja_renders(source: str, **values: Any) -> str:
-    """The template by jinja alone, set up as transformers does."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, **options
-    )
-    return environment.from_string(source).render(**values)
-
-
-@pytest.mark.parametrize("source", SUBSET)
-def test_the_subset_means_what_jinja_means_by_it(source: str) -> None:
+@pytest.mark.parametrize("source", CONSTRUCTS)
+def test_a_template_means_what_transformers_means_by_it(source: str) -> None:
     values: dict[str, Any] = {"x": "abc", "n": 3, "l": [1, 2, 3], "d": {"k": "v"}}
-    assert ChatTemplate(source).render(USER, **values) == jinja_renders(source, **values)
+    expected = transformers_renders(source, **values)
+    assert ChatTemplate(source).render(USER, **values).text == expected
 
 
 @given(
@@ -138,21 +128,21 @@ def test_the_subset_means_what_jinja_means_by_it(source: str) -> None:
 def test_any_messages_render_as_jinja_renders_them(
     messages: list[dict[str, str]], source: str
 ) -> None:
-    expected = jinja_renders(source, messages=messages, tools=None, add_generation_prompt=True)
-    assert ChatTemplate(source).render(messages) == expected
+    values = {"messages": messages, "tools": None, "add_generation_prompt": True}
+    expected = transformers_renders(source, **values)
+    assert ChatTemplate(source).render(messages).text == expected
 
 
 def test_what_the_model_wrote_may_be_marked() -> None:
     source = "{% generation %}{{ messages[0].content }}{% endgeneration %}!"
-    assert ChatTemplate(source).render(USER) == " Hi !"
+    assert ChatTemplate(source).render(USER).text == " Hi !"
 
 
-def test_the_time_is_that_of_the_day_and_only_in_plain_formats() -> None:
-    assert re.fullmatch(
-        r"\d\d \w{3} \d{4}", ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(USER)
-    )
-    with pytest.raises(RequestError, match="strftime_now"):
-        ChatTemplate("{{ strftime_now('%999999999d') }}").render(USER)
+def test_the_time_is_that_of_the_day() -> None:
+    before = datetime.now()
+    text = ChatTemplate("{{ strftime_now('%Y-%m-%d %H:%M:%S %b') }}").render(USER).text
+    told = datetime.strptime(text, "%Y-%m-%d %H:%M:%S %b")
+    assert before - timedelta(seconds=1) <= told <= datetime.now()
 
 
 def test_a_templates_refusal_is_a_request_error_in_its_words() -> None:
@@ -173,24 +163,20 @@ def test_a_template_that_fails_on_the_messages_says_in_which_line() -> None:
         ("{% if %}", "line 1: Expected an expression"),
         ("\n\n{{ a", "line 3"),
         ("{% nonsense %}", "unknown tag 'nonsense'"),
-        ("{{ a|nonsense }}", "filter 'nonsense'; allowed: abs, "),
-        ("{{ a is nonsense }}", "test 'nonsense'; allowed: "),
+        ("{{ a|nonsense }}", "line 1: No filter named 'nonsense'"),
+        ("\n{{ a is nonsense }}", "line 2: No test named 'nonsense'"),
+        ("{% include 'x' %}{% do x %}", "unknown tag 'do'"),
         ("{{ " + "9" * 5000 + " }}", "does not compile"),
         ("{{ " + "(" * 5000, "does not compile"),
         ("{{ a" + ".b" * 5000 + " }}", "does not compile"),
-        ("x" * (MAX_SOURCE_LENGTH + 1), "65537 characters; the limit is 65536"),
+        ("{% if a %}" * 5000 + "{% endif %}" * 5000, "does not compile"),
+        ("{% for a in b %}" * 25 + "{% endfor %}" * 25, "does not compile"),
+        ("x" * (MAX_SOURCE_LENGTH + 1), f"the limit is {MAX_SOURCE_LENGTH}"),
     ],
 )
 def test_a_template_that_does_not_compile_is_a_model_file_error(source: str, message: str) -> None:
     with pytest.raises(ModelFileError, match=re.escape(message)):
         ChatTemplate(source)
-
-
-def test_long_messages_may_be_worked_on_in_proportion_to_their_length() -> None:
-    content = "word " * 400_000
-    source = "{% for i in range(20) %}{% set x = messages[0].content.strip() %}{% endfor %}done"
-    assert len(content) * 20 > 8 * BASE_UNITS  # more than short messages would be given
-    assert ChatTemplate(source).render([{"role": "user", "content": content}]) == "done"
 
 
 def test_what_the_model_sets_cannot_be_given() -> None:
@@ -200,4 +186,4 @@ def test_what_the_model_sets_cannot_be_given() -> None:
 
 def test_a_template_may_be_rendered_again_and_keeps_nothing() -> None:
     template = ChatTemplate("{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}")
-    assert [template.render(USER), template.render(USER)] == ["1", "1"]
+    assert [template.render(USER).text, template.render(USER).text] == ["1", "1"]

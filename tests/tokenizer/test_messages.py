@@ -1,18 +1,20 @@
 """Chat messages: what is wrong with one is said, with its place; contents become strings."""
 
 import re
+import time
 from typing import Any
 
 import pytest
 
 from quire.core.errors import RequestError
 from quire.tokenizer import ChatTemplate
+from quire.tokenizer.messages import MAX_VALUES, plain_values
 
 ECHO = ChatTemplate("{{ messages|tojson }}{{ tools|tojson if tools else '' }}")
 
 
 def rendered(message: dict[str, Any]) -> str:
-    return ECHO.render([message])
+    return ECHO.render([message]).text
 
 
 def test_parts_of_text_are_joined_by_lines() -> None:
@@ -36,7 +38,7 @@ def test_other_fields_reach_the_template_as_they_are() -> None:
 def test_no_tools_at_all_are_none() -> None:
     template = ChatTemplate("{{ tools }}")
     messages = [{"role": "user", "content": ""}]
-    assert template.render(messages, tools=[]) == template.render(messages) == "None"
+    assert template.render(messages, tools=[]).text == template.render(messages).text == "None"
 
 
 @pytest.mark.parametrize(
@@ -101,3 +103,54 @@ def test_data_nested_too_deep_are_a_request_error() -> None:
 def test_tools_must_be_a_list_of_objects(tools: Any) -> None:
     with pytest.raises(RequestError, match=r"tools(\[0\])? must be"):
         ECHO.render([{"role": "user", "content": "a"}], tools=tools)
+
+
+def test_the_way_to_a_value_is_put_into_words_only_where_it_is_wrong() -> None:
+    """For each of many values it would be a megabyte of text: minutes of processor time."""
+    key = "k" * 1_000_000
+    message = {"role": "user", "content": "a", key: [0] * 150_000}
+    began = time.process_time()
+    plain_values([message], None, {})
+    assert time.process_time() - began < 10.0
+
+
+def test_a_long_key_on_the_way_to_a_wrong_value_is_shortened() -> None:
+    message = {"role": "user", "content": "a", "k" * 1000: [{"a": [b""]}]}
+    with pytest.raises(RequestError) as error:
+        rendered(message)
+    path = f"messages[0].{'k' * 40}…[0].a[0]"
+    assert str(error.value) == f"{path} must be plain JSON data, got bytes"
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda values: ([{"role": "user", "content": "a", "x": values}], None, {}),
+        lambda values: ([{"role": "user", "content": "a"}], [{"x": values}], {}),
+        lambda values: ([{"role": "user", "content": "a"}], None, {"x": values}),
+        lambda values: (
+            [{"role": "user", "content": "a", "x": [0] * 9}] * (len(values) // 10),
+            None,
+            {},
+        ),
+        lambda values: (
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": str(values)}}],
+                }
+            ],
+            None,
+            {},
+        ),
+    ],
+)
+def test_a_request_holds_a_bounded_number_of_values(request_of: Any) -> None:
+    values = [0] * (MAX_VALUES + 1)
+    with pytest.raises(RequestError, match=f"is too much: a request may hold {MAX_VALUES} values"):
+        plain_values(*request_of(values))
+
+
+def test_an_integer_without_end_is_a_request_error() -> None:
+    with pytest.raises(RequestError, match=r"messages\[0\].x is an integer of more than 4096 bits"):
+        rendered({"role": "user", "content": "a", "x": 10**5000})

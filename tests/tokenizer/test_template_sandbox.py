@@ -1,27 +1,54 @@
 """Hostile chat templates: none gets out, none goes on for ever, all end in a typed error.
 
-A template that is not stopped by its count of work would run for hours or fill the memory, so most
-of these tests need no clock: it is enough that they end.
+Each would run for hours or fill the memory, so that most of these tests need no clock: it is enough
+that they end. After each of them the same program renders the next chat.
 """
 
 import copy
-import tracemalloc
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.errors import ModelFileError, QuireError, RequestError
+from quire.core.errors import ModelFileError, OverloadedError, QuireError, RequestError
 from quire.tokenizer import ChatTemplate
-from quire.tokenizer.template_filters import FILTERS, TESTS
-from quire.tokenizer.template_methods import FUNCTIONS
+from quire.tokenizer import chat_template as limits
+from quire.tokenizer.template_process import (
+    PROCESSES,
+    TemplateProcessError,
+    TemplateProcesses,
+    _TemplateProcess,
+)
+from quire.tokenizer.template_worker import MEMORY_BYTES, TemplateEnvironment
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+PLAIN = "{{ messages[0].content }}"
 
 
 def render(source: str, **variables: Any) -> str:
-    return ChatTemplate(source).render(MESSAGES, **variables)
+    return ChatTemplate(source).render(MESSAGES, **variables).text
+
+
+@pytest.fixture(autouse=True)
+def goes_on() -> Iterator[None]:
+    yield
+    assert render(PLAIN) == "hello"
+
+
+@pytest.fixture
+def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To save time: what would run for hours is stopped after a fifth of a second."""
+    monkeypatch.setattr(limits, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "RENDER_SECONDS_PER_BYTE", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +86,8 @@ def render(source: str, **variables: Any) -> str:
         "('{0.__cl' ~ 'ass__}').format(messages)",
         "''.format.__self__",
         "['{0.__class__}']|map('format', 1)|list",
-        "[1]|map('<counted>', -1000000)|list",
         "(1).__add__(2)",
-        "(1).to_bytes(9, 'big')",
-        "''.encode()",
         "range.__class__",
-        "dict.fromkeys([1])",
-        "dict([(1, 2)])",
         "messages.append(1)",
         "messages.clear()",
         "messages[0].update({'role': 'x'})",
@@ -79,11 +101,31 @@ def render(source: str, **variables: Any) -> str:
         "get_flashed_messages.__globals__",
         "url_for.__globals__",
         "(messages|first).__class__.__mro__[1].__subclasses__()",
-        "messages|random",
-        "messages|pprint",
-        "range(*[1, 2])",
-        "dict(**messages[0])",
-        "1 < 2 < 3",
+        "messages[0]|attr('__class__')|attr('__mro__')",
+        "(messages|attr('pop'))()",
+        "'{0.__class__.__mro__}'|format(1)",
+        "''.format_map.__self__.__class__",
+        "namespace.__class__.__base__",
+        "joiner.__init__['__globals__']",
+        "cycler.__init__|attr('__globals__')",
+        "dict.__subclasses__()",
+        "strftime_now.__globals__",
+        "tojson",
+        "self._TemplateReference__context.environment",
+        "messages[0].items().__reduce__()",
+        "messages.__class__.__init__.__globals__",
+        "('__cla' ~ 'ss__') in messages[0] or messages[0]['__cla' ~ 'ss__']",
+        "[messages]|map('attr', '__class__')|map('attr', '__mro__')|list",
+        "messages|sum(attribute='__class__')",
+        "'x'._spans",
+        "'x'['_spans']",
+        "environment",
+        "environment.texts",
+        "context",
+        "resolve('os')",
+        "get_context()",
+        "(1).__class__.__bases__[0].__subclasses__()[0]",
+        "{}.__class__.__mro__[-1].__subclasses__()",
     ],
 )
 def test_an_expression_that_reaches_for_python_gets_nothing(expression: str) -> None:
@@ -91,7 +133,7 @@ def test_an_expression_that_reaches_for_python_gets_nothing(expression: str) -> 
         text = render("{{ " + expression + " }}")
     except QuireError:
         return
-    assert text in ("", "[]", "[Undefined]", "{0.__class__}")
+    assert text in ("", "[]", "['']", "[Undefined]", "{0.__class__}", "False")
 
 
 @pytest.mark.parametrize(
@@ -101,21 +143,12 @@ def test_an_expression_that_reaches_for_python_gets_nothing(expression: str) -> 
         "{% import 'secret' as s %}",
         "{% from 'secret' import s %}",
         "{% extends 'secret' %}",
-        "{% block a %}{{ self.a() }}{% endblock %}",
-        "{% autoescape true %}{% endautoescape %}",
-        "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}",
-        "{% do messages.append(1) %}",
-        "{% trans %}a{% endtrans %}",
-        "{% debug %}",
-        "{{ messages[0].__class__ }}",
-        "{{ messages|center(100) }}",
-        "{{ messages|wordwrap }}",
-        "{% for a in b %}" * 17 + "{% endfor %}" * 17,
+        "{% include ['/etc/passwd', '../secret'] ignore missing %}",
     ],
 )
-def test_what_is_outside_the_subset_is_refused_before_it_runs(source: str) -> None:
-    with pytest.raises(ModelFileError, match="chat template"):
-        ChatTemplate(source)
+def test_no_other_file_is_read(source: str) -> None:
+    with pytest.raises(RequestError, match="no loader for this environment"):
+        render(source)
 
 
 NESTED = "{% for a in range(100000) %}{% for b in range(100000) %}BODY{% endfor %}{% endfor %}"
@@ -155,7 +188,7 @@ DOUBLE_TUPLE = "{% set ns.x = (ns.x, ns.x) %}"
                 "{{ loop.length }}",
             )
         ),
-        "{% for a in range(100000) if false %}{% endfor %}" * 50,
+        "{% for a in range(100000) if false %}{% endfor %}" * 2000,
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) * 2 }}{% endif %}x{% endmacro %}{{ m(60) }}",
         "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
@@ -200,64 +233,243 @@ DOUBLE_TUPLE = "{% set ns.x = (ns.x, ns.x) %}"
     ],
     ids=lambda source: source[:30] + "…" + source[-40:],
 )
-def test_a_template_that_would_not_end_is_stopped(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quire.tokenizer.chat_template.BASE_UNITS", 200_000)  # to save time
+@pytest.mark.usefixtures("little_time")
+def test_a_template_that_would_not_end_is_stopped(source: str) -> None:
     with pytest.raises(ModelFileError, match=r"was stopped: (it loops or grows|maximum recursion)"):
         render(source)
 
 
 @pytest.mark.parametrize("kept", ["x.split()", "x|list", "x.upper()", "x[1:]", "x ~ 1", "x|tojson"])
-def test_what_a_template_keeps_before_it_is_stopped_is_bounded(kept: str) -> None:
+@pytest.mark.usefixtures("little_time")
+def test_what_a_template_keeps_is_bounded_and_given_back(kept: str) -> None:
+    """All it keeps is in the process that renders, which goes with it."""
     source = (
         "{% set x = '🙂 ' * 20000 %}{% set ns = namespace(l=[]) %}"
         "{% for i in range(99999) %}{% set ns.l = [ns.l, " + kept + "] %}{% endfor %}"
     )
-    tracemalloc.start()
-    try:
-        with pytest.raises(ModelFileError, match="loops or grows"):
-            render(source)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 100_000_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelFileError, match="loops or grows"):
+        render(source)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < MEMORY_BYTES / 4
 
 
 @pytest.mark.parametrize(
     "expression",
     [
-        "range(1000000000)",
         "'%1000000000d' % 1",
         "'%*d' % (1000000000, 1)",
         "'%.1000000000f' % 1.5",
         "'%1000000000d'|format(1)",
         "'{:1000000000}'.format(1)",
         "'{!r:1000000000}'.format(1)",
-        "'a'|indent(1000000000)",
+        "'{:{}}'.format(1, 1000000000)",
+        "'a'|indent(1000000000, true)",
+        "'a'|center(1000000000)",
+        "'a'.ljust(1000000000)",
+        "'a'.zfill(1000000000)",
+        "'\t'.expandtabs(1000000000)",
         "messages|tojson(indent=1000000000)",
-        "messages|tojson(separators=(',' * 1000, ':'))",
-        "5|round(-1000000000)",
-        "5|round(1000000000, 'ceil')",
-        "2 ** 1000000000",
-        "(2 ** 4000) * (2 ** 4000)",
-        "'%1000000000d' is even",
-        "'%1000000000d' is divisibleby 2",
-        "{(1, 2): 3}",
-        "{}[(1, 2)]",
-        "{}.get((1, 2))",
-        "[[1], [2]]|sum",
-        "'a' - 1",
-        "messages[0] + messages[0]",
-        "namespace(a=1)",
-        "[namespace(a=1)]",
-        "[range]|tojson",
-        "namespace(a=1) ~ ''",
+        "messages|tojson(separators=(',' * 1000000000, ':'))",
+        "[1]|batch(1000000000, 'x')|list",
+        "[1]|slice(1000000000)|list",
+        "('a' * 100000).replace('', 'b' * 100000)",
+        "('a,' * 1000000).split(',') * 1000",
+        "('a' * 99999)|list|map('center', 99999)|list",
+        "(2 ** 100000000) ** 100",
+        "10 ** 10 ** 8",
+        "('9' * 100000000)|int",
+        "lipsum(n=100000)",
+        "range(99999)|map('string')|map('center', 99999)|join",
+        "'a' * 1000000000",
+        "1000000000 * ['a']",
+        "raise_exception('a' * 1000000000)",
+        "strftime_now('%999999999d' * 9999)",
     ],
 )
-def test_an_operation_that_could_grow_without_bound_is_an_error(expression: str) -> None:
-    with pytest.raises(RequestError, match=r"line 1: \w+Error"):
-        render("{{ " + expression + " }}")
+@pytest.mark.usefixtures("little_time")
+def test_an_operation_that_grows_inside_of_one_call_is_stopped(expression: str) -> None:
+    try:
+        text = render("{% set x = " + expression + " %}done")
+    except QuireError as error:
+        assert "was stopped: it loops or grows" in str(error) or "line 1: " in str(error)
+    else:
+        assert text == "done"  # it was possible within the limits
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 100_000,
+        "{{ " + "not " * 100_000 + "x }}",
+        "{{ x" + ".y" * 100_000 + " }}",
+        "{{ x" + "|trim" * 50_000 + " }}",
+        "{{ " + "[" * 100_000 + "]" * 100_000 + " }}",
+        "{{ " + "-" * 200_000 + "1 }}",
+        "{{ 'a' ~ " * 10_000,
+        "{% if x %}" * 20_000 + "{% endif %}" * 20_000,
+        "{% for a in b %}" * 15_000 + "{% endfor %}" * 15_000,
+        "{% macro m() %}" * 8_000 + "{% endmacro %}" * 8_000,
+        "{% set x %}" * 10_000 + "{% endset %}" * 10_000,
+        "{#" * 100_000,
+        "{{" * 100_000,
+        "{% raw %}" * 20_000,
+        "{{ " + "9" * 200_000 + " }}",
+        "{{ '" + "\\N{LATIN SMALL LETTER A}" * 9_000 + "' }}",
+        "{{ x if " * 20_000,
+        "{{ 1 if 1 else " * 15_000 + "1" + " }}" * 15_000,
+    ],
+    ids=lambda source: source[:20] + f"…{len(source)}",
+)
+def test_a_template_made_to_break_the_compiler_does_not_break_us(source: str) -> None:
+    try:
+        render(source)
+    except QuireError:
+        return
+
+
+@pytest.mark.usefixtures("little_time")
+def test_a_request_made_to_keep_a_sound_template_busy_is_stopped() -> None:
+    quadratic = "{% for m in messages %}{% for n in messages %}{{ m.content in n.content }}"
+    template = ChatTemplate(quadratic + "{% endfor %}{% endfor %}")
+    with pytest.raises(ModelFileError, match="was stopped: it loops or grows"):
+        template.render(MESSAGES * 5_000)
+
+
+def test_long_messages_have_time_in_proportion_to_their_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "RENDER_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "RENDER_SECONDS_PER_BYTE", 1e-5)
+    content = "word " * 100_000
+    source = "{% for i in range(20) %}{% set x = messages[0].content.strip() %}{% endfor %}done"
+    template = ChatTemplate(source)
+    assert template.render([{"role": "user", "content": content}]).text == "done"
+
+
+def test_the_text_may_be_as_long_as_messages_make_it_but_not_longer() -> None:
+    content = "x" * (2 * limits.MAX_CHARACTERS)
+    messages = [{"role": "user", "content": content}]
+    assert len(ChatTemplate(PLAIN * 2).render(messages).text) == 2 * len(content)
+    with pytest.raises(ModelFileError, match=r"grows without end; it may write \d+ characters"):
+        ChatTemplate(PLAIN * 9).render(messages)
+
+
+# ---- the process
+
+
+def test_a_process_that_is_killed_fails_its_chat_alone() -> None:
+    process = _TemplateProcess()
+    os.kill(process._process.pid, signal.SIGKILL)
+    process._process.wait()
+    processes = TemplateProcesses(1)
+    processes._idle.append(process)
+    with pytest.raises(TemplateProcessError, match="its process ended with -9"):
+        processes.ask({"key": "x", "seconds": 1})
+    assert processes.ask({"key": "x", "seconds": 1})["error"] == "unknown"
+    processes.end()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}", b"\x03\0\0\0\0\0\0\0{x}", b"\x01\0\0\0\0\0\0\0" + b"5"],
+)
+def test_a_process_that_answers_nonsense_is_ended(answer: bytes) -> None:
+    """As one might that a template has taken over."""
+    process = _TemplateProcess()
+    ours, theirs = socket.socketpair()
+    process._socket.close()
+    process._socket = ours
+    theirs.sendall(answer)
+    with pytest.raises(TemplateProcessError, match="its process answers nonsense"):
+        process.ask({"seconds": 1}, b"")
+    assert not process.is_sound
+    process.close()
+    theirs.close()
+
+
+def test_threads_that_render_at_once_use_no_more_processes_than_are_allowed() -> None:
+    processes = TemplateProcesses(2)
+    template = {"key": "x", "source": PLAIN, "seconds": 5}
+    values = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    asked = template | {"tokens": {}, "max_characters": 100}
+    texts: list[str] = []
+
+    def ask() -> None:
+        texts.extend(processes.ask(asked, values)["text"] for _ in range(5))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == ["hi"] * 40
+    assert len(processes._idle) <= 2
+    processes.end()
+    assert processes._idle == []
+
+
+def test_processes_end_with_the_last_template_that_is_closed() -> None:
+    first, second = ChatTemplate(PLAIN), ChatTemplate(PLAIN)
+    others = set(PROCESSES._users) - {first, second}
+    for other in others:
+        PROCESSES.close(other)
+    first.close()
+    assert PROCESSES._idle
+    pids = [process._process.pid for process in PROCESSES._idle]
+    second.close()
+    assert PROCESSES._idle == []
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert first.render(MESSAGES).text == "hello", "and start again when they are wanted"
+
+
+def test_a_process_that_cannot_be_started_is_an_overload(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    with pytest.raises(OverloadedError, match="Too many open files"):
+        TemplateProcesses(1).ask({})
+
+
+def test_what_renders_has_no_files_no_secrets_and_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "a secret that templates must not see")
+    process = _TemplateProcess()
+    pid = process._process.pid
+    assert process.ask({"key": "x", "seconds": 1}, b"")["error"] == "unknown"
+    with open(f"/proc/{pid}/environ", "rb") as environment:
+        assert b"secret" not in environment.read()
+    with open(f"/proc/{pid}/limits") as table:
+        rows = {row[:25].strip(): row[25:].split()[:2] for row in table}
+    assert rows["Max address space"] == [str(MEMORY_BYTES)] * 2
+    assert rows["Max open files"] == ["4", "4"]
+    assert rows["Max processes"] == rows["Max file size"] == ["0", "0"]
+    assert len(os.listdir(f"/proc/{pid}/fd")) == 4  # socket, two of /dev/null, its own size
+    process.close()
+
+
+def test_a_fork_leaves_its_parents_processes_alone() -> None:
+    program = (
+        "import os, sys\n"
+        "from quire.tokenizer import ChatTemplate\n"
+        "template = ChatTemplate('{{ messages[0].content }}')\n"
+        "def text(n):\n"
+        "    return template.render([{'role': 'user', 'content': str(n)}]).text\n"
+        "child = os.fork()\n"
+        "assert all(text(n) == str(n) for n in range(50)), child\n"
+        "if child:\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    print('sound')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert run.stdout == b"sound\n"
+
+
+# ---- what templates are given
 
 
 def test_messages_tools_and_variables_are_never_changed() -> None:
@@ -279,7 +491,18 @@ def test_an_object_with_a_life_of_its_own_never_reaches_the_template() -> None:
         render("{{ x }}", x=object())
 
 
-NAMES = [*FILTERS, *TESTS, *FUNCTIONS, "upper", "items", "get", "split", "__class__", "loop"]
+ENVIRONMENT = TemplateEnvironment()
+NAMES = [
+    *ENVIRONMENT.filters,
+    *ENVIRONMENT.tests,
+    *ENVIRONMENT.globals,
+    "upper",
+    "items",
+    "get",
+    "split",
+    "__class__",
+    "loop",
+]
 ATOMS = ["messages", "x", "ns", "loop", "'a'", "3", "[1, 'b']", "{'k': [2]}", "none", "range"]
 
 OPERATORS = ["+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "in", "and", "or", "if"]
@@ -306,7 +529,7 @@ def expressions() -> st.SearchStrategy[str]:
 
 
 @given(parts=st.lists(expressions(), min_size=1, max_size=3))
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_random_templates_give_text_or_a_typed_error(parts: list[str]) -> None:
     body = "".join("{% set x = " + part + " %}{{ x }}" for part in parts)
     source = "{% set ns = namespace(a=[1]) %}{% for m in messages %}" + body + "{% endfor %}"
@@ -315,4 +538,3 @@ def test_random_templates_give_text_or_a_typed_error(parts: list[str]) -> None:
     except QuireError:
         return
     assert isinstance(text, str)
-    assert " at 0x" not in text  # no object of Python's was printed

@@ -182,6 +182,7 @@ class LLM:
             return
         with self._alone("close"):
             self._engine.close()
+            self.prompts.close()
             self._assembly = None
             del self._engine, self._rows
 

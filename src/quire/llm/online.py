@@ -160,6 +160,7 @@ class AsyncLLM:
         """End every request; nothing more is taken."""
         self._is_closed = True
         await self._engine.close()
+        self.prompts.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -53,7 +53,7 @@ class PromptReader:
 
     def read_chat(self, messages: Conversation) -> Prepared:
         """The prompt that asks for the next message of a conversation."""
-        text = self.template.render(messages)
+        text = self.template.render(messages).text
         assert self._tokenizer is not None
         return Prepared(self._encode(self._tokenizer, text, add_special=False), text)
 
@@ -73,6 +73,11 @@ class PromptReader:
         marks = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         texts = (None if token is None else tokenizer.token_text(token) for token in marks)
         return ChatTemplate(tokenizer.chat_template, *texts)
+
+    def close(self) -> None:
+        """Let go of the process that renders chats."""
+        if "template" in self.__dict__:
+            self.template.close()
 
     def _encode(self, tokenizer: Tokenizer, text: str, *, add_special: bool) -> list[int]:
         try:

@@ -6,19 +6,108 @@ from typing import Any
 
 from quire.core.errors import RequestError
 
+MAX_VALUES = 200_000  # of a request: messages, their fields, and all that is in them
 _MAX_DEPTH = 64
+_MAX_INTEGER_BITS = 4096
+_SHOWN_KEY_LENGTH = 40  # characters of a key that an error repeats
 
 
-def plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages of plain data, their contents strings; RequestError says which one is wrong."""
+def plain_values(messages: Any, tools: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """What a template reads of a request; RequestError says what of it is wrong, and where."""
+    copier = _Copier()
+    values = {name: copier.plain(value, name) for name, value in variables.items()}
+    values["messages"] = _plain_messages(copier, messages)
+    values["tools"] = _plain_tools(copier, tools)
+    return values
+
+
+class _InvalidValueError(Exception):
+    """What is wrong with a value, and the way to it, the last step first."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self.steps: list[str] = []
+
+
+class _Copier:
+    """Copies in JSON's types alone, so that a template meets no object with a life of its own.
+
+    The way to a value is put into words only where the value is wrong.
+    """
+
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def plain(self, value: Any, where: str) -> Any:
+        try:
+            return self._copy(value, 0)
+        except _InvalidValueError as error:
+            raise RequestError(f"{where}{''.join(reversed(error.steps))} {error.reason}") from None
+
+    def _copy(self, value: Any, depth: int) -> Any:
+        if type(value) is str or value is None or isinstance(value, bool):
+            return value
+        if depth > _MAX_DEPTH:
+            raise _InvalidValueError(f"is nested more than {_MAX_DEPTH} deep")
+        if isinstance(value, str | int | float):
+            return _plain_scalar(value)
+        if isinstance(value, Mapping):
+            return self._copy_mapping(value, depth)
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+            return self._copy_sequence(value, depth)
+        raise _InvalidValueError(f"must be plain JSON data, got {type(value).__name__}")
+
+    def _copy_mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+        self._count(len(value))
+        copy = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise _InvalidValueError(f"has the key {key!r:.100}; keys must be strings")
+            try:
+                copy[str(key)] = self._copy(item, depth + 1)
+            except _InvalidValueError as error:
+                error.steps.append(f".{_shortened(key)}")
+                raise
+        return copy
+
+    def _copy_sequence(self, value: Sequence[Any], depth: int) -> list[Any]:
+        self._count(len(value))
+        copy = []
+        for item in value:
+            try:
+                copy.append(self._copy(item, depth + 1))
+            except _InvalidValueError as error:
+                error.steps.append(f"[{len(copy)}]")
+                raise
+        return copy
+
+    def _count(self, num_values: int) -> None:
+        self._left -= num_values
+        if self._left < 0:
+            raise _InvalidValueError(f"is too much: a request may hold {MAX_VALUES} values")
+
+
+def _plain_scalar(value: str | int | float) -> str | int | float:
+    if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
+        raise _InvalidValueError(f"is an integer of more than {_MAX_INTEGER_BITS} bits")
+    kind = str if isinstance(value, str) else int if isinstance(value, int) else float
+    return kind(value)
+
+
+def _shortened(key: str) -> str:
+    return key if len(key) <= _SHOWN_KEY_LENGTH else f"{key[:_SHOWN_KEY_LENGTH]}…"
+
+
+def _plain_messages(copier: _Copier, messages: Any) -> list[dict[str, Any]]:
+    """Messages of plain data, their contents strings."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(
             f"messages must be a list of at least one message, got {messages!r:.100}"
         )
-    return [_plain_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+    return [_plain_message(copier, message, f"messages[{n}]") for n, message in enumerate(messages)]
 
 
-def plain_tools(tools: Any) -> list[Any] | None:
+def _plain_tools(copier: _Copier, tools: Any) -> list[Any] | None:
     """Descriptions of tools as plain data; none at all are None."""
     if tools is None:
         return None
@@ -27,37 +116,18 @@ def plain_tools(tools: Any) -> list[Any] | None:
     for n, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
             raise RequestError(f"tools[{n}] must be an object, got {type(tool).__name__}")
-    return plain(tools, "tools") or None
+    return copier.plain(tools, "tools") or None
 
 
-def plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A deep copy in JSON's types alone: a template meets no object with a life of its own."""
-    if depth > _MAX_DEPTH:
-        raise RequestError(f"{where} is nested more than {_MAX_DEPTH} deep")
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str | int | float):
-        kind = str if isinstance(value, str) else int if isinstance(value, int) else float
-        return kind(value)
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise RequestError(f"{where} has the key {key!r}; keys must be strings")
-        return {str(key): plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain(item, f"{where}[{n}]", depth + 1) for n, item in enumerate(value)]
-    raise RequestError(f"{where} must be plain JSON data, got {type(value).__name__}")
-
-
-def _plain_message(message: Any, where: str) -> dict[str, Any]:
+def _plain_message(copier: _Copier, message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role must be a non-empty string, got {role!r:.100}")
-    copy: dict[str, Any] = plain(message, where)
+    copy: dict[str, Any] = copier.plain(message, where)
     if message.get("tool_calls"):
-        copy["tool_calls"] = _plain_calls(copy["tool_calls"], f"{where}.tool_calls")
+        copy["tool_calls"] = _plain_calls(copier, copy["tool_calls"], f"{where}.tool_calls")
         if copy.get("content") is None:
             copy["content"] = ""  # most templates would fail on null
     if copy.get("content") is None:
@@ -87,7 +157,7 @@ def _part_text(part: Any, where: str) -> str:
     return text
 
 
-def _plain_calls(calls: Any, where: str) -> list[Any]:
+def _plain_calls(copier: _Copier, calls: Any, where: str) -> list[Any]:
     if not isinstance(calls, list):
         raise RequestError(f"{where} must be a list, got {type(calls).__name__}")
     for n, call in enumerate(calls):
@@ -95,16 +165,14 @@ def _plain_calls(calls: Any, where: str) -> list[Any]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}[{n}].function must be an object with a name")
         if isinstance(function.get("arguments"), str):
-            function["arguments"] = _parsed_arguments(
-                function["arguments"], f"{where}[{n}].function.arguments"
-            )
+            place = f"{where}[{n}].function.arguments"
+            function["arguments"] = copier.plain(_parsed(function["arguments"], place), place)
     return calls
 
 
-def _parsed_arguments(arguments: str, where: str) -> Any:
+def _parsed(arguments: str, where: str) -> Any:
     """OpenAI's API writes arguments as JSON in a string; templates expect the object in it."""
     try:
-        parsed = json.loads(arguments)
+        return json.loads(arguments)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not JSON: {error}") from None
-    return plain(parsed, where)
