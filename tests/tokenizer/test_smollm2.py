@@ -26,9 +26,11 @@ def test_every_chat_renders_to_its_prompt_and_its_tokens(case: Any) -> None:
     assert tokenizer.chat_template is not None
     assert tokenizer.bos_token_id is not None
     template = ChatTemplate(tokenizer.chat_template, tokenizer.token_text(tokenizer.bos_token_id))
-    prompt = template.render([{"role": "user", "content": case["user"]}])
-    assert prompt == case["prompt"]
-    assert tokenizer.encode(prompt, add_special=False) == case["prompt_tokens"]
+    chat = template.render([{"role": "user", "content": case["user"]}])
+    assert chat.text == case["prompt"]
+    for spans in (True, chat.own_spans):
+        tokens = tokenizer.encode(chat.text, add_special=False, parse_special=spans)
+        assert tokens == case["prompt_tokens"]
 
 
 def test_the_special_tokens_are_those_the_file_names() -> None:

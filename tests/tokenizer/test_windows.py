@@ -75,7 +75,7 @@ def test_a_window_may_end_anywhere_in_what_is_hard_to_split(pre: str, hard: str)
     parts = tokenizer_of(pre)._parts
     for place in range(60 - len(hard), 66):
         text = ("x " * 40)[:place] + hard + "z y " * 20
-        for encoder in (parts.encoder, parts.literal_encoder):
+        for encoder in (parts.encoder, parts.control.marked(text, ())[1]):
             in_one = encode_text(encoder, text, None, len(text) + 1)
             assert encode_text(encoder, text, None, 64) == in_one
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -101,14 +102,20 @@ class LLM:
         messages: Conversation | Iterable[Conversation],
         params: Params = None,
         *,
+        parse_control_tokens: bool = False,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many: lists of {"role": ..., "content": ...}."""
+        """Answer one conversation or many: lists of {"role": ..., "content": ...}.
+
+        Messages are text: control tokens such as <|im_end|> come from the model's template alone,
+        unless `parse_control_tokens` lets messages write them, too.
+        """
         asked = listed_conversations(messages)
+        read = partial(self.prompts.read_chat, parse_control_tokens=parse_control_tokens)
         with self._alone("chat"):
             if asked:
                 _ = self.prompts.template  # a model that cannot chat is no fault of a prompt
-            return self._run(asked, params, self.prompts.read_chat, progress)
+            return self._run(asked, params, read, progress)
 
     def _run(
         self, asked: list[Asked], params: Params, prepare: Any, progress: bool | None

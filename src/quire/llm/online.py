@@ -86,10 +86,15 @@ class AsyncLLM:
             handle.cancel()
 
     async def chat_stream(
-        self, messages: Conversation, params: SamplingParams | None = None, **options: Any
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        parse_control_tokens: bool = False,
+        **options: Any,
     ) -> AsyncIterator[Piece]:
-        """The answer to a conversation as it comes; see `stream`."""
-        prepared = await self._read_chat(messages)
+        """The answer to a conversation as it comes; see `stream` and `read_chat`."""
+        prepared = await self._read_chat(messages, parse_control_tokens)
         handle = await self._engine.submit(prepared.tokens, params, **options)
         try:
             async for piece in handle:
@@ -107,10 +112,16 @@ class AsyncLLM:
         return await self._complete(await self._read(prompt), params, options)
 
     async def chat(
-        self, messages: Conversation, params: SamplingParams | None = None, **options: Any
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        parse_control_tokens: bool = False,
+        **options: Any,
     ) -> RequestOutput:
-        """Answer one conversation; see `generate`."""
-        return await self._complete(await self._read_chat(messages), params, options)
+        """Answer one conversation; see `generate` and `read_chat`."""
+        prepared = await self._read_chat(messages, parse_control_tokens)
+        return await self._complete(prepared, params, options)
 
     async def submit(
         self, prompt: Prompt | Prepared, params: SamplingParams | None = None, **options: Any
@@ -129,9 +140,15 @@ class AsyncLLM:
         """The tokens of a prompt, without holding up the event loop."""
         return await self._read(prompt)
 
-    async def read_chat(self, messages: Conversation) -> Prepared:
-        """The tokens of a conversation, likewise."""
-        return await self._read_chat(messages)
+    async def read_chat(
+        self, messages: Conversation, *, parse_control_tokens: bool = False
+    ) -> Prepared:
+        """The tokens of a conversation, likewise.
+
+        With `parse_control_tokens` messages may write control tokens such as <|im_end|>; without
+        it only the template does, and in messages they are text.
+        """
+        return await self._read_chat(messages, parse_control_tokens)
 
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
         """What keys weigh from now on, by name (as EngineConfig.key_weights, over it)."""
@@ -181,10 +198,12 @@ class AsyncLLM:
             return await asyncio.to_thread(self.prompts.read, prompt)
         return self.prompts.read(prompt)
 
-    async def _read_chat(self, messages: Conversation) -> Prepared:
+    async def _read_chat(self, messages: Conversation, parse_control_tokens: bool) -> Prepared:
         """Off the event loop: a template may take its time."""
         self._check_open()
-        return await asyncio.to_thread(self.prompts.read_chat, messages)
+        return await asyncio.to_thread(
+            self.prompts.read_chat, messages, parse_control_tokens=parse_control_tokens
+        )
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -51,11 +51,17 @@ class PromptReader:
             )
         return _token_ids(prompt)
 
-    def read_chat(self, messages: Conversation) -> Prepared:
-        """The prompt that asks for the next message of a conversation."""
-        text = self.template.render(messages).text
+    def read_chat(self, messages: Conversation, *, parse_control_tokens: bool = False) -> Prepared:
+        """The prompt that asks for the next message of a conversation.
+
+        Control tokens come from the template; in a message their names are letters, unless
+        `parse_control_tokens` says that its author may write them.
+        """
+        text, own_spans = self.template.render(messages)
         assert self._tokenizer is not None
-        return Prepared(self._encode(self._tokenizer, text, add_special=False), text)
+        spans = True if parse_control_tokens else own_spans
+        tokens = self._encode(self._tokenizer, text, add_special=False, parse_special=spans)
+        return Prepared(tokens, text)
 
     @property
     def can_chat(self) -> bool:
@@ -79,9 +85,9 @@ class PromptReader:
         if "template" in self.__dict__:
             self.template.close()
 
-    def _encode(self, tokenizer: Tokenizer, text: str, *, add_special: bool) -> list[int]:
+    def _encode(self, tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
         try:
-            return tokenizer.encode(text, add_special=add_special, limit=self._max_context)
+            return tokenizer.encode(text, limit=self._max_context, **options)
         except RequestError as error:
             if not _is_unicode(text):
                 raise

@@ -1,6 +1,7 @@
 """Building a tokenizer from a GGUF file's metadata."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -8,6 +9,7 @@ from tokenizers import AddedToken
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.tokenizer.byte_level import byte_level_engine
+from quire.tokenizer.control_tokens import ControlTokens
 from quire.tokenizer.parts import TokenizerParts
 from quire.tokenizer.pieces import (
     PieceBytes,
@@ -110,9 +112,12 @@ def _assemble(
     add_eos = read_flag(metadata, "add_eos_token", False)
     control = vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN)
     user_defined = vocabulary.of_kind(TokenKind.USER_DEFINED)
+    encoder = _text_encoder(family.engine, vocabulary, control, user_defined)
+    literal = partial(_text_encoder, family.engine, vocabulary, [], user_defined)
+    controls = {token: vocabulary.texts[token] for token in control}
     return TokenizerParts(
-        encoder=_text_encoder(family.engine, vocabulary, control, user_defined),
-        literal_encoder=_text_encoder(family.engine, vocabulary, [], user_defined),
+        encoder=encoder,
+        control=ControlTokens(encoder, controls, literal, family.unknown),
         texts=vocabulary.texts,
         ids=vocabulary.ids,
         piece_bytes=_piece_bytes(vocabulary, family.piece_bytes),

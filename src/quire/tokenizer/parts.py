@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from quire.tokenizer.control_tokens import ControlTokens
 from quire.tokenizer.special_tokens import SpecialTokens
 from quire.tokenizer.windows import TextEncoder
 
@@ -12,7 +13,7 @@ class TokenizerParts:
     """Plain data and two functions; `Tokenizer` is what gives them their meaning."""
 
     encoder: TextEncoder  # finds special tokens in text
-    literal_encoder: TextEncoder  # takes control tokens for the text they are written in
+    control: ControlTokens  # ... and those that only a template may write
     texts: Sequence[str]  # by id, as the file writes them
     ids: Mapping[str, int]
     piece_bytes: Callable[[int], bytes]  # of a token, whether or not it is shown

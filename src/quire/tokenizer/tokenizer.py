@@ -1,11 +1,12 @@
 """Tokenizer: text to token ids and back, over a vocabulary from a GGUF file or a tokenizer.json."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quire.core.errors import ModelFileError, RequestError
+from quire.tokenizer.control_tokens import Span
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.gguf import parts_from_gguf
 from quire.tokenizer.parts import TokenizerParts
@@ -72,18 +73,21 @@ class Tokenizer:
         text: str,
         *,
         add_special: bool = True,
-        parse_special: bool = True,
+        parse_special: bool | Sequence[Span] = True,
         limit: int | None = None,
     ) -> list[int]:
         """The tokens of a text.
 
         `add_special` puts before and after it what the model wants there; leave it off for the
-        output of a chat template, which has put it there itself. Without `parse_special` control
-        tokens in the text are read as the letters they are written in. A text of more than `limit`
-        tokens is a RequestError, raised as soon as that is certain.
+        output of a chat template, which has put it there itself. `parse_special` says where control
+        tokens are found in the text: everywhere, nowhere, or in these spans of it (see
+        `control_tokens`); elsewhere they are the letters they are written in. A text of more than
+        `limit` tokens is a RequestError, raised as soon as that is certain.
         """
         _check_text(text)
-        encoder = self._parts.encoder if parse_special else self._parts.literal_encoder
+        encoder = self._parts.encoder
+        if parse_special is not True:
+            text, encoder = self._parts.control.marked(text, parse_special or ())
         prefix, suffix = (self._parts.prefix, self._parts.suffix) if add_special else ((), ())
         left = None if limit is None else limit - len(prefix) - len(suffix)
         return [*prefix, *encode_text(encoder, text, left, WINDOW), *suffix]

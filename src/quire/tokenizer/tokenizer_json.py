@@ -3,14 +3,16 @@
 import base64
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.tokenizer.control_tokens import ControlTokens
 from quire.tokenizer.parts import TokenizerParts
 from quire.tokenizer.pieces import (
     SPACE_MARK,
@@ -21,7 +23,7 @@ from quire.tokenizer.pieces import (
 )
 from quire.tokenizer.pretokenizers import KNOWN_PATTERNS
 from quire.tokenizer.sentencepiece import WORDS, splits_at_spaces
-from quire.tokenizer.special_tokens import SpecialTokens, end_token_ids
+from quire.tokenizer.special_tokens import CONTROL_NAMES, SpecialTokens, end_token_ids
 from quire.tokenizer.vocabulary import MAX_TOKEN_LENGTH
 from quire.tokenizer.windows import TextEncoder, library_errors
 
@@ -51,10 +53,16 @@ def parts_from_json(
     tokens = _special_tokens(config, generation_config, ids, special, name)
     prefix, suffix = _added_around(description, config, tokens, name)
     piece_bytes = _piece_bytes_of(decoders, name)
-    encoders = [_text_encoder(engine, texts, piece_bytes, literal) for literal in (False, True)]
+    encoder = _text_encoder(engine, texts, piece_bytes, frozenset())
+    controls = {
+        token: entry.content
+        for token, entry in added.items()
+        if entry.special or entry.content in CONTROL_NAMES or token in (tokens.bos, tokens.eos)
+    }
+    literal = partial(_text_encoder, engine, texts, piece_bytes, frozenset(controls))
     return TokenizerParts(
-        encoder=encoders[0],
-        literal_encoder=encoders[1],
+        encoder=encoder,
+        control=ControlTokens(encoder, controls, literal, tokens.unknown),
         texts=texts,
         ids=ids,
         piece_bytes=_bytes_by_id(texts, frozenset(added), piece_bytes),
@@ -274,13 +282,17 @@ def _overridden(around: list[int], wanted: Any, token: int | None) -> list[int]:
 
 
 def _text_encoder(
-    engine: Any, texts: Sequence[str], piece_bytes: PieceBytes, literal: bool
+    engine: Any, texts: Sequence[str], piece_bytes: PieceBytes, literal: Container[int]
 ) -> TextEncoder:
-    """A tokenizer that shares the vocabulary of `engine`, without its post-processing."""
+    """A tokenizer that shares the vocabulary of `engine`, without its post-processing.
+
+    Tokens that are `literal` are read as the text they are written in.
+    """
     own = tokenizers.Tokenizer(engine.model)
-    added = [token for _, token in sorted(engine.get_added_tokens_decoder().items())]
+    entries = sorted(engine.get_added_tokens_decoder().items())
+    added = [_added(entry, special=token in literal) for token, entry in entries]
     own.add_tokens(added)
-    own.encode_special_tokens = literal
+    own.encode_special_tokens = True
     if engine.normalizer is not None:
         own.normalizer = engine.normalizer
     if engine.pre_tokenizer is not None:
@@ -292,6 +304,17 @@ def _text_encoder(
         longest_special=max((len(token.content) for token in added), default=0),
         longest_token=max(map(len, texts)) if engine.normalizer is None else None,
         in_windows=not any(token.lstrip or token.single_word for token in added),
+    )
+
+
+def _added(entry: AddedToken, *, special: bool) -> AddedToken:
+    return AddedToken(
+        entry.content,
+        single_word=entry.single_word,
+        lstrip=entry.lstrip,
+        rstrip=entry.rstrip,
+        normalized=entry.normalized,
+        special=special,
     )
 
 

@@ -10,8 +10,9 @@ by a word, and only what lies between is kept:
     window 2                     | last kept | kept .................... | uncertain |
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from quire.core.errors import ModelFileError, RequestError
@@ -28,6 +29,8 @@ class TextEncoder(NamedTuple):
     longest_token: int | None  # no token covers more characters; None: not known
     in_windows: bool = True  # false: some token takes in whitespace without end
     placeholder: int | None = None  # what it makes of bytes that have no token; left out
+    marked: Mapping[int, int] = MappingProxyType({})  # the control tokens that its marks stand for
+    forbidden: frozenset[int] = frozenset()  # control tokens that no text may become
 
 
 def encode_text(encoder: TextEncoder, text: str, limit: int | None, window: int) -> list[int]:
@@ -95,8 +98,15 @@ def _last_certain_cut(encoding: Any, first: int, bound: int) -> _Cut | None:
 
 
 def _extend(ids: list[int], more: list[int], encoder: TextEncoder, limit: int | None) -> None:
-    skipped = encoder.placeholder
-    ids += more if skipped is None else [token for token in more if token != skipped]
+    if encoder.placeholder in more:
+        more = [token for token in more if token != encoder.placeholder]
+    if not encoder.forbidden.isdisjoint(more):
+        token = encoder.engine.id_to_token(next(filter(encoder.forbidden.__contains__, more)))
+        raise RequestError(
+            f"the text holds {token!r}, which this vocabulary cannot write but as a control token"
+        )
+    marked = encoder.marked
+    ids += [marked.get(token, token) for token in more] if marked else more
     _check_limit(len(ids), limit)
 
 
