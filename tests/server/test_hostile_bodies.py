@@ -181,7 +181,8 @@ def test_who_leaves_before_its_turn_costs_nothing(
         return usual(messages, *args, **options)
 
     monkeypatch.setattr(llm.prompts, "read_chat", read_chat)
-    pool = server.service.pool
+    pool = WorkPool(PoolLimits(max_wait_s=10 * PATIENCE_S))  # nobody leaves for having waited
+    monkeypatch.setattr(server.service, "pool", pool)
     asked = {"messages": [{"role": "user", "content": "leaving"}]}
     body = json.dumps(asked).encode()
     lines = (f"Content-Length: {len(body)}", "Content-Type: application/json")
