@@ -136,6 +136,11 @@ def _add_listen_options(group: "argparse._ArgumentGroup") -> None:
         "--no-auth", action="store_true", help="let other machines in although there are no keys"
     )
     group.add_argument(
+        "--parse-control-tokens",
+        action="store_true",
+        help="without keys: chat messages may write control tokens such as <|im_end|>",
+    )
+    group.add_argument(
         "--allowed-host",
         action="append",
         default=[],
@@ -273,6 +278,7 @@ def _settings(args: argparse.Namespace) -> "ServerSettings":
         model_names=tuple(args.served_model_name or (_name_of(args.model),)),
         keys=read_keys(args.api_keys, os.environ),
         no_auth=args.no_auth,
+        parse_control_tokens=args.parse_control_tokens,
         allowed_hosts=tuple(name.lower() for name in args.allowed_host),
         cors_origins=tuple(args.cors_origin),
         trusted_proxies=read_networks(

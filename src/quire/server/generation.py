@@ -82,7 +82,7 @@ class Asked:
 async def complete_chat(service: Service, request: Request) -> Response:
     call, llm = begin(service, request)
     with_errors = Errors(service, ChatRequest)
-    prepare = partial(_prepare_chat, service, llm, with_errors)
+    prepare = partial(_prepare_chat, service, llm, call, with_errors)
     ready = await prepared(service, request, prepare, is_quick=False)  # a template takes its time
     asked = _asked(call, llm, ready, "chatcmpl")
     if asked.body.stream:
@@ -111,7 +111,9 @@ def _asked(call: Call, llm: AsyncLLM, ready: Ready, kind: str) -> Asked:
 # ---- reading, in the pool
 
 
-def _prepare_chat(service: Service, llm: AsyncLLM, with_errors: "Errors", data: bytes) -> Ready:
+def _prepare_chat(
+    service: Service, llm: AsyncLLM, call: Call, with_errors: "Errors", data: bytes
+) -> Ready:
     body = checked(data, ChatRequest, service.body_limits)
     service.check_model(body.model)
     _check_chat(body)
@@ -121,7 +123,9 @@ def _prepare_chat(service: Service, llm: AsyncLLM, with_errors: "Errors", data: 
         changes["max_tokens"] = body.max_completion_tokens
     body = body.model_copy(update=changes)
     with with_errors:
-        prompt = llm.prompts.read_chat(messages)
+        prompt = llm.prompts.read_chat(
+            messages, parse_control_tokens=service.parses_control_tokens(call.key)
+        )
         room = llm.max_context - len(prompt.tokens)
         more = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
         return Ready(body, [(prompt.without_text(), body.sampling(room, **more))])

@@ -9,6 +9,7 @@ requests_per_minute = 600        prompts; this and what follows is unlimited unl
 max_concurrent = 16
 tokens_per_minute = 100_000      of prompts and completions
 tokens_per_day = 2_000_000       from midnight to midnight, UTC
+parse_control_tokens = true      its chat messages may write control tokens; else they are text
 """
 
 import hashlib
@@ -51,6 +52,7 @@ class ApiKey:
     expires: float | None = None  # seconds since the epoch
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
+    parse_control_tokens: bool = False  # in its chat messages
 
     def may(self, scope: KeyScope) -> bool:
         if scope is KeyScope.STATS and KeyScope.ADMIN in self.scopes:
@@ -231,6 +233,12 @@ def _count(where: str, value: Any) -> int:
     return value
 
 
+def _flag(where: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where} must be true or false, got {value!r:.100}")
+    return value
+
+
 def _scopes(where: str, value: Any) -> frozenset[KeyScope]:
     known = [scope.value for scope in KeyScope]
     if not isinstance(value, list) or not value or not all(name in known for name in value):
@@ -261,4 +269,5 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     "max_concurrent": _count,
     "tokens_per_minute": _count,
     "tokens_per_day": _count,
+    "parse_control_tokens": _flag,
 }

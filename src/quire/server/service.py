@@ -17,7 +17,7 @@ from quire.server.audit import open_audit_log
 from quire.server.connections import open_connections
 from quire.server.errors import RESTART_S, ApiError
 from quire.server.json_reader import BodyLimits, body_limits
-from quire.server.keys import KeyChanges
+from quire.server.keys import ApiKey, KeyChanges
 from quire.server.limits import KeyLimits
 from quire.server.logs import LOGGER, log
 from quire.server.metering import Meter
@@ -153,6 +153,10 @@ class Service:
     def loaded(self) -> AsyncLLM | None:
         """The model whatever its state, to look at."""
         return self._llm
+
+    def parses_control_tokens(self, key: ApiKey | None) -> bool:
+        """Whether the chat messages of a key, or of anybody, may write control tokens."""
+        return (self.settings if key is None else key).parse_control_tokens
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model; one that names none means this one."""

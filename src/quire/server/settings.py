@@ -32,6 +32,7 @@ class ServerSettings:
     model_names: tuple[str, ...] = ("quire",)  # the first is the one that answers carry
     keys: KeyRing = field(default_factory=KeyRing)
     no_auth: bool = False  # listen beyond loopback although there are no keys
+    parse_control_tokens: bool = False  # in chat messages, where no key says whether
     allowed_hosts: tuple[str, ...] = ()  # names the server goes by, beside addresses and localhost
     cors_origins: tuple[str, ...] = ()  # web pages that may use it, as scheme://host[:port]
     max_body_bytes: int = 4 << 20
@@ -70,6 +71,11 @@ class ServerSettings:
             raise ConfigError("a TLS key needs its certificate: give --tls-cert too")
         for origin in self.cors_origins:
             _check_origin(origin)
+        if self.keys and self.parse_control_tokens:
+            raise ConfigError(
+                "with API keys, parse_control_tokens is said of each: write parse_control_tokens = "
+                "true into the table of a key that may write control tokens into its messages"
+            )
         if not self.keys and not self.no_auth and not is_loopback(self.host):
             raise ConfigError(
                 f"{self.host} can be reached from other machines and there are no API keys: give "

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from quire.llm import AsyncLLM
 from quire.server.bodies import checked, prepared
+from quire.server.calls import Call
 from quire.server.errors import ApiError
 from quire.server.generation import Errors, begin
 from quire.server.replies import DetokenizedText, TokenList
@@ -25,37 +26,38 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 
 async def _answered(
-    service: Service, request: Request, answer: Callable[[Service, AsyncLLM, bytes], str]
+    service: Service, request: Request, answer: Callable[[Service, Call, AsyncLLM, bytes], str]
 ) -> Response:
     """From the body to the answer in one go, in the pool."""
-    _, llm = begin(service, request)
-    content = await prepared(service, request, partial(answer, service, llm), is_quick=False)
+    call, llm = begin(service, request)
+    content = await prepared(service, request, partial(answer, service, call, llm), is_quick=False)
     return Response(content, media_type="application/json")
 
 
-def _tokenize(service: Service, llm: AsyncLLM, data: bytes) -> str:
+def _tokenize(service: Service, call: Call, llm: AsyncLLM, data: bytes) -> str:
     body = checked(data, TokenizeRequest, service.body_limits)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     with Errors(service, TokenizeRequest):
-        tokens = _tokens_of(llm, body)
+        tokens = _tokens_of(llm, body, service.parses_control_tokens(call.key))
     return TokenList(
         tokens=tokens, count=len(tokens), max_model_len=llm.max_context
     ).model_dump_json()
 
 
-def _tokens_of(llm: AsyncLLM, body: TokenizeRequest) -> list[int]:
+def _tokens_of(llm: AsyncLLM, body: TokenizeRequest, parse_control_tokens: bool) -> list[int]:
     if body.messages is not None:
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        return list(llm.prompts.read_chat(messages).tokens)
+        chat = llm.prompts.read_chat(messages, parse_control_tokens=parse_control_tokens)
+        return list(chat.tokens)
     assert body.prompt is not None
     return _tokenizer(llm).encode(
         body.prompt, add_special=body.add_special_tokens, limit=llm.max_context
     )
 
 
-def _detokenize(service: Service, llm: AsyncLLM, data: bytes) -> str:
+def _detokenize(service: Service, _: Call, llm: AsyncLLM, data: bytes) -> str:
     body = checked(data, DetokenizeRequest, service.body_limits)
     service.check_model(body.model)
     tokenizer = _tokenizer(llm)
