@@ -12,7 +12,7 @@ from tests.cli.program import COMMAND, environment, quire
 
 from quire.cli import generate, main
 
-NAMES = ("generate", "chat", "serve", "inspect", "pull", "doctor", "bench")
+NAMES = ("generate", "chat", "serve", "inspect", "pull", "doctor", "audit", "bench")
 
 
 def test_the_version_is_the_package_version() -> None:
