@@ -46,8 +46,8 @@ def goes_on() -> Iterator[None]:
 
 @pytest.fixture
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To save time: what would run for hours is stopped after a fifth of a second."""
-    monkeypatch.setattr(limits, "RENDER_SECONDS", 0.2)
+    """To save time: what would run for hours is stopped after a tenth of a second."""
+    monkeypatch.setattr(limits, "RENDER_SECONDS", 0.1)
     monkeypatch.setattr(limits, "RENDER_SECONDS_PER_BYTE", 0.0)
 
 
@@ -438,18 +438,37 @@ def test_what_renders_has_no_files_no_secrets_and_little_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "a secret that templates must not see")
+    started: list[Any] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> Any:
+        started.append(options)
+        return popen(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     process = _TemplateProcess()
+    assert "QUIRE_API_KEY" not in started[0]["env"]
     pid = process._process.pid
     assert process.ask({"key": "x", "seconds": 1}, b"")["error"] == "unknown"
-    with open(f"/proc/{pid}/environ", "rb") as environment:
-        assert b"secret" not in environment.read()
     with open(f"/proc/{pid}/limits") as table:
         rows = {row[:25].strip(): row[25:].split()[:2] for row in table}
     assert rows["Max address space"] == [str(MEMORY_BYTES)] * 2
-    assert rows["Max open files"] == ["4", "4"]
-    assert rows["Max processes"] == rows["Max file size"] == ["0", "0"]
-    assert len(os.listdir(f"/proc/{pid}/fd")) == 4  # socket, two of /dev/null, its own size
+    for kind in ("Max open files", "Max processes", "Max file size", "Max core file size"):
+        assert rows[kind] == ["0", "0"]
+    with open(f"/proc/{pid}/status") as table:
+        status = {name: value.strip() for name, _, value in (row.partition(":") for row in table)}
+    assert status["NoNewPrivs"] == "1"
+    assert int(status["CapEff"], 16) == 0
     process.close()
+
+
+def test_a_process_outlives_the_thread_that_started_it() -> None:
+    processes = TemplateProcesses(1)
+    thread = threading.Thread(target=processes.ask, args=({"key": "x", "seconds": 1},))
+    thread.start()
+    thread.join()
+    assert processes.ask({"key": "x", "seconds": 1})["error"] == "unknown"
+    processes.end()
 
 
 def test_a_fork_leaves_its_parents_processes_alone() -> None:

@@ -59,6 +59,7 @@ _CALLS = {  # by name: the number on x86_64 and on aarch64
     "nanosleep": (35, 101),
     "getpid": (39, 172),
     "exit": (60, 93),
+    "setitimer": (38, 103),  # for a process that is given time again and again
     "gettimeofday": (96, 169),
     "getrusage": (98, 165),
     "sysinfo": (99, 179),
@@ -81,17 +82,19 @@ _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # instructions of the filter
 _CALL_NUMBER_AT, _ARCHITECTURE_AT = 0, 4  # offsets in what the filter looks at
 
 
-def lock_down(cpu_s: int, memory: int) -> list[str]:
+def lock_down(cpu_s: int | None, memory: int, *, dies_with_parent: bool = True) -> list[str]:
     """Give up what can be given up; what is in force then, in words.
 
-    `cpu_s` and `memory` (bytes of addresses) are the process's from its start. Call it while there
-    is one thread: others would keep what they have.
+    `cpu_s` (None: no limit) and `memory` (bytes of addresses) are the process's from its start.
+    Call it while there is one thread: others would keep what they have. To die with its parent is
+    to die with the thread that started it, which is not for a process that outlives that thread.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     in_force = []
     if _becomes_nobody():
         in_force.append("no root")
-    libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if dies_with_parent:
+        libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     if _drops_capabilities(libc):
         in_force.append("no capabilities")
@@ -105,15 +108,16 @@ def lock_down(cpu_s: int, memory: int) -> list[str]:
     return in_force
 
 
-def _set_limits(cpu_s: int, memory: int) -> None:
+def _set_limits(cpu_s: int | None, memory: int) -> None:
     values = {
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_FSIZE: (0, 0),
         resource.RLIMIT_NPROC: (0, 0),
         resource.RLIMIT_NOFILE: (0, 0),  # those that are open stay open
-        resource.RLIMIT_CPU: (cpu_s, cpu_s + 5),  # SIGXCPU tells it from other ends
         resource.RLIMIT_AS: (memory, memory),
     }
+    if cpu_s is not None:
+        values[resource.RLIMIT_CPU] = (cpu_s, cpu_s + 5)  # SIGXCPU tells it from other ends
     for kind, wanted in values.items():
         hard = resource.getrlimit(kind)[1]
         largest = max(wanted) if hard == resource.RLIM_INFINITY else hard

@@ -3,7 +3,7 @@
 A template comes with a model file, so it is not trusted to end, to stay small, or to keep inside of
 jinja's sandbox. Here it may take what the limits of this process allow; whoever goes over them is
 ended by the kernel, and `template_process` starts another. The process imports this module,
-`template_text`, jinja2 and the standard library alone, so that its start costs little.
+`template_text`, `core.lockdown`, jinja2 and the standard library alone: its start costs little.
 """
 
 import codecs
@@ -31,6 +31,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire.core.lockdown import lock_down
 from quire.tokenizer.template_text import MarkingFormatter, TemplateText, joined, marks_of
 
 MEMORY_BYTES = 512 << 20  # of addresses, Python's own included
@@ -303,19 +304,6 @@ def _import_what_is_imported_late() -> None:
     _strftime_now("%c")
 
 
-def _give_up_privileges() -> None:
-    """No more memory than it needs, no file or socket but those it has, no process."""
-    limits = {
-        resource.RLIMIT_AS: MEMORY_BYTES,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_NPROC: 0,
-        resource.RLIMIT_NOFILE: 4,
-    }
-    for kind, value in limits.items():
-        resource.setrlimit(kind, (value, value))
-
-
 def _resident_bytes(statm: int | None) -> int:
     if statm is None:
         return 0
@@ -329,7 +317,7 @@ def main() -> None:
     except OSError:  # not Linux
         statm = None
     _import_what_is_imported_late()
-    _give_up_privileges()
+    lock_down(None, MEMORY_BYTES, dies_with_parent=False)
     sys.setrecursionlimit(MAX_RECURSION)
     templates = _Templates()
     while True:
