@@ -45,14 +45,14 @@ def random_model(
     formats: Mapping[str, str] | None = None,
     usual_format: str = "F32",
 ) -> Model:
-    """`formats`: of matrices, by the end of their names; a matrix whose rows do not fill a format's
-    blocks is in F32."""
+    """`formats`: of matrices, by their names without layer and suffix; a matrix whose rows do not
+    fill a format's blocks is in F32."""
     rng = np.random.Generator(np.random.SFC64(seed))
     tensors = {}
     for name, shape in tensor_shapes(spec).items():
         wanted = usual_format
-        for end, other in (formats or {}).items():
-            if name.endswith(f"{end}.weight"):
+        for part, other in (formats or {}).items():
+            if name.split(".")[-2] == part:
                 wanted = other
         block_format = format_named(wanted, name)
         if len(shape) < 2 or shape[-1] % block_format.block_size:

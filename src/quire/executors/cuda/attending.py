@@ -15,6 +15,7 @@ from quire.executors.cuda.planes import Array
 
 SPLIT = attention.SPLIT
 _NO_WINDOW = 1 << 30
+_LEAST_DIMS = 16  # that the matrix instruction multiplies
 _HEADS_AT_ONCE = 8  # of a token, while its parts are merged
 _QUERY_ROWS = 16  # of a program: tokens times the heads of a group
 _SMALL_STEP = 256  # tokens; larger steps hold prompts, whose tokens share keys
@@ -152,7 +153,7 @@ class PlainAttention:
             NUM_HEADS=spec.num_heads,
             NUM_KV_HEADS=spec.num_kv_heads,
             HEAD_DIM=spec.head_dim,
-            DIMS=_power_of_two(spec.head_dim),
+            DIMS=max(_LEAST_DIMS, _power_of_two(spec.head_dim)),
             BLOCK_SIZE=self._block_size,
             ROWS=self._rows,
             GROUP=self._group,

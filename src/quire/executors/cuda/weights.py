@@ -28,6 +28,13 @@ _TILE_ROWS = 64
 GATED_SHRINK = 16.0  # gated values reach beyond float16: they are kept divided by this
 _SMALLEST_PART = 8  # blocks of 256 columns
 
+# What launchers can launch. Grids have at most 65535 programs in their second and third direction,
+# a norm's row lies in one program, and so does a tile of the query heads of a key head.
+MAX_HEAD_DIM = 256
+MAX_HIDDEN = 1 << 15
+MAX_PRODUCT_ROWS = 65535 * _TILE_ROWS
+MAX_CONTEXT = 1 << 24  # positions; 512 of them are a part, which has a program
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
@@ -117,9 +124,37 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
                 f"the {spec.family} model has {what}, which the CUDA executor does not run yet: "
                 "use device='cpu'"
             )
+    _check_shape(spec)
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2:
             check_supported(tensor.format.name, name)
+
+
+def _check_shape(spec: ModelSpec) -> None:
+    """Refuse what no launcher can launch: what a file says decides grids, tiles and offsets."""
+    group, most = spec.num_heads // spec.num_kv_heads, largest_group(spec.head_dim)
+    rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), spec.query_size + 2 * spec.kv_size)
+    bounds = {
+        "head_dim": (spec.head_dim, MAX_HEAD_DIM),
+        f"num_heads over num_kv_heads, for heads of {spec.head_dim}": (group, most),
+        "hidden_size, up to whole blocks": (padded(spec.hidden_size), MAX_HIDDEN),
+        "the rows of its largest product": (rows, MAX_PRODUCT_ROWS),
+        "context_length": (spec.context_length, MAX_CONTEXT),
+    }
+    for what, (value, limit) in bounds.items():
+        if value > limit:
+            raise UnsupportedModelError(
+                f"{what} is {value}, but the CUDA executor runs at most {limit}: use device='cpu'"
+            )
+    if spec.head_dim % 2:
+        raise UnsupportedModelError(
+            f"head_dim is {spec.head_dim}, but the CUDA executor runs even ones: use device='cpu'"
+        )
+
+
+def largest_group(head_dim: int) -> int:
+    """Query heads of one key head whose tile fits a multiprocessor's shared memory."""
+    return 128 if head_dim <= 128 else 32
 
 
 def packed_bytes(tensors: Mapping[str, Tensor]) -> int:
