@@ -171,14 +171,14 @@ def test_at_64_descriptors_others_are_still_served(text_model: Path) -> None:
 
 
 def too_large(chunked: bool) -> Any:
-    """Over the limit of 100,000 bytes, and more than the system's buffers take."""
-    parts = [b'{"prompt": "', *[b"x" * 50_000] * 7, b'"}']
+    """Over the limit of 4 MiB, and more than the system's buffers take."""
+    parts = [b'{"prompt": "', *[b"x" * 1_000_000] * 12, b'"}']
     return iter(parts) if chunked else b"".join(parts)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_http_client_reads_the_413(short: RunningServer, chunked: bool) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", short.port, timeout=PATIENCE_S)
+def test_http_client_reads_the_413(fake: RunningServer, chunked: bool) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", fake.port, timeout=PATIENCE_S)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/tokenize", too_large(chunked), headers, encode_chunked=chunked)
     answer = connection.getresponse()
@@ -188,10 +188,10 @@ def test_http_client_reads_the_413(short: RunningServer, chunked: bool) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_httpx_reads_the_413(short: RunningServer, chunked: bool) -> None:
+def test_httpx_reads_the_413(fake: RunningServer, chunked: bool) -> None:
     with httpx2.Client(timeout=PATIENCE_S) as client:
         answer = client.post(
-            f"{short.url}/tokenize",
+            f"{fake.url}/tokenize",
             content=too_large(chunked),
             headers={"Content-Type": "application/json"},
         )
@@ -199,9 +199,9 @@ def test_httpx_reads_the_413(short: RunningServer, chunked: bool) -> None:
     assert answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_the_openai_client_reads_the_413(short: RunningServer) -> None:
-    with short.client() as client, pytest.raises(openai.APIStatusError) as caught:
-        client.completions.create(model=NAME, prompt="x" * 350_000)
+def test_the_openai_client_reads_the_413(fake: RunningServer) -> None:
+    with fake.client() as client, pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(model=NAME, prompt="x" * 12_000_000)
     assert caught.value.status_code == 413
     assert caught.value.code == "body_too_large"
 
@@ -209,13 +209,13 @@ def test_the_openai_client_reads_the_413(short: RunningServer) -> None:
 @pytest.mark.parametrize("header", ["Expect:", "Expect: 100-continue"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_curl_reads_the_413(
-    short: RunningServer, tmp_path: Path, chunked: bool, header: str
+    fake: RunningServer, tmp_path: Path, chunked: bool, header: str
 ) -> None:
     file = tmp_path / "body.json"
     file.write_bytes(too_large(chunked=False))
     encoding = ["-H", "Transfer-Encoding: chunked"] if chunked else []
     command = ["curl", "-sS", "-w", "\n%{http_code}", "-H", JSON, "-H", header, *encoding]
-    command += ["--data-binary", f"@{file}", f"{short.url}/tokenize"]
+    command += ["--data-binary", f"@{file}", f"{fake.url}/tokenize"]
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(), check=False
     )
@@ -284,6 +284,14 @@ def test_what_comes_during_a_stream_is_not_answered_within_it(
     *_, last, done = events(answer)
     assert '"finish_reason": "length"' in last
     assert done == "data: [DONE]"
+
+
+def test_half_a_head_behind_a_whole_request_is_given_up(text_model: Path) -> None:
+    with fake_server(text_model, header_timeout_s=0.3, keep_alive_s=3600.0) as server:
+        answer = exchange(server.port, head("/health", method="GET") + b"GET /hea")
+        assert answer.count(b"200 OK") == 1
+        assert answer.count(b"408 Request Timeout") == 1
+        assert exchange(server.port, head("/health", method="GET"), b"\r\n").count(b"408") == 1
 
 
 def test_requests_before_a_broken_one_are_answered(fake: RunningServer) -> None:

@@ -142,11 +142,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._is_in_head:
             self._num_head_bytes += len(data)
-            if self._deadline is None:  # a later request of a connection that was kept
-                self._set_deadline(self.guards.header_timeout_s, self._on_head_deadline)
         self._parse(data)
-        if self._is_in_head and self._num_head_bytes > self.guards.max_header_bytes:
-            self._refuse(self._headers_too_large())
+        if self._is_in_head and self._num_head_bytes and not self._is_discarding:
+            if self._num_head_bytes > self.guards.max_header_bytes:
+                self._refuse(self._headers_too_large())
+            elif self._deadline is None:  # a later request of a connection that was kept
+                self._set_deadline(self.guards.header_timeout_s, self._on_head_deadline)
 
     def _parse(self, data: bytes) -> None:
         while not self._is_discarding:
@@ -176,6 +177,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_discarding:
             return
         self._num_parsed_bytes = 0
+        self._num_head_bytes = self._num_head_bytes or 1  # at least: it may follow another's end
         self._num_chunks = self._num_body_bytes = 0
         super().on_message_begin()
 
