@@ -16,7 +16,7 @@ BENCH_LOAD := --device cpu --prompt-tokens 64 --new-tokens 32 --batch 1,4,16,64
 
 SANITIZED := build/sanitized
 
-.PHONY: help setup native node-client test test-cuda test-long fuzz sanitize check format bench bench-cpu serve dist dist-check clean
+.PHONY: help setup native node-client test test-cuda test-long fuzz sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,7 +66,7 @@ test-cuda: $(CUDA_VENV)/.ready  ## run the CUDA executor's tests: interpreted, e
 test-long: $(READY) $(NATIVE)  ## run the long random tests
 	QUIRE_HYPOTHESIS=random $(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
-fuzz: $(READY)  ## run the fuzzers: the coverage-guided ones FUZZ_SECONDS each, the others FUZZ_RUNS
+fuzz: $(READY) $(NATIVE)  ## run the fuzzers: the coverage-guided ones FUZZ_SECONDS each, the others FUZZ_RUNS
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
 	for target in $(FUZZ_READERS); do \
 	  $(BIN)/python -m tests.fuzz.coverage_guided $$target -max_total_time=$(FUZZ_SECONDS) || exit 1; \
@@ -74,6 +74,7 @@ fuzz: $(READY)  ## run the fuzzers: the coverage-guided ones FUZZ_SECONDS each, 
 	$(BIN)/python -m tests.fuzz.mutated all --runs $(FUZZ_RUNS)
 	$(BIN)/python -m tests.fuzz.fuzz_http --runs $(FUZZ_RUNS) --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m tests.fuzz.fuzz_http_guided -max_total_time=$(FUZZ_SECONDS)
+	$(BIN)/python -m tests.fuzz.fuzz_steps --runs $(FUZZ_RUNS)
 
 # The tests run against a build of the native module with the sanitizers in it. Python itself has
 # none, so their run-time (and the C++ library, whose exceptions it watches) is loaded first.
@@ -88,6 +89,19 @@ sanitize: $(READY)  ## run the native code's tests under address, undefined and 
 	$(CXX) -std=c++17 -O1 -g -fsanitize=thread native/checks/pool_check.cpp native/pool.cpp \
 	  -o $(SANITIZED)/pool_check -pthread
 	$(SANITIZED)/pool_check
+
+# Two units alone, as every other bit of native code is theirs too: short enough for every change.
+SHAPES_BUILD := $(SANITIZED)/shapes
+sanitize-shapes: $(READY)  ## run extreme shapes and mutated plans under address and undefined sanitizers
+	$(BIN)/cmake -S . -B $(SHAPES_BUILD) -G Ninja -DQUIRE_SANITIZE=address,undefined \
+	  -DQUIRE_UNITS=few -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/cmake --build $(SHAPES_BUILD) --parallel 2
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  PYTHONMALLOC=malloc QUIRE_NATIVE_BUILD=$(SHAPES_BUILD) \
+	  $(BIN)/python -m pytest -q -m "not long" --capture=sys -p tests.native_build \
+	  tests/executors/cpu/test_extreme_shapes.py tests/fuzz/test_steps.py
 
 check: $(READY)  ## lint, formatting, types, layers, figures that match their receipts
 	$(BIN)/ruff check .

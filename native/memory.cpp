@@ -5,7 +5,11 @@
 #include <cstring>
 #include <new>
 
-#if defined(__linux__)
+// The address sanitizer watches what comes from the C library, piece by piece.
+#if defined(__SANITIZE_ADDRESS__)
+#define QUIRE_EACH_PIECE_ALONE
+#elif defined(__linux__)
+#define QUIRE_MAPS_MEMORY
 #include <sys/mman.h>
 #endif
 
@@ -19,7 +23,7 @@ size_t rounded(size_t size, size_t unit) { return (size + unit - 1) / unit * uni
 
 }  // namespace
 
-#if defined(__linux__)
+#if defined(QUIRE_MAPS_MEMORY)
 
 namespace {
 
@@ -77,6 +81,10 @@ Buffer::~Buffer() {
 #endif
 
 uint8_t* Arena::allocate(size_t size) {
+#if defined(QUIRE_EACH_PIECE_ALONE)
+  chunks_.emplace_back(size);
+  return chunks_.back().data();
+#endif
   size = rounded(size, alignment);
   if (chunks_.empty() || chunks_.back().size() - used_ < size) {
     chunks_.emplace_back(size > chunk_size ? size : chunk_size);
