@@ -25,6 +25,7 @@ from tests.fuzz.kept import HOME
 
 _FOUND = 77  # as libFuzzer's exit status
 _SLOWEST_S = 10
+_TELL_EVERY = 250_000
 _MEMORY = 4 << 30
 _EDGES = (
     *(0, 1, 2, 3, 7, 8, 31, 32, 63, 127, 128, 255, 256, 4095, 2**15, 2**16 - 1, 2**31 - 1),
@@ -125,8 +126,10 @@ def fuzz(name: str, runs: int, seed: int, tell: Callable[[str], None]) -> int:
     target, inputs = TARGETS[name], inputs_of(name)
     rng = random.Random(f"{name} {seed}")
     began, num_read = time.monotonic(), 0
-    for _ in range(runs):
+    for number in range(runs):
         num_read += _run_one(name, target, _next_input(target, inputs, rng))
+        if (number + 1) % _TELL_EVERY == 0:
+            tell(f"{name}: {number + 1} of {runs} runs so far")
     took = time.monotonic() - began
     tell(
         f"{name}: {runs} runs, {num_read} read to the end, seed {seed}, {runs / took:.0f} a second"
