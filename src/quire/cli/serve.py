@@ -350,8 +350,8 @@ def _check_template(llm: "AsyncLLM") -> None:
             _ = llm.prompts.template
     except ModelFileError as error:
         raise ModelFileError(
-            f"{error}. --chat-template FILE takes another one, --no-chat-template serves the model "
-            "without chats"
+            f"{str(error).rstrip('.')}. --chat-template FILE takes another one, "
+            "--no-chat-template serves the model without chats"
         ) from error
 
 

@@ -16,13 +16,13 @@ import platform
 import resource
 import signal
 import struct
+import sys
 from contextlib import suppress
 
 _NOBODY = 65534
 
 # prctl(2)
 _SET_PARENT_DEATH_SIGNAL = 1
-_SET_DUMPABLE = 4
 _SET_SECCOMP = 22
 _SET_NO_NEW_PRIVILEGES = 38
 _SECCOMP_FILTER = 2
@@ -89,13 +89,15 @@ def lock_down(cpu_s: int | None, memory: int, *, dies_with_parent: bool = True) 
     Call it while there is one thread: others would keep what they have. To die with its parent is
     to die with the thread that started it, which is not for a process that outlives that thread.
     """
+    if sys.platform != "linux":
+        _set_limits(cpu_s, memory)
+        return ["resource limits"]
     libc = ctypes.CDLL(None, use_errno=True)
     in_force = []
     if _becomes_nobody():
         in_force.append("no root")
     if dies_with_parent:
         libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     if _drops_capabilities(libc):
         in_force.append("no capabilities")
     libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
