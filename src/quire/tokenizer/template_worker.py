@@ -16,7 +16,7 @@ import signal
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -285,10 +285,32 @@ def _write(content: bytes) -> None:
 
 
 def encoded(value: Any) -> bytes:
-    """JSON; text that is no Unicode, half a surrogate pair, goes through as it is."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
-        "utf-8", "surrogatepass"
-    )
+    """JSON; text that is no Unicode, half a surrogate pair, goes through as it is.
+
+    Written message by message: one call of the encoder lets no other thread run until it is done.
+    """
+    return "".join(_encoded_parts(value, 3)).encode("utf-8", "surrogatepass")
+
+
+def _encoded_parts(value: Any, depth: int) -> Iterator[str]:
+    """The outermost objects and lists, down to a message's fields, item by item."""
+    mark = ""
+    if depth and isinstance(value, dict):
+        yield "{"
+        for name, item in value.items():
+            yield f"{mark}{json.dumps(name, ensure_ascii=False)}:"
+            yield from _encoded_parts(item, depth - 1)
+            mark = ","
+        yield "}"
+    elif depth and isinstance(value, list):
+        yield "["
+        for item in value:
+            yield mark
+            yield from _encoded_parts(item, depth - 1)
+            mark = ","
+        yield "]"
+    else:
+        yield json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def decoded(content: bytes) -> Any:
