@@ -40,6 +40,8 @@ def answers_of(content: bytes, heads_only: tuple[bool, ...]) -> list[Answer]:
         else:
             try:
                 answer, rest = _one(content, False)
+                if answer.body.startswith(b"HTTP/1.1 "):
+                    raise BadAnswerError("an answer within an answer")
                 if rest and not rest.startswith(b"HTTP/1.1 "):
                     raise BadAnswerError(f"after an answer comes {rest[:80]!r}")
             except BadAnswerError:

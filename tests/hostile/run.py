@@ -3,8 +3,9 @@
 python -m tests.hostile.run --seconds 60                    over the hash model, steps of 10 ms
 python -m tests.hostile.run --seconds 60 --model smollm2    over a real model
 
-One run: a quiet phase, a hostile phase, a look at what is left over, and SIGTERM while the hostile
-client is at it again. Prints a JSON object; exits 1 where a goal is missed.
+One run: quiet and hostile phases in turn, so that what else the machine does falls on both; a look
+at what is left over; and SIGTERM while the hostile client is at it again. Prints a JSON object;
+exits 1 where a goal is missed.
 """
 
 import argparse
@@ -15,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.cli.program import COMMAND, environment
-from tests.hostile.watch import Books, Streams
+from tests.hostile.watch import Books, Streams, summary_of
 from tests.llm.text_models import write_text_model
 from tests.server.processes import ServeProcess, serving
 
@@ -86,21 +89,39 @@ def outcome_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-async def phase(streams: Streams, books: Books, seconds: float) -> dict[str, Any]:
-    """Streams for so long, and the most memory meanwhile."""
-    streams.start_phase()
-    books.peak_rss = 0
-    cpu_before, until = books.cpu_s, time.monotonic() + seconds
-    watching = asyncio.create_task(books.watch())
-    try:
-        await streams.run(lambda: time.monotonic() >= until)
-    finally:
-        watching.cancel()
-    return {
-        **streams.summary(),
-        "server_cpu_s": round(books.cpu_s - cpu_before, 1),
-        "peak_rss_mib": books.peak_rss >> 20,
-    }
+@dataclass
+class Phases:
+    """All phases of one kind, quiet or hostile, taken together."""
+
+    gaps: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+    num_done: int = 0
+    peak_rss: int = 0
+    cpu_s: float = 0.0
+
+    async def add(self, streams: Streams, books: Books, seconds: float) -> None:
+        """Streams for so long, and the most memory meanwhile."""
+        streams.start_phase()
+        books.peak_rss = 0
+        cpu_before, until = books.cpu_s, time.monotonic() + seconds
+        watching = asyncio.create_task(books.watch())
+        try:
+            await streams.run(lambda: time.monotonic() >= until)
+        finally:
+            watching.cancel()
+        self.gaps += streams.gaps
+        self.first_token_s += streams.first_token_s
+        self.num_done += streams.num_done
+        self.peak_rss = max(self.peak_rss, books.peak_rss)
+        self.cpu_s += books.cpu_s - cpu_before
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "completions": self.num_done,
+            **summary_of(self.gaps, self.first_token_s),
+            "server_cpu_s": round(self.cpu_s, 1),
+            "peak_rss_mib": self.peak_rss >> 20,
+        }
 
 
 async def wait_until_idle(books: Books) -> dict[str, Any]:
@@ -126,21 +147,33 @@ async def settled(books: Books, before: dict[str, int]) -> dict[str, int]:
 
 
 async def measure(
-    server: ServeProcess, seconds: float, clients: int, more: list[str]
+    server: ServeProcess, seconds: float, turns: int, clients: int, more: list[str]
 ) -> dict[str, Any]:
-    """Quiet, hostile, left over, SIGTERM."""
+    """Quiet and hostile in turn, what is left over, and SIGTERM."""
     books = Books(server.process.pid, server.port, WATCHER)
     streams = Streams(server.port, CALM, clients)
     await streams.run(lambda: streams.num_done >= clients)  # warm, and what is expected
-    result: dict[str, Any] = {"quiet": await phase(streams, books, seconds)}
+    quiet, loud = Phases(), Phases()
+    attacks: list[dict[str, Any]] = []
+    await quiet.add(streams, books, seconds / turns)
     before = books.summary()
-    async with hostile(server.port, "--seconds", str(seconds), *more) as attacker:
-        result["hostile"] = await phase(streams, books, seconds)
-        result["attacker"] = await asyncio.to_thread(outcome_of, attacker)
-    result["before"] = before
-    result["left"] = {**await wait_until_idle(books), **await settled(books, before)}
-    result["wrong"] = streams.wrong[:10]
-    result["num_wrong"] = len(streams.wrong)
+    for turn in range(turns):
+        if turn:
+            await quiet.add(streams, books, seconds / turns)
+        options = ["--seconds", str(seconds / turns), "--seed", str(turn), *more]
+        async with hostile(server.port, *options) as attacker:
+            await loud.add(streams, books, seconds / turns)
+            attacks.append(await asyncio.to_thread(outcome_of, attacker))
+        left = await wait_until_idle(books)
+    result: dict[str, Any] = {
+        "quiet": quiet.summary(),
+        "hostile": loud.summary(),
+        "attacker": merged(attacks),
+        "before": before,
+        "left": {**left, **await settled(books, before)},
+        "wrong": streams.wrong[:10],
+        "num_wrong": len(streams.wrong),
+    }
     async with hostile(server.port, "--seconds", "600", *more):
         await asyncio.sleep(min(seconds, 5))
         started = time.monotonic()
@@ -152,6 +185,15 @@ async def measure(
         result["drain_s"] = round(time.monotonic() - started, 1)
     result["missed"] = missed(result)
     return result
+
+
+def merged(attacks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What came of all of them."""
+    outcomes: dict[str, Counter[str]] = {}
+    for attack in attacks:
+        for name, counts in attack["outcomes"].items():
+            outcomes.setdefault(name, Counter()).update(counts)
+    return {"cpu_s": round(sum(attack["cpu_s"] for attack in attacks), 2), "outcomes": outcomes}
 
 
 def missed(result: dict[str, Any]) -> list[str]:
@@ -188,28 +230,28 @@ def missed(result: dict[str, Any]) -> list[str]:
 BAD = ("500", "502", "504", "desync", "no answer")
 
 
-async def run(
-    model: str, seconds: float, clients: int, step_ms: float, more: list[str], serve: list[str]
-) -> dict[str, Any]:
+async def run(given: argparse.Namespace) -> dict[str, Any]:
+    more = ["--workers", str(given.workers), *(["--only", *given.only] if given.only else [])]
     with tempfile.TemporaryDirectory() as folder:
-        command, arguments = serve_command(model, Path(folder))
+        command, arguments = serve_command(given.model, Path(folder))
         log = Path(folder) / "log"
-        env = {"PACED_STEP_MS": str(step_ms)}
-        with serving(*arguments, *serve, env=env, command=command, log=log) as server:
-            found = await measure(server, seconds, clients, more)
+        env = {"PACED_STEP_MS": str(given.step_ms)}
+        with serving(*arguments, *given.serve, env=env, command=command, log=log) as server:
+            found = await measure(server, given.seconds, given.turns, given.clients, more)
         lines = log.read_text().splitlines()
         traced = [line[-3000:] for line in lines if "Traceback" in line or '"error"' in line]
         found["errors_logged"] = len(traced)
         if traced:
             found["missed"].append(f"errors in the log, the first: {traced[0]}")
-        return {"model": model, "seconds": seconds, **found}
+        return {"model": given.model, "seconds": given.seconds, **found}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each kind of phase")
+    parser.add_argument("--turns", type=int, default=5, help="quiet and hostile phases alternate")
     parser.add_argument("--model", default="paced", help="a model, or paced: the hash model")
     parser.add_argument("--clients", type=int, default=4, help="streams that must not notice")
     parser.add_argument("--step-ms", type=float, default=10.0, help="of the hash model")
@@ -217,10 +259,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4, help="attacks at a time")
     parser.add_argument("--serve", nargs="*", default=[], help="further options of quire serve")
     given = parser.parse_args()
-    more = ["--workers", str(given.workers), *(["--only", *given.only] if given.only else [])]
-    result = asyncio.run(
-        run(given.model, given.seconds, given.clients, given.step_ms, more, given.serve)
-    )
+    result = asyncio.run(run(given))
     print(json.dumps(result, indent=1))
     return 1 if result["missed"] else 0
 

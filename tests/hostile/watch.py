@@ -92,17 +92,17 @@ class Streams:
             text += chunk["choices"][0]["text"]
         return text
 
-    def summary(self) -> dict[str, Any]:
-        return {
-            "completions": self.num_done,
-            "gaps": len(self.gaps),
-            "gap_p50_ms": round(1000 * quantile(self.gaps, 0.5), 2),
-            "gap_p99_ms": round(1000 * quantile(self.gaps, 0.99), 2),
-            "gap_p99_of_time_ms": round(1000 * quantile_of_time(self.gaps, 0.99), 2),
-            "gap_max_ms": round(1000 * max(self.gaps, default=0.0), 2),
-            "first_token_p50_ms": round(1000 * quantile(self.first_token_s, 0.5), 2),
-            "first_token_p99_ms": round(1000 * quantile(self.first_token_s, 0.99), 2),
-        }
+
+def summary_of(gaps: list[float], first_token_s: list[float]) -> dict[str, Any]:
+    return {
+        "gaps": len(gaps),
+        "gap_p50_ms": round(1000 * quantile(gaps, 0.5), 2),
+        "gap_p99_ms": round(1000 * quantile(gaps, 0.99), 2),
+        "gap_p99_of_time_ms": round(1000 * quantile_of_time(gaps, 0.99), 2),
+        "gap_max_ms": round(1000 * max(gaps, default=0.0), 2),
+        "first_token_p50_ms": round(1000 * quantile(first_token_s, 0.5), 2),
+        "first_token_p99_ms": round(1000 * quantile(first_token_s, 0.99), 2),
+    }
 
 
 @dataclass
@@ -127,9 +127,8 @@ class Books:
 
     @property
     def rss(self) -> int:
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-        return int(line.split()[1]) << 10
+        """Of the process and of those it started."""
+        return sum(map(_rss_of, (self.pid, *self.children)))
 
     @property
     def cpu_s(self) -> float:
@@ -145,12 +144,9 @@ class Books:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     @property
-    def num_children(self) -> int:
-        """Processes of the server's own."""
-        found = 0
-        for task in Path(f"/proc/{self.pid}/task").iterdir():
-            found += len((task / "children").read_text().split())
-        return found
+    def children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return [int(child) for task in tasks for child in _read(task / "children").split()]
 
     async def watch(self, interval_s: float = 0.1) -> None:
         """Remember the most memory it ever had, of all that it had at a time."""
@@ -163,5 +159,18 @@ class Books:
             "rss_mib": self.rss >> 20,
             "threads": self.num_threads,
             "descriptors": self.num_descriptors,
-            "children": self.num_children,
+            "children": len(self.children),
         }
+
+
+def _read(path: Path) -> str:
+    """Empty where the process or thread has gone meanwhile."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _rss_of(pid: int) -> int:
+    lines = _read(Path(f"/proc/{pid}/status")).splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
