@@ -22,14 +22,19 @@ def add_administration(app: FastAPI, service: Service) -> None:
     async def keys() -> KeyList:
         return KeyList(data=[_card(key) for key in service.access.ring])
 
-    conflict: dict[int | str, dict[str, Any]] = {
-        409: {"model": ErrorReply, "description": "the file cannot be used; the old keys stay"}
+    posted: dict[int | str, dict[str, Any]] = {
+        408: {"model": ErrorReply, "description": "the body did not come in time"},
+        409: {"model": ErrorReply, "description": "the file cannot be used; the old keys stay"},
+        413: {"model": ErrorReply, "description": "the body is too large"},
+        415: {"model": ErrorReply, "description": "the content type is not application/json"},
+        429: {"model": ErrorReply, "description": "the key's limit is reached; see Retry-After"},
+        503: {"model": ErrorReply, "description": "too much is coming in at once"},
     }
 
     @app.post(
         "/admin/reload",
         summary="Read the file of keys again, as SIGHUP does",
-        responses={**_ERRORS, **conflict},
+        responses={**_ERRORS, **posted},
     )
     async def reload() -> ReloadReply:
         if not service.access.ring.can_be_read_again:

@@ -76,4 +76,4 @@ def _line_of(request: Request) -> str:
     call: Call = request.scope[SCOPE_KEY]
     if call.key is not None:
         return f"key {call.key.name}"
-    return "address " + (request.client.host if request.client else "")
+    return f"address {call.client}"
