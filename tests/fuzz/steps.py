@@ -51,8 +51,8 @@ Rng = np.random.Generator
 BLOCK = 16
 NUM_BLOCKS = 12
 PATIENCE_S = 300.0
-MOST_WEIGHTS = 1 << 17  # of a model: larger ones say little more, and take long
-MOST_CACHED = 1 << 16  # numbers that a token leaves in the cache
+MOST_WEIGHTS = 1 << 16  # of a model: larger ones say little more, and take long
+MOST_CACHED = 1 << 15  # numbers that a token leaves in the cache
 FLOATS = ("F32", "F16", "BF16")
 # Relative squared error that keys and values in half precision, and rounded activations, may cost.
 CLOSE = {"floats": 1e-2, "blocks": 0.5}
@@ -104,10 +104,12 @@ def random_rope(rng: Rng, head_dim: int) -> Rope:
 
 def random_spec(rng: Rng) -> ModelSpec:
     """Mostly small; now and then one size is at an edge."""
-    head_dim = pick(rng, [2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 64, 100, 128, 256])
+    small = [2, 3, 4, 5, 8, 15, 16, 17]
+    head_dim = pick(rng, pick(rng, [small, small, [31, 32, 33, 64, 100, 128, 256]]))
     num_kv_heads = pick(rng, [1, 1, 1, 2, 3, 5])
-    group = pick(rng, [1, 1, 2, 3, 4, 7, 8, 9, 16, 63, 64, 65, 127, 128, 129, 136, 200, 256, 300])
-    num_layers = pick(rng, [1, 1, 2, 2, 3, 7])
+    large = [16, 63, 64, 65, 127, 128, 129, 136, 200, 256, 300]
+    group = pick(rng, pick(rng, [[1, 2, 3, 4], [1, 2, 7, 8, 9], large]))
+    num_layers = pick(rng, [1, 1, 1, 2, 2, 3])
     windows = [pick(rng, [None, None, 1, 2, 15, 16, 17, 100, 1 << 31]) for _ in range(num_layers)]
     changes = {
         "hidden_size": pick(rng, [1, 2, 3, 8, 17, 32, 33, 64, 96, 256, 256, 512]),
@@ -128,7 +130,7 @@ def random_spec(rng: Rng) -> ModelSpec:
     names = ("qkv_bias", "output_bias", "ffn_bias", "qk_norm", "sub_norms", "linear_scales")
     for name in (*names, "tied_head"):
         changes[name] = bool(rng.integers(4) == 0)
-    edge = pick(rng, [*["none"] * 12, "heads", "kv heads", "head", "layers", "vocabulary"])
+    edge = pick(rng, [*["none"] * 30, "heads", "kv heads", "head", "layers", "vocabulary"])
     if edge == "heads":
         changes |= {"num_heads": 4096, "num_kv_heads": 1, "head_dim": 2, "hidden_size": 8}
     elif edge == "kv heads":
@@ -136,7 +138,7 @@ def random_spec(rng: Rng) -> ModelSpec:
     elif edge == "head":
         changes |= {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16384, "hidden_size": 2}
     elif edge == "layers":
-        changes |= {"num_layers": 100, "windows": (None,) * 100, "hidden_size": 4, "ffn_size": 3}
+        changes |= {"num_layers": 40, "windows": (None,) * 40, "hidden_size": 4, "ffn_size": 3}
         changes |= {"num_heads": 2, "num_kv_heads": 1, "head_dim": 2}
     elif edge == "vocabulary":
         changes |= {"vocabulary_size": 20_000, "hidden_size": 2}
@@ -198,7 +200,8 @@ def random_case(rng: Rng, tally: Tally) -> Model | None:
             tally.outcomes["a config that was refused"] += 1
             return None
     else:
-        spec = random_spec(rng)
+        specs = (random_spec(rng) for _ in range(100))
+        spec = next(filter(is_small, specs))
     if not is_small(spec):
         tally.outcomes["a model too large for a test"] += 1
         return None
@@ -285,6 +288,7 @@ class Episode:
         self.tally = tally
         self.rng = np.random.Generator(np.random.SFC64(seed))
         self._step_ids = itertools.count()
+        self._rows: list[SequencePlan] = []  # that mutants are made of
         self.model = random_case(self.rng, tally)
 
     def run(self, num_mutations: int) -> None:
@@ -329,6 +333,10 @@ class Episode:
             expected[name] = alone
         self._expect(all(map(same, expected[one], expected[two])), f"{one} and {two} differ")
         self._check_sampler(one, executors[one], sound, expected[one])
+        self._rows = [
+            random_row(self.rng, self._model, 9, tuple(self.rng.permutation(4).tolist()))
+            for _ in range(1 + num_mutations // 8)
+        ]
         for number in range(num_mutations):
             name = reference if number % 32 == 0 else (one, two)[number % 2]
             self._mutated(name, executors[name], sound, expected[name])
@@ -506,7 +514,7 @@ class Episode:
     def _mutant(self) -> Any:
         """A row on blocks of its own, with up to three things wrong."""
         rng = self.rng
-        plan = random_row(rng, self._model, 9, tuple(rng.permutation(4).tolist()))
+        plan = pick(rng, self._rows)
         for _ in range(int(rng.integers(1, 4))):
             change = getattr(self, f"_wrong_{pick(rng, _WRONGS)}")
             with suppress(TypeError):  # where what is there is already of another type
