@@ -422,9 +422,10 @@ class Episode:
         self._expect(forked.logits[-1].tobytes() == logits[-1].tobytes(), f"{name}: a fork differs")
 
     def _check_close(self, exact: Floats, found: Floats) -> None:
-        """Where the model is not a chaos of its own: narrow ones turn a rounding into a sign."""
+        """Where the model is not a chaos of its own: narrow ones turn a rounding into a sign, and
+        a few logits may all be near zero."""
         spec = self._model.spec
-        if spec.hidden_size < 16 or spec.ffn_size < 16 or spec.num_layers > 10:
+        if min(spec.hidden_size, spec.ffn_size) < 16 or spec.num_layers > 10 or exact.size < 64:
             return
         formats = {t.format.name for t in self._model.tensors.values() if len(t.shape) == 2}
         limit = CLOSE["floats"] if formats <= set(FLOATS) else CLOSE["blocks"]

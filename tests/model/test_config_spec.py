@@ -54,6 +54,16 @@ def test_biases_are_where_each_family_has_them() -> None:
     assert qwen2.qkv_bias and not qwen2.output_bias
 
 
+@pytest.mark.parametrize("window", [512, 2**31 - 1, 2**31, 2**32, 2**62])
+def test_a_window_no_shorter_than_the_context_is_none(window: int) -> None:
+    """No executor has to hold it."""
+    shape = {"num_key_value_heads": 4, "max_position_embeddings": 512}
+    assert spec("mistral", sliding_window=window, **shape).windows == (None,) * 3
+    assert spec("mistral", sliding_window=511, **shape).windows == (511,) * 3
+    with pytest.raises(ModelFileError, match="sliding_window"):
+        spec("mistral", sliding_window=2**63, **shape)
+
+
 def test_windows_of_later_layers_are_read_both_ways() -> None:
     def windows(**changes: Any) -> tuple[int | None, ...]:
         sizes = {"num_key_value_heads": 2, "sliding_window": 9, "max_window_layers": 1}

@@ -119,3 +119,9 @@ def test_frequencies_stay_finite_whatever_scaling_is_accepted() -> None:
         for dims in (2, 4, 256):
             found = Rope(1.0000001, dims, interleaved=False, scaling=scaling).frequencies()
             assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("factor", [-1.0, 1e7, 1e300, math.inf, math.nan])
+def test_a_magnitude_that_single_precision_does_not_hold_is_refused(factor: float) -> None:
+    with pytest.raises(ModelFileError, match=r"rope attention_factor .* at most 1e\+06, got"):
+        YarnScaling(4.0, 64, attention_factor=factor)

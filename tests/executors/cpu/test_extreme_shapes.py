@@ -13,12 +13,13 @@ import pytest
 from tests.executors.reference.plans import logits, row, run
 from tests.extreme_models import random_model, small_spec, write_folder
 
-from quire.core.errors import ModelFileError, UnsupportedModelError
-from quire.executors.cpu.compiling import Threads
+from quire.core.errors import ConfigError, ModelFileError, UnsupportedModelError
+from quire.executors.cpu.compiling import Threads, rope_tables
 from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.native import native_module
 from quire.executors.reference import ReferenceExecutor
 from quire.executors.sampler import score
+from quire.llm import cpu_assembly
 from quire.model.loading import Model
 from quire.model.rope import Rope
 from quire.model.spec import MAX_SIZES, Activation
@@ -332,3 +333,23 @@ def test_a_row_may_be_asked_for_its_logits_and_for_a_score_at_once() -> None:
     for exact, result in zip(alone, results, strict=True):
         assert result.logits.tobytes() == exact.tobytes()
         assert result.prompt_logprobs == (score(exact[0], 1, 0),)
+
+
+def test_rope_tables_are_the_same_however_many_positions_are_made_at_once() -> None:
+    spec = small_spec(context_length=1 << 20)
+    cosines, sines = rope_tables(spec, 9000)
+    angles = np.arange(9000)[:, None] * spec.rope.frequencies()
+    assert cosines.tobytes() == np.cos(angles).astype(np.float32).tobytes()
+    assert sines.tobytes() == np.sin(angles).astype(np.float32).tobytes()
+
+
+def test_what_wide_layers_work_in_is_counted_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A small file may ask for rows of millions of numbers in every step."""
+    wide = random_model(small_spec(hidden_size=1, num_heads=16384, head_dim=256, num_kv_heads=1))
+    assert sum(tensor.nbytes for tensor in wide.tensors.values()) < 64 << 20
+    monkeypatch.setattr(cpu_assembly, "available_memory", lambda: 4 << 30)
+    plan = cpu_assembly.cpu_memory(wide, "f16", 256, threads=2)
+    with pytest.raises(ConfigError, match=r"weights and what steps work in take \d.* GiB"):
+        plan.pool_bytes(None)
