@@ -76,7 +76,8 @@ def _scales(planes: Planes, half: int, steps: int) -> tuple[Array, Array]:
     if planes.format == "Q6_K":
         assert planes.deltas is not None
         groups = words.contiguous().view(torch.int8).view(-1, 4, 4)[..., half * 2 + steps]
-        scale = _half(planes.deltas.to(torch.float64)[:, None] * up * groups)
+        deltas = planes.deltas.view(planes.num_blocks, -1)[:, : planes.num_rows].flatten()
+        scale = _half(deltas.to(torch.float64)[:, None] * up * groups)
     else:
         scale = _from_bits(words >> 16 * half)
     return scale, scale * -form.zero_point * 2.0**-24

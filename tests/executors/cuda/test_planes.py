@@ -39,6 +39,28 @@ def test_the_kernel_decodes_what_the_reference_decodes(format_name: str) -> None
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 7, 15, 33])
+def test_matrices_of_any_number_of_rows_decode_alike(format_name: str, rows: int) -> None:
+    raw, exact = made(format_name, rows, 512)
+    found = decoded(reorder(format_name, raw, rows, 512))
+    assert (found - exact).norm() / exact.norm() < 6e-4
+
+
+@pytest.mark.parametrize("rows", [1, 8, 15, 129])
+def test_a_blocks_deltas_begin_at_a_multiple_of_16_bytes(rows: int) -> None:
+    """The copy engine starts nowhere else along a tensor's last axis."""
+    raw, _ = made("Q6_K", rows, 512)
+    deltas = reorder("Q6_K", raw, rows, 512).deltas
+    assert deltas is not None
+    stride = deltas.numel() // 2
+    assert stride % 8 == 0 and rows <= stride < rows + 8
+    blocks = raw.view(rows, 2, 210)
+    for block in range(2):
+        wanted = blocks[:, block, 208:].contiguous().view(torch.float16).flatten()
+        assert torch.equal(deltas[block * stride : block * stride + rows], wanted)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("size", [1e-4, 30.0])
 def test_weights_of_any_size_decode_alike(format_name: str, size: float) -> None:
     raw, exact = made(format_name, 8, 256, size)

@@ -27,10 +27,10 @@ FORMATS = (*FORMS, "BF16", "F16")
 ROWS, COLUMNS, TOKENS = 32, 512, 3
 
 
-def made(format_name: str) -> Planes:
+def made(format_name: str, rows: int = ROWS) -> Planes:
     block_format = format_named(format_name, "test")
-    raw = random_blocks(block_format, ROWS * COLUMNS, 0.05, np.random.default_rng(7))
-    return reorder(format_name, torch.from_numpy(raw), ROWS, COLUMNS)
+    raw = random_blocks(block_format, rows * COLUMNS, 0.05, np.random.default_rng(7))
+    return reorder(format_name, torch.from_numpy(raw), rows, COLUMNS)
 
 
 def tokens() -> Any:
@@ -50,6 +50,15 @@ def test_parts_of_a_product_come_to_weights_times_tokens(format_name: str) -> No
     PlainProducts(exact=True).multiply(linear, to_operand_order(x / 4), sums, TOKENS)
     wanted = x.double() @ decoded(planes).T + bias
     assert relative(sums[0] + sums[1], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_a_matrix_may_have_any_number_of_rows(format_name: str) -> None:
+    planes, x = made(format_name, 27), tokens()
+    sums = torch.full((1, TOKENS, 27), float("nan"))
+    linear = Linear((Segment(planes, 0, None),), 27, 1)
+    PlainProducts(exact=True).multiply(linear, to_operand_order(x), sums, TOKENS)
+    assert relative(sums[0], x.double() @ decoded(planes).T) < 1e-5
 
 
 def test_segments_lie_side_by_side() -> None:

@@ -15,7 +15,7 @@ from tests.executors.cuda.compiling import SHARED_MEMORY, compiled, pretend  # n
 
 from quire.executors.cuda import attending  # noqa: E402
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
-from quire.executors.cuda.planes import FORMS, Planes  # noqa: E402
+from quire.executors.cuda.planes import DELTA_ROWS, FORMS, Planes  # noqa: E402
 from quire.executors.cuda.products import HopperProducts, tiling  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment  # noqa: E402
 
@@ -35,7 +35,8 @@ def made(format_name: str, rows: int, *, gated: bool) -> Linear:
         )
     else:
         form = FORMS[format_name]
-        deltas = torch.empty(blocks * rows, dtype=torch.float16) if form.has_deltas else None
+        padded = blocks * (-(-rows // DELTA_ROWS) * DELTA_ROWS)
+        deltas = torch.empty(padded, dtype=torch.float16) if form.has_deltas else None
         planes = Planes(
             format_name,
             rows,

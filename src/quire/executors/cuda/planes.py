@@ -59,6 +59,7 @@ FORMS = {
     "Q5_K": PlaneForm(32, 8, 4, False, 0),
     "Q6_K": PlaneForm(32, 16, 4, True, 32),
 }
+DELTA_ROWS = 8  # rows that a block's deltas are padded to a multiple of
 SUPPORTED = (*FORMS, "BF16", "F16")
 
 
@@ -73,7 +74,7 @@ class Planes:
     exponent: int = 0
     high: Array | None = None  # int32 [blocks * rows, words]
     scales: Array | None = None  # int32 [blocks * rows, words]
-    deltas: Array | None = None  # float16 [blocks * rows]
+    deltas: Array | None = None  # float16 [blocks * rows up to a multiple of 8]
 
     @property
     def num_bytes(self) -> int:
@@ -153,16 +154,26 @@ def reorder(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Pl
         quants=_joined(parts.quants),
         high=_joined(parts.high),
         scales=_joined(parts.scales),
-        deltas=_joined(parts.deltas),
+        deltas=_joined_deltas(parts.deltas),
     )
 
 
 def _joined(pieces: list[Array]) -> Array | None:
-    """Pieces along the rows, as [blocks * rows, words]; deltas have no words."""
+    """Pieces along the rows, as [blocks * rows, words]."""
     if not pieces:
         return None
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
     return whole.reshape(-1, *whole.shape[2:]).contiguous()
+
+
+def _joined_deltas(pieces: list[Array]) -> Array | None:
+    """The same for deltas, which have no words. Each block's begin at a multiple of 16 bytes: the
+    copy engine raises an illegal instruction where a copy along the last axis does not."""
+    if not pieces:
+        return None
+    whole = torch.cat(pieces, dim=1)
+    missing = -whole.shape[1] % DELTA_ROWS
+    return torch.nn.functional.pad(whole, (0, missing)).reshape(-1).contiguous()
 
 
 def _reorder_floats(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Planes:

@@ -30,7 +30,9 @@ def _from_half_bits(bits):
 
 
 @triton.jit
-def _scale_and_offset(scales, deltas, place, half, lane, steps, up, down, FORMAT: tl.constexpr):
+def _scale_and_offset(
+    scales, deltas, place, delta, half, lane, steps, up, down, FORMAT: tl.constexpr
+):
     """Of each weight, [rows, columns] each: the scale times 2**24, the offset as it is added."""
     if (FORMAT == _Q4_K) or (FORMAT == _Q5_K):
         word = scales + place * 4
@@ -48,7 +50,7 @@ def _scale_and_offset(scales, deltas, place, half, lane, steps, up, down, FORMAT
     elif FORMAT == _Q6_K:
         word = tl.load(scales + place * 4 + lane)
         group = ((word >> (8 * (half * 2 + steps))) << 24) >> 24
-        scale = _rounded(tl.load(deltas + place).to(tl.float32) * up * group.to(tl.float32))
+        scale = _rounded(tl.load(deltas + delta).to(tl.float32) * up * group.to(tl.float32))
         offset = scale * (-32.0 * _ONE)
     else:
         word = tl.load(scales + place * 4 + lane)
@@ -109,8 +111,9 @@ def decoded_block(
         steps = step // 4
         pair = step % 4 * 2 + column // 8 % 2
         place = (block * num_rows + rows[:, None]).to(tl.int64)
+        delta = (block * ((num_rows + 7) // 8 * 8) + rows[:, None]).to(tl.int64)
         scale, offset = _scale_and_offset(
-            scales, deltas, place, half, lane, steps, up, down, FORMAT
+            scales, deltas, place, delta, half, lane, steps, up, down, FORMAT
         )
         quant = _quants(quants, high, place, half, lane, steps, pair, one, FORMAT)
         weights = _rounded(quant * _ONE * scale + offset)

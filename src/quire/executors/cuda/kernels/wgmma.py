@@ -92,7 +92,8 @@ def _bring_weights(
             if (FORMAT == _Q5_K) or (FORMAT == _Q6_K):
                 tma.async_copy_global_to_shared(high_desc, [place, 0], bar, high.index(slot))
             if FORMAT == _Q6_K:
-                tma.async_copy_global_to_shared(delta_desc, [place], bar, deltas.index(slot))
+                delta = (first_block + step) * ((num_rows + 7) // 8 * 8) + row
+                tma.async_copy_global_to_shared(delta_desc, [delta], bar, deltas.index(slot))
         slot += 1
         if slot == STAGES:
             slot = 0
