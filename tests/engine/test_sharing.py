@@ -1,5 +1,6 @@
 """How keys share a step: beside others a key that floods keeps steps short, and gets on."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.engine.toys import greedy, run_until
 from quire.core.plan import SequencePlan, StepPlan
 from quire.core.request import Request
 from quire.engine import Engine
-from quire.executors.fake import FakeExecutor
+from quire.executors.fake import FakeExecutor, StepCost
 
 BATCH, STEP = 8, 64  # places, tokens a step
 PROMPT = 40
@@ -123,6 +124,70 @@ def test_without_chunks_a_prompt_that_fits_beside_the_others_does_not_wait_for_a
 
 def sizes_of_all(plan: StepPlan) -> list[int]:
     return [row.num_new_tokens for row in plan.sequences]
+
+
+# ---- what the streams of the others bear
+
+
+def beside_a_stream(cost: StepCost, **settings: Any) -> tuple[FakeExecutor, Engine, int]:
+    """A key that floods prompts and long completions, in debt, and a stream of another key."""
+    executor = FakeExecutor(keep_plans=True, cost=cost, num_blocks=2048)
+    options = {"max_batch_size": 48, "max_step_tokens": 256, "plan_ahead": False, **settings}
+    engine = new_engine(executor, **options)
+    for number in range(200):
+        engine.add_request(prompt(number, 60), greedy(300), key="flood")
+    stream = engine.add_request(prompt(999, 5), greedy(2000), key="stream")
+    sequence = sequence_of(engine, stream)
+    run_until(engine, lambda: len(executor.plans) == 150, most_steps=200)
+    return executor, engine, sequence
+
+
+def test_beside_a_stream_steps_are_no_longer_than_a_reader_needs() -> None:
+    executor, _, sequence = beside_a_stream(StepCost(a=0.003, b=0.001))
+    late = executor.plans[80:]
+    assert all(sizes(plan, {sequence}) == [1] for plan in late), "the stream has a token a step"
+    assert max(executor.cost.seconds(plan) for plan in late) <= 0.0255
+    assert min(executor.cost.seconds(plan) for plan in late) > 0.02, "the rest is the flood's"
+
+
+def test_where_steps_are_slow_they_are_at_most_twice_as_long_as_the_streams_own() -> None:
+    executor, _, _ = beside_a_stream(StepCost(a=0.1, b=0.002))
+    assert max(executor.cost.seconds(plan) for plan in executor.plans[80:]) <= 0.206
+
+
+def test_where_tokens_are_cheap_nothing_is_held_back() -> None:
+    executor, _, _ = beside_a_stream(StepCost(a=0.003, b=0.00001))
+    assert max(total(plan) for plan in executor.plans[80:]) == 48, "every running sequence decodes"
+
+
+def test_long_contexts_of_a_flood_count() -> None:
+    executor, _, _ = beside_a_stream(StepCost(a=0.003, b=0.0005, c=0.00001))
+    assert max(executor.cost.seconds(plan) for plan in executor.plans[80:]) <= 0.030
+
+
+def test_a_flood_gets_on_beside_a_stream_however_slow_the_steps() -> None:
+    executor, _, sequence = beside_a_stream(StepCost(a=0.003, b=0.1))
+    late = executor.plans[80:]
+    assert all(total(plan) - len(sizes(plan, {sequence})) >= 8 for plan in late)
+
+
+def test_the_sequences_of_a_flood_take_turns() -> None:
+    executor, _, sequence = beside_a_stream(StepCost(a=0.003, b=0.001))
+    decoded = Counter(
+        row.sequence_id
+        for plan in executor.plans[-60:]
+        for row in plan.sequences
+        if row.num_new_tokens == 1 and row.start >= 60 and row.sequence_id != sequence
+    )
+    assert len(decoded) > 30, "more than a step holds"
+    assert max(decoded.values()) - min(decoded.values()) <= 2
+
+
+def test_the_prompt_of_a_key_in_credit_is_not_cut_for_the_streams_sake() -> None:
+    executor, engine, _ = beside_a_stream(StepCost(a=0.003, b=0.001))
+    newcomer = sequence_of(engine, engine.add_request(prompt(98, 120), greedy(4), key="new"))
+    engine.step()
+    assert sizes(executor.plans[-1], {newcomer}) == [120]
 
 
 @pytest.mark.parametrize("target", ["slo_itl_ms", "slo_ttft_ms"])

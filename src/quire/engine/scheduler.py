@@ -229,7 +229,8 @@ class Scheduler:
         """Tokens the step may hold.
 
         Whoever comes next waits for it to end. Where keys share the machine, those that had their
-        share therefore fill only a part of what decodes and the prompts of the others leave.
+        share therefore fill only a part of what decodes and the prompts of the others leave, and
+        no more than the streams of the others bear.
         """
         budget = min(self.token_limit, self.pacer.step_tokens(len(decodes), context))
         if self._ledger.num_keys < 2 or self.pacer.has_target or not self.config.chunking:
@@ -237,7 +238,15 @@ class Scheduler:
         credit = self._ledger.credit
         due = sum(sequence.num_remaining for sequence in prompts if credit(sequence.key) > 0)
         room = max(0, budget - len(decodes) - due)
-        return budget - room + -(-room // _SHARED_ROOM)
+        shared = budget - room + -(-room // _SHARED_ROOM)
+        streams = [sequence for sequence in decodes if credit(sequence.key) > 0]
+        others = [s for s in (*decodes, *prompts) if credit(s.key) <= 0]
+        if not streams or not others:
+            return shared
+        context = sum(sequence.num_computed for sequence in streams)
+        contexts = [s.num_computed for s in sorted(others, key=_last_decoded)]
+        bearable = self.pacer.tokens_beside(len(streams), context, contexts)
+        return min(shared, len(streams) + due + bearable)
 
     def _ready(self) -> tuple[list[Sequence], list[Sequence], int]:
         """Running sequences that lack one token, those that lack more, the context of the first."""
@@ -263,7 +272,7 @@ class Scheduler:
 
     def _is_contended(self, decodes: list[Sequence], prompts: list[Sequence], budget: int) -> bool:
         """Whether several keys want more than the step can hold."""
-        if not prompts or self._ledger.num_keys < 2:
+        if self._ledger.num_keys < 2:
             return False
         return len(decodes) + sum(sequence.num_remaining for sequence in prompts) > budget
 
@@ -283,7 +292,11 @@ class Scheduler:
         return grants
 
     def _share_out(self, sequences: list[Sequence], budget: int) -> dict[Sequence, int]:
-        """Between keys by turns, within a key in order: how many tokens each sequence gets."""
+        """Between keys by turns: how many tokens each sequence gets.
+
+        Within a key first the decodes, those that waited longest before others, so that all of them
+        go on; then prompts in order.
+        """
         lines: dict[str, list[Sequence]] = {}
         wanted: dict[str, int] = {}
         for sequence in sequences:
@@ -292,7 +305,7 @@ class Scheduler:
             wanted[key] = wanted.get(key, 0) + sequence.num_remaining
         grants: dict[Sequence, int] = {}
         for key, tokens in self._ledger.share_out(wanted, budget).items():
-            for sequence in lines[key]:
+            for sequence in sorted(lines[key], key=_last_decoded):
                 if tokens <= 0:
                     break
                 if sequence.num_remaining > 1:
@@ -512,3 +525,10 @@ class Scheduler:
                     return
                 self.preempt(self.running[-1], self._now)
             return
+
+
+def _last_decoded(sequence: Sequence) -> tuple[float, int]:
+    """The step that last sampled for a sequence that lacks one token, of equals first the one that
+    had fewer; later for all others."""
+    is_decode = sequence.num_remaining == 1
+    return (sequence.last_step, sequence.num_steps) if is_decode else (float("inf"), 0)
