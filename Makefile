@@ -101,7 +101,8 @@ sanitize-shapes: $(READY)  ## run extreme shapes and mutated plans under address
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  PYTHONMALLOC=malloc QUIRE_NATIVE_BUILD=$(SHAPES_BUILD) \
 	  $(BIN)/python -m pytest -q -m "not long" --capture=sys -p tests.native_build \
-	  tests/executors/cpu/test_extreme_shapes.py tests/fuzz/test_steps.py
+	  tests/executors/cpu/test_extreme_shapes.py tests/executors/cpu/test_weights.py \
+	  tests/fuzz/test_steps.py
 
 check: $(READY)  ## lint, formatting, types, layers, figures that match their receipts
 	$(BIN)/ruff check .

@@ -166,12 +166,12 @@ int code_at(int bits, const uint8_t* from, int row, int k) {
   const int j = k / 4, at = 4 * row + k % 4;
   const uint8_t* high = from + (bits == 3 ? 128 : 256);
   const int two = 2 * (j >> 1);
-  const int nibble = from[64 * (j & 3) + at] >> (j < 4 ? 0 : 4) & 15;
-  switch (bits) {
+  const auto nibble = [&] { return from[64 * (j & 3) + at] >> (j < 4 ? 0 : 4) & 15; };
+  switch (bits) {  // fewer bits have fewer planes: nothing is read that is not there
     case 8: return from[64 * j + at];
-    case 4: return nibble;
-    case 5: return nibble | (high[at] >> j & 1) << 4;
-    case 6: return nibble | (high[64 * (j & 1) + at] >> two & 3) << 4;
+    case 4: return nibble();
+    case 5: return nibble() | (high[at] >> j & 1) << 4;
+    case 6: return nibble() | (high[64 * (j & 1) + at] >> two & 3) << 4;
     case 3: return (from[64 * (j & 1) + at] >> two & 3) | (high[at] >> j & 1) << 2;
     default: return from[64 * (j & 1) + at] >> two & 3;
   }
