@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from quire.core.clock import Clock, RealClock
-from quire.core.errors import ConfigError, ExecutorError, RowFaultError, StepCancelledError
+from quire.core.errors import ConfigError, RowFaultError, StepCancelledError
 from quire.core.plan import (
     Capacity,
     SequencePlan,
@@ -17,6 +17,7 @@ from quire.core.plan import (
 from quire.executors.cpu.compiling import Threads, compile_decoder, rope_tables
 from quire.executors.cpu.native import check_unit, units
 from quire.executors.cpu.sampling import SampleRequests
+from quire.executors.plan_checks import check_copies
 from quire.executors.samples import StepSamples
 from quire.executors.worker import CancelFlag, StepTicket, StepWorker, step_errors
 from quire.model.loading import Model
@@ -143,7 +144,7 @@ class CpuExecutor(StepWorker):
 
     def _computed(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
         started_at = self._clock.now()
-        self._check_copies(plan)
+        check_copies(plan, self._capacity.num_blocks)
         faults: dict[int, SequenceResult] = {}  # by place in the plan
         sequences = []
         for place, sequence in enumerate(plan.sequences):
@@ -158,16 +159,6 @@ class CpuExecutor(StepWorker):
             results = tuple(faults.get(place) or next(others) for place in places)
         self._samples.remember(plan.step_id, results)
         return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
-
-    def _check_copies(self, plan: StepPlan) -> None:
-        """Native code copies what it is told to."""
-        num_blocks = self._capacity.num_blocks
-        for copy in plan.copies:
-            if not (0 <= copy.source < num_blocks and 0 <= copy.target < num_blocks):
-                raise ExecutorError(
-                    f"step {plan.step_id} copies block {copy.source} to {copy.target}, but there "
-                    f"are {num_blocks} blocks"
-                )
 
     def _run_sound(
         self, plan: StepPlan, sequences: tuple[SequencePlan, ...], flag: CancelFlag

@@ -49,6 +49,7 @@ from quire.executors.cuda.sampling import SampleRow, is_plain
 from quire.executors.cuda.step_input import PackedRow
 from quire.executors.cuda.tickets import CudaTicket, StepRow, plain_results, result_of
 from quire.executors.cuda.weights import Loader, check_model, packed_bytes
+from quire.executors.plan_checks import check_copies
 from quire.model.loading import Model
 
 _STEPS_REMEMBERED = 8  # whose samples later steps may follow
@@ -247,17 +248,8 @@ class CudaExecutor:
 
     # ---- submitting
 
-    def _check_copies(self, plan: StepPlan) -> None:
-        most = self._capacity.num_blocks
-        for copy in plan.copies:
-            if not (0 <= copy.source < most and 0 <= copy.target < most):
-                raise ExecutorError(
-                    f"step {plan.step_id} copies block {copy.source} to {copy.target}, but there "
-                    f"are {most}"
-                )
-
     def _submit(self, plan: StepPlan) -> CudaTicket:
-        self._check_copies(plan)
+        check_copies(plan, self._capacity.num_blocks)
         ticket = CudaTicket(plan, [], submitted_at=self._clock.now())
         runner = self._runner
         packed = self._pack(ticket)

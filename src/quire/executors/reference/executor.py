@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.core.clock import Clock, RealClock
-from quire.core.errors import ConfigError, ExecutorError, RowFaultError
+from quire.core.errors import ConfigError, RowFaultError
 from quire.core.plan import (
     Capacity,
     SequencePlan,
@@ -16,6 +16,7 @@ from quire.core.plan import (
     TokenLogprob,
     Want,
 )
+from quire.executors.plan_checks import check_copies
 from quire.executors.reference.decoder import Decoder, Floats, KVBlocks, Row
 from quire.executors.sampler import sample, score
 from quire.executors.samples import StepSamples
@@ -92,13 +93,7 @@ class ReferenceExecutor(StepWorker):
         return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
-        num_blocks = self._capacity.num_blocks
-        for copy in plan.copies:
-            if not (0 <= copy.source < num_blocks and 0 <= copy.target < num_blocks):
-                raise ExecutorError(
-                    f"step {plan.step_id} copies block {copy.source} to {copy.target}, but there "
-                    f"are {num_blocks} blocks"
-                )
+        check_copies(plan, self._capacity.num_blocks)
         for copy in plan.copies:
             self._blocks.copy(copy.source, copy.target)
 
