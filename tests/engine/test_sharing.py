@@ -146,8 +146,8 @@ def test_beside_a_stream_steps_are_no_longer_than_a_reader_needs() -> None:
     executor, _, sequence = beside_a_stream(StepCost(a=0.003, b=0.001))
     late = executor.plans[80:]
     assert all(sizes(plan, {sequence}) == [1] for plan in late), "the stream has a token a step"
-    assert max(executor.cost.seconds(plan) for plan in late) <= 0.0255
-    assert min(executor.cost.seconds(plan) for plan in late) > 0.02, "the rest is the flood's"
+    assert max(executor.cost.seconds(plan) for plan in late) <= 0.0205
+    assert min(executor.cost.seconds(plan) for plan in late) > 0.015, "the rest is the flood's"
 
 
 def test_where_steps_are_slow_they_are_at_most_twice_as_long_as_the_streams_own() -> None:
@@ -179,15 +179,33 @@ def test_the_sequences_of_a_flood_take_turns() -> None:
         for row in plan.sequences
         if row.num_new_tokens == 1 and row.start >= 60 and row.sequence_id != sequence
     )
-    assert len(decoded) > 30, "more than a step holds"
+    assert len(decoded) > 20, "more than a step holds"
     assert max(decoded.values()) - min(decoded.values()) <= 2
 
 
-def test_the_prompt_of_a_key_in_credit_is_not_cut_for_the_streams_sake() -> None:
-    executor, engine, _ = beside_a_stream(StepCost(a=0.003, b=0.001))
+def test_a_prompt_that_is_due_may_make_steps_twice_as_long() -> None:
+    executor, engine, stream = beside_a_stream(StepCost(a=0.003, b=0.001))
     newcomer = sequence_of(engine, engine.add_request(prompt(98, 120), greedy(4), key="new"))
     engine.step()
-    assert sizes(executor.plans[-1], {newcomer}) == [120]
+    plan = executor.plans[-1]
+    assert sizes(plan, {stream}) == [1]
+    assert sizes(plan, {newcomer})[0] >= 30
+    assert 0.03 < executor.cost.seconds(plan) <= 0.041
+
+
+def test_a_key_that_floods_anew_does_not_starve_a_stream_while_it_is_in_credit() -> None:
+    executor = FakeExecutor(keep_plans=True, cost=StepCost(a=0.003, b=0.001), num_blocks=2048)
+    engine = new_engine(executor, max_batch_size=48, max_step_tokens=256, plan_ahead=False)
+    for number in range(2):
+        engine.add_request(prompt(990 + number, 5 + number), greedy(2000), key="stream")
+    run_until(engine, lambda: len(executor.plans) == 20)
+    streams = {row.sequence_id for row in executor.plans[-1].sequences}
+    for number in range(200):
+        engine.add_request(prompt(number, 60), greedy(300), key="flood")
+    run_until(engine, lambda: len(executor.plans) == 120, most_steps=200)
+    for plan in executor.plans[20:]:
+        assert sizes(plan, streams) == [1, 1]
+        assert executor.cost.seconds(plan) <= 0.041
 
 
 @pytest.mark.parametrize("target", ["slo_itl_ms", "slo_ttft_ms"])

@@ -8,7 +8,7 @@ _FORGETTING = 0.995  # older steps count less: half after 140 steps
 _MARGIN = 0.96  # plan for a little less than the target
 SMALLEST_CHUNK = 16  # prompts go on, however slow the steps
 _FIRST_BUDGET = 64  # tokens of a step before anything is known
-_BEARABLE_S = 0.025  # between two tokens of a stream: faster than anybody reads
+_BEARABLE_S = 0.020  # between two tokens of a stream: faster than anybody reads
 _BEARABLE_GROWTH = 2.0  # or so many times what the streams would take by themselves
 _LEAST_BESIDE = 8  # tokens that a key over its share gets, however slow the steps
 _KNOWN_AFTER = 8  # steps
@@ -104,8 +104,10 @@ class Pacer:
         budget = max(min(within, grown), num_decodes + SMALLEST_CHUNK)
         return min(budget, self._max_step_tokens)
 
-    def tokens_beside(self, num_streams: int, context: int, contexts: Iterable[int]) -> int:
-        """Tokens that keys over their share may have in a step with the streams of the others.
+    def tokens_beside(
+        self, num_streams: int, context: int, contexts: Iterable[int], *, times: float = 1.0
+    ) -> int:
+        """Tokens that others may have in a step with a key's streams, `times` what these bear.
 
         `context`: of all the streams; `contexts`: of the others' rows, in the order in which they
         get their tokens.
@@ -114,7 +116,7 @@ class Pacer:
         alone_s = model.predict(num_streams, context)
         if model.num_observed < _KNOWN_AFTER or not model.seconds_per_token or alone_s <= 0:
             return self._max_step_tokens
-        bearable_s = max(_BEARABLE_S, _BEARABLE_GROWTH * alone_s)
+        bearable_s = times * max(_BEARABLE_S, _BEARABLE_GROWTH * alone_s)
         spare = model.tokens_within(bearable_s, context) - num_streams
         row_costs = 0.0  # of opening rows over their contexts, in tokens
         for count, length in enumerate(contexts):

@@ -9,6 +9,7 @@ order of rank.
 from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from quire.core.config import EngineConfig
@@ -239,14 +240,23 @@ class Scheduler:
         due = sum(sequence.num_remaining for sequence in prompts if credit(sequence.key) > 0)
         room = max(0, budget - len(decodes) - due)
         shared = budget - room + -(-room // _SHARED_ROOM)
-        streams = [sequence for sequence in decodes if credit(sequence.key) > 0]
-        others = [s for s in (*decodes, *prompts) if credit(s.key) <= 0]
-        if not streams or not others:
+        streams = self._lightest_streams(decodes)
+        if not streams:
             return shared
+        rows = [s for s in (*decodes, *prompts) if s.key != streams[0].key]
         context = sum(sequence.num_computed for sequence in streams)
-        contexts = [s.num_computed for s in sorted(others, key=_last_decoded)]
-        bearable = self.pacer.tokens_beside(len(streams), context, contexts)
-        return min(shared, len(streams) + due + bearable)
+        contexts = [s.num_computed for s in sorted(rows, key=_last_decoded)]
+        beside = partial(self.pacer.tokens_beside, len(streams), context, contexts)
+        due = min(due, beside(times=2.0))  # a prompt that is due may make the step twice as long
+        return min(shared, len(streams) + max(due, beside()))
+
+    def _lightest_streams(self, decodes: list[Sequence]) -> list[Sequence]:
+        """The decodes of the key in credit that has fewest of them, if there is one."""
+        lines: dict[str, list[Sequence]] = {}
+        for sequence in decodes:
+            if self._ledger.credit(sequence.key) > 0:
+                lines.setdefault(sequence.key, []).append(sequence)
+        return min(lines.values(), key=len, default=[])
 
     def _ready(self) -> tuple[list[Sequence], list[Sequence], int]:
         """Running sequences that lack one token, those that lack more, the context of the first."""
@@ -303,11 +313,15 @@ class Scheduler:
             key = sequence.key
             lines.setdefault(key, []).append(sequence)
             wanted[key] = wanted.get(key, 0) + sequence.num_remaining
-        grants: dict[Sequence, int] = {}
-        for key, tokens in self._ledger.share_out(wanted, budget).items():
+        grants = self._grant_streams(lines, budget)
+        for sequence in grants:
+            wanted[sequence.key] -= 1
+        for key, tokens in self._ledger.share_out(wanted, budget - len(grants)).items():
             for sequence in sorted(lines[key], key=_last_decoded):
                 if tokens <= 0:
                     break
+                if sequence in grants:
+                    continue
                 if sequence.num_remaining > 1:
                     tokens -= self.pacer.row_tokens(sequence.num_computed)
                 grant = min(sequence.num_remaining, max(1, tokens))
@@ -315,6 +329,16 @@ class Scheduler:
                     break
                 grants[sequence] = grant
                 tokens -= grant
+        return grants
+
+    def _grant_streams(self, lines: dict[str, list[Sequence]], budget: int) -> dict[Sequence, int]:
+        """A token for each decode of keys in credit, those with few of them first."""
+        grants: dict[Sequence, int] = {}
+        for line in sorted(lines.values(), key=len):
+            if self._ledger.credit(line[0].key) > 0:
+                decodes = [sequence for sequence in line if sequence.num_remaining == 1]
+                waited = sorted(decodes, key=_last_decoded)[: max(0, budget - len(grants))]
+                grants |= dict.fromkeys(waited, 1)
         return grants
 
     def _plan_decodes(self, step: Step, decodes: list[Sequence]) -> None:
