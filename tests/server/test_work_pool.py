@@ -1,6 +1,8 @@
 """No key fills the pool: lines take turns, are bounded, and forget those who left."""
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -165,5 +167,19 @@ def test_an_error_is_its_jobs_alone() -> None:
         with pytest.raises(ApiError, match="no"):
             await pool.submit("a", fail)
         assert await pool.submit("a", lambda: 1) == 1
+
+    on_loop(test)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_work_gives_way_to_the_threads_that_compute() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def test(_work: Blocking) -> None:
+        before = niceness()
+        pool = WorkPool(PoolLimits(num_threads=1))
+        assert await pool.submit("a", niceness) >= 10
+        assert niceness() == before, "of the pool's threads alone"
 
     on_loop(test)

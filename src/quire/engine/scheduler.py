@@ -23,6 +23,7 @@ from quire.engine.sequence import Sequence
 from quire.engine.stats import EngineStats
 from quire.kvcache import KVCache
 
+_DUE_TIMES = 1.5  # what streams bear, a step may take for the prompts of keys in credit
 _SHARED_ROOM = 3  # a key over its share fills a third of a step's room beside others
 
 _new_tuple = tuple.__new__  # makes a named tuple without the call that its own constructor is
@@ -247,7 +248,7 @@ class Scheduler:
         context = sum(sequence.num_computed for sequence in streams)
         contexts = [s.num_computed for s in sorted(rows, key=_last_decoded)]
         beside = partial(self.pacer.tokens_beside, len(streams), context, contexts)
-        due = min(due, beside(times=2.0))  # a prompt that is due may make the step twice as long
+        due = min(due, beside(times=_DUE_TIMES))
         return min(shared, len(streams) + max(due, beside()))
 
     def _lightest_streams(self, decodes: list[Sequence]) -> list[Sequence]:

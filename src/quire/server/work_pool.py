@@ -8,10 +8,12 @@ by the bytes of the bodies in them.
 
 import asyncio
 import os
+import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from quire.engine.departures import Departures
 from quire.server.errors import ApiError
 
 T = TypeVar("T")
+_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,13 @@ class _Line:
     departures: Departures = field(default_factory=Departures)
 
 
+def _give_way() -> None:
+    """Let the threads that compute steps go before this one, where the system has priorities of
+    threads: a body that takes long must not make everybody's steps longer."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
 class WorkPool:
     """Used from one event loop; its state is that loop's alone."""
 
@@ -59,7 +69,9 @@ class WorkPool:
     ) -> None:
         self._limits = limits or PoolLimits()
         self._now = now
-        self._threads = ThreadPoolExecutor(self._limits.num_threads, "quire-request")
+        self._threads = ThreadPoolExecutor(
+            self._limits.num_threads, "quire-request", initializer=_give_way
+        )
         self._lines: OrderedDict[str, _Line] = OrderedDict()  # that have jobs; the next one first
         self._running: Counter[str] = Counter()
         self._total_bytes = 0
