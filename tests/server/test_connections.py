@@ -293,11 +293,25 @@ def test_half_a_head_behind_a_whole_request_is_given_up(text_model: Path) -> Non
         assert answer.count(b"408 Request Timeout") == 1
 
 
+def test_a_line_break_behind_an_answer_is_the_start_of_a_head(text_model: Path) -> None:
+    with (
+        fake_server(text_model, header_timeout_s=0.3, keep_alive_s=3600.0) as server,
+        connect(server) as connection,
+    ):
+        connection.sendall(head("/health", method="GET"))
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.status == 200
+        response.read()
+        connection.sendall(b"\r\n")
+        assert status_of(read_all(connection)) == 408
+
+
 def test_requests_before_a_broken_one_are_answered(fake: RunningServer) -> None:
     ask = head("/health", method="GET")
     answer = exchange(fake.port, ask + ask + b"\0garbage")
     assert answer.count(b"200 OK") == 2
-    assert b"400" not in answer
+    assert b"HTTP/1.1 400" not in answer
 
 
 def test_a_flood_of_pipelined_requests_is_bounded(fake: RunningServer) -> None:
