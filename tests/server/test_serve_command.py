@@ -13,10 +13,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from tests.cli.program import fails, quire
+from tests.cli.program import environment, fails, quire
 from tests.llm.text_models import write_text_model
-from tests.server.processes import ServeProcess, serving
-from tests.server.servers import PATIENCE_S, wait_until
+from tests.server.processes import ROOT, ServeProcess, serving
+from tests.server.servers import PATIENCE_S, free_port, wait_until
 from tests.server.test_streams import events
 
 from quire.cli import main
@@ -69,8 +69,9 @@ def last_events(answers: list[Future[bytes]]) -> list[str]:
     return [events(answer.result(PATIENCE_S))[-1] for answer in answers]
 
 
-def test_it_says_where_it_is_and_how_to_try_it(text_model: Path) -> None:
-    with serving(text_model, *SMALL) as server:
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_it_says_where_it_is_and_how_to_try_it(text_model: Path, device: str) -> None:
+    with serving(text_model, "--device", device, "--kv-memory", "4MiB") as server:
         assert f"quire serves text.gguf at {server.url}/v1" in server.greeting
         [line] = [line for line in server.greeting.splitlines() if line.startswith("try: ")]
         tried = subprocess.run(
@@ -111,6 +112,43 @@ def test_after_the_drain_timeout_each_gets_an_error(text_model: Path) -> None:
             assert error["code"] == "drain"
             assert error["retry_after_ms"] == 5000, "a stream's headers are gone"
         assert server.wait() == 0
+
+
+def test_sigterm_while_the_model_is_loaded_ends_it_at_once(
+    text_model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    errors = tmp_path / "errors"
+    command = [sys.executable, "-m", "tests.server.loading_program", str(text_model)]
+    with errors.open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            stdin=subprocess.DEVNULL,
+            stderr=log,
+            env=environment(),
+            cwd=ROOT,
+        )
+    try:
+        wait_until(lambda: "loading" in _reason_of_503(port))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+    lines = [json.loads(line) for line in errors.read_text().splitlines()]
+    assert [line["event"] for line in lines][-2:] == ["signal", "stopped"]
+
+
+def _reason_of_503(port: int) -> str:
+    """Why a server is not ready; nothing while it does not listen."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().read().decode()
+    except ConnectionRefusedError:
+        return ""
+    finally:
+        connection.close()
 
 
 def test_a_second_signal_does_not_wait(text_model: Path) -> None:

@@ -1,6 +1,7 @@
 """`quire serve`: a model behind OpenAI's API."""
 
 import argparse
+import atexit
 import os
 import sys
 from dataclasses import replace
@@ -246,10 +247,12 @@ def run(args: argparse.Namespace) -> int:
             f"the server's packages are not installed ({error.name}): pip install 'quire[server]'"
         ) from error
     from quire.server.logs import LogFormat, set_up_logs, take_over_standard_streams
+    from quire.server.runner import exit_while_loading
 
     settings = _settings(args)
     options = _options(args, settings)
     form: LogFormat = args.log_format or ("text" if sys.stderr.isatty() else "json")
+    atexit.register(exit_while_loading)
     take_over_standard_streams(set_up_logs(form, args.log_level))
 
     def load(on_stuck: Any) -> "AsyncLLM":

@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -16,7 +18,7 @@ from quire.core.errors import ConfigError, ExecutorError, QuireError
 from quire.server.app import create_app
 from quire.server.logs import log
 from quire.server.protocol import Guards, guarded
-from quire.server.service import Load, Service, State
+from quire.server.service import LOADING_THREAD, Load, Service, State
 from quire.server.settings import ServerSettings
 from quire.server.tls import Certificate, read_certificate, with_tls
 
@@ -49,6 +51,16 @@ def serve(
     listener = _listener(settings)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(settings, load, listener, on_ready, on_hangup, certificate))
+
+
+def exit_while_loading() -> None:
+    """For atexit: end the process with 0 if a signal ended the server before its model was loaded.
+
+    The interpreter would end the loading thread by unwinding native code that may not be unwound,
+    which aborts the process. Registered before what must still be flushed, so that it runs last.
+    """
+    if any(thread.name == LOADING_THREAD for thread in threading.enumerate()):
+        os._exit(0)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -92,6 +104,7 @@ async def _serve(
         log("ready", address=address, model=service.name)
         on_ready(address)
     await running
+    gc.unfreeze()  # native objects in cycles are freed at exit, or nanobind reports them as leaks
     ending.cancel()
     with suppress(asyncio.CancelledError):
         await ending

@@ -30,6 +30,7 @@ from quire.server.work_pool import WorkPool
 OnStuck = Callable[[], None]
 Load = Callable[[OnStuck], AsyncLLM]  # called once, on a thread of its own
 
+LOADING_THREAD = "quire-load"
 _RETRY_WHILE_LOADING_S = 5.0
 
 
@@ -78,7 +79,9 @@ class Service:
         self._loop = asyncio.get_running_loop()
         loading: Future[AsyncLLM] = Future()
         # A daemon, unlike asyncio's own threads: who ends the server need not wait for the model.
-        threading.Thread(target=self._fulfil, args=[loading], daemon=True).start()
+        threading.Thread(
+            target=self._fulfil, args=[loading], name=LOADING_THREAD, daemon=True
+        ).start()
         loaded = asyncio.ensure_future(asyncio.wrap_future(loading))
         ended = asyncio.ensure_future(self.has_ended.wait())
         both: set[asyncio.Future[Any]] = {loaded, ended}
