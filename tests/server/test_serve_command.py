@@ -16,10 +16,14 @@ import pytest
 from tests.cli.program import environment, fails, quire
 from tests.llm.text_models import write_text_model
 from tests.server.processes import ROOT, ServeProcess, serving
-from tests.server.servers import PATIENCE_S, free_port, wait_until
+from tests.server.servers import PATIENCE_S, free_port, settings_of, wait_until
 from tests.server.test_streams import events
 
 from quire.cli import main
+from quire.core.errors import ConfigError
+from quire.llm import AsyncLLM
+from quire.server import serve
+from quire.server.runner import SWITCH_INTERVAL_S
 
 SMALL = ("--device", "reference", "--kv-memory", "4MiB")
 SLOWLY = (sys.executable, "-m", "tests.server.paced_program")
@@ -149,6 +153,20 @@ def _reason_of_503(port: int) -> str:
         return ""
     finally:
         connection.close()
+
+
+def test_threads_hand_the_interpreter_on_sooner_while_it_serves() -> None:
+    seen = []
+
+    def load(_: object) -> AsyncLLM:
+        seen.append(sys.getswitchinterval())
+        raise ConfigError("enough")
+
+    before = sys.getswitchinterval()
+    with pytest.raises(ConfigError, match="enough"):
+        serve(settings_of(port=0), load, print)
+    assert seen == [pytest.approx(SWITCH_INTERVAL_S)]
+    assert seen[0] < before == sys.getswitchinterval()
 
 
 def test_a_second_signal_does_not_wait(text_model: Path) -> None:
