@@ -8,7 +8,7 @@ _FORGETTING = 0.995  # older steps count less: half after 140 steps
 _MARGIN = 0.96  # plan for a little less than the target
 SMALLEST_CHUNK = 16  # prompts go on, however slow the steps
 _FIRST_BUDGET = 64  # tokens of a step before anything is known
-_BEARABLE_S = 0.020  # between two tokens of a stream: faster than anybody reads
+_BEARABLE_S = 0.015  # between two tokens of a stream: faster than anybody reads
 _BEARABLE_GROWTH = 2.0  # or so many times what the streams would take by themselves
 _LEAST_BESIDE = 8  # tokens that a key over its share gets, however slow the steps
 _KNOWN_AFTER = 8  # steps
@@ -121,8 +121,8 @@ class Pacer:
         row_costs = 0.0  # of opening rows over their contexts, in tokens
         for count, length in enumerate(contexts):
             row_cost = model.tokens_per_position * length
-            if count + row_costs + row_cost >= spare:
-                break
+            if count and count + row_costs + row_cost >= spare:
+                break  # the first goes on, however long its context
             row_costs += row_cost
         return max(_LEAST_BESIDE, int(spare - row_costs))
 
