@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.bench.receipts import Receipt
+from quire_bench.receipts import Receipt
 
 
 def receipt(

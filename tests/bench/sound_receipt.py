@@ -4,7 +4,7 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 
-from quire.bench.receipts import Receipt, schema
+from quire_bench.receipts import Receipt, schema
 
 
 def make_receipt(**changes: Any) -> Receipt:

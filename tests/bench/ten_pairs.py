@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from quire.bench.regress import compare, load_receipts
 from quire.cli import main as quire
 from quire.executors.reference import ReferenceExecutor
+from quire_bench.regress import compare, load_receipts
 
 SIDES = ("build", "again", "slowed")
 LOAD = (

@@ -11,12 +11,12 @@ import pytest
 from tests.bench.models import TINY_KV
 from tests.bench.sound_receipt import is_valid_to_jsonschema
 
-from quire.bench.receipts import Receipt, read, read_folder
 from quire.cli import main
 from quire.executors.cpu import has_native_module
 from quire.executors.reference import ReferenceExecutor
 from quire.model.dummy import DummyModel
 from quire.model.loading import load_model
+from quire_bench.receipts import Receipt, read, read_folder
 
 Quire = Callable[..., Any]
 REFERENCE = ("--device", "reference")  # what is expected below holds for any machine
@@ -294,7 +294,7 @@ def test_a_grid_runs_each_cell_at_its_batch_size(quire: Quire, receipts: Path) -
 def test_an_interrupted_grid_keeps_what_it_has(
     quire: Quire, receipts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.bench import throughput
+    from quire_bench import throughput
 
     real, calls = throughput.measure_throughput, iter(range(100))
 
@@ -317,7 +317,7 @@ def test_a_grid_that_is_done_prints_its_table_at_once(
     grid = ("grid", *SMALL, "--quants", "Q8_0", "--batches", "1,2", "--prompts", "4")
     printed = quire(*grid)
     assert "dummy:tiny:Q8_0: completion tokens/s" in printed
-    monkeypatch.setattr("quire.bench.subject.assemble", lambda *_: pytest.fail("loaded a model"))
+    monkeypatch.setattr("quire_bench.subject.assemble", lambda *_: pytest.fail("loaded a model"))
     assert quire(*grid) == printed
     with pytest.raises(pytest.fail.Exception):
         quire(*grid, "--again")

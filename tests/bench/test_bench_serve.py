@@ -8,8 +8,8 @@ import pytest
 from tests.bench.openai_like_server import Behaviour, serving
 from tests.bench.sound_receipt import is_valid_to_jsonschema
 
-from quire.bench.receipts import Receipt, as_data, read_folder
 from quire.cli import main
+from quire_bench.receipts import Receipt, as_data, read_folder
 
 SMALL = ["--prompt-tokens", "5", "--new-tokens", "4", "--clients", "2", "--requests", "3"]
 
@@ -63,7 +63,7 @@ def test_every_scenario_prints_what_it_found(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire.bench.load_scenarios.LEAD_S", 0.05)
+    monkeypatch.setattr("quire_bench.load_scenarios.LEAD_S", 0.05)
     lengths = ["--mix", "chat", "--scale", "0.05", "--duration", "0.5", "--ignore-eos"]
     with serving(Behaviour()) as server:
         assert bench(server.url, tmp_path, "--scenario", scenario, *lengths, *more) == 0

@@ -13,16 +13,16 @@ from tests.bench.models import TINY_KV
 from tests.bench.openai_like_server import Behaviour, serving
 from tests.bench.sound_receipt import is_valid_to_jsonschema
 
-from quire.bench import compare as compare_module
-from quire.bench.compare import QUIRE, Comparison, Findings, compare, model_file, table
-from quire.bench.measure import Load, random_prompts
-from quire.bench.receipts import Receipt, read_folder
-from quire.bench.rivals import RivalFailedError, Timing
-from quire.bench.subject import Subject, open_subject
 from quire.cli import main
 from quire.core.errors import ConfigError
 from quire.llm.assembly import Options
 from quire.model.loading import load_model
+from quire_bench import compare as compare_module
+from quire_bench.compare import QUIRE, Comparison, Findings, compare, model_file, table
+from quire_bench.measure import Load, random_prompts
+from quire_bench.receipts import Receipt, read_folder
+from quire_bench.rivals import RivalFailedError, Timing
+from quire_bench.subject import Subject, open_subject
 
 OUTPUT = "output_tokens_per_second"
 SMALL = ["--model", "dummy:tiny", "--kv-memory", TINY_KV, "--prompt-tokens", "6"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.bench.engine import MACHINES, Machine, fairness, pacing
+from quire_bench.engine import MACHINES, Machine, fairness, pacing
 
 machines = pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: str(machine.name))
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from tests.bench.sound_receipt import make_receipt
 
-from quire.bench.grid import (
+from quire.core.errors import ConfigError
+from quire_bench.grid import (
     Cell,
     Conditions,
     Grid,
@@ -14,8 +15,7 @@ from quire.bench.grid import (
     summary,
     table,
 )
-from quire.bench.receipts import Receipt, write
-from quire.core.errors import ConfigError
+from quire_bench.receipts import Receipt, write
 
 GRID = Grid(quants=("Q8_0",), batches=(2, 1, 2), prompts=(16, 1), new_tokens=4, repeats=3)
 CELL = Cell("Q8_0", 16, 2)

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from tests.bench.sound_receipt import make_receipt
 
-from quire.bench.limits import RATES, LimitsPlan, measure_limits, summarise, usual_threads
-from quire.bench.measure import Load, Run, StepTime
-from quire.bench.receipts import ReceiptError, write
-from quire.bench.utilisation import Cost, achieved, find_limits, limits_of, shares
 from quire.core.errors import ConfigError, ExecutorError
+from quire_bench.limits import RATES, LimitsPlan, measure_limits, summarise, usual_threads
+from quire_bench.measure import Load, Run, StepTime
+from quire_bench.receipts import ReceiptError, write
+from quire_bench.utilisation import Cost, achieved, find_limits, limits_of, shares
 
 RESULTS = {
     "memory_read_bytes_per_second": {"1": 5.0, "best": 10.0},
@@ -78,9 +78,9 @@ def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_usual_threads_are_powers_of_two_and_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.bench.limits.usable_threads", lambda: 6)
+    monkeypatch.setattr("quire_bench.limits.usable_threads", lambda: 6)
     assert usual_threads() == (1, 2, 4, 6)
-    monkeypatch.setattr("quire.bench.limits.usable_threads", lambda: 1)
+    monkeypatch.setattr("quire_bench.limits.usable_threads", lambda: 1)
     assert usual_threads() == (1,)
 
 

@@ -8,9 +8,10 @@ from random import Random
 import pytest
 from tests.bench.openai_like_server import Behaviour, OpenAILikeServer, serving
 
-from quire.bench.http_client import parse_endpoint
-from quire.bench.lengths import MIXES, Bounds, fixed
-from quire.bench.load import (
+from quire.core.errors import ConfigError
+from quire_bench.http_client import parse_endpoint
+from quire_bench.lengths import MIXES, Bounds, fixed
+from quire_bench.load import (
     Api,
     Ask,
     Target,
@@ -22,8 +23,7 @@ from quire.bench.load import (
     open_loop,
     perform,
 )
-from quire.bench.load_summary import counted_by, errors, figures, percentile, samples
-from quire.core.errors import ConfigError
+from quire_bench.load_summary import counted_by, errors, figures, percentile, samples
 
 
 def target_of(server: OpenAILikeServer, timeout_s: float = 20.0) -> Target:

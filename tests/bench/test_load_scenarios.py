@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from tests.bench.openai_like_server import Behaviour, OpenAILikeServer, serving
 
-from quire.bench.http_client import parse_endpoint
-from quire.bench.lengths import Bounds, fixed
-from quire.bench.load import Target
-from quire.bench.load_scenarios import (
+from quire.core.errors import ConfigError
+from quire_bench.http_client import parse_endpoint
+from quire_bench.lengths import Bounds, fixed
+from quire_bench.load import Target
+from quire_bench.load_scenarios import (
     SCENARIOS,
     Finding,
     LoadSettings,
@@ -19,7 +20,6 @@ from quire.bench.load_scenarios import (
     _is_past_knee,
     memory_of,
 )
-from quire.core.errors import ConfigError
 
 
 def settings(**changes: Any) -> LoadSettings:
@@ -70,7 +70,7 @@ def test_a_neighbour_is_shown_to_hold_up_whom_a_server_treats_unfairly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """First come, first served, two at a time of 0.05 s each: 8 that wait take 0.2 s more."""
-    monkeypatch.setattr("quire.bench.load_scenarios.LEAD_S", 0.2)
+    monkeypatch.setattr("quire_bench.load_scenarios.LEAD_S", 0.2)
     with serving(Behaviour(max_running=2, first_delay_s=0.05)) as server:
         chosen = settings(
             rate=10.0, duration_s=1.0, num_clients=2, num_flooding=14, neighbour_key="other"
@@ -95,7 +95,7 @@ def test_a_neighbour_is_shown_to_hold_up_whom_a_server_treats_unfairly(
 
 
 def test_a_neighbour_sends_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.bench.load_scenarios.LEAD_S", 0.1)
+    monkeypatch.setattr("quire_bench.load_scenarios.LEAD_S", 0.1)
     with serving(Behaviour(api_key="own")) as server:
         target = Target(parse_endpoint(server.url, api_key="own"), timeout_s=20.0)
         chosen = settings(rate=20.0, duration_s=0.2, neighbour_key="other")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tests.bench.sound_receipt import make_receipt
 
-from quire.bench.machine_info import machine, usable_threads, versions
-from quire.bench.receipts import as_data, validate
+from quire_bench.machine_info import machine, usable_threads, versions
+from quire_bench.receipts import as_data, validate
 
 
 def test_it_is_what_a_receipt_wants() -> None:
@@ -25,7 +25,7 @@ def test_it_is_what_a_receipt_wants() -> None:
 # in a process of its own: another test's garbage, gone in the meantime, would count against it
 _WATCHING_THE_PEAK = """
 import numpy as np
-from quire.bench.machine_info import forget_peak_memory, peak_memory_bytes
+from quire_bench.machine_info import forget_peak_memory, peak_memory_bytes
 
 size = 256 << 20
 assert forget_peak_memory()

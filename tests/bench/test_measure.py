@@ -5,8 +5,11 @@ from collections.abc import Iterator
 import pytest
 from tests.bench.models import TINY_KV
 
-from quire.bench import measure
-from quire.bench.measure import (
+from quire.core.errors import ExecutorError
+from quire.core.plan import Capacity, SequencePlan, StepPlan, StepResult, Want
+from quire.llm.assembly import Options
+from quire_bench import measure
+from quire_bench.measure import (
     Load,
     Run,
     StepRecorder,
@@ -17,10 +20,7 @@ from quire.bench.measure import (
     run_phases,
     spread,
 )
-from quire.bench.subject import Subject, open_subject
-from quire.core.errors import ExecutorError
-from quire.core.plan import Capacity, SequencePlan, StepPlan, StepResult, Want
-from quire.llm.assembly import Options
+from quire_bench.subject import Subject, open_subject
 
 
 @pytest.fixture(scope="module")

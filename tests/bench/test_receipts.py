@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.bench.sound_receipt import is_valid_to_jsonschema, make_receipt
 
-from quire.bench.receipts import (
+from quire_bench.receipts import (
     ReceiptError,
     as_data,
     deviation,

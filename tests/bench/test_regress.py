@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tests.bench.receipt_samples import receipt
 
-from quire.bench.receipts import Receipt, write
-from quire.bench.regress import compare, folded, less_is_better, load_receipts, permutation_p_value
 from quire.cli import main
 from quire.core.errors import ConfigError
+from quire_bench.receipts import Receipt, write
+from quire_bench.regress import compare, folded, less_is_better, load_receipts, permutation_p_value
 
 
 def noisy(rng: np.random.Generator, level: float, count: int, spread: float = 0.03) -> list[float]:

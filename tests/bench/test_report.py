@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tests.bench.receipt_samples import receipt
 
-from quire.bench.charts import DARK, LIGHT, MAX_SERIES, Chart, Point, Series, png, svg
-from quire.bench.receipts import Receipt, write
-from quire.bench.report import BEGIN, END, charts, gather, html, markdown, with_tables, write_pngs
-from quire.bench.report_tables import tables
 from quire.cli import main
 from quire.core.errors import ConfigError
+from quire_bench.charts import DARK, LIGHT, MAX_SERIES, Chart, Point, Series, png, svg
+from quire_bench.receipts import Receipt, write
+from quire_bench.report import BEGIN, END, charts, gather, html, markdown, with_tables, write_pngs
+from quire_bench.report_tables import tables
 
 LIMITS = {"memory_read_bytes_per_second": 20e9, "float32_operations_per_second": 100e9}
 HOSTILE = '<script>alert("x")</script> $\\frac{1}{0}$ & | `code`'

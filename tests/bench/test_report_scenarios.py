@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from tests.bench.receipt_samples import receipt
 
-from quire.bench.charts import Chart, Point, Series, svg
-from quire.bench.receipts import Receipt
-from quire.bench.report import charts
-from quire.bench.report_tables import Table, tables
+from quire_bench.charts import Chart, Point, Series, svg
+from quire_bench.receipts import Receipt
+from quire_bench.report import charts
+from quire_bench.report_tables import Table, tables
 
 
 def times(first: float) -> Mapping[str, Any]:

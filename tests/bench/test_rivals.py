@@ -9,10 +9,11 @@ import pytest
 from tests.bench.fake_packages import fake_packages, package_that_is_missing
 from tests.bench.openai_like_server import Behaviour, serving
 
-from quire.bench import rival_worker
-from quire.bench.http_client import parse_endpoint
-from quire.bench.load import Target
-from quire.bench.rivals import (
+from quire.core.errors import ConfigError
+from quire_bench import rival_worker
+from quire_bench.http_client import parse_endpoint
+from quire_bench.load import Target
+from quire_bench.rivals import (
     PackageRival,
     RivalFailedError,
     RivalMissingError,
@@ -20,7 +21,6 @@ from quire.bench.rivals import (
     Timing,
     WorkerSettings,
 )
-from quire.core.errors import ConfigError
 
 VOCABULARY = 512
 PROMPTS = [[1, 2, 3, 4, 5], [400, 300, 7, 1, 1], [9, 9, 9, 9, 9]]

@@ -9,9 +9,9 @@ import pytest
 from tests.bench.models import TINY_KV
 from tests.fixture_files import fixture_file
 
-from quire.bench.subject import open_subject, read_facts, with_quant
 from quire.core.errors import ConfigError
 from quire.llm.assembly import Options
+from quire_bench.subject import open_subject, read_facts, with_quant
 
 
 def test_a_dummy_model_has_no_hash_and_known_sizes() -> None:

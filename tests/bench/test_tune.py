@@ -9,16 +9,16 @@ import pytest
 from tests.bench.models import TINY_KV
 from tests.bench.sound_receipt import is_valid_to_jsonschema
 
-from quire.bench import tune
-from quire.bench.measure import Load, Run
-from quire.bench.receipts import Receipt, read_folder
-from quire.bench.subject import Subject, open_subject
-from quire.bench.tune import Setting, Trial, Tuning, best, nearest, table, try_settings
 from quire.cli import main
 from quire.core.errors import ConfigError
 from quire.executors.cpu import has_native_module
 from quire.llm.assembly import Assembly, Options, assemble
 from quire.llm.configuration import read_configuration
+from quire_bench import tune
+from quire_bench.measure import Load, Run
+from quire_bench.receipts import Receipt, read_folder
+from quire_bench.subject import Subject, open_subject
+from quire_bench.tune import Setting, Trial, Tuning, best, nearest, table, try_settings
 
 SMALL = ["--model", "dummy:tiny", "--kv-memory", TINY_KV, "--prompt-tokens", "6"]
 SMALL += [

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.bench.sound_receipt import make_receipt
 
-from quire.bench.receipts import Receipt, read_folder
-from quire.cli import bench_throughput
 from quire.cli.program import main
+from quire_bench.commands import throughput
+from quire_bench.receipts import Receipt, read_folder
 
 
 def test_the_cost_of_invariance_is_printed_and_both_receipts_kept(
@@ -19,8 +19,8 @@ def test_the_cost_of_invariance_is_printed_and_both_receipts_kept(
         rate = 100.0 if args.no_invariant else 80.0
         return make_receipt(results={"output_tokens_per_second": rate}, settings={"rate": rate})
 
-    monkeypatch.setattr(bench_throughput, "_measured", measured)
-    monkeypatch.setattr(bench_throughput, "_print", lambda _: None)
+    monkeypatch.setattr(throughput, "_measured", measured)
+    monkeypatch.setattr(throughput, "_print", lambda _: None)
     where: list[Any] = ["--receipts", str(tmp_path)]
     assert main(["bench", "throughput", "--no-invariant", *where]) == 0
     told = capsys.readouterr().out

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from quire.cli.bench_progress import Progress, in_words, remaining_s
+from quire_bench.commands.progress import Progress, in_words, remaining_s
 
 
 class Terminal(io.StringIO):

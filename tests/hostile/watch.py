@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.bench.http_client import Endpoint, ExchangeError, post_for_events
+from quire_bench.http_client import Endpoint, ExchangeError, post_for_events
 
 PATIENCE_S = 120.0
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 from tests.server.servers import NAME, PacedExecutor, Reply, RunningServer, fake_server
 
-from quire.bench.load_scenarios import memory_of
+from quire_bench.load_scenarios import memory_of
 
 BODY = {"prompt": "hello", "ignore_eos": True}
 

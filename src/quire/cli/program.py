@@ -4,7 +4,7 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -65,10 +65,10 @@ def _open_closed_streams() -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    args = _parser().parse_args(arguments)
-    _begin_reading(args)
-    [command] = [module for module in COMMANDS if module.__name__.endswith(f".{args.command}")]
     try:
+        args = _parser().parse_args(arguments)
+        _begin_reading(args)
+        [command] = [module for module in COMMANDS if module.__name__.endswith(f".{args.command}")]
         code: int = command.run(args)
         return code
     except BrokenPipeError:
@@ -112,10 +112,28 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+    )
     for command in COMMANDS:
         command.add_parser(subparsers)
     return parser
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """A command's parser; `fill` gives it its arguments once the command line names it."""
+
+    def __init__(
+        self, *args: Any, fill: Callable[[argparse.ArgumentParser], None] | None = None, **more: Any
+    ) -> None:
+        super().__init__(*args, **more)
+        self._fill = fill
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._fill is not None:
+            self._fill(self)
+            self._fill = None
+        return super().parse_known_args(args, namespace)
 
 
 class _Version(argparse.Action):

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from quire.bench.measure import Load, run_load
 from quire.core.config import EngineConfig
 from quire.core.plan import SequencePlan, StepPlan, Want
 from quire.core.request import Ended
@@ -33,6 +32,7 @@ from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.reference import ReferenceExecutor
 from quire.llm.assembly import Options, assemble
 from quire.model.loading import load_model
+from quire_bench.measure import Load, run_load
 
 BLOCK_FORMATS = ("Q4_K_M", "Q6_K", "Q5_K_M", "Q8_0", "Q4_0", "Q4_1")
 FLOAT_FORMATS = ("BF16", "F16")

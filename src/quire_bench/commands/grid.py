@@ -1,0 +1,195 @@
+"""`quire bench grid`: throughput over batch sizes, prompt lengths and mixes; resumable."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.results import print_json, tell
+from quire_bench.commands.options import (
+    add_limits_option,
+    add_receipt_options,
+    add_seed_option,
+    add_subject_options,
+    finish,
+    load_options,
+    make_receipt,
+)
+from quire_bench.commands.progress import Progress
+
+if TYPE_CHECKING:
+    from quire_bench.grid import Cell
+    from quire_bench.receipts import Receipt
+    from quire_bench.subject import Subject
+
+_EPILOG = """\
+examples:
+  quire bench grid --model dummy:llama-1b
+  quire bench grid --model dummy:llama-1b --quants Q4_K_M,Q8_0 --batches 1,8,64 --prompts 16,512
+  quire bench grid --model model.gguf
+
+A cell is one batch: all its prompts first, then all its completions together, so that the rates
+are those of that batch size. Each cell is a receipt. The same command goes on where it was
+interrupted; --again measures anew.
+"""
+BATCHES = (1, 2, 4, 8, 16)
+PROMPTS = (1, 16, 128, 512)
+QUANTS = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
+
+
+def add_parser(benches: Any) -> None:
+    parser = benches.add_parser(
+        "grid",
+        help="throughput over batch sizes, prompt lengths and mixes",
+        description="Measure every combination of batch size, prompt length and mix.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_subject_options(parser)
+    group = parser.add_argument_group("grid")
+    group.add_argument(
+        "--quants",
+        type=_words,
+        metavar="MIX,MIX",
+        help=f"mixes of a dummy model (default: {','.join(QUANTS)}; a file has its own)",
+    )
+    for name, usual, what in (
+        ("batches", BATCHES, "sequences that run together"),
+        ("prompts", PROMPTS, "prompt lengths"),
+    ):
+        shown = ",".join(map(str, usual))
+        group.add_argument(
+            f"--{name}",
+            type=_numbers,
+            default=usual,
+            metavar="N,N",
+            help=f"{what} (default: {shown})",
+        )
+    for name, usual_count in (("new-tokens", 32), ("repeats", 7)):
+        group.add_argument(
+            f"--{name}", type=int, default=usual_count, metavar="N", help="(default: %(default)s)"
+        )
+    group.add_argument("--again", action="store_true", help="measure cells that are there, too")
+    add_seed_option(parser)
+    add_limits_option(parser)
+    add_receipt_options(parser)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+_numbers.__name__ = "list of numbers"  # argparse names it in errors
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire_bench.grid import summary, table
+
+    receipts, num_measured = _GridRun(args).run()
+    if args.json:
+        resumed = len(receipts) - num_measured
+        print_json({"measured": num_measured, "resumed": resumed, "cells": summary(receipts)})
+    else:
+        for line in table(receipts):
+            print(line)
+    return finish(args, list(receipts.values()))
+
+
+class _GridRun:
+    """One call: what is done already, what is left, and how far it has come."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from quire.loader.defaults import DUMMY_PREFIX
+        from quire_bench.grid import Grid
+        from quire_bench.machine_info import machine
+        from quire_bench.utilisation import find_limits
+
+        self._args = args
+        has_mix = not args.model.startswith(DUMMY_PREFIX) or args.model.count(":") > 1
+        self._grid = Grid(
+            quants=args.quants or ((None,) if has_mix else QUANTS),
+            batches=args.batches,
+            prompts=args.prompts,
+            new_tokens=args.new_tokens,
+            repeats=args.repeats,
+        )
+        self._limits = find_limits(args.limits, args.receipts, machine()["cpu"])
+
+    def run(self) -> "tuple[dict[Cell, Receipt], int]":
+        """The receipts of all cells, and how many of them were measured now."""
+        done: dict[Cell, Receipt] = {}
+        left: dict[str | None, list[Cell]] = {}
+        for quant in self._grid.quants:
+            found = self._finished(quant)
+            done |= found
+            left[quant] = [cell for cell in self._grid.cells(quant) if cell not in found]
+        todo = [cell for cells in left.values() for cell in cells]
+        if done:
+            tell(f"{len(done)} cells are there already; --again measures them anew")
+        progress = Progress([self._grid.work(cell) for cell in todo], "cells")
+        for quant, cells in left.items():
+            if cells:
+                done |= self._measure(quant, cells, progress)
+        progress.finish()
+        order = [cell for quant in self._grid.quants for cell in self._grid.cells(quant)]
+        return {cell: done[cell] for cell in order}, len(todo)
+
+    def _finished(self, quant: str | None) -> "dict[Cell, Receipt]":
+        from quire_bench.commands.options import asked
+        from quire_bench.grid import Conditions, finished
+        from quire_bench.machine_info import machine, versions
+        from quire_bench.subject import read_facts, with_quant
+
+        name = with_quant(self._args.model, quant)
+        facts = read_facts(name, trusted=self._args.trust_model_file)  # says what is wrong
+        model = facts.as_data()
+        if self._args.again:
+            return {}
+        executor = load_options(self._args, max(self._grid.batches)).executor
+        conditions = Conditions(
+            model, machine(), versions(), asked(self._args), executor, self._args.seed
+        )
+        return finished(self._grid, self._grid.cells(quant), self._args.receipts, conditions)
+
+    def _measure(
+        self, quant: str | None, cells: "list[Cell]", progress: Progress
+    ) -> "dict[Cell, Receipt]":
+        from quire_bench.grid import check_blocks
+        from quire_bench.subject import open_subject
+
+        largest = max(cell.batch for cell in cells)
+        subject = open_subject(self._args.model, quant, load_options(self._args, largest))
+        try:
+            check_blocks(self._grid, cells, subject)
+            return {cell: self._measure_cell(subject, cell, progress) for cell in cells}
+        finally:
+            subject.close()
+
+    def _measure_cell(self, subject: "Subject", cell: "Cell", progress: Progress) -> "Receipt":
+        from quire_bench.grid import KIND, with_batch
+        from quire_bench.receipts import write
+        from quire_bench.throughput import measure_throughput
+
+        what = f"batch {cell.batch}, prompt {cell.prompt_tokens}"
+        progress.begin(f"{cell.quant}, {what}" if cell.quant else what)
+        figures = measure_throughput(
+            with_batch(subject, cell),
+            self._grid.load(cell),
+            repeats=self._grid.repeats,
+            seed=self._args.seed,
+            limits=self._limits,
+            in_phases=True,
+        )
+        receipt = make_receipt(
+            self._args,
+            subject,
+            KIND,
+            settings=self._grid.settings(cell),
+            samples=figures.samples,
+            results=figures.results,
+            limits=self._limits,
+        )
+        write(receipt, self._args.receipts)
+        return receipt

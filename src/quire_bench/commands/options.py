@@ -1,0 +1,147 @@
+"""What the benchmarks' commands share: which model, where receipts go, how a run ends."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.options import add_cache_type_option, add_invariance_option, add_trust_option
+from quire.cli.results import complain, print_json, tell
+
+if TYPE_CHECKING:
+    from quire.llm.assembly import Options
+    from quire_bench.receipts import Receipt
+    from quire_bench.subject import Subject
+
+DEFAULT_MODEL = "dummy:smollm2-135m"
+_UNSPOKEN = ("command", "bench", "json")  # of the parsed arguments: no part of what was measured
+
+
+def add_subject_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="a model file, a name, or dummy:SHAPE[:MIX[:SEED]], which needs no file and holds "
+        "noise: smollm2-135m, llama-1b, llama-8b, bitnet-2b, tiny (default: %(default)s)",
+    )
+    group.add_argument(
+        "--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or reference"
+    )
+    group.add_argument(
+        "--kv-memory", metavar="SIZE", help='memory for keys and values, such as "512MiB"'
+    )
+    group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
+    add_cache_type_option(group, "auto")
+    add_invariance_option(group)
+    add_trust_option(group)
+
+
+def add_receipt_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("results")
+    group.add_argument("--json", action="store_true", help="print everything as JSON")
+    group.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit 1 if anything else ran than was asked for",
+    )
+    group.add_argument(
+        "--receipts",
+        type=Path,
+        default=Path("receipts"),
+        metavar="FOLDER",
+        help="where receipts are kept (default: %(default)s)",
+    )
+
+
+def add_seed_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the prompts (default: %(default)s)"
+    )
+
+
+def add_limits_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--limits",
+        metavar="FILE",
+        help="a receipt of `quire bench limits` to relate to; left out, the newest of this "
+        "processor among the receipts",
+    )
+
+
+def load_options(args: argparse.Namespace, max_batch_size: int) -> "Options":
+    """How the model is to be loaded."""
+    from quire.llm.assembly import Options
+
+    return Options(
+        device=args.device,
+        max_batch_size=max_batch_size,
+        kv_memory=args.kv_memory,
+        threads=args.threads,
+        kv_cache_dtype=args.kv_cache_dtype,
+        invariant=not args.no_invariant,
+        trust_model_file=args.trust_model_file,
+    )
+
+
+def command_line(args: argparse.Namespace) -> list[str]:
+    """The command with every option spelt out, so that later defaults change nothing."""
+    words = ["quire", "bench", args.bench]
+    for name, value in sorted(vars(args).items()):
+        flag = "--" + name.replace("_", "-")
+        if name in _UNSPOKEN or value is None or value is False:
+            continue
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list | tuple):
+            words += [flag, ",".join(map(str, value))]
+        else:
+            words += [flag, str(value)]
+    return words
+
+
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """How the model was to be run."""
+    names = ("device", "threads", "kv_memory", "kv_cache_dtype")
+    return {name: getattr(args, name) for name in names}
+
+
+def make_receipt(args: argparse.Namespace, subject: "Subject", kind: str, **more: Any) -> "Receipt":
+    """A receipt of a model's measurement; `more` are its settings, samples, results, limits."""
+    from quire_bench.machine_info import machine, versions
+    from quire_bench.receipts import Receipt, now
+
+    return Receipt(
+        kind=kind,
+        created=now(),
+        command=command_line(args),
+        seed=args.seed,
+        model=subject.facts.as_data(),
+        machine=machine(),
+        versions=versions(),
+        asked=asked(args),
+        executed=subject.executed,
+        **more,
+    )
+
+
+def finish(args: argparse.Namespace, receipts: "Sequence[Receipt]") -> int:
+    """Say where a run left the path asked for; with --strict that is a failure."""
+    from quire_bench.receipts import deviation
+
+    told = {told for receipt in receipts if (told := deviation(receipt)) is not None}
+    for line in sorted(told):
+        complain(f"not what was asked for: {line}")
+    return 1 if told and args.strict else 0
+
+
+def keep(args: argparse.Namespace, receipt: "Receipt") -> Path:
+    """Write a receipt and tell where it is; print it with --json."""
+    from quire_bench.receipts import as_data, write
+
+    path = write(receipt, args.receipts)
+    tell(f"receipt: {path}")
+    if args.json:
+        print_json(as_data(receipt))
+    return path

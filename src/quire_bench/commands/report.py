@@ -1,0 +1,76 @@
+"""`quire bench report`: draws receipts as a page, as PNGs, and as tables in a Markdown file."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from quire.cli.results import complain, tell
+
+STALE = 1  # the exit code of --check
+
+
+def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = benches.add_parser(
+        "report",
+        help="draw receipts: a page, pictures, tables",
+        description="Draws any set of receipts as one self-contained HTML page, as PNG files, or "
+        "as tables between two marks of a Markdown file.",
+        epilog="examples: quire bench report receipts --out report.html --png pictures;  "
+        "quire bench report receipts --markdown docs/performance.md --check",
+    )
+    parser.add_argument(
+        "receipts", nargs="+", type=Path, metavar="RECEIPTS", help="files, or folders of them"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write")
+    parser.add_argument("--title", help="of the page (default: quire, measured)")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="where to put each chart")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="a file with the lines <!-- receipts: begin --> and <!-- receipts: end -->, between "
+        "which the tables go",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit 1 unless the Markdown file holds these receipts' tables",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire.core.errors import ConfigError
+    from quire_bench.report import TITLE, gather, html, write_pngs, write_text
+
+    if args.check and (args.markdown is None or args.out or args.png):
+        raise ConfigError("--check goes with --markdown alone")
+    if args.out is None and args.png is None and args.markdown is None:
+        raise ConfigError("say what to make: --out FILE, --png FOLDER or --markdown FILE")
+    if args.title is not None and args.out is None:
+        raise ConfigError("--title is of the page: it goes with --out")
+    receipts = gather(args.receipts)
+    if args.out is not None:
+        write_text(args.out, html(receipts, args.title or TITLE))
+        tell(f"wrote {args.out}")
+    if args.png is not None:
+        tell(f"wrote {len(write_pngs(receipts, args.png))} pictures to {args.png}")
+    return 0 if args.markdown is None else _markdown(args)
+
+
+def _markdown(args: argparse.Namespace) -> int:
+    from quire_bench.report import gather, read_text, with_tables, write_text
+
+    document = read_text(args.markdown)
+    wanted = with_tables(document, gather(args.receipts), str(args.markdown))
+    if document == wanted:
+        return 0
+    if args.check:
+        words = " ".join(map(str, args.receipts))
+        complain(
+            f"{args.markdown} does not match its receipts: run "
+            f"quire bench report {words} --markdown {args.markdown}"
+        )
+        return STALE
+    write_text(args.markdown, wanted)
+    print(f"wrote the tables of {args.markdown}", file=sys.stderr)
+    return 0

@@ -1,0 +1,183 @@
+"""quire beside other engines: interleaved rounds of the same load, and the ratios of each round.
+
+A machine's speed drifts, so neighbours in time are compared: in every round each engine runs the
+same batch, one after the other, and a round gives one ratio, quire by rival (above 1: quire is
+faster). The median of the ratios and their range are told, not the ratio of two medians.
+
+Rates: `output` is completion tokens by the time of the whole batch, prompts and all. `prompt` and
+`completion` are those of each phase, all prompts first and then all sequences together.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from quire.core.errors import ConfigError
+from quire.llm.assembly import Assembly
+from quire.loader.defaults import DUMMY_PREFIX, resolve
+from quire.loader.gguf_writer import write_gguf
+from quire.model.dummy import DummyModel
+from quire_bench.measure import Load, random_prompts, run_load, run_phases, spread
+from quire_bench.rivals import Rival, RivalFailedError
+from quire_bench.subject import Subject
+from quire_bench.throughput import Figures, check_load, warm_up
+
+KIND = "compare"
+QUIRE = "quire"
+METRICS = ("output_tokens_per_second", "prompt_tokens_per_second", "completion_tokens_per_second")
+
+Rates = Mapping[str, float]
+Round = dict[str, Rates]  # by engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is to be compared."""
+
+    batches: Sequence[int]
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    seed: int = 0
+
+    def check(self, max_context: int) -> None:
+        """Refuse what cannot be measured, before anything is run."""
+        if not self.batches or min(self.batches) < 1:
+            raise ConfigError(f"--batch must be sizes of at least 1, got {list(self.batches)}")
+        check_load(self.load(max(self.batches)), self.repeats, max_context)
+
+    def load(self, batch: int) -> Load:
+        return Load(batch, self.prompt_tokens, self.new_tokens)
+
+
+@dataclass(slots=True)
+class Findings:
+    """The rounds by batch size, and why a rival dropped out."""
+
+    rounds: dict[int, list[Round]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def figures(self) -> Figures:
+        """Samples and results as a receipt holds them."""
+        samples: dict[str, list[float]] = {}
+        results: dict[str, Any] = {}
+        for batch, rounds in self.rounds.items():
+            cell: dict[str, Any] = {}
+            for name in dict.fromkeys(name for found in rounds for name in found):
+                for metric in METRICS:
+                    rates = [found[name][metric] for found in rounds if metric in found[name]]
+                    ratios = _ratios(rounds, name, metric)
+                    if not rates:
+                        continue
+                    samples[f"batch_{batch}_{name}_{metric}"] = rates
+                    told = cell.setdefault(name, {})
+                    told[metric] = {"rate": spread(rates)}
+                    if name != QUIRE:
+                        samples[f"batch_{batch}_{name}_{metric}_ratio"] = ratios
+                        found_spread = told[metric]["quire_by_rival"] = spread(ratios)
+                        if found_spread is not None:  # also by itself, for tables of any receipts
+                            results[f"quire_by_{name}_batch_{batch}_{metric}"] = found_spread[
+                                "median"
+                            ]
+            results[f"batch_{batch}"] = cell
+        return Figures(samples, results)
+
+
+def _ratios(rounds: Sequence[Round], rival: str, metric: str) -> list[float]:
+    return [
+        found[QUIRE][metric] / found[rival][metric]
+        for found in rounds
+        if metric in found[rival] and metric in found[QUIRE]
+    ]
+
+
+def compare(
+    subject: Subject,
+    rivals: Sequence[Rival],
+    wanted: Comparison,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Findings:
+    """Measure in turn; a rival that fails is left out from there on, with its reason."""
+    wanted.check(subject.assembly.executor.capacity.max_context)
+    findings = Findings()
+    for batch in wanted.batches:
+        assembly = subject.assembly.with_batch_size(batch)
+        load = wanted.load(batch)
+        warm_up(replace(subject, assembly=assembly), load, wanted.seed)
+        _round(assembly, rivals, load, wanted.seed, findings, with_quire=False)  # warms them
+        findings.rounds[batch] = []
+        for repeat in range(wanted.repeats):
+            tell(f"batch {batch}, round {repeat + 1} of {wanted.repeats}")
+            seed = wanted.seed + 1 + repeat
+            findings.rounds[batch].append(_round(assembly, rivals, load, seed, findings))
+    for found in (found for rounds in findings.rounds.values() for found in rounds):
+        for name in findings.failures:
+            found.pop(name, None)  # what broke later is not trusted before
+    return findings
+
+
+def _round(
+    assembly: Assembly,
+    rivals: Sequence[Rival],
+    load: Load,
+    seed: int,
+    findings: Findings,
+    with_quire: bool = True,
+) -> Round:
+    """The same prompts through each engine, one after the other."""
+    found: Round = {QUIRE: _measure_quire(assembly, load, seed)} if with_quire else {}
+    prompts = random_prompts(load, assembly.spec.vocabulary_size, seed)
+    for rival in rivals:
+        if rival.name in findings.failures:
+            continue
+        try:
+            found[rival.name] = rival.measure(prompts, load.new_tokens).rates
+        except RivalFailedError as error:
+            findings.failures[rival.name] = str(error)
+    return found
+
+
+def _measure_quire(assembly: Assembly, load: Load, seed: int) -> Rates:
+    """As it really runs, for the whole; in phases, for the rates of each."""
+    whole, phases = run_load(assembly, load, seed), run_phases(assembly, load, seed)
+    rates = {"output_tokens_per_second": whole.output_rate}
+    if phases.prompt_rate is not None:
+        rates["prompt_tokens_per_second"] = phases.prompt_rate
+    if phases.completion_rate is not None:
+        rates["completion_tokens_per_second"] = phases.completion_rate
+    return rates
+
+
+@contextmanager
+def model_file(name: str) -> Iterator[Path]:
+    """Where a model lies, for engines that need a file: a dummy model is written, and removed."""
+    if not name.startswith(DUMMY_PREFIX):
+        yield resolve(name)
+        return
+    dummy = DummyModel(name)
+    with TemporaryDirectory(prefix="quire-compare-") as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(path, dummy.fields, dummy.planned)
+        yield path
+
+
+def table(results: Mapping[str, Any]) -> list[str]:
+    """For people: each engine's rates, and how quire compares."""
+    lines = [
+        f"{'batch':>5}  {'engine':<24}{'rate':<12}{'tokens/s':>10}  quire / rival (least to most)"
+    ]
+    cells = {name: cell for name, cell in results.items() if isinstance(cell, Mapping)}
+    for cell_name, cell in cells.items():
+        for name, metrics in cell.items():
+            for metric, told in metrics.items():
+                kind = metric.removesuffix("_tokens_per_second")
+                line = f"{cell_name.removeprefix('batch_'):>5}  {name:<24}{kind:<12}"
+                line += f"{told['rate']['median']:>10.1f}"
+                ratio = told.get("quire_by_rival")
+                if ratio is not None:
+                    line += f"  {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+                lines.append(line)
+    return lines

@@ -1,0 +1,270 @@
+"""Sends requests to an OpenAI-compatible server and times what streams back.
+
+Two kinds of load. Closed loop: so many clients, each sending its next request when the last one
+has ended; the server sets the pace. Open loop: requests arrive at random (Poisson) at a rate,
+whether or not the server keeps up; their times count from when they were due, not from when they
+could be sent, so that a stalled server cannot hide behind a stalled client.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+from typing import Any, Literal
+
+from quire.core.errors import ConfigError
+from quire_bench.http_client import Endpoint, ExchangeError, get_json, post_for_events
+from quire_bench.lengths import Bounds, Mix, prompt_text
+
+Api = Literal["completions", "chat"]
+_PATHS: dict[Api, str] = {"completions": "/completions", "chat": "/chat/completions"}
+PAUSE_AFTER_ERROR_S = 0.1  # of a closed loop's client, so that a dead server is not hammered
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to send; `due_s` is its time of arrival where the loop is open."""
+
+    prompt: str
+    max_tokens: int
+    due_s: float = 0.0
+    label: str = "request"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request; times in seconds of one clock."""
+
+    label: str
+    due_at: float
+    sent_at: float
+    piece_times: list[float] = field(default_factory=list)
+    ended_at: float = 0.0
+    prompt_tokens: int | None = None  # as the server counted; None: it did not say
+    usage_tokens: int | None = None  # completion tokens, likewise
+    error: str | None = None  # its kind
+    detail: str = ""
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens by the server's count, or else pieces of text."""
+        return len(self.piece_times) if self.usage_tokens is None else self.usage_tokens
+
+    @property
+    def first_token_s(self) -> float | None:
+        return self.piece_times[0] - self.due_at if self.piece_times else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between pieces; with one token a piece, between tokens."""
+        return [after - before for before, after in pairwise(self.piece_times)]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server and how to ask it."""
+
+    endpoint: Endpoint
+    api: Api = "completions"
+    model: str | None = None
+    ignore_eos: bool = False
+    wants_usage: bool = True
+    timeout_s: float = 300.0
+    temperature: float = 0.0
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "max_tokens": ask.max_tokens,
+            "temperature": self.temperature,
+            "stream": True,
+        }
+        if self.api == "chat":
+            body["messages"] = [{"role": "user", "content": ask.prompt}]
+        else:
+            body["prompt"] = ask.prompt
+        if self.model is not None:
+            body["model"] = self.model
+        if self.wants_usage:
+            body["stream_options"] = {"include_usage": True}
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        return body
+
+
+def draw_asks(
+    rng: Random, mix: Mix, bounds: Bounds, count: int, label: str = "request"
+) -> list[Ask]:
+    """So many requests of a mix, the same for the same generator."""
+    asks = []
+    for _ in range(count):
+        prompt_tokens, new_tokens = mix.scaled_draw(rng, bounds)
+        asks.append(Ask(prompt_text(rng, prompt_tokens), new_tokens, label=label))
+    return asks
+
+
+def draw_arrivals(rng: Random, rate: float, duration_s: float) -> list[float]:
+    """Times of Poisson arrivals at a rate, up to the duration; at least one."""
+    times = [rng.expovariate(rate)]
+    while times[-1] < duration_s:
+        times.append(times[-1] + rng.expovariate(rate))
+    return times[:-1] or [0.0]
+
+
+async def find_model(target: Target) -> str | None:
+    """The first model that the server lists; None where it has no list."""
+    try:
+        async with asyncio.timeout(target.timeout_s):
+            status, data = await get_json(target.endpoint, "/models")
+    except (ExchangeError, TimeoutError, OSError) as error:
+        raise _cannot_use(target, error) from error
+    if status in (401, 403):
+        raise _cannot_use(target, ExchangeError(f"http {status}", "", status))
+    try:
+        return str(data["data"][0]["id"]) if status == 200 else None
+    except (TypeError, KeyError, IndexError):
+        return None
+
+
+async def check_server(target: Target) -> Outcome:
+    """Send one short request, which also warms the server; ConfigError where it cannot answer."""
+    outcome = await perform(target, Ask("Once upon a time", 2), time.perf_counter())
+    if outcome.error is not None:
+        raise _cannot_use(target, ExchangeError(outcome.error, outcome.detail))
+    return outcome
+
+
+def _cannot_use(target: Target, error: Exception) -> ConfigError:
+    url, path = target.endpoint.url, _PATHS[target.api]
+    kind = error.kind if isinstance(error, ExchangeError) else "timeout"
+    reasons = {
+        "connect": f"no server answers at {url}: start it, or correct host and port ({error})",
+        "timeout": f"the server at {url} did not answer within {target.timeout_s:g} s (--timeout)",
+        "http 401": f"the server at {url} wants a key (401): give --api-key or set QUIRE_API_KEY",
+        "http 403": f"the server at {url} refuses this key (403): check --api-key or QUIRE_API_KEY",
+        "http 404": f"the server at {url} has no POST {path} or not this model (404): is it "
+        f"OpenAI-compatible? Try --api or --model ({error})",
+        "http 400": f"the server at {url} refuses the request: {error} (--no-usage leaves out "
+        "stream_options, --ignore-eos adds ignore_eos)",
+        "bad reply": f"the server at {url} is not OpenAI-compatible: {error}",
+    }
+    return ConfigError(reasons.get(kind, f"the server at {url} failed, {kind}: {error}"))
+
+
+async def perform(target: Target, ask: Ask, due_at: float) -> Outcome:
+    """Send one request and follow its stream to the end; errors become its outcome."""
+    outcome = Outcome(ask.label, due_at, time.perf_counter())
+    try:
+        async with asyncio.timeout(target.timeout_s):
+            await _follow(target, ask, outcome)
+    except ExchangeError as error:
+        outcome.error, outcome.detail = error.kind, str(error)
+    except TimeoutError:
+        outcome.error, outcome.detail = "timeout", f"no end within {target.timeout_s:g} s"
+    outcome.ended_at = time.perf_counter()
+    return outcome
+
+
+async def _follow(target: Target, ask: Ask, outcome: Outcome) -> None:
+    events = post_for_events(target.endpoint, _PATHS[target.api], target.body(ask))
+    async with aclosing(events):
+        async for event in events:
+            now = time.perf_counter()
+            if event == "[DONE]":
+                return
+            chunk = _parse(event)
+            if _text_of(chunk):
+                outcome.piece_times.append(now)
+            usage = chunk.get("usage")
+            if isinstance(usage, dict):
+                outcome.prompt_tokens = _count(usage, "prompt_tokens")
+                outcome.usage_tokens = _count(usage, "completion_tokens")
+
+
+def _parse(event: str) -> dict[str, Any]:
+    try:
+        chunk = json.loads(event)
+    except (ValueError, RecursionError):
+        raise ExchangeError("bad reply", f"an event that is no JSON: {event[:100]!r}") from None
+    if not isinstance(chunk, dict):
+        raise ExchangeError("bad reply", f"an event that is no object: {event[:100]!r}")
+    if chunk.get("error") is not None:
+        raise ExchangeError("error event", f"the stream says: {json.dumps(chunk['error'])[:300]}")
+    return chunk
+
+
+def _text_of(chunk: dict[str, Any]) -> str:
+    """The text that a chunk of either API brings; reasoning counts as text."""
+    with suppress(KeyError, IndexError, TypeError, AttributeError):
+        choice = chunk["choices"][0]
+        if "text" in choice:
+            return str(choice["text"] or "")
+        delta = choice["delta"]
+        return str(delta.get("content") or delta.get("reasoning_content") or "")
+    return ""
+
+
+def _count(usage: dict[str, Any], name: str) -> int | None:
+    value = usage.get(name)
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a load gave: every request's outcome, and when the load began and ended."""
+
+    outcomes: list[Outcome]
+    started_at: float
+    ended_at: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self.started_at
+
+
+async def closed_loop(
+    target: Target,
+    asks: Iterator[Ask],
+    num_clients: int,
+    *,
+    until_s: float | None = None,
+    on_outcome: Callable[[Outcome], None] = lambda _: None,
+) -> Load:
+    """Clients that share the requests; none starts after `until_s`."""
+    started_at = time.perf_counter()
+    outcomes: list[Outcome] = []
+
+    async def client() -> None:
+        for ask in asks:  # one iterator: whoever is free takes the next
+            if until_s is not None and time.perf_counter() - started_at >= until_s:
+                return
+            outcome = await perform(target, ask, time.perf_counter())
+            outcomes.append(outcome)
+            on_outcome(outcome)
+            if outcome.error is not None:
+                await asyncio.sleep(PAUSE_AFTER_ERROR_S)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_clients):
+            group.create_task(client())
+    return Load(outcomes, started_at, time.perf_counter())
+
+
+async def open_loop(
+    target: Target, asks: Sequence[Ask], *, on_outcome: Callable[[Outcome], None] = lambda _: None
+) -> Load:
+    """Send each request when it is due, whatever became of the others."""
+    started_at = time.perf_counter()
+
+    async def arrive(ask: Ask) -> Outcome:
+        due_at = started_at + ask.due_s
+        await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
+        outcome = await perform(target, ask, due_at)
+        on_outcome(outcome)
+        return outcome
+
+    outcomes = await asyncio.gather(*(arrive(ask) for ask in asks))
+    return Load(list(outcomes), started_at, time.perf_counter())

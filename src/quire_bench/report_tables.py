@@ -1,0 +1,268 @@
+"""What receipts show as tables, for the page and for Markdown alike."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from quire_bench.load_tables import loads
+from quire_bench.receipts import Receipt, deviation
+from quire_bench.report_compare import engine_name, measured
+from quire_bench.report_data import by_place, number, title_of
+
+_NONE = "–"
+_KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve", "compare")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells are text; columns from `text_columns` on hold numbers."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    text_columns: int = field(default=1)
+
+
+def tables(receipts: Sequence[Receipt]) -> list[Table]:
+    """Every table that the receipts have figures for; oldest receipts first within each."""
+    ordered = sorted(receipts, key=_order)
+    found = [
+        _limits_table(ordered),
+        _throughput_table(ordered),
+        _latency_table(ordered),
+        _compare_table(ordered),
+        _serve_table(ordered),
+        _other_table(ordered),
+        _origin_table(ordered),
+    ]
+    return [table for table in found if table.rows]
+
+
+def _order(receipt: Receipt) -> tuple[str, ...]:
+    """Oldest first, and never as the files happen to come."""
+    return receipt.created, receipt.kind, json.dumps(dict(receipt.settings), sort_keys=True)
+
+
+def _throughput_table(receipts: Sequence[Receipt]) -> Table:
+    rows = []
+    groups = by_place(receipts)
+    for place, members in groups.items():
+        alone = _completion_rate(groups.get(place._replace(batch=1), ()))
+        for receipt in members:
+            results = receipt.results
+            sizes = [str(place.batch), str(place.prompt_tokens), str(place.new_tokens)]
+            own = _completion_rate([receipt])
+            scaling = _NONE if not own or not alone else _short(own / alone)
+            rates = [_rate(results, "prompt"), _rate(results, "completion"), scaling]
+            times = [
+                _milliseconds(number(results, "time_to_first_token_s", "p50")),
+                _milliseconds(number(results, "inter_token_s", "p50")),
+                _milliseconds(number(results, "inter_token_s", "p99")),
+            ]
+            memory = [
+                _mib(number(results, "memory", f"{part}_bytes"))
+                for part in ("weights", "kv", "peak_rss")
+            ]
+            share = _percent(number(results, "utilisation", "decode_memory_share"))
+            rows.append([place.name, *sizes, *rates, *times, *memory, share])
+    return Table(
+        title="Throughput",
+        columns=(
+            *("model", "batch", "prompt", "new", "prompt tokens/s", "completion tokens/s"),
+            "× batch 1",
+            *("first token p50, ms", "between p50, ms", "between p99, ms"),
+            *("weights, MiB", "KV, MiB", "peak, MiB", "of memory bandwidth"),
+        ),
+        rows=rows,
+        note="Rates are medians of the runs, with the slowest and the fastest. The last column is "
+        "what decode steps need to read against the machine's measured read bandwidth; "
+        "weights that stay in the processor's caches can come to more than all of it.",
+    )
+
+
+def _completion_rate(members: Sequence[Receipt]) -> float | None:
+    """The median of receipts of one place."""
+    rates = [number(receipt.results, "completion_tokens_per_second") for receipt in members]
+    known = [rate for rate in rates if rate is not None]
+    return median(known) if known else None
+
+
+def _rate(results: Mapping[str, Any], name: str) -> str:
+    name = f"{name}_tokens_per_second"
+    value = number(results, name)
+    low, high = (number(results, "spread", name, end) for end in ("low", "high"))
+    if value is None:
+        return _NONE
+    return _short(value) + (f" ({_short(low)}–{_short(high)})" if low and high else "")
+
+
+def _latency_table(receipts: Sequence[Receipt]) -> Table:
+    rows = []
+    for receipt in receipts:
+        for name in ("alone", "together") if receipt.kind == "latency" else ():
+            times = [
+                _milliseconds(number(receipt.results, name, what, share))
+                for what in ("time_to_first_token_s", "inter_token_s")
+                for share in ("p50", "p95", "p99")
+            ]
+            company = number(receipt.results, name, "concurrency")
+            prompt = number(receipt.settings, "prompt_tokens")
+            rows.append([title_of(receipt), _count(company), _count(prompt), *times])
+    return Table("Latency", ("model", "requests at a time", "prompt", *_TIME_COLUMNS), rows)
+
+
+_TIME_COLUMNS = tuple(
+    f"{what} {share}, ms" for what in ("first token", "between") for share in ("p50", "p95", "p99")
+)
+
+
+def _compare_table(receipts: Sequence[Receipt]) -> Table:
+    rows = []
+    for receipt in receipts:
+        sizes = [_count(number(receipt.settings, n)) for n in ("prompt_tokens", "new_tokens")]
+        for one in measured(receipt):
+            kind = one.metric.removesuffix("_tokens_per_second")
+            names = [str(receipt.model["name"]), engine_name(receipt, one.engine), kind]
+            shown = [_ranged(one.rate), _NONE if one.ratio is None else _ranged(one.ratio)]
+            rows.append([*names, str(one.batch), *sizes, *shown])
+    return Table(
+        title="Beside other engines",
+        columns=(
+            *("model", "engine", "rate", "batch", "prompt", "new"),
+            *("tokens/s", "quire / rival"),
+        ),
+        rows=rows,
+        note="Medians of the rounds, with the least and the most; a ratio is of one round, above 1 "
+        "where quire is faster. `output` is completion tokens by the time of the whole batch, "
+        "`prompt` and `completion` are those of each phase.",
+        text_columns=3,
+    )
+
+
+def _ranged(spread: Mapping[str, Any]) -> str:
+    middle, low, high = (number(spread, name) for name in ("median", "low", "high"))
+    if middle is None or low is None or high is None:
+        return _NONE
+    return f"{_short(middle)} ({_short(low)}–{_short(high)})"
+
+
+def _serve_table(receipts: Sequence[Receipt]) -> Table:
+    rows = []
+    for receipt in receipts:
+        for name, figures in loads(receipt.results) if receipt.kind == "serve" else ():
+            times = [
+                _milliseconds(number(figures, what, share))
+                for what in ("time_to_first_token_s", "inter_token_s")
+                for share in ("p50", "p95", "p99")
+            ]
+            counts = [_count(number(figures, what)) for what in ("requests", "errors")]
+            rate = number(figures, "completion_tokens_per_second")
+            scenario = str(receipt.settings.get("scenario", ""))
+            mix = str(receipt.settings.get("mix", ""))
+            names = [title_of(receipt), scenario, mix, _load_name(receipt, name)]
+            rows.append([*names, *counts, _NONE if rate is None else _short(rate), *times])
+    return Table(
+        title="Serving",
+        columns=(
+            *("model", "scenario", "lengths", "load", "requests", "errors", "tokens/s"),
+            *_TIME_COLUMNS,
+        ),
+        rows=rows,
+        text_columns=4,
+    )
+
+
+def _load_name(receipt: Receipt, name: str) -> str:
+    """A load that has no name of its own by its clients or its rate."""
+    clients, rate = (number(receipt.settings, key) for key in ("clients", "rate"))
+    if name != "all" or (clients is None and rate is None):
+        return name
+    return f"{rate:g}/s" if clients is None else f"{clients:g} clients"
+
+
+def _limits_table(receipts: Sequence[Receipt]) -> Table:
+    names = {
+        "memory_read_bytes_per_second": "memory read, GB/s",
+        "memory_copy_bytes_per_second": "memory copy, GB/s",
+        "float32_operations_per_second": "float32, Gop/s",
+        "integer_operations_per_second": "integer, Gop/s",
+    }
+    rows = []
+    kernels = []
+    for receipt in receipts:
+        if receipt.kind != "limits":
+            continue
+        kernels.append(str(receipt.settings.get("integer_kernel", "an unnamed kernel")))
+        for count in map(str, receipt.settings.get("threads", ())):
+            values = [number(receipt.results, name, count) for name in names]
+            shown = [_NONE if value is None else _short(value / 1e9) for value in values]
+            rows.append([str(receipt.machine["cpu"]), count, *shown])
+    return Table(
+        title="Limits of the machine",
+        columns=("processor", "threads", *names.values()),
+        rows=rows,
+        note=f"Best of the samples. Integer: {'; '.join(dict.fromkeys(kernels))}.",
+    )
+
+
+def _other_table(receipts: Sequence[Receipt]) -> Table:
+    """Numbers of receipts of a kind that has no table of its own."""
+    rows = [
+        [receipt.kind, title_of(receipt), name, _short(float(value))]
+        for receipt in receipts
+        if receipt.kind not in _KNOWN_KINDS
+        for name, value in receipt.results.items()
+        if isinstance(value, int | float)
+    ]
+    return Table("More figures", ("kind", "model", "figure", "value"), rows, text_columns=3)
+
+
+def _origin_table(receipts: Sequence[Receipt]) -> Table:
+    """Where each figure comes from: one row for receipts alike in all that is shown."""
+    rows: dict[tuple[str, ...], int] = {}
+    for receipt in receipts:
+        machine = receipt.machine
+        gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+        kernels = ", ".join(map(str, receipt.executed["kernels"])) or _NONE
+        row = (
+            receipt.kind,
+            title_of(receipt),
+            receipt.created[:10],
+            f"{machine['cpu']}, {machine['cores']:g} cores{gpu}",
+            f"quire {receipt.versions.get('quire', '?')}",
+            kernels,
+            deviation(receipt) or "as asked",
+        )
+        rows[row] = rows.get(row, 0) + 1
+    return Table(
+        title="Where the figures come from",
+        columns=("kind", "model", "day", "machine", "measured by", "kernels", "path", "receipts"),
+        rows=[[*row, str(count)] for row, count in rows.items()],
+        text_columns=7,
+    )
+
+
+def _short(value: float) -> str:
+    """Three digits or more, without an exponent."""
+    if abs(value) >= 100 or value == 0:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
+
+
+def _count(value: float | None) -> str:
+    return _NONE if value is None else f"{value:,.0f}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return _NONE if seconds is None else _short(1000 * seconds)
+
+
+def _mib(size: float | None) -> str:
+    return _NONE if size is None else _short(size / (1 << 20))
+
+
+def _percent(share: float | None) -> str:
+    return _NONE if share is None else f"{share:.1%}"

@@ -1,0 +1,126 @@
+"""How much of what the machine can do a run achieved: bytes and operations against its limits.
+
+What is counted is what the mathematics needs at least: a step reads every matrix once, as the
+executor keeps it, and the keys and values of every context; a token takes two operations a weight,
+and four a dimension and position of attention. An executor that reads or computes more than that
+shows as lower utilisation, as it should.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire_bench.limits import RATES
+from quire_bench.measure import Run, StepTime
+from quire_bench.receipts import Receipt, ReceiptError, read, read_folder
+from quire_bench.subject import Subject
+
+_MEMORY = RATES["memory_read"]
+_FLOAT32 = RATES["float32"]
+_FLOAT16 = "float16_operations_per_second"  # what a GPU multiplies with
+_INTEGER = RATES["integer"]  # what quantised products compute with; older receipts lack it
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a model needs for a token and for a step."""
+
+    weight_bytes: int  # that a step reads
+    kv_bytes: int  # of one position
+    layer_weights: int
+    head_weights: int
+    attention_size: int  # numbers of all queries of a token, in all layers
+
+    @classmethod
+    def of(cls, subject: Subject) -> "Cost":
+        spec, facts = subject.assembly.spec, subject.facts
+        held = subject.assembly.executor.memory_bytes["weights"]
+        head = spec.vocabulary_size * spec.hidden_size
+        return cls(
+            weight_bytes=round(held * facts.matrix_weights / facts.num_weights),
+            kv_bytes=subject.assembly.memory.kv_per_token,
+            layer_weights=facts.matrix_weights - head,
+            head_weights=head,
+            attention_size=spec.query_size * spec.num_layers,
+        )
+
+    def decode_bytes(self, steps: list[StepTime], context: float) -> float:
+        tokens = sum(step.decode_tokens for step in steps)
+        return len(steps) * self.weight_bytes + tokens * context * self.kv_bytes
+
+    def decode_operations(self, steps: list[StepTime], context: float) -> float:
+        each = 2 * (self.layer_weights + self.head_weights) + 4 * context * self.attention_size
+        return sum(step.decode_tokens for step in steps) * each
+
+    def prompt_operations(self, run: Run) -> float:
+        """Of the prompts alone: each token through the layers, each request's last to the head."""
+        load = run.load
+        each = 2 * self.layer_weights + 2 * load.prompt_tokens * self.attention_size
+        tokens = sum(step.prompt_tokens for step in run.prompt_steps)
+        return tokens * each + load.num_requests * 2 * self.head_weights
+
+
+def achieved(cost: Cost, run: Run) -> dict[str, float | None]:
+    """Bytes and operations a second, of decode steps and of prompt steps."""
+    context = run.load.prompt_tokens + run.load.new_tokens / 2  # on average
+    decode, prompt = run.decode_steps, run.prompt_steps
+    decode_s = sum(step.seconds for step in decode)
+    prompt_s = sum(step.seconds for step in prompt)
+    return {
+        "decode_bytes_per_second": _per(cost.decode_bytes(decode, context), decode_s),
+        "decode_operations_per_second": _per(cost.decode_operations(decode, context), decode_s),
+        "prompt_operations_per_second": _per(cost.prompt_operations(run), prompt_s),
+    }
+
+
+def shares(found: Mapping[str, float | None], limits: Mapping[str, Any]) -> dict[str, float | None]:
+    """What was achieved as a share of the limits."""
+    pairs = {"decode_memory_share": ("decode_bytes_per_second", _MEMORY)}
+    for kind, rate in (("float32", _FLOAT32), ("integer", _INTEGER), ("float16", _FLOAT16)):
+        if rate in limits:
+            pairs[f"decode_{kind}_share"] = ("decode_operations_per_second", rate)
+            pairs[f"prompt_{kind}_share"] = ("prompt_operations_per_second", rate)
+    return {name: _per(found[rate], limits[limit]) for name, (rate, limit) in pairs.items()}
+
+
+def limits_of(executor: str, limits: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Those of what computes: a GPU's own, or the processor's."""
+    if limits is None or executor != "cuda":
+        return limits
+    own: Mapping[str, Any] | None = limits.get("gpu")
+    return own
+
+
+def _per(amount: float | None, by: float) -> float | None:
+    return None if amount is None or by <= 0 else amount / by
+
+
+def find_limits(given: str | None, folder: Path, cpu: object) -> dict[str, Any] | None:
+    """The limits of a receipt: the one given, else the newest of this processor in the folder."""
+    if given is not None:
+        path, receipt = Path(given), read(given)
+        if receipt.kind != "limits":
+            raise ReceiptError(f"{path} is a receipt of {receipt.kind}, not of limits")
+        return _best(path, receipt)
+    known = [
+        (receipt.created, path, receipt)
+        for path, receipt in read_folder(folder, "limits").items()
+        if receipt.machine["cpu"] == cpu
+    ]
+    return _best(*max(known, key=lambda item: item[:2])[1:]) if known else None
+
+
+def _best(path: Path, receipt: Receipt) -> dict[str, Any]:
+    found: dict[str, Any] = {"receipt": path.name}
+    for name in (_MEMORY, _FLOAT32):
+        rates = receipt.results.get(name)
+        if not isinstance(rates, Mapping) or not isinstance(rates.get("best"), int | float):
+            raise ReceiptError(f"{path}: field 'results.{name}.best' is missing")
+        found[name] = rates["best"]
+    integer = receipt.results.get(_INTEGER)
+    if isinstance(integer, Mapping) and isinstance(integer.get("best"), int | float):
+        found[_INTEGER] = integer["best"]
+    if isinstance(on_gpu := receipt.results.get("gpu"), Mapping):
+        found["gpu"] = {name: on_gpu[name] for name in (_MEMORY, _FLOAT16) if name in on_gpu}
+    return found
