@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quire.core.errors import ConfigError, ExecutorError
-from quire.executors.cpu import has_native_module, native_module
+from quire.executors.cpu import has_native_module, units
+from quire.executors.cpu.native import native
 from quire.llm.cuda_assembly import why_no_gpu
 from quire_bench.machine_info import largest_cache_bytes, usable_threads
 
@@ -68,12 +69,11 @@ def integer_kernel() -> IntegerKernel:
     best unit. Without the module numpy counts, which has no integer dot product worth its name."""
     if not has_native_module():
         return IntegerKernel("numpy, elementwise int32 multiply and add", _counting)
-    native = native_module()
-    unit = native.units()[-1]
-    return IntegerKernel(f"native {unit}, dot products of 4-bit codes", lambda: _dots(native, unit))
+    unit = units()[-1]
+    return IntegerKernel(f"native {unit}, dot products of 4-bit codes", lambda: _dots(unit))
 
 
-def _dots(native: Any, unit: str) -> Work:
+def _dots(unit: str) -> Work:
     def work() -> float:
         native.peak_dots(unit, _DOT_ROUNDS)
         return float(_DOT_ROUNDS * native.peak_round)

@@ -32,8 +32,8 @@ from quire.core.plan import (
     Want,
 )
 from quire.core.sampling import SamplingParams
-from quire.executors.cpu.compiling import Threads
 from quire.executors.cpu.executor import CpuExecutor
+from quire.executors.cpu.lowering import Threads
 from quire.executors.cpu.native import units
 from quire.executors.protocol import Executor
 from quire.executors.reference import ReferenceExecutor

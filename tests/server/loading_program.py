@@ -7,11 +7,10 @@ from unittest import mock
 import numpy as np
 
 from quire.cli import main
-from quire.executors.cpu.native import native_module
+from quire.executors.cpu.native import native
 
 
 def packs_without_end(*_: object) -> NoReturn:
-    native = native_module()
     blocks = np.zeros(1024 * 4 * 144, np.uint8)
     while True:
         native.PackedMatrix("Q4_K", blocks, num_rows=1024, in_size=1024)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.executors.cpu import check_unit, native_module
-from quire.executors.cpu.memory import kv_bytes_per_token, weight_bytes, workspace_bytes
+from quire.executors.cpu import check_native_module, check_unit
+from quire.executors.cpu.lowering import Threads, kv_bytes_per_token, weight_bytes, workspace_bytes
 from quire.executors.protocol import Executor
 from quire.llm.kv_memory import BLOCK_SIZE, USUAL_BYTES, MemoryPlan
 from quire.llm.machine import available_memory, resident_memory, usable_cores
@@ -42,7 +42,7 @@ def chosen_unit() -> str:
 
 def check_cpu_options(threads: int | None) -> None:
     """Say what is wrong before anything is loaded."""
-    native_module()
+    check_native_module()
     num_threads(threads)
     chosen_unit()
 
@@ -95,7 +95,6 @@ def cpu_executor(
     cache_type: str,
     tell: Callable[[str], None] | None = None,
 ) -> Executor:
-    from quire.executors.cpu.compiling import Threads
     from quire.executors.cpu.executor import CpuExecutor
 
     count = num_threads(threads)
@@ -107,7 +106,7 @@ def cpu_executor(
         unit=chosen_unit(),
         max_batch_size=_LARGEST_BATCH,
         max_step_tokens=_LARGEST_BATCH,
-        tell=tell,
+        on_progress=tell,
     )
     if executor.fallback is not None:
         _warn_once(executor.fallback)

@@ -8,9 +8,10 @@ tests of their own, so that the logits can be compared bit for bit.
 from typing import Any
 
 import numpy as np
-from tests.executors.cpu.blocks import Floats, Matrix, activations, native, product
+from tests.executors.cpu.blocks import Floats, Matrix, activations, product
 
-from quire.executors.cpu.compiling import rope_tables
+from quire.executors.cpu.lowering import rope_tables
+from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
 from quire.model.loading import Model
 from quire.model.spec import Activation

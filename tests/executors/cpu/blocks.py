@@ -7,13 +7,12 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from quire.executors.cpu.native import native_module
+from quire.executors.cpu.native import native
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-native = native_module()
 UNITS: list[str] = native.units()
 FLOATS = ("F32", "F16", "BF16")
 TERNARY = ("TQ1_0", "TQ2_0")
@@ -74,7 +73,7 @@ class Matrix:
             return self.blocks.view(np.float16).astype(np.float32)
         return np.asarray(gguf.quants.dequantize(self.blocks, kind), dtype=np.float32)
 
-    def packed(self) -> "native.PackedMatrix":  # type: ignore[name-defined]
+    def packed(self) -> "native.PackedMatrix":
         return native.PackedMatrix(
             self.format, self.blocks.ravel(), num_rows=self.num_rows, in_size=self.in_size
         )
@@ -122,7 +121,7 @@ def put_scales(name: str, blocks: Bytes, scales: Doubles) -> None:
 
 def activations(
     x: Floats,
-    packed: "native.PackedMatrix",  # type: ignore[name-defined]
+    packed: "native.PackedMatrix",
     unit: str = "portable",
 ) -> npt.NDArray[np.generic]:
     """Columns [columns, in_size] as a product with this matrix takes them."""

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quire.executors.cpu.compiling import Threads
 from quire.executors.cpu.executor import CpuExecutor
+from quire.executors.cpu.lowering import Threads
 from quire.model.loading import load_model
 
 

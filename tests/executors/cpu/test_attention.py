@@ -7,13 +7,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quire.executors.cpu.native import native_module
+from quire.executors.cpu.native import native
 
-_native = native_module()
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-UNITS = _native.units()
+UNITS = native.units()
 BLOCK_SIZE = 16
 
 
@@ -49,7 +48,7 @@ class Sequence:
     def cache(self, unit: str, stored: int | None = None) -> Any:
         """All keys and values written, or those of the first positions alone."""
         shape = self.shape
-        cache = _native.Cache(
+        cache = native.Cache(
             unit,
             shape.num_heads,
             shape.num_kv_heads,

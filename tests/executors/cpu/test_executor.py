@@ -15,11 +15,10 @@ from tests.llm.text_models import write_changed_model
 
 from quire.core.errors import ConfigError, ExecutorError, StepCancelledError, StepTimeoutError
 from quire.core.plan import BlockCopy, SequencePlan, StepPlan, Want
-from quire.executors.cpu import compiling
 from quire.executors.cpu import executor as executor_module
-from quire.executors.cpu.compiling import Threads
-from quire.executors.cpu.memory import workspace_bytes
-from quire.executors.cpu.native import native_module
+from quire.executors.cpu import lowering
+from quire.executors.cpu.lowering import Threads, workspace_bytes
+from quire.executors.cpu.native import native
 from quire.llm import cpu_assembly
 from quire.llm.cpu_assembly import cpu_executor, cpu_memory
 from quire.model.dummy import SHAPES
@@ -119,7 +118,7 @@ def test_copies_outside_the_cache_are_refused(copy: BlockCopy) -> None:
 
 
 def test_a_plan_has_the_fields_that_native_code_reads() -> None:
-    assert native_module().plan_fields == SequencePlan._fields
+    assert native.plan_fields == SequencePlan._fields
     assert [int(want) for want in Want] == [0, 1, 2, 3]
 
 
@@ -132,17 +131,17 @@ def test_a_gate_gives_the_same_bits_whether_or_not_it_writes_for_the_next_produc
     monkeypatch.setitem(SHAPES, "wide", replace(SHAPES["tiny"], ffn_size=9 * 256))
     name = Path(f"dummy:wide:{mix}")
     tokens, table = list(range(257)), tuple(range(17))  # more than a gate takes at once
-    found, forms = [], []
+    found, formats = [], []
     for num_threads in (1, 2, 3):
         with load_model(name) as model:
-            compiler = compiling._Compiler(
+            lowered = lowering._Lowering(
                 model.spec, model.tensors, Threads(num_threads, may_spin=False), "", True
             )
-            down = compiler._matrices(["blk.0.ffn_down"])[0]
-            forms.append(compiler._quantised(down))
+            down = lowered._matrices(["blk.0.ffn_down"])[0]
+            formats.append(lowered._gated_format(down))
         with opened(name, 17, num_threads, unit=unit) as executor:
             found.append(logits(executor, row(tokens, table)).tobytes())
-    assert forms == ["blocks", "blocks", "floats"]
+    assert formats == ["blocks", "blocks", "floats"]
     assert found[0] == found[1] == found[2]
 
 
@@ -158,19 +157,23 @@ def test_the_room_steps_work_in_is_about_what_was_foretold(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny/Q8_0.gguf", "tiny/Q6_K.gguf"])
-def test_values_are_multiplied_with_what_rounding_left(
+def test_the_value_projection_alone_has_a_residual_pass(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fixture_file(name)
     exact = np.load(fixture_file("tiny/golden.npz"))
     tokens = exact["tokens"].tolist()
-    errors = []
-    for refined in ("attn_v", "nothing"):
-        monkeypatch.setattr(compiling, "REFINED", refined)
+    errors, stored = [], []
+    for projection in (lowering.RESIDUAL_PASS, "nothing"):
+        monkeypatch.setattr(lowering, "RESIDUAL_PASS", projection)
         with opened(path) as executor:
             found = logits(executor, row(tokens, (9, 2, 14)))
+            block = np.frombuffer(executor.cache_block(0, 9), np.uint16)
         errors.append(nmse(found, exact[f"{path.stem}.exact"]))
+        stored.append(block.reshape(executor._spec.num_kv_heads, 2, -1))  # keys, values
     assert errors[0] < 0.95 * errors[1]
+    assert np.array_equal(stored[0][:, 0], stored[1][:, 0])
+    assert not np.array_equal(stored[0][:, 1], stored[1][:, 1])
 
 
 @pytest.mark.parametrize("is_int8", [False, True])

@@ -14,9 +14,9 @@ from tests.executors.reference.plans import logits, row, run
 from tests.extreme_models import random_model, small_spec, write_folder
 
 from quire.core.errors import ConfigError, ModelFileError, UnsupportedModelError
-from quire.executors.cpu.compiling import Threads, rope_tables
 from quire.executors.cpu.executor import CpuExecutor
-from quire.executors.cpu.native import native_module
+from quire.executors.cpu.lowering import Threads, rope_tables
+from quire.executors.cpu.native import native
 from quire.executors.reference import ReferenceExecutor
 from quire.executors.sampler import score
 from quire.llm import cpu_assembly
@@ -24,8 +24,7 @@ from quire.model.loading import Model
 from quire.model.rope import Rope
 from quire.model.spec import MAX_SIZES, Activation
 
-_native = native_module()
-UNITS: list[str] = _native.units()
+UNITS: list[str] = native.units()
 TOKENS = tuple((7 * n) % 20 for n in range(40))
 HALVES_COST = 1e-5  # of keys and values: relative squared error, on any shape below
 
@@ -189,18 +188,18 @@ SIZES = ("hidden_size", "ffn_size", "vocabulary_size", "num_layers", "num_heads"
 )
 def test_the_native_constructor_checks_the_shape_once_more(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must|unit|at least"):
-        _native.make_decoder(**{**SOUND, **changes})
+        native.make_decoder(**{**SOUND, **changes})
 
 
 def test_integers_that_no_native_size_holds_are_refused() -> None:
     for name in SIZES:
         with pytest.raises((TypeError, ValueError)):
-            _native.make_decoder(**{**SOUND, name: 2**70})
+            native.make_decoder(**{**SOUND, name: 2**70})
 
 
 def filled() -> tuple[Any, dict[str, int]]:
     """A decoder with some matrices [rows, columns] and vectors, by name."""
-    decoder = _native.make_decoder(**SOUND)
+    decoder = native.make_decoder(**SOUND)
     shapes = {"q": (32, 16), "k": (16, 16), "o": (16, 32), "up": (24, 16), "down": (16, 24)}
     shapes |= {"embedding": (20, 16)}
     places = {}

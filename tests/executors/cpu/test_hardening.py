@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from quire.executors.cpu.native import native_module
+from quire.executors.cpu.native import native
 
 PT_DYNAMIC, PT_GNU_STACK, PT_GNU_RELRO = 2, 0x6474E551, 0x6474E552
 PF_X = 1
@@ -26,7 +26,7 @@ class Segment(NamedTuple):
 
 @pytest.fixture(scope="module")
 def module() -> bytes:
-    content = Path(native_module().__file__).read_bytes()
+    content = Path(native.__file__).read_bytes()
     assert content[:6] == b"\x7fELF\x02\x01"  # 64 bits, the lower byte first
     if b"__asan_init" in content:
         pytest.skip("the sanitizers watch over the same things")

@@ -13,8 +13,8 @@ from tests.executors.cpu.running import opened
 from tests.executors.reference.plans import logits, row
 from tests.fixture_files import FIXTURES, TINY_BITNET_FILES, TINY_FILES, fixture_file
 
-from quire.executors.cpu.compiling import Threads
 from quire.executors.cpu.executor import CpuExecutor
+from quire.executors.cpu.lowering import Threads
 from quire.executors.protocol import Executor
 from quire.executors.reference import ReferenceExecutor
 from quire.model.loading import Model, load_model
@@ -32,7 +32,7 @@ LARGEST_MEAN_KL_WITH_BYTES = 5e-3  # for keys and values as well
 def test_logits_of_every_format_are_as_near_as_llama_cpps(name: str) -> None:
     golden = np.load(fixture_file(f"{Path(name).parent}/golden.npz"))
     exact, peer = (golden[f"{Path(name).stem}.{kind}"] for kind in ("exact", "peer"))
-    with opened(fixture_file(name), whole_rows=False) as executor:
+    with opened(fixture_file(name), per_token_scale=False) as executor:
         found = logits(executor, row(golden["tokens"].tolist(), TABLE))
     assert nmse(found, exact) <= 1.1 * nmse(peer, exact) + 1e-6
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.executors.cpu.native import native_module
+from quire.executors.cpu.native import native
 
-parts = native_module().pool_parts
+parts = native.pool_parts
 KINDS = [kind for kind in ("FutexPool", "ConditionPool") if hasattr(parts, kind)]
 
 

@@ -18,7 +18,6 @@ from tests.executors.cpu.blocks import (
     as_seen,
     block_size,
     extreme_matrix,
-    native,
     nmse,
     normal,
     product,
@@ -26,6 +25,8 @@ from tests.executors.cpu.blocks import (
     random_matrix,
     smallest_size,
 )
+
+from quire.executors.cpu.native import native
 
 ODD_ROWS = 37
 MOST_COLUMNS = 65

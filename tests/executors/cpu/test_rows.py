@@ -5,13 +5,12 @@ import numpy.typing as npt
 import pytest
 from tests.executors.cpu.blocks import BLOCK, GROUP
 
-from quire.executors.cpu.native import native_module
+from quire.executors.cpu.native import native
 from quire.executors.reference.decoder import rms_norm, rotate
 
-_native = native_module()
 Floats = npt.NDArray[np.float32]
 
-UNITS = _native.units()
+UNITS = native.units()
 SIZES = [1, 15, 16, 17, 64, 100, 576, 1536]
 
 
@@ -21,7 +20,7 @@ def normal(*shape: int, seed: int = 0) -> Floats:
 
 def quantised_in_groups(unit: str, x: Floats) -> npt.NDArray[np.void]:
     groups = np.zeros(len(x) // 32, GROUP)
-    _native.quantise_groups(unit, x, groups.view(np.uint8))
+    native.quantise_groups(unit, x, groups.view(np.uint8))
     return groups
 
 
@@ -31,7 +30,7 @@ def same_bits(results: list[Floats]) -> bool:
 
 def test_a_unit_this_processor_lacks_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match='"riscv"'):
-        _native.add("riscv", normal(4), normal(4))
+        native.add("riscv", normal(4), normal(4))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -39,7 +38,7 @@ def test_rms_norm_is_the_references_and_the_same_in_every_unit(size: int) -> Non
     x, weight = normal(size) * 3, normal(size, seed=1)
     results = [np.empty_like(x) for _ in UNITS]
     for unit, out in zip(UNITS, results, strict=True):
-        _native.rms_norm(unit, x, weight, 1e-5, out)
+        native.rms_norm(unit, x, weight, 1e-5, out)
     np.testing.assert_allclose(results[0], rms_norm(x, weight, 1e-5), rtol=1e-6)
     assert same_bits(results)
 
@@ -50,7 +49,7 @@ def test_rms_norm_reads_and_writes_nothing_past_a_row_of_any_size() -> None:
             x = np.full(64, np.nan, np.float32)
             x[:size] = normal(size)
             out = np.full(64, 7, np.float32)
-            _native.rms_norm(unit, x[:size], np.ones(size, np.float32), 1e-5, out[:size])
+            native.rms_norm(unit, x[:size], np.ones(size, np.float32), 1e-5, out[:size])
             assert np.isfinite(out).all() and (out[size:] == 7).all()
 
 
@@ -99,7 +98,7 @@ def test_what_is_not_finite_ends_as_a_scale_that_is_nan(unit: str, bad: float, w
     assert np.isnan(groups["scale"]).tolist() == [False, True, False]
     assert np.isnan(groups["scaled_sum"][1]) and not groups["codes"][1].any()
     rows = np.zeros(3, GROUP)
-    assert np.isnan(_native.quantise_row(unit, x, rows.view(np.uint8)))
+    assert np.isnan(native.quantise_row(unit, x, rows.view(np.uint8)))
     assert not rows["codes"].any()
 
 
@@ -107,7 +106,7 @@ def test_what_is_not_finite_ends_as_a_scale_that_is_nan(unit: str, bad: float, w
 def test_blocks_of_bytes_are_the_nearest_codes_of_a_scale_per_256(unit: str) -> None:
     x = (normal(1024) + 1) * np.repeat(np.array([1e-36, 1, 1e30, 0], np.float32), 256)
     blocks = np.zeros(4, BLOCK)
-    _native.quantise_blocks(unit, x, blocks.view(np.uint8))
+    native.quantise_blocks(unit, x, blocks.view(np.uint8))
     parts = x.reshape(4, 256)
     largest = np.abs(parts).max(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -125,7 +124,7 @@ def test_a_block_that_is_not_finite_has_a_scale_that_is_nan(unit: str, bad: floa
     x = normal(768)
     x[300] = bad
     blocks = np.zeros(3, BLOCK)
-    _native.quantise_blocks(unit, x, blocks.view(np.uint8))
+    native.quantise_blocks(unit, x, blocks.view(np.uint8))
     assert np.isnan(blocks["scale"]).tolist() == [False, True, False]
     assert not blocks["codes"][1].any()
 
@@ -134,7 +133,7 @@ def test_a_block_that_is_not_finite_has_a_scale_that_is_nan(unit: str, bad: floa
 def test_a_whole_row_shares_one_scale_and_its_groups_sums_are_of_codes(unit: str) -> None:
     x = normal(1536, seed=5)
     groups = np.zeros(48, GROUP)
-    scale = _native.quantise_row(unit, x, groups.view(np.uint8))
+    scale = native.quantise_row(unit, x, groups.view(np.uint8))
     largest = np.abs(x).max()
     codes = np.rint(x * (np.float32(127) / largest)).astype(np.int8).reshape(-1, 32)
     assert scale == largest / np.float32(127)
@@ -151,7 +150,7 @@ def test_gates_are_the_references_and_the_same_in_every_unit(size: int, is_relu2
     active = np.square(np.maximum(wide, 0)) if is_relu2 else wide / (1 + np.exp(-wide))
     results = [np.empty_like(gate) for _ in UNITS]
     for unit, out in zip(UNITS, results, strict=True):
-        _native.gate(unit, is_relu2, gate, up, out)
+        native.gate(unit, is_relu2, gate, up, out)
     np.testing.assert_allclose(results[0], active * up, rtol=5e-7)
     assert same_bits(results)
 
@@ -161,7 +160,7 @@ def test_gates_are_the_references_and_the_same_in_every_unit(size: int, is_relu2
 def test_gates_keep_nan_and_survive_large_numbers(unit: str, is_relu2: bool) -> None:
     gate = np.array([np.nan, 200, -200, 1e4, -1e4], np.float32)
     out = np.empty_like(gate)
-    _native.gate(unit, is_relu2, gate, np.ones_like(gate), out)
+    native.gate(unit, is_relu2, gate, np.ones_like(gate), out)
     assert np.isnan(out[0])
     assert out[1] == (40000 if is_relu2 else 200) and out[3] == (1e8 if is_relu2 else 1e4)
     assert abs(out[2]) < 1e-30 and abs(out[4]) < 1e-30
@@ -172,7 +171,7 @@ def test_gates_keep_nan_and_survive_large_numbers(unit: str, is_relu2: bool) -> 
 def test_rows_are_added_exactly(unit: str, size: int) -> None:
     x, y = normal(size), normal(size, seed=1)
     expected = x + y
-    _native.add(unit, x, y)
+    native.add(unit, x, y)
     assert np.array_equal(x, expected)
 
 
@@ -182,7 +181,7 @@ def test_caps_are_hyperbolic_tangents_down_to_the_smallest_numbers(cap: float) -
     x = np.concatenate([x, -x]).astype(np.float32)
     results = [x.copy() for _ in UNITS]
     for unit, out in zip(UNITS, results, strict=True):
-        _native.soft_cap(unit, out, cap)
+        native.soft_cap(unit, out, cap)
     np.testing.assert_allclose(results[0], cap * np.tanh(x.astype(np.float64) / cap), rtol=5e-7)
     assert same_bits(results)
 
@@ -190,7 +189,7 @@ def test_caps_are_hyperbolic_tangents_down_to_the_smallest_numbers(cap: float) -
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_cap_keeps_nan_and_holds_infinity(unit: str) -> None:
     x = np.array([np.nan, np.inf, -np.inf], np.float32)
-    _native.soft_cap(unit, x, 30.0)
+    native.soft_cap(unit, x, 30.0)
     assert np.isnan(x[0]) and x[1:].tolist() == [30.0, -30.0]
 
 
@@ -203,5 +202,5 @@ def test_heads_turn_exactly_as_in_the_reference(
     heads, angles = normal(5, head_dim), normal(dims // 2, seed=1) * 100
     cosines, sines = np.cos(angles), np.sin(angles)
     expected = rotate(heads, cosines, sines, interleaved)
-    _native.turn(unit, heads.reshape(-1), head_dim, interleaved, cosines, sines)
+    native.turn(unit, heads.reshape(-1), head_dim, interleaved, cosines, sines)
     assert np.array_equal(heads, expected)

@@ -14,11 +14,9 @@ from quire.core.plan import History, Sampling, SequencePlan, TokenLogprob, Want
 from quire.core.randomness import draw_bits
 from quire.core.sampling import SamplingParams
 from quire.executors import elementary, sampler
-from quire.executors.cpu.native import native_module
-from quire.executors.cpu.sampling import SampleRequests
+from quire.executors.cpu.native import SampleRequests, native
 
-_native = native_module()
-parts = _native.sampler_parts
+parts = native.sampler_parts
 
 
 def row(values: Any) -> Any:
@@ -51,7 +49,7 @@ def native_choice(
 ) -> sampler.Choice | str:
     """What the native sampler chooses, or the message of its fault."""
     request = SampleRequests().request(plan_of(sampling, position, history, allowed))
-    fault, token, score = _native.sample_row(logits, request)
+    fault, token, score = native.sample_row(logits, request)
     if fault is not None:
         return str(fault)
     return sampler.Choice(token, None if score is None else TokenLogprob(*score))
@@ -72,9 +70,9 @@ def assert_agrees(
     allowed: bytes | None = None,
 ) -> None:
     arguments = (logits, sampling, position, history, allowed)
-    native, reference = native_choice(*arguments), reference_choice(*arguments)
-    assert native == reference
-    assert repr(native) == repr(reference)  # equality takes -0.0 for 0.0
+    found, reference = native_choice(*arguments), reference_choice(*arguments)
+    assert found == reference
+    assert repr(found) == repr(reference)  # equality takes -0.0 for 0.0
 
 
 # ---- rows and settings of all kinds
@@ -195,16 +193,16 @@ def test_scores_of_given_tokens_are_the_references(logits: Any, place: int, num_
     token = place % len(logits)
     if not np.isfinite(logits).all():
         with pytest.raises(ValueError, match="finite"):
-            _native.score_row(logits, token, num_top)
+            native.score_row(logits, token, num_top)
         return
-    native = TokenLogprob(*_native.score_row(logits, token, num_top))
-    assert repr(native) == repr(sampler.score(logits, token, num_top))
+    found = TokenLogprob(*native.score_row(logits, token, num_top))
+    assert repr(found) == repr(sampler.score(logits, token, num_top))
 
 
 @pytest.mark.parametrize("token", [-1, 3])
 def test_a_score_beyond_the_logits_is_refused(token: int) -> None:
     with pytest.raises(ValueError, match="within the logits"):
-        _native.score_row(row([1.0, 2.0, 3.0]), token, 0)
+        native.score_row(row([1.0, 2.0, 3.0]), token, 0)
 
 
 # ---- its parts
@@ -254,12 +252,12 @@ def test_settings_are_made_once_for_a_sequence() -> None:
 
 
 def test_only_so_many_settings_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.executors.cpu.sampling._MOST_REMEMBERED", 2)
+    monkeypatch.setattr("quire.executors.cpu.native._MAX_REMEMBERED", 2)
     requests = SampleRequests()
     for seed in range(5):
         sampling = Sampling(SamplingParams(temperature=0.0), seed, 0)
         request = requests.request(plan_of(sampling, 0, None, None))
-        assert _native.sample_row(row([1.0, 3.0, 2.0]), request) == (None, 1, None)
+        assert native.sample_row(row([1.0, 3.0, 2.0]), request) == (None, 1, None)
     assert len(requests._settings) == 2
 
 
@@ -270,4 +268,4 @@ def test_a_request_outlives_what_it_was_made_from() -> None:
     plan = plan_of(Sampling(params, 1, 0), 0, history, allowed)
     request = SampleRequests().request(plan)
     del params, history, allowed, plan
-    assert _native.sample_row(logits, request) == (None, 7, None)
+    assert native.sample_row(logits, request) == (None, 7, None)

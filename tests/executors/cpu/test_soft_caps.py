@@ -7,8 +7,8 @@ import numpy.typing as npt
 from tests.fixture_files import fixture_file
 
 from quire.core.plan import SequencePlan, StepPlan, Want
-from quire.executors.cpu.compiling import Threads
 from quire.executors.cpu.executor import CpuExecutor
+from quire.executors.cpu.lowering import Threads
 from quire.executors.reference import ReferenceExecutor
 from quire.model.loading import Model, load_model
 

@@ -8,9 +8,10 @@ from tests.executors.cpu.blocks import (
     Matrix,
     block_size,
     extreme_matrix,
-    native,
     random_matrix,
 )
+
+from quire.executors.cpu.native import native
 
 
 def unpacked(matrix: Matrix) -> np.ndarray:

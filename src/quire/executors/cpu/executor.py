@@ -14,9 +14,8 @@ from quire.core.plan import (
     TokenLogprob,
     Want,
 )
-from quire.executors.cpu.compiling import Threads, compile_decoder, rope_tables
-from quire.executors.cpu.native import check_unit, units
-from quire.executors.cpu.sampling import SampleRequests
+from quire.executors.cpu.lowering import Threads, lower, rope_tables
+from quire.executors.cpu.native import SampleRequests, check_unit, units
 from quire.executors.plan_checks import check_copies
 from quire.executors.samples import StepSamples
 from quire.executors.worker import CancelFlag, StepTicket, StepWorker, step_errors
@@ -42,12 +41,12 @@ class CpuExecutor(StepWorker):
         threads: Threads,
         kv_int8: bool = False,
         unit: str = "",
-        whole_rows: bool = True,
+        per_token_scale: bool = True,
         touched_ahead: int = _TOUCHED_AHEAD,
         max_batch_size: int = 256,
         max_step_tokens: int = 512,
         clock: Clock | None = None,
-        tell: Callable[[str], None] | None = None,
+        on_progress: Callable[[str], None] | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
@@ -55,13 +54,13 @@ class CpuExecutor(StepWorker):
         self._spec = spec
         self._clock = clock or RealClock()
         best = units()[-1]
-        self._decoder = compile_decoder(
+        self._decoder = lower(
             spec,
             model.tensors,
             threads,
             unit=check_unit(unit) if unit else best,
-            whole_rows=whole_rows,
-            tell=tell,
+            per_token_scale=per_token_scale,
+            on_progress=on_progress,
         )
         self._decoder.allocate_cache(num_blocks, kv_int8, touched_ahead)
         self._capacity = Capacity(
