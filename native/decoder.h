@@ -16,7 +16,7 @@
 #include "memory.h"
 #include "pool.h"
 #include "sizes.h"
-#include "touch_ahead.h"
+#include "prefault.h"
 
 namespace quire {
 

@@ -329,7 +329,7 @@ bool suits_tiles(const Product& p) {
                                 : p.num_columns >= 16 && work >= 576;
 }
 
-#include "amx_blocks.h"
+#include "gemm_amx_blocks.h"
 
 constexpr int min_block_columns = 16;  // with fewer, to make the planes takes longer than it saves
 

@@ -1,5 +1,5 @@
 // The thread that touches memory, and how it is told and stopped.
-#include "touch_ahead.h"
+#include "prefault.h"
 
 #include <algorithm>
 #include <atomic>

@@ -26,8 +26,8 @@ namespace {
 
 #include "lanes.h"
 #include "codes.h"
-#include "accumulate.h"
-#include "product.h"
+#include "gemm_accumulate.h"
+#include "gemm.h"
 #include "rows.h"
 #include "attention.h"
 
@@ -38,7 +38,7 @@ constexpr Kernels kernels_of_unit = {
 };
 
 #if defined(QUIRE_HAS_AMX)
-#include "amx.h"
+#include "gemm_amx.h"
 
 // The same unit but for its products.
 constexpr Kernels with_tiles() {
