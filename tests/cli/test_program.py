@@ -6,11 +6,13 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from tests.cli.program import COMMAND, environment, quire
 
 from quire.cli import generate, main
+from quire.cli.program import COMMANDS, Command
 
 NAMES = ("generate", "chat", "serve", "inspect", "pull", "doctor", "audit", "bench")
 
@@ -35,14 +37,32 @@ def test_every_command_has_help(name: str) -> None:
     assert f"quire {name}" in run.out.partition("\n")[2] or name == "bench"
 
 
-def test_help_and_version_load_nothing_heavy() -> None:
+def modules_after(*arguments: str) -> set[str]:
+    """What Python has imported after a command line that only prints."""
     code = (
         "import sys\nfrom quire.cli import main\n"
-        "try:\n    main(['generate', '--help'])\n"
-        "finally:\n    print([m for m in ('numpy', 'tokenizers', 'jinja2') if m in sys.modules])"
+        f"try:\n    main({list(arguments)})\n"
+        "finally:\n    print('\\n', *sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("[]\n")
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "bench"])
+def test_help_of_a_command_loads_nothing_heavy(name: str) -> None:
+    assert not modules_after(name, "--help") & {"numpy", "tokenizers", "jinja2", "fastapi"}
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_load_no_command(option: str) -> None:
+    commands = {command.run.partition(":")[0] for command in COMMANDS.values()}
+    assert not modules_after(option) & {*commands, "quire.cli.options", "numpy"}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_every_command_has_the_functions_that_the_table_names(command: Command) -> None:
+    assert callable(resolve_name(command.options))
+    assert callable(resolve_name(command.run))
 
 
 @pytest.mark.parametrize(

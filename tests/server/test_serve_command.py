@@ -305,9 +305,17 @@ def test_a_model_that_is_not_there_ends_it(tmp_path: Path) -> None:
     assert "none.gguf" in run.stderr.splitlines()[-1]
 
 
-def test_without_the_servers_packages_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "quire.server", None)
-    assert main(["serve"]) == 1
-    assert "pip install 'quire[server]'" in capsys.readouterr().err
+def test_without_the_servers_packages_it_says_what_to_install() -> None:
+    without = "import sys; sys.modules['fastapi'] = None; from quire.cli import main; "
+    for arguments, code, told in (
+        (["serve"], 1, "quire: quire serve needs fastapi: pip install 'quire[server]'\n"),
+        (["serve", "--help"], 0, ""),
+    ):
+        run = subprocess.run(
+            [sys.executable, "-c", f"{without}sys.exit(main({arguments}))"],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert (run.returncode, run.stderr) == (code, told)

@@ -3,12 +3,9 @@
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from quire.cli.results import complain, print_json, printable
-
-if TYPE_CHECKING:
-    from quire.core.hash_chain import Verdict
+from quire.core.hash_chain import Verdict, read_secret, verify
 
 _EPILOG = """\
 Every line has the hash of the one before it. A line that was changed, taken out, put in or moved
@@ -22,14 +19,9 @@ examples:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "audit",
-        help="check an audit log of the server",
-        description="Check the hash chain of an audit log (`quire serve --audit-log`).",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Check the hash chain of an audit log (`quire serve --audit-log`)."
+    parser.epilog = _EPILOG
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="in the order they were written in"
     )
@@ -41,8 +33,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.core.hash_chain import read_secret, verify
-
     secret = None if args.key is None else read_secret(args.key)
     verdict = verify(args.files, secret, None if args.expect is None else args.expect.lower())
     if args.json:
@@ -54,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if verdict.is_sound else 1
 
 
-def _print(verdict: "Verdict") -> None:
+def _print(verdict: Verdict) -> None:
     print(
         f"OK: {verdict.num_lines} lines, {verdict.first_seq} to {verdict.last_seq}, last hash "
         f"{verdict.last_hash}"
@@ -65,11 +55,11 @@ def _print(verdict: "Verdict") -> None:
         print(f"{verdict.lines_after_expected} lines follow the expected one")
     if verdict.num_lost_events:
         print(f"{verdict.num_lost_events} events could not be written, as the log itself says")
-    told = ", ".join(f"{event} {count}" for event, count in sorted(verdict.events.items()))
-    print(printable(f"events: {told}"))
+    events = ", ".join(f"{event} {count}" for event, count in sorted(verdict.events.items()))
+    print(printable(f"events: {events}"))
 
 
-def _problem(verdict: "Verdict") -> str:
+def _problem(verdict: Verdict) -> str:
     if verdict.file is None:
         return f"{verdict.problem}"
     sound = f"{verdict.num_lines} lines before it are sound"

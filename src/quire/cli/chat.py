@@ -7,8 +7,8 @@ import io
 import json
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
+import quire  # whose names are imported at their first use: the model file is read meanwhile
 from quire.cli.options import (
     add_model_options,
     add_sampling_options,
@@ -17,9 +17,6 @@ from quire.cli.options import (
 )
 from quire.cli.results import complain, tell
 from quire.core.errors import RequestError
-
-if TYPE_CHECKING:
-    from quire.llm import AsyncLLM
 
 _USUAL_MAX_TOKENS = 512
 _HELP = "/clear begins anew, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
@@ -33,14 +30,9 @@ examples:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "chat",
-        help="talk to a model",
-        description="Talk to a model. Through a pipe, every line is a message.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Talk to a model. Through a pipe, every line is a message."
+    parser.epilog = _EPILOG
     parser.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
     parser.add_argument("--json", action="store_true", help="print each answer as a line of JSON")
     add_model_options(parser)
@@ -48,11 +40,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.llm import AsyncLLM
-
     sampling_params(args, _USUAL_MAX_TOKENS)  # what is wrong is said before loading
     with asyncio.Runner() as runner:
-        llm = load(AsyncLLM, args, max_batch_size=1)
+        llm = load(quire.AsyncLLM, args, max_batch_size=1)
         try:
             _ = llm.prompts.template
             return _Chat(args, llm, runner).run()
@@ -63,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
 class _Chat:
     """The loop: read a message, print the answer, remember both."""
 
-    def __init__(self, args: argparse.Namespace, llm: "AsyncLLM", runner: asyncio.Runner) -> None:
+    def __init__(
+        self, args: argparse.Namespace, llm: "quire.AsyncLLM", runner: asyncio.Runner
+    ) -> None:
         self._args = args
         self._llm = llm
         self._runner = runner

@@ -7,19 +7,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import quire  # whose names are imported at their first use: the model file is read meanwhile
 from quire.cli.options import (
     add_model_options,
     add_sampling_options,
     load,
     sampling_params,
 )
-from quire.cli.results import complain, error_json, output_json, print_json, tell
-from quire.core.errors import RequestError
+from quire.cli.results import complain, print_json, tell
+from quire.core.errors import QuireError, RequestError
+from quire.core.plan import TokenLogprob
+from quire.core.request import Completion, RequestOutput
+from quire.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.core.request import RequestOutput
-    from quire.core.sampling import SamplingParams
-    from quire.llm import LLM, AsyncLLM
     from quire.llm.prompts import Prepared, Prompt, PromptReader
 
 _USUAL_MAX_TOKENS = 256
@@ -39,14 +40,9 @@ examples:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "generate",
-        help="complete prompts",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
     group = parser.add_argument_group("prompts (standard input, where none is given)")
     prompts = group.add_mutually_exclusive_group()
     prompts.add_argument(
@@ -131,16 +127,16 @@ def _read(name: str) -> str:
 
 
 def _stream(args: argparse.Namespace, prompt: "Prompt") -> int:
-    from quire.llm import AsyncLLM
-
-    llm = load(AsyncLLM, args, max_batch_size=1)  # before the loop: Ctrl-C works at once
+    llm = load(quire.AsyncLLM, args, max_batch_size=1)  # before the loop: Ctrl-C works at once
     prepared = _prepared(args, llm.prompts, prompt)
     params = _params(args, llm.max_context - len(prepared.tokens))
     asyncio.run(_print_stream(llm, prepared, params))
     return 0
 
 
-async def _print_stream(llm: "AsyncLLM", prepared: "Prepared", params: "SamplingParams") -> None:
+async def _print_stream(
+    llm: "quire.AsyncLLM", prepared: "Prepared", params: SamplingParams
+) -> None:
     started = time.monotonic()
     count, reason, separator = 0, None, ""
     try:
@@ -169,9 +165,7 @@ async def _print_stream(llm: "AsyncLLM", prepared: "Prepared", params: "Sampling
 
 
 def _batch(args: argparse.Namespace, prompts: "list[Prompt]") -> int:
-    from quire.llm import LLM
-
-    with load(LLM, args, max_batch_size=max(64, args.n)) as llm:
+    with load(quire.LLM, args, max_batch_size=max(64, args.n)) as llm:
         outcomes = _outcomes(args, llm, prompts)
         has_text = llm.tokenizer is not None
     if args.json:
@@ -190,8 +184,8 @@ def _batch(args: argparse.Namespace, prompts: "list[Prompt]") -> int:
 
 
 def _outcomes(
-    args: argparse.Namespace, llm: "LLM", prompts: "list[Prompt]"
-) -> "list[RequestOutput | RequestError]":
+    args: argparse.Namespace, llm: "quire.LLM", prompts: "list[Prompt]"
+) -> list[RequestOutput | RequestError]:
     """What became of each prompt; one that cannot be read is refused alone."""
     read: list[Prepared | RequestError] = []
     for prompt in prompts:
@@ -210,7 +204,7 @@ def _outcomes(
     return [error if isinstance(error, RequestError) else next(in_order) for error in read]
 
 
-def _params(args: argparse.Namespace, room: int) -> "SamplingParams":
+def _params(args: argparse.Namespace, room: int) -> SamplingParams:
     return sampling_params(
         args,
         min(_USUAL_MAX_TOKENS, room),
@@ -220,14 +214,57 @@ def _params(args: argparse.Namespace, room: int) -> "SamplingParams":
     )
 
 
-def _outcome_json(prompt: "Prompt", outcome: "RequestOutput | RequestError") -> dict[str, Any]:
+def _outcome_json(prompt: "Prompt", outcome: RequestOutput | RequestError) -> dict[str, Any]:
     if not isinstance(outcome, RequestError):
-        return output_json(outcome)
+        return _output_json(outcome)
     text = prompt if isinstance(prompt, str) else None
-    return {"prompt": text, "completions": [], "error": error_json(outcome)}
+    return {"prompt": text, "completions": [], "error": _error_json(outcome)}
 
 
-def _print_output(number: int, output: "RequestOutput", *, has_text: bool) -> None:
+def _error_json(error: QuireError) -> dict[str, str]:
+    return {"type": type(error).__name__, "message": str(error)}
+
+
+def _output_json(output: RequestOutput) -> dict[str, Any]:
+    """Everything known of a finished request, in JSON's types."""
+    metrics = output.metrics
+    scores = output.prompt_logprobs
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "prompt_logprobs": None if scores is None else list(map(_logprob_json, scores)),
+        "completions": [_completion_json(completion) for completion in output.completions],
+        "error": None if output.error is None else _error_json(output.error),
+        "metrics": {
+            "queued_s": metrics.queued_s,
+            "time_to_first_token_s": metrics.time_to_first_token_s,
+            "total_s": metrics.total_s,
+            "num_cached_tokens": metrics.num_cached_tokens,
+        },
+    }
+
+
+def _completion_json(completion: Completion) -> dict[str, Any]:
+    scores = completion.logprobs
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "logprobs": None if scores is None else list(map(_logprob_json, scores)),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def _logprob_json(score: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token": score.token,
+        "logprob": score.logprob,
+        "rank": score.rank,
+        "top": [{"token": token, "logprob": logprob} for token, logprob in score.top],
+    }
+
+
+def _print_output(number: int, output: RequestOutput, *, has_text: bool) -> None:
     for completion in output.completions:
         which = f", completion {completion.index + 1}" if len(output.completions) > 1 else ""
         print(f"--- prompt {number}{which}")

@@ -1,49 +1,35 @@
-"""`quire inspect`: what a model file holds, what it would take, and what is wrong with it."""
+"""`quire inspect`: what a model file holds, what it would take, and what is wrong with it.
 
-import argparse
-from typing import TYPE_CHECKING, Any
-
-from quire.cli.options import DEFAULT_MODEL, add_trust_option
-from quire.cli.results import complain, print_json, printable
-
-if TYPE_CHECKING:
-    from quire.cli.inspection import Facts, Inspection
-
-_EPILOG = """\
-Nothing is unpacked, so this is quick for any size. Exit code 1 means that quire would not run it.
-
-examples:
-  quire inspect                    the default model
-  quire inspect model.gguf
-  quire inspect folder/ --json
+Its options are in `quire.cli.options`.
 """
 
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "inspect",
-        help="look into a model file",
-        description="Show a model's sizes, tensors by type, tokenizer, memory, and what is wrong.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEFAULT_MODEL,
-        metavar="MODEL",
-        help="a GGUF file, a safetensors folder, or a name (default: %(default)s)",
-    )
-    add_trust_option(parser)
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+from quire.cli.results import complain, print_json, printable
+from quire.core.errors import ConfigError
+from quire.inspection import (
+    FileFacts,
+    Inspection,
+    MemoryFacts,
+    ModelFacts,
+    NormFacts,
+    TensorFacts,
+    TokenizerFacts,
+    inspect_model,
+)
+from quire.llm.assembly import tell_on_terminal
+from quire.llm.cpu_assembly import CpuForecast
+from quire.llm.kv_memory import format_bytes
+from quire.loader.defaults import DUMMY_PREFIX, resolve
+from quire.model.isolated import Verdict
+
+Section = TypeVar("Section")
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.cli.inspection import inspect_model
-    from quire.core.errors import ConfigError
-    from quire.llm.assembly import tell_on_terminal
-    from quire.loader.defaults import DUMMY_PREFIX, resolve
-
     if args.model.startswith(DUMMY_PREFIX):
         raise ConfigError(
             f"{args.model} is made in memory and has no file to look into; "
@@ -52,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     path = resolve(args.model, tell_on_terminal)
     found = inspect_model(args.model, path, trusted=args.trust_model_file)
     if args.json:
-        print_json({**found.sections, "problems": found.problems})
+        print_json(_as_json(found))
     else:
         _print(found)
     for problem in found.problems:
@@ -60,101 +46,101 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.problems else 0
 
 
-def _print(found: "Inspection") -> None:
-    writers = {
-        "file": _file_lines,
-        "model": _model_lines,
-        "tensors": _tensor_lines,
-        "tokenizer": _tokenizer_lines,
-        "memory": _memory_lines,
-        "norms": _norm_lines,
-        "isolation": _isolation_lines,
-    }
-    for section, lines in writers.items():
-        if section in found.sections:
-            for number, line in enumerate(lines(found.sections[section])):
-                print(f"{section if number == 0 else '':<10} {printable(line)}")
+def _as_json(found: Inspection) -> dict[str, Any]:
+    """The sections that could be read, and the problems."""
+    sections = {name: facts for name, facts in asdict(found).items() if facts is not None}
+    if found.tokenizer is not None and not found.tokenizer.present:
+        sections["tokenizer"] = {"present": False}
+    if found.memory is not None and found.memory.cpu is not None:
+        sections["memory"]["cpu"] = found.memory.cpu._asdict()
+    if found.isolation is not None:
+        verdict = found.isolation
+        sections["isolation"] = {"in_force": verdict.in_force, "why_not": verdict.why_not}
+    return sections
 
 
-def _file_lines(facts: "Facts") -> list[str]:
-    from quire.llm.kv_memory import format_bytes
+def _print(found: Inspection) -> None:
+    _print_section("file", found.file, _file_lines)
+    _print_section("model", found.model, _model_lines)
+    _print_section("tensors", found.tensors, _tensor_lines)
+    _print_section("tokenizer", found.tokenizer, _tokenizer_lines)
+    _print_section("memory", found.memory, _memory_lines)
+    _print_section("norms", found.norms, _norm_lines)
+    _print_section("isolation", found.isolation, _isolation_lines)
 
-    name = f"{facts['name']}, " if facts["name"] else ""
-    architecture = facts["architecture"] or "unknown architecture"
-    kind = {"gguf": "GGUF", "safetensors": "safetensors"}[facts["format"]]
-    return [facts["path"], f"{name}{architecture}, {kind}, {format_bytes(facts['bytes'])}"]
+
+def _print_section(name: str, facts: Section | None, lines: Callable[[Section], list[str]]) -> None:
+    if facts is not None:
+        for number, line in enumerate(lines(facts)):
+            print(f"{name if number == 0 else '':<10} {printable(line)}")
 
 
-def _model_lines(facts: "Facts") -> list[str]:
+def _file_lines(facts: FileFacts) -> list[str]:
+    name = f"{facts.name}, " if facts.name else ""
+    architecture = facts.architecture or "unknown architecture"
+    kind = {"gguf": "GGUF", "safetensors": "safetensors"}[facts.format]
+    return [facts.path, f"{name}{architecture}, {kind}, {format_bytes(facts.bytes)}"]
+
+
+def _model_lines(facts: ModelFacts) -> list[str]:
+    scaling = "" if facts.rope_scaling is None else f", {facts.rope_scaling}"
     lines = [
-        f"{facts['num_layers']} layers, hidden {facts['hidden_size']}, feed-forward "
-        f"{facts['ffn_size']} ({facts['activation']})",
-        f"{facts['num_heads']} heads and {facts['num_kv_heads']} KV heads of {facts['head_dim']}, "
-        f"rope base {facts['rope_base']:g}" + _named(", ", facts["rope_scaling"]),
-        f"context {facts['context_length']}, vocabulary {facts['vocabulary_size']}"
-        + (", head tied to the embedding" if facts["tied_head"] else ""),
+        f"{facts.num_layers} layers, hidden {facts.hidden_size}, feed-forward "
+        f"{facts.ffn_size} ({facts.activation})",
+        f"{facts.num_heads} heads and {facts.num_kv_heads} KV heads of {facts.head_dim}, "
+        f"rope base {facts.rope_base:g}{scaling}",
+        f"context {facts.context_length}, vocabulary {facts.vocabulary_size}"
+        + (", head tied to the embedding" if facts.tied_head else ""),
     ]
-    if facts["sliding_windows"]:
-        lines.append(f"sliding windows of {', '.join(map(str, facts['sliding_windows']))} tokens")
+    if facts.sliding_windows:
+        lines.append(f"sliding windows of {', '.join(map(str, facts.sliding_windows))} tokens")
     return lines
 
 
-def _tensor_lines(facts: "Facts") -> list[str]:
-    from quire.llm.kv_memory import format_bytes
-
+def _tensor_lines(facts: TensorFacts) -> list[str]:
     rows = [
-        f"{name:<7} {row['count']:>5}  {row['weights']:>15,}  {format_bytes(row['bytes']):>11}"
-        for name, row in facts["by_type"].items()
+        f"{name:<7} {totals.count:>5}  {totals.weights:>15,}  {format_bytes(totals.bytes):>11}"
+        for name, totals in facts.by_type.items()
     ]
-    return [f"{facts['count']} tensors, {facts['weights']:,} weights", *rows]
+    return [f"{facts.count} tensors, {facts.weights:,} weights", *rows]
 
 
-def _tokenizer_lines(facts: "Facts") -> list[str]:
-    if not facts["present"]:
+def _tokenizer_lines(facts: TokenizerFacts) -> list[str]:
+    if not facts.present:
         return ["none: the model takes and gives token ids"]
-    ends = ", ".join(
-        f"{text} ({token})"
-        for text, token in zip(facts["end_tokens"], facts["end_token_ids"], strict=True)
-    )
-    template = "a chat template" if facts["chat_template"] else "no chat template"
-    return [f"{facts['vocabulary_size']} tokens, {template}", f"ends with {ends or 'nothing'}"]
+    pairs = zip(facts.end_tokens, facts.end_token_ids, strict=True)
+    ends = ", ".join(f"{text} ({token})" for text, token in pairs)
+    template = "a chat template" if facts.chat_template else "no chat template"
+    return [f"{facts.vocabulary_size} tokens, {template}", f"ends with {ends or 'nothing'}"]
 
 
-def _memory_lines(facts: "Facts") -> list[str]:
-    from quire.llm.kv_memory import format_bytes
-
-    sizes = {name: format_bytes(size) for name, size in facts.items() if isinstance(size, int)}
-    total = format_bytes(facts["weights_in_reference_executor"] + facts["kv_per_context"])
+def _memory_lines(facts: MemoryFacts) -> list[str]:
+    total = facts.weights_in_reference_executor + facts.kv_per_context
     return [
-        f"weights {sizes['weights_in_file']} as they lie in the file",
-        *(_cpu_lines(facts["cpu"]) if facts["cpu"] is not None else []),
-        f"reference executor: weights {sizes['weights_in_reference_executor']} in float32, keys "
-        f"and values {sizes['kv_per_token']} a token, {total} for one whole context",
+        f"weights {format_bytes(facts.weights_in_file)} as they lie in the file",
+        *([] if facts.cpu is None else _cpu_lines(facts.cpu)),
+        f"reference executor: weights {format_bytes(facts.weights_in_reference_executor)} in "
+        f"float32, keys and values {format_bytes(facts.kv_per_token)} a token, "
+        f"{format_bytes(total)} for one whole context",
     ]
 
 
-def _cpu_lines(facts: "Facts") -> list[str]:
-    from quire.llm.kv_memory import format_bytes
-
-    sizes = {name: format_bytes(size) for name, size in facts.items() if size is not None}
+def _cpu_lines(forecast: CpuForecast) -> list[str]:
     return [
-        f"cpu executor: weights {sizes['weights']} packed, keys and values "
-        f"{sizes['kv_per_token']} a token ({sizes['kv_per_token_int8']} as int8)",
-        f"              {sizes['peak']} at most in memory with one whole context",
+        f"cpu executor: weights {format_bytes(forecast.weights)} packed, keys and values "
+        f"{format_bytes(forecast.kv_per_token)} a token "
+        f"({format_bytes(forecast.kv_per_token_int8)} as int8)",
+        f"              {format_bytes(forecast.peak)} at most in memory with one whole context",
     ]
 
 
-def _norm_lines(facts: "Facts") -> list[str]:
-    if facts["unsound"]:
-        return [f"{facts['unsound']} of {facts['count']} look broken"]
-    return [f"{facts['count']}, all sound: weights from {facts['low']:.3g} to {facts['high']:.3g}"]
+def _norm_lines(facts: NormFacts) -> list[str]:
+    if facts.unsound:
+        return [f"{facts.unsound} of {facts.count} look broken"]
+    return [f"{facts.count}, all sound: weights from {facts.low:.3g} to {facts.high:.3g}"]
 
 
-def _isolation_lines(facts: "Facts") -> list[str]:
-    if facts["in_force"]:
-        return [f"read without privileges first: {', '.join(facts['in_force'])}"]
-    return [f"not read without privileges first: {facts['why_not']}"]
-
-
-def _named(before: str, name: str | None) -> str:
-    return "" if name is None else before + name
+def _isolation_lines(verdict: Verdict) -> list[str]:
+    if verdict.in_force:
+        return [f"read without privileges first: {', '.join(verdict.in_force)}"]
+    return [f"not read without privileges first: {verdict.why_not}"]

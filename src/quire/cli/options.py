@@ -1,87 +1,70 @@
-"""Options that several commands share: which model and how to run it, how to choose tokens."""
+"""Options that several commands share, and those of serve, inspect and doctor.
+
+The modules of these three take long to import, or need an extra: their options are read before.
+"""
 
 import argparse
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from quire.cli.results import tell
-
-if TYPE_CHECKING:
-    from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingParams
 
 DEFAULT_MODEL = "smollm2"
+USUAL_STEP_TIMEOUT_S = 120.0  # of `quire serve`
 
 Loaded = TypeVar("Loaded")
+Options = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
-class _Option(NamedTuple):
-    """A field of SamplingParams as a flag."""
-
-    name: str
-    type: Any
-    metavar: str
-    help: str
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition("=")
-    return int(token), float(bias)
-
-
-_bias.__name__ = "TOKEN=BIAS"  # argparse names it in errors
-
-_SAMPLING = (
-    _Option("min_tokens", int, "N", "at least so many tokens before it may end"),
-    _Option("top_k", int, "N", "choose among the N likeliest tokens"),
-    _Option("top_p", float, "P", "choose among the likeliest tokens that sum to P"),
-    _Option("min_p", float, "P", "choose among tokens at least P times as likely as the likeliest"),
-    _Option("repetition_penalty", float, "X", "above 1: tokens that were there become less likely"),
-    _Option("presence_penalty", float, "X", "lowers tokens that the completion has"),
-    _Option("frequency_penalty", float, "X", "lowers them by how often it has them"),
-    _Option("seed", int, "N", "makes sampling repeatable"),
-)
+# ---- the model, and how it runs
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        metavar="MODEL",
-        help="a GGUF file, a safetensors folder, or a name (default: %(default)s)",
-    )
+    add_model_name(group, "--model")
     group.add_argument(
         "--device",
         default="auto",
         metavar="DEVICE",
         help="auto, cpu, cuda or reference; `quire doctor` says which are there",
     )
-    group.add_argument(
-        "--kv-memory", metavar="SIZE", help='memory for keys and values, such as "512MiB"'
-    )
-    group.add_argument(
-        "--max-context", type=int, metavar="N", help="hold prompt and completion to N tokens"
-    )
-    group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
+    _add_size_options(group)
     add_cache_type_option(group, "auto")
     add_invariance_option(group)
     add_template_option(group)
     add_trust_option(group)
 
 
-def add_invariance_option(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--no-invariant",
-        action="store_true",
-        help="let a GPU sum as is fastest: a request's tokens may then depend on its company",
+def add_model_name(options: Options, flag: str) -> None:
+    """`flag` is "--model" or, for an argument without a flag, "model"."""
+    options.add_argument(
+        flag,
+        nargs=None if flag.startswith("-") else "?",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="a GGUF file, a safetensors folder, or a name (default: %(default)s)",
     )
 
 
-def add_trust_option(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
+def _add_size_options(group: Options) -> None:
+    add = group.add_argument
+    add("--kv-memory", metavar="SIZE", help='memory for keys and values, such as "512MiB"')
+    add("--max-context", type=int, metavar="N", help="hold prompt and completion to N tokens")
+    add("--threads", type=int, metavar="N", help="threads to compute on")
+
+
+def add_invariance_option(group: Options) -> None:
+    group.add_argument(
+        "--no-invariant",
+        action="store_true",
+        help="let a GPU sum as is fastest: a request's tokens may then depend on its batch",
+    )
+
+
+def add_trust_option(group: Options) -> None:
     group.add_argument(
         "--trust-model-file",
         action="store_true",
@@ -89,7 +72,7 @@ def add_trust_option(group: "argparse._ArgumentGroup | argparse.ArgumentParser")
     )
 
 
-def add_template_option(group: "argparse._ArgumentGroup") -> None:
+def add_template_option(group: Options) -> None:
     group.add_argument(
         "--chat-template",
         metavar="FILE",
@@ -97,7 +80,7 @@ def add_template_option(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def add_cache_type_option(group: "argparse._ArgumentGroup", default: str | None) -> None:
+def add_cache_type_option(group: Options, default: str | None) -> None:
     group.add_argument(
         "--kv-cache-dtype",
         default=default,
@@ -113,6 +96,42 @@ def load(kind: Callable[..., Loaded], args: argparse.Namespace, max_batch_size: 
     options["chat_template"] = True if args.chat_template is None else args.chat_template
     tell(f"quire: loading {args.model}")
     return kind(**options, invariant=not args.no_invariant, max_batch_size=max_batch_size)
+
+
+# ---- how tokens are chosen
+
+
+class _Field(NamedTuple):
+    """A field of SamplingParams as a flag."""
+
+    name: str
+    type: Any
+    metavar: str
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+_SAMPLING = (
+    _Field("min_tokens", int, "N", "at least so many tokens before it may end"),
+    _Field("top_k", int, "N", "choose among the N likeliest tokens"),
+    _Field("top_p", float, "P", "choose among the likeliest tokens that sum to P"),
+    _Field("min_p", float, "P", "choose among tokens at least P times as likely as the likeliest"),
+    _Field("repetition_penalty", float, "X", "above 1: tokens that were there become less likely"),
+    _Field("presence_penalty", float, "X", "lowers tokens that the completion has"),
+    _Field("frequency_penalty", float, "X", "lowers them by how often it has them"),
+    _Field("seed", int, "N", "makes sampling repeatable"),
+)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    return int(token), float(bias)
+
+
+_bias.__name__ = "TOKEN=BIAS"  # argparse names it in errors
 
 
 def add_sampling_options(
@@ -132,8 +151,8 @@ def add_sampling_options(
         metavar="T",
         help="0: always the likeliest token; higher: more varied (default: %(default)s)",
     )
-    for option in _SAMPLING:
-        group.add_argument(option.flag, type=option.type, metavar=option.metavar, help=option.help)
+    for field in _SAMPLING:
+        group.add_argument(field.flag, type=field.type, metavar=field.metavar, help=field.help)
     group.add_argument(
         "--logit-bias",
         type=_bias,
@@ -141,10 +160,13 @@ def add_sampling_options(
         metavar="TOKEN=BIAS",
         help="make a token likelier or less likely; may be repeated",
     )
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
-    )
-    group.add_argument(
+    _add_stop_options(group)
+
+
+def _add_stop_options(group: Options) -> None:
+    add = group.add_argument
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    add(
         "--stop-token-id",
         dest="stop_token_ids",
         type=int,
@@ -152,25 +174,245 @@ def add_sampling_options(
         metavar="N",
         help="end at this token; may be repeated",
     )
-    group.add_argument(
+    add(
         "--include-stop",
         dest="include_stop_str_in_output",
         action="store_true",
         help="keep the text of --stop at the end",
     )
-    group.add_argument(
-        "--ignore-eos", action="store_true", help="go on past the model's end of text"
-    )
+    add("--ignore-eos", action="store_true", help="go on past the model's end of text")
 
 
-def sampling_params(args: argparse.Namespace, max_tokens: int, **more: Any) -> "SamplingParams":
+def sampling_params(args: argparse.Namespace, max_tokens: int, **more: Any) -> SamplingParams:
     """What the options above ask for, with room for so many tokens where they do not say."""
-    from quire.core.sampling import SamplingParams
-
-    names = [option.name for option in _SAMPLING]
+    names = [field.name for field in _SAMPLING]
     names += ["max_tokens", "temperature", "stop", "stop_token_ids"]
     names += ["include_stop_str_in_output", "ignore_eos"]
     given = {name: getattr(args, name) for name in names}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     values.setdefault("max_tokens", max(1, max_tokens, values.get("min_tokens", 0)))
     return SamplingParams(**values, logit_bias=dict(args.logit_bias or ()), **more)
+
+
+# ---- quire serve
+
+_SERVE_EPILOG = """\
+examples:
+  quire serve                                        the default model on http://127.0.0.1:8000
+  quire serve model.gguf --port 9000 --max-batch-size 32
+  quire serve model.gguf --config quire.toml         with what `quire bench tune` wrote
+  quire serve model.gguf --host 0.0.0.0 --api-keys keys.toml --tls-cert cert.pem --tls-key key.pem
+
+Without keys the server listens on this machine alone and lets everybody on it in. Keys come from
+a TOML file or from QUIRE_API_KEY. SIGTERM and Ctrl-C let running requests end, up to
+--drain-timeout; a second one ends them at once. SIGHUP reads keys and certificate again. Options
+here go before those of --config.
+"""
+_DEADLINES = (
+    ("header-timeout", 10.0, "for a connection to send its request's head, and for a handshake"),
+    ("body-timeout", 30.0, "for a request's body to come"),
+    ("unread-timeout", 60.0, "for a client that takes nothing of its answer"),
+    ("keep-alive", 65.0, "for a connection between requests"),
+)
+
+
+def add_serve_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve a model through OpenAI's API."
+    parser.epilog = _SERVE_EPILOG
+    add_model_name(parser, "model")
+    _add_run_options(parser.add_argument_group("running the model"))
+    listening = parser.add_argument_group("listening")
+    _add_address_options(listening)
+    _add_access_options(listening)
+    _add_limit_options(parser.add_argument_group("limits"))
+    _add_operation_options(parser.add_argument_group("operation"))
+
+
+def _add_run_options(group: Options) -> None:
+    add = group.add_argument
+    add("--config", type=Path, metavar="FILE", help="TOML: [engine] and [run]")
+    add("--device", metavar="DEVICE", help="auto, cpu, cuda or reference")
+    add("--max-batch-size", type=int, metavar="N", help="sequences a step")
+    _add_size_options(group)
+    add_cache_type_option(group, None)
+    add_invariance_option(group)
+    add_template_option(group)
+    add(
+        "--no-chat-template",
+        action="store_true",
+        help="refuse chats: for a model whose template does not compile, or to serve text alone",
+    )
+    add_trust_option(group)
+    add("--batch-timeout-ms", type=float, metavar="MS", help="longest batching delay")
+    add("--slo-itl-ms", type=float, metavar="MS", help="target between tokens")
+    add("--slo-ttft-ms", type=float, metavar="MS", help="target to the first token")
+    add(
+        "--step-timeout",
+        type=float,
+        metavar="S",
+        help=f"a step that takes longer has hung (default: {USUAL_STEP_TIMEOUT_S:g})",
+    )
+
+
+def _add_address_options(group: Options) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="what clients call the model; may be repeated (default: MODEL's name)",
+    )
+    add("--api-keys", type=Path, metavar="FILE", help="TOML: [keys.NAME] tables")
+    add(
+        "--tls-cert", type=Path, metavar="FILE", help="PEM: speak https with this certificate chain"
+    )
+    add(
+        "--tls-key",
+        type=Path,
+        metavar="FILE",
+        help="PEM: its private key, if that is not in the same file; "
+        "the password of an encrypted one comes from QUIRE_TLS_KEY_PASSWORD",
+    )
+
+
+def _add_access_options(group: Options) -> None:
+    add = group.add_argument
+    add(
+        "--trusted-proxies",
+        action="append",
+        default=[],
+        metavar="ADDRESSES",
+        help="addresses or networks, such as 10.0.0.0/8,::1, whose X-Forwarded-For or Forwarded "
+        "says whom they speak for; may be repeated",
+    )
+    add("--no-auth", action="store_true", help="let other machines in although there are no keys")
+    add(
+        "--parse-control-tokens",
+        action="store_true",
+        help="without keys: chat messages may write control tokens such as <|im_end|>",
+    )
+    add(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a host name that clients reach the server by; may be repeated",
+    )
+    add(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a web page that may use the server, as https://HOST; may be repeated",
+    )
+
+
+def _add_limit_options(group: Options) -> None:
+    add = group.add_argument
+    add("--max-queue-requests", type=int, metavar="N", help="that may wait")
+    add("--max-queue-tokens", type=int, metavar="N", help="that may wait")
+    add("--request-timeout", type=float, metavar="S", help="of requests that bring none")
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=4 << 20,
+        metavar="N",
+        help="of a request; more is a 413 (default: %(default)s)",
+    )
+    add(
+        "--max-connections",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="open at a time, fewer where descriptors are (default: %(default)s)",
+    )
+    add(
+        "--max-connections-per-address",
+        type=int,
+        metavar="N",
+        help="of them from one client, an IPv6 /64 being one; loopback has no such limit "
+        "(default: an eighth of all)",
+    )
+    for name, default, text in _DEADLINES:
+        help_text = f"{text} (%(default)s)"
+        add(f"--{name}", type=float, default=default, metavar="S", help=help_text)
+
+
+def _add_operation_options(group: Options) -> None:
+    add = group.add_argument
+    add(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="what running requests get after SIGTERM (default: %(default)s)",
+    )
+    add(
+        "--ping-interval",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="between comments in a silent stream (default: %(default)s)",
+    )
+
+    add(
+        "--audit-log",
+        type=Path,
+        metavar="FILE",
+        help="write logins that failed, refusals, reloads and the like there, in a hash chain "
+        "that `quire audit` checks",
+    )
+    add("--audit-key", type=Path, metavar="FILE", help="holds a secret to make the hashes with")
+    add("--audit-requests", action="store_true", help="a line a request there as well")
+    add(
+        "--state",
+        type=Path,
+        metavar="FOLDER",
+        help="where keys' quotas of the day outlive the server (default: STATE_DIRECTORY, or "
+        "quire under XDG_STATE_HOME or ~/.local/state)",
+    )
+    add("--log-format", choices=("json", "text"), help="(default: text on a terminal, else json)")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    add(
+        "--otlp-endpoint",
+        default=os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"),
+        metavar="URL",
+        help="send traces there (default: OTEL_EXPORTER_OTLP_ENDPOINT)",
+    )
+
+
+# ---- quire inspect and quire doctor
+
+_INSPECT_EPILOG = """\
+Nothing is unpacked, so this is quick for any size. Exit code 1 means that quire would not run it.
+
+examples:
+  quire inspect                    the default model
+  quire inspect model.gguf
+  quire inspect folder/ --json
+"""
+_DOCTOR_EPILOG = """\
+examples:
+  quire doctor
+  quire doctor --json              to go with a report of a problem
+"""
+
+
+def add_inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show a model's sizes, tensors by type, tokenizer, memory, and what is wrong."
+    )
+    parser.epilog = _INSPECT_EPILOG
+    add_model_name(parser, "model")
+    add_trust_option(parser)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def add_doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show processor, memory, GPUs, versions, and which executor quire would take."
+    )
+    parser.epilog = _DOCTOR_EPILOG
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")

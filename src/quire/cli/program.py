@@ -4,17 +4,55 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
-from quire.cli import audit, bench, chat, doctor, generate, inspect, pull, serve
 from quire.cli.results import complain
 from quire.core.errors import QuireError
 
-# Each module is a command of its name: add_parser(subparsers), and run(args), which gives the exit
-# code and imports what is heavy.
-COMMANDS = (generate, chat, serve, inspect, pull, doctor, audit, bench)
+
+class Command(NamedTuple):
+    """A command by its two functions, MODULE:FUNCTION, which are imported when it is called. Their
+    modules import at their top, and no command waits for the imports of another."""
+
+    help: str  # one line
+    options: str  # (parser) gives it its options; imports little, and no extra
+    run: str  # (args) runs the command and gives the exit code; imported after reading the options
+
+
+COMMANDS = {
+    "generate": Command(
+        "complete prompts", "quire.cli.generate:add_options", "quire.cli.generate:run"
+    ),
+    "chat": Command("talk to a model", "quire.cli.chat:add_options", "quire.cli.chat:run"),
+    "serve": Command(
+        "serve a model through OpenAI's API",
+        "quire.cli.options:add_serve_options",
+        "quire.cli.serve:run",
+    ),
+    "inspect": Command(
+        "look into a model file", "quire.cli.options:add_inspect_options", "quire.cli.inspect:run"
+    ),
+    "pull": Command(
+        "fetch a model known by name", "quire.cli.pull:add_options", "quire.cli.pull:run"
+    ),
+    "doctor": Command(
+        "look at this machine", "quire.cli.options:add_doctor_options", "quire.cli.doctor:run"
+    ),
+    "audit": Command(
+        "check an audit log of the server", "quire.cli.audit:add_options", "quire.cli.audit:run"
+    ),
+    "bench": Command(
+        "measure quire", "quire_bench.commands:add_options", "quire_bench.commands:run"
+    ),
+}
+# For each extra of quire: the command that needs it, and the packages that it brings.
+_EXTRAS = {
+    "server": ("serve", ("fastapi", "httptools", "pydantic", "starlette", "uvicorn", "uvloop")),
+    "bench": ("bench", ("aiohttp", "jsonschema", "matplotlib", "tqdm")),
+}
 
 FAILURE = 1
 INTERRUPTED = 130  # as shells say of a program ended by Ctrl-C ...
@@ -68,8 +106,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         args = _parser().parse_args(arguments)
         _begin_reading(args)
-        [command] = [module for module in COMMANDS if module.__name__.endswith(f".{args.command}")]
-        code: int = command.run(args)
+        code: int = resolve_name(COMMANDS[args.command].run)(args)
         return code
     except BrokenPipeError:
         raise
@@ -83,6 +120,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _fail(str(error))
     except MemoryError:
         return _fail("there is not enough memory")
+    except ModuleNotFoundError as error:
+        return _missing(error)
     except Exception as error:
         return _unexpected(error)
 
@@ -90,9 +129,15 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _begin_reading(args: argparse.Namespace) -> None:
     """Have the model's file read without privileges while the command imports what it needs."""
     if not getattr(args, "trust_model_file", True):
-        from quire.model.isolated import begin
+        resolve_name("quire.model.isolated:begin")(args.model)
 
-        begin(args.model)
+
+def _missing(error: ModuleNotFoundError) -> int:
+    package = (error.name or "").partition(".")[0]
+    for extra, (command, packages) in _EXTRAS.items():
+        if package in packages:
+            return _fail(f"quire {command} needs {package}: pip install 'quire[{extra}]'")
+    return _unexpected(error)
 
 
 def _unexpected(error: Exception) -> int:
@@ -115,32 +160,33 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
     )
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    for name, command in COMMANDS.items():
+        subparsers.add_parser(
+            name,
+            help=command.help,
+            command=command,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
     return parser
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """A command's parser; `fill` gives it its arguments once the command line names it."""
+    """A command's parser, which gets its options once the command line names the command."""
 
-    def __init__(
-        self, *args: Any, fill: Callable[[argparse.ArgumentParser], None] | None = None, **more: Any
-    ) -> None:
-        super().__init__(*args, **more)
-        self._fill = fill
+    def __init__(self, *, command: Command | None = None, **more: Any) -> None:
+        super().__init__(**more)
+        self._pending = command  # None for subcommands, which a command's options bring
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._fill is not None:
-            self._fill(self)
-            self._fill = None
+        command, self._pending = self._pending, None
+        if command is not None:
+            resolve_name(command.options)(self)
         return super().parse_known_args(args, namespace)
 
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from quire.core.version import own_version
-
-        print(f"quire {own_version()}")
+        print(f"quire {resolve_name('quire.core.version:own_version')()}")
         parser.exit()
 
 

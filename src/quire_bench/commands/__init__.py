@@ -32,7 +32,7 @@ _MODULES = (
 )
 
 
-def add_parsers(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for module in _MODULES:
         module.add_parser(benches)

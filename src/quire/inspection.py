@@ -1,0 +1,238 @@
+"""What is in a model file: as much as can be read of it, and everything that is wrong with it."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from quire.core.errors import QuireError
+from quire.executors.cpu import has_native_module
+from quire.llm.cpu_assembly import CpuForecast, cpu_forecast
+from quire.llm.prompts import PromptReader
+from quire.loader.files import open_model_file
+from quire.loader.gguf import GGUFFile
+from quire.loader.metadata import Metadata
+from quire.loader.safetensors import SafetensorsFolder
+from quire.loader.tensor import Tensor
+from quire.model.isolated import Verdict, examine
+from quire.model.loading import Model, load_model, memory_estimate, norm_health
+from quire.model.model_tokenizer import read_tokenizer
+from quire.model.spec import ModelSpec
+from quire.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    path: str
+    format: Literal["gguf", "safetensors"]
+    bytes: int
+    name: str | None  # as the file calls its model
+    architecture: str | None
+
+
+@dataclass(slots=True)
+class TypeTotals:
+    """The tensors of one type."""
+
+    count: int = 0
+    weights: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    count: int
+    weights: int
+    by_type: dict[str, TypeTotals]  # the largest first
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    family: str
+    context_length: int
+    vocabulary_size: int
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    activation: str
+    rope_base: float
+    rope_scaling: str | None
+    sliding_windows: list[int]  # each size once
+    tied_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NormFacts:
+    """The weights of all norms; `low` and `high` are None where there are no norms."""
+
+    count: int
+    low: float | None
+    high: float | None
+    unsound: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    present: bool  # a file without a tokenizer has none of what follows
+    vocabulary_size: int = 0
+    bos_token_id: int | None = None
+    end_token_ids: list[int] = field(default_factory=list)
+    end_tokens: list[str] = field(default_factory=list)
+    chat_template: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """Bytes."""
+
+    weights_in_file: int
+    weights_in_reference_executor: int
+    kv_per_token: int  # in the reference executor
+    kv_per_context: int
+    cpu: CpuForecast | None  # None where the native module is not built
+
+
+@dataclass(slots=True)
+class Inspection:
+    """Facts by section. A section that could not be read is None, and a problem says why."""
+
+    file: FileFacts | None = None
+    tensors: TensorFacts | None = None
+    model: ModelFacts | None = None
+    norms: NormFacts | None = None
+    tokenizer: TokenizerFacts | None = None
+    memory: MemoryFacts | None = None
+    isolation: Verdict | None = None  # of the process that read the file first
+    problems: list[str] = field(default_factory=list)
+
+
+def inspect_model(model: str, path: Path, *, trusted: bool) -> Inspection:
+    """Look at a GGUF file or a safetensors folder without unpacking it.
+
+    What cannot be read without privileges is not read at all. What is refused there is read here
+    too, by the same code, to tell as much of it as there is.
+    """
+    found = Inspection()
+    with _noting(found.problems):
+        verdict = examine(model, path, trusted=trusted)
+        _inspect_file(found, path)
+        if found.file is not None:
+            found.isolation = verdict
+    return found
+
+
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Go on after what is wrong with one part of a file."""
+    try:
+        yield
+    except QuireError as error:
+        problems.append(str(error))
+
+
+def _inspect_file(found: Inspection, path: Path) -> None:
+    with _noting(found.problems), open_model_file(path) as source:
+        found.file = _file_facts(source, path)
+        found.tensors = _tensor_facts(source.tensors.values())
+        with _noting(found.problems), load_model(path) as model:
+            _inspect_loaded(found, model)
+
+
+def _inspect_loaded(found: Inspection, model: Model) -> None:
+    found.model = _model_facts(model.spec)
+    norms = norm_health(model)
+    found.norms = NormFacts(
+        count=len(norms),
+        low=min((norm.low for norm in norms), default=None),
+        high=max((norm.high for norm in norms), default=None),
+        unsound=sum(norm.problem is not None for norm in norms),
+    )
+    found.problems += [f"{norm.name}: {norm.problem}" for norm in norms if norm.problem]
+    with _noting(found.problems):
+        tokenizer = read_tokenizer(model)
+        found.tokenizer = _tokenizer_facts(tokenizer)
+        prompts = PromptReader(tokenizer, model.spec.context_length)
+        if prompts.can_chat:
+            _ = prompts.template  # whether it compiles
+    found.memory = _memory_facts(model)  # last: this process has then loaded what a run loads
+
+
+def _file_facts(source: GGUFFile | SafetensorsFolder, path: Path) -> FileFacts:
+    if isinstance(source, GGUFFile):
+        metadata, name, architecture = source.metadata, "general.name", "general.architecture"
+    else:
+        metadata, name, architecture = source.config, "_name_or_path", "model_type"
+    return FileFacts(
+        path=str(path),
+        format="gguf" if isinstance(source, GGUFFile) else "safetensors",
+        bytes=source.file_bytes,
+        name=_text(metadata, name),
+        architecture=_text(metadata, architecture),
+    )
+
+
+def _text(metadata: Metadata, key: str) -> str | None:
+    value = metadata.get(key)
+    return value if isinstance(value, str) else None
+
+
+def _tensor_facts(tensors: Iterable[Tensor]) -> TensorFacts:
+    by_type: dict[str, TypeTotals] = {}
+    for tensor in tensors:
+        totals = by_type.setdefault(tensor.format.name, TypeTotals())
+        totals.count += 1
+        totals.weights += tensor.num_weights
+        totals.bytes += tensor.nbytes
+    return TensorFacts(
+        count=sum(totals.count for totals in by_type.values()),
+        weights=sum(totals.weights for totals in by_type.values()),
+        by_type=dict(sorted(by_type.items(), key=lambda item: -item[1].bytes)),
+    )
+
+
+def _model_facts(spec: ModelSpec) -> ModelFacts:
+    scaling = spec.rope.scaling
+    return ModelFacts(
+        family=spec.family,
+        context_length=spec.context_length,
+        vocabulary_size=spec.vocabulary_size,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_size=spec.ffn_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        activation=spec.activation.value,
+        rope_base=spec.rope.base,
+        rope_scaling=None if scaling is None else type(scaling).__name__,
+        sliding_windows=sorted({window for window in spec.windows if window is not None}),
+        tied_head=spec.tied_head,
+    )
+
+
+def _tokenizer_facts(tokenizer: Tokenizer | None) -> TokenizerFacts:
+    if tokenizer is None:
+        return TokenizerFacts(present=False)
+    return TokenizerFacts(
+        present=True,
+        vocabulary_size=tokenizer.vocabulary_size,
+        bos_token_id=tokenizer.bos_token_id,
+        end_token_ids=list(tokenizer.end_token_ids),
+        end_tokens=[tokenizer.token_text(token) for token in tokenizer.end_token_ids],
+        chat_template=tokenizer.chat_template is not None,
+    )
+
+
+def _memory_facts(model: Model) -> MemoryFacts:
+    estimate = memory_estimate(model, num_kv_tokens=model.spec.context_length)
+    return MemoryFacts(
+        weights_in_file=estimate.weights,
+        weights_in_reference_executor=estimate.float32_weights,
+        kv_per_token=estimate.kv_per_token,
+        kv_per_context=estimate.kv,
+        cpu=cpu_forecast(model) if has_native_module() else None,
+    )
