@@ -17,9 +17,9 @@ from quire.core.sampling import SamplingParams
 from quire.engine.aio import AsyncEngine
 from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
+from quire.executors.base import BLOCK_SIZE
 from quire.executors.callable import CallableExecutor, Forward
 
-_BLOCK_SIZE = 16
 _ANY_VOCABULARY = 2**31 - 1
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -48,14 +48,11 @@ class BatchProcessor:
     ) -> None:
         if not callable(forward):
             raise ConfigError(f"forward must be a function of (tokens, mask), got {forward!r}")
-        _check_integer("max_batch_size", max_batch_size, at_least=1)
-        _check_integer("max_context", max_context, at_least=2)  # a prompt and a completion
         _check_integer("pad_token", pad_token, at_least=0)
-        if vocabulary_size is not None:
-            _check_integer("vocabulary_size", vocabulary_size, at_least=1)
+        capacity = _capacity(max_batch_size, max_context, vocabulary_size)
         config = EngineConfig(
             max_batch_size=max_batch_size,
-            max_step_tokens=max_batch_size * max_context,
+            max_step_tokens=capacity.max_step_tokens,
             batch_timeout_ms=batch_timeout_ms,
             step_timeout_s=step_timeout_s,
             prefix_reuse=False,  # the function sees whole sequences: nothing is saved
@@ -65,14 +62,7 @@ class BatchProcessor:
         self._loop: asyncio.AbstractEventLoop | None = None
         executor = CallableExecutor(
             self._call,
-            Capacity(
-                num_blocks=max_batch_size * -(-max_context // _BLOCK_SIZE),
-                block_size=_BLOCK_SIZE,
-                max_context=max_context,
-                vocabulary_size=vocabulary_size or _ANY_VOCABULARY,
-                max_batch_size=max_batch_size,
-                max_step_tokens=max_batch_size * max_context,
-            ),
+            capacity,
             pad_token=pad_token,
             checks_vocabulary=vocabulary_size is not None,
         )
@@ -129,6 +119,22 @@ class BatchProcessor:
 
 async def _awaited(returned: Any) -> Any:
     return await returned
+
+
+def _capacity(max_batch_size: int, max_context: int, vocabulary_size: int | None) -> Capacity:
+    """Blocks for a whole batch of the longest sequences, all of which may be new in one step."""
+    _check_integer("max_batch_size", max_batch_size, at_least=1)
+    _check_integer("max_context", max_context, at_least=2)  # a prompt and a completion
+    if vocabulary_size is not None:
+        _check_integer("vocabulary_size", vocabulary_size, at_least=1)
+    return Capacity(
+        num_blocks=max_batch_size * -(-max_context // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        max_context=max_context,
+        vocabulary_size=vocabulary_size or _ANY_VOCABULARY,
+        max_batch_size=max_batch_size,
+        max_step_tokens=max_batch_size * max_context,
+    )
 
 
 def _check_integer(name: str, value: object, at_least: int) -> None:

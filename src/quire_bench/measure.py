@@ -47,6 +47,14 @@ class StepRecorder:
         return self._executor.capacity
 
     @property
+    def kernels(self) -> Sequence[str]:
+        return self._executor.kernels
+
+    @property
+    def fallback(self) -> str | None:
+        return self._executor.fallback
+
+    @property
     def is_warm(self) -> bool:
         return self._executor.is_warm
 

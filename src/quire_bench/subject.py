@@ -1,7 +1,6 @@
 """Subject: the model under measurement, loaded, with what receipts say of it.
 
-What really runs is asked of the executor, not of the options: an executor may have `kernels` (the
-names of those it runs) and `fallback` (why it is not the path asked for).
+What really runs is asked of the executor, not of the options.
 """
 
 import hashlib
@@ -21,7 +20,6 @@ from quire.model.isolated import examine
 from quire.model.loading import load_model
 from quire.model.quant_mixes import MIXES
 
-_USUAL_KERNELS = {"reference": ("numpy float32, one row at a time",)}
 _READ_BYTES = 1 << 22
 
 
@@ -62,8 +60,8 @@ class Subject:
         name, executor = self.assembly.options.executor, self.assembly.executor
         return {
             "device": name,
-            "kernels": list(getattr(executor, "kernels", _USUAL_KERNELS.get(name, ()))),
-            "fallback": getattr(executor, "fallback", None),
+            "kernels": list(executor.kernels),
+            "fallback": executor.fallback,
         }
 
     def close(self) -> None:

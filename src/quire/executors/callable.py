@@ -5,26 +5,25 @@ stand in block slots, so that the engine above need not know that this is no mod
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.clock import Clock, RealClock
+from quire.core.clock import Clock
 from quire.core.errors import ExecutorError, RowFaultError
-from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, StepResult, Want
+from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, Want
+from quire.executors.base import TokenStore
 from quire.executors.sampler import Logits, sample
-from quire.executors.token_store import TokenStore
-from quire.executors.worker import CancelFlag, StepWorker
+from quire.executors.worker import CancelFlag, RowResults, ThreadedExecutor
 
 # forward(tokens [B, T], mask [B, T]) -> logits [B, V], those after each row's last token
 Forward = Callable[[NDArray[np.int64], NDArray[np.bool_]], Any]
 
 
-class CallableExecutor(StepWorker):
+class CallableExecutor(ThreadedExecutor):
     """Steps run one after another on a thread of their own."""
-
-    is_warm = True  # there is nothing to prepare
 
     def __init__(
         self,
@@ -35,27 +34,24 @@ class CallableExecutor(StepWorker):
         checks_vocabulary: bool = True,
         clock: Clock | None = None,
     ) -> None:
-        self.capacity = capacity
         self._forward = forward
         self._pad_token = pad_token
         self._checks_vocabulary = checks_vocabulary
-        self._clock = clock or RealClock()
         self._store = TokenStore(capacity.num_blocks, capacity.block_size)
-        self._samples: dict[int, int] = {}  # the latest of each sequence in the last step
-        super().__init__(self._compute, "quire-forward")
+        super().__init__(capacity, "quire-forward", clock=clock)
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         return {"kv": self._store.num_bytes}
 
-    def warm_up(self) -> None:
-        """Nothing to do: the function is the user's."""
+    def _step_errors(self, _step_id: int) -> AbstractContextManager[None]:
+        """What the function raises reaches the engine as it is."""
+        return nullcontext()
 
-    def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
-        started_at = self._clock.now()
+    def _run(self, plan: StepPlan, flag: CancelFlag) -> RowResults:
         for copy in plan.copies:
             self._store.copy(copy.source, copy.target)
-        rows = [self._resolved(row) for row in plan.sequences]
+        rows = plan.sequences
         for row in rows:
             self._store.write(row.block_table, row.start, row.tokens)
         wanted = [row for row in rows if row.want is not Want.NOTHING]
@@ -68,25 +64,16 @@ class CallableExecutor(StepWorker):
             logits = self._checked(self._forward(tokens, mask), len(wanted))
             for row, row_logits in zip(wanted, logits, strict=True):
                 results[row.sequence_id] = _choose(row, row_logits)
-        self._samples = {
-            result.sequence_id: result.token
-            for result in results.values()
-            if result.token is not None
-        }
-        elapsed = self._clock.now() - started_at
-        return StepResult(plan.step_id, started_at, elapsed, tuple(results.values()), padding)
-
-    def _resolved(self, row: SequencePlan) -> SequencePlan:
-        return row if row.follows is None else row.resolved(self._samples[row.sequence_id])
+        return RowResults(tuple(results.values()), padding)
 
     def _padded(self, rows: Sequence[SequencePlan]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The rows' whole sequences, aligned on the right; the mask is true on real tokens."""
         length = max(row.end for row in rows)
         tokens = np.full((len(rows), length), self._pad_token, np.int64)
         mask = np.zeros((len(rows), length), np.bool_)
-        for place, row in enumerate(rows):
-            tokens[place, length - row.end :] = self._store.read(row.block_table, row.end)
-            mask[place, length - row.end :] = True
+        for index, row in enumerate(rows):
+            tokens[index, length - row.end :] = self._store.read(row.block_table, row.end)
+            mask[index, length - row.end :] = True
         return tokens, mask
 
     def _checked(self, returned: Any, num_rows: int) -> NDArray[np.float32]:

@@ -6,7 +6,6 @@ output. Time is virtual, and faults can be put in: rows that yield NaN, steps th
 run out of memory.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -16,6 +15,7 @@ from quire.core.clock import VirtualClock
 from quire.core.errors import (
     ExecutorError,
     ExecutorMemoryError,
+    RowFaultError,
     StepCancelledError,
     StepTimeoutError,
 )
@@ -30,9 +30,7 @@ from quire.core.plan import (
     allows,
 )
 from quire.core.randomness import draw_bits
-from quire.executors.token_store import TokenStore
-
-_STEPS_REMEMBERED = 8
+from quire.executors.base import BLOCK_SIZE, ExecutorBase, StepSamples, TokenStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,33 +73,24 @@ class _Running:
     is_cancelled: bool = False
 
 
-@dataclass(slots=True)
-class FakeExecutor:
+@dataclass
+class FakeExecutor(ExecutorBase):
     """Deterministic, instant, and in the way of a real one: see the module's first lines."""
 
     clock: VirtualClock = field(default_factory=VirtualClock)
     num_blocks: int = 256
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     max_context: int = 4096
     vocabulary_size: int = 1000
     max_batch_size: int = 1024
     max_step_tokens: int = 65536
     cost: StepCost = field(default_factory=StepCost)
     faults: Faults = field(default_factory=Faults)
-    is_warm: bool = False
-    is_closed: bool = False
     plans: list[StepPlan] = field(default_factory=list)  # every plan, where keep_plans is set
     keep_plans: bool = False
-    _store: TokenStore = field(init=False)
-    _free_at: float = field(init=False, default=0.0)
-    _samples: OrderedDict[int, dict[int, int]] = field(init=False, default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        self._store = TokenStore(self.num_blocks, self.block_size)
-
-    @property
-    def capacity(self) -> Capacity:
-        return Capacity(
+        capacity = Capacity(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             max_context=self.max_context,
@@ -109,16 +98,18 @@ class FakeExecutor:
             max_batch_size=self.max_batch_size,
             max_step_tokens=self.max_step_tokens,
         )
+        super().__init__(capacity, is_warm=False, clock=self.clock)
+        self._store = TokenStore(self.num_blocks, self.block_size)
+        self._free_at = 0.0
+        self._samples = StepSamples()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         return {"kv": self._store.num_bytes}
-
-    def warm_up(self) -> None:
-        self.is_warm = True
-
-    def close(self) -> None:
-        self.is_closed = True
 
     def submit(self, plan: StepPlan) -> _Running:
         if self.keep_plans:
@@ -144,7 +135,8 @@ class FakeExecutor:
         self._raise_faults(ticket.plan)
         for copy in ticket.plan.copies:
             self._store.copy(copy.source, copy.target)
-        rows = self._rows(ticket.plan)
+        rows = tuple(self._row(row) for row in ticket.plan.sequences)
+        self._samples.remember(ticket.plan.step_id, rows)
         elapsed = ticket.done_at - ticket.started_at
         return StepResult(ticket.plan.step_id, ticket.started_at, elapsed, rows)
 
@@ -158,26 +150,11 @@ class FakeExecutor:
         ):
             raise ExecutorMemoryError(f"step {plan.step_id} of {tokens} tokens: out of memory")
 
-    def _rows(self, plan: StepPlan) -> tuple[SequenceResult, ...]:
-        samples: dict[int, int] = {}
-        self._samples[plan.step_id] = samples
-        while len(self._samples) > _STEPS_REMEMBERED:
-            self._samples.popitem(last=False)
-        results = []
-        for row in plan.sequences:
-            result = self._row(row)
-            if result.token is not None:
-                samples[row.sequence_id] = result.token
-            results.append(result)
-        return tuple(results)
-
     def _row(self, row: SequencePlan) -> SequenceResult:
-        if row.follows is not None:
-            sampled = self._samples[row.follows].get(row.sequence_id)
-            if sampled is None:
-                fault = f"step {row.follows} sampled nothing for it"
-                return SequenceResult(row.sequence_id, fault=fault)
-            row = row.resolved(sampled)
+        try:
+            row = self._samples.resolved(row)
+        except RowFaultError as error:
+            return SequenceResult(row.sequence_id, fault=str(error))
         self._store.write(row.block_table, row.start, row.tokens)
         scores = self._prompt_scores(row)
         if self.faults.nan(row):

@@ -1,6 +1,6 @@
 """The contract between the engine and whatever computes its steps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.core.plan import Capacity, StepPlan, StepResult
@@ -20,11 +20,19 @@ class Executor(Protocol):
     def capacity(self) -> Capacity: ...
 
     @property
+    def kernels(self) -> Sequence[str]:
+        """Names of the kernels that run, for receipts; empty where there are none to name."""
+
+    @property
+    def fallback(self) -> str | None:
+        """Why slower kernels than usual run; None where the usual ones do."""
+
+    @property
     def is_warm(self) -> bool: ...
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
-        """Memory held, by kind: weights, kv, workspace."""
+        """Memory in use, by kind: weights, kv, workspace."""
 
     def warm_up(self) -> None:
         """Compile, capture and touch what the first step would otherwise wait for."""

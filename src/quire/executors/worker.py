@@ -1,27 +1,31 @@
-"""StepWorker: runs an executor's steps in order on a thread of their own.
+"""ThreadedExecutor and StepWorker: steps run in order on a thread of their own.
 
-It is what makes a plain function of a plan two-phase: the engine plans on while the thread
-computes, a step that takes too long is reported instead of waited for, and its cancel flag is
-within reach.
+The thread makes a plain function of a plan two-phase: the engine plans on while the thread
+computes, a step that takes too long is reported instead of waited for, and it can be cancelled.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
+from quire.core.clock import Clock
 from quire.core.errors import (
     ExecutorError,
     ExecutorMemoryError,
     QuireError,
+    RowFaultError,
     StepCancelledError,
     StepTimeoutError,
 )
-from quire.core.plan import StepPlan, StepResult
+from quire.core.plan import Capacity, SequenceResult, StepPlan, StepResult
+from quire.executors.base import ExecutorBase, StepSamples
 
 
 @dataclass(slots=True)
@@ -53,7 +57,7 @@ _Queue = SimpleQueue[tuple[RunStep, StepPlan, StepTicket] | None]  # None: nothi
 
 
 class StepWorker:
-    """The two phases of an executor whose steps are one function; such executors inherit them.
+    """Submit, collect and cancel for steps that are one function.
 
     The thread is a daemon, unlike a pool's: a step that never ends must not keep the process.
     """
@@ -102,10 +106,16 @@ class StepWorker:
         self._queue.put(None)
 
 
+class RowResults(NamedTuple):
+    """What a step's rows gave, in the plan's order."""
+
+    sequences: tuple[SequenceResult, ...]
+    padding_tokens: int = 0
+
+
 @contextmanager
 def step_errors(step_id: int) -> Iterator[None]:
-    """Whatever else than an error of ours is raised by a plan that makes no sense, or by a lack of
-    memory, as an ExecutorError of that step."""
+    """Raise what is not a QuireError, such as a lack of memory, as an ExecutorError of the step."""
     try:
         yield
     except QuireError:
@@ -133,3 +143,61 @@ def _run_step(run: RunStep, plan: StepPlan, ticket: StepTicket) -> None:
         ticket.future.set_exception(ExecutorError(f"the step raised {error!r}"))
     else:
         ticket.future.set_result(result)
+
+
+class ThreadedExecutor(ExecutorBase, ABC):
+    """An executor whose steps are `_run`, called on a StepWorker's thread."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        thread_name: str,
+        *,
+        kernels: Sequence[str] = (),
+        fallback: str | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Starts the thread: to be called once `_run` can be."""
+        super().__init__(capacity, kernels=kernels, fallback=fallback, clock=clock)
+        self._samples = StepSamples()
+        self._worker = StepWorker(self._compute, thread_name)
+
+    def submit(self, plan: StepPlan) -> StepTicket:
+        return self._worker.submit(plan)
+
+    def collect(self, ticket: StepTicket, timeout_s: float | None = None) -> StepResult:
+        return self._worker.collect(ticket, timeout_s)
+
+    def cancel(self, ticket: StepTicket) -> None:
+        self._worker.cancel(ticket)
+
+    def close(self) -> None:
+        super().close()
+        self._worker.close()
+
+    @abstractmethod
+    def _run(self, plan: StepPlan, flag: CancelFlag) -> RowResults:
+        """Compute a step in which no row follows another step any more."""
+
+    def _step_errors(self, _step_id: int) -> AbstractContextManager[None]:
+        return step_errors(_step_id)
+
+    def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
+        with self._step_errors(plan.step_id):
+            started_at = self._clock.now()
+            self._check_copies(plan)
+            faults: dict[int, SequenceResult] = {}  # by index in the plan
+            rows = []
+            for index, row in enumerate(plan.sequences):
+                try:
+                    rows.append(self._samples.resolved(row))
+                except RowFaultError as error:
+                    faults[index] = SequenceResult(row.sequence_id, fault=str(error))
+            results, padding = self._run(StepPlan(plan.step_id, tuple(rows), plan.copies), flag)
+            if faults:
+                others = iter(results)
+                indices = range(len(plan.sequences))
+                results = tuple(faults.get(index) or next(others) for index in indices)
+            self._samples.remember(plan.step_id, results)
+            elapsed = self._clock.now() - started_at
+            return StepResult(plan.step_id, started_at, elapsed, results, padding)

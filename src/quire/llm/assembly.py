@@ -13,7 +13,7 @@ from quire.executors.cpu import has_native_module
 from quire.executors.protocol import Executor
 from quire.executors.reference import ReferenceExecutor
 from quire.llm import cpu_assembly, cuda_assembly
-from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan
+from quire.llm.kv_memory import MemoryPlan
 from quire.llm.machine import available_memory
 from quire.loader.defaults import resolve
 from quire.loader.reading import read_capped
@@ -258,7 +258,6 @@ def _reference_executor(model: Model, num_blocks: int) -> Executor:
     return ReferenceExecutor(
         model,
         num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
         max_batch_size=_ANY_SIZE,
         max_step_tokens=_ANY_SIZE,
     )

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
+from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu import check_native_module, check_unit
 from quire.executors.cpu.lowering import Threads, kv_bytes_per_token, weight_bytes, workspace_bytes
 from quire.executors.protocol import Executor
-from quire.llm.kv_memory import BLOCK_SIZE, USUAL_BYTES, MemoryPlan
+from quire.llm.kv_memory import USUAL_BYTES, MemoryPlan
 from quire.llm.machine import available_memory, resident_memory, usable_cores
 from quire.model.loading import Model
 

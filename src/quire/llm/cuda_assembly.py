@@ -7,8 +7,9 @@ import sys
 from typing import Any
 
 from quire.core.errors import ConfigError, UnsupportedModelError
+from quire.executors.base import BLOCK_SIZE
 from quire.executors.protocol import Executor
-from quire.llm.kv_memory import BLOCK_SIZE, MemoryPlan, parse_bytes
+from quire.llm.kv_memory import MemoryPlan, parse_bytes
 from quire.model.loading import Model, memory_estimate
 
 # Buffers and graphs are made for so many at least: asking for more later costs nothing.

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
+from quire.executors.base import BLOCK_SIZE
 
-BLOCK_SIZE = 16  # tokens
 USUAL_BYTES = 2 << 30
 
 _UNITS = {

@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu.native import native
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 UNITS = native.units()
-BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)

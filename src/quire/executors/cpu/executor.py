@@ -3,35 +3,22 @@
 import threading
 from collections.abc import Callable, Mapping
 
-from quire.core.clock import Clock, RealClock
-from quire.core.errors import ConfigError, RowFaultError, StepCancelledError
-from quire.core.plan import (
-    Capacity,
-    SequencePlan,
-    SequenceResult,
-    StepPlan,
-    StepResult,
-    TokenLogprob,
-    Want,
-)
+from quire.core.clock import Clock
+from quire.core.errors import StepCancelledError
+from quire.core.plan import SequencePlan, SequenceResult, StepPlan, TokenLogprob, Want
+from quire.executors.base import model_capacity
 from quire.executors.cpu.lowering import Threads, lower, rope_tables
 from quire.executors.cpu.native import SampleRequests, check_unit, units
-from quire.executors.plan_checks import check_copies
-from quire.executors.samples import StepSamples
-from quire.executors.worker import CancelFlag, StepTicket, StepWorker, step_errors
+from quire.executors.worker import CancelFlag, RowResults, StepTicket, ThreadedExecutor
 from quire.model.loading import Model
-
-BLOCK_SIZE = 16  # tokens; the kernels know no other
 
 _TOUCHED_AHEAD = 256 << 20  # bytes of the cache that the system gives before they are used
 _FIRST_POSITIONS = 4096  # of the rope tables, which grow when needed
 
 
-class CpuExecutor(StepWorker):
+class CpuExecutor(ThreadedExecutor):
     """Weights stay in their blocks; a row's bits depend on that row alone, on any number of
     threads and in every instruction set."""
-
-    fallback: str | None = None
 
     def __init__(
         self,
@@ -48,54 +35,33 @@ class CpuExecutor(StepWorker):
         clock: Clock | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
-        if num_blocks < 1:
-            raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
-        spec = model.spec
-        self._spec = spec
-        self._clock = clock or RealClock()
-        best = units()[-1]
+        self._spec = model.spec
+        capacity = model_capacity(model.spec, num_blocks, max_batch_size, max_step_tokens)
+        self._max_context = capacity.max_context
         self._decoder = lower(
-            spec,
+            model.spec,
             model.tensors,
             threads,
-            unit=check_unit(unit) if unit else best,
+            unit=check_unit(unit) if unit else units()[-1],
             per_token_scale=per_token_scale,
             on_progress=on_progress,
         )
         self._decoder.allocate_cache(num_blocks, kv_int8, touched_ahead)
-        self._capacity = Capacity(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            max_context=min(spec.context_length, num_blocks * BLOCK_SIZE),
-            vocabulary_size=spec.vocabulary_size,
-            max_batch_size=max_batch_size,
-            max_step_tokens=max_step_tokens,
-        )
         self._running: CancelFlag | None = None  # of the step that computes
         self._running_lock = threading.Lock()
         self._num_positions = 0
-        self._reach(min(_FIRST_POSITIONS, self._capacity.max_context))
+        self._extend_rope(min(_FIRST_POSITIONS, self._max_context))
         self._requests = SampleRequests()
-        self._samples = StepSamples()
         formats = {tensor.format.name for tensor in model.tensors.values()}
-        self.kernels = [f"cpu/{self._decoder.unit}/{name}" for name in sorted(formats)]
-        if best == "portable" and not unit:
-            self.fallback = "this CPU has no AVX2: the portable kernels run, slowly"
-        super().__init__(self._compute, "quire-cpu")
-
-    @property
-    def capacity(self) -> Capacity:
-        return self._capacity
+        kernels = [f"cpu/{self.unit}/{name}" for name in sorted(formats)]
+        fallback = None if unit else _fallback()
+        super().__init__(capacity, "quire-cpu", kernels=kernels, fallback=fallback, clock=clock)
 
     @property
     def unit(self) -> str:
         """The instruction set whose kernels run."""
         unit: str = self._decoder.unit
         return unit
-
-    @property
-    def is_warm(self) -> bool:
-        return True
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
@@ -117,16 +83,13 @@ class CpuExecutor(StepWorker):
         touched: int = self._decoder.touched_bytes
         return touched
 
-    def warm_up(self) -> None:
-        """The first step waits for nothing: weights are packed when the executor is made."""
-
     def close(self) -> None:
         super().close()
         self._decoder.stop_touching()
 
     def cancel(self, ticket: StepTicket) -> None:
         super().cancel(ticket)
-        with self._running_lock:  # so that no other step can have taken its place
+        with self._running_lock:  # so that the step that runs stays the same meanwhile
             if self._running is ticket.flag:
                 self._decoder.set_cancelled(True)
 
@@ -137,37 +100,13 @@ class CpuExecutor(StepWorker):
 
     # ---- a step
 
-    def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
-        with step_errors(plan.step_id):
-            return self._computed(plan, flag)
-
-    def _computed(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
-        started_at = self._clock.now()
-        check_copies(plan, self._capacity.num_blocks)
-        faults: dict[int, SequenceResult] = {}  # by place in the plan
-        sequences = []
-        for place, sequence in enumerate(plan.sequences):
-            try:
-                sequences.append(self._samples.resolved(sequence))
-            except RowFaultError as error:
-                faults[place] = SequenceResult(sequence.sequence_id, fault=str(error))
-        results = self._run_sound(plan, tuple(sequences), flag)
-        if faults:
-            others = iter(results)
-            places = range(len(plan.sequences))
-            results = tuple(faults.get(place) or next(others) for place in places)
-        self._samples.remember(plan.step_id, results)
-        return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
-
-    def _run_sound(
-        self, plan: StepPlan, sequences: tuple[SequencePlan, ...], flag: CancelFlag
-    ) -> tuple[SequenceResult, ...]:
-        ends = [sequence.end for sequence in sequences]
-        self._reach(min(max(ends, default=0), self._capacity.max_context))
+    def _run(self, plan: StepPlan, flag: CancelFlag) -> RowResults:
+        longest = max([row.end for row in plan.sequences], default=0)
+        self._extend_rope(min(longest, self._max_context))
         self._set_running(flag)
         try:
             flag.check()  # it may have been raised before the step could be stopped
-            return self._run_native(plan, sequences)
+            return self._run_native(plan)
         finally:
             self._set_running(None)
 
@@ -176,36 +115,41 @@ class CpuExecutor(StepWorker):
             self._running = flag
             self._decoder.set_cancelled(False)
 
-    def _run_native(
-        self, plan: StepPlan, sequences: tuple[SequencePlan, ...]
-    ) -> tuple[SequenceResult, ...]:
+    def _run_native(self, plan: StepPlan) -> RowResults:
+        rows = plan.sequences
         outcomes = self._decoder.step(
-            sequences,
-            [self._request(sequence) for sequence in sequences],
-            [_num_target_logprobs(sequence) for sequence in sequences],
+            rows,
+            [self._request(row) for row in rows],
+            [_num_target_logprobs(row) for row in rows],
             plan.copies,
-            self._capacity.max_context,
-            self._capacity.num_blocks,
+            self._max_context,
+            self.capacity.num_blocks,
         )
         if outcomes is None:
             raise StepCancelledError(f"step {plan.step_id} was cancelled")
-        return tuple(
-            _result(sequence, *outcome)
-            for sequence, outcome in zip(sequences, outcomes, strict=True)
+        return RowResults(
+            tuple(_result(row, *outcome) for row, outcome in zip(rows, outcomes, strict=True))
         )
 
     def _request(self, plan: SequencePlan) -> object:
         samples = plan.want == Want.SAMPLE and plan.sampling is not None
         return self._requests.request(plan) if samples else None
 
-    def _reach(self, num_positions: int) -> None:
-        """Have the rope tables hold so many positions."""
+    def _extend_rope(self, num_positions: int) -> None:
+        """Have the rope tables hold at least so many positions."""
         if num_positions <= self._num_positions:
             return
         wanted = max(num_positions, 2 * self._num_positions)
-        self._num_positions = min(wanted, self._capacity.max_context)
+        self._num_positions = min(wanted, self._max_context)
         tables = rope_tables(self._spec, self._num_positions)
         self._decoder.set_rope(*tables, self._num_positions)
+
+
+def _fallback() -> str | None:
+    """Why the best kernels that run here are slow ones; None where they are not."""
+    if units()[-1] == "portable":
+        return "this CPU has no AVX2: the portable kernels run, slowly"
+    return None
 
 
 def _num_target_logprobs(plan: SequencePlan) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.attending import (
     SPLIT,
     Attended,
@@ -17,7 +18,6 @@ from quire.executors.cuda.attending import (
 )
 from quire.executors.cuda.planes import Array, padded, to_natural_order
 
-BLOCK_SIZE = 16
 LENGTHS = (1, 5, 16, 63, 64, 65, 200, 512, 513, 700, 1100)  # of sequences
 CHUNK = 20  # tokens of each that the step computes: 182 together
 _FEW, _MANY = 256, 512  # tokens a step, with what pads it

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.attending import SPLIT, Attended, Layer, TokenTiles, attention_for
 from quire.executors.cuda.kernels import layers, plain
 from quire.executors.cuda.planes import Array, padded
@@ -16,7 +17,6 @@ from quire.executors.cuda.products import Products, powers
 from quire.executors.cuda.weights import LayerWeights, Linear, ModelWeights
 from quire.model.spec import ModelSpec
 
-BLOCK_SIZE = 16  # tokens a block of the cache
 _HEADS_AT_ONCE = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _NORM_COLUMNS = 128  # a warp, up to 32 warps

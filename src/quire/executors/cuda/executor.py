@@ -6,14 +6,13 @@ may be submitted before the one it follows is collected.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from quire.core.clock import Clock, RealClock
+from quire.core.clock import Clock
 from quire.core.errors import (
     ConfigError,
     ExecutorError,
@@ -22,17 +21,11 @@ from quire.core.errors import (
     StepCancelledError,
     StepTimeoutError,
 )
-from quire.core.plan import (
-    Capacity,
-    SequencePlan,
-    SequenceResult,
-    StepPlan,
-    StepResult,
-    Want,
-)
+from quire.core.plan import StepPlan, StepResult, Want
 from quire.core.sampling import MAX_LOGPROBS
+from quire.executors.base import ExecutorBase, model_capacity
 from quire.executors.cuda import sampling
-from quire.executors.cuda.decoder import BLOCK_SIZE, Decoder, KVBlocks, Limits
+from quire.executors.cuda.decoder import Decoder, KVBlocks, Limits
 from quire.executors.cuda.graphs import Runner
 from quire.executors.cuda.memory import (
     allocate_blocks,
@@ -47,12 +40,10 @@ from quire.executors.cuda.planes import Array, to_natural_order
 from quire.executors.cuda.products import products_for
 from quire.executors.cuda.sampling import SampleRow, is_plain
 from quire.executors.cuda.step_input import PackedRow
-from quire.executors.cuda.tickets import CudaTicket, StepRow, plain_results, result_of
+from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, results_of
 from quire.executors.cuda.weights import Loader, check_model, packed_bytes
-from quire.executors.plan_checks import check_copies
 from quire.model.loading import Model
 
-_STEPS_REMEMBERED = 8  # whose samples later steps may follow
 _PARTS_APART_TOKENS = 16
 _POLL_S = 2e-5
 
@@ -81,41 +72,26 @@ def check_fits(model: Model, device: str = "cuda") -> None:
         check_weights(packed_bytes(model.tensors), device)
 
 
-class CudaExecutor:
+class CudaExecutor(ExecutorBase):
     """Runs a model's block weights on one NVIDIA GPU (or, in tests, with Triton's interpreter)."""
-
-    fallback: str | None = None
 
     def __init__(
         self, model: Model, config: CudaConfig | None = None, clock: Clock | None = None
     ) -> None:
-        self._config = config or CudaConfig()
-        self._clock = clock or RealClock()
-        self._device = self._config.device
+        """Allocates in this order: weights, buffers of a step, the sampler's share, KV cache."""
+        self._config = config = config or CudaConfig()
         spec = self._spec = model.spec
+        self._device = config.device
+        self._is_gpu = config.device != "cpu"
         check_fits(model, self._device)
-        self._is_gpu = self._device != "cpu"
         with weights_memory(self._device, packed_bytes(model.tensors)):
             self._weights = Loader(spec, model.tensors, self._device).load()
         products = products_for(self._device)
-        if self._is_gpu and products.name.startswith("plain"):
-            self.fallback = "no Hopper GPU (compute capability 9.0): plain Triton products"
-        if not self._config.invariant:
-            products.name += ", not batch-invariant"
-        self._kernels = [products.name, *(f"{name} planes" for name in self._weights.formats)]
-        config = self._config
-        ring = config.max_batch_size * (_STEPS_REMEMBERED + 2)
-        self._samples_ring = torch.zeros(ring, dtype=torch.int32, device=self._device)
-        limits = Limits(
-            num_tokens=config.max_step_tokens,
-            num_rows=config.max_batch_size,
-            parts_apart_tokens=min(_PARTS_APART_TOKENS, config.max_step_tokens),
-            max_context=max_context(spec, config.num_blocks, config.kv_bytes, self._device),
-            invariant=config.invariant,
-        )
+        self._samples = SampleRing(config.max_batch_size, self._device)
+        limits = self._limits()
         with buffers_memory(self._device):
             self._decoder = Decoder(
-                spec, self._weights, products, limits, self._samples_ring, self._device
+                spec, self._weights, products, limits, self._samples.tokens, self._device
             )
         self._rows_sampled_at_once = rows_sampled_at_once(
             spec.vocabulary_size, config.max_batch_size, self._device
@@ -126,36 +102,37 @@ class CudaExecutor:
             self._blocks: KVBlocks = allocate_blocks(
                 spec, config.num_blocks, config.kv_bytes, self._device
             )
-        num_blocks = int(self._blocks.keys.shape[1])
-        self._capacity = Capacity(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            max_context=min(spec.context_length, num_blocks * BLOCK_SIZE),
-            vocabulary_size=spec.vocabulary_size,
-            max_batch_size=config.max_batch_size,
-            max_step_tokens=config.max_step_tokens,
-        )
         self._runner = Runner(self._decoder, self._blocks, limits, self._device, stream)
-        self._next_slot = 0
-        self._slots: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
-        self._faulted: dict[int, set[int]] = {}  # by step, the sequences it gave no token
-        self._ended_at = float("-inf")
-        self._is_warm = False
-        self._is_closed = False
+        self._ended_at = float("-inf")  # of the step that was collected last
+        num_blocks = int(self._blocks.keys.shape[1])
+        super().__init__(
+            model_capacity(spec, num_blocks, config.max_batch_size, config.max_step_tokens),
+            kernels=self._kernel_names(products.name),
+            fallback=self._fallback(products.name),
+            is_warm=False,
+            clock=clock,
+        )
+
+    def _limits(self) -> Limits:
+        config = self._config
+        return Limits(
+            num_tokens=config.max_step_tokens,
+            num_rows=config.max_batch_size,
+            parts_apart_tokens=min(_PARTS_APART_TOKENS, config.max_step_tokens),
+            max_context=max_context(self._spec, config.num_blocks, config.kv_bytes, self._device),
+            invariant=config.invariant,
+        )
+
+    def _kernel_names(self, products: str) -> list[str]:
+        name = products if self._config.invariant else f"{products}, not batch-invariant"
+        return [name, *(f"{name} planes" for name in self._weights.formats)]
+
+    def _fallback(self, products: str) -> str | None:
+        if self._is_gpu and products.startswith("plain"):
+            return "no Hopper GPU (compute capability 9.0): plain Triton products"
+        return None
 
     # ---- the contract
-
-    @property
-    def capacity(self) -> Capacity:
-        return self._capacity
-
-    @property
-    def is_warm(self) -> bool:
-        return self._is_warm
-
-    @property
-    def kernels(self) -> list[str]:
-        return self._kernels
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
@@ -167,22 +144,21 @@ class CudaExecutor:
 
     def warm_up(self) -> None:
         """Compile every kernel and capture every graph."""
-        if not self._is_warm:
+        if not self.is_warm:
             self._runner.warm_up()
-            self._is_warm = True
+            super().warm_up()
 
     def _rehearse_sampling(self) -> None:
         """Take the memory, and compile the kernels, that the most demanding rows will want."""
         count = self._rows_sampled_at_once
         logits = self._decoder.logits[self._integers(range(count))]
         row = sampling.most_demanding_row(self._spec.vocabulary_size)
-        tokens, _ = sampling.choose(logits, [row] * count, self._samples_ring)
+        tokens, _ = sampling.choose(logits, [row] * count, self._samples.tokens)
         sampling.score(logits, tokens, MAX_LOGPROBS)
 
     def submit(self, plan: StepPlan) -> CudaTicket:
-        if self._is_closed:
-            raise ExecutorError("the executor is closed")
-        if not self._is_warm:
+        self._check_open()
+        if not self.is_warm:
             raise ExecutorError(
                 "the CUDA executor is not warm: call warm_up() before the first step, or every "
                 "size of batch would wait for its kernels"
@@ -198,10 +174,7 @@ class CudaExecutor:
         ended_at = self._clock.now()
         if ticket.is_cancelled:
             raise StepCancelledError(f"step {ticket.plan.step_id} was cancelled")
-        results = plain_results(ticket)
-        if results is None or self._follows_a_fault(ticket):
-            results = tuple(result_of(ticket, row, self._has_faulted) for row in ticket.rows)
-            self._remember_faults(ticket, results)
+        results = results_of(ticket, self._samples)
         elapsed = ended_at - max(ticket.submitted_at, self._ended_at)
         if ticket.begun is not None:
             elapsed = ticket.begun.elapsed_time(ticket.done) / 1000
@@ -209,28 +182,13 @@ class CudaExecutor:
         started = ended_at - elapsed
         return StepResult(ticket.plan.step_id, started, elapsed, results, ticket.num_padding)
 
-    def _remember_faults(self, ticket: CudaTicket, results: tuple[SequenceResult, ...]) -> None:
-        """Rows that follow these have no token to begin with."""
-        failed = {result.sequence_id for result in results if result.fault is not None}
-        if failed:
-            self._faulted.setdefault(ticket.plan.step_id, set()).update(failed)
-        while len(self._faulted) > _STEPS_REMEMBERED:
-            del self._faulted[next(iter(self._faulted))]
-
-    def _follows_a_fault(self, ticket: CudaTicket) -> bool:
-        return bool(self._faulted) and any(row.plan.follows in self._faulted for row in ticket.rows)
-
-    def _has_faulted(self, plan: SequencePlan) -> bool:
-        assert plan.follows is not None
-        return plan.sequence_id in self._faulted.get(plan.follows, ())
-
     def cancel(self, ticket: CudaTicket) -> None:
-        """A replayed graph cannot be stopped; a step ends in milliseconds, and then counts not."""
+        """A replayed graph cannot be stopped: the step ends, and its results are dropped."""
         ticket.is_cancelled = True
 
     def close(self) -> None:
         if not self._is_closed:
-            self._is_closed = True
+            super().close()
             self._runner.close()
 
     def _wait(self, ticket: CudaTicket, timeout_s: float | None) -> None:
@@ -249,7 +207,7 @@ class CudaExecutor:
     # ---- submitting
 
     def _submit(self, plan: StepPlan) -> CudaTicket:
-        check_copies(plan, self._capacity.num_blocks)
+        self._check_copies(plan)
         ticket = CudaTicket(plan, [], submitted_at=self._clock.now())
         runner = self._runner
         packed = self._pack(ticket)
@@ -263,16 +221,16 @@ class CudaExecutor:
         return ticket
 
     def _pack(self, ticket: CudaTicket) -> list[PackedRow]:
-        """The sound rows' places in the step; the others get their fault."""
+        """Which tokens of the step are each sound row's; the others get their fault."""
         packed: list[PackedRow] = []
         first = 0
         for plan in ticket.plan.sequences:
             row = StepRow(plan)
             ticket.rows.append(row)
             try:
-                source = None if plan.follows is None else self._source(plan)
+                source = None if plan.follows is None else self._samples.slot_of(plan)
                 end = plan.start + len(plan.tokens) + (plan.follows is not None)
-                self._check(plan, end)
+                self._check_row(plan, end)
             except RowFaultError as error:
                 row.fault = str(error)
                 continue
@@ -280,47 +238,21 @@ class CudaExecutor:
             row.packed = PackedRow(plan, first, last, source)
             packed.append(row.packed)
             first = last + 1
-        if first > self._capacity.max_step_tokens:
+        if first > self.capacity.max_step_tokens:
             raise ExecutorError(
-                f"the step has {first} tokens; this executor takes {self._capacity.max_step_tokens}"
+                f"the step has {first} tokens; this executor takes {self.capacity.max_step_tokens}"
             )
         return packed
 
-    def _source(self, plan: SequencePlan) -> int:
-        """Where the token is that a row follows."""
-        assert plan.follows is not None
-        slot = self._slots.get(plan.follows, {}).get(plan.sequence_id)
-        if slot is None or self._has_faulted(plan):
-            raise RowFaultError(f"step {plan.follows} sampled no token for this sequence")
-        return slot
-
-    def _check(self, plan: SequencePlan, end: int) -> None:
-        capacity = self._capacity
-        for token in (*plan.tokens, *plan.prompt_targets):
-            if not 0 <= token < capacity.vocabulary_size:
-                raise RowFaultError(
-                    f"token {token} is outside the vocabulary of {capacity.vocabulary_size}"
-                )
-        if end <= plan.start or plan.start < 0 or end > capacity.max_context:
-            raise RowFaultError(
-                f"positions {plan.start} to {end} are not within the context of "
-                f"{capacity.max_context}"
-            )
-        blocks = plan.block_table[: -(-end // BLOCK_SIZE)]
-        if len(blocks) * BLOCK_SIZE < end:
-            raise RowFaultError(f"{len(blocks)} blocks do not hold {end} positions")
-        if min(blocks) < 0 or max(blocks) >= capacity.num_blocks:
-            raise RowFaultError(f"the block table {blocks} leaves the {capacity.num_blocks} blocks")
-
     def _run(self, ticket: CudaTicket, packed: list[PackedRow]) -> None:
         sampled = [row for row in ticket.rows if row.packed and row.plan.want is Want.SAMPLE]
-        slots = self._take_slots(ticket.plan.step_id, sampled)
+        slots = self._samples.take(ticket.plan.step_id, sampled)
         last = [row.packed.last for row in sampled if row.packed]
         num_tokens = packed[-1].last + 1
         padding = self._runner.run(packed, num_tokens, last, slots)
         ticket.num_padding = padding
-        for place, row in enumerate(sampled):
-            row.answer = place
+        for index, row in enumerate(sampled):
+            row.answer = index
         ticket.is_plain = self._sample(sampled, slots) and len(sampled) == len(ticket.rows)
         for row in ticket.rows:
             plan = row.plan
@@ -328,23 +260,10 @@ class CudaExecutor:
                 self._more_wants(row)
         ticket.answers, ticket.finite = self._runner.fetch(len(sampled), num_tokens)
 
-    def _take_slots(self, step_id: int, rows: list[StepRow]) -> list[int]:
-        """Places for a step's samples; those of old steps are used again."""
-        ring = int(self._samples_ring.shape[0])
-        known = self._slots.setdefault(step_id, {})
-        slots = []
-        for row in rows:
-            slots.append(self._next_slot)
-            known[row.plan.sequence_id] = self._next_slot
-            self._next_slot = (self._next_slot + 1) % ring
-        while len(self._slots) > _STEPS_REMEMBERED:
-            self._slots.popitem(last=False)
-        return slots
-
     def _sample(self, rows: list[StepRow], slots: list[int]) -> bool:
-        """Overwrite the likeliest tokens where more was asked for; whether it was for none."""
+        """Overwrite the likeliest tokens of rows that are not greedy and plain; whether all are."""
         asked = []
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             plan = row.plan
             assert plan.sampling is not None and row.packed is not None, "a sample without a how"
             if not is_plain(plan):
@@ -355,14 +274,12 @@ class CudaExecutor:
                     row.packed.source,
                     plan.allowed,
                 )
-                asked.append((place, how))
+                asked.append((index, how))
         if not asked:
             return not any(row.plan.prompt_targets for row in rows)
-        for place, how in asked:
-            self._check_sampling(rows[place], how)
+        for index, how in asked:
+            self._check_sampling(rows[index], how)
         asked = [entry for entry in asked if rows[entry[0]].fault is None]
-        if not asked:
-            return False
         for start in range(0, len(asked), self._rows_sampled_at_once):
             self._sample_some(rows, slots, asked[start : start + self._rows_sampled_at_once])
         return False
@@ -371,22 +288,22 @@ class CudaExecutor:
         self, rows: list[StepRow], slots: list[int], asked: list[tuple[int, SampleRow]]
     ) -> None:
         """So few rows that the sampler's arrays fit the memory set aside for them."""
-        places = self._integers([place for place, _ in asked])
-        logits = self._decoder.logits[places]
-        tokens, outcome = sampling.choose(logits, [how for _, how in asked], self._samples_ring)
-        own_slots = self._integers([slots[place] for place, _ in asked])
-        self._samples_ring[own_slots] = tokens.to(torch.int32)
-        self._decoder.answers[places, 0] = tokens.to(torch.int32)
-        self._decoder.answers[places, 1] = outcome.to(torch.int32)
+        indices = self._integers([index for index, _ in asked])
+        logits = self._decoder.logits[indices]
+        tokens, outcome = sampling.choose(logits, [how for _, how in asked], self._samples.tokens)
+        own_slots = self._integers([slots[index] for index, _ in asked])
+        self._samples.tokens[own_slots] = tokens.to(torch.int32)
+        self._decoder.answers[indices, 0] = tokens.to(torch.int32)
+        self._decoder.answers[indices, 1] = outcome.to(torch.int32)
         scored = [
             at for at, (_, how) in enumerate(asked) if how.sampling.params.logprobs is not None
         ]
         if scored:
-            index = self._integers(scored)
+            chosen = self._integers(scored)
             most = max(asked[at][1].sampling.params.logprobs or 0 for at in scored)
-            scores = sampling.score(logits[index], tokens[index], most).on_host()
-            for place, at in enumerate(scored):
-                rows[asked[at][0]].scores = (scores, place)
+            scores = sampling.score(logits[chosen], tokens[chosen], most).on_host()
+            for index, at in enumerate(scored):
+                rows[asked[at][0]].scores = (scores, index)
 
     def _integers(self, values: Sequence[int]) -> Array:
         """On the device, without waiting for what runs there."""
@@ -394,7 +311,7 @@ class CudaExecutor:
 
     def _check_sampling(self, row: StepRow, how: SampleRow) -> None:
         """Token ids that the sampler would write to must be in the vocabulary."""
-        size = self._capacity.vocabulary_size
+        size = self.capacity.vocabulary_size
         params = how.sampling.params
         named = list(params.logit_bias)
         if how.completion_position < params.min_tokens:
@@ -418,7 +335,7 @@ class CudaExecutor:
         plan = row.plan
         targets = plan.prompt_targets
         num_top = (plan.sampling.params.prompt_logprobs or 0) if plan.sampling is not None else 0
-        step = self._capacity.max_batch_size
+        step = self.capacity.max_batch_size
         for start in range(0, plan.num_new_tokens, step):
             count = min(step, plan.num_new_tokens - start)
             logits = self._runner.logits_of(packed.first + start, count)

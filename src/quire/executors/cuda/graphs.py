@@ -10,8 +10,9 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
+from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.attending import SPLIT
-from quire.executors.cuda.decoder import BLOCK_SIZE, BodyShape, Decoder, KVBlocks, Limits
+from quire.executors.cuda.decoder import BodyShape, Decoder, KVBlocks, Limits
 from quire.executors.cuda.planes import Array
 from quire.executors.cuda.step_input import Integers, Layout, PackedRow, pack_body
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from quire.core.errors import ConfigError
-from quire.executors.cuda.decoder import BLOCK_SIZE, KVBlocks, kv_block_bytes
+from quire.executors.base import BLOCK_SIZE
+from quire.executors.cuda.decoder import KVBlocks, kv_block_bytes
 from quire.model.spec import ModelSpec
 
 _KEPT_FREE = 1 << 30  # for graphs, kernels' code and whoever else uses the GPU

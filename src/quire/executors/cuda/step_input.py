@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.core.plan import SequencePlan
-from quire.executors.cuda.decoder import BLOCK_SIZE, BodyInput
+from quire.executors.base import BLOCK_SIZE
+from quire.executors.cuda.decoder import BodyInput
 from quire.executors.cuda.planes import Array
 
 Integers = npt.NDArray[np.int32]

@@ -1,11 +1,13 @@
-"""A step under way: what was asked of each row, where its answers will be, what they come to."""
+"""A submitted step: its rows and results, and the device slots of what it sampled."""
 
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, TokenLogprob
+from quire.executors.base import STEPS_REMEMBERED, no_sample
 from quire.executors.cuda import sampling
 from quire.executors.cuda.planes import Array
 from quire.executors.cuda.sampling import Scores
@@ -17,8 +19,6 @@ _FAULTS = {
     sampling.TOO_LARGE: "the penalties make the logits infinite",
 }
 
-HasFaulted = Callable[[SequencePlan], bool]  # whether the step that a row follows failed for it
-
 
 @dataclass(slots=True)
 class StepRow:
@@ -29,7 +29,7 @@ class StepRow:
     packed: PackedRow | None = None
     answer: int | None = None  # its row of the head
     # On the host once the step is done:
-    scores: tuple[Scores, int] | None = None  # of its sample, with its place there
+    scores: tuple[Scores, int] | None = None  # of its sample, and its index in them
     prompt_scores: list[Scores] = field(default_factory=list)
     logits: list[Array] = field(default_factory=list)
     pooled: Array | None = None
@@ -49,9 +49,73 @@ class CudaTicket:
     is_cancelled: bool = False
 
 
-def plain_results(ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
-    """The results where every row was sampled, is sound and asked for no more: the usual step,
-    without a look at each row. None for any other."""
+class SampleRing:
+    """Sampled tokens in slots on the device, where rows that follow a step read them.
+
+    Slots of steps that nobody can follow any more are used again.
+    """
+
+    def __init__(self, max_batch_size: int, device: str) -> None:
+        size = max_batch_size * (STEPS_REMEMBERED + 2)
+        self.tokens = torch.zeros(size, dtype=torch.int32, device=device)
+        self._size = size
+        self._next = 0
+        self._slots: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
+        self._faulted: dict[int, set[int]] = {}  # by step, the sequences it gave no token
+
+    def take(self, step_id: int, rows: Sequence[StepRow]) -> list[int]:
+        """Slots for a step's samples."""
+        known = self._slots.setdefault(step_id, {})
+        slots = []
+        for row in rows:
+            slots.append(self._next)
+            known[row.plan.sequence_id] = self._next
+            self._next = (self._next + 1) % self._size
+        while len(self._slots) > STEPS_REMEMBERED:
+            self._slots.popitem(last=False)
+        return slots
+
+    def slot_of(self, plan: SequencePlan) -> int:
+        """The slot of the token that a row follows; RowFaultError where there is none."""
+        assert plan.follows is not None
+        slot = self._slots.get(plan.follows, {}).get(plan.sequence_id)
+        if slot is None or self.has_faulted(plan):
+            raise no_sample(plan.follows)
+        return slot
+
+    def has_faulted(self, plan: SequencePlan) -> bool:
+        """Whether the step that a row follows turned out to have no token for it."""
+        return (
+            plan.follows is not None
+            and bool(self._faulted)
+            and plan.sequence_id in self._faulted.get(plan.follows, ())
+        )
+
+    def follows_fault(self, rows: Sequence[StepRow]) -> bool:
+        """Whether any row follows a step in which a row failed."""
+        return bool(self._faulted) and any(row.plan.follows in self._faulted for row in rows)
+
+    def remember_faults(self, step_id: int, results: Sequence[SequenceResult]) -> None:
+        """Rows that follow these have no token to begin with."""
+        failed = {result.sequence_id for result in results if result.fault is not None}
+        if failed:
+            self._faulted.setdefault(step_id, set()).update(failed)
+        while len(self._faulted) > STEPS_REMEMBERED:
+            del self._faulted[next(iter(self._faulted))]
+
+
+def results_of(ticket: CudaTicket, samples: SampleRing) -> tuple[SequenceResult, ...]:
+    """The results of a step that is done; what failed in it is noted for the rows that follow."""
+    results = _plain_results(ticket)
+    if results is None or samples.follows_fault(ticket.rows):
+        results = tuple(_result(ticket, row, samples) for row in ticket.rows)
+        samples.remember_faults(ticket.plan.step_id, results)
+    return results
+
+
+def _plain_results(ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
+    """The results where every row was sampled, is sound and asked for nothing else: the usual
+    step, without Python work for each row beyond its result. None for any other step."""
     answers, finite = ticket.answers, ticket.finite
     if not ticket.is_plain or answers is None or finite is None:
         return None
@@ -66,9 +130,9 @@ def plain_results(ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
     )
 
 
-def result_of(ticket: CudaTicket, row: StepRow, has_faulted: HasFaulted) -> SequenceResult:
+def _result(ticket: CudaTicket, row: StepRow, samples: SampleRing) -> SequenceResult:
     plan = row.plan
-    fault = row.fault or _late_fault(ticket, row, has_faulted)
+    fault = row.fault or _late_fault(ticket, row, samples)
     if fault is not None:
         return SequenceResult(plan.sequence_id, fault=fault)
     token = logprob = None
@@ -86,12 +150,12 @@ def result_of(ticket: CudaTicket, row: StepRow, has_faulted: HasFaulted) -> Sequ
     return SequenceResult(plan.sequence_id, token, logprob, prompt, logits, pooled)
 
 
-def _late_fault(ticket: CudaTicket, row: StepRow, has_faulted: HasFaulted) -> str | None:
-    """What only the device could tell."""
+def _late_fault(ticket: CudaTicket, row: StepRow, samples: SampleRing) -> str | None:
+    """The fault of a row that was found on the device, if any."""
     plan, packed = row.plan, row.packed
     assert packed is not None and ticket.finite is not None
-    if plan.follows is not None and has_faulted(plan):
-        return f"step {plan.follows} sampled no token for this sequence"
+    if plan.follows is not None and samples.has_faulted(plan):
+        return str(no_sample(plan.follows))
     if not ticket.finite[packed.first : packed.last + 1].all():
         return "the hidden state is not finite"
     if row.answer is not None:
@@ -105,18 +169,18 @@ def _late_fault(ticket: CudaTicket, row: StepRow, has_faulted: HasFaulted) -> st
 def _sample_score(row: StepRow, token: int) -> TokenLogprob | None:
     if row.scores is None:
         return None
-    scores, place = row.scores
+    scores, index = row.scores
     assert row.plan.sampling is not None
     num_top = row.plan.sampling.params.logprobs or 0
-    return _entry(scores, place, token, num_top)
+    return _entry(scores, index, token, num_top)
 
 
 def _entries(scores: Scores, targets: Iterator[int], num_top: int) -> list[TokenLogprob]:
     count = len(scores.logprobs)
-    return [_entry(scores, place, next(targets), num_top) for place in range(count)]
+    return [_entry(scores, index, next(targets), num_top) for index in range(count)]
 
 
-def _entry(scores: Scores, place: int, token: int, num_top: int) -> TokenLogprob:
-    tokens = scores.top_tokens[place, :num_top].tolist()
-    top = tuple(zip(tokens, scores.top_logprobs[place, :num_top].tolist(), strict=True))
-    return TokenLogprob(token, float(scores.logprobs[place]), int(scores.ranks[place]), top)
+def _entry(scores: Scores, index: int, token: int, num_top: int) -> TokenLogprob:
+    tokens = scores.top_tokens[index, :num_top].tolist()
+    top = tuple(zip(tokens, scores.top_logprobs[index, :num_top].tolist(), strict=True))
+    return TokenLogprob(token, float(scores.logprobs[index]), int(scores.ranks[index]), top)

@@ -5,33 +5,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.core.clock import Clock, RealClock
-from quire.core.errors import ConfigError, RowFaultError
-from quire.core.plan import (
-    Capacity,
-    SequencePlan,
-    SequenceResult,
-    StepPlan,
-    StepResult,
-    TokenLogprob,
-    Want,
-)
-from quire.executors.plan_checks import check_copies
+from quire.core.clock import Clock
+from quire.core.errors import RowFaultError
+from quire.core.plan import SequencePlan, SequenceResult, StepPlan, TokenLogprob, Want
+from quire.executors.base import BLOCK_SIZE, model_capacity
 from quire.executors.reference.decoder import Decoder, Floats, KVBlocks, Row
 from quire.executors.sampler import sample, score
-from quire.executors.samples import StepSamples
-from quire.executors.worker import CancelFlag, StepWorker, step_errors
+from quire.executors.worker import CancelFlag, RowResults, ThreadedExecutor
 from quire.model.loading import Model
 
 
 class _Chunk(NamedTuple):
-    """A sequence's new tokens on their way, with nothing left to come from another step."""
+    """A sequence's new tokens, as rows of the decoder."""
 
     plan: SequencePlan
     rows: tuple[Row, ...]
 
 
-class ReferenceExecutor(StepWorker):
+class ReferenceExecutor(ThreadedExecutor):
     """Slow, plain and right. Weights are unpacked to float32 on construction."""
 
     def __init__(
@@ -39,94 +30,47 @@ class ReferenceExecutor(StepWorker):
         model: Model,
         *,
         num_blocks: int,
-        block_size: int = 16,
+        block_size: int = BLOCK_SIZE,
         max_batch_size: int = 64,
         max_step_tokens: int = 512,
         clock: Clock | None = None,
     ) -> None:
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        spec = model.spec
-        self._clock = clock or RealClock()
-        self._decoder = Decoder(spec, model.tensors)
-        self._blocks = KVBlocks(spec, num_blocks, block_size)
-        self._capacity = Capacity(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_context=min(spec.context_length, num_blocks * block_size),
-            vocabulary_size=spec.vocabulary_size,
-            max_batch_size=max_batch_size,
-            max_step_tokens=max_step_tokens,
+        capacity = model_capacity(
+            model.spec, num_blocks, max_batch_size, max_step_tokens, block_size
         )
-        self._samples = StepSamples()
-        super().__init__(self._compute, "quire-reference")
-
-    @property
-    def capacity(self) -> Capacity:
-        return self._capacity
-
-    @property
-    def is_warm(self) -> bool:
-        return True
+        self._decoder = Decoder(model.spec, model.tensors)
+        self._blocks = KVBlocks(model.spec, num_blocks, block_size)
+        super().__init__(
+            capacity,
+            "quire-reference",
+            kernels=["numpy float32, one row at a time"],
+            clock=clock,
+        )
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         return {"weights": self._decoder.weight_bytes, "kv": self._blocks.num_bytes}
 
-    def warm_up(self) -> None:
-        """The first step waits for nothing: there is nothing to compile."""
-
-    def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
-        # What is not finite is found in its row.
-        with step_errors(plan.step_id), np.errstate(all="ignore"):
-            return self._steps(plan, flag)
-
-    def _steps(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
-        started_at = self._clock.now()
-        self._copy_blocks(plan)
-        chunks = [self._chunk(sequence) for sequence in plan.sequences]
-        rows = [row for chunk in chunks if isinstance(chunk, _Chunk) for row in chunk.rows]
-        self._decoder.run(rows, self._blocks, flag.check)
-        results = tuple(self._result(chunk) for chunk in chunks)
-        self._samples.remember(plan.step_id, results)
-        return StepResult(plan.step_id, started_at, self._clock.now() - started_at, results)
-
-    def _copy_blocks(self, plan: StepPlan) -> None:
-        check_copies(plan, self._capacity.num_blocks)
-        for copy in plan.copies:
-            self._blocks.copy(copy.source, copy.target)
+    def _run(self, plan: StepPlan, flag: CancelFlag) -> RowResults:
+        with np.errstate(all="ignore"):  # what is not finite is found in its row
+            for copy in plan.copies:
+                self._blocks.copy(copy.source, copy.target)
+            chunks = [self._chunk(sequence) for sequence in plan.sequences]
+            rows = [row for chunk in chunks if isinstance(chunk, _Chunk) for row in chunk.rows]
+            self._decoder.run(rows, self._blocks, flag.check)
+            return RowResults(tuple(self._result(chunk) for chunk in chunks))
 
     # ---- one sequence
 
     def _chunk(self, plan: SequencePlan) -> _Chunk | SequenceResult:
         """The sequence's rows, or its fault."""
         try:
-            plan = self._samples.resolved(plan)
-            self._check(plan)
+            self._check_row(plan, plan.end)
         except RowFaultError as error:
             return SequenceResult(plan.sequence_id, fault=str(error))
         slots = self._blocks.slots(plan.block_table, plan.end)
-        places = enumerate(plan.tokens, plan.start)
-        return _Chunk(plan, tuple(self._decoder.row(t, slots[: p + 1]) for p, t in places))
-
-    def _check(self, plan: SequencePlan) -> None:
-        capacity = self._capacity
-        for token in (*plan.tokens, *plan.prompt_targets):
-            if not 0 <= token < capacity.vocabulary_size:
-                raise RowFaultError(
-                    f"token {token} is outside the vocabulary of {capacity.vocabulary_size}"
-                )
-        if not plan.tokens or plan.start < 0 or plan.end > capacity.max_context:
-            raise RowFaultError(
-                f"positions {plan.start} to {plan.end} are not within the context of "
-                f"{capacity.max_context}"
-            )
-        blocks = plan.block_table[: -(-plan.end // capacity.block_size)]
-        if len(blocks) * capacity.block_size < plan.end:
-            raise RowFaultError(f"{len(blocks)} blocks do not hold {plan.end} positions")
-        if not all(0 <= block < capacity.num_blocks for block in blocks):
-            raise RowFaultError(f"the block table {blocks} leaves the {capacity.num_blocks} blocks")
+        positions = enumerate(plan.tokens, plan.start)
+        return _Chunk(plan, tuple(self._decoder.row(t, slots[: p + 1]) for p, t in positions))
 
     def _result(self, chunk: _Chunk | SequenceResult) -> SequenceResult:
         if isinstance(chunk, SequenceResult):

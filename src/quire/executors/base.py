@@ -1,0 +1,160 @@
+"""ExecutorBase: what all executors share: capacity, kernel names, checks of plans, past samples."""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from quire.core.clock import Clock, RealClock
+from quire.core.errors import ConfigError, ExecutorError, RowFaultError
+from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan
+
+if TYPE_CHECKING:  # it imports numpy, which the engine and its fake executor do without
+    from quire.model.spec import ModelSpec
+
+BLOCK_SIZE = 16  # tokens of a KV-cache block; the native and the CUDA kernels have no other
+STEPS_REMEMBERED = 8  # steps whose samples later rows may follow
+
+_UNWRITTEN = -1
+
+
+def model_capacity(
+    spec: "ModelSpec",
+    num_blocks: int,
+    max_batch_size: int,
+    max_step_tokens: int,
+    block_size: int = BLOCK_SIZE,
+) -> Capacity:
+    """The capacity of an executor that runs this model with so many blocks."""
+    for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    return Capacity(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_context=min(spec.context_length, num_blocks * block_size),
+        vocabulary_size=spec.vocabulary_size,
+        max_batch_size=max_batch_size,
+        max_step_tokens=max_step_tokens,
+    )
+
+
+class ExecutorBase:
+    """The part of the Executor protocol that does not depend on how steps are computed."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        *,
+        kernels: Sequence[str] = (),
+        fallback: str | None = None,
+        is_warm: bool = True,  # False: warm_up() must be called before the first step
+        clock: Clock | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self.kernels = list(kernels)
+        self.fallback = fallback
+        self.is_warm = is_warm
+        self._clock = clock or RealClock()
+        self._is_closed = False
+
+    def warm_up(self) -> None:
+        """Nothing to compile or capture, unless an executor says otherwise."""
+        self.is_warm = True
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ExecutorError("the executor is closed")
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        """Raise an ExecutorError where a copy is from or to a block that there is not."""
+        num_blocks = self.capacity.num_blocks
+        for copy in plan.copies:
+            if not (0 <= copy.source < num_blocks and 0 <= copy.target < num_blocks):
+                raise ExecutorError(
+                    f"step {plan.step_id} copies block {copy.source} to {copy.target}, but there "
+                    f"are {num_blocks} blocks"
+                )
+
+    def _check_row(self, row: SequencePlan, end: int) -> None:
+        """Raise a RowFaultError where a row would leave vocabulary, context or blocks; `end` is
+        row.end. The native decoder makes the same checks with the same messages."""
+        capacity = self.capacity
+        for token in (*row.tokens, *row.prompt_targets):
+            if not 0 <= token < capacity.vocabulary_size:
+                raise RowFaultError(
+                    f"token {token} is outside the vocabulary of {capacity.vocabulary_size}"
+                )
+        if end <= row.start or row.start < 0 or end > capacity.max_context:
+            raise RowFaultError(
+                f"positions {row.start} to {end} are not within the context of "
+                f"{capacity.max_context}"
+            )
+        blocks = row.block_table[: -(-end // capacity.block_size)]
+        if len(blocks) * capacity.block_size < end:
+            raise RowFaultError(f"{len(blocks)} blocks do not hold {end} positions")
+        if min(blocks) < 0 or max(blocks) >= capacity.num_blocks:
+            raise RowFaultError(f"the block table {blocks} leaves the {capacity.num_blocks} blocks")
+
+
+class StepSamples:
+    """What the last steps sampled, for rows that follow them."""
+
+    def __init__(self) -> None:
+        self._samples: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
+
+    def resolved(self, plan: SequencePlan) -> SequencePlan:
+        """The row with the sample it follows; RowFaultError where there was none."""
+        if plan.follows is None:
+            return plan
+        sampled = self._samples.get(plan.follows, {}).get(plan.sequence_id)
+        if sampled is None:
+            raise no_sample(plan.follows)
+        return plan.resolved(sampled)
+
+    def remember(self, step_id: int, results: Iterable[SequenceResult]) -> None:
+        """Keep what was sampled; a part of a step that is run again adds to what it gave before."""
+        samples = self._samples.setdefault(step_id, {})
+        samples.update((r.sequence_id, r.token) for r in results if r.token is not None)
+        while len(self._samples) > STEPS_REMEMBERED:
+            self._samples.popitem(last=False)
+
+
+def no_sample(step_id: int) -> RowFaultError:
+    """The fault of a row that follows a step which has no token for it."""
+    return RowFaultError(f"step {step_id} sampled no token for this sequence")
+
+
+class TokenStore:
+    """A KV cache that holds tokens, for executors without a model of their own: written and read
+    through block tables only."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._slots = array("q", [_UNWRITTEN]) * (num_blocks * block_size)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._slots) * self._slots.itemsize
+
+    def write(self, table: Sequence[int], start: int, tokens: Sequence[int]) -> None:
+        size = self.block_size
+        for position, token in enumerate(tokens, start):
+            self._slots[table[position // size] * size + position % size] = token
+
+    def read(self, table: Sequence[int], end: int) -> "array[int]":
+        """The tokens at positions 0..end."""
+        size = self.block_size
+        found = array("q")
+        for block in table[: -(-end // size)]:
+            found += self._slots[block * size : (block + 1) * size]
+        return found[:end]
+
+    def copy(self, source: int, target: int) -> None:
+        size = self.block_size
+        self._slots[target * size : (target + 1) * size] = self._slots[
+            source * size : (source + 1) * size
+        ]
