@@ -356,16 +356,8 @@ def _add_operation_options(group: Options) -> None:
         metavar="S",
         help="between comments in a silent stream (default: %(default)s)",
     )
+    _add_audit_options(group)
 
-    add(
-        "--audit-log",
-        type=Path,
-        metavar="FILE",
-        help="write logins that failed, refusals, reloads and the like there, in a hash chain "
-        "that `quire audit` checks",
-    )
-    add("--audit-key", type=Path, metavar="FILE", help="holds a secret to make the hashes with")
-    add("--audit-requests", action="store_true", help="a line a request there as well")
     add(
         "--state",
         type=Path,
@@ -381,6 +373,19 @@ def _add_operation_options(group: Options) -> None:
         metavar="URL",
         help="send traces there (default: OTEL_EXPORTER_OTLP_ENDPOINT)",
     )
+
+
+def _add_audit_options(group: Options) -> None:
+    add = group.add_argument
+    add(
+        "--audit-log",
+        type=Path,
+        metavar="FILE",
+        help="write logins that failed, refusals, reloads and the like there, in a hash chain "
+        "that `quire audit` checks",
+    )
+    add("--audit-key", type=Path, metavar="FILE", help="holds a secret to make the hashes with")
+    add("--audit-requests", action="store_true", help="a line a request there as well")
 
 
 # ---- quire inspect and quire doctor
