@@ -70,7 +70,7 @@ async def main() -> None:
         alone = await batcher.generate(encode(prompts[0]), params)
         print(f"the same alone: {alone == completions[0]}")
 
-        # A request that makes forward fail is found in halves; its company is served.
+        # A step that fails is run again in halves: the request that causes it fails alone.
         results = await asyncio.gather(
             batcher.process_request(encode("t")),
             batcher.process_request(encode("th")),
