@@ -1,5 +1,6 @@
 """OfflineRun: takes a list of prompts through the engine, feeding it as its queue drains."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -43,6 +44,7 @@ class OfflineRun(Generic[Asked]):
         self._num_blocks = engine.executor.capacity.num_blocks - num_reserved_blocks
         self._outputs: list[RequestOutput | None] = [None] * len(asked)
         self._num_done = 0
+        self._started = time.monotonic()
         self._next = 0  # of the prompts, to be read
         self._held: Prepared | None = None  # read, but the queue was full
         self._live: dict[str, tuple[int, str | None]] = {}  # place and text, by request
@@ -56,9 +58,15 @@ class OfflineRun(Generic[Asked]):
                 if isinstance(event, Ended):
                     self._finish(event.output)
             engine.sleep_until_due()
-            bar.update(self._num_done, engine.stats.completion_tokens - tokens_before)
-        bar.finish(self._num_done, engine.stats.completion_tokens - tokens_before)
+            bar.update(self._num_done, self._told(engine.stats.completion_tokens - tokens_before))
+        bar.finish(self._num_done, self._told(engine.stats.completion_tokens - tokens_before))
         return [output for output in self._outputs if output is not None]
+
+    def _told(self, num_tokens: int) -> str:
+        """How far it has come, for the bar."""
+        rate = num_tokens / max(time.monotonic() - self._started, 1e-9)
+        done = f"{self._num_done}/{len(self._asked)} requests"
+        return f"{done}, {num_tokens} tokens, {rate:.1f} tokens/s"
 
     def _feed(self) -> None:
         """Queue prompts until enough are live."""

@@ -1,47 +1,65 @@
-"""ProgressBar: one line on a terminal that says how far a batch of requests has come."""
+"""ProgressBar: the one bar of the program, a line on a terminal that says how far work has come."""
 
-import shutil
 import sys
-import time
-from typing import TextIO
+import threading
+from typing import Any, TextIO
 
-_REDRAW_S = 0.1
-_CELLS = 24
+_WITHOUT_ESTIMATE = "[{bar:24}] {desc}"
+_WITH_ESTIMATE = _WITHOUT_ESTIMATE + ", {remaining} left"
 
 
 class ProgressBar:
-    """Draws on standard error where that is a terminal, or where it is told to."""
+    """Draws on standard error where that is a terminal, or where it is told to.
 
-    def __init__(self, total: int, *, show: bool | None = None, stream: TextIO | None = None):
-        self._stream = sys.stderr if stream is None else stream
-        self._is_shown = self._stream.isatty() if show is None else show
-        self._total = total
-        self._started = time.monotonic()
-        self._drawn_at = float("-inf")
+    `total` is all work, in whatever unit `update` counts what is done of it.
+    """
 
-    def update(self, num_done: int, num_tokens: int) -> None:
-        """So many requests have ended, so many tokens have come; drawn a few times a second."""
-        now = time.monotonic()
-        if self._is_shown and now - self._drawn_at >= _REDRAW_S:
-            self._drawn_at = now
-            self._draw(num_done, num_tokens, now - self._started)
+    def __init__(
+        self,
+        total: float,
+        *,
+        show: bool | None = None,
+        estimate: bool = False,
+        stream: TextIO | None = None,
+    ) -> None:
+        stream = sys.stderr if stream is None else stream
+        is_shown = stream.isatty() if show is None else show
+        form = _WITH_ESTIMATE if estimate else _WITHOUT_ESTIMATE
+        self._bar = _tqdm(total, form, stream) if is_shown else None
 
-    def finish(self, num_done: int, num_tokens: int) -> None:
+    def update(self, done: float, text: str) -> None:
+        """So much of the work is done; drawn a few times a second."""
+        if self._bar is not None:
+            self._bar.set_description_str(text, refresh=False)
+            self._bar.update(done - self._bar.n)
+
+    def show(self, done: float, text: str) -> None:
+        """The same, drawn now."""
+        if self._bar is not None:
+            self.update(done, text)
+            self._bar.refresh()
+
+    def finish(self, done: float, text: str) -> None:
         """Draw the last state and leave the line behind."""
-        if self._is_shown:
-            self._draw(num_done, num_tokens, time.monotonic() - self._started)
-            self._write("\n")
+        if self._bar is not None:
+            self._bar.bar_format = _WITHOUT_ESTIMATE
+            self.show(done, text)
+            self._bar.close()
 
-    def _draw(self, num_done: int, num_tokens: int, elapsed_s: float) -> None:
-        cells = _CELLS * num_done // self._total if self._total else _CELLS
-        bar = "#" * cells + "." * (_CELLS - cells)
-        rate = num_tokens / elapsed_s if elapsed_s > 0 else 0.0
-        line = (
-            f"[{bar}] {num_done}/{self._total} requests, {num_tokens} tokens, {rate:.1f} tokens/s"
-        )
-        width = shutil.get_terminal_size().columns
-        self._write(f"\r\x1b[K{line[: width - 1]}")
 
-    def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+def _tqdm(total: float, bar_format: str, stream: TextIO) -> Any:
+    from tqdm import tqdm  # only where a bar is drawn
+
+    class Bar(tqdm):  # type: ignore[misc] # it comes without types
+        monitor_interval = 0  # no thread of its own: programs that draw bars also fork
+
+    Bar.set_lock(threading.RLock())  # by itself it takes one of multiprocessing's
+    return Bar(
+        total=total,
+        bar_format=bar_format,
+        file=stream,
+        dynamic_ncols=True,
+        ascii=".#",
+        miniters=0,
+        smoothing=0,  # the estimate is the pace since the start
+    )

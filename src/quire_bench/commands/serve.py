@@ -2,12 +2,12 @@
 
 import argparse
 import os
-import sys
 import time
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.results import printable
+from quire.llm.progress import ProgressBar
 from quire_bench.commands.options import add_receipt_options, command_line, finish, keep
 from quire_bench.commands.progress import in_words
 from quire_bench.commands.serve_options import (
@@ -66,13 +66,12 @@ def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def run(args: argparse.Namespace) -> int:
-    import asyncio
-
+    from quire_bench.load import run as run_load
     from quire_bench.load_tables import lines
 
     _check(args)
     fill(args)
-    target, finding = asyncio.run(_measure(args))
+    target, finding = run_load(_measure(args))
     receipt = _receipt(args, target, finding)
     keep(args, receipt)
     if not args.json:
@@ -160,34 +159,41 @@ def _settings(args: argparse.Namespace) -> "LoadSettings":
 
 
 class _Progress:
-    """Counts requests on a terminal, beside how long the load is to last."""
+    """Counts requests on a terminal, beside how long the load is to last.
+
+    A load of a duration may last longer: a server that falls behind takes its time.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._whole = _extent(args)
+        self._counts_requests = args.duration is None
+        if self._counts_requests:
+            total, self._whole = args.clients * args.requests, f"{args.clients * args.requests}"
+        else:
+            steps = {"convoy": 2, "neighbour": 3, "saturation": args.max_steps}
+            total = steps.get(args.scenario, 1) * args.duration
+            word = "at most about" if args.scenario == "saturation" else "about"
+            self._whole = f"{word} {in_words(total)}"
+        self._total = total
+        self._bar = ProgressBar(total)
         self._done = self._failed = 0
         self._started = time.monotonic()
 
     def count(self, outcome: "Outcome") -> None:
         self._done += 1
         self._failed += outcome.error is not None
-        if sys.stderr.isatty():
-            failures = f", {self._failed} failed" if self._failed else ""
-            elapsed = in_words(time.monotonic() - self._started)
-            line = f"{self._done} requests{failures}, {elapsed} of {self._whole}"
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        self._bar.update(*self._state())
 
     def end(self) -> None:
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
+        self._bar.finish(*self._state())
 
-
-def _extent(args: argparse.Namespace) -> str:
-    """How long a load lasts, as far as it is known: a server that falls behind takes longer."""
-    if args.duration is None:
-        return f"{args.clients * args.requests} requests"
-    parts = {"convoy": 2, "neighbour": 3, "saturation": args.max_steps}.get(args.scenario, 1)
-    word = "at most about" if args.scenario == "saturation" else "about"
-    return f"{word} {in_words(parts * args.duration)}"
+    def _state(self) -> tuple[float, str]:
+        elapsed_s = time.monotonic() - self._started
+        failures = f", {self._failed} failed" if self._failed else ""
+        if self._counts_requests:
+            text = f"{self._done} of {self._whole} requests{failures}, {in_words(elapsed_s)}"
+            return self._done, text
+        text = f"{self._done} requests{failures}, {in_words(elapsed_s)} of {self._whole}"
+        return min(elapsed_s, self._total), text
 
 
 def _receipt(args: argparse.Namespace, target: "Target", finding: "Finding") -> "Receipt":
