@@ -1,8 +1,8 @@
-"""A small receipt, and how a full implementation of JSON schema judges one."""
+"""A small receipt, and whether other tools find one as the schema has it."""
 
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 
 from quire_bench.receipts import Receipt, schema
 

@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tests.bench.sound_receipt import is_valid_to_jsonschema, make_receipt
 
 from quire_bench.receipts import (
+    Receipt,
     ReceiptError,
     as_data,
     deviation,
@@ -78,21 +80,21 @@ def test_the_time_now_is_a_time_of_a_receipt() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "complaint"),
     [
-        (("kind",), "A b", "field 'kind'"),
-        (("kind",), None, "field 'kind' must be string, got None"),
-        (("created",), "yesterday", "field 'created'"),
-        (("command",), [], "field 'command' must have at least 1"),
-        (("command",), ["quire", 5], r"field 'command\[1\]' must be string, got 5"),
-        (("seed",), 1.5, "field 'seed' must be integer, got 1.5"),
-        (("seed",), True, "field 'seed' must be integer, got True"),
-        (("schema",), 2, "field 'schema' must be 1, got 2"),
-        (("model", "sha256"), "abc", "field 'model.sha256'"),
-        (("machine", "cores"), "two", "field 'machine.cores' must be number"),
-        (("executed", "fallback"), 0, "field 'executed.fallback' must be string or null"),
-        (("samples", "seconds"), [1.0, None], r"field 'samples.seconds\[1\]' must be number"),
-        (("samples", "seconds"), [float("nan")], r"field 'samples.seconds\[0\]' must be number"),
-        (("results", "words"), "fast", "field 'results.words' must be number or object or null"),
-        (("extra",), 1, "field 'extra' is no field of a receipt"),
+        (("kind",), "A b", r"field \$.kind: 'A b' does not match"),
+        (("kind",), None, r"field \$.kind: None is not of type 'string'"),
+        (("created",), "yesterday", r"field \$.created: 'yesterday' does not match"),
+        (("command",), [], r"field \$.command: "),
+        (("command",), ["quire", 5], r"field \$.command\[1\]: 5 is not of type 'string'"),
+        (("seed",), 1.5, r"field \$.seed: 1.5 is not of type 'integer'"),
+        (("seed",), True, r"field \$.seed: True is not of type 'integer'"),
+        (("schema",), 2, r"field \$.schema: 2 is not one of \[1\]"),
+        (("model", "sha256"), "abc", r"field \$.model.sha256: "),
+        (("machine", "cores"), "two", r"field \$.machine.cores: 'two' is not of type 'number'"),
+        (("executed", "fallback"), 0, r"field \$.executed.fallback: 0 is not of type"),
+        (("samples", "seconds"), [1.0, None], r"field \$.samples.seconds\[1\]: None is not of"),
+        (("samples", "seconds"), [float("nan")], r"field \$.samples.seconds\[0\]: nan is not of"),
+        (("results", "words"), "fast", r"field \$.results.words: 'fast' is not of type 'number'"),
+        (("extra",), 1, r"'extra' was unexpected"),
     ],
 )
 def test_what_is_wrong_is_named(place: tuple[str, ...], value: Any, complaint: str) -> None:
@@ -108,7 +110,7 @@ def test_what_is_wrong_is_named(place: tuple[str, ...], value: Any, complaint: s
 @pytest.mark.parametrize("name", schema()["required"])
 def test_every_field_must_be_there(name: str) -> None:
     data = {key: value for key, value in SOUND.items() if key != name}
-    with pytest.raises(ReceiptError, match=f"field '{name}' is missing"):
+    with pytest.raises(ReceiptError, match=f"'{name}' is a required property"):
         validate(data)
 
 
@@ -132,7 +134,12 @@ def test_a_write_that_fails_leaves_nothing_behind(
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [("{", "no JSON"), ("NaN", "no JSON"), ("[]", "must be object"), ("[" * 10**5, "no JSON")],
+    [
+        ("{", "no JSON"),
+        ("NaN", "no JSON"),
+        ("[]", "is not of type 'object'"),
+        ("[" * 10**5, "no JSON"),
+    ],
 )
 def test_a_file_that_is_no_receipt_is_refused(tmp_path: Path, content: str, complaint: str) -> None:
     path = tmp_path / "broken.json"
@@ -157,22 +164,20 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
-@given(st.sampled_from(sorted(SOUND)), json_values, st.data())
-def test_our_verdict_is_that_of_a_full_implementation(
-    name: str, value: Any, data: st.DataObject
-) -> None:
-    changed = deepcopy(SOUND)
-    inner = changed
-    if isinstance(changed[name], dict) and data.draw(st.booleans()):
-        inner = changed[name]
+@given(st.sampled_from(sorted(set(SOUND) - {"schema"})), json_values, st.data())
+def test_what_is_written_can_be_read_again(name: str, value: Any, data: st.DataObject) -> None:
+    fields = deepcopy({key: kept for key, kept in SOUND.items() if key != "schema"})
+    inner = fields
+    if isinstance(fields[name], dict) and data.draw(st.booleans()):
+        inner = fields[name]
         name = data.draw(st.sampled_from([*sorted(inner), "new"]))
     inner[name] = value
-    try:
-        validate(changed)
-        is_valid = True
-    except ReceiptError:
-        is_valid = False
-    assert is_valid == is_valid_to_jsonschema(changed)
+    with TemporaryDirectory() as folder:
+        try:
+            path = write(Receipt(**fields), folder)
+        except ReceiptError:
+            return
+        assert as_data(read(path)) == {"schema": 1, **fields}
 
 
 @pytest.mark.parametrize(
