@@ -1,23 +1,23 @@
-"""A small HTTP/1.1 client for load: one connection a request, chunked bodies, server-sent events.
+"""Where a server is, and a client for load: a connection a request, events, errors by kind.
 
-It is ours because a load generator must see every byte when it comes, and needs no dependency.
+It is aiohttp's, since a load generator must not take the time of the server that it measures: a
+token of 64 streams costs it 44 to 59 µs of a core (on uvloop 26), httpx's client 58 to 96 (70).
 """
 
-import asyncio
 import ipaddress
 import json
 import socket
-import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
+
 from quire.core.errors import ConfigError, QuireError
 
 MAX_LINE_BYTES = 1 << 20  # of a header or of an event; a longer one is no OpenAI server's
-MAX_HEADERS = 200
 MAX_JSON_BYTES = 8 << 20
 MAX_ERROR_BYTES = 1 << 16
 
@@ -80,166 +80,88 @@ def _is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
-@dataclass(slots=True)
-class Exchange:
-    """An answer whose body is still coming."""
+class Client:
+    """Requests to one endpoint; `connect` makes it."""
 
-    status: int
-    headers: Mapping[str, str]
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    def __init__(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+        self._session = session
+        self._endpoint = endpoint
 
-    async def body(self) -> AsyncIterator[bytes]:
-        """The body's bytes as they come; ExchangeError where the server stops in between."""
-        if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            pieces = _chunks(self.reader)
-        elif "content-length" in self.headers:
-            pieces = _counted(self.reader, self.headers["content-length"])
-        else:
-            pieces = _until_closed(self.reader)
-        async for piece in pieces:
-            yield piece
-
-    async def read(self, limit: int) -> bytes:
-        """The whole body; one longer than the limit is an error."""
-        found = bytearray()
-        async for piece in self.body():
-            found += piece
-            if len(found) > limit:
-                raise ExchangeError("bad reply", f"the reply is longer than {limit} bytes")
-        return bytes(found)
-
-    async def close(self) -> None:
-        self.writer.close()
-        with suppress(OSError, ssl.SSLError):
-            await self.writer.wait_closed()
-
-
-async def send(endpoint: Endpoint, method: str, path: str, body: Any = None) -> Exchange:
-    """Send a request and read the head of its answer."""
-    context = ssl.create_default_context() if endpoint.is_tls else None
-    try:
-        reader, writer = await asyncio.open_connection(
-            endpoint.host, endpoint.port, ssl=context, limit=MAX_LINE_BYTES
-        )
-    except (OSError, ssl.SSLError) as error:
-        raise ExchangeError("connect", f"no connection to {endpoint.url}: {error}") from error
-    try:
-        writer.write(_request_bytes(endpoint, method, path, body))
-        await writer.drain()
-        status, headers = await _read_head(reader)
-    except OSError as error:
-        writer.close()
-        raise ExchangeError("disconnected", f"the server hung up: {error}") from error
-    except BaseException:
-        writer.close()
-        raise
-    return Exchange(status, headers, reader, writer)
-
-
-async def get_json(endpoint: Endpoint, path: str) -> tuple[int, Any]:
-    """Status and JSON of a GET; the JSON is None where the body is none."""
-    exchange = await send(endpoint, "GET", path)
-    try:
-        content = await exchange.read(MAX_JSON_BYTES)
-    finally:
-        await exchange.close()
-    try:
-        return exchange.status, json.loads(content)
-    except ValueError:
-        return exchange.status, None
-
-
-async def post_for_events(endpoint: Endpoint, path: str, body: Any) -> AsyncGenerator[str, None]:
-    """Post JSON and give the data of each server-sent event as it comes, up to and with [DONE]."""
-    exchange = await send(endpoint, "POST", path, body)
-    try:
-        if exchange.status != 200:
-            raise await _refusal(exchange)
-        kind = exchange.headers.get("content-type", "")
-        if "text/event-stream" not in kind.lower():
-            raise ExchangeError("bad reply", f"expected text/event-stream, got {kind!r}")
-        async for event in _events(exchange.body()):
-            yield event
-    except OSError as error:
-        raise ExchangeError("broken stream", f"the stream broke: {error}") from error
-    finally:
-        await exchange.close()
-
-
-def _request_bytes(endpoint: Endpoint, method: str, path: str, body: Any) -> bytes:
-    content = b"" if body is None else json.dumps(body).encode()
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-    lines = [
-        f"{method} {endpoint.base}{path} HTTP/1.1",
-        f"Host: {host}:{endpoint.port}",
-        "Accept: text/event-stream, application/json",
-        "Connection: close",
-    ]
-    if endpoint.api_key is not None:
-        lines.append(f"Authorization: Bearer {endpoint.api_key}")
-    if body is not None:
-        lines += ["Content-Type: application/json", f"Content-Length: {len(content)}"]
-    return "\r\n".join([*lines, "", ""]).encode() + content
-
-
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    words = (await _line(reader, "disconnected")).split(maxsplit=2)
-    if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
-        raise ExchangeError("bad reply", "the server does not speak HTTP/1.1")
-    headers: dict[str, str] = {}
-    for _ in range(MAX_HEADERS):
-        line = await _line(reader, "disconnected")
-        if not line:
-            return int(words[1]), headers
-        name, _, value = line.partition(":")
-        headers[name.strip().lower()] = value.strip()
-    raise ExchangeError("bad reply", f"more than {MAX_HEADERS} headers")
-
-
-async def _line(reader: asyncio.StreamReader, kind_at_end: str) -> str:
-    try:
-        line = await reader.readline()
-    except ValueError as error:
-        raise ExchangeError("bad reply", f"a line of more than {MAX_LINE_BYTES} bytes") from error
-    if not line.endswith(b"\n"):
-        raise ExchangeError(kind_at_end, "the server hung up in the middle of a line")
-    return line.rstrip(b"\r\n").decode("latin-1")
-
-
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while True:
-        size_text = (await _line(reader, "broken stream")).partition(";")[0].strip()
+    async def get_json(self, path: str) -> tuple[int, Any]:
+        """Status and JSON of a GET; the JSON is None where the body is none."""
+        async with self._answer("GET", path) as response:
+            content = await _read(response, MAX_JSON_BYTES)
         try:
-            size = int(size_text, 16)
+            return response.status, json.loads(content)
         except ValueError:
-            raise ExchangeError("broken stream", f"chunk size {size_text!r} is none") from None
-        if size < 0:
-            raise ExchangeError("broken stream", f"chunk size {size_text!r} is negative")
-        if size == 0:
-            while await _line(reader, "broken stream"):
-                pass  # trailers
-            return
-        async for piece in _counted(reader, str(size)):
+            return response.status, None
+
+    async def post_for_events(self, path: str, body: Any) -> AsyncGenerator[str, None]:
+        """Post JSON, and give the data of each server-sent event as it comes, up to [DONE]."""
+        async with self._answer("POST", path, json=body) as response:
+            if response.status != 200:
+                raise await _refusal(response)
+            kind = response.headers.get("content-type", "")
+            if "text/event-stream" not in kind.lower():
+                raise ExchangeError("bad reply", f"expected text/event-stream, got {kind!r}")
+            async for event in _events(_body(response)):
+                yield event
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, **more: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer whose body is still coming."""
+        url = f"{self._endpoint.url}{path}"
+        try:
+            response = await self._session.request(method, url, allow_redirects=False, **more)
+        except aiohttp.ClientConnectorError as error:
+            told = f"no connection to {self._endpoint.url}: {error}"
+            raise ExchangeError("connect", told) from error
+        except (aiohttp.ServerDisconnectedError, OSError) as error:
+            raise ExchangeError("disconnected", f"the server hung up: {error}") from error
+        except aiohttp.ClientError as error:
+            raise ExchangeError("bad reply", f"the server does not speak HTTP: {error}") from error
+        try:
+            yield response
+        finally:
+            response.close()
+
+
+@asynccontextmanager
+async def connect(endpoint: Endpoint) -> AsyncIterator[Client]:
+    """A client for any number of requests at a time, each on a connection of its own."""
+    headers = {"Accept": "text/event-stream, application/json"}
+    if endpoint.api_key is not None:
+        headers["Authorization"] = f"Bearer {endpoint.api_key}"
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        headers=headers,
+        timeout=aiohttp.ClientTimeout(total=None),  # the load has its own
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        read_bufsize=MAX_LINE_BYTES,
+    ) as session:
+        yield Client(session, endpoint)
+
+
+async def _body(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The body's bytes as they come; ExchangeError where the server stops in between."""
+    try:
+        async for piece in response.content.iter_any():
             yield piece
-        await _line(reader, "broken stream")
+    except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
+        raise ExchangeError("broken stream", f"the stream broke: {error}") from error
 
 
-async def _counted(reader: asyncio.StreamReader, length: str) -> AsyncIterator[bytes]:
-    if not length.isdigit():
-        raise ExchangeError("bad reply", f"length {length!r} is none")
-    left = int(length)
-    while left:
-        piece = await reader.read(min(left, 1 << 16))
-        if not piece:
-            raise ExchangeError("broken stream", f"the server hung up {left} bytes too early")
-        left -= len(piece)
-        yield piece
-
-
-async def _until_closed(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while piece := await reader.read(1 << 16):
-        yield piece
+async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """The whole body; one longer than the limit is an error."""
+    found = bytearray()
+    async for piece in _body(response):
+        found += piece
+        if len(found) > limit:
+            raise ExchangeError("bad reply", f"the reply is longer than {limit} bytes")
+    return bytes(found)
 
 
 async def _events(body: AsyncIterator[bytes]) -> AsyncIterator[str]:
@@ -263,16 +185,13 @@ async def _events(body: AsyncIterator[bytes]) -> AsyncIterator[str]:
     raise ExchangeError("broken stream", "the stream ended without [DONE]")
 
 
-async def _refusal(exchange: Exchange) -> ExchangeError:
+async def _refusal(response: aiohttp.ClientResponse) -> ExchangeError:
     """What a status other than 200 says."""
+    told = "unreadable"
     with suppress(ExchangeError):
-        content = await exchange.read(MAX_ERROR_BYTES)
-        said = _message(content)
-        text = f"HTTP {exchange.status}: {said}"
-        return ExchangeError(f"http {exchange.status}", text, exchange.status)
-    return ExchangeError(
-        f"http {exchange.status}", f"HTTP {exchange.status}, unreadable", exchange.status
-    )
+        told = _message(await _read(response, MAX_ERROR_BYTES))
+    status = response.status
+    return ExchangeError(f"http {status}", f"HTTP {status}: {told}", status)
 
 
 def _message(content: bytes) -> str:

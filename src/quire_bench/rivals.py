@@ -3,7 +3,6 @@
 A rival that is not there is no failure of the run: RivalMissingError says how to get it.
 """
 
-import asyncio
 import json
 import queue
 import signal
@@ -20,7 +19,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 from quire.core.errors import ConfigError, ExecutorError
 from quire_bench.lengths import prompt_text
-from quire_bench.load import Ask, Target, check_server, closed_loop, find_model
+from quire_bench.load import Ask, Target, check_server, closed_loop, find_model, run
 
 WORKER = Path(__file__).with_name("rival_worker.py")
 PACKAGES = {"llama.cpp": "llama-cpp-python", "transformers": "transformers torch gguf accelerate"}
@@ -223,16 +222,16 @@ class ServerRival:
         self.name = url
         self._rng = Random(seed)
         try:
-            model = target.model or asyncio.run(find_model(target))
+            model = target.model or run(find_model(target))
             self._target = replace(target, model=model)
-            asyncio.run(check_server(self._target))
+            run(check_server(self._target))
         except ConfigError as error:
             raise RivalMissingError(f"{url} was not measured: {error}") from error
         self.facts = {"version": "unknown", "about": f"server, over HTTP; model {model}"}
 
     def measure(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
         asks = [Ask(prompt_text(self._rng, len(prompt)), new_tokens) for prompt in prompts]
-        load = asyncio.run(closed_loop(self._target, iter(asks), len(asks)))
+        load = run(closed_loop(self._target, iter(asks), len(asks)))
         for outcome in load.outcomes:
             if outcome.error is not None:
                 raise RivalFailedError(f"{self.name} failed, {outcome.error}: {outcome.detail}")

@@ -20,7 +20,11 @@ def quire_without(package: str, *arguments: str) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize(
     ("package", "arguments"),
-    [("matplotlib", ("report", "receipts", "--out", "/dev/null/page.html"))],
+    [
+        ("aiohttp", ("serve", "http://127.0.0.1:1")),
+        ("jsonschema", ("regress", "one", "other")),
+        ("matplotlib", ("report", "receipts", "--out", "/dev/null/page.html")),
+    ],
 )
 def test_a_missing_package_is_one_line_that_names_the_extra(
     package: str, arguments: tuple[str, ...]

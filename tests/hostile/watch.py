@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire_bench.http_client import Endpoint, ExchangeError, post_for_events
+from quire_bench.http_client import Client, Endpoint, ExchangeError, connect
 
 PATIENCE_S = 120.0
 
@@ -52,12 +52,15 @@ class Streams:
 
     async def run(self, is_over: Callable[[], bool]) -> None:
         """Stream until it is over; every client ends its last completion."""
-        await asyncio.gather(*(self._client(number, is_over) for number in range(self.num_clients)))
+        endpoint = Endpoint("127.0.0.1", self.port, "/v1", False, self.key)
+        async with connect(endpoint) as client:
+            numbers = range(self.num_clients)
+            await asyncio.gather(*(self._stream(client, number, is_over) for number in numbers))
 
-    async def _client(self, number: int, is_over: Callable[[], bool]) -> None:
+    async def _stream(self, client: Client, number: int, is_over: Callable[[], bool]) -> None:
         while not is_over():
             try:
-                text = await self._complete(number)
+                text = await self._complete(client, number)
             except ExchangeError as error:
                 self.wrong.append(f"client {number}: {error.kind}: {error}"[:300])
                 await asyncio.sleep(0.1)
@@ -66,7 +69,7 @@ class Streams:
                 self.wrong.append(f"client {number} got {text!r:.200}")
             self.num_done += 1
 
-    async def _complete(self, number: int) -> str:
+    async def _complete(self, client: Client, number: int) -> str:
         body = {
             "prompt": f"Once upon a time there were {number + 2} friends who",
             "max_tokens": self.max_tokens,
@@ -74,10 +77,9 @@ class Streams:
             "ignore_eos": True,
             "stream": True,
         }
-        endpoint = Endpoint("127.0.0.1", self.port, "/v1", False, self.key)
         last = started = time.perf_counter()
         text = ""
-        async for event in post_for_events(endpoint, "/completions", body):
+        async for event in client.post_for_events("/completions", body):
             now = time.perf_counter()
             if event == "[DONE]":
                 break

@@ -51,7 +51,7 @@ COMMANDS = {
 # For each extra of quire: the command that needs it, and the packages that it brings.
 _EXTRAS = {
     "server": ("serve", ("fastapi", "httptools", "pydantic", "starlette", "uvicorn", "uvloop")),
-    "bench": ("bench", ("aiohttp", "jsonschema", "matplotlib", "tqdm")),
+    "bench": ("bench", ("aiohttp", "jsonschema", "matplotlib")),
 }
 
 FAILURE = 1
