@@ -6,7 +6,7 @@ from tests.engine.toys import Script, ended, greedy, play, rows_of
 
 from quire.core.request import RequestOutput, WaitReason
 from quire.engine import Engine
-from quire.engine.batching_delay import BatchingDelay
+from quire.engine.pacing import BatchingDelay
 from quire.executors.fake import FakeExecutor, StepCost
 
 QUICK = StepCost(a=0.001, b=0.0)  # a millisecond a step

@@ -16,8 +16,8 @@ from quire.core.plan import SequencePlan, SequenceResult, StepPlan, Want
 from quire.core.request import FinishReason, Request, RequestOutput, Status, WaitReason
 from quire.engine import Engine
 from quire.engine.engine import Health
-from quire.engine.isolation import Backoff, isolate
-from quire.engine.scheduler import Row
+from quire.engine.execution import Backoff, isolate
+from quire.engine.step import Row
 from quire.executors.fake import FakeExecutor, Faults
 
 POISONED = 17  # the sequence that goes wrong
@@ -339,8 +339,8 @@ def runner(
 def test_a_culprit_is_found_in_halves(culprit: int) -> None:
     runs: list[list[int]] = []
     outcome = isolate(fake_rows([1] * 8), runner(lambda i: i == culprit, ExecutorError, runs))
-    assert [row.plan.sequence_id for row, _ in outcome.culprits] == [culprit]
-    sound = [(row.plan.sequence_id, result.token) for row, result in outcome.sound]
+    assert [row.plan.sequence_id for row, _ in outcome.failed] == [culprit]
+    sound = [(row.plan.sequence_id, result.token) for row, result in outcome.succeeded]
     assert sound == [(i, i) for i in range(8) if i != culprit]
     assert len(runs) == 6, "two halves at each of three levels"
 
@@ -361,17 +361,17 @@ def test_for_want_of_memory_as_few_as_possible_must_go(
 ) -> None:
     run = runner(lambda i: i in short, ExecutorMemoryError, [])
     outcome = isolate(fake_rows(sizes), run, can_shrink=True)
-    assert [row.plan.sequence_id for row, _ in outcome.culprits] == failed
+    assert [row.plan.sequence_id for row, _ in outcome.failed] == failed
     assert [row.plan.sequence_id for row in outcome.retry] == again
 
 
 def test_a_row_that_cannot_be_made_smaller_must_go() -> None:
     run = runner(lambda _: True, ExecutorMemoryError, [])
     outcome = isolate(fake_rows([9]), run, can_shrink=False)
-    assert len(outcome.culprits) == 1
+    assert len(outcome.failed) == 1
 
 
 def test_nothing_to_isolate_is_no_error() -> None:
     runs: list[list[int]] = []
     outcome = isolate([], runner(lambda _: True, ExecutorError, runs))
-    assert (outcome.sound, outcome.culprits, outcome.retry, runs) == ([], [], [], [])
+    assert (outcome.succeeded, outcome.failed, outcome.retry, runs) == ([], [], [], [])

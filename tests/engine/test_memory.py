@@ -111,7 +111,7 @@ def test_blocks_of_a_faulted_request_are_not_found() -> None:
     engine = new_engine(executor)
     engine.add_request(SHARED, greedy(10))
     assert next(iter(finish(engine).values())).status is Status.FAILED
-    assert engine.snapshot().num_known_blocks == 0
+    assert engine.snapshot().num_cached_blocks == 0
     request = engine.add_request(SHARED, greedy(2))
     output = finish(engine)[request.id]
     assert output.metrics.num_cached_tokens == 0

@@ -5,8 +5,8 @@ from tests.engine.simulated import finish, new_engine
 
 from quire.core.plan import StepPlan
 from quire.core.sampling import SamplingParams
-from quire.engine.scheduler import Scheduler, Step
 from quire.engine.sequence import Sequence
+from quire.engine.step import RowPlanner, Step
 from quire.executors.fake import FakeExecutor
 
 
@@ -26,8 +26,8 @@ def test_the_quick_way_plans_what_the_general_way_plans(
 ) -> None:
     quick = plans_of_a_run(plan_ahead=plan_ahead)
 
-    def general(self: Scheduler, step: Step, sequence: Sequence) -> None:
-        assert self._plan_row(step, sequence, 1)
+    def general(self: RowPlanner, step: Step, sequence: Sequence) -> None:
+        assert self.plan_row(step, sequence, 1)
 
-    monkeypatch.setattr(Scheduler, "_plan_plain_decode", general)
+    monkeypatch.setattr(RowPlanner, "plan_plain_decode", general)
     assert quick == plans_of_a_run(plan_ahead=plan_ahead)

@@ -7,8 +7,8 @@ from tests.engine.toys import greedy
 
 from quire.core.errors import ExecutorMemoryError
 from quire.core.request import WaitReason
-from quire.engine.fairness import Ledger
-from quire.engine.isolation import isolate
+from quire.engine.execution import isolate
+from quire.engine.fairness import DeficitRoundRobin
 from quire.executors.fake import FakeExecutor
 
 # ---- admission
@@ -55,68 +55,68 @@ def test_where_no_row_finds_memory_the_one_with_most_context_fails(largest: int)
         raise ExecutorMemoryError("no memory")
 
     outcome = isolate(rows, run)  # type: ignore[arg-type]
-    assert [row.plan.sequence_id for row, _ in outcome.culprits] == [largest]
+    assert [row.plan.sequence_id for row, _ in outcome.failed] == [largest]
     assert sorted(row.plan.sequence_id for row in outcome.retry) == sorted({0, 1, 2, 3} - {largest})
-    assert not outcome.sound
+    assert not outcome.succeeded
 
 
 # ---- what keys may owe and save
 
 
-def ledger_of(*keys: str, weights: dict[str, float] | None = None) -> Ledger:
-    ledger = Ledger(weights or {}, 100)
+def shares_of(*keys: str, weights: dict[str, float] | None = None) -> DeficitRoundRobin:
+    shares = DeficitRoundRobin(weights or {}, 100)
     for key in keys:
-        ledger.reserve(key, 1)
-    return ledger
+        shares.reserve_slots(key, 1)
+    return shares
 
 
 def test_debt_is_bounded_by_four_steps() -> None:
-    ledger = ledger_of("greedy", "idle")
+    shares = shares_of("greedy", "idle")
     for _ in range(100):
-        ledger.account({"greedy": 100}, ["idle"])
-    assert ledger.credit("greedy") == -400.0
+        shares.charge({"greedy": 100}, ["idle"])
+    assert shares.credit("greedy") == -400.0
     for _ in range(8):  # as long as it took to get into it: debt is forgiven at the same rate
-        ledger.account({"idle": 100}, [])
-    assert ledger.credit("greedy") == 0.0
+        shares.charge({"idle": 100}, [])
+    assert shares.credit("greedy") == 0.0
 
 
 def test_credit_is_bounded_by_four_steps() -> None:
-    ledger = ledger_of("patient", "busy")
+    shares = shares_of("patient", "busy")
     for _ in range(100):
-        ledger.account({"busy": 100}, [])
-    assert ledger.credit("patient") == 400.0
-    assert ledger.credit("nobody yet") == 400.0
+        shares.charge({"busy": 100}, [])
+    assert shares.credit("patient") == 400.0
+    assert shares.credit("nobody yet") == 400.0
 
 
 def test_a_key_that_left_owes_nothing_when_it_comes_back() -> None:
-    ledger = ledger_of("a", "b")
-    ledger.account({"a": 100}, [])
-    ledger.account({"a": 100}, [])
-    ledger.reserve("a", -1)
-    ledger.account({"b": 100}, ["c"])
-    assert ledger.credit("a") == 400.0
+    shares = shares_of("a", "b")
+    shares.charge({"a": 100}, [])
+    shares.charge({"a": 100}, [])
+    shares.reserve_slots("a", -1)
+    shares.charge({"b": 100}, ["c"])
+    assert shares.credit("a") == 400.0
 
 
 def test_shares_go_by_weight() -> None:
-    ledger = ledger_of("heavy", "light", weights={"heavy": 3.0})
-    ledger.account({"heavy": 50, "light": 50}, [])
-    assert ledger.credit("heavy") == 400.0  # it earned 75 and got 50, and may save no more
-    assert ledger.credit("light") == 375.0  # it earned 25
+    shares = shares_of("heavy", "light", weights={"heavy": 3.0})
+    shares.charge({"heavy": 50, "light": 50}, [])
+    assert shares.credit("heavy") == 400.0  # it earned 75 and got 50, and may save no more
+    assert shares.credit("light") == 375.0  # it earned 25
 
 
 def test_what_is_wanted_beyond_the_step_goes_to_credit_first_then_round() -> None:
-    ledger = ledger_of("flood", "small")
+    shares = shares_of("flood", "small")
     for _ in range(10):
-        ledger.account({"flood": 100}, [])
-    assert ledger.share_out({"flood": 500, "small": 30}, 100) == {"flood": 70, "small": 30}
-    assert ledger.share_out({"flood": 500, "small": 300}, 100) == {"flood": 0, "small": 100}
+        shares.charge({"flood": 100}, [])
+    assert shares.split({"flood": 500, "small": 30}, 100) == {"flood": 70, "small": 30}
+    assert shares.split({"flood": 500, "small": 300}, 100) == {"flood": 0, "small": 100}
 
 
 def test_a_newcomer_displaces_a_key_in_debt_and_none_that_is_not() -> None:
-    ledger = ledger_of("flood", "fair")
-    ledger.reserve("flood", 7)
+    shares = shares_of("flood", "fair")
+    shares.reserve_slots("flood", 7)
     for _ in range(10):
-        ledger.account({"flood": 100}, ["new"])
-    assert ledger.displaced_by("new", 1) == "flood"
-    even = ledger_of("a", "b")
-    assert even.displaced_by("c", 1) is None
+        shares.charge({"flood": 100}, ["new"])
+    assert shares.victim_key("new", 1) == "flood"
+    even = shares_of("a", "b")
+    assert even.victim_key("c", 1) is None

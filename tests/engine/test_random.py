@@ -45,7 +45,7 @@ def forget_to_copy(patch: pytest.MonkeyPatch) -> None:
     def broken(self: KVCache, table: BlockTable, start: int, end: int) -> list[BlockCopy] | None:
         copies = extend(self, table, start, end)
         if copies:
-            self.settle(copies)
+            self.release_sources(copies)
         return None if copies is None else []
 
     patch.setattr(KVCache, "extend", broken)
@@ -59,24 +59,24 @@ def share_blocks_between_different_prompts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("quire.kvcache.cache.chain", lambda parent, tokens: bytes(tokens[:1]))
 
 
-def free_a_block_that_is_still_held(patch: pytest.MonkeyPatch) -> None:
+def free_a_block_that_is_still_used(patch: pytest.MonkeyPatch) -> None:
     retain = BlockPool.retain
 
     def broken(self: BlockPool, block: int) -> None:
-        if self._references[block] == 0:  # forgets to count the second holder
+        if self._references[block] == 0:  # forgets to count the second reference
             retain(self, block)
 
     patch.setattr(BlockPool, "retain", broken)
 
 
-def publish_a_block_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
-    publish = KVCache.publish
+def cache_a_block_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
+    cache_full_blocks = KVCache.cache_full_blocks
 
     def broken(self: KVCache, table: BlockTable, tokens: list[int], num_computed: int) -> None:
         reach = min(len(table.blocks) * self.block_size, len(tokens))
-        publish(self, table, tokens, max(num_computed, reach))
+        cache_full_blocks(self, table, tokens, max(num_computed, reach))
 
-    patch.setattr(KVCache, "publish", broken)
+    patch.setattr(KVCache, "cache_full_blocks", broken)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def publish_a_block_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
         forget_to_copy,
         write_into_shared_blocks,
         share_blocks_between_different_prompts,
-        free_a_block_that_is_still_held,
-        publish_a_block_before_it_is_full,
+        free_a_block_that_is_still_used,
+        cache_a_block_before_it_is_full,
     ],
 )
 def test_a_broken_allocator_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def test_prefix_reuse(prefix_reuse: bool) -> None:
         cached.append(output.metrics.num_cached_tokens)
     assert cached == ([0, 32, 32] if prefix_reuse else [0, 0, 0])
     assert (engine.stats.prefix_hits > 0) is prefix_reuse
-    assert (engine.snapshot().num_known_blocks > 0) is prefix_reuse
+    assert (engine.snapshot().num_cached_blocks > 0) is prefix_reuse
 
 
 def num_tokens(plan: StepPlan) -> int:

@@ -15,21 +15,21 @@ def new_cache(num_blocks: int = 16, *, prefix_reuse: bool = True) -> KVCache:
 
 
 def computed(cache: KVCache, tokens: list[int], salt: str | None = "key") -> BlockTable:
-    """A sequence whose tokens have all been computed and offered."""
-    table = cache.open(salt)
+    """A sequence whose tokens have all been computed and cached."""
+    table = cache.new_table(salt)
     found = cache.match_prefix(table, tokens)
     copies = cache.extend(table, min(found, len(tokens) - 1), len(tokens))
     assert copies is not None
-    cache.settle(copies)
-    cache.publish(table, tokens, len(tokens))
+    cache.release_sources(copies)
+    cache.cache_full_blocks(table, tokens, len(tokens))
     return table
 
 
 def found_by(cache: KVCache, tokens: list[int], salt: str | None = "key") -> int:
     """How many leading tokens a newcomer would find computed."""
-    table = cache.open(salt)
+    table = cache.new_table(salt)
     found = cache.match_prefix(table, tokens)
-    cache.close(table)
+    cache.free(table)
     return found
 
 
@@ -40,7 +40,7 @@ def test_tokens_take_as_many_blocks_as_they_fill_even_partly() -> None:
 
 def test_a_sequence_gets_blocks_as_it_grows_and_gives_all_back() -> None:
     cache = new_cache()
-    table = cache.open("key")
+    table = cache.new_table("key")
     assert cache.extend(table, 0, 3) == []
     assert len(table.ids) == 1
     assert cache.extend(table, 3, 4) == []
@@ -49,7 +49,7 @@ def test_a_sequence_gets_blocks_as_it_grows_and_gives_all_back() -> None:
     assert len(set(table.ids)) == 3
     assert cache.usage == 3 / 16
     cache.check_integrity([table])
-    cache.close(table)
+    cache.free(table)
     assert cache.usage == 0.0
     assert not table.ids
     cache.check_integrity([])
@@ -57,7 +57,7 @@ def test_a_sequence_gets_blocks_as_it_grows_and_gives_all_back() -> None:
 
 def test_when_blocks_run_out_nothing_is_taken() -> None:
     cache = new_cache(2)
-    table = cache.open("key")
+    table = cache.new_table("key")
     assert cache.extend(table, 0, 4) == []
     assert cache.extend(table, 4, 13) is None
     assert len(table.ids) == 1
@@ -74,26 +74,26 @@ def test_full_blocks_are_found_again_and_partial_ones_are_not() -> None:
     cache.check_integrity([table])
 
 
-def test_a_block_is_known_by_all_that_comes_before_it() -> None:
+def test_a_hash_covers_all_blocks_before_it() -> None:
     cache = new_cache()
     computed(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     assert found_by(cache, [5, 6, 7, 8]) == 0
     assert found_by(cache, [9, 9, 9, 9, 5, 6, 7, 8]) == 0
 
 
-def test_only_what_was_computed_is_offered() -> None:
+def test_only_what_was_computed_is_cached() -> None:
     cache = new_cache()
-    table = cache.open("key")
+    table = cache.new_table("key")
     cache.extend(table, 0, 10)
-    cache.publish(table, PROMPT, 7)
+    cache.cache_full_blocks(table, PROMPT, 7)
     assert found_by(cache, PROMPT) == 4
-    cache.publish(table, PROMPT, 8)
+    cache.cache_full_blocks(table, PROMPT, 8)
     assert found_by(cache, PROMPT) == 8
 
 
 def test_a_prefix_outlives_its_sequence_until_the_blocks_are_needed() -> None:
     cache = new_cache(3)
-    cache.close(computed(cache, PROMPT))
+    cache.free(computed(cache, PROMPT))
     assert found_by(cache, PROMPT) == 8
     other = computed(cache, [50 + i for i in range(8)])
     assert found_by(cache, PROMPT) == 4, "the tail goes before the prefix"
@@ -103,8 +103,8 @@ def test_a_prefix_outlives_its_sequence_until_the_blocks_are_needed() -> None:
 def test_the_prefix_used_last_is_kept_longest() -> None:
     cache = new_cache(3)
     first, second = [1] * 4, [2] * 4
-    cache.close(computed(cache, first))
-    cache.close(computed(cache, second))
+    cache.free(computed(cache, first))
+    cache.free(computed(cache, second))
     assert found_by(cache, first) == 4  # used again
     computed(cache, [3] * 8)
     assert found_by(cache, first) == 4
@@ -139,23 +139,23 @@ def test_reuse_switched_off_is_off() -> None:
     cache = new_cache(prefix_reuse=False)
     computed(cache, PROMPT)
     assert found_by(cache, PROMPT) == 0
-    assert cache.pool.num_known == 0
+    assert cache.pool.num_cached == 0
 
 
 def test_a_shared_block_is_copied_before_it_is_written_and_its_source_stays_until_then() -> None:
     cache = new_cache()
     first = computed(cache, PROMPT[:8])
-    second = cache.open("key")
+    second = cache.new_table("key")
     assert cache.match_prefix(second, PROMPT[:8]) == 8
     shared = second.ids
     copies = cache.extend(second, 7, 8)  # the last token is computed again
     assert copies == [BlockCopy(shared[1], second.ids[1])]
     assert second.ids[0] == shared[0]
     assert second.ids[1] not in shared
-    cache.close(first)
+    cache.free(first)
     assert not cache.pool.is_free(shared[1]), "the copy may still have to be done again"
     cache.check_integrity([second], copies)
-    cache.settle(copies)
+    cache.release_sources(copies)
     assert cache.pool.is_free(shared[1])
     cache.check_integrity([second])
 
@@ -163,7 +163,7 @@ def test_a_shared_block_is_copied_before_it_is_written_and_its_source_stays_unti
 def test_a_shared_block_that_is_written_from_its_start_is_replaced_without_a_copy() -> None:
     cache = new_cache()
     first = computed(cache, PROMPT[:8])
-    second = cache.open("key")
+    second = cache.new_table("key")
     cache.match_prefix(second, PROMPT[:8])
     assert cache.extend(second, 4, 8) == []
     assert second.ids[1] != first.ids[1]
@@ -173,7 +173,7 @@ def test_a_shared_block_that_is_written_from_its_start_is_replaced_without_a_cop
 def test_copies_are_counted_before_they_are_promised() -> None:
     cache = new_cache(2)
     computed(cache, PROMPT[:8])
-    second = cache.open("key")
+    second = cache.new_table("key")
     cache.match_prefix(second, PROMPT[:8])
     assert cache.blocks_needed(second, 7, 8) == 1
     assert cache.extend(second, 7, 8) is None
@@ -182,37 +182,39 @@ def test_copies_are_counted_before_they_are_promised() -> None:
 def test_a_fork_shares_every_block_and_each_copies_what_it_writes() -> None:
     cache = new_cache()
     first = computed(cache, PROMPT)
-    twin = cache.fork(first, 10)
-    assert twin.ids == first.ids
+    child = cache.fork(first, 10)
+    assert child.ids == first.ids
     assert cache.usage == 3 / 16
-    copies = cache.extend(twin, 9, 11)
-    assert copies == [BlockCopy(first.ids[2], twin.ids[2])]
-    assert twin.ids[:2] == first.ids[:2]
+    copies = cache.extend(child, 9, 11)
+    assert copies == [BlockCopy(first.ids[2], child.ids[2])]
+    assert child.ids[:2] == first.ids[:2]
     assert cache.extend(first, 10, 11) == [BlockCopy(copies[0].source, first.ids[2])], (
-        "the source is held for the copy, so its owner must not write into it either"
+        "the source is retained for the copy, so its owner must not write into it either"
     )
-    assert len({*first.ids, *twin.ids, copies[0].source}) == 5
+    assert len({*first.ids, *child.ids, copies[0].source}) == 5
 
 
 def test_the_last_of_two_that_shared_writes_in_place() -> None:
     cache = new_cache()
     first = computed(cache, PROMPT)
-    twin = cache.fork(first, 10)
+    child = cache.fork(first, 10)
     before = first.ids
-    cache.close(twin)
+    cache.free(child)
     assert cache.extend(first, 10, 11) == []
     assert first.ids == before
 
 
-def test_what_opening_costs_is_what_it_takes_from_the_free_blocks() -> None:
+def test_admission_cost_is_what_a_sequence_takes_from_the_free_blocks() -> None:
     cache = new_cache()
-    assert cache.cost(cache.open("key"), PROMPT) == 3
-    held = computed(cache, PROMPT)
-    assert cache.cost(cache.open("key"), PROMPT) == 1
-    assert cache.cost(cache.open("key"), PROMPT[:8]) == 1, "its last block is copied"
-    assert cache.cost(cache.open(None), PROMPT) == 3
-    cache.close(held)
-    assert cache.cost(cache.open("key"), PROMPT) == 3, "idle blocks count as free until revived"
+    assert cache.admission_cost(cache.new_table("key"), PROMPT) == 3
+    used = computed(cache, PROMPT)
+    assert cache.admission_cost(cache.new_table("key"), PROMPT) == 1
+    assert cache.admission_cost(cache.new_table("key"), PROMPT[:8]) == 1, "its last block is copied"
+    assert cache.admission_cost(cache.new_table(None), PROMPT) == 3
+    cache.free(used)
+    assert cache.admission_cost(cache.new_table("key"), PROMPT) == 3, (
+        "evictable blocks count as free until revived"
+    )
 
 
 # ---- faults
@@ -220,9 +222,9 @@ def test_what_opening_costs_is_what_it_takes_from_the_free_blocks() -> None:
 
 def test_blocks_of_a_faulted_sequence_are_not_found() -> None:
     cache = new_cache()
-    cache.disown(computed(cache, PROMPT))
+    cache.free_faulted(computed(cache, PROMPT))
     assert found_by(cache, PROMPT) == 0
-    assert cache.pool.num_known == 0
+    assert cache.pool.num_cached == 0
     cache.check_integrity([])
 
 
@@ -230,35 +232,35 @@ def test_a_fault_leaves_what_others_computed() -> None:
     cache = new_cache()
     computed(cache, PROMPT[:4])
     faulty = computed(cache, PROMPT)
-    cache.disown(faulty)
+    cache.free_faulted(faulty)
     assert found_by(cache, PROMPT) == 4
 
 
-def test_blocks_offered_before_a_preemption_are_forgotten_with_the_fault() -> None:
+def test_blocks_cached_before_a_preemption_are_uncached_with_the_fault() -> None:
     cache = new_cache()
     table = computed(cache, PROMPT)
-    cache.close(table)  # pre-empted: its blocks stay findable
+    cache.free(table)  # pre-empted: its blocks stay cached
     assert cache.match_prefix(table, PROMPT) == 8
-    cache.disown(table)
+    cache.free_faulted(table)
     assert found_by(cache, PROMPT) == 0
 
 
-def test_blocks_of_a_sibling_that_ended_well_are_forgotten_with_the_fault() -> None:
+def test_blocks_of_a_sibling_that_ended_well_are_uncached_with_the_fault() -> None:
     cache = new_cache()
     first = computed(cache, PROMPT)
-    twin = cache.fork(first, 10)
-    cache.close(first)
-    cache.disown(twin)
+    child = cache.fork(first, 10)
+    cache.free(first)
+    cache.free_faulted(child)
     assert found_by(cache, PROMPT) == 0
     cache.check_integrity([])
 
 
-def test_a_reader_of_a_forgotten_block_keeps_it() -> None:
+def test_a_reader_of_an_uncached_block_keeps_it() -> None:
     cache = new_cache()
     faulty = computed(cache, PROMPT)
-    reader = cache.open("key")
+    reader = cache.new_table("key")
     assert cache.match_prefix(reader, PROMPT) == 8
-    cache.disown(faulty)
+    cache.free_faulted(faulty)
     cache.check_integrity([reader])
     assert not any(cache.pool.is_free(block) for block in reader.ids)
 
@@ -274,13 +276,11 @@ def forget_to_renew_the_table(cache: KVCache, table: BlockTable) -> None:
     table.ids = table.ids[:-1]
 
 
-def publish_too_much(cache: KVCache, table: BlockTable) -> None:
-    table.num_published = 9
+def cache_too_much(cache: KVCache, table: BlockTable) -> None:
+    table.num_cached = 9
 
 
-@pytest.mark.parametrize(
-    "corrupt", [take_a_block_away, forget_to_renew_the_table, publish_too_much]
-)
+@pytest.mark.parametrize("corrupt", [take_a_block_away, forget_to_renew_the_table, cache_too_much])
 def test_the_check_finds(corrupt: Callable[[KVCache, BlockTable], None]) -> None:
     cache = new_cache()
     table = computed(cache, PROMPT)
@@ -290,7 +290,7 @@ def test_the_check_finds(corrupt: Callable[[KVCache, BlockTable], None]) -> None
         cache.check_integrity([table])
 
 
-def test_the_check_wants_every_hold_and_every_copy() -> None:
+def test_the_check_wants_every_table_and_every_copy() -> None:
     cache = new_cache()
     table = computed(cache, PROMPT[:8])
     other = cache.fork(table, 8)

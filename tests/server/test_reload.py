@@ -102,7 +102,7 @@ def test_an_expiry_that_is_now_past_leaves_what_runs_alone(keys: Keys) -> None:
 
 
 def test_weights_reach_the_engine(keys: Keys) -> None:
-    weight = keys.server.engine._scheduler._ledger._weight
+    weight = keys.server.engine._scheduler._shares._weight
     assert (weight("alice"), weight("bob")) == (2.0, 1.0)
     keys.write(table("alice"), table("bob", weight=7.0))
     keys.reload()

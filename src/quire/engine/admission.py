@@ -1,4 +1,4 @@
-"""Admission: checks a request against what the engine can do, before anything is kept of it."""
+"""Admission: checks a request against the model, the KV cache and the queue before it is queued."""
 
 import itertools
 import operator
@@ -6,18 +6,23 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from quire.core.config import EngineConfig
-from quire.core.errors import RequestError
+from quire.core.errors import OverloadedError, RequestError
 from quire.core.plan import Capacity, Sampling, Want
 from quire.core.randomness import new_seed
 from quire.core.request import Completion, Request, RequestMetrics, Status
 from quire.core.sampling import SamplingParams
+from quire.engine.fairness import WaitingQueues
 from quire.engine.output import Grammar, MakeDetokenizer, MakeGrammar, Transcript
 from quire.engine.sequence import LiveRequest, Sequence
+from quire.engine.stats import CompletionRate
 from quire.kvcache import KVCache
+
+_MIN_RETRY_AFTER_S = 0.01
 
 
 class Admission:
-    """Turns what a caller gives into a live request, or raises a RequestError that says why not."""
+    """Turns what a caller gives into a live request, or raises an error that says why not:
+    RequestError if it can never run, OverloadedError if it cannot be queued now."""
 
     def __init__(
         self,
@@ -34,6 +39,7 @@ class Admission:
         self._end_token_ids = tuple(end_token_ids)
         self._make_detokenizer = make_detokenizer
         self._make_grammar = make_grammar
+        self.completion_rate = CompletionRate()
         self._request_ids = itertools.count(1)
         self._sequence_ids = itertools.count(1)
 
@@ -51,7 +57,7 @@ class Admission:
     ) -> Request:
         request_id = request_id or self._new_id(taken_ids)
         tokens = self._checked_prompt(prompt)
-        self._check_room(tokens, params)
+        self._check_capacity(tokens, params)
         self._check_params(params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, got {priority!r}")
@@ -66,8 +72,34 @@ class Admission:
         request = Request(
             request_id, tokens, params, seed, key, priority, deadline, RequestMetrics(now)
         )
+        if request.id in taken_ids:
+            raise RequestError(f"request id {request.id!r} is in use")
         request.move_to(Status.WAITING, now)
         return request
+
+    def check_queue(
+        self, request: Request, waiting: WaitingQueues, num_parked: int, now: float
+    ) -> None:
+        """Raise OverloadedError, with the time to retry after, if the queue cannot take it."""
+        config = self._config
+        num_waiting = len(waiting) + num_parked
+        if num_waiting >= config.max_queue_requests:
+            raise OverloadedError(
+                f"{num_waiting} requests wait; the queue holds {config.max_queue_requests}",
+                self._retry_after_s(1 + num_waiting - config.max_queue_requests, now),
+            )
+        excess = waiting.num_tokens + request.num_tokens_asked - config.max_queue_tokens
+        if waiting and excess > 0:
+            raise OverloadedError(
+                f"{waiting.num_tokens} tokens wait and this request asks for "
+                f"{request.num_tokens_asked}; the queue holds {config.max_queue_tokens}",
+                self._retry_after_s(excess * len(waiting) / waiting.num_tokens, now),
+            )
+
+    def _retry_after_s(self, num_requests: float, now: float) -> float:
+        """When so many requests should have left the queue, at the latest rate of completions."""
+        interval_s = self.completion_rate.interval_s(now)
+        return max(_MIN_RETRY_AFTER_S, interval_s * max(1.0, num_requests))
 
     def _new_id(self, taken: Container[str]) -> str:
         return next(name for n in self._request_ids if (name := f"request-{n}") not in taken)
@@ -81,16 +113,16 @@ class Admission:
         if not tokens:
             raise RequestError("the prompt is empty; it needs at least one token")
         if set(map(type, tokens)) != {int}:  # one call for all: this thread runs the steps
-            tokens = tuple(_integer(token, place) for place, token in enumerate(tokens))
+            tokens = tuple(_integer(token, index) for index, token in enumerate(tokens))
         vocabulary = self._capacity.vocabulary_size
         if min(tokens) < 0 or max(tokens) >= vocabulary:
-            place = next(n for n, token in enumerate(tokens) if not 0 <= token < vocabulary)
+            index = next(n for n, token in enumerate(tokens) if not 0 <= token < vocabulary)
             raise RequestError(
-                f"prompt token {place} is {tokens[place]}; the vocabulary has 0 to {vocabulary - 1}"
+                f"prompt token {index} is {tokens[index]}; the vocabulary has 0 to {vocabulary - 1}"
             )
         return tokens
 
-    def _check_room(self, tokens: tuple[int, ...], params: SamplingParams) -> None:
+    def _check_capacity(self, tokens: tuple[int, ...], params: SamplingParams) -> None:
         capacity = self._capacity
         if len(tokens) >= capacity.max_context:
             raise RequestError(
@@ -178,13 +210,13 @@ class Admission:
             sampling=Sampling(params, request.seed, index, tuple(sorted(stop_ids))),
             completion=Completion(index, logprobs=None if params.logprobs is None else []),
             tokens=list(request.prompt),
-            block_table=self._cache.open(None if is_whole else request.key),
+            block_table=self._cache.new_table(None if is_whole else request.key),
             rank=(self._urgency(request), number),
             key=request.key if self._config.fairness else "",
             transcript=self._transcript(params),
             grammar=grammar,
             goal=Want.POOLED if pooling else Want.SAMPLE,
-            is_special=is_whole or params.needs_history or grammar is not None,
+            has_row_extras=is_whole or params.needs_history or grammar is not None,
             stop_token_ids=frozenset(stop_ids),
             prompt_length=len(request.prompt),
             max_length=len(request.prompt) + params.max_tokens,
@@ -211,12 +243,12 @@ class Admission:
             raise RequestError(f"constraint {kind!r} cannot be followed: {error}") from error
 
 
-def _integer(token: Any, place: int) -> int:
-    """A token id as an int; numpy's integers are welcome."""
+def _integer(token: Any, index: int) -> int:
+    """A token id as an int; other types of integers (numpy's) are converted."""
     if isinstance(token, bool):
-        raise RequestError(f"prompt token {place} must be an integer, got {token!r}")
+        raise RequestError(f"prompt token {index} must be an integer, got {token!r}")
     try:
         return operator.index(token)
     except TypeError as error:
-        message = f"prompt token {place} must be an integer, got {token!r}"
+        message = f"prompt token {index} must be an integer, got {token!r}"
         raise RequestError(message) from error

@@ -1,8 +1,8 @@
 """AsyncEngine: the engine on a thread of its own, requests and streams on the event loop.
 
 Commands go to the thread through an inbox that is looked at between steps; events come back
-through the loop. The thread is woken at the end of the loop's turn, so that all arrivals of one
-turn meet in one batch.
+through the loop. The thread is woken at the end of an iteration of the loop, so that all arrivals
+of one iteration are in one batch.
 """
 
 import asyncio
@@ -239,7 +239,7 @@ class AsyncEngine:
             try:
                 self._do_commands()
                 events = self.engine.step()
-            except Exception as error:  # a bug of ours: nobody may be left waiting for it
+            except Exception as error:  # a bug of ours: every waiting caller gets an error
                 events = self.engine.fail_all(ExecutorError(f"the engine failed: {error!r}"))
             self._deliver(events)
             if self.engine.health is Health.STUCK:
@@ -273,7 +273,7 @@ class AsyncEngine:
                 del self._streams[event.request_id]
             by_loop.setdefault(stream.loop, []).append((stream, event))
         for loop, deliveries in by_loop.items():
-            with suppress(RuntimeError):  # that loop is closed: nobody is there to read
+            with suppress(RuntimeError):  # that loop is closed
                 loop.call_soon_threadsafe(_hand_over, deliveries)
 
     def _cancel_if_accepted(self, accepted: Future[Request]) -> None:

@@ -1,11 +1,10 @@
-"""Engine: takes requests in, runs the loop (schedule, execute, update), tells what happened."""
+"""Engine: accepts requests, runs the loop (schedule, execute, update), reports events."""
 
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from heapq import heappop, heappush
@@ -16,23 +15,20 @@ from quire.core.errors import (
     ExecutorError,
     ExecutorMemoryError,
     OverloadedError,
-    RequestError,
     StepCancelledError,
-    StepTimeoutError,
 )
-from quire.core.plan import SequencePlan, SequenceResult, StepPlan, StepResult, Want
+from quire.core.plan import SequencePlan, SequenceResult, StepResult, Want
 from quire.core.request import Event, Request
 from quire.core.sampling import SamplingParams
 from quire.engine.admission import Admission
-from quire.engine.isolation import Backoff, isolate
+from quire.engine.execution import Backoff, Flight, StepRunner, UnresponsiveError, isolate
 from quire.engine.lifecycle import Lifecycle
 from quire.engine.output import MakeDetokenizer, MakeGrammar
-from quire.engine.scheduler import Row, Scheduler, Step
+from quire.engine.scheduler import Scheduler
 from quire.engine.stats import EngineStats, Snapshot
-from quire.executors.protocol import Executor, Ticket
+from quire.engine.step import Row, Step
+from quire.executors.protocol import Executor
 from quire.kvcache import KVCache
-
-_SHORTEST_RETRY_S = 0.01
 
 
 class Health(StrEnum):
@@ -40,19 +36,6 @@ class Health(StrEnum):
     DEGRADED = "degraded"  # batches failed lately; smaller ones run
     DRAINING = "draining"  # finishes what it has, takes nothing new
     STUCK = "stuck"  # the executor does not answer: only a new process helps
-
-
-@dataclass(slots=True)
-class Flight:
-    """A submitted step; `error` where submitting it already failed."""
-
-    step: Step
-    ticket: Ticket
-    error: ExecutorError | None = None
-
-
-class _UnresponsiveError(Exception):
-    """The executor neither finished a step nor heeded its cancel flag."""
 
 
 class Engine:
@@ -82,6 +65,7 @@ class Engine:
             make_grammar,
         )
         self._lifecycle = Lifecycle(self._scheduler, self._admission, self.stats)
+        self._runner = StepRunner(executor, self.config.step_grace_s)
         self._backoff = Backoff(self._scheduler.max_batch_size, self._scheduler.max_step_tokens)
         self._flights: deque[Flight] = deque()
         self._deadlines: list[tuple[float, str]] = []
@@ -105,10 +89,9 @@ class Engine:
     ) -> Request:
         """Queue a request; its events come from step(). Raises if it can never run, or not now.
 
-        `key` says whose it is (fairness, prefix reuse); `priority`: lower is more urgent;
-        `stream`: whether to report each token as it comes; `pooling`: compute the hidden state
-        after the prompt (RequestOutput.pooled) and no tokens; `arrived_at`: on the engine's clock,
-        where the request came in before it could be handed over.
+        `key`: whose it is (fairness, prefix reuse); `priority`: lower is more urgent; `stream`:
+        report each token; `pooling`: compute the hidden state after the prompt and no tokens;
+        `arrived_at`: on the engine's clock, where it arrived before it could be handed over.
         """
         now = self.clock.now() if arrived_at is None else arrived_at
         self._check_open()
@@ -122,12 +105,12 @@ class Engine:
             timeout_s=timeout_s,
             taken_ids=self._lifecycle.live,
         )
-        if request.id in self._lifecycle.live:
-            raise RequestError(f"request id {request.id!r} is in use")
-        self._check_queue(request)
+        scheduler = self._scheduler
+        num_parked = len(scheduler.parked)
+        self._admission.check_queue(request, scheduler.waiting, num_parked, self.clock.now())
         live = self._admission.open(request, wants_pieces=stream, pooling=pooling)
         self._lifecycle.begin(live, now)
-        self._scheduler.request_arrived(now)
+        scheduler.request_arrived(now)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.id))
         return request
@@ -137,28 +120,6 @@ class Engine:
             raise ExecutorError("the executor does not answer; restart the process")
         if self._is_draining:
             raise OverloadedError("the engine is draining and takes no new requests", 30.0)
-
-    def _check_queue(self, request: Request) -> None:
-        waiting = self._scheduler.waiting
-        config = self.config
-        num_waiting = len(waiting) + len(self._scheduler.parked)
-        if num_waiting >= config.max_queue_requests:
-            raise OverloadedError(
-                f"{num_waiting} requests wait; the queue holds {config.max_queue_requests}",
-                self._retry_after(1 + num_waiting - config.max_queue_requests),
-            )
-        excess = waiting.num_tokens + request.num_tokens_asked - config.max_queue_tokens
-        if waiting and excess > 0:
-            raise OverloadedError(
-                f"{waiting.num_tokens} tokens wait and this request asks for "
-                f"{request.num_tokens_asked}; the queue holds {config.max_queue_tokens}",
-                self._retry_after(excess * len(waiting) / waiting.num_tokens),
-            )
-
-    def _retry_after(self, num_places: float) -> float:
-        """When so many places in the queue should come free, at the rate requests ended lately."""
-        interval_s = self._lifecycle.departures.interval_s(self.clock.now())
-        return max(_SHORTEST_RETRY_S, interval_s * max(1.0, num_places))
 
     def cancel(self, request_id: str) -> bool:
         """End a request now and free its blocks; False if it is not live."""
@@ -201,7 +162,7 @@ class Engine:
         plan = None if step is None else step.plan()
         host_s = time.perf_counter() - started
         if step is not None and plan is not None:
-            self._flights.append(self._submit(step, plan))
+            self._flights.append(self._runner.submit(step, plan))
         if self._flights and (step is None or len(self._flights) > self.config.plan_ahead):
             host_s += self._complete(self._flights.popleft())
         self.stats.host_seconds.add(host_s)
@@ -237,47 +198,27 @@ class Engine:
         times = [t for t in (self._scheduler.wake_at, self._next_deadline()) if t is not None]
         return min(times, default=float("inf"))
 
-    def _submit(self, step: Step, plan: StepPlan) -> Flight:
-        try:
-            return Flight(step, self.executor.submit(plan))
-        except Exception as error:
-            return Flight(step, None, _as_executor_error(error))
-
     def _complete(self, flight: Flight) -> float:
         """Wait for a step, then update; returns the host's seconds, the waiting left out."""
         step = flight.step
         try:
-            result = self._collect(flight, self.config.step_timeout_s)
+            result = self._runner.collect(flight, self.config.step_timeout_s)
         except ExecutorError as error:
             try:
                 self._recover(step, error)
-            except _UnresponsiveError:
+            except UnresponsiveError:
                 self._give_up(step)
             return 0.0
-        except _UnresponsiveError:
+        except UnresponsiveError:
             self._give_up(step)
             return 0.0
         started = time.perf_counter()
         self._backoff.succeeded()
         self._apply_backoff()
         self._record(step, result)
-        self._settle(step.rows)
+        self._release_sources(step.rows)
         self._lifecycle.apply(zip(step.rows, result.sequences, strict=True), self.clock.now())
         return time.perf_counter() - started
-
-    def _collect(self, flight: Flight, timeout_s: float | None) -> StepResult:
-        if flight.error is not None:
-            raise flight.error
-        try:
-            try:
-                return self.executor.collect(flight.ticket, timeout_s)
-            except StepTimeoutError:
-                self.executor.cancel(flight.ticket)
-                return self.executor.collect(flight.ticket, self.config.step_grace_s)
-        except StepTimeoutError as error:
-            raise _UnresponsiveError from error
-        except Exception as error:
-            raise _as_executor_error(error) from error
 
     def _record(self, step: Step, result: StepResult) -> None:
         stats = self.stats
@@ -289,10 +230,10 @@ class Engine:
         stats.padding_tokens += result.padding_tokens
         self._scheduler.observe(step, result.elapsed_s)
 
-    def _settle(self, rows: Iterable[Row]) -> None:
+    def _release_sources(self, rows: Iterable[Row]) -> None:
         for row in rows:
             if row.copies:
-                self._scheduler.cache.settle(row.copies)
+                self._scheduler.cache.release_sources(row.copies)
 
     def _expire_requests(self) -> None:
         now = self.clock.now()
@@ -316,7 +257,7 @@ class Engine:
     # ---- when a step fails
 
     def _recover(self, step: Step, error: ExecutorError) -> None:
-        """Find the culprits of a failed step in ever smaller parts; the others go on."""
+        """Isolate the rows that make a step fail; the others go on."""
         self._abandon_later_flights()
         self._backoff.failed(len(step.rows), step.num_tokens, error)
         self._apply_backoff()
@@ -328,10 +269,10 @@ class Engine:
                 self._roll_back(row)
         run = partial(self._run_rows, is_hung=isinstance(error, StepCancelledError))
         outcome = isolate(current, run, can_shrink=self.config.chunking)
-        self._settle(step.rows)
+        self._release_sources(step.rows)
         now = self.clock.now()
-        self._lifecycle.apply(outcome.sound, now)
-        for row, fault in outcome.culprits:
+        self._lifecycle.apply(outcome.succeeded, now)
+        for row, fault in outcome.failed:
             if not row.sequence.is_done:
                 self._lifecycle.fail(row.sequence.live, fault, now)
         for row in outcome.retry:
@@ -342,15 +283,14 @@ class Engine:
     def _abandon_later_flights(self) -> None:
         """Steps planned on top of a failed one count as never run."""
         for flight in self._flights:
-            if flight.error is None:
-                self.executor.cancel(flight.ticket)
+            self._runner.cancel(flight)
         while self._flights:
             flight = self._flights.popleft()
             with suppress(ExecutorError):  # its rows are run again whatever became of them
-                self._collect(flight, self.config.step_timeout_s)
+                self._runner.collect(flight, self.config.step_timeout_s)
             for row in flight.step.rows:
                 self._roll_back(row)
-            self._settle(flight.step.rows)
+            self._release_sources(flight.step.rows)
 
     def _roll_back(self, row: Row) -> None:
         """Forget that a row was planned."""
@@ -358,11 +298,11 @@ class Engine:
         if sequence.is_done:
             return
         if row.plan.want is Want.SAMPLE:
-            sequence.forget_sample()
+            sequence.sample_dropped()
         if row.epoch != sequence.epoch:
             return
         if row.copies:
-            self._scheduler.restart(sequence)  # nobody knows whether its blocks were copied
+            self._scheduler.free_blocks(sequence)  # whether they were copied is unknown
         else:
             sequence.rolled_back(row.plan.start)
 
@@ -375,44 +315,44 @@ class Engine:
         timeout_s = self.config.step_timeout_s
         if timeout_s is not None and is_hung:  # a part takes less; do not wait as long for each
             timeout_s = min(timeout_s, self.config.step_grace_s)
-        return self._collect(self._submit(part, part.plan()), timeout_s).sequences
+        return self._runner.collect(self._runner.submit(part, part.plan()), timeout_s).sequences
 
     def _apply_backoff(self) -> None:
         self._scheduler.set_limits(self._backoff.batch_limit, self._backoff.token_limit)
 
     def _shed_load(self) -> None:
-        """Pre-empt what the lowered limits leave no place for, the least important first."""
+        """Pre-empt down to the lowered batch limit, the last in rank first."""
         running = self._scheduler.running
         while len(running) > self._backoff.batch_limit:
             self._scheduler.preempt(running[-1], self.clock.now())
 
     def _give_up(self, step: Step) -> None:
-        """The executor is beyond reach: end every request with an error that says so."""
-        self._settle(step.rows)
+        """The executor is unresponsive: fail every request."""
+        self._release_sources(step.rows)
         waited = (self.config.step_timeout_s or 0.0) + self.config.step_grace_s
         self._fail_all(ExecutorError(f"the executor did not answer within {waited:g} s"))
 
     def fail_all(self, error: ExecutorError) -> list[Event]:
-        """Give up: end every request with this error; the engine takes no more."""
+        """End every request with this error; the engine accepts no more."""
         self._fail_all(error)
         return self.take_events()
 
     def _fail_all(self, error: ExecutorError) -> None:
         self._is_stuck = True
         while self._flights:
-            self._settle(self._flights.popleft().step.rows)
+            self._release_sources(self._flights.popleft().step.rows)
         for live in list(self._lifecycle.live.values()):
             self._lifecycle.fail(live, error, self.clock.now())
 
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
-        """Put weights over those of the configuration, from the next step on."""
+        """Override the configuration's weights, from the next step on."""
         self._scheduler.set_key_weights({**self.config.key_weights, **weights})
 
     # ---- looking at it
 
     @property
     def cache(self) -> KVCache:
-        """Its KV blocks; who takes some beside the engine gives them back between two steps."""
+        """Its KV blocks; other users of it allocate and free between two steps."""
         return self._scheduler.cache
 
     @property
@@ -438,7 +378,7 @@ class Engine:
             running_by_key=Counter(s.request.key for s in list(scheduler.running)),
             queued_tokens=scheduler.waiting.num_tokens,
             kv_usage=scheduler.cache.usage,
-            num_known_blocks=scheduler.cache.pool.num_known,
+            num_cached_blocks=scheduler.cache.pool.num_cached,
             memory_bytes=self.executor.memory_bytes,
             utilisation=self.stats.busy_s / elapsed if elapsed > 0 else 0.0,
             health=self.health.value,
@@ -446,14 +386,14 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the engine's books do not balance. For tests."""
+        """Raise AssertionError if the state of the engine is inconsistent. For tests."""
         scheduler = self._scheduler
         sequences = [s for live in self._lifecycle.live.values() for s in live.sequences]
         alive = [s for s in sequences if not s.is_done]
         copies = [c for f in self._flights for row in f.step.rows for c in row.copies]
         scheduler.cache.check_integrity([s.block_table for s in alive], copies)
-        places = Counter([*scheduler.running, *scheduler.waiting, *scheduler.parked])
-        assert places == Counter(alive), "a live sequence stands nowhere, or twice"
+        placed = Counter([*scheduler.running, *scheduler.waiting, *scheduler.parked])
+        assert placed == Counter(alive), "a live sequence is not in exactly one list"
         assert all(s.is_running == (s in scheduler.running) for s in alive), "a flag is wrong"
         assert scheduler.running == sorted(scheduler.running, key=lambda s: s.rank), "out of order"
         for sequence in alive:
@@ -461,17 +401,16 @@ class Engine:
             assert sequence.num_computed <= len(sequence.tokens) + sequence.num_pending
 
     def close(self) -> None:
-        """End what is left and let the executor go."""
+        """Cancel every request and close the executor."""
         for live in list(self._lifecycle.live.values()):
             self._lifecycle.cancel(live, self.clock.now())
         for flight in self._flights:
-            if flight.error is None:
-                self.executor.cancel(flight.ticket)
+            self._runner.cancel(flight)
         self.executor.close()
 
 
 def _resolved(row: Row) -> SequencePlan:
-    """A row's plan with nothing left to come from another step: those are collected now."""
+    """A row's plan with all tokens known: the steps it followed are collected."""
     sequence = row.sequence
     plan = row.plan._replace(
         tokens=tuple(sequence.tokens[row.plan.start : row.plan.end]), follows=None
@@ -480,12 +419,3 @@ def _resolved(row: Row) -> SequencePlan:
         completion = tuple(sequence.tokens[sequence.prompt_length :])
         plan = plan._replace(history=plan.history._replace(completion=completion))
     return plan
-
-
-def _as_executor_error(error: Exception) -> ExecutorError:
-    if isinstance(error, ExecutorError):
-        return error
-    kind = ExecutorMemoryError if isinstance(error, MemoryError) else ExecutorError
-    wrapped = kind(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

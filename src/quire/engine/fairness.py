@@ -1,69 +1,76 @@
-"""Whose turn it is: queues by key, deficit round robin between them, shares of the batch."""
+"""Fairness: waiting queues by API key, deficit round robin between keys, and how many tokens of a
+step each sequence gets."""
 
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
 
+from quire.core.config import EngineConfig
+from quire.engine.pacing import SMALLEST_CHUNK, Pacer
 from quire.engine.sequence import Sequence
 
-_QUANTUM = 16  # tokens a turn is worth
-_STEPS_OF_CREDIT = 4  # a key can save up this many steps' tokens
+_QUANTUM = 16  # tokens a turn of the round robin is worth, times the key's weight
+_MAX_CREDIT_STEPS = 4  # bounds credit and debt, in steps of max_step_tokens
+_HEADROOM_DIVISOR = 3  # keys without credit get a third of a shared step's headroom
+_PROMPT_BOUND_SCALE = 1.5  # latency bound for prompts of keys in credit, times that for the others
 
 
-class WaitingLines:
-    """Sequences that wait, one line a key, the most important first."""
+class WaitingQueues:
+    """Sequences that wait, one queue a key, each in order of rank."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, list[Sequence]] = {}
+        self._queues: dict[str, list[Sequence]] = {}
         self.num_tokens = 0  # that the waiting ask for
 
     def push(self, key: str, sequence: Sequence) -> None:
-        insort(self._lines.setdefault(key, []), sequence, key=_rank)
+        insort(self._queues.setdefault(key, []), sequence, key=_rank)
         self.num_tokens += sequence.request.num_tokens_asked
 
     def remove(self, key: str, sequence: Sequence) -> None:
-        line = self._lines[key]
-        at = bisect_left(line, sequence.rank, key=_rank)
-        assert line[at] is sequence, f"{sequence.id} does not wait under {key!r}"
-        del line[at]
+        queue = self._queues[key]
+        index = bisect_left(queue, sequence.rank, key=_rank)
+        assert queue[index] is sequence, f"{sequence.id} does not wait under {key!r}"
+        del queue[index]
         self.num_tokens -= sequence.request.num_tokens_asked
-        if not line:
-            del self._lines[key]
+        if not queue:
+            del self._queues[key]
 
-    def line(self, key: str) -> list[Sequence]:
-        return self._lines.get(key, [])
+    def queue(self, key: str) -> list[Sequence]:
+        return self._queues.get(key, [])
 
     @property
     def keys(self) -> list[str]:
-        return list(self._lines)
+        return list(self._queues)
 
     def __iter__(self) -> Iterator[Sequence]:
-        for line in list(self._lines.values()):  # copies: another thread may look at the queue
-            yield from list(line)
+        for queue in list(self._queues.values()):  # copies: another thread may read the queues
+            yield from list(queue)
 
     def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return sum(len(queue) for queue in self._queues.values())
 
 
-class Ledger:
-    """What each key has of the batch and has been served, and what it may claim of both.
+class DeficitRoundRobin:
+    """What each key has of the batch (slots) and is owed of it (credit, in tokens).
 
-    Deficit round robin with credit that ages: every step, each key with work earns its fair share
-    of the step's tokens and pays for those it got. Who took less than it earned goes first, up to
-    its credit, so that a key below its share hardly notices another far above. What nobody has
-    earned goes round in turns. Credit and debt are bounded, and end with a key's work.
+    Each step, every key with work earns its weighted share of the step's tokens and pays for those
+    it got. Keys with most credit go first, up to their credit, so that a key below its share is
+    hardly slowed by one far above. What no credit covers is split by turns. Credit and debt are
+    bounded, and end with a key's work.
     """
 
     def __init__(self, weights: Mapping[str, float], max_step_tokens: int) -> None:
         self._weights = weights
-        self._most = float(_STEPS_OF_CREDIT * max_step_tokens)
+        self._max_credit = float(_MAX_CREDIT_STEPS * max_step_tokens)
         self._credit: dict[str, float] = {}
         self._slots: dict[str, int] = {}
-        self._order: deque[str] = deque()
-        self.num_slots = 0  # held by all keys together
+        self._turns: deque[str] = deque()
+        self.num_slots = 0  # of all keys together
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Other weights from the next step on; credit and places stay as they are."""
+        """Other weights from the next step on; credit and slots stay as they are."""
         self._weights = weights
 
     @property
@@ -71,71 +78,221 @@ class Ledger:
         """Keys that have slots in the batch."""
         return len(self._slots)
 
-    def reserve(self, key: str, num_slots: int) -> None:
-        """Places in the batch taken, or given back."""
+    def reserve_slots(self, key: str, num_slots: int) -> None:
+        """Take slots of the batch, or give them back (below 0)."""
         self.num_slots += num_slots
         self._slots[key] = self._slots.get(key, 0) + num_slots
         if not self._slots[key]:
             del self._slots[key]
 
-    def account(self, served: Mapping[str, int], waiting: Iterable[str]) -> None:
-        """Book a step: what each key was served, and the share that each key with work earned."""
+    def charge(self, served: Mapping[str, int], waiting: Iterable[str]) -> None:
+        """After a step: credit each key with work its share, charge the tokens it was served."""
         keys = {*self._slots, *waiting}
         for key in [key for key in self._credit if key not in keys]:
             del self._credit[key]
         if len(keys) < 2:
             return
-        fair = sum(served.values()) / sum(self._weight(key) for key in keys)
+        share = sum(served.values()) / sum(self._weight(key) for key in keys)
         for key in keys:
-            credit = self.credit(key) + fair * self._weight(key) - served.get(key, 0)
-            self._credit[key] = max(-self._most, min(credit, self._most))
+            credit = self.credit(key) + share * self._weight(key) - served.get(key, 0)
+            self._credit[key] = max(-self._max_credit, min(credit, self._max_credit))
 
     def credit(self, key: str) -> float:
-        """Tokens the key has earned and not used; one that comes new has as many as it can."""
-        return self._credit.get(key, self._most)
+        """Tokens the key earned and did not use; below 0: debt. A new key starts with the most."""
+        return self._credit.get(key, self._max_credit)
 
-    def claim(self, key: str) -> float:
-        """What orders keys when places come free: lower first."""
+    def precedence(self, key: str) -> float:
+        """Orders keys that compete: lower first."""
         return -self.credit(key) / self._weight(key)
 
-    def displaced_by(self, newcomer: str, num_slots: int) -> str | None:
-        """The key that must give way in the batch to a newcomer of another, if one must: one in
-        debt to a key in credit, or one that still has no less after the exchange."""
-        holders = [key for key in self._slots if key != newcomer]
-        if not holders:
+    def victim_key(self, newcomer: str, num_slots: int) -> str | None:
+        """The key to pre-empt for a newcomer of another key, if there is one.
+
+        It is a key in debt while the newcomer's has credit, or the key with most slots for its
+        weight, if it has no fewer than the newcomer's after the exchange.
+        """
+        others = [key for key in self._slots if key != newcomer]
+        if not others:
             return None
-        poorest = max(holders, key=self.claim)
+        poorest = max(others, key=self.precedence)
         if self.credit(newcomer) > num_slots and self.credit(poorest) < 0:
             return poorest
-        largest = max(holders, key=self._slots_for_weight)
+        largest = max(others, key=self._weighted_slots)
         after = (self._slots[largest] - num_slots) / self._weight(largest)
         claimed = (self._slots.get(newcomer, 0) + num_slots) / self._weight(newcomer)
         return largest if claimed <= after else None
 
-    def share_out(self, wanted: Mapping[str, int], budget: int) -> dict[str, int]:
-        """How many tokens of a step each key gets, when together they want more."""
+    def split(self, wanted: Mapping[str, int], budget: int) -> dict[str, int]:
+        """How many tokens of a step each key gets, where together they want more."""
         granted = dict.fromkeys(wanted, 0)
-        # Of equal claims goes first that of the key which has less of the batch: it came later.
-        for key in sorted(wanted, key=lambda key: (self.claim(key), self._slots_for_weight(key))):
+        # Of equal precedence, the key with fewer slots goes first: it arrived later.
+        for key in sorted(
+            wanted, key=lambda key: (self.precedence(key), self._weighted_slots(key))
+        ):
             granted[key] = min(wanted[key], budget, max(0, int(self.credit(key))))
             budget -= granted[key]
-        self._order.extend(key for key in wanted if key not in self._order)
+        self._turns.extend(key for key in wanted if key not in self._turns)
         while budget > 0 and granted != wanted:
-            key = self._order.popleft()
+            key = self._turns.popleft()
             if key not in wanted:
                 continue
-            self._order.append(key)
-            turn = max(1, int(_QUANTUM * self._weight(key)))
-            grant = min(wanted[key] - granted[key], turn, budget)
+            self._turns.append(key)
+            quantum = max(1, int(_QUANTUM * self._weight(key)))
+            grant = min(wanted[key] - granted[key], quantum, budget)
             granted[key] += grant
             budget -= grant
         return granted
 
-    def _slots_for_weight(self, key: str) -> float:
+    def _weighted_slots(self, key: str) -> float:
         return self._slots.get(key, 0) / self._weight(key)
 
     def _weight(self, key: str) -> float:
         return self._weights.get(key, 1.0)
+
+
+class Ready(NamedTuple):
+    """Running sequences that can have a row in the next step, in order of rank."""
+
+    decodes: list[Sequence]  # lack one token
+    prompts: list[Sequence]  # lack more
+    context: int  # positions that the decodes attend to
+
+
+class Grants(NamedTuple):
+    """Who gets how much of a step."""
+
+    decodes: list[Sequence]  # one token each
+    chunks: dict[Sequence, int]  # tokens of each prompt, in order of rank
+
+
+class StepBudget:
+    """Sizes a step in tokens, and splits it between the sequences that are ready."""
+
+    def __init__(self, config: EngineConfig, pacer: Pacer, shares: DeficitRoundRobin) -> None:
+        self._chunking = config.chunking
+        self._pacer = pacer
+        self._shares = shares
+
+    def split(self, ready: Ready, token_limit: int) -> Grants:
+        decodes, prompts, _ = ready
+        budget = self._size(ready, token_limit)
+        if self._is_contended(ready, budget):
+            grants = self._split_by_key([*decodes, *prompts], budget)
+            decodes = [sequence for sequence in decodes if sequence in grants]
+        else:
+            grants = self._split_by_rank(prompts, budget - len(decodes))
+        chunks = {sequence: grants[sequence] for sequence in prompts if sequence in grants}
+        if prompts and not chunks and not self._chunking:  # too long to share a step: it runs alone
+            return Grants([], {prompts[0]: prompts[0].num_remaining})
+        return Grants(decodes, chunks)
+
+    def _size(self, ready: Ready, token_limit: int) -> int:
+        """Tokens the step may hold.
+
+        With several keys in the batch a step is kept short, as an arrival waits for its end: of the
+        headroom that decodes and prompts of keys in credit leave, only a part is used, and the step
+        stays within the latency bound of the protected decodes.
+        """
+        decodes, prompts, context = ready
+        budget = min(token_limit, self._pacer.step_tokens(len(decodes), context))
+        if self._shares.num_keys < 2 or self._pacer.has_target or not self._chunking:
+            return budget
+        credit = self._shares.credit
+        in_credit = sum(sequence.num_remaining for sequence in prompts if credit(sequence.key) > 0)
+        headroom = max(0, budget - len(decodes) - in_credit)
+        shared = budget - headroom + -(-headroom // _HEADROOM_DIVISOR)
+        protected = self._protected_decodes(decodes)
+        if not protected:
+            return shared
+        others = [s for s in (*decodes, *prompts) if s.key != protected[0].key]
+        contexts = [sequence.num_computed for sequence in sorted(others, key=_decode_order)]
+        context = sum(sequence.num_computed for sequence in protected)
+        bounded = partial(self._pacer.co_scheduled_tokens, len(protected), context, contexts)
+        in_credit = min(in_credit, bounded(scale=_PROMPT_BOUND_SCALE))
+        return min(shared, len(protected) + max(in_credit, bounded()))
+
+    def _protected_decodes(self, decodes: list[Sequence]) -> list[Sequence]:
+        """The decodes of the key in credit that has fewest: those a long step would slow most."""
+        by_key: dict[str, list[Sequence]] = {}
+        for sequence in decodes:
+            if self._shares.credit(sequence.key) > 0:
+                by_key.setdefault(sequence.key, []).append(sequence)
+        return min(by_key.values(), key=len, default=[])
+
+    def _is_contended(self, ready: Ready, budget: int) -> bool:
+        """Whether several keys want more than the step can hold."""
+        if self._shares.num_keys < 2:
+            return False
+        wanted = len(ready.decodes) + sum(sequence.num_remaining for sequence in ready.prompts)
+        return wanted > budget
+
+    def _split_by_rank(self, prompts: list[Sequence], budget: int) -> dict[Sequence, int]:
+        """First come, first served: how many tokens each prompt gets."""
+        grants: dict[Sequence, int] = {}
+        for sequence in prompts:
+            cost = self._pacer.row_tokens(sequence.num_computed)
+            if not grants:  # the first makes progress, however long its context
+                cost = min(cost, max(0, budget - SMALLEST_CHUNK))
+            budget -= cost
+            wanted = sequence.num_remaining
+            if budget <= 0 or (wanted > budget and not self._chunking):
+                break
+            grants[sequence] = min(wanted, budget)
+            budget -= grants[sequence]
+        return grants
+
+    def _split_by_key(self, sequences: list[Sequence], budget: int) -> dict[Sequence, int]:
+        """Deficit round robin: how many tokens each sequence gets.
+
+        Decodes of keys in credit come first. Within a key, decodes go before prompts, and those
+        that waited longest before others, so that all of them progress.
+        """
+        by_key: dict[str, list[Sequence]] = {}
+        wanted: dict[str, int] = {}
+        for sequence in sequences:
+            key = sequence.key
+            by_key.setdefault(key, []).append(sequence)
+            wanted[key] = wanted.get(key, 0) + sequence.num_remaining
+        grants = self._grant_decodes(by_key, budget)
+        for sequence in grants:
+            wanted[sequence.key] -= 1
+        for key, tokens in self._shares.split(wanted, budget - len(grants)).items():
+            waiting = [sequence for sequence in by_key[key] if sequence not in grants]
+            self._grant_within_key(sorted(waiting, key=_decode_order), tokens, grants)
+        return grants
+
+    def _grant_decodes(
+        self, by_key: Mapping[str, list[Sequence]], budget: int
+    ) -> dict[Sequence, int]:
+        """A token for each decode of keys in credit, keys with few of them first."""
+        grants: dict[Sequence, int] = {}
+        for sequences in sorted(by_key.values(), key=len):
+            if self._shares.credit(sequences[0].key) > 0:
+                decodes = [sequence for sequence in sequences if sequence.num_remaining == 1]
+                first = sorted(decodes, key=_decode_order)[: max(0, budget - len(grants))]
+                grants |= dict.fromkeys(first, 1)
+        return grants
+
+    def _grant_within_key(
+        self, sequences: list[Sequence], tokens: int, grants: dict[Sequence, int]
+    ) -> None:
+        for sequence in sequences:
+            if tokens <= 0:
+                break
+            if sequence.num_remaining > 1:
+                tokens -= self._pacer.row_tokens(sequence.num_computed)
+            grant = min(sequence.num_remaining, max(1, tokens))
+            if grant < sequence.num_remaining and not self._chunking:
+                break
+            grants[sequence] = grant
+            tokens -= grant
+
+
+def _decode_order(sequence: Sequence) -> tuple[float, int]:
+    """Sorts decodes by the step that last sampled for them, then by the rows they had; prompts
+    come after them."""
+    is_decode = sequence.num_remaining == 1
+    return (sequence.last_step, sequence.num_steps) if is_decode else (float("inf"), 0)
 
 
 def _rank(sequence: Sequence) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""Lifecycle: what a step's results mean for requests, from first token to the one last event."""
+"""Lifecycle: applies a step's results to requests: tokens, text, stop rules, events, the end."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,11 +15,11 @@ from quire.core.request import (
     WaitReason,
 )
 from quire.engine.admission import Admission
-from quire.engine.departures import Departures
 from quire.engine.output import NewText
-from quire.engine.scheduler import Row, Scheduler
+from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import LiveRequest, Sequence
 from quire.engine.stats import EngineStats
+from quire.engine.step import Row
 
 _REASONS = {
     Status.CANCELLED: FinishReason.CANCELLED,
@@ -32,7 +32,6 @@ class Lifecycle:
     def __init__(self, scheduler: Scheduler, admission: Admission, stats: EngineStats) -> None:
         self.live: dict[str, LiveRequest] = {}
         self.events: list[Event] = []
-        self.departures = Departures()
         self._scheduler = scheduler
         self._admission = admission
         self._stats = stats
@@ -44,15 +43,15 @@ class Lifecycle:
 
     def begin(self, live: LiveRequest, now: float) -> None:
         if not self.live:
-            self.departures.restart(now)
+            self._admission.completion_rate.busy_from(now)
         self.live[live.request.id] = live
         self._scheduler.enqueue(live.sequences[0], WaitReason.QUEUED, now)
 
     def apply(self, results: Iterable[tuple[Row, SequenceResult]], now: float) -> None:
-        """Take each row's result to its sequence."""
+        """Apply each row's result to its sequence."""
         cache = self._scheduler.cache
         block_size = cache.block_size
-        gaps: dict[float, int] = {}  # rows by the time of the token before: mostly one step's
+        gaps: dict[float, int] = {}  # number of rows by the time of their previous token
         for row, result in results:
             plan, sequence, epoch, _ = row
             if sequence.is_done:
@@ -66,14 +65,14 @@ class Lifecycle:
             if start < sequence.prompt_length:
                 self._advance_prompt(sequence, row, result, end)
             table = sequence.block_table
-            if end // block_size > table.num_published and epoch == sequence.epoch:
-                cache.publish(table, sequence.tokens, end)
+            if end // block_size > table.num_cached and epoch == sequence.epoch:
+                cache.cache_full_blocks(table, sequence.tokens, end)
             if plan.want is Want.SAMPLE:
                 before = sequence.last_token_at
                 gaps[before] = gaps.get(before, 0) + 1
                 self._accept(sequence, result, now)
                 continue
-            sequence.had_row()
+            sequence.row_computed()
             if plan.want is Want.POOLED:
                 self._take_pooled(sequence, result, now)
         gaps.pop(0.0, None)  # first tokens
@@ -91,11 +90,11 @@ class Lifecycle:
             sequence.live.add_prompt_logprobs(start, result.prompt_logprobs)
 
     def _accept(self, sequence: Sequence, result: SequenceResult, now: float) -> None:
-        """Append a sampled token and see whether it ends the sequence."""
+        """Append a sampled token, then apply the stop rules."""
         token = result.token
         live = sequence.live
         if token is None:
-            sequence.forget_sample()
+            sequence.sample_dropped()
             self.fail(live, RowFaultError("the executor gave no token"), now)
             return
         completion = sequence.completion
@@ -113,7 +112,7 @@ class Lifecycle:
         text = ""
         if sequence.transcript is not None:
             try:
-                text, reason = self._write(sequence, token, reason)
+                text, reason = self._detokenize(sequence, token, reason)
             except Exception as error:  # one odd token must not end everybody's step
                 self.fail(live, RowFaultError(f"the detokenizer failed: {error!r}"), now)
                 return
@@ -139,12 +138,12 @@ class Lifecycle:
             self._fork(sequence, now)
 
     def _fork(self, first: Sequence, now: float) -> None:
-        """The prompt is computed: the request's other sequences set out from it."""
+        """The prompt is computed: start the request's other sequences from it."""
         self._scheduler.release_slots(first)
         for sibling in self._admission.fork(first):
             if first.is_running:
                 self._scheduler.join(sibling)
-            else:  # its blocks were taken meanwhile; they wait as it does
+            else:  # it was pre-empted: the siblings wait as it does
                 self._scheduler.enqueue(sibling, WaitReason.PREEMPTED, now)
                 if first.live.is_paused:
                     self._scheduler.park(sibling, now)
@@ -168,7 +167,7 @@ class Lifecycle:
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= params.max_tokens else None
 
-    def _write(
+    def _detokenize(
         self, sequence: Sequence, token: int, reason: FinishReason | None
     ) -> tuple[str, FinishReason | None]:
         """Turn the token into text; a stop string may end the sequence."""
@@ -189,7 +188,7 @@ class Lifecycle:
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         sequence.ended(reason)
-        self._scheduler.leave(sequence, now)
+        self._scheduler.remove(sequence, now)
         if sequence.live.num_open == 0:
             self._end(sequence.live, Status.FINISHED, None, now)
 
@@ -205,7 +204,7 @@ class Lifecycle:
         self._abort(live, Status.EXPIRED, error, now)
 
     def fail(self, live: LiveRequest, error: QuireError, now: float) -> None:
-        """End a request because of a fault of its own; the others do not notice."""
+        """End a request because of a fault of its own; others go on."""
         faults = self._stats.faults_isolated
         faults[type(error).__name__] = faults.get(type(error).__name__, 0) + 1
         self._abort(live, Status.FAILED, error, now)
@@ -218,7 +217,7 @@ class Lifecycle:
             if sequence.transcript is not None:
                 with suppress(Exception):  # what failed before may fail again
                     sequence.add_text(sequence.transcript.finish().text)
-            self._scheduler.leave(sequence, now, faulted=status is Status.FAILED)
+            self._scheduler.remove(sequence, now, faulted=status is Status.FAILED)
         self._end(live, status, error, now)
 
     def _end(self, live: LiveRequest, status: Status, error: QuireError | None, now: float) -> None:
@@ -226,11 +225,11 @@ class Lifecycle:
         del self.live[request.id]
         request.move_to(status, now)
         request.metrics.finished_at = now
-        self.departures.add(now)
+        self._admission.completion_rate.completed(now)
         request.metrics.num_steps = sum(sequence.num_steps for sequence in live.sequences)
         ended = self._stats.requests_ended
         ended[status.value] = ended.get(status.value, 0) + 1
-        self._book(live)
+        self._record(live)
         output = RequestOutput(
             request_id=request.id,
             prompt_token_ids=request.prompt,
@@ -243,11 +242,11 @@ class Lifecycle:
         )
         self.events.append(Ended(request.id, output))
 
-    def _book(self, live: LiveRequest) -> None:
+    def _record(self, live: LiveRequest) -> None:
         reasons = self._stats.finish_reasons
         reason = live.sequences[0].completion.finish_reason
         assert reason is not None
         reasons[reason.value] = reasons.get(reason.value, 0) + 1
         num_tokens = sum(len(sequence.completion.token_ids) for sequence in live.sequences)
         request = live.request
-        self._stats.requests.book(request.metrics, len(request.prompt), num_tokens)
+        self._stats.requests.record(request.metrics, len(request.prompt), num_tokens)

@@ -40,7 +40,7 @@ class NewText(NamedTuple):
 
 
 class Transcript:
-    """The text of one sequence; holds back whatever may turn out to begin a stop string."""
+    """The text of one sequence; withholds an end that may begin a stop string."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop: tuple[str, ...], *, include_stop: bool = False
@@ -48,33 +48,33 @@ class Transcript:
         self._detokenizer = detokenizer
         self._stop = stop
         self._include_stop = include_stop
-        self._held = ""
+        self._withheld = ""
 
     def add(self, token: int, *, may_stop: bool = True) -> NewText:
         return self._release(self._detokenizer.add(token), may_stop=may_stop)
 
     def finish(self) -> NewText:
-        """The sequence ended for another reason: everything held comes out."""
+        """The sequence ended for another reason: the withheld text is released."""
         released = self._release(self._detokenizer.flush(), may_stop=True)
         if released.stopped_by is None:
-            released = NewText(released.text + self._held)
-        self._held = ""
+            released = NewText(released.text + self._withheld)
+        self._withheld = ""
         return released
 
     def _release(self, fresh: str, *, may_stop: bool) -> NewText:
         if not self._stop:
             return NewText(fresh)
-        text = self._held + fresh
+        text = self._withheld + fresh
         if not may_stop:
-            self._held = ""
+            self._withheld = ""
             return NewText(text)
         found = min(((text.find(s), s) for s in self._stop if s in text), default=None)
         if found is not None:
-            self._held = ""
+            self._withheld = ""
             at, stop = found
             return NewText(text[: at + len(stop) if self._include_stop else at], stop)
         keep = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - keep :]
+        self._withheld = text[len(text) - keep :]
         return NewText(text[: len(text) - keep])
 
 

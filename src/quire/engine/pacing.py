@@ -1,18 +1,22 @@
-"""Pacing: learns how long steps take, and sizes them so that the latency targets hold."""
+"""Pacing: predicts how long steps take, sizes them so that latency targets hold, and delays a batch
+while more requests are expected."""
 
+from collections import deque
 from collections.abc import Iterable
 
 from quire.core.config import EngineConfig
 
-_FORGETTING = 0.995  # older steps count less: half after 140 steps
-_MARGIN = 0.96  # plan for a little less than the target
-SMALLEST_CHUNK = 16  # prompts go on, however slow the steps
-_FIRST_BUDGET = 64  # tokens of a step before anything is known
-_BEARABLE_S = 0.015  # between two tokens of a stream: faster than anybody reads
-_BEARABLE_GROWTH = 2.0  # or so many times what the streams would take by themselves
-_LEAST_BESIDE = 8  # tokens that a key over its share gets, however slow the steps
-_KNOWN_AFTER = 8  # steps
-_SCALES = (1.0, 1 / 64, 1 / 4096)  # bring 1, tokens and context to one size
+_FORGETTING = 0.995  # weight of older steps: half after 140 steps
+_MARGIN = 0.96  # of a target that steps are planned for
+SMALLEST_CHUNK = 16  # tokens of a prompt in a step, however slow the steps
+_FIRST_BUDGET = 64  # tokens of a step before any was observed
+_LATENCY_BOUND_S = 0.015  # for a step with protected decodes: 66 tokens/s, above reading speed
+_LATENCY_BOUND_GROWTH = 2.0  # or so many times what these decodes would take alone
+_MIN_CO_SCHEDULED_TOKENS = 8  # in a step with protected decodes, however slow the steps
+_MIN_OBSERVED_STEPS = 8  # before predictions bound anything
+_SCALES = (1.0, 1 / 64, 1 / 4096)  # bring 1, tokens and context to one order of magnitude
+_NUM_ARRIVALS = 8  # that the mean gap is taken of
+_MAX_GAPS = 3.0  # an arrival this many mean gaps late is not expected any more
 
 
 class StepTimeModel:
@@ -43,7 +47,7 @@ class StepTimeModel:
         self.largest_step = max(self.largest_step, tokens)
 
     def _bound_covariance(self) -> None:
-        """Steps that are all alike must not wind the uncertainty up without end."""
+        """Equal steps inform one direction alone: in the others forgetting would never end."""
         largest = max(self._covariance[i][i] for i in range(3))
         if largest > 1e6:
             self._covariance = [[v * 1e6 / largest for v in row] for row in self._covariance]
@@ -58,7 +62,7 @@ class StepTimeModel:
 
     @property
     def tokens_per_position(self) -> float:
-        """What a position of context costs, in tokens."""
+        """The time of a position of context, in tokens."""
         per_token = self.seconds_per_token
         return max(0.0, self._weights[2] * _SCALES[2]) / per_token if per_token else 0.0
 
@@ -96,7 +100,7 @@ class Pacer:
         return self._target_s is not None
 
     def step_tokens(self, num_decodes: int, context: int) -> int:
-        """Tokens the next step may hold, beside `num_decodes` running ones over `context`."""
+        """Tokens the next step may hold, `num_decodes` decodes over `context` among them."""
         if self._target_s is None:
             return self._max_step_tokens
         within = self._model.tokens_within(self._target_s, context)
@@ -104,36 +108,65 @@ class Pacer:
         budget = max(min(within, grown), num_decodes + SMALLEST_CHUNK)
         return min(budget, self._max_step_tokens)
 
-    def tokens_beside(
-        self, num_streams: int, context: int, contexts: Iterable[int], *, times: float = 1.0
+    def co_scheduled_tokens(
+        self, num_decodes: int, context: int, contexts: Iterable[int], *, scale: float = 1.0
     ) -> int:
-        """Tokens that others may have in a step with a key's streams, `times` what these bear.
+        """Tokens of other keys in a step with a key's protected decodes, so that it takes at most
+        `scale` times their latency bound.
 
-        `context`: of all the streams; `contexts`: of the others' rows, in the order in which they
+        `context`: of all these decodes; `contexts`: of the others' rows, in the order in which they
         get their tokens.
         """
         model = self._model
-        alone_s = model.predict(num_streams, context)
-        if model.num_observed < _KNOWN_AFTER or not model.seconds_per_token or alone_s <= 0:
+        alone_s = model.predict(num_decodes, context)
+        is_unknown = model.num_observed < _MIN_OBSERVED_STEPS or not model.seconds_per_token
+        if is_unknown or alone_s <= 0:
             return self._max_step_tokens
-        bearable_s = times * max(_BEARABLE_S, _BEARABLE_GROWTH * alone_s)
-        spare = model.tokens_within(bearable_s, context) - num_streams
-        row_costs = 0.0  # of opening rows over their contexts, in tokens
+        bound_s = scale * max(_LATENCY_BOUND_S, _LATENCY_BOUND_GROWTH * alone_s)
+        spare = model.tokens_within(bound_s, context) - num_decodes
+        row_costs = 0.0  # of the rows' contexts, in tokens
         for count, length in enumerate(contexts):
             row_cost = model.tokens_per_position * length
             if count and count + row_costs + row_cost >= spare:
-                break  # the first goes on, however long its context
+                break  # the first makes progress, however long its context
             row_costs += row_cost
-        return max(_LEAST_BESIDE, int(spare - row_costs))
+        return max(_MIN_CO_SCHEDULED_TOKENS, int(spare - row_costs))
 
     def row_tokens(self, context: int) -> int:
-        """What opening a row over so much context takes from the step's budget."""
+        """What a row's context takes from the step's budget, in tokens."""
         if self._target_s is None:
             return 0
         return int(context * self._model.tokens_per_position)
 
     def admits(self, num_running: int, context: int) -> bool:
-        """Whether so many sequences, grown to so much context, still decode within the target."""
+        """Whether a batch of so many sequences with so much context decodes within the target."""
         if self._target_s is None or num_running <= 1:
             return True
         return self._model.predict(num_running, context) <= self._target_s
+
+
+class BatchingDelay:
+    """Whether an idle engine should delay a batch: predicts the next arrival from recent ones.
+
+    A delay pays only while the gaps between arrivals are shorter than the timeout: a lone request
+    starts at once.
+    """
+
+    def __init__(self, batch_timeout_s: float) -> None:
+        self._timeout_s = batch_timeout_s
+        self._arrivals: deque[float] = deque(maxlen=_NUM_ARRIVALS)
+
+    def arrived(self, now: float) -> None:
+        if self._arrivals and now - self._arrivals[-1] > self._timeout_s * _MAX_GAPS:
+            self._arrivals.clear()  # older gaps predict nothing after a pause
+        self._arrivals.append(now)
+
+    def wait_until(self, now: float, oldest_arrival: float) -> float | None:
+        """Until when to delay the batch, or None to start now."""
+        if self._timeout_s == 0.0 or len(self._arrivals) < 2:
+            return None
+        gap = (self._arrivals[-1] - self._arrivals[0]) / (len(self._arrivals) - 1)
+        if gap == 0.0 or gap > self._timeout_s:
+            return None
+        deadline = min(oldest_arrival + self._timeout_s, self._arrivals[-1] + _MAX_GAPS * gap)
+        return deadline if deadline > now else None

@@ -1,4 +1,4 @@
-"""Sequence: one line of tokens of a live request, and how far it has been computed.
+"""Sequence: the prompt and one completion of a live request, and how far it is computed.
 
     tokens          prompt ................ completion ....
     known           ├──────────────────────────────────────┤   len(tokens)
@@ -32,7 +32,7 @@ class LiveRequest:
     wants_pieces: bool
     sequences: list["Sequence"] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
-    pooled: Any = None  # the state it was made for, where it wants one instead of tokens
+    pooled: Any = None  # hidden state, of a request for that instead of tokens
     is_paused: bool = False
 
     @property
@@ -43,7 +43,7 @@ class LiveRequest:
         self.sequences.append(sequence)
 
     def add_prompt_logprobs(self, start: int, scores: SequenceOf[TokenLogprob]) -> None:
-        """Scores of the positions after `start`; those that are known stay (a chunk run again)."""
+        """Add scores of the positions after `start`, less those that a chunk run again repeats."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.extend(scores[len(self.prompt_logprobs) - start :])
 
@@ -65,25 +65,25 @@ class Sequence:
     tokens: list[int]
     block_table: BlockTable
     rank: tuple[float, int]
-    key: str  # whose line it stands in: its request's, or one for all without fairness
+    key: str  # of its queue: its request's, or one for all without fairness
     transcript: Transcript | None = None
     grammar: Grammar | None = None
     goal: Want = Want.SAMPLE  # what its last known token is computed for
     stop_token_ids: frozenset[int] = frozenset()
     prompt_length: int = 0
     max_length: int = 0  # tokens it may come to
-    num_slots: int = 1  # places in the batch it takes or reserves for its siblings
+    num_slots: int = 1  # of the batch: its own and those reserved for siblings
     num_computed: int = 0
     num_pending: int = 0
-    num_writable: int = 0  # positions its blocks hold that it may write without asking the cache
+    num_writable: int = 0  # positions up to here are in blocks of its own: no call of the cache
     last_step: int = 0  # the step that samples its pending token
     last_token_at: float = 0.0  # 0: it has none yet
-    num_steps: int = 0  # it had a row in
-    epoch: int = 0  # moves when its blocks are taken away
+    num_steps: int = 0  # that computed a row of it
+    epoch: int = 0  # counts the times that it lost its blocks
     is_done: bool = False
     is_running: bool = False
-    is_fresh: bool = False  # admitted and not rewarded with a token yet
-    is_special: bool = False  # its rows carry more than tokens: history, a mask, prompt scores
+    is_newly_admitted: bool = False  # no token since it was admitted
+    has_row_extras: bool = False  # its rows carry history, a mask or prompt targets
     wait_reason: WaitReason | None = None
     wait_since: float = 0.0
 
@@ -98,11 +98,11 @@ class Sequence:
 
     # ---- in the scheduler
 
-    def joined(self) -> None:
+    def joined_batch(self) -> None:
         """It is in the batch from now on."""
         self.is_running = True
 
-    def parted(self) -> None:
+    def left_batch(self) -> None:
         """It is in the batch no longer."""
         self.is_running = False
 
@@ -111,10 +111,10 @@ class Sequence:
         self.num_slots = count
 
     def admitted(self, num_cached: int) -> None:
-        """It starts behind a known prefix; the last known token is computed for its logits."""
+        """It starts behind a cached prefix; the last token is always computed, for its logits."""
         self.num_computed = min(num_cached, len(self.tokens) - 1)
         self.num_writable = 0
-        self.is_fresh = True
+        self.is_newly_admitted = True
 
     def made_writable(self, num_positions: int) -> None:
         """Its block table holds so many positions that no other sequence sees."""
@@ -133,7 +133,7 @@ class Sequence:
         self.num_computed = self.num_writable = 0
 
     def wait_for(self, reason: WaitReason | None, now: float) -> None:
-        """Book the time waited so far under its reason, and go on waiting for another."""
+        """Record the time waited for the last reason, then wait for this one (None: not at all)."""
         if self.wait_reason is reason:
             return
         if self.wait_reason is not None:
@@ -144,23 +144,23 @@ class Sequence:
 
     # ---- with a step's result
 
-    def forget_sample(self) -> None:
+    def sample_dropped(self) -> None:
         """A planned sample will not come."""
         self.num_pending -= 1
 
     def rolled_back(self, start: int) -> None:
-        """Positions from `start` on are not computed after all."""
+        """Positions from `start` on were planned and not computed."""
         self.num_computed = min(self.num_computed, start)
 
-    def had_row(self) -> None:
+    def row_computed(self) -> None:
         """A step computed a row of it that samples nothing."""
         self.num_steps += 1
 
     def sampled(self, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        """A step computed a row of it, and the token that was pending has come."""
+        """A step computed a row of it: the pending token is known."""
         self.num_steps += 1
         self.num_pending -= 1
-        self.is_fresh = False
+        self.is_newly_admitted = False
         self.last_token_at = now
         completion = self.completion
         completion.token_ids.append(token)

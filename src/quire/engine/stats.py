@@ -1,6 +1,7 @@
-"""What the engine knows of itself: counters, histograms, and a snapshot of the moment."""
+"""Statistics of the engine: counters, histograms, the rate of completions, and snapshots."""
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ _LATENCIES = (
     2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
 _LENGTHS = (*_COUNTS, 16384, 32768, 65536, 131072)
+_NUM_COMPLETIONS = 64  # that the mean interval is taken of
+_FIRST_INTERVAL_S = 1.0  # before anything has completed
 
 
 class Histogram:
@@ -70,8 +73,8 @@ def _lengths() -> Histogram:
 
 @dataclass(slots=True)
 class RequestStats:
-    """What requests met with: times in seconds, lengths in tokens. Booked when a request ends, but
-    the gaps between its tokens as they come."""
+    """Times in seconds and lengths in tokens of requests: recorded when a request ends, token gaps
+    as tokens come."""
 
     first_token: Histogram = field(default_factory=_latencies)
     token_gap: Histogram = field(default_factory=_latencies)
@@ -82,8 +85,8 @@ class RequestStats:
     prompt_tokens: Histogram = field(default_factory=_lengths)
     completion_tokens: Histogram = field(default_factory=_lengths)
 
-    def book(self, metrics: RequestMetrics, num_prompt: int, num_completion: int) -> None:
-        """A request has ended, however it did; what it never came to is not counted."""
+    def record(self, metrics: RequestMetrics, num_prompt: int, num_completion: int) -> None:
+        """A request has ended, for whatever reason; phases that it did not reach are left out."""
         self.prompt_tokens.add(num_prompt)
         self.completion_tokens.add(num_completion)
         for histogram, start, end in (
@@ -97,9 +100,39 @@ class RequestStats:
                 histogram.add(end - start)
 
 
+class CompletionRate:
+    """The mean interval between the latest completions, for Retry-After.
+
+    Only busy time counts: while nothing runs, nothing can complete.
+    """
+
+    def __init__(self) -> None:
+        self._completions: deque[float] = deque(maxlen=_NUM_COMPLETIONS)
+        self._since = 0.0
+        self._last_interval_s = _FIRST_INTERVAL_S
+
+    def busy_from(self, now: float) -> None:
+        """Work arrived after a time without any."""
+        if self._completions:
+            self._last_interval_s = self.interval_s(self._completions[-1])
+        self._completions.clear()
+        self._since = now
+
+    def completed(self, now: float) -> None:
+        if len(self._completions) == _NUM_COMPLETIONS:
+            self._since = self._completions[0]
+        self._completions.append(now)
+
+    def interval_s(self, now: float) -> float:
+        """The mean time from one completion to the next."""
+        if not self._completions:
+            return max(self._last_interval_s, 0.0)
+        return max(0.0, now - self._since) / len(self._completions)
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The moment: what runs, what waits and why, what is held."""
+    """The state at one time: what runs, what waits and why, how much memory is used."""
 
     at: float
     num_running: int
@@ -109,7 +142,7 @@ class Snapshot:
     running_by_key: Mapping[str, int]
     queued_tokens: int
     kv_usage: float
-    num_known_blocks: int
+    num_cached_blocks: int
     memory_bytes: Mapping[str, int]
     utilisation: float  # share of the time since the start that a step was in flight
     health: str

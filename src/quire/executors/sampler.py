@@ -58,7 +58,7 @@ def sample(
 
 
 def score(logits: Logits, token: int, num_top: int) -> TokenLogprob:
-    """A token's log-probability under the logits, with the likeliest `num_top` beside it."""
+    """A token's log-probability under the logits, and those of the `num_top` likeliest."""
     shifted = logits.astype(np.float64) - float(logits.max())
     logprobs = shifted - log(lane_sum(exp(shifted)))
     likeliest = np.argsort(-logprobs, kind="stable")[:num_top] if num_top else np.empty(0, np.int64)
@@ -77,7 +77,7 @@ def _adjusted(
     history: History | None,
     allowed: bytes | None,
 ) -> Logits:
-    """The logits after everything that does not depend on chance."""
+    """The logits after mask, bias and penalties: all logits processors before the temperature."""
     params = sampling.params
     scores = logits.astype(np.float32, copy=True)
     if allowed is not None:
@@ -139,7 +139,7 @@ def _keep_likeliest(weights: NDArray[np.uint64], params: SamplingParams) -> None
 
 
 def _draw(weights: NDArray[np.uint64], bits: int) -> int:
-    """The token at a uniformly drawn place among the weights."""
+    """The token whose interval of the cumulative weights holds a uniformly drawn point."""
     cumulative = np.cumsum(weights)
-    place = (bits * int(cumulative[-1])) >> 64
-    return int(np.searchsorted(cumulative, np.uint64(place), side="right"))
+    point = (bits * int(cumulative[-1])) >> 64
+    return int(np.searchsorted(cumulative, np.uint64(point), side="right"))

@@ -1,4 +1,4 @@
-"""Which block of the key-value cache belongs to whom: integers only, no tensors."""
+"""Which block of the KV cache belongs to which sequence: integers only, no tensors."""
 
 from quire.kvcache.cache import BlockTable, KVCache
 

@@ -1,10 +1,10 @@
-"""BlockPool: hands out numbered blocks, counts who holds them, remembers what full ones contain.
+"""BlockPool: numbered blocks with reference counts, and the index of cached ones by hash.
 
-A block is in exactly one of three places:
+A block is in exactly one of three states:
 
-    vacant    nobody holds it, its contents mean nothing
-    idle      nobody holds it, but a hash knows it and can revive it; least recently used first
-    held      reference count of at least one; may be known by a hash as well
+    empty       no references, contents undefined
+    evictable   no references, but cached: lookup() finds it, retain() revives it; LRU order
+    used        one reference or more; cached as well once it is full
 """
 
 from collections import Counter, OrderedDict
@@ -15,99 +15,99 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._vacant = list(range(num_blocks - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that allocate() can still hand out."""
-        return len(self._vacant) + len(self._idle)
+        """Blocks that allocate() can still give: empty and evictable ones."""
+        return len(self._empty) + len(self._evictable)
 
     @property
-    def num_held(self) -> int:
+    def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
     @property
-    def num_known(self) -> int:
-        """Blocks whose contents can be found by hash."""
+    def num_cached(self) -> int:
+        """Blocks that lookup() can find."""
         return len(self._hash_of)
 
     def allocate(self) -> int | None:
-        """A block for one holder, evicting the least recently used idle one if need be."""
-        if self._vacant:
-            block = self._vacant.pop()
-        elif self._idle:
-            block, _ = self._idle.popitem(last=False)
-            self.forget(block)
+        """A block with one reference, an empty one if there is any; None if all are used."""
+        if self._empty:
+            block = self._empty.pop()
+        elif self._evictable:
+            block, _ = self._evictable.popitem(last=False)
+            self.uncache(block)
         else:
             return None
         self._references[block] = 1
         return block
 
     def retain(self, block: int) -> None:
-        """One more holder; revives an idle block."""
+        """Add a reference to a used or evictable block."""
         if self._references[block] == 0:
-            del self._idle[block]
+            del self._evictable[block]
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """One holder fewer; the last one leaves the block idle if it is known, else vacant."""
+        """Drop a reference; after the last one a cached block is evictable, any other empty."""
         assert self._references[block] > 0, f"block {block} released more often than retained"
         self._references[block] -= 1
         if self._references[block] == 0:
             if block in self._hash_of:
-                self._idle[block] = None
+                self._evictable[block] = None
             else:
-                self._vacant.append(block)
+                self._empty.append(block)
 
     def is_free(self, block: int) -> bool:
         return self._references[block] == 0
 
     def is_writable(self, block: int) -> bool:
-        """Whether its one holder may write: shared or known contents never change."""
+        """Whether its one owner may write: contents that are shared or cached never change."""
         return self._references[block] == 1 and block not in self._hash_of
 
     def lookup(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
 
-    def remember(self, block: int, block_hash: bytes) -> bool:
-        """Make a held block's contents findable; False where another block already is."""
-        assert self._references[block] > 0, f"block {block} is held by nobody"
+    def cache(self, block: int, block_hash: bytes) -> bool:
+        """Let lookup() find a used block; False where the block or the hash is cached already."""
+        assert self._references[block] > 0, f"block {block} has no references"
         if block_hash in self._block_of or block in self._hash_of:
             return False
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
         return True
 
-    def forget(self, block: int) -> None:
-        """Make a block's contents unfindable; its holders keep it."""
+    def uncache(self, block: int) -> None:
+        """Hide a block from lookup(); its references stay."""
         block_hash = self._hash_of.pop(block, None)
         if block_hash is None:
             return
         del self._block_of[block_hash]
-        if block in self._idle:
-            del self._idle[block]
-            self._vacant.append(block)
+        if block in self._evictable:
+            del self._evictable[block]
+            self._empty.append(block)
 
-    def forget_all(self) -> None:
+    def uncache_all(self) -> None:
         for block in list(self._hash_of):
-            self.forget(block)
+            self.uncache(block)
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Raise AssertionError unless the counts are what the holders' block tables say."""
-        holders = Counter(block for table in tables for block in table)
+        """Raise AssertionError unless the reference counts are those of the block tables."""
+        counted = Counter(block for table in tables for block in table)
         for block, count in enumerate(self._references):
-            assert count == holders[block], (
-                f"block {block}: {count} references, {holders[block]} holders"
+            assert count == counted[block], (
+                f"block {block}: {count} references, {counted[block]} in block tables"
             )
-        vacant, idle = set(self._vacant), set(self._idle)
-        assert len(vacant) == len(self._vacant), "a block is vacant twice"
-        assert not vacant & idle, f"blocks both vacant and idle: {vacant & idle}"
+        empty, evictable = set(self._empty), set(self._evictable)
+        assert len(empty) == len(self._empty), "a block is empty twice"
+        assert not empty & evictable, f"blocks both empty and evictable: {empty & evictable}"
         for block in range(self.num_blocks):
             is_free = self._references[block] == 0
-            assert is_free == (block in vacant or block in idle), f"block {block} is lost"
-        assert not vacant & self._hash_of.keys(), "a vacant block is known by a hash"
-        assert idle <= self._hash_of.keys(), "an idle block is not known by a hash"
+            assert is_free == (block in empty or block in evictable), f"block {block} is lost"
+        assert not empty & self._hash_of.keys(), "an empty block is cached"
+        assert evictable <= self._hash_of.keys(), "an evictable block is not cached"
         assert self._block_of == {h: b for b, h in self._hash_of.items()}, "hashes disagree"

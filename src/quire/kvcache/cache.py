@@ -1,31 +1,36 @@
-"""KVCache: gives sequences their blocks, reuses known prefixes, copies what is shared on writing.
+"""KVCache: block tables of sequences, prefix reuse by block hash, copy-on-write of shared blocks.
 
 Positions of one sequence, with blocks of four for the drawing:
 
     position    0  1  2  3 | 4  5  6  7 | 8  9 10 11 | 12
     block            17    |     3      |     9      |  5
                 ── full, hashed ────────|── written by this step ──
-                     known, maybe shared            never shared, never known
+                     cached, maybe shared           never shared, never cached
+
+A full block is cached under a hash of its tokens and of all blocks before it.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 from quire.core.plan import BlockCopy
 from quire.kvcache.blocks import BlockPool
-from quire.kvcache.prefixes import chain, root_hash
+
+_DIGEST_BYTES = 16
 
 
 class BlockTable:
-    """The blocks of one sequence; opaque to the scheduler but for their ids."""
+    """The blocks of one sequence; written by KVCache alone."""
 
-    __slots__ = ("blocks", "hashes", "ids", "num_published", "own", "salt")
+    __slots__ = ("blocks", "cached_hashes", "hashes", "ids", "num_cached", "salt")
 
     def __init__(self, salt: str | None) -> None:
         self.salt = salt  # None: this sequence neither reuses nor offers prefixes
         self.blocks: list[int] = []
-        self.hashes: list[bytes] = []  # of its tokens' full blocks, whether it has them or not
-        self.num_published = 0  # leading blocks already offered to others
-        self.own: list[bytes] = []  # hashes it made findable, though it may have lost the blocks
+        self.hashes: list[bytes] = []  # of the full blocks of its tokens, allocated or not
+        self.num_cached = 0  # leading blocks that are cached already
+        self.cached_hashes: list[bytes] = []  # it cached itself; outlive the loss of its blocks
         self.ids: tuple[int, ...] = ()  # `blocks` as plans show them; renewed when they change
 
 
@@ -39,26 +44,27 @@ class KVCache:
         """Blocks that so many tokens fill, wholly or partly."""
         return -(-num_tokens // self.block_size)
 
-    def open(self, salt: str | None) -> BlockTable:
-        """An empty table; `salt` None keeps the sequence out of prefix reuse."""
+    def new_table(self, salt: str | None) -> BlockTable:
+        """An empty table; prefixes are reused between tables of equal salt, not at all for None."""
         return BlockTable(salt if self.prefix_reuse else None)
 
-    def cost(self, table: BlockTable, tokens: Sequence[int]) -> int:
-        """Free blocks that opening these tokens would use up, known prefixes considered."""
+    def admission_cost(self, table: BlockTable, tokens: Sequence[int]) -> int:
+        """Free blocks that admitting a sequence of these tokens takes; used prefixes are free."""
         needed = self.blocks_for(len(tokens))
         if table.salt is None:
             return needed
         num_full = len(tokens) // self.block_size
         self._hash_blocks(table, tokens, num_full)
-        for place in range(num_full):
-            block = self.pool.lookup(table.hashes[place])
+        for index in range(num_full):
+            block = self.pool.lookup(table.hashes[index])
             if block is None:
                 return needed
             needed -= not self.pool.is_free(block)
-        return needed + (num_full * self.block_size == len(tokens))  # the last one is copied
+        # All is cached: the last token is computed again, in a copy of its block.
+        return needed + (num_full * self.block_size == len(tokens))
 
     def match_prefix(self, table: BlockTable, tokens: Sequence[int]) -> int:
-        """Take every known leading block of `tokens`; the number of tokens found computed."""
+        """Take every cached leading block of `tokens`; the number of tokens in them."""
         assert not table.blocks, "a prefix is matched before anything is allocated"
         if table.salt is None:
             return 0
@@ -69,20 +75,20 @@ class KVCache:
                 break
             self.pool.retain(block)
             table.blocks.append(block)
-        table.num_published = len(table.blocks)
+        table.num_cached = len(table.blocks)
         table.ids = tuple(table.blocks)
         return len(table.blocks) * self.block_size
 
     def _hash_blocks(self, table: BlockTable, tokens: Sequence[int], num_blocks: int) -> None:
-        """Know the hashes of the first `num_blocks` blocks; a sequence's tokens never change."""
+        """Hash the first `num_blocks` blocks, each once: a sequence's tokens never change."""
         assert table.salt is not None
         size = self.block_size
-        for place in range(len(table.hashes), num_blocks):
+        for index in range(len(table.hashes), num_blocks):
             parent = table.hashes[-1] if table.hashes else root_hash(table.salt)
-            table.hashes.append(chain(parent, tokens[place * size : (place + 1) * size]))
+            table.hashes.append(chain(parent, tokens[index * size : (index + 1) * size]))
 
     def blocks_needed(self, table: BlockTable, start: int, end: int) -> int:
-        """Blocks that writing positions start..end would take from the pool, copies included."""
+        """Free blocks that extend() takes for positions start..end, copies included."""
         needed = self.blocks_for(end) - len(table.blocks)
         first = start // self.block_size
         for block in table.blocks[first : self.blocks_for(end)]:
@@ -90,86 +96,88 @@ class KVCache:
         return max(0, needed)
 
     def extend(self, table: BlockTable, start: int, end: int) -> list[BlockCopy] | None:
-        """Make positions start..end writable; the copies to do first, or None if blocks ran out.
+        """Make positions start..end writable; the copies to do first, None if blocks ran out.
 
-        The copies' sources are retained until settle(), so that a step can be run again.
+        The copies' sources are retained until release_sources(), so that a step can be run again.
         """
         if self.blocks_needed(table, start, end) > self.pool.num_free:
             return None
         copies = self._unshare(table, start, end)
         for _ in range(self.blocks_for(end) - len(table.blocks)):
-            table.blocks.append(self._take())
+            table.blocks.append(self._allocate())
         table.ids = tuple(table.blocks)
         return copies
 
     def _unshare(self, table: BlockTable, start: int, end: int) -> list[BlockCopy]:
-        """Replace the blocks in start..end that others see; copy what is in them before start."""
+        """Replace the blocks in start..end that are not writable; copy positions before start."""
         copies = []
         first = start // self.block_size
-        for place in range(first, min(self.blocks_for(end), len(table.blocks))):
-            block = table.blocks[place]
+        for index in range(first, min(self.blocks_for(end), len(table.blocks))):
+            block = table.blocks[index]
             if self.pool.is_writable(block):
                 continue
-            table.blocks[place] = self._take()
-            if place * self.block_size < start:
-                copies.append(BlockCopy(block, table.blocks[place]))
+            table.blocks[index] = self._allocate()
+            if index * self.block_size < start:
+                copies.append(BlockCopy(block, table.blocks[index]))
             else:
                 self.pool.release(block)
-        table.num_published = min(table.num_published, first)
+        table.num_cached = min(table.num_cached, first)
         return copies
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
         block = self.pool.allocate()
         assert block is not None, "blocks_needed promised a free block"
         return block
 
-    def settle(self, copies: Iterable[BlockCopy]) -> None:
-        """The copies were done, or will never be: let go of their sources."""
+    def release_sources(self, copies: Iterable[BlockCopy]) -> None:
+        """The copies were done, or never will be."""
         for copy in copies:
             self.pool.release(copy.source)
 
     def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
-        """A second table over the blocks of the first tokens; whoever writes into them copies."""
-        twin = BlockTable(table.salt)
-        twin.blocks = table.blocks[: self.blocks_for(num_tokens)]
-        for block in twin.blocks:
+        """A table that shares the blocks of the first tokens; both copy before they write."""
+        child = BlockTable(table.salt)
+        child.blocks = table.blocks[: self.blocks_for(num_tokens)]
+        for block in child.blocks:
             self.pool.retain(block)
-        twin.hashes = table.hashes[: num_tokens // self.block_size]
-        twin.num_published = min(table.num_published, len(twin.hashes))
-        twin.own = table.own  # of one request: a fault of either concerns both
-        twin.ids = tuple(twin.blocks)
-        return twin
+        child.hashes = table.hashes[: num_tokens // self.block_size]
+        child.num_cached = min(table.num_cached, len(child.hashes))
+        child.cached_hashes = table.cached_hashes  # of one request: a fault concerns both
+        child.ids = tuple(child.blocks)
+        return child
 
-    def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
-        """Make the full blocks among the first `num_computed` tokens findable."""
+    def cache_full_blocks(
+        self, table: BlockTable, tokens: Sequence[int], num_computed: int
+    ) -> None:
+        """Let other sequences find the full blocks among the first `num_computed` tokens."""
         if table.salt is None:
             return
         num_full = num_computed // self.block_size
         self._hash_blocks(table, tokens, num_full)
-        for place in range(table.num_published, num_full):
-            if self.pool.remember(table.blocks[place], table.hashes[place]):
-                table.own.append(table.hashes[place])
-        table.num_published = max(table.num_published, num_full)
+        for index in range(table.num_cached, num_full):
+            if self.pool.cache(table.blocks[index], table.hashes[index]):
+                table.cached_hashes.append(table.hashes[index])
+        table.num_cached = max(table.num_cached, num_full)
 
-    def close(self, table: BlockTable) -> None:
-        """Give every block back, the last first, so that long tails are evicted before prefixes."""
+    def free(self, table: BlockTable) -> None:
+        """Release every block, the last first, so that long tails are evicted before prefixes."""
         for block in reversed(table.blocks):
             self.pool.release(block)
         table.blocks.clear()
-        table.num_published = 0
+        table.num_cached = 0
         table.ids = ()
 
-    def disown(self, table: BlockTable) -> None:
-        """Close the table of a faulted sequence: what it computed itself is never reused."""
-        for block_hash in table.own:
+    def free_faulted(self, table: BlockTable) -> None:
+        """Free the table of a faulted sequence; blocks that it computed are never reused."""
+        for block_hash in table.cached_hashes:
             block = self.pool.lookup(block_hash)
             if block is not None:
-                self.pool.forget(block)
-        self.close(table)
+                self.pool.uncache(block)
+        self.free(table)
 
     @property
     def usage(self) -> float:
-        return self.pool.num_held / self.pool.num_blocks
+        return self.pool.num_used / self.pool.num_blocks
 
     def check_integrity(
         self, tables: Iterable[BlockTable], copies: Iterable[BlockCopy] = ()
@@ -180,4 +188,16 @@ class KVCache:
         self.pool.check_integrity([*retained, [copy.source for copy in copies]])
         for table in tables:
             assert table.ids == tuple(table.blocks), "ids were not renewed"
-            assert table.num_published <= len(table.blocks), "published what it does not have"
+            assert table.num_cached <= len(table.blocks), "cached what it does not have"
+
+
+def root_hash(salt: str) -> bytes:
+    """Where a chain starts. Salted per API key, so that no key can probe another's prompts."""
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+
+
+def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The hash of a full block that follows the blocks `parent` stands for."""
+    hasher = blake2b(parent, digest_size=_DIGEST_BYTES)
+    hasher.update(array("I", tokens).tobytes())
+    return hasher.digest()

@@ -73,7 +73,7 @@ class ForwardRows:
         for place in list(self._rows) if row is None else [_integer(row, "row")]:
             kept = self._rows.pop(place, None)
             if kept is not None:
-                self._cache.close(kept.table)
+                self._cache.free(kept.table)
 
     # ---- before anything changes
 
@@ -129,10 +129,10 @@ class ForwardRows:
 
     def _make_room(self, chunk: _Chunk) -> None:
         """Give the row blocks for its new tokens and take back those past its start."""
-        row = self._rows.setdefault(chunk.row, _Row(self._cache.open(None)))
+        row = self._rows.setdefault(chunk.row, _Row(self._cache.new_table(None)))
         whole = row.table
         row.table = self._cache.fork(whole, chunk.start)
-        self._cache.close(whole)
+        self._cache.free(whole)
         row.length = chunk.start
         copies = self._cache.extend(row.table, chunk.start, chunk.start + len(chunk.tokens))
         assert copies == [], "rows share no blocks, and there are enough"

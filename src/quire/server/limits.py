@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from quire.engine.departures import Departures
+from quire.engine.stats import CompletionRate
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey
 
@@ -19,7 +19,7 @@ class _Account:
     tokens: float
     filled_at: float
     num_open: int = 0
-    departures: Departures = field(default_factory=Departures)
+    completion_rate: CompletionRate = field(default_factory=CompletionRate)
 
 
 class KeyLimits:
@@ -37,12 +37,12 @@ class KeyLimits:
                 f"key {key.name!r} has {account.num_open} requests open; its limit is "
                 f"{key.max_concurrent} (max_concurrent)",
                 code="concurrency_limit",
-                retry_after_s=account.departures.interval_s(now),
+                retry_after_s=account.completion_rate.interval_s(now),
             )
         if key.requests_per_minute is not None:
             self._pay(key, account)
         if not account.num_open:
-            account.departures.restart(now)
+            account.completion_rate.busy_from(now)
         account.num_open += 1
 
     def count_prompts(self, key: ApiKey, num_prompts: int) -> None:
@@ -61,7 +61,7 @@ class KeyLimits:
     def leave(self, key: ApiKey) -> None:
         account = self._accounts[key.name]
         account.num_open -= 1
-        account.departures.add(self._now())
+        account.completion_rate.completed(self._now())
 
     def _account(self, key: ApiKey, now: float) -> _Account:
         rate = (key.requests_per_minute or 0.0) / 60

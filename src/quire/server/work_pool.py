@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from quire.engine.departures import Departures
+from quire.engine.stats import CompletionRate
 from quire.server.errors import ApiError
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class _Job:
 class _Line:
     jobs: deque[_Job] = field(default_factory=deque)
     size: int = 0
-    departures: Departures = field(default_factory=Departures)
+    completion_rate: CompletionRate = field(default_factory=CompletionRate)
 
 
 def _give_way() -> None:
@@ -95,7 +95,7 @@ class WorkPool:
         loop = asyncio.get_running_loop()
         job = _Job(work, size, loop.create_future())
         if not line.jobs:
-            line.departures.restart(self._now())
+            line.completion_rate.busy_from(self._now())
         line.jobs.append(job)
         line.size += size
         self._lines.setdefault(key, line)
@@ -118,7 +118,7 @@ class WorkPool:
                 429,
                 f"{len(line.jobs)} requests ({line.size} bytes) of this key wait to be read",
                 code="overloaded",
-                retry_after_s=max(0.05, line.departures.interval_s(self._now())),
+                retry_after_s=max(0.05, line.completion_rate.interval_s(self._now())),
             )
 
     def _start(self) -> None:
@@ -160,7 +160,7 @@ class WorkPool:
             self._running[key] -= 1
             if not self._running[key]:
                 del self._running[key]
-            line.departures.add(self._now())
+            line.completion_rate.completed(self._now())
             error = result.exception()
             if job.done.done():
                 pass  # its client went away

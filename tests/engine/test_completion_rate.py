@@ -1,4 +1,4 @@
-"""When there will be room: the mean time between ends, idle times left out."""
+"""Retry-After: the mean interval between completions, idle times left out."""
 
 import pytest
 from tests.engine.simulated import new_engine
@@ -6,38 +6,38 @@ from tests.engine.toys import greedy
 
 from quire.core.errors import OverloadedError
 from quire.engine import Engine
-from quire.engine.departures import Departures
+from quire.engine.stats import CompletionRate
 from quire.executors.fake import FakeExecutor, StepCost
 
 TEN_MS = StepCost(a=0.010, b=0.0)
 
 
-def test_the_interval_is_the_mean_of_those_remembered() -> None:
-    departures = Departures()
-    departures.restart(100.0)
+def test_the_interval_is_the_mean_of_the_latest() -> None:
+    rate = CompletionRate()
+    rate.busy_from(100.0)
     for number in range(1, 200):
-        departures.add(100.0 + number * 0.5)
-    assert departures.interval_s(100.0 + 199 * 0.5) == pytest.approx(0.5)
+        rate.completed(100.0 + number * 0.5)
+    assert rate.interval_s(100.0 + 199 * 0.5) == pytest.approx(0.5)
 
 
 def test_a_change_of_pace_is_noticed() -> None:
-    departures = Departures()
+    rate = CompletionRate()
     for number in range(100):
-        departures.add(float(number))
+        rate.completed(float(number))
     for number in range(100):
-        departures.add(99 + number * 0.1)
-    assert departures.interval_s(99 + 9.9) == pytest.approx(0.1, rel=0.02)
+        rate.completed(99 + number * 0.1)
+    assert rate.interval_s(99 + 9.9) == pytest.approx(0.1, rel=0.02)
 
 
 def test_idle_hours_do_not_count() -> None:
-    departures = Departures()
-    departures.restart(0.0)
+    rate = CompletionRate()
+    rate.busy_from(0.0)
     for number in range(1, 11):
-        departures.add(number * 0.2)
-    departures.restart(3600.0)
-    assert departures.interval_s(3600.0) == pytest.approx(0.2)
-    departures.add(3600.2)
-    assert departures.interval_s(3600.2) == pytest.approx(0.2)
+        rate.completed(number * 0.2)
+    rate.busy_from(3600.0)
+    assert rate.interval_s(3600.0) == pytest.approx(0.2)
+    rate.completed(3600.2)
+    assert rate.interval_s(3600.2) == pytest.approx(0.2)
 
 
 def fill(engine: Engine) -> float:

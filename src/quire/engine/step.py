@@ -1,0 +1,135 @@
+"""Step: the rows that one step computes, and how they are planned from sequences."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.core.errors import QuireError, RowFaultError
+from quire.core.plan import BlockCopy, History, SequencePlan, StepPlan, Want
+from quire.engine.sequence import Sequence
+from quire.kvcache import KVCache
+
+_new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
+
+
+class Row(NamedTuple):
+    """A planned chunk and the sequence it belongs to."""
+
+    plan: SequencePlan
+    sequence: Sequence
+    epoch: int  # the sequence's when planned: a later one means it lost its blocks since
+    copies: tuple[BlockCopy, ...] = ()
+
+
+@dataclass(slots=True)
+class Step:
+    """A step being planned, then in flight."""
+
+    id: int
+    rows: list[Row] = field(default_factory=list)
+    num_tokens: int = 0
+    context: int = 0  # positions its rows attend to
+    planned_at: float = 0.0
+
+    def plan(self) -> StepPlan:
+        copies = tuple([copy for row in self.rows for copy in row.copies])
+        return StepPlan(self.id, tuple([row.plan for row in self.rows]), copies)
+
+
+class RowPlanner:
+    """Adds rows to a step, with the blocks they need."""
+
+    def __init__(self, cache: KVCache, *, chunking: bool) -> None:
+        self._cache = cache
+        self._chunking = chunking
+        self._failed: list[tuple[Sequence, QuireError]] = []
+
+    def take_failed(self) -> list[tuple[Sequence, QuireError]]:
+        """Sequences that failed while they were planned, since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def plan_plain_decode(self, step: Step, sequence: Sequence) -> None:
+        """plan_row() of one token, in half the time: for a sequence whose next position is writable
+        and that has no row extras, as nearly all rows of a large batch are."""
+        start = sequence.num_computed
+        is_known = start < len(sequence.tokens)
+        row = _new_tuple(
+            SequencePlan,
+            (
+                sequence.id,
+                start,
+                (sequence.tokens[start],) if is_known else (),
+                None if is_known else sequence.last_step,
+                sequence.block_table.ids,
+                Want.SAMPLE,
+                sequence.sampling,
+                start + 1 - sequence.prompt_length,
+                None,  # history
+                None,  # mask
+                (),  # prompt targets
+            ),
+        )
+        step.rows.append(_new_tuple(Row, (row, sequence, sequence.epoch, ())))
+        step.num_tokens += 1
+        step.context += start + 1
+        sequence.planned(start + 1, step.id, True)
+        if sequence.wait_reason is not None:
+            sequence.wait_for(None, step.planned_at)
+
+    def plan_chunk(self, step: Step, sequence: Sequence, num_tokens: int) -> None:
+        """Add a prompt's chunk, or as much of it as there are blocks for."""
+        while num_tokens > 0 and not self.plan_row(step, sequence, num_tokens):
+            if not self._chunking:
+                return
+            num_tokens //= 2
+
+    def plan_row(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
+        """Add a row of so many tokens; False if there are no blocks for it."""
+        start = sequence.num_computed
+        end = start + num_tokens
+        copies: tuple[BlockCopy, ...] = ()
+        if end > sequence.num_writable:
+            found = self._cache.extend(sequence.block_table, start, end)
+            if found is None:
+                return False
+            copies = tuple(found)
+            sequence.made_writable(self._cache.blocks_for(end) * self._cache.block_size)
+        known = len(sequence.tokens)
+        is_last = end == known + sequence.num_pending
+        row = SequencePlan(
+            sequence.id,
+            start,
+            tuple(sequence.tokens[start:end]),
+            sequence.last_step if end > known else None,
+            sequence.block_table.ids,
+            sequence.goal if is_last else Want.NOTHING,
+            sequence.sampling if is_last else None,
+            end - sequence.prompt_length if is_last else 0,
+        )
+        if sequence.has_row_extras:
+            row = self._add_extras(row, sequence)
+        step.rows.append(Row(row, sequence, sequence.epoch, copies))
+        step.num_tokens += num_tokens
+        step.context += end
+        sequence.planned(end, step.id, row.want is Want.SAMPLE)
+        if sequence.wait_reason is not None:
+            sequence.wait_for(None, step.planned_at)
+        return True
+
+    def _add_extras(self, row: SequencePlan, sequence: Sequence) -> SequencePlan:
+        """What only some rows carry: history for penalties, a mask, prompt tokens to score."""
+        prompt = sequence.request.prompt
+        params = sequence.request.params
+        if row.want is Want.SAMPLE and params.needs_history:
+            completion = tuple(sequence.tokens[len(prompt) :])
+            row = row._replace(history=History(prompt, completion))
+        if row.want is Want.SAMPLE and sequence.grammar is not None:
+            try:
+                row = row._replace(allowed=sequence.grammar.allowed())
+            except Exception as error:
+                fault = RowFaultError(f"the grammar failed: {error}")
+                self._failed.append((sequence, fault))
+        if sequence.live.prompt_logprobs is not None and sequence.sampling.index == 0:
+            targets = prompt[row.start + 1 : row.end + 1]
+            row = row._replace(prompt_targets=targets, sampling=sequence.sampling)
+        return row
