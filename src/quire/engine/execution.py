@@ -1,5 +1,5 @@
-"""Execution: submits steps, collects them within a time limit, isolates the rows that make a step
-fail, and backs off to smaller batches."""
+"""Execution: submits steps and collects them within a time limit; fault isolation by halves, and
+backoff to smaller batches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
