@@ -11,9 +11,7 @@ from pathlib import Path
 
 from quire.core.errors import ConfigError
 from quire.executors.cpu import has_native_module, units
-from quire.llm.assembly import DEVICES, EXECUTORS
-from quire.llm.cpu_assembly import UNIT_VARIABLE, chosen_unit, num_threads
-from quire.llm.cuda_assembly import why_no_gpu
+from quire.llm.devices import DEVICES, UNIT_VARIABLE, chosen_unit, num_threads
 from quire.llm.machine import available_memory, cgroup_cores, total_memory, usable_cores
 from quire.loader.defaults import DEFAULT_MODELS, cache_folder
 from quire.model.isolated import Verdict, probe
@@ -159,14 +157,13 @@ def _versions() -> dict[str, str]:
 
 
 def _executors() -> Executors:
-    known = {device: EXECUTORS[device] for device in DEVICES if device != "auto"}
-    if not has_native_module():
-        known["cpu"] = "its native module is not built"
-    reason = why_no_gpu()
-    if reason is None:
-        return Executors(known, picked="cuda")
-    known["cuda"] += f" ({reason})"
-    return Executors(known, picked="cpu" if has_native_module() else "reference")
+    known = {device.name: device.description for device in DEVICES.values()}
+    reasons = {device.name: device.why_unavailable() for device in DEVICES.values()}
+    for name, reason in reasons.items():
+        if reason is not None:
+            known[name] += f" ({reason})"
+    picked = next(name for name in ("cuda", "cpu", "reference") if reasons[name] is None)
+    return Executors(known, picked)
 
 
 def _cpu_kernels() -> CpuKernels | None:

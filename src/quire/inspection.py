@@ -4,11 +4,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from quire.core.errors import QuireError
+from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu import has_native_module
-from quire.llm.cpu_assembly import CpuForecast, cpu_forecast
+from quire.executors.cpu.lowering import kv_bytes_per_token, weight_bytes, workspace_bytes
+from quire.llm.devices import DEVICES
+from quire.llm.machine import resident_memory
 from quire.llm.prompts import PromptReader
 from quire.loader.files import open_model_file
 from quire.loader.gguf import GGUFFile
@@ -83,6 +86,18 @@ class TokenizerFacts:
     end_token_ids: list[int] = field(default_factory=list)
     end_tokens: list[str] = field(default_factory=list)
     chat_template: bool = False
+
+
+class CpuForecast(NamedTuple):
+    """Bytes that one request over the model's whole context takes on the CPU executor."""
+
+    weights: int
+    kv_per_token: int
+    kv_per_token_int8: int
+    kv: int
+    workspace: int
+    process: int | None  # Python and what it has loaded; None where the system does not say
+    peak: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,5 +249,20 @@ def _memory_facts(model: Model) -> MemoryFacts:
         weights_in_reference_executor=estimate.float32_weights,
         kv_per_token=estimate.kv_per_token,
         kv_per_context=estimate.kv,
-        cpu=cpu_forecast(model) if has_native_module() else None,
+        cpu=_cpu_forecast(model) if has_native_module() else None,
     )
+
+
+def _cpu_forecast(model: Model) -> CpuForecast:
+    """Asked of a process that has loaded as much as one that runs the model."""
+    spec = model.spec
+    weights = weight_bytes(model.tensors)
+    halves, in_bytes = (kv_bytes_per_token(spec, is_int8) for is_int8 in (False, True))
+    context = -(-spec.context_length // BLOCK_SIZE) * BLOCK_SIZE
+    num_rows = min(context, DEVICES["cpu"].engine_defaults["max_step_tokens"])
+    workspace = workspace_bytes(spec, model.tensors, num_rows, context)
+    process = resident_memory()
+    # While a tensor is packed its bytes of the file are in memory too.
+    as_read = max(tensor.nbytes for tensor in model.tensors.values())
+    peak = (process or 0) + weights + max(as_read, halves * context + workspace)
+    return CpuForecast(weights, halves, in_bytes, halves * context, workspace, process, peak)

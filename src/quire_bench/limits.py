@@ -28,7 +28,7 @@ import numpy as np
 from quire.core.errors import ConfigError, ExecutorError
 from quire.executors.cpu import has_native_module, units
 from quire.executors.cpu.native import native
-from quire.llm.cuda_assembly import why_no_gpu
+from quire.llm.devices import DEVICES
 from quire_bench.machine_info import largest_cache_bytes, usable_threads
 
 RATES = {
@@ -146,7 +146,7 @@ class GpuLimits(NamedTuple):
 
 
 def measure_gpu(plan: LimitsPlan) -> GpuLimits:
-    reason = why_no_gpu()
+    reason = DEVICES["cuda"].why_unavailable()
     if reason is not None:
         return GpuLimits(f"not measured: {reason}", {})
     from quire.executors.cuda import limits

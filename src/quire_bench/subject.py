@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.errors import ConfigError
-from quire.llm.assembly import Assembly, Options, assemble
+from quire.llm.assembly import Assembly, assemble
+from quire.llm.devices import Options
 from quire.loader.defaults import DEFAULT_MODELS, DUMMY_PREFIX, resolve
 from quire.loader.gguf_writer import Writable
 from quire.loader.metadata import Metadata
@@ -57,9 +58,9 @@ class Subject:
     @property
     def executed(self) -> dict[str, Any]:
         """The executor that runs, its kernels, and why it is not what was asked for."""
-        name, executor = self.assembly.options.executor, self.assembly.executor
+        executor = self.assembly.executor
         return {
-            "device": name,
+            "device": self.assembly.options.device,
             "kernels": list(executor.kernels),
             "fallback": executor.fallback,
         }

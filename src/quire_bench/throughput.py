@@ -79,7 +79,7 @@ def measure_throughput(
         "peak_rss_since": "the measurement began" if is_own_peak else "the process began",
     }
     results["achieved"] = _median_of(achieved(Cost.of(subject), run) for run in runs)
-    bounds = limits_of(subject.assembly.options.executor, limits)
+    bounds = limits_of(subject.assembly.options.device, limits)
     results["utilisation"] = None if bounds is None else shares(results["achieved"], bounds)
     return Figures(samples, results)
 

@@ -15,7 +15,7 @@ from tests.bench.sound_receipt import is_valid_to_jsonschema
 
 from quire.cli import main
 from quire.core.errors import ConfigError
-from quire.llm.assembly import Options
+from quire.llm.devices import Options
 from quire.model.loading import load_model
 from quire_bench import compare as compare_module
 from quire_bench.compare import QUIRE, Comparison, Findings, compare, model_file, table

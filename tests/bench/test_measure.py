@@ -7,7 +7,7 @@ from tests.bench.models import TINY_KV
 
 from quire.core.errors import ExecutorError
 from quire.core.plan import Capacity, SequencePlan, StepPlan, StepResult, Want
-from quire.llm.assembly import Options
+from quire.llm.devices import Options
 from quire_bench import measure
 from quire_bench.measure import (
     Load,

@@ -10,7 +10,7 @@ from tests.bench.models import TINY_KV
 from tests.fixture_files import fixture_file
 
 from quire.core.errors import ConfigError
-from quire.llm.assembly import Options
+from quire.llm.devices import Options
 from quire_bench.subject import open_subject, read_facts, with_quant
 
 

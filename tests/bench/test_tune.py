@@ -12,8 +12,9 @@ from tests.bench.sound_receipt import is_valid_to_jsonschema
 from quire.cli import main
 from quire.core.errors import ConfigError
 from quire.executors.cpu import has_native_module
-from quire.llm.assembly import Assembly, Options, assemble
+from quire.llm.assembly import Assembly, assemble
 from quire.llm.configuration import read_configuration
+from quire.llm.devices import Options
 from quire_bench import tune
 from quire_bench.measure import Load, Run
 from quire_bench.receipts import Receipt, read_folder
@@ -92,7 +93,7 @@ def test_what_the_executor_does_not_offer_is_not_tried(
 ) -> None:
     executor = subject.assembly.executor
     small = executor.capacity._replace(max_batch_size=2, max_step_tokens=8)
-    monkeypatch.setattr(type(executor), "capacity", property(lambda _: small), raising=True)
+    monkeypatch.setattr(executor, "capacity", small)
     wanted = Tuning(slo_itl_ms=1.0, batches=(1, 2, 4), step_tokens=(8, 16))
     assert list(wanted.settings(subject, 2)) == [Setting(2, 1, 8), Setting(2, 2, 8)]
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from quire.core.request import Ended, RequestOutput
 from quire.core.sampling import SamplingParams
-from quire.llm.assembly import Options, assemble
+from quire.llm.assembly import assemble
+from quire.llm.devices import Options
 
 DEFAULT_MODEL = "smollm2"
 FOLDER = Path(__file__).parent

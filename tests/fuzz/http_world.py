@@ -24,7 +24,8 @@ from tests.llm.text_models import write_text_model
 
 from quire.engine.aio import AsyncEngine
 from quire.llm import AsyncLLM
-from quire.llm.assembly import Options, assemble
+from quire.llm.assembly import assemble
+from quire.llm.devices import Options
 from quire.server.keys import ApiKey, KeyRing, digest_of
 from quire.server.runner import make_server
 from quire.server.service import Service

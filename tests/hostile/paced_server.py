@@ -7,13 +7,13 @@ from unittest.mock import patch
 from tests.server.servers import PacedExecutor
 
 from quire.cli import main
-from quire.llm import assembly
+from quire.llm.devices import ReferenceDevice
 
 
 def run() -> int:
     step_s = float(os.environ.get("PACED_STEP_MS", "10")) / 1000
     executor = PacedExecutor(step_s=step_s, num_blocks=2048, max_context=512)
-    with patch.object(assembly, "_reference_executor", lambda *_: executor):
+    with patch.object(ReferenceDevice, "make_executor", lambda *_: executor):
         return main(["serve", *sys.argv[1:], "--device", "reference", "--kv-memory", "4MiB"])
 
 

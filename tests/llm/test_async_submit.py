@@ -9,7 +9,8 @@ from tests.llm.conftest import KV_MEMORY
 
 from quire import AsyncLLM, SamplingParams
 from quire.core.errors import OverloadedError, RequestCancelledError
-from quire.llm.assembly import Assembly, Options, assemble
+from quire.llm.assembly import Assembly, assemble
+from quire.llm.devices import Options
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 

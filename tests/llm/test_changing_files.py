@@ -14,15 +14,15 @@ from tests.fixture_files import FIXTURES, fixture_file
 from quire.core.errors import ModelFileError
 from quire.executors.cpu import has_native_module
 from quire.executors.reference import ReferenceExecutor
-from quire.llm.assembly import Options, assemble
-from quire.llm.cpu_assembly import cpu_executor
+from quire.llm.assembly import assemble
+from quire.llm.devices import CpuDevice, Options
 from quire.loader.reading import DISK, DiskFiles, OpenFile
 from quire.model.loading import Model, load_model
 from quire.model.model_tokenizer import read_tokenizer
 
 EXECUTORS: dict[str, Callable[[Model], object]] = {
     "reference": lambda model: ReferenceExecutor(model, num_blocks=4),
-    "cpu": lambda model: cpu_executor(model, 4, 1, "auto"),
+    "cpu": lambda model: CpuDevice().make_executor(model, 4, Options(threads=1)),
 }
 KINDS = ("gguf", "safetensors")
 each = pytest.mark.parametrize("executor", EXECUTORS)

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.llm.assembly import Options
 from quire.llm.configuration import (
     MAX_CONFIGURATION_BYTES,
     configuration_text,
     read_configuration,
 )
+from quire.llm.devices import Options
 
 
 @pytest.fixture

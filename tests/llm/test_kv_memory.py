@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.llm.kv_memory import MemoryPlan, format_bytes, parse_bytes
+from quire.llm.machine import MemoryPlan, format_bytes, parse_bytes
 
 MIB = 1 << 20
 PLAN = MemoryPlan(weights=100 * MIB, kv_per_token=64 << 10, available=1124 * MIB)  # block: 1 MiB

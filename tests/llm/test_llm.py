@@ -380,8 +380,8 @@ def test_options_are_checked_before_anything_is_fetched(tmp_path: Path) -> None:
 def test_too_little_memory_is_said_with_figures_before_loading(
     monkeypatch: pytest.MonkeyPatch, available: int, message: str
 ) -> None:
-    monkeypatch.setattr("quire.llm.cpu_assembly.available_memory", lambda: available)
-    monkeypatch.setattr("quire.llm.cpu_assembly.cpu_executor", pytest.fail)
+    monkeypatch.setattr("quire.llm.devices.available_memory", lambda: available)
+    monkeypatch.setattr("quire.llm.devices.CpuDevice.make_executor", pytest.fail)
     with pytest.raises(ConfigError, match=message):
         LLM(PATH, threads=1)
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 from tests.server.servers import PacedExecutor
 
 from quire.cli import main
-from quire.llm import assembly
+from quire.llm.devices import ReferenceDevice
 
 
 def run() -> int:
@@ -17,7 +17,7 @@ def run() -> int:
         executor.step_s = 0.005
 
     signal.signal(signal.SIGUSR1, hurry)
-    with patch.object(assembly, "_reference_executor", lambda *_: executor):
+    with patch.object(ReferenceDevice, "make_executor", lambda *_: executor):
         return main(["serve", *sys.argv[1:], "--device", "reference", "--kv-memory", "4MiB"])
 
 

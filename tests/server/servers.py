@@ -20,7 +20,8 @@ from quire.core.plan import StepResult
 from quire.engine import Engine
 from quire.executors.fake import FakeExecutor
 from quire.llm import AsyncLLM
-from quire.llm.assembly import Assembly, Options, assemble
+from quire.llm.assembly import Assembly, assemble
+from quire.llm.devices import Options
 from quire.server.runner import make_server
 from quire.server.service import Load, Service
 from quire.server.settings import ServerSettings

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.cli.results import print_json
 from quire.diagnosis import CpuKernels, Diagnosis, Executors, Processor, diagnose
-from quire.llm.kv_memory import format_bytes
+from quire.llm.machine import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:

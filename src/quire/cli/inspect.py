@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from quire.cli.results import complain, print_json, printable
 from quire.core.errors import ConfigError
 from quire.inspection import (
+    CpuForecast,
     FileFacts,
     Inspection,
     MemoryFacts,
@@ -20,9 +21,8 @@ from quire.inspection import (
     TokenizerFacts,
     inspect_model,
 )
-from quire.llm.assembly import tell_on_terminal
-from quire.llm.cpu_assembly import CpuForecast
-from quire.llm.kv_memory import format_bytes
+from quire.llm.assembly import print_notice
+from quire.llm.machine import format_bytes
 from quire.loader.defaults import DUMMY_PREFIX, resolve
 from quire.model.isolated import Verdict
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.model} is made in memory and has no file to look into; "
             "`quire bench make-model` writes it as one"
         )
-    path = resolve(args.model, tell_on_terminal)
+    path = resolve(args.model, print_notice)
     found = inspect_model(args.model, path, trusted=args.trust_model_file)
     if args.json:
         print_json(_as_json(found))

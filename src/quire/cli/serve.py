@@ -11,8 +11,9 @@ from pathlib import Path
 from quire.cli.options import USUAL_STEP_TIMEOUT_S
 from quire.core.errors import ConfigError, ModelFileError
 from quire.llm import AsyncLLM
-from quire.llm.assembly import Options, assemble
+from quire.llm.assembly import assemble
 from quire.llm.configuration import read_configuration
+from quire.llm.devices import Options
 from quire.server import ServerSettings, read_keys, serve
 from quire.server.addresses import read_networks
 from quire.server.logs import LogFormat, set_up_logs, take_over_standard_streams
@@ -109,8 +110,7 @@ def _options(args: argparse.Namespace, settings: ServerSettings) -> Options:
     engine.setdefault("step_timeout_s", USUAL_STEP_TIMEOUT_S)
     engine["key_weights"] = {**engine.get("key_weights", {}), **settings.keys.weights}
     options = replace(options, **given, engine=engine)
-    options.engine_config()
-    _ = options.executor  # what is wrong with either is said before loading
+    options.engine_config()  # what is wrong with the options is said before loading
     return options
 
 

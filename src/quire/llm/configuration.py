@@ -20,7 +20,7 @@ from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
-from quire.llm.assembly import Options
+from quire.llm.devices import Options
 
 MAX_CONFIGURATION_BYTES = 1 << 20
 # What a value may be; how large, EngineConfig and Options say themselves.

@@ -13,7 +13,8 @@ from quire.core.request import RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
-from quire.llm.assembly import Assembly, Options, assemble
+from quire.llm.assembly import Assembly, assemble
+from quire.llm.devices import Options
 from quire.llm.forward import ForwardRows, Logits
 from quire.llm.offline_run import Asked, OfflineRun
 from quire.llm.progress import ProgressBar

@@ -11,7 +11,8 @@ from quire.core.request import Piece, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.aio import AsyncEngine, Stream
 from quire.engine.stats import Snapshot
-from quire.llm.assembly import Assembly, Options, assemble
+from quire.llm.assembly import Assembly, assemble
+from quire.llm.devices import Options
 from quire.llm.prompts import Conversation, Prepared, Prompt, PromptReader
 from quire.tokenizer import Tokenizer
 

@@ -137,6 +137,7 @@ class _GridRun:
         return {cell: done[cell] for cell in order}, len(todo)
 
     def _finished(self, quant: str | None) -> "dict[Cell, Receipt]":
+        from quire.llm.devices import device_of
         from quire_bench.commands.options import asked
         from quire_bench.grid import Conditions, finished
         from quire_bench.machine_info import machine, versions
@@ -147,7 +148,7 @@ class _GridRun:
         model = facts.as_data()
         if self._args.again:
             return {}
-        executor = load_options(self._args, max(self._grid.batches)).executor
+        executor = device_of(load_options(self._args, max(self._grid.batches))).name
         conditions = Conditions(
             model, machine(), versions(), asked(self._args), executor, self._args.seed
         )

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> "Receipt":
-    from quire.llm.kv_memory import parse_bytes
+    from quire.llm.machine import parse_bytes
     from quire_bench.limits import (
         LimitsPlan,
         integer_kernel,

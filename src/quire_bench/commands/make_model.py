@@ -29,7 +29,7 @@ def add_parser(benches: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.llm.kv_memory import format_bytes
+    from quire.llm.machine import format_bytes
     from quire.loader.gguf_writer import write_gguf
     from quire.model.dummy import DummyModel
 

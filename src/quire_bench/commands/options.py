@@ -9,7 +9,7 @@ from quire.cli.options import add_cache_type_option, add_invariance_option, add_
 from quire.cli.results import complain, print_json, tell
 
 if TYPE_CHECKING:
-    from quire.llm.assembly import Options
+    from quire.llm.devices import Options
     from quire_bench.receipts import Receipt
     from quire_bench.subject import Subject
 
@@ -72,7 +72,7 @@ def add_limits_option(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace, max_batch_size: int) -> "Options":
     """How the model is to be loaded."""
-    from quire.llm.assembly import Options
+    from quire.llm.devices import Options
 
     return Options(
         device=args.device,

@@ -129,7 +129,7 @@ def _measured(args: argparse.Namespace) -> "Receipt":
 
 
 def _print(receipt: "Receipt") -> None:
-    from quire.llm.kv_memory import format_bytes
+    from quire.llm.machine import format_bytes
 
     results: Any = receipt.results
     print(f"{receipt.model['name']} on {receipt.executed['device']}")

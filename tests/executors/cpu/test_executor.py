@@ -19,8 +19,8 @@ from quire.executors.cpu import executor as executor_module
 from quire.executors.cpu import lowering
 from quire.executors.cpu.lowering import Threads, workspace_bytes
 from quire.executors.cpu.native import native
-from quire.llm import cpu_assembly
-from quire.llm.cpu_assembly import cpu_executor, cpu_memory
+from quire.llm import devices
+from quire.llm.devices import CpuDevice, Options
 from quire.model.dummy import SHAPES
 from quire.model.loading import load_model
 
@@ -180,7 +180,8 @@ def test_the_value_projection_alone_has_a_residual_pass(
 @pytest.mark.parametrize("name", [*TINY_FILES, *TINY_BITNET_FILES])
 def test_memory_is_what_was_foretold(name: str, is_int8: bool) -> None:
     with load_model(fixture_file(name)) as model:
-        memory = cpu_memory(model, "int8" if is_int8 else "f16", 256, threads=1)
+        options = Options(kv_cache_dtype="int8" if is_int8 else "f16", threads=1)
+        memory = CpuDevice().memory_plan(model, options)
         file_bytes = sum(tensor.nbytes for tensor in model.tensors.values())
     with opened(fixture_file(name), num_blocks=5, kv_int8=is_int8) as executor:
         held = executor.memory_bytes
@@ -220,10 +221,10 @@ def test_a_processor_without_avx2_runs_portable_kernels_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(executor_module, "units", lambda: ["portable"])
-    cpu_assembly._warn_once.cache_clear()
+    devices._warn_once.cache_clear()
     with load_model(PATH) as model:
         for _ in range(2):
-            executor: Any = cpu_executor(model, 4, threads=1, cache_type="auto")
+            executor: Any = CpuDevice().make_executor(model, 4, Options(threads=1))
             assert executor.unit == "portable"
             assert executor.fallback == "this CPU has no AVX2: the portable kernels run, slowly"
             executor.close()

@@ -19,7 +19,8 @@ from quire.executors.cpu.lowering import Threads, rope_tables
 from quire.executors.cpu.native import native
 from quire.executors.reference import ReferenceExecutor
 from quire.executors.sampler import score
-from quire.llm import cpu_assembly
+from quire.llm import devices
+from quire.llm.devices import CpuDevice, Options
 from quire.model.loading import Model
 from quire.model.rope import Rope
 from quire.model.spec import MAX_SIZES, Activation
@@ -348,7 +349,7 @@ def test_what_wide_layers_work_in_is_counted_before_anything_is_loaded(
     """A small file may ask for rows of millions of numbers in every step."""
     wide = random_model(small_spec(hidden_size=1, num_heads=16384, head_dim=256, num_kv_heads=1))
     assert sum(tensor.nbytes for tensor in wide.tensors.values()) < 64 << 20
-    monkeypatch.setattr(cpu_assembly, "available_memory", lambda: 4 << 30)
-    plan = cpu_assembly.cpu_memory(wide, "f16", 256, threads=2)
+    monkeypatch.setattr(devices, "available_memory", lambda: 4 << 30)
+    plan = CpuDevice().memory_plan(wide, Options(threads=2))
     with pytest.raises(ConfigError, match=r"weights and what steps work in take \d.* GiB"):
         plan.pool_bytes(None)

@@ -30,7 +30,8 @@ from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.reference import ReferenceExecutor
-from quire.llm.assembly import Options, assemble
+from quire.llm.assembly import assemble
+from quire.llm.devices import Options
 from quire.model.loading import load_model
 from quire_bench.measure import Load, run_load
 

@@ -1,0 +1,384 @@
+"""Where a model runs: the options of a user, and the registry of devices that they choose from.
+
+A device says in one class whether this process can use it, which options and models it takes, how
+its memory is divided and how its executor is made. To add one, write its class and list it in
+DEVICES. What a device needs (torch, the native module) is imported when it is first asked for.
+"""
+
+import ctypes
+import functools
+import gc
+import importlib.util
+import math
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from quire.core.config import EngineConfig
+from quire.core.errors import ConfigError, UnsupportedModelError
+from quire.executors.cpu import check_native_module, check_unit, has_native_module
+from quire.executors.cpu.lowering import Threads, kv_bytes_per_token, weight_bytes, workspace_bytes
+from quire.executors.protocol import Executor
+from quire.executors.reference import ReferenceExecutor
+from quire.llm.machine import (
+    DEFAULT_KV_BYTES,
+    MemoryPlan,
+    available_memory,
+    parse_bytes,
+    usable_cores,
+)
+from quire.model.loading import Model, memory_estimate
+
+AUTO = "auto"
+CACHE_TYPES = ("auto", "f16", "int8")
+UNIT_VARIABLE = "QUIRE_CPU_UNIT"  # of the environment: which kernels to run
+
+_ANY_SIZE = 1 << 30  # the reference executor takes a step of any size
+_MAX_CPU_BATCH = 1 << 20
+# Buffers and graphs are made for so many at least: asking for more later costs nothing.
+_MIN_CUDA_BATCH = 256
+_CUDA_KV_ELEMENT_BYTES = 2  # bfloat16
+_CUDA_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a user wants a model run. `engine` holds further fields of EngineConfig by name."""
+
+    device: str = AUTO
+    max_batch_size: int = 64
+    kv_memory: str | int | None = None
+    threads: int | None = None
+    batch_timeout_ms: float = 0.0
+    max_context: int | None = None
+    kv_cache_dtype: str = "auto"
+    invariant: bool = True  # a request's tokens do not depend on the batch it runs in
+    trust_model_file: bool = False  # it need not be read without privileges first
+    chat_template: str | Path | bool = True  # the model's own, none, or that of a file
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = {option.name for option in fields(EngineConfig)}
+        for name in self.engine:
+            if name not in known:
+                own = [option.name for option in fields(self) if option.name != "engine"]
+                raise ConfigError(
+                    f"there is no option {name!r}; there are {', '.join(sorted(known | {*own}))}"
+                )
+        context = self.max_context
+        if context is not None and (isinstance(context, bool) or not isinstance(context, int)):
+            raise ConfigError(f"max_context must be an integer, got {context!r}")
+        if self.kv_cache_dtype not in CACHE_TYPES:
+            raise ConfigError(
+                f"kv_cache_dtype must be one of {', '.join(CACHE_TYPES)}, got "
+                f"{self.kv_cache_dtype!r}"
+            )
+        for name in ("invariant", "trust_model_file"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.chat_template, bool | str | Path):
+            raise ConfigError(
+                "chat_template must be a file's path, or False for none, got "
+                f"{self.chat_template!r}"
+            )
+        if context is not None and context < 2:
+            raise ConfigError(f"max_context must hold a prompt and a token after it, got {context}")
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's settings, with the device's defaults where none were given."""
+        batch = self.max_batch_size
+        defaults = dict(device_of(self).engine_defaults)
+        if isinstance(batch, int):
+            defaults["max_step_tokens"] = max(defaults["max_step_tokens"], batch)
+        return EngineConfig(
+            max_batch_size=batch,
+            batch_timeout_ms=self.batch_timeout_ms,
+            **(defaults | dict(self.engine)),
+        )
+
+
+class Loaded(NamedTuple):
+    """A model's executor, and how its memory was divided."""
+
+    executor: Executor
+    memory: MemoryPlan
+
+
+class Device(ABC):
+    """A kind of executor and the hardware it runs on. Devices have no state."""
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+    engine_defaults: ClassVar[Mapping[str, Any]]  # fields of EngineConfig; max_step_tokens at least
+    has_threads: ClassVar[bool] = False  # whether it takes `threads`
+    has_cache_types: ClassVar[bool] = False  # whether it takes `kv_cache_dtype`
+    has_variant_sums: ClassVar[bool] = False  # whether it takes `invariant=False`
+
+    @abstractmethod
+    def why_unavailable(self) -> str | None:
+        """Why this process cannot use the device; None where it can."""
+
+    def why_unsupported(self, _model: Model, /) -> str | None:
+        """Why the device, which is available, cannot run a model; None where it can."""
+        return None
+
+    @abstractmethod
+    def load(self, model: Model, options: Options) -> Loaded:
+        """Make the executor, or raise a ConfigError with figures where memory does not suffice."""
+
+    def check_options(self, options: Options) -> None:
+        """Refuse what the device does not take, before anything is loaded."""
+        if not options.invariant and not self.has_variant_sums:
+            raise ConfigError(
+                f"invariant is False, but the {self.name} executor has one order of summation, "
+                "whatever the batch: leave it out"
+            )
+        if options.threads is not None and not self.has_threads:
+            raise ConfigError(
+                f"threads is {options.threads!r}, but the {self.name} executor does not compute on "
+                "threads of its own: leave it out"
+            )
+        if options.kv_cache_dtype != "auto" and not self.has_cache_types:
+            raise ConfigError(
+                f"kv_cache_dtype is {options.kv_cache_dtype!r}, but the {self.name} executor has "
+                "one way to keep keys and values: leave it out"
+            )
+
+
+class _HostDevice(Device):
+    """A device in the machine's own memory: the KV cache is sized before weights are loaded."""
+
+    def load(self, model: Model, options: Options) -> Loaded:
+        memory = self.memory_plan(model, options)
+        num_blocks = memory.num_blocks(memory.pool_bytes(options.kv_memory), options.max_context)
+        memory.check_batch(num_blocks, options.max_batch_size)
+        return Loaded(self.make_executor(model, num_blocks, options), memory)
+
+    @abstractmethod
+    def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan: ...
+
+    @abstractmethod
+    def make_executor(self, model: Model, num_blocks: int, options: Options, /) -> Executor: ...
+
+
+# ---- reference
+
+
+class ReferenceDevice(_HostDevice):
+    name = "reference"
+    description = "numpy in float32, one row at a time: slow, and what others are held to"
+    engine_defaults: ClassVar[Mapping[str, Any]] = {
+        "max_step_tokens": 16,  # it gains nothing by more, and who cancels waits for a step
+        "plan_ahead": False,  # it would compute rows of sequences that have ended
+        "step_timeout_s": None,  # a step takes as long as the model is large
+    }
+
+    def why_unavailable(self) -> str | None:
+        return None
+
+    def memory_plan(self, model: Model, _options: Options, /) -> MemoryPlan:
+        estimate = memory_estimate(model, num_kv_tokens=0)
+        return MemoryPlan(estimate.float32_weights, estimate.kv_per_token, available_memory())
+
+    def make_executor(self, model: Model, num_blocks: int, _options: Options, /) -> Executor:
+        return ReferenceExecutor(
+            model, num_blocks=num_blocks, max_batch_size=_ANY_SIZE, max_step_tokens=_ANY_SIZE
+        )
+
+
+# ---- cpu
+
+
+class CpuDevice(_HostDevice):
+    name = "cpu"
+    description = (
+        "native kernels over weights in their blocks: AVX2, AVX-512 (VNNI or AMX), or plain C++"
+    )
+    engine_defaults: ClassVar[Mapping[str, Any]] = {
+        "max_step_tokens": 256,  # beyond it products gain little, and others' tokens come later
+        "plan_ahead": False,  # it would compute rows of sequences that have ended
+    }
+    has_threads = True
+    has_cache_types = True
+
+    def why_unavailable(self) -> str | None:
+        return None if has_native_module() else "its native module is not built"
+
+    def check_options(self, options: Options) -> None:
+        super().check_options(options)
+        check_native_module()
+        num_threads(options.threads)
+        chosen_unit()
+
+    def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan:
+        """Weights as the kernels keep them, to the byte, and what steps work in."""
+        spec = model.spec
+        per_token = kv_bytes_per_token(spec, options.kv_cache_dtype == "int8")
+        # Positions that the default cache holds; rope tables are copied as they grow.
+        positions = 2 * min(spec.context_length, DEFAULT_KV_BYTES // per_token)
+        step_tokens = options.engine_config().max_step_tokens
+        threads = num_threads(options.threads)
+        workspace = workspace_bytes(spec, model.tensors, step_tokens, positions, threads)
+        return MemoryPlan(weight_bytes(model.tensors), per_token, available_memory(), workspace)
+
+    def make_executor(self, model: Model, num_blocks: int, options: Options, /) -> Executor:
+        from quire.executors.cpu.executor import CpuExecutor
+
+        count = num_threads(options.threads)
+        executor = CpuExecutor(
+            model,
+            num_blocks=num_blocks,
+            threads=Threads(count, may_spin=count <= usable_cores()),
+            kv_int8=options.kv_cache_dtype == "int8",
+            unit=chosen_unit(),
+            max_batch_size=_MAX_CPU_BATCH,
+            max_step_tokens=_MAX_CPU_BATCH,
+        )
+        if executor.fallback is not None:
+            _warn_once(executor.fallback)
+        return executor
+
+
+def num_threads(asked: int | None) -> int:
+    """As many as asked for, or as this process may keep busy."""
+    if asked is None:
+        return max(1, math.floor(usable_cores()))
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= 1024:
+        raise ConfigError(f"threads must be an integer from 1 to 1024, got {asked!r}")
+    return asked
+
+
+def chosen_unit() -> str:
+    """The kernels that the environment asks for; "" for the best that run here."""
+    name = os.environ.get(UNIT_VARIABLE, "")
+    try:
+        return check_unit(name) if name else ""
+    except ConfigError as error:
+        raise ConfigError(f"{UNIT_VARIABLE}: {error}") from error
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    print(f"quire: {line}", file=sys.stderr, flush=True)
+
+
+# ---- cuda
+
+
+class CudaDevice(Device):
+    name = "cuda"
+    description = "one NVIDIA GPU, weights in their blocks"
+    engine_defaults: ClassVar[Mapping[str, Any]] = {"max_step_tokens": 2048}
+    has_variant_sums = True
+
+    def why_unavailable(self) -> str | None:
+        """torch, which takes seconds to import, is asked last."""
+        if not has_nvidia_driver():
+            return "there is no NVIDIA driver"
+        for package in ("torch", "triton"):
+            if importlib.util.find_spec(package) is None:
+                return f"{package} is not installed"
+        from quire.executors.cuda import require_gpu
+
+        try:
+            require_gpu()
+        except ConfigError:
+            return "torch finds no NVIDIA GPU"
+        return None
+
+    def why_unsupported(self, model: Model, /) -> str | None:
+        from quire.executors.cuda import check_fits
+
+        try:
+            check_fits(model)
+        except (ConfigError, UnsupportedModelError) as error:
+            return str(error)
+        return None
+
+    def load(self, model: Model, options: Options) -> Loaded:
+        """The executor, warm; memory is as it came to be, not as it was planned."""
+        executor = self._make_executor(model, options)
+        estimate = memory_estimate(model, num_kv_tokens=0, kv_element_bytes=_CUDA_KV_ELEMENT_BYTES)
+        held = executor.memory_bytes
+        memory = MemoryPlan(held["weights"], estimate.kv_per_token, sum(held.values()))
+        memory.check_batch(executor.capacity.num_blocks, options.max_batch_size)
+        return Loaded(executor, memory)
+
+    def _make_executor(self, model: Model, options: Options) -> Executor:
+        try:
+            from quire.executors.cuda import CudaConfig, CudaExecutor, require_gpu
+        except ImportError as error:
+            raise ConfigError(
+                "device 'cuda' needs torch and triton: install quire[cuda]"
+            ) from error
+        require_gpu()
+        config = options.engine_config()
+        batch = max(config.max_batch_size, _MIN_CUDA_BATCH)
+        sizes = CudaConfig(
+            max_batch_size=batch,
+            max_step_tokens=max(config.max_step_tokens, batch),
+            kv_bytes=None if options.kv_memory is None else parse_bytes(options.kv_memory),
+            invariant=options.invariant,
+        )
+        executor = CudaExecutor(model, sizes)
+        executor.warm_up()
+        # torch and Triton leave about a million objects that stay. Walking them takes the garbage
+        # collector a tenth of a second, within some step, with the GPU idle: it may skip them.
+        gc.collect()
+        gc.freeze()
+        return executor
+
+
+def has_nvidia_driver() -> bool:
+    """Whether there may be a GPU at all."""
+    try:
+        ctypes.CDLL(_CUDA_DRIVER)
+    except OSError:
+        return False
+    return True
+
+
+# ---- the registry
+
+DEVICES: dict[str, Device] = {
+    device.name: device for device in (CpuDevice(), CudaDevice(), ReferenceDevice())
+}
+
+
+def device_of(options: Options) -> Device:
+    """The device that options name, never silently another; its options are checked.
+
+    "auto" is a processor here: resolve_auto chooses a GPU once the model is known.
+    """
+    names = (AUTO, *DEVICES)
+    if options.device not in names:
+        raise ConfigError(f"device must be one of {', '.join(names)}, got {options.device!r}")
+    name = options.device
+    if name == AUTO and not options.invariant:
+        name = "cuda"  # the only one that has a choice
+    elif name == AUTO:
+        name = "reference" if DEVICES["cpu"].why_unavailable() else "cpu"
+    DEVICES[name].check_options(options)
+    return DEVICES[name]
+
+
+def resolve_auto(options: Options, model: Model, notify: Callable[[str], None]) -> Options:
+    """The options with a device's name in the place of "auto".
+
+    That is a GPU that can run the model; else a processor, and `notify` gets the reason if there
+    may be a GPU. Options that only a processor takes keep the model there.
+    """
+    device = device_of(options)
+    for_processor = options.threads is not None or options.kv_cache_dtype != "auto"
+    if options.device == AUTO and not for_processor:
+        gpu = DEVICES["cuda"]
+        reason = gpu.why_unavailable() or gpu.why_unsupported(model)
+        if reason is None:
+            device = gpu
+        elif options.invariant and has_nvidia_driver():
+            notify(f"runs on the {device.name} executor: {reason}")
+    return replace(options, device=device.name)

@@ -1,0 +1,130 @@
+"""Devices: what "auto" chooses, and what is said of one that is not there."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from quire.core.errors import ConfigError
+from quire.executors.cpu import has_native_module
+from quire.llm import devices
+from quire.llm.assembly import Assembly, assemble
+from quire.llm.devices import DEVICES, CudaDevice, Loaded, Options, ReferenceDevice, device_of
+from quire.llm.machine import MemoryPlan
+from quire.model.loading import Model
+
+
+def test_what_is_missing_is_named() -> None:
+    if importlib.util.find_spec("torch") is None:
+        message = r"needs torch and triton: install quire\[cuda\]"
+    else:
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+        message = "torch finds no NVIDIA GPU"
+    with pytest.raises(ConfigError, match=message):
+        assemble("dummy:tiny", Options(device="cuda"))
+
+
+def test_steps_are_large_and_planned_ahead() -> None:
+    config = Options(device="cuda", max_batch_size=8).engine_config()
+    assert config.plan_ahead
+    assert config.max_step_tokens == 2048
+    assert Options(device="cuda", max_batch_size=4096).engine_config().max_step_tokens == 4096
+
+
+class FakeGpu(CudaDevice):
+    """A GPU that can run a model, or cannot for a reason."""
+
+    def __init__(self, reason: str | None) -> None:
+        self._reason = reason
+
+    def why_unavailable(self) -> str | None:
+        return None
+
+    def why_unsupported(self, _model: Model, /) -> str | None:
+        return self._reason
+
+    def load(self, model: Model, options: Options) -> Loaded:
+        executor = ReferenceDevice().make_executor(model, 64, options)
+        return Loaded(executor, MemoryPlan(1, 1 << 12, 1 << 30))
+
+
+def auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch, reason: str | None, **given: Any) -> Assembly:
+    """What "auto" makes of a machine with such a GPU."""
+    monkeypatch.setitem(DEVICES, "cuda", FakeGpu(reason))
+    return assemble("dummy:tiny", Options(device="auto", max_batch_size=2, **given))
+
+
+def test_auto_takes_a_gpu_that_can_run_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = auto_on_a_gpu(monkeypatch, None)
+    assert found.options.device == "cuda"
+    assert found.options.engine_config().plan_ahead
+
+
+def test_auto_says_why_it_leaves_a_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for has_driver in (True, False):  # without one there is no GPU to speak of
+        monkeypatch.setattr(devices, "has_nvidia_driver", lambda found=has_driver: found)
+        found = auto_on_a_gpu(monkeypatch, "its weights have no room")
+        found.executor.close()
+        assert found.options.device in ("cpu", "reference")
+        told = capsys.readouterr().err
+        assert ("executor: its weights have no room" in told) == has_driver
+
+
+def test_auto_stays_where_options_of_the_processor_are_understood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_native_module():
+        pytest.skip("the native module is not built")
+    found = auto_on_a_gpu(monkeypatch, None, threads=1)
+    found.executor.close()
+    assert found.options.device == "cpu"
+
+
+def test_without_invariance_auto_means_a_gpu() -> None:
+    assert device_of(Options(device="auto", invariant=False)).name == "cuda"
+
+
+def test_no_driver_is_found_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(devices, "_CUDA_DRIVER", "no such library")
+    assert CudaDevice().why_unavailable() == "there is no NVIDIA driver"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
+    assert CudaDevice().why_unavailable() == "torch is not installed"
+
+
+def test_every_device_is_listed_by_its_name_and_has_defaults_that_an_engine_takes() -> None:
+    assert list(DEVICES) == ["cpu", "cuda", "reference"]
+    for name, device in DEVICES.items():
+        assert device.name == name
+        if device.why_unavailable() is None or name == "cuda":
+            config = Options(device=name).engine_config()
+            assert config.max_step_tokens >= device.engine_defaults["max_step_tokens"]
+
+
+def test_an_unknown_device_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="one of auto, cpu, cuda, reference, got 'tpu'"):
+        device_of(Options(device="tpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "message"),
+    [
+        ("cuda", {"threads": 2}, "the cuda executor does not compute on threads"),
+        ("reference", {"kv_cache_dtype": "int8"}, "the reference executor has one way to keep"),
+        ("reference", {"invariant": False}, "the reference executor has one order of summation"),
+    ],
+)
+def test_options_that_a_device_does_not_take_are_refused(
+    device: str, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        device_of(Options(device=device, **given))
