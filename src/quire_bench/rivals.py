@@ -22,7 +22,11 @@ from quire_bench.lengths import prompt_text
 from quire_bench.load import Ask, Target, check_server, closed_loop, find_model, run
 
 WORKER = Path(__file__).with_name("rival_worker.py")
-PACKAGES = {"llama.cpp": "llama-cpp-python", "transformers": "transformers torch gguf accelerate"}
+PACKAGES = {
+    "llama.cpp": "llama-cpp-python",
+    "openvino": "openvino-genai",
+    "transformers": "transformers torch gguf accelerate",
+}
 _CLOSE_TIMEOUT_S = 10.0
 _SHOWN_CHARACTERS = 300  # of what a worker said last
 

@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 _FAKES = Path(__file__).with_name("fake_rivals")
-_DISTRIBUTIONS = {"llama_cpp": "llama_cpp_python", "transformers": "transformers"}
+_DISTRIBUTIONS = {
+    "llama_cpp": "llama_cpp_python",
+    "openvino_genai": "openvino_genai",
+    "transformers": "transformers",
+}
 _VERSION = "9.9"
 
 
 def fake_packages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama_cpp, torch and transformers, for this process and those it starts."""
+    """llama_cpp, openvino_genai, torch and transformers, for this process and those it starts."""
     site = folder / "site"
     shutil.copytree(_FAKES, site)
     for distribution in _DISTRIBUTIONS.values():
@@ -33,5 +37,5 @@ def package_that_is_missing(name: str, folder: Path, monkeypatch: pytest.MonkeyP
 def _prefer(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.syspath_prepend(str(site))
-    for name in ("llama_cpp", "torch", "transformers"):
+    for name in ("llama_cpp", "openvino", "openvino_genai", "torch", "transformers"):
         monkeypatch.delitem(sys.modules, name, raising=False)

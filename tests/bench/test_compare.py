@@ -157,13 +157,13 @@ def test_packages_are_compared_for_real(
     assert bench(tmp_path, "--strict", "--quant", "Q8_0", "--rival-threads", "3") == 0
     printed, _ = capsys.readouterr()
     assert printed.startswith("dummy:tiny:Q8_0; quire on reference\n")
-    assert len(printed.splitlines()) == 2 + 2 * 3 * 3  # batches, engines, rates
+    assert len(printed.splitlines()) == 2 + 2 * 4 * 3  # batches, engines, rates
     receipt = only_receipt(tmp_path)
     assert receipt.versions["llama.cpp"] == receipt.versions["transformers"] == "9.9"
     assert receipt.executed["rivals"]["transformers"]["about"].endswith("3 threads")
     assert "3 threads; CPU : FAKE = 1" in receipt.executed["rivals"]["llama.cpp"]["about"]
     assert receipt.settings["batches"] == [1, 3]
-    for rival in ("llama.cpp", "transformers"):
+    for rival in ("llama.cpp", "openvino", "transformers"):
         for metric in compare_module.METRICS:
             quire, rates, ratios = (
                 receipt.samples[f"batch_3_{name}"]
@@ -211,7 +211,7 @@ def test_a_receipt_does_not_tell_where_an_interpreter_lies(
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (["--rivals", "vllm"], "--rivals has 'vllm': there are llama.cpp, transformers and URLs"),
+        (["--rivals", "vllm"], "--rivals has 'vllm': there are llama.cpp, openvino, transformers"),
         (["--python-for", "llama.cpp"], "--python-for is 'llama.cpp': expected NAME=PATH"),
         (["--python-for", "x=y"], "--python-for is 'x=y': expected NAME=PATH"),
         (

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from quire_bench.subject import Subject
 
 KEY_VARIABLE = "QUIRE_API_KEY"
-_PACKAGED = ("llama.cpp", "transformers")
+_PACKAGED = ("llama.cpp", "openvino", "transformers")
 _EPILOG = """\
 examples:
   quire bench compare --model dummy:llama-1b --quant Q4_K_M --rivals llama.cpp
   quire bench compare --model model.gguf --batch 1,8 --rivals llama.cpp,http://127.0.0.1:8000
+  quire bench compare --model smollm2 --rivals openvino --python-for openvino=venv/bin/python
 
 Engines take turns, round by round, on the same prompts; a round gives one ratio, and the median and
 range of the ratios are told. A dummy model is written to a file for the rivals, and removed. A
@@ -45,7 +46,7 @@ exit of 1.
 def add_parser(benches: Any) -> None:
     parser = benches.add_parser(
         "compare",
-        help="quire beside llama.cpp, transformers or a server",
+        help="quire beside llama.cpp, OpenVINO GenAI, transformers or a server",
         description="Measure quire and other engines in turn, and the ratios of their rates.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
