@@ -10,9 +10,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from quire.loader.tensor import Tensor
-from quire.model.dummy import DummyModel
+from quire.model.dummy import DummyModel, random_blocks
 from quire.model.loading import Model
-from quire.model.random_blocks import random_blocks
 from quire.model.rope import Rope
 from quire.model.spec import Activation, ModelSpec, tensor_shapes
 from quire.quant.formats import format_named

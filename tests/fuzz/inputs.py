@@ -19,7 +19,7 @@ from tests.loader.safetensors_bytes import file_bytes, with_header
 
 from quire.core.errors import ModelFileError, RequestError, UnsupportedModelError
 from quire.loader.files import open_model_file
-from quire.loader.json_files import parse_json_object
+from quire.loader.reading import parse_json_object
 from quire.model.config_spec import spec_from_config
 from quire.model.loading import load_model
 from quire.model.model_tokenizer import end_token_ids, read_tokenizer

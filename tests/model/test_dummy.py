@@ -10,10 +10,9 @@ import pytest
 from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
-from quire.model.dummy import SHAPES, DummyModel, read_name
+from quire.model.dummy import SHAPES, DummyModel, random_blocks, read_name
 from quire.model.loading import Model, load_model
 from quire.model.quant_mixes import MIXES
-from quire.model.random_blocks import random_blocks
 from quire.quant.formats import FORMATS, Format
 
 

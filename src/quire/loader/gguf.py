@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
-from quire.loader.cursor import Cursor
-from quire.loader.gguf_metadata import read_metadata
+from quire.loader.gguf_header import Cursor, read_metadata
 from quire.loader.metadata import Metadata
 from quire.loader.reading import DISK, FileBytes, Files, Region
 from quire.loader.tensor import Tensor, packed_size

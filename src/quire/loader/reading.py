@@ -4,6 +4,7 @@ Whoever touches a page of a mapped file that has shrunk is killed (SIGBUS). A re
 and that can be said.
 """
 
+import json
 import os
 import stat
 import weakref
@@ -145,3 +146,31 @@ def read_capped(path: Path, limit: int, files: Files = DISK) -> bytes:
 def _unreadable(path: Path, error: OSError | ValueError) -> ModelFileError:
     reason = error.strerror if isinstance(error, OSError) else error
     return ModelFileError(f"cannot read {path}: {reason}")
+
+
+# ---- JSON beside a model
+
+
+def read_json_object(path: Path, limit: int, files: Files = DISK) -> dict[str, object]:
+    """The object in a JSON file of at most `limit` bytes."""
+    return parse_json_object(read_capped(path, limit, files), path.name)
+
+
+def parse_json_object(content: bytes, source: str) -> dict[str, object]:
+    """The object that JSON text holds; a key that stands twice is refused as ambiguous."""
+    try:
+        value = json.loads(content, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:  # ValueError: also bad UTF-8 and huge numbers
+        raise ModelFileError(f"{source} does not hold sound JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{source} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        left = dict.fromkeys(fields)
+        twice = next(name for name, _ in pairs if left.pop(name, True) is not None)
+        raise ValueError(f"key {twice!r:.100} stands there twice")
+    return fields

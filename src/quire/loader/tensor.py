@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.loader.reading import Bytes, Region
-from quire.quant.decoders import Floats
-from quire.quant.formats import Format
+from quire.quant.formats import Floats, Format
 
 # Decoding makes some temporary arrays of its size, so large tensors are read and decoded piece by
 # piece.

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 
 from quire.core.errors import ModelFileError
-from quire.loader.metadata import Metadata
-from quire.model.families import CONFIG_FAMILIES, Family, find_family
-from quire.model.fields import Fields
+from quire.loader.metadata import Fields, Metadata
 from quire.model.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
-from quire.model.spec import MAX_SIZES, Activation, ModelSpec
+from quire.model.spec import CONFIG_FAMILIES, MAX_SIZES, Activation, Family, ModelSpec, find_family
 
 _FILE = "config.json"
 _CONTEXT_LIMIT = MAX_SIZES["context_length"]

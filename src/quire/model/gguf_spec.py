@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 
 from quire.core.errors import ModelFileError
-from quire.loader.metadata import Metadata
+from quire.loader.metadata import Fields, Metadata
 from quire.loader.tensor import Tensor
-from quire.model.families import GGUF_FAMILIES, Family, find_family
-from quire.model.fields import Fields
 from quire.model.rope import DivisorScaling, LinearScaling, Rope, RopeScaling, YarnScaling
-from quire.model.spec import MAX_SIZES, ModelSpec
+from quire.model.spec import GGUF_FAMILIES, MAX_SIZES, Family, ModelSpec, find_family
 
 # Keys under the architecture's name that are read below or say nothing about the mathematics.
 _READ_KEYS = frozenset(

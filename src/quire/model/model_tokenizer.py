@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from quire.loader.json_files import parse_json_object
 from quire.loader.metadata import Metadata
+from quire.loader.reading import parse_json_object
 from quire.loader.safetensors import SafetensorsFolder
 from quire.model.loading import Model
 from quire.tokenizer import Tokenizer, check_vocabulary

@@ -1,11 +1,194 @@
-"""The table of block formats: what a tensor's bytes mean, by name and by GGUF's type number."""
+"""Block formats: what a tensor's bytes mean, by name and by GGUF's type number, and one reference
+decoder for each: raw blocks in, float32 weights out.
+
+A decoder takes blocks as bytes [blocks, block_bytes] and gives their weights [blocks, block_size].
+The order of the float operations is part of the format: each result is rounded exactly as the
+reference implementation rounds it, so that every executor has one right answer to be held to.
+
+Most formats keep small integers in *planes*: a run of bytes holds the low bits of as many weights,
+its next bits the weights that follow, and so on. `_planes` undoes that for all of them:
+
+    bits=4, run=16:   byte 0 = w16 w0, byte 1 = w17 w1, ... byte 15 = w31 w15
+    bits=1, run=1:    byte 0 = w7 w6 w5 w4 w3 w2 w1 w0, byte 1 = w15 ... w8
+
+Names in the code: `scale` and `offset` are float32, `quants` the small integers.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from quire.core.errors import UnsupportedModelError
-from quire.quant import decoders
-from quire.quant.decoders import Blocks, Floats
+
+Blocks = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+# The sixteen values of the IQ4 formats: finer near zero, where most weights are.
+IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
+)
+
+
+def _planes(packed: Blocks, bits: int, run: int) -> Blocks:
+    """Unpack [blocks, bytes] into [blocks, bytes * 8 / bits] integers of so many bits."""
+    blocks, width = packed.shape
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    runs = packed.reshape(blocks, width // run, 1, run)
+    fields = (runs >> shifts[:, None]) & np.uint8((1 << bits) - 1)
+    return fields.reshape(blocks, width * len(shifts))
+
+
+def _trits(packed: Blocks, run: int, digits: int) -> Blocks:
+    """Unpack base-3 digits, first digit first. A byte b stands for the fraction b / 256: times
+    three, its whole part is the next digit; dropping the digits before is what uint8 overflow does.
+    """
+    blocks, width = packed.shape
+    powers = 3 ** np.arange(digits, dtype=np.uint8)
+    runs = packed.reshape(blocks, width // run, 1, run)
+    fractions = (runs * powers[:, None]).astype(np.uint16)
+    return (fractions * 3 >> 8).astype(np.uint8).reshape(blocks, width * digits)
+
+
+def _half(blocks: Blocks, at: int) -> Floats:
+    """The float16 at a byte offset of each block, as float32 [blocks, 1]."""
+    return blocks[:, at : at + 2].view("<f2").astype(np.float32)
+
+
+def _grouped(scale: Floats, quants: npt.NDArray[np.generic]) -> Floats:
+    """Scale [blocks, groups] times quants [blocks, weights], each group having its own scale."""
+    blocks, groups = scale.shape
+    grouped = quants.astype(np.float32).reshape(blocks, groups, quants.shape[1] // groups)
+    return (scale[:, :, None] * grouped).reshape(quants.shape)
+
+
+def _repeated(offset: Floats, weights: int) -> Floats:
+    return np.repeat(offset, weights // offset.shape[1], axis=1)
+
+
+def decode_f32(blocks: Blocks) -> Floats:
+    return blocks.view("<f4").astype(np.float32)
+
+
+def decode_f16(blocks: Blocks) -> Floats:
+    return blocks.view("<f2").astype(np.float32)
+
+
+def decode_bf16(blocks: Blocks) -> Floats:
+    return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def decode_q8_0(blocks: Blocks) -> Floats:
+    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def decode_q4_0(blocks: Blocks) -> Floats:
+    quants = _planes(blocks[:, 2:], bits=4, run=16).astype(np.float32)
+    return _half(blocks, 0) * (quants - 8)
+
+
+def decode_q4_1(blocks: Blocks) -> Floats:
+    quants = _planes(blocks[:, 4:], bits=4, run=16).astype(np.float32)
+    return _half(blocks, 0) * quants + _half(blocks, 2)
+
+
+def decode_q5_0(blocks: Blocks) -> Floats:
+    high = _planes(blocks[:, 2:6], bits=1, run=1)
+    low = _planes(blocks[:, 6:], bits=4, run=16)
+    return _half(blocks, 0) * ((low | high << 4).astype(np.float32) - 16)
+
+
+def decode_q5_1(blocks: Blocks) -> Floats:
+    high = _planes(blocks[:, 4:8], bits=1, run=1)
+    low = _planes(blocks[:, 8:], bits=4, run=16)
+    return _half(blocks, 0) * (low | high << 4).astype(np.float32) + _half(blocks, 2)
+
+
+def decode_q2_k(blocks: Blocks) -> Floats:
+    """Sixteen groups of 16, each with a 4-bit scale and a 4-bit offset."""
+    scale = _half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
+    offset = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+    quants = _planes(blocks[:, 16:80], bits=2, run=32)
+    return _grouped(scale, quants) - _repeated(offset, 256)
+
+
+def decode_q3_k(blocks: Blocks) -> Floats:
+    """Sixteen groups of 16; 6-bit scales around 32; a clear high bit takes 4 off the quant."""
+    scale_bits = _planes(blocks[:, 96:104], bits=4, run=8)
+    scale_bits |= _planes(blocks[:, 104:108], bits=2, run=4) << 4
+    scale = _half(blocks, 108) * (scale_bits.astype(np.float32) - 32)
+    low = _planes(blocks[:, 32:96], bits=2, run=32)
+    high = _planes(blocks[:, :32], bits=1, run=32)
+    return _grouped(scale, (low | high << 2).astype(np.float32) - 4)
+
+
+def _scales_and_offsets(blocks: Blocks) -> tuple[Floats, Floats]:
+    """The eight 6-bit scales and eight 6-bit offsets of Q4_K and Q5_K, times their float16s.
+
+    Twelve bytes from byte 4 on: the low six bits of the first four are scales 0-3, of the next four
+    offsets 0-3; the last four hold the low nibbles of scales 4-7 and, above them, of offsets 4-7,
+    whose upper two bits are the top bits of the first eight bytes.
+    """
+    first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.hstack([first & 63, (low & 15) | (first >> 6) << 4])
+    offsets = np.hstack([second & 63, (low >> 4) | (second >> 6) << 4])
+    return (
+        _half(blocks, 0) * scales.astype(np.float32),
+        _half(blocks, 2) * offsets.astype(np.float32),
+    )
+
+
+def decode_q4_k(blocks: Blocks) -> Floats:
+    """Eight groups of 32, each with a 6-bit scale and a 6-bit offset."""
+    scale, offset = _scales_and_offsets(blocks)
+    quants = _planes(blocks[:, 16:], bits=4, run=32)
+    return _grouped(scale, quants) - _repeated(offset, 256)
+
+
+def decode_q5_k(blocks: Blocks) -> Floats:
+    """Q4_K with a fifth bit for each weight."""
+    scale, offset = _scales_and_offsets(blocks)
+    high = _planes(blocks[:, 16:48], bits=1, run=32)
+    low = _planes(blocks[:, 48:], bits=4, run=32)
+    return _grouped(scale, low | high << 4) - _repeated(offset, 256)
+
+
+def decode_q6_k(blocks: Blocks) -> Floats:
+    """Sixteen groups of 16 with signed 8-bit scales."""
+    low = _planes(blocks[:, :128], bits=4, run=64)
+    high = _planes(blocks[:, 128:192], bits=2, run=32)
+    scale = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return _grouped(scale, (low | high << 4).astype(np.float32) - 32)
+
+
+def decode_iq4_nl(blocks: Blocks) -> Floats:
+    return _half(blocks, 0) * IQ4_VALUES[_planes(blocks[:, 2:], bits=4, run=16)]
+
+
+def decode_iq4_xs(blocks: Blocks) -> Floats:
+    """Eight groups of 32; 6-bit scales around 32, their upper two bits apart."""
+    scale_bits = _planes(blocks[:, 4:8], bits=4, run=1)
+    scale_bits |= _planes(blocks[:, 2:4], bits=2, run=1) << 4
+    scale = _half(blocks, 0) * (scale_bits.astype(np.float32) - 32)
+    return _grouped(scale, IQ4_VALUES[_planes(blocks[:, 8:], bits=4, run=16)])
+
+
+def decode_tq1_0(blocks: Blocks) -> Floats:
+    """Five ternary digits a byte, in runs of 32 and 16 bytes; the last 16 weights four a byte."""
+    first = _trits(blocks[:, :32], run=32, digits=5)
+    second = _trits(blocks[:, 32:48], run=16, digits=5)
+    rest = _trits(blocks[:, 48:52], run=4, digits=4)
+    quants = np.hstack([first, second, rest]).astype(np.float32)
+    return _half(blocks, 52) * (quants - 1)
+
+
+def decode_tq2_0(blocks: Blocks) -> Floats:
+    quants = _planes(blocks[:, :64], bits=2, run=32).astype(np.float32)
+    return _half(blocks, 64) * (quants - 1)
+
+
+# ---- the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +210,23 @@ class Format:
 
 
 FORMATS = (
-    Format("F32", 0, 1, 4, decoders.decode_f32),
-    Format("F16", 1, 1, 2, decoders.decode_f16),
-    Format("BF16", 30, 1, 2, decoders.decode_bf16),
-    Format("Q8_0", 8, 32, 34, decoders.decode_q8_0),
-    Format("Q4_0", 2, 32, 18, decoders.decode_q4_0),
-    Format("Q4_1", 3, 32, 20, decoders.decode_q4_1),
-    Format("Q5_0", 6, 32, 22, decoders.decode_q5_0),
-    Format("Q5_1", 7, 32, 24, decoders.decode_q5_1),
-    Format("Q2_K", 10, 256, 84, decoders.decode_q2_k),
-    Format("Q3_K", 11, 256, 110, decoders.decode_q3_k),
-    Format("Q4_K", 12, 256, 144, decoders.decode_q4_k),
-    Format("Q5_K", 13, 256, 176, decoders.decode_q5_k),
-    Format("Q6_K", 14, 256, 210, decoders.decode_q6_k),
-    Format("IQ4_NL", 20, 32, 18, decoders.decode_iq4_nl),
-    Format("IQ4_XS", 23, 256, 136, decoders.decode_iq4_xs),
-    Format("TQ1_0", 34, 256, 54, decoders.decode_tq1_0),
-    Format("TQ2_0", 35, 256, 66, decoders.decode_tq2_0),
+    Format("F32", 0, 1, 4, decode_f32),
+    Format("F16", 1, 1, 2, decode_f16),
+    Format("BF16", 30, 1, 2, decode_bf16),
+    Format("Q8_0", 8, 32, 34, decode_q8_0),
+    Format("Q4_0", 2, 32, 18, decode_q4_0),
+    Format("Q4_1", 3, 32, 20, decode_q4_1),
+    Format("Q5_0", 6, 32, 22, decode_q5_0),
+    Format("Q5_1", 7, 32, 24, decode_q5_1),
+    Format("Q2_K", 10, 256, 84, decode_q2_k),
+    Format("Q3_K", 11, 256, 110, decode_q3_k),
+    Format("Q4_K", 12, 256, 144, decode_q4_k),
+    Format("Q5_K", 13, 256, 176, decode_q5_k),
+    Format("Q6_K", 14, 256, 210, decode_q6_k),
+    Format("IQ4_NL", 20, 32, 18, decode_iq4_nl),
+    Format("IQ4_XS", 23, 256, 136, decode_iq4_xs),
+    Format("TQ1_0", 34, 256, 54, decode_tq1_0),
+    Format("TQ2_0", 35, 256, 66, decode_tq2_0),
 )
 
 _BY_NAME = {known.name: known for known in FORMATS}

@@ -17,7 +17,7 @@ from quire.executors.cuda.planes import (  # noqa: E402
     to_natural_order,
     to_operand_order,
 )
-from quire.model.random_blocks import random_blocks  # noqa: E402
+from quire.model.dummy import random_blocks  # noqa: E402
 from quire.quant.formats import format_named  # noqa: E402
 
 FORMATS = (*FORMS, "BF16", "F16")

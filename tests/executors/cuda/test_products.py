@@ -20,7 +20,7 @@ from quire.executors.cuda.planes import (  # noqa: E402
 )
 from quire.executors.cuda.products import PlainProducts, powers  # noqa: E402
 from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_parts  # noqa: E402
-from quire.model.random_blocks import random_blocks  # noqa: E402
+from quire.model.dummy import random_blocks  # noqa: E402
 from quire.quant.formats import format_named  # noqa: E402
 
 FORMATS = (*FORMS, "BF16", "F16")

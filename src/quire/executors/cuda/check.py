@@ -20,7 +20,7 @@ from quire.executors.cuda.planes import FORMS, Array, reorder, to_operand_order
 from quire.executors.cuda.products import Products, products_for
 from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_parts
 from quire.loader.reading import Bytes
-from quire.model.random_blocks import random_blocks
+from quire.model.dummy import random_blocks
 from quire.quant.formats import Format, format_named
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "down": (4096, 14336), "gated": (28672, 4096)}
