@@ -79,7 +79,7 @@ struct SampleScratch {
   void fit(int64_t vocabulary);
 };
 
-// 64 bits from Philox4x32-10, as quire.core.randomness.draw_bits.
+// 64 bits from Philox4x32-10, as quire.core.sampling.draw_bits.
 uint64_t draw_bits(uint64_t seed, uint32_t index, uint64_t position);
 
 SampleResult sample(const float* logits, int64_t vocabulary, const SampleRequest& request,

@@ -89,7 +89,8 @@ class BatchProcessor:
         """All that is known of the finished request: completions, log-probabilities, metrics."""
         if params is not None and params.prompt_logprobs is not None:
             raise RequestError(
-                "prompt_logprobs needs logits at every prompt position; forward gives the last"
+                "prompt_logprobs needs logits at every prompt position; forward gives the last",
+                param="prompt_logprobs",
             )
         self._loop = asyncio.get_running_loop()
         return await self._engine.generate(prompt, params, **options)

@@ -1,4 +1,8 @@
-"""The error tree: what a caller may catch."""
+"""The error tree: what a caller may catch, and what errors carry."""
+
+import ast
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +41,34 @@ def test_an_overload_says_when_to_come_back() -> None:
     assert str(error) == "full"
     assert error.retry_after_s == 2.5
     assert not isinstance(error, ValueError)
+
+
+SOURCES = Path(errors.__file__).parent.parent
+# A call that comes when it may not: none of its parameters is at fault.
+WITHOUT_PARAMETER = {"llm/offline.py": 2, "llm/online.py": 1}
+
+
+def test_every_request_error_names_its_parameter() -> None:
+    packages = ("core", "tokenizer", "engine", "llm", "batching.py")
+    paths = [path for name in packages for path in _modules(SOURCES / name)]
+    nameless = Counter(
+        path.relative_to(SOURCES).as_posix()
+        for path in paths
+        for call in _calls_of(path, "RequestError")
+        if not any(keyword.arg == "param" for keyword in call.keywords)
+    )
+    assert nameless == WITHOUT_PARAMETER
+
+
+def _modules(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def _calls_of(path: Path, name: str) -> list[ast.Call]:
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == name]
+
+
+def test_a_request_error_carries_its_parameter() -> None:
+    assert errors.RequestError("n is 0", param="n").param == "n"
+    assert errors.DeadlineError("out of time").param is None

@@ -1,10 +1,15 @@
-"""SamplingParams: what is refused, with the value and the limit; what users may write."""
+"""SamplingParams: what is refused, with the value and the limit; what users may write.
+
+Philox against its published vectors, and draws that depend on all they are said to depend on.
+"""
 
 import math
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.core.errors import RequestError
 from quire.core.sampling import (
@@ -14,6 +19,9 @@ from quire.core.sampling import (
     MAX_STOP_STRINGS,
     Constraint,
     SamplingParams,
+    draw_bits,
+    new_seed,
+    philox,
 )
 
 INTEGERS = ["max_tokens", "min_tokens", "top_k", "n", "seed", "logprobs", "prompt_logprobs"]
@@ -222,3 +230,83 @@ def test_every_field_is_covered_by_these_tests() -> None:
     tested = {*INTEGERS, *NUMBERS, "logit_bias", "stop", "stop_token_ids", "constraint"}
     tested |= {"ignore_eos", "include_stop_str_in_output"}
     assert {field.name for field in fields(SamplingParams)} == tested
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.one_of(st.integers(), st.text(max_size=2)), max_size=20),
+    st.dictionaries(st.one_of(st.integers(), st.text(max_size=2)), st.floats(), max_size=3),
+)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+@given(value=JUNK)
+def test_a_refusal_carries_the_parameter(name: str, value: object) -> None:
+    try:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    except RequestError as error:
+        assert error.param == name
+
+
+def test_a_refusal_of_an_unknown_field_carries_its_name() -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams.from_mapping({"best_of": 2})
+    assert caught.value.param == "best_of"
+    with pytest.raises(RequestError) as caught:
+        Constraint("yaml")
+    assert caught.value.param == "constraint"
+
+
+# ---- random bits
+
+
+Words4 = tuple[int, int, int, int]
+ONES = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_vectors_of_random123(
+    counter: Words4, key: tuple[int, int], expected: Words4
+) -> None:
+    assert philox(counter, key) == expected
+
+
+def test_a_draw_is_the_low_words_of_philox_at_its_place() -> None:
+    low, high, _, _ = philox((7, 1, 3, 0), (0x89ABCDEF, 0x01234567))
+    assert draw_bits(0x0123456789ABCDEF, 3, (1 << 32) + 7) == (high << 32) | low
+
+
+@pytest.mark.parametrize("part", ["seed", "index", "position"])
+def test_a_draw_depends_on(part: str) -> None:
+    place = {"seed": 5, "index": 1, "position": 9}
+    drawn = {draw_bits(**{**place, part: value}) for value in range(100)}
+    assert len(drawn) == 100
+
+
+def test_both_halves_of_the_seed_count() -> None:
+    assert draw_bits(1, 0, 0) != draw_bits(1 + (1 << 32), 0, 0) != draw_bits(1 << 32, 0, 0)
+
+
+def test_the_same_place_gives_the_same_draw() -> None:
+    assert draw_bits(5, 1, 9) == draw_bits(5, 1, 9)
+
+
+def test_new_seeds_differ_and_fit_64_bits() -> None:
+    seeds = {new_seed() for _ in range(100)}
+    assert len(seeds) == 100
+    assert all(0 <= seed < 2**64 for seed in seeds)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, allows
-from quire.core.randomness import draw_bits
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingParams, draw_bits
 from quire.executors.sampler import sample, score
 
 END_TOKENS = (0, 5)

@@ -11,7 +11,7 @@ from tests.fixture_files import FIXTURES
 from tests.llm.text_models import CHAT_TEMPLATE, SPECIALS
 
 from quire import LLM, FinishReason, ModelFileError, SamplingParams
-from quire.tokenizer.pieces import BYTE_ALPHABET
+from quire.tokenizer.detokenizer import BYTE_ALPHABET
 
 FAMILY = FIXTURES / "families" / "llama"
 NUM_ROWS = json.loads((FAMILY / "config.json").read_text())["vocab_size"]

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 from tests.fixture_files import fixture_file
 
-from quire.tokenizer.pieces import BYTE_ALPHABET
+from quire.tokenizer.detokenizer import BYTE_ALPHABET
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"

@@ -24,8 +24,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from quire.core.errors import RequestError
 from quire.tokenizer import ChatTemplate, Tokenizer
+from quire.tokenizer.bpe import merges_by_score
 from quire.tokenizer.control_tokens import _MARKS
-from quire.tokenizer.sentencepiece import merges_by_score
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -48,7 +48,7 @@ def chat_tokens(
 
 
 def controls(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
-    return [token for token in tokens if token in tokenizer._parts.hidden]
+    return [token for token in tokens if token in tokenizer._spec.hidden]
 
 
 def said(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -105,17 +105,17 @@ def sentencepiece(*, space_prefix: bool = True) -> Tokenizer:
 def folder_tokenizer(folder: Path, change: Callable[[Any], None] = lambda _: None) -> Tokenizer:
     """A tokenizer.json whose control tokens are not in the model's vocabulary."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    engine = tokenizers.Tokenizer(
+    backend = tokenizers.Tokenizer(
         models.BPE({letter: n for n, letter in enumerate(sorted(alphabet))}, [])
     )
-    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    engine.decoder = decoders.ByteLevel()
-    engine.add_special_tokens(["<|im_start|>"])
-    engine.add_tokens([AddedToken("<think>", normalized=False, special=False)])
-    engine.add_special_tokens([AddedToken("<|im_end|>", rstrip=True, normalized=False)])
-    engine.add_tokens([AddedToken("<|endoftext|>", normalized=False, special=False)])
-    change(engine)
-    engine.save(str(folder / "tokenizer.json"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>"])
+    backend.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    backend.add_special_tokens([AddedToken("<|im_end|>", rstrip=True, normalized=False)])
+    backend.add_tokens([AddedToken("<|endoftext|>", normalized=False, special=False)])
+    change(backend)
+    backend.save(str(folder / "tokenizer.json"))
     return Tokenizer.from_file(folder / "tokenizer.json")
 
 
@@ -128,14 +128,14 @@ def metaspace_folder(folder: Path, scheme: str) -> Tokenizer:
         unk_token="<unk>",
         byte_fallback=True,
     )
-    engine = tokenizers.Tokenizer(model)
-    engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    engine.decoder = decoders.Sequence(
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    engine.add_special_tokens(["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"])
-    engine.add_tokens([AddedToken("<think>", normalized=False, special=False)])
-    engine.save(str(folder / "tokenizer.json"))
+    backend.add_special_tokens(["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    backend.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    backend.save(str(folder / "tokenizer.json"))
     return Tokenizer.from_file(folder / "tokenizer.json")
 
 
@@ -334,11 +334,11 @@ def test_text_that_holds_every_mark_is_refused_and_any_other_is_not() -> None:
 def test_a_vocabulary_that_writes_letters_as_a_control_token_refuses_them(tmp_path: Path) -> None:
     special = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     pieces = [*special, ("▁", -1.0), *((letter, -2.0) for letter in "<s>/a")]
-    engine = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
-    engine.pre_tokenizer = pre_tokenizers.Metaspace()
-    engine.decoder = decoders.Metaspace()
-    engine.add_special_tokens(["<unk>", "<s>", "</s>"])
-    engine.save(str(tmp_path / "tokenizer.json"))
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.from_file(tmp_path / "tokenizer.json")
     assert tokenizer.encode("a<s>", parse_special=[(0, 4)]) == tokenizer.encode("a<s>")
     with pytest.raises(RequestError, match="'<s>', which this vocabulary cannot write but as"):

@@ -8,7 +8,7 @@ import pytest
 
 from quire.core.errors import RequestError
 from quire.tokenizer import ChatTemplate
-from quire.tokenizer.messages import MAX_VALUES, plain_values
+from quire.tokenizer.chat_template import MAX_VALUES, plain_values
 
 ECHO = ChatTemplate("{{ messages|tojson }}{{ tools|tojson if tools else '' }}")
 

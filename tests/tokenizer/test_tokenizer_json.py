@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from quire.core.errors import ModelFileError, QuireError, UnsupportedModelError
 from quire.tokenizer import Tokenizer
-from quire.tokenizer.sentencepiece import merges_by_score
+from quire.tokenizer.bpe import merges_by_score
 
 SCORES = sentencepiece_scores("abcdeé", seed=5, num_merges=120)
 CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": "<unk>"}
@@ -35,17 +35,17 @@ def byte_level_folder(folder: Path, metadata: Metadata) -> Path:
     """What SmolLM2's own folder has: digits alone, then GPT-2's words."""
     texts, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(line.split(" ")) for line in metadata["tokenizer.ggml.merges"]]
-    engine = tokenizers.Tokenizer(models.BPE({t: n for n, t in enumerate(texts)}, merges))
-    engine.pre_tokenizer = pre_tokenizers.Sequence(
+    backend = tokenizers.Tokenizer(models.BPE({t: n for n, t in enumerate(texts)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
-    engine.decoder = decoders.ByteLevel()
+    backend.decoder = decoders.ByteLevel()
     special = [text for text, kind in zip(texts, kinds, strict=True) if kind == 3]
-    engine.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
-    return saved(engine, folder)
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    return saved(backend, folder)
 
 
-def sentencepiece_engine() -> Any:
+def sentencepiece_backend() -> Any:
     """What Llama 2's own folder has."""
     texts = sentencepiece_metadata(SCORES)["tokenizer.ggml.tokens"]
     model = models.BPE(
@@ -54,11 +54,11 @@ def sentencepiece_engine() -> Any:
         unk_token="<unk>",
         byte_fallback=True,
     )
-    engine = tokenizers.Tokenizer(model)
-    engine.normalizer = normalizers.Sequence(
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    engine.decoder = decoders.Sequence(
+    backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -66,17 +66,17 @@ def sentencepiece_engine() -> Any:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    engine.post_processor = processors.TemplateProcessing(
+    backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
     special = ["<unk>", "<s>", "</s>"]
-    engine.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
-    return engine
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    return backend
 
 
-def saved(engine: Any, folder: Path) -> Path:
+def saved(backend: Any, folder: Path) -> Path:
     path = folder / "tokenizer.json"
-    engine.save(str(path))
+    backend.save(str(path))
     return path
 
 
@@ -89,7 +89,7 @@ def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    return saved(sentencepiece_engine(), tmp_path)
+    return saved(sentencepiece_backend(), tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_smollm2_from_its_tokenizer_json_passes_the_same_goldens(tmp_path: Path)
 @given(text=st.text(alphabet="abcdeé  \n😀<s>/", max_size=60))
 @settings(max_examples=100)
 def test_llama_2s_kind_of_folder_and_its_gguf_file_agree(scratch: Path, text: str) -> None:
-    tokenizer = Tokenizer.from_file(saved(sentencepiece_engine(), scratch), CONFIG)
+    tokenizer = Tokenizer.from_file(saved(sentencepiece_backend(), scratch), CONFIG)
     from_gguf = built(sentencepiece_metadata(SCORES))
     for options in ({}, {"parse_special": False}, {"add_special": False}):
         tokens = tokenizer.encode(text, **options)
@@ -183,9 +183,9 @@ def test_chance_padding_and_truncation_in_the_file_are_left_out(llama: Path) -> 
 
 
 def test_tokens_that_take_whitespace_with_them_do_so_in_long_texts_too(tmp_path: Path) -> None:
-    engine = sentencepiece_engine()
-    engine.add_special_tokens([AddedToken("<mask>", lstrip=True, normalized=False, special=True)])
-    tokenizer = Tokenizer.from_file(saved(engine, tmp_path))
+    backend = sentencepiece_backend()
+    backend.add_special_tokens([AddedToken("<mask>", lstrip=True, normalized=False, special=True)])
+    tokenizer = Tokenizer.from_file(saved(backend, tmp_path))
     mask = tokenizer.token_id("<mask>")
     tokens = tokenizer.encode("a" + " " * 20_000 + "<mask>", add_special=False)
     assert tokens == [*tokenizer.encode("a", add_special=False), mask]
@@ -215,16 +215,16 @@ def test_the_patterns_of_known_models_are_accepted(tmp_path: Path) -> None:
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     ids = {text: token for token, text in enumerate(metadata["tokenizer.ggml.tokens"])}
-    engine = tokenizers.Tokenizer(models.BPE(ids, []))
-    engine.normalizer = normalizers.NFC()
-    engine.pre_tokenizer = pre_tokenizers.Sequence(
+    backend = tokenizers.Tokenizer(models.BPE(ids, []))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    engine.decoder = decoders.ByteLevel()
-    tokenizer = Tokenizer.from_file(saved(engine, tmp_path))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer.from_file(saved(backend, tmp_path))
     assert tokenizer.decode(tokenizer.encode("cafe\u0301 12")) == "caf\u00e9 12"
 
 
@@ -391,7 +391,7 @@ def test_a_library_that_cannot_encode_is_a_typed_error(llama: Path) -> None:
 def test_random_damage_gives_a_typed_error_or_a_tokenizer_that_works(
     scratch: Path, data: st.DataObject
 ) -> None:
-    description = json.loads(sentencepiece_engine().to_str())
+    description = json.loads(sentencepiece_backend().to_str())
     places = list(_places(description))
     for _ in range(data.draw(st.integers(1, 3))):
         parent, key = data.draw(st.sampled_from(places))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.tokenizer import Tokenizer
-from quire.tokenizer.pieces import BYTE_ALPHABET
+from quire.tokenizer.detokenizer import BYTE_ALPHABET
 
 SMOLLM2 = Path(__file__).parent.parent / "fixtures" / "smollm2"
 

@@ -33,7 +33,14 @@ class UnsupportedModelError(QuireError):
 
 
 class RequestError(QuireError, ValueError):
-    """One request asks for something impossible; the others go on."""
+    """One request asks for something impossible; the others go on.
+
+    `param` is the parameter at fault, where it is one, as the call that was made names it.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class RequestCancelledError(RequestError):

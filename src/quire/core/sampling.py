@@ -1,5 +1,11 @@
-"""SamplingParams: how one request wants its tokens chosen and when it ends."""
+"""SamplingParams: how one request wants its tokens chosen and when it ends; and the random bits of
+each choice, a pure function of (seed, sequence index, position).
 
+The generator is Philox4x32-10 (Salmon et al., 2011): a keyed bijection of a counter. It has no
+state to keep, save or replay: a draw is the same after batching, pre-emption or a crash.
+"""
+
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -22,7 +28,8 @@ class Constraint:
     def __post_init__(self) -> None:
         if self.kind not in CONSTRAINT_KINDS:
             raise RequestError(
-                f"constraint kind must be one of {CONSTRAINT_KINDS}, got {self.kind!r}"
+                f"constraint kind must be one of {CONSTRAINT_KINDS}, got {self.kind!r}",
+                param="constraint",
             )
 
 
@@ -69,13 +76,16 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
+                value = getattr(self, name)
+                raise RequestError(f"{name} must be true or false, got {value!r}", param=name)
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
-            raise RequestError(f"constraint must be a Constraint, got {self.constraint!r}")
+            raise RequestError(
+                f"constraint must be a Constraint, got {self.constraint!r}", param="constraint"
+            )
         self._check_stops()
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias token", token, 0)
-            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            _integer("logit_bias token", token, 0, param="logit_bias")
+            _number(f"logit_bias[{token}]", bias, -100.0, 100.0, param="logit_bias")
 
     def _normalise(self) -> None:
         """Accept the forms users write: one stop string, lists, -1 for every token."""
@@ -88,20 +98,23 @@ class SamplingParams:
             if value is None:
                 value = ()
             if not isinstance(value, list | tuple):
-                raise RequestError(f"{name} must be a list, got {value!r}")
+                raise RequestError(f"{name} must be a list, got {value!r}", param=name)
             object.__setattr__(self, name, tuple(value))
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r}",
+                param="logit_bias",
+            )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(
-                f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}"
+                f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop"
             )
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold non-empty strings, got {text!r}")
+                raise RequestError(f"stop must hold non-empty strings, got {text!r}", param="stop")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
 
@@ -124,22 +137,72 @@ class SamplingParams:
         known = [f.name for f in fields(cls)]
         unknown = [name for name in values if name not in known]
         if unknown:
-            raise RequestError(f"unknown sampling field {unknown[0]!r}; known: {', '.join(known)}")
+            raise RequestError(
+                f"unknown sampling field {unknown[0]!r}; known: {', '.join(known)}",
+                param=str(unknown[0]),
+            )
         return cls(**values)
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+def _integer(
+    name: str, value: Any, low: int, high: int | None = None, *, param: str | None = None
+) -> None:
+    """`name` is what the message calls it, `param` the parameter where that is another."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r}")
+        raise RequestError(f"{name} must be an integer, got {value!r}", param=param or name)
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be {limit}, got {value}")
+        raise RequestError(f"{name} must be {limit}, got {value}", param=param or name)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+def _number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    open_low: bool = False,
+    param: str | None = None,
+) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} must be a number, got {value!r}")
+        raise RequestError(f"{name} must be a number, got {value!r}", param=param or name)
     is_above = value > low if open_low else value >= low
     if not (is_above and value <= high):  # so that NaN, which compares false, is refused
         bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name} must be {bounds}, got {value}")
+        raise RequestError(f"{name} must be {bounds}, got {value}", param=param or name)
+
+
+# ---- random bits
+
+
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10: four 32-bit words from a 128-bit counter and a 64-bit key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0 = 0xD2511F53 * c0
+        product1 = 0xCD9E8D57 * c2
+        c0 = (product1 >> 32) ^ c1 ^ k0
+        c1 = product1 & _MASK
+        c2 = (product0 >> 32) ^ c3 ^ k1
+        c3 = product0 & _MASK
+        k0 = (k0 + 0x9E3779B9) & _MASK
+        k1 = (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def draw_bits(seed: int, index: int, position: int) -> int:
+    """64 random bits for one sampled token: its request's seed, its sequence, its position."""
+    key = (seed & _MASK, (seed >> 32) & _MASK)
+    counter = (position & _MASK, (position >> 32) & _MASK, index & _MASK, 0)
+    low, high, _, _ = philox(counter, key)
+    return (high << 32) | low
+
+
+def new_seed() -> int:
+    """A seed for a request that brought none; drawn once and kept with the request."""
+    return secrets.randbits(64)

@@ -8,9 +8,8 @@ from typing import Any
 from quire.core.config import EngineConfig
 from quire.core.errors import OverloadedError, RequestError
 from quire.core.plan import Capacity, Sampling, Want
-from quire.core.randomness import new_seed
 from quire.core.request import Completion, Request, RequestMetrics, Status
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingParams, new_seed
 from quire.engine.fairness import WaitingQueues
 from quire.engine.output import Grammar, MakeDetokenizer, MakeGrammar, Transcript
 from quire.engine.sequence import LiveRequest, Sequence
@@ -60,20 +59,20 @@ class Admission:
         self._check_capacity(tokens, params)
         self._check_params(params)
         if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}")
+            raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
         for name, value in (("request_id", request_id), ("key", key)):
             if not isinstance(value, str):
-                raise RequestError(f"{name} must be a string, got {value!r}")
+                raise RequestError(f"{name} must be a string, got {value!r}", param=name)
         timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
         if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
-            raise RequestError(f"timeout_s must be above 0, got {timeout_s!r}")
+            raise RequestError(f"timeout_s must be above 0, got {timeout_s!r}", param="timeout_s")
         seed = new_seed() if params.seed is None else params.seed % 2**64
         deadline = None if timeout_s is None else now + timeout_s
         request = Request(
             request_id, tokens, params, seed, key, priority, deadline, RequestMetrics(now)
         )
         if request.id in taken_ids:
-            raise RequestError(f"request id {request.id!r} is in use")
+            raise RequestError(f"request id {request.id!r} is in use", param="request_id")
         request.move_to(Status.WAITING, now)
         return request
 
@@ -106,19 +105,25 @@ class Admission:
 
     def _checked_prompt(self, prompt: Iterable[int]) -> tuple[int, ...]:
         if isinstance(prompt, str | bytes):
-            raise RequestError("the engine takes token ids, got text; use LLM for text")
+            raise RequestError(
+                "the engine takes token ids, got text; use LLM for text", param="prompt"
+            )
         if not isinstance(prompt, Iterable):
-            raise RequestError(f"the prompt must be a list of token ids, got {prompt!r}")
+            raise RequestError(
+                f"the prompt must be a list of token ids, got {prompt!r}", param="prompt"
+            )
         tokens = tuple(prompt)
         if not tokens:
-            raise RequestError("the prompt is empty; it needs at least one token")
+            raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
         if set(map(type, tokens)) != {int}:  # one call for all: this thread runs the steps
             tokens = tuple(_integer(token, index) for index, token in enumerate(tokens))
         vocabulary = self._capacity.vocabulary_size
         if min(tokens) < 0 or max(tokens) >= vocabulary:
             index = next(n for n, token in enumerate(tokens) if not 0 <= token < vocabulary)
             raise RequestError(
-                f"prompt token {index} is {tokens[index]}; the vocabulary has 0 to {vocabulary - 1}"
+                f"prompt token {index} is {tokens[index]}; the vocabulary has 0 to "
+                f"{vocabulary - 1}",
+                param="prompt",
             )
         return tokens
 
@@ -127,28 +132,32 @@ class Admission:
         if len(tokens) >= capacity.max_context:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens; the context holds {capacity.max_context} "
-                "with at least one for the completion"
+                "with at least one for the completion",
+                param="prompt",
             )
         total = len(tokens) + params.max_tokens
         if total > capacity.max_context:
             raise RequestError(
                 f"prompt ({len(tokens)}) and max_tokens ({params.max_tokens}) come to {total} "
-                f"tokens; the context holds {capacity.max_context}"
+                f"tokens; the context holds {capacity.max_context}",
+                param="max_tokens",
             )
         needed = self._cache.blocks_for(total)
         if needed > capacity.num_blocks:
             raise RequestError(
                 f"{total} tokens need {needed} blocks of the KV cache, which has "
-                f"{capacity.num_blocks}; ask for fewer tokens or give it more memory"
+                f"{capacity.num_blocks}; ask for fewer tokens or give it more memory",
+                param="max_tokens",
             )
         if not self._config.chunking and total > capacity.max_step_tokens:
             raise RequestError(
                 f"without chunking a step must hold all {total} tokens; it holds "
-                f"{capacity.max_step_tokens}"
+                f"{capacity.max_step_tokens}",
+                param="max_tokens",
             )
         batch = min(self._config.max_batch_size, capacity.max_batch_size)
         if params.n > batch:
-            raise RequestError(f"n is {params.n}; a batch holds {batch} sequences")
+            raise RequestError(f"n is {params.n}; a batch holds {batch} sequences", param="n")
 
     def _check_params(self, params: SamplingParams) -> None:
         vocabulary = self._capacity.vocabulary_size
@@ -156,17 +165,21 @@ class Admission:
             for token in getattr(params, name):
                 if token >= vocabulary:
                     raise RequestError(
-                        f"{name} names token {token}; the vocabulary has 0 to {vocabulary - 1}"
+                        f"{name} names token {token}; the vocabulary has 0 to {vocabulary - 1}",
+                        param=name,
                     )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > vocabulary:
-                raise RequestError(f"{name} is {count}; the vocabulary has {vocabulary} tokens")
+                raise RequestError(
+                    f"{name} is {count}; the vocabulary has {vocabulary} tokens", param=name
+                )
         if params.stop and self._make_detokenizer is None:
-            raise RequestError("stop strings need a tokenizer; use stop_token_ids")
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
         if params.constraint is not None and self._make_grammar is None:
             raise RequestError(
-                f"constraint {params.constraint.kind!r} needs a grammar engine; none is set up"
+                f"constraint {params.constraint.kind!r} needs a grammar engine; none is set up",
+                param="constraint",
             )
 
     def open(self, request: Request, *, wants_pieces: bool, pooling: bool = False) -> LiveRequest:
@@ -240,15 +253,19 @@ class Admission:
             return self._make_grammar(params.constraint)
         except Exception as error:
             kind = params.constraint.kind
-            raise RequestError(f"constraint {kind!r} cannot be followed: {error}") from error
+            message = f"constraint {kind!r} cannot be followed: {error}"
+            raise RequestError(message, param="constraint") from error
 
 
 def _integer(token: Any, index: int) -> int:
     """A token id as an int; other types of integers (numpy's) are converted."""
     if isinstance(token, bool):
-        raise RequestError(f"prompt token {index} must be an integer, got {token!r}")
+        raise _not_an_integer(token, index)
     try:
         return operator.index(token)
     except TypeError as error:
-        message = f"prompt token {index} must be an integer, got {token!r}"
-        raise RequestError(message) from error
+        raise _not_an_integer(token, index) from error
+
+
+def _not_an_integer(token: Any, index: int) -> RequestError:
+    return RequestError(f"prompt token {index} must be an integer, got {token!r}", param="prompt")

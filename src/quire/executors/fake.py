@@ -29,7 +29,7 @@ from quire.core.plan import (
     Want,
     allows,
 )
-from quire.core.randomness import draw_bits
+from quire.core.sampling import draw_bits
 from quire.executors.base import BLOCK_SIZE, ExecutorBase, StepSamples, TokenStore
 
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, TokenLogprob
-from quire.core.randomness import draw_bits
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingParams, draw_bits
 from quire.executors.elementary import exp, lane_sum, log
 
 Logits = NDArray[np.float32]  # [vocabulary]

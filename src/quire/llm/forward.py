@@ -85,7 +85,8 @@ class ForwardRows:
             starts = [_integer(start, f"start_positions[{n}]") for n, start in given]
         if len(starts) != len(token_rows):
             raise RequestError(
-                f"there are {len(token_rows)} rows but {len(starts)} start_positions"
+                f"there are {len(token_rows)} rows but {len(starts)} start_positions",
+                param="start_positions",
             )
         chunks = [_Chunk(n, *pair) for n, pair in enumerate(zip(starts, token_rows, strict=True))]
         for chunk in chunks:
@@ -99,19 +100,22 @@ class ForwardRows:
             if not 0 <= token < capacity.vocabulary_size:
                 raise RequestError(
                     f"rows[{chunk.row}][{place}] is {token}; the vocabulary has 0 to "
-                    f"{capacity.vocabulary_size - 1}"
+                    f"{capacity.vocabulary_size - 1}",
+                    param="rows",
                 )
         length = self._rows[chunk.row].length if chunk.row in self._rows else 0
         if not 0 <= chunk.start <= length:
             raise RequestError(
                 f"start_positions[{chunk.row}] is {chunk.start}; the row has {length} tokens so "
-                "far, and a start is at most that"
+                "far, and a start is at most that",
+                param="start_positions",
             )
         end = chunk.start + len(chunk.tokens)
         if end > capacity.max_context:
             raise RequestError(
                 f"rows[{chunk.row}] would come to {end} tokens; the context holds "
-                f"{capacity.max_context}"
+                f"{capacity.max_context}",
+                param="rows",
             )
 
     def _check_blocks(self, chunks: Sequence[_Chunk]) -> None:
@@ -122,7 +126,8 @@ class ForwardRows:
         if needed + kept > num_blocks:
             raise RequestError(
                 f"the rows need {needed} blocks of the KV cache, and rows of earlier calls hold "
-                f"{kept} of its {num_blocks}: clear() rows, give fewer, or give kv_memory more"
+                f"{kept} of its {num_blocks}: clear() rows, give fewer, or give kv_memory more",
+                param="rows",
             )
 
     # ---- computing
@@ -181,7 +186,7 @@ class ForwardRows:
 def _items(given: Any, name: str) -> list[Any]:
     given = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(given, list | tuple):
-        raise RequestError(f"{name} must be a list, got {given!r:.100}")
+        raise RequestError(f"{name} must be a list, got {given!r:.100}", param=_param(name))
     return list(given)
 
 
@@ -191,5 +196,10 @@ def _tokens(row: Any, name: str) -> tuple[int, ...]:
 
 def _integer(value: Any, name: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RequestError(f"{name} must be an integer, got {value!r:.100}")
+        raise RequestError(f"{name} must be an integer, got {value!r:.100}", param=_param(name))
     return index(value)
+
+
+def _param(name: str) -> str:
+    """The parameter of an item such as rows[3][0]."""
+    return name.partition("[")[0]

@@ -98,7 +98,8 @@ class OfflineRun(Generic[Asked]):
         if self._num_blocks < needed <= capacity.num_blocks:
             raise RequestError(
                 f"{num_tokens} tokens need {needed} blocks of the KV cache, and forward_batch's "
-                f"rows leave {self._num_blocks} of {capacity.num_blocks}: call clear() first"
+                f"rows leave {self._num_blocks} of {capacity.num_blocks}: call clear() first",
+                param="max_tokens",
             )
 
     def _finish(self, output: RequestOutput) -> None:

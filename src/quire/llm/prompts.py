@@ -37,17 +37,21 @@ class PromptReader:
         if not isinstance(prompt, str):
             return Prepared(self._checked_ids(prompt))
         if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer: give the prompt as token ids")
+            raise RequestError(
+                "this model has no tokenizer: give the prompt as token ids", param="prompt"
+            )
         if not prompt:
-            raise RequestError("the prompt is empty")
-        return Prepared(self._encode(self._tokenizer, prompt, add_special=True), prompt)
+            raise RequestError("the prompt is empty", param="prompt")
+        tokens = self._encode(self._tokenizer, prompt, "prompt", add_special=True)
+        return Prepared(tokens, prompt)
 
     def _checked_ids(self, prompt: Any) -> list[int]:
         """Of a prompt that can never run, the length alone is looked at."""
         if isinstance(prompt, list | tuple) and len(prompt) >= self._max_context:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; the context holds {self._max_context} "
-                "with at least one for the completion"
+                "with at least one for the completion",
+                param="prompt",
             )
         return _token_ids(prompt)
 
@@ -60,7 +64,9 @@ class PromptReader:
         text, own_spans = self.template.render(messages)
         assert self._tokenizer is not None
         spans = True if parse_control_tokens else own_spans
-        tokens = self._encode(self._tokenizer, text, add_special=False, parse_special=spans)
+        tokens = self._encode(
+            self._tokenizer, text, "messages", add_special=False, parse_special=spans
+        )
         return Prepared(tokens, text)
 
     @property
@@ -73,9 +79,14 @@ class PromptReader:
         """The model's chat template; compiled when it is first wanted."""
         tokenizer = self._tokenizer
         if tokenizer is None:
-            raise RequestError("this model has no tokenizer, so it cannot chat; use generate")
+            raise RequestError(
+                "this model has no tokenizer, so it cannot chat; use generate", param="messages"
+            )
         if tokenizer.chat_template is None:
-            raise RequestError("this model has no chat template, so it cannot chat; use generate")
+            raise RequestError(
+                "this model has no chat template, so it cannot chat; use generate",
+                param="messages",
+            )
         marks = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         texts = (None if token is None else tokenizer.token_text(token) for token in marks)
         return ChatTemplate(tokenizer.chat_template, *texts)
@@ -85,13 +96,15 @@ class PromptReader:
         if "template" in self.__dict__:
             self.template.close()
 
-    def _encode(self, tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+    def _encode(self, tokenizer: Tokenizer, text: str, param: str, **options: Any) -> list[int]:
+        """`param`: what the text was given as."""
         try:
             return tokenizer.encode(text, limit=self._max_context, **options)
         except RequestError as error:
-            if not _is_unicode(text):
-                raise
-            raise RequestError(f"the prompt does not fit into the context: {error}") from None
+            message = str(error)
+            if _is_unicode(text):
+                message = f"the prompt does not fit into the context: {error}"
+            raise RequestError(message, param=param) from None
 
 
 def listed_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
@@ -117,12 +130,18 @@ def params_for_each(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or isinstance(params, str):
-        raise RequestError(f"params must be SamplingParams or a list of them, got {params!r:.100}")
+        raise RequestError(
+            f"params must be SamplingParams or a list of them, got {params!r:.100}", param="params"
+        )
     for place, one in enumerate(params):
         if not isinstance(one, SamplingParams):
-            raise RequestError(f"params[{place}] must be SamplingParams, got {one!r:.100}")
+            raise RequestError(
+                f"params[{place}] must be SamplingParams, got {one!r:.100}", param="params"
+            )
     if len(params) != count:
-        raise RequestError(f"there are {count} prompts but {len(params)} params: give one for each")
+        raise RequestError(
+            f"there are {count} prompts but {len(params)} params: give one for each", param="params"
+        )
     return list(params)
 
 
@@ -133,20 +152,24 @@ def _listed(given: Any, name: str) -> Any:
     if hasattr(given, "tolist"):  # an array
         given = given.tolist()
     if isinstance(given, bytes | bytearray | Mapping) or not isinstance(given, Iterable):
-        raise RequestError(f"{name} must be a list, got {type(given).__name__}")
+        raise RequestError(f"{name} must be a list, got {type(given).__name__}", param=name)
     return list(given)
 
 
 def _token_ids(prompt: Any) -> list[int]:
     """Plain integers; the engine checks that the model has such tokens."""
     if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
-        raise RequestError(f"a prompt is text or a list of token ids, got {prompt!r:.100}")
+        raise RequestError(
+            f"a prompt is text or a list of token ids, got {prompt!r:.100}", param="prompt"
+        )
     if isinstance(prompt, list | tuple) and set(map(type, prompt)) == {int}:
         return list(prompt)
     tokens = []
     for place, token in enumerate(prompt):
         if not _is_token(token):
-            raise RequestError(f"prompt token {place} must be an integer, got {token!r:.100}")
+            raise RequestError(
+                f"prompt token {place} must be an integer, got {token!r:.100}", param="prompt"
+            )
         tokens.append(index(token))
     return tokens
 

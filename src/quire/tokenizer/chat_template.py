@@ -1,11 +1,14 @@
-"""ChatTemplate: chat messages to the prompt text that a model was trained on."""
+"""ChatTemplate: chat messages to the prompt text that a model was trained on. Messages are checked,
+and turned into the plain data that templates read.
+"""
 
 import hashlib
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.core.errors import ModelFileError, QuireError, RequestError
-from quire.tokenizer.messages import plain_values
 from quire.tokenizer.template_process import PROCESSES, TemplateProcessError
 from quire.tokenizer.template_worker import encoded
 
@@ -60,7 +63,7 @@ class ChatTemplate:
         """
         for name in variables:
             if name in _RESERVED:
-                raise RequestError(f"{name} is set by the model and cannot be given")
+                raise RequestError(f"{name} is set by the model and cannot be given", param=name)
         values = plain_values(messages, tools, {"documents": None} | variables)
         values["add_generation_prompt"] = bool(add_generation_prompt)
         return self._rendered(encoded(values))
@@ -99,7 +102,183 @@ class ChatTemplate:
 
 def _as_error(kind: str, reason: str) -> QuireError:
     if kind == "refused":
-        return RequestError(f"the chat template refuses the messages: {reason}")
+        return RequestError(f"the chat template refuses the messages: {reason}", param="messages")
     if kind == "failed":
-        return RequestError(f"the chat template fails on the messages: {reason}")
+        return RequestError(f"the chat template fails on the messages: {reason}", param="messages")
     return ModelFileError(f"the chat template was stopped: {reason}")
+
+
+# ---- messages
+
+
+MAX_VALUES = 200_000  # of a request: messages, their fields, and all that is in them
+_MAX_DEPTH = 64
+_MAX_INTEGER_BITS = 4096
+_SHOWN_KEY_LENGTH = 40  # characters of a key that an error repeats
+
+
+def plain_values(messages: Any, tools: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """What a template reads of a request; RequestError says what of it is wrong, and where."""
+    copier = _Copier()
+    values = {name: copier.plain(value, name) for name, value in variables.items()}
+    values["messages"] = _plain_messages(copier, messages)
+    values["tools"] = _plain_tools(copier, tools)
+    return values
+
+
+def _wrong(where: str, reason: str) -> RequestError:
+    """`where` leads to the value, such as messages[0].content; its first name is the parameter."""
+    return RequestError(f"{where}{reason}", param=re.split(r"[.\[]", where)[0])
+
+
+class _InvalidValueError(Exception):
+    """What is wrong with a value, and the way to it, the last step first."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self.steps: list[str] = []
+
+
+class _Copier:
+    """Copies in JSON's types alone, so that a template meets no object with a life of its own.
+
+    The way to a value is put into words only where the value is wrong.
+    """
+
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def plain(self, value: Any, where: str) -> Any:
+        try:
+            return self._copy(value, 0)
+        except _InvalidValueError as error:
+            raise _wrong(where, f"{''.join(reversed(error.steps))} {error.reason}") from None
+
+    def _copy(self, value: Any, depth: int) -> Any:
+        if type(value) is str or value is None or isinstance(value, bool):
+            return value
+        if depth > _MAX_DEPTH:
+            raise _InvalidValueError(f"is nested more than {_MAX_DEPTH} deep")
+        if isinstance(value, str | int | float):
+            return _plain_scalar(value)
+        if isinstance(value, Mapping):
+            return self._copy_mapping(value, depth)
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+            return self._copy_sequence(value, depth)
+        raise _InvalidValueError(f"must be plain JSON data, got {type(value).__name__}")
+
+    def _copy_mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+        self._count(len(value))
+        copy = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise _InvalidValueError(f"has the key {key!r:.100}; keys must be strings")
+            try:
+                copy[str(key)] = self._copy(item, depth + 1)
+            except _InvalidValueError as error:
+                error.steps.append(f".{_shortened(key)}")
+                raise
+        return copy
+
+    def _copy_sequence(self, value: Sequence[Any], depth: int) -> list[Any]:
+        self._count(len(value))
+        copy = []
+        for item in value:
+            try:
+                copy.append(self._copy(item, depth + 1))
+            except _InvalidValueError as error:
+                error.steps.append(f"[{len(copy)}]")
+                raise
+        return copy
+
+    def _count(self, num_values: int) -> None:
+        self._left -= num_values
+        if self._left < 0:
+            raise _InvalidValueError(f"is too much: a request may hold {MAX_VALUES} values")
+
+
+def _plain_scalar(value: str | int | float) -> str | int | float:
+    if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
+        raise _InvalidValueError(f"is an integer of more than {_MAX_INTEGER_BITS} bits")
+    kind = str if isinstance(value, str) else int if isinstance(value, int) else float
+    return kind(value)
+
+
+def _shortened(key: str) -> str:
+    return key if len(key) <= _SHOWN_KEY_LENGTH else f"{key[:_SHOWN_KEY_LENGTH]}…"
+
+
+def _plain_messages(copier: _Copier, messages: Any) -> list[dict[str, Any]]:
+    """Messages of plain data, their contents strings."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise _wrong("messages", f" must be a list of at least one message, got {messages!r:.100}")
+    return [_plain_message(copier, message, f"messages[{n}]") for n, message in enumerate(messages)]
+
+
+def _plain_tools(copier: _Copier, tools: Any) -> list[Any] | None:
+    """Descriptions of tools as plain data; none at all are None."""
+    if tools is None:
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise _wrong("tools", f" must be a list, got {type(tools).__name__}")
+    for n, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise _wrong("tools", f"[{n}] must be an object, got {type(tool).__name__}")
+    return copier.plain(tools, "tools") or None
+
+
+def _plain_message(copier: _Copier, message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _wrong(where, f" must be an object, got {type(message).__name__}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _wrong(where, f".role must be a non-empty string, got {role!r:.100}")
+    copy: dict[str, Any] = copier.plain(message, where)
+    if message.get("tool_calls"):
+        copy["tool_calls"] = _plain_calls(copier, copy["tool_calls"], f"{where}.tool_calls")
+        if copy.get("content") is None:
+            copy["content"] = ""  # most templates would fail on null
+    if copy.get("content") is None:
+        raise _wrong(where, ".content is missing")
+    copy["content"] = _joined_content(copy["content"], f"{where}.content")
+    return copy
+
+
+def _joined_content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(where, f" must be a string or a list of parts, got {content!r:.100}")
+    return "\n".join(_part_text(part, f"{where}[{n}]") for n, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str) -> str:
+    if not isinstance(part, dict):
+        raise _wrong(where, f" must be an object with a type, got {part!r:.100}")
+    if part.get("type") != "text":
+        raise _wrong(where, f".type {part.get('type')!r:.100} is not supported; supported: 'text'")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _wrong(where, f".text must be a string, got {text!r:.100}")
+    return text
+
+
+def _plain_calls(copier: _Copier, calls: Any, where: str) -> list[Any]:
+    if not isinstance(calls, list):
+        raise _wrong(where, f" must be a list, got {type(calls).__name__}")
+    for n, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong(where, f"[{n}].function must be an object with a name")
+        if isinstance(function.get("arguments"), str):
+            place = f"{where}[{n}].function.arguments"
+            function["arguments"] = copier.plain(_parsed(function["arguments"], place), place)
+    return calls
+
+
+def _parsed(arguments: str, where: str) -> Any:
+    """OpenAI's API writes arguments as JSON in a string; templates expect the object in it."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(where, f" is not JSON: {error}") from None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 
 from quire.core.errors import RequestError
-from quire.tokenizer.windows import TextEncoder, library_errors
+from quire.tokenizer.text_encoder import TextEncoder, library_errors
 
 Span = tuple[int, int]
 
@@ -72,7 +72,9 @@ class ControlTokens:
         """The text with marks for the control tokens inside of the spans, and who reads them."""
         mark = next((mark for mark in _MARKS if mark not in text), None)
         if mark is None:
-            raise RequestError(f"the text holds all of the control characters {_MARKS!r}")
+            raise RequestError(
+                f"the text holds all of the control characters {_MARKS!r}", param="text"
+            )
         reader = self._with_mark(mark)
         pieces: list[str] = []
         position = 0
@@ -86,7 +88,7 @@ class ControlTokens:
     def _found_in(self, text: str) -> tuple[_Found, ...]:
         """As in any text of a completion; tokens may take in the blanks around them."""
         with library_errors("the tokenizer cannot encode"):
-            encoding = self._encoder.engine.encode(text, add_special_tokens=False)
+            encoding = self._encoder.backend.encode(text, add_special_tokens=False)
         found = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in self._tokens:
@@ -97,17 +99,17 @@ class ControlTokens:
 
     def _made_reader(self, mark: str) -> _MarkReader:
         literal = self._literal()
-        added = self._encoder.engine.get_added_tokens_decoder()
-        keeps_marks = _keeps(literal.engine.normalizer, _placeholder(mark, 0))
+        added = self._encoder.backend.get_added_tokens_decoder()
+        keeps_marks = _keeps(literal.backend.normalizer, _placeholder(mark, 0))
         marks = {token: _placeholder(mark, token) for token in self._tokens}
-        literal.engine.add_tokens(
+        literal.backend.add_tokens(
             [_like(added[token], text, keeps_marks) for token, text in marks.items()]
         )
         longest = literal.longest_token
         encoder = literal._replace(
             longest_special=max(literal.longest_special, _MARK_LENGTH),
             longest_token=None if longest is None else max(longest, _MARK_LENGTH),
-            marked={literal.engine.token_to_id(text): token for token, text in marks.items()},
+            marked={literal.backend.token_to_id(text): token for token, text in marks.items()},
             forbidden=self._forbidden,
         )
         return _MarkReader(marks, encoder)

@@ -8,23 +8,25 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
-from quire.tokenizer.byte_level import byte_level_engine
+from quire.tokenizer.bpe import byte_level_backend, sentencepiece_backend
 from quire.tokenizer.control_tokens import ControlTokens
-from quire.tokenizer.parts import TokenizerParts
-from quire.tokenizer.pieces import (
+from quire.tokenizer.detokenizer import (
     PieceBytes,
     byte_level_bytes,
     byte_token_value,
     sentencepiece_bytes,
 )
 from quire.tokenizer.pretokenizers import pre_tokenizer
-from quire.tokenizer.sentencepiece import sentencepiece_engine
-from quire.tokenizer.special_tokens import MIDDLE_END_NAMES, SpecialTokens, end_token_ids
+from quire.tokenizer.text_encoder import TextEncoder, library_errors
 from quire.tokenizer.vocabulary import (
+    MIDDLE_END_NAMES,
     PREFIX,
+    SpecialTokens,
+    TokenizerSpec,
     TokenKind,
     Vocabulary,
     check_merges,
+    end_token_ids,
     read_flag,
     read_merges,
     read_scores,
@@ -32,7 +34,6 @@ from quire.tokenizer.vocabulary import (
     read_token_id,
     read_vocabulary,
 )
-from quire.tokenizer.windows import TextEncoder, library_errors
 
 _NO_VOCABULARY = ("none", "no_vocab")
 _WITHOUT_TEXT = (TokenKind.UNUSED, TokenKind.UNDEFINED)
@@ -41,7 +42,7 @@ _WITHOUT_TEXT = (TokenKind.UNUSED, TokenKind.UNDEFINED)
 class _Family(NamedTuple):
     """What is left of a kind of vocabulary once its tokens are read."""
 
-    engine: Any  # tokenizers.Tokenizer without special tokens
+    backend: Any  # tokenizers.Tokenizer without special tokens
     piece_bytes: PieceBytes
     bos: int | None
     eos: int | None
@@ -50,7 +51,7 @@ class _Family(NamedTuple):
     strip_space: bool
 
 
-def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts | None:
+def spec_from_gguf(metadata: Mapping[str, Any]) -> TokenizerSpec | None:
     """The tokenizer that a GGUF file describes; None where it has no vocabulary."""
     model = read_text(metadata, f"{PREFIX}model", None)
     if model is None or model in _NO_VOCABULARY:
@@ -70,12 +71,12 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Family:
     merges = read_merges(metadata)
     try:
         with library_errors(f"{PREFIX}merges cannot be used"):
-            engine = byte_level_engine(vocabulary.ids, merges, kind)
+            backend = byte_level_backend(vocabulary.ids, merges, kind)
     except ModelFileError:
         check_merges(merges, vocabulary.ids)  # says more than the library
         raise
     return _Family(
-        engine,
+        backend,
         byte_level_bytes,
         bos=None,
         eos=None,
@@ -92,9 +93,9 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Fami
     bos, eos, unknown = (token if token in in_range else None for token in (1, 2, 0))
     named = _lenient_token_id(metadata, "unknown_token_id", len(vocabulary.texts))
     unknown = unknown if named is None else named
-    engine = sentencepiece_engine(vocabulary, scores, unknown, add_space_prefix)
+    backend = sentencepiece_backend(vocabulary, scores, unknown, add_space_prefix)
     return _Family(
-        engine,
+        backend,
         sentencepiece_bytes,
         bos=bos,
         eos=eos,
@@ -106,16 +107,16 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Fami
 
 def _assemble(
     metadata: Mapping[str, Any], vocabulary: Vocabulary, family: _Family
-) -> TokenizerParts:
+) -> TokenizerSpec:
     special = _special_tokens(metadata, vocabulary, family)
     add_bos = read_flag(metadata, "add_bos_token", family.add_bos)
     add_eos = read_flag(metadata, "add_eos_token", False)
     control = vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN)
     user_defined = vocabulary.of_kind(TokenKind.USER_DEFINED)
-    encoder = _text_encoder(family.engine, vocabulary, control, user_defined)
-    literal = partial(_text_encoder, family.engine, vocabulary, [], user_defined)
+    encoder = _text_encoder(family.backend, vocabulary, control, user_defined)
+    literal = partial(_text_encoder, family.backend, vocabulary, [], user_defined)
     controls = {token: vocabulary.texts[token] for token in control}
-    return TokenizerParts(
+    return TokenizerSpec(
         encoder=encoder,
         control=ControlTokens(encoder, controls, literal, family.unknown),
         texts=vocabulary.texts,
@@ -160,14 +161,14 @@ def _lenient_token_id(metadata: Mapping[str, Any], name: str, count: int) -> int
 
 
 def _text_encoder(
-    engine: Any, vocabulary: Vocabulary, control: list[int], user_defined: list[int]
+    backend: Any, vocabulary: Vocabulary, control: list[int], user_defined: list[int]
 ) -> TextEncoder:
-    """A tokenizer that shares its merges with `engine` and finds these tokens in text first."""
-    own = tokenizers.Tokenizer(engine.model)
-    if engine.normalizer is not None:
-        own.normalizer = engine.normalizer
-    if engine.pre_tokenizer is not None:
-        own.pre_tokenizer = engine.pre_tokenizer
+    """A tokenizer that shares its merges with `backend` and finds these tokens in text first."""
+    own = tokenizers.Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        own.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        own.pre_tokenizer = backend.pre_tokenizer
     texts = [vocabulary.texts[token] for token in control]
     own.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in texts])
     more = [vocabulary.texts[token] for token in user_defined]

@@ -8,31 +8,31 @@ from typing import Any
 from quire.core.errors import ModelFileError, RequestError
 from quire.tokenizer.control_tokens import Span
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
-from quire.tokenizer.gguf import parts_from_gguf
-from quire.tokenizer.parts import TokenizerParts
-from quire.tokenizer.tokenizer_json import parts_from_json, read_file, read_template_beside
-from quire.tokenizer.windows import WINDOW, encode_text
+from quire.tokenizer.gguf import spec_from_gguf
+from quire.tokenizer.text_encoder import WINDOW, encode_text
+from quire.tokenizer.tokenizer_json import read_file, read_template_beside, spec_from_json
+from quire.tokenizer.vocabulary import TokenizerSpec
 
 
 class Tokenizer:
     """Text to token ids and back. Immutable, and safe to share between threads."""
 
-    def __init__(self, parts: TokenizerParts) -> None:
-        self._parts = parts
-        self._bytes: list[bytes | None] = [None] * len(parts.texts)
-        self.chat_template = parts.chat_template
-        self.vocabulary_size = len(parts.texts)
-        self.bos_token_id = parts.special.bos
-        self.eos_token_id = parts.special.eos
-        self.unknown_token_id = parts.special.unknown
-        self.padding_token_id = parts.special.padding
-        self.end_token_ids = parts.special.ends  # each of them ends a generation
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self._spec = spec
+        self._bytes: list[bytes | None] = [None] * len(spec.texts)
+        self.chat_template = spec.chat_template
+        self.vocabulary_size = len(spec.texts)
+        self.bos_token_id = spec.special.bos
+        self.eos_token_id = spec.special.eos
+        self.unknown_token_id = spec.special.unknown
+        self.padding_token_id = spec.special.padding
+        self.end_token_ids = spec.special.ends  # each of them ends a generation
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer | None":
         """The tokenizer that a GGUF file describes; None where it has none and takes token ids."""
-        parts = parts_from_gguf(metadata)
-        return None if parts is None else cls(parts)
+        spec = spec_from_gguf(metadata)
+        return None if spec is None else cls(spec)
 
     @classmethod
     def from_json(
@@ -49,7 +49,7 @@ class Tokenizer:
         A `chat_template` from a file of its own goes before the config's; errors speak of `name`.
         """
         configs = tokenizer_config or {}, generation_config or {}
-        return cls(parts_from_json(content, name, *configs, chat_template))
+        return cls(spec_from_json(content, name, *configs, chat_template))
 
     @classmethod
     def from_file(
@@ -66,7 +66,7 @@ class Tokenizer:
 
     def with_chat_template(self, text: str | None) -> "Tokenizer":
         """The same tokenizer with another chat template, or with none."""
-        return Tokenizer(replace(self._parts, chat_template=text))
+        return Tokenizer(replace(self._spec, chat_template=text))
 
     def encode(
         self,
@@ -85,10 +85,10 @@ class Tokenizer:
         `limit` tokens is a RequestError, raised as soon as that is certain.
         """
         _check_text(text)
-        encoder = self._parts.encoder
+        encoder = self._spec.encoder
         if parse_special is not True:
-            text, encoder = self._parts.control.marked(text, parse_special or ())
-        prefix, suffix = (self._parts.prefix, self._parts.suffix) if add_special else ((), ())
+            text, encoder = self._spec.control.marked(text, parse_special or ())
+        prefix, suffix = (self._spec.prefix, self._spec.suffix) if add_special else ((), ())
         left = None if limit is None else limit - len(prefix) - len(suffix)
         return [*prefix, *encode_text(encoder, text, left, WINDOW), *suffix]
 
@@ -108,7 +108,7 @@ class Tokenizer:
     ) -> IncrementalDetokenizer:
         """A decoder for tokens that arrive one by one; see `decode`."""
         pieces = self._visible_bytes if skip_special else self.token_bytes
-        strip_space = self._parts.strip_space and not continuation
+        strip_space = self._spec.strip_space and not continuation
         return IncrementalDetokenizer(pieces, strip_space=strip_space)
 
     def token_bytes(self, token: int) -> bytes:
@@ -116,10 +116,10 @@ class Tokenizer:
         if token >= self.vocabulary_size:
             return b""
         if token < 0:
-            raise RequestError(f"token ids are 0 or more, got {token}")
+            raise RequestError(f"token ids are 0 or more, got {token}", param="token")
         cached = self._bytes[token]
         if cached is None:
-            cached = self._bytes[token] = self._parts.piece_bytes(token)
+            cached = self._bytes[token] = self._spec.piece_bytes(token)
         return cached
 
     def token_text(self, token: int) -> str:
@@ -128,10 +128,10 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """The token that the vocabulary writes this way, such as <|im_end|>, if there is one."""
-        return self._parts.ids.get(text)
+        return self._spec.ids.get(text)
 
     def _visible_bytes(self, token: int) -> bytes:
-        return b"" if token in self._parts.hidden else self.token_bytes(token)
+        return b"" if token in self._spec.hidden else self.token_bytes(token)
 
 
 def check_vocabulary(tokenizer: Tokenizer, embedding_rows: int) -> None:
@@ -145,10 +145,11 @@ def check_vocabulary(tokenizer: Tokenizer, embedding_rows: int) -> None:
 
 def _check_text(text: str) -> None:
     if not isinstance(text, str):
-        raise RequestError(f"text must be a string, got {type(text).__name__}")
+        raise RequestError(f"text must be a string, got {type(text).__name__}", param="text")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"the text holds half a surrogate pair at character {error.start}, which is no text"
+            f"the text holds half a surrogate pair at character {error.start}, which is no text",
+            param="text",
         ) from None

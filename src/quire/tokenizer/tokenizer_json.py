@@ -12,9 +12,9 @@ import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.tokenizer.bpe import WORDS, splits_at_spaces
 from quire.tokenizer.control_tokens import ControlTokens
-from quire.tokenizer.parts import TokenizerParts
-from quire.tokenizer.pieces import (
+from quire.tokenizer.detokenizer import (
     SPACE_MARK,
     PieceBytes,
     byte_level_bytes,
@@ -22,10 +22,14 @@ from quire.tokenizer.pieces import (
     sentencepiece_bytes,
 )
 from quire.tokenizer.pretokenizers import KNOWN_PATTERNS
-from quire.tokenizer.sentencepiece import WORDS, splits_at_spaces
-from quire.tokenizer.special_tokens import CONTROL_NAMES, SpecialTokens, end_token_ids
-from quire.tokenizer.vocabulary import MAX_TOKEN_LENGTH
-from quire.tokenizer.windows import TextEncoder, library_errors
+from quire.tokenizer.text_encoder import TextEncoder, library_errors
+from quire.tokenizer.vocabulary import (
+    CONTROL_NAMES,
+    MAX_TOKEN_LENGTH,
+    SpecialTokens,
+    TokenizerSpec,
+    end_token_ids,
+)
 
 _MAX_FILE_BYTES = 256 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -37,30 +41,30 @@ _WITHOUT_PATTERNS = ("model", "added_tokens")  # and the largest parts of a file
 Config = Mapping[str, Any]
 
 
-def parts_from_json(
+def spec_from_json(
     content: bytes, name: str, config: Config, generation_config: Config, template: str | None
-) -> TokenizerParts:
+) -> TokenizerSpec:
     """The tokenizer of a folder; the configs say which tokens are special and end a generation."""
     description = _parse(content, name)
     _refuse_unknown_patterns(description, name)
     _check_growth(description.get("normalizer"), name)
     decoders = list(_steps(description.get("decoder"), "decoders"))
-    engine = _load_engine(content, name)
-    ids = engine.get_vocab(with_added_tokens=True)
+    backend = _load_backend(content, name)
+    ids = backend.get_vocab(with_added_tokens=True)
     texts = _texts_by_id(ids, name)
-    added = engine.get_added_tokens_decoder()
+    added = backend.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
     tokens = _special_tokens(config, generation_config, ids, special, name)
     prefix, suffix = _added_around(description, config, tokens, name)
     piece_bytes = _piece_bytes_of(decoders, name)
-    encoder = _text_encoder(engine, texts, piece_bytes, frozenset())
+    encoder = _text_encoder(backend, texts, piece_bytes, frozenset())
     controls = {
         token: entry.content
         for token, entry in added.items()
         if entry.special or entry.content in CONTROL_NAMES or token in (tokens.bos, tokens.eos)
     }
-    literal = partial(_text_encoder, engine, texts, piece_bytes, frozenset(controls))
-    return TokenizerParts(
+    literal = partial(_text_encoder, backend, texts, piece_bytes, frozenset(controls))
+    return TokenizerSpec(
         encoder=encoder,
         control=ControlTokens(encoder, controls, literal, tokens.unknown),
         texts=texts,
@@ -173,14 +177,14 @@ def _longest_made(step: Mapping[str, Any]) -> int:
     return max(longest, *map(len, content[4 + table :].split(b"\0")))
 
 
-def _load_engine(content: bytes, name: str) -> Any:
+def _load_backend(content: bytes, name: str) -> Any:
     with library_errors(f"{name} describes no tokenizer"):
-        engine = tokenizers.Tokenizer.from_buffer(content)
-    engine.no_padding()
-    engine.no_truncation()
-    if getattr(engine.model, "dropout", None) is not None:
-        engine.model.dropout = None  # for training: it would make tokens a matter of chance
-    return engine
+        backend = tokenizers.Tokenizer.from_buffer(content)
+    backend.no_padding()
+    backend.no_truncation()
+    if getattr(backend.model, "dropout", None) is not None:
+        backend.model.dropout = None  # for training: it would make tokens a matter of chance
+    return backend
 
 
 def _texts_by_id(ids: Mapping[str, int], name: str) -> list[str]:
@@ -282,27 +286,27 @@ def _overridden(around: list[int], wanted: Any, token: int | None) -> list[int]:
 
 
 def _text_encoder(
-    engine: Any, texts: Sequence[str], piece_bytes: PieceBytes, literal: Container[int]
+    backend: Any, texts: Sequence[str], piece_bytes: PieceBytes, literal: Container[int]
 ) -> TextEncoder:
-    """A tokenizer that shares the vocabulary of `engine`, without its post-processing.
+    """A tokenizer that shares the vocabulary of `backend`, without its post-processing.
 
     Tokens that are `literal` are read as the text they are written in.
     """
-    own = tokenizers.Tokenizer(engine.model)
-    entries = sorted(engine.get_added_tokens_decoder().items())
+    own = tokenizers.Tokenizer(backend.model)
+    entries = sorted(backend.get_added_tokens_decoder().items())
     added = [_added(entry, special=token in literal) for token, entry in entries]
     own.add_tokens(added)
     own.encode_special_tokens = True
-    if engine.normalizer is not None:
-        own.normalizer = engine.normalizer
-    if engine.pre_tokenizer is not None:
-        own.pre_tokenizer = engine.pre_tokenizer
+    if backend.normalizer is not None:
+        own.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        own.pre_tokenizer = backend.pre_tokenizer
     elif piece_bytes is sentencepiece_bytes and splits_at_spaces(texts):
         own.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
     return TextEncoder(
         own,
         longest_special=max((len(token.content) for token in added), default=0),
-        longest_token=max(map(len, texts)) if engine.normalizer is None else None,
+        longest_token=max(map(len, texts)) if backend.normalizer is None else None,
         in_windows=not any(token.lstrip or token.single_word for token in added),
     )
 

@@ -1,14 +1,93 @@
-"""Vocabulary: the tokens a GGUF file lists, read and checked before anything is built from them."""
+"""What a tokenizer is made of: its special tokens; the tokens that a GGUF file lists, read and
+checked before anything is built from them; TokenizerSpec, all of it, whichever file it is from.
+
+Files name few of their end tokens, so the rest are known by their text, as llama.cpp knows them.
+"""
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from quire.core.errors import ModelFileError
-from quire.tokenizer.special_tokens import CONTROL_NAMES
+from quire.tokenizer.control_tokens import ControlTokens
+from quire.tokenizer.text_encoder import TextEncoder
+
+END_NAMES = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|tool_response>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<turn|>",
+        "</s>",
+        "<eos>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "[e~[",
+        "<｜end▁of▁sentence｜>",
+    }
+)
+
+# Fill-in-the-middle tokens after which nothing more of this text follows, by the field naming them.
+MIDDLE_END_NAMES: Mapping[str, tuple[str, ...]] = {
+    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep_token_id": (
+        "<|fim_repo|>",
+        "<|repo_name|>",
+        "<fim-repo>",
+        "<REPO>",
+        "<reponame>",
+    ),
+    "fim_sep_token_id": ("<|file_sep|>",),
+}
+
+# A token of one of these names is a control token even where the file forgot to say so.
+CONTROL_NAMES = END_NAMES.union(*MIDDLE_END_NAMES.values())
+
+# Where all of the first are end tokens, the second is a mere separator.
+_NOT_AN_END = (
+    (frozenset({"<|return|>", "<|call|>"}), "<|end|>"),
+    (frozenset({"<|calls|>", "<|flush|>"}), "<|end|>"),
+    (frozenset({"<|tool_response>"}), "</s>"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The ids that mean something to the engine; None where the vocabulary has no such token."""
+
+    bos: int | None = None
+    eos: int | None = None
+    unknown: int | None = None
+    padding: int | None = None
+    ends: tuple[int, ...] = ()  # each of them ends a generation
+
+
+def end_token_ids(named: Iterable[int | None], candidates: Mapping[str, int]) -> tuple[int, ...]:
+    """The ids that end a generation: those a file names, and those known by their text."""
+    found = {text: token for text, token in candidates.items() if text in END_NAMES}
+    for required, separator in _NOT_AN_END:
+        if required <= found.keys():
+            found.pop(separator, None)
+    return tuple(sorted({token for token in named if token is not None}.union(found.values())))
+
+
+# ---- the tokens of a GGUF file
+
 
 MAX_TOKEN_LENGTH = 4096  # characters
 PREFIX = "tokenizer.ggml."
@@ -183,3 +262,23 @@ def _check_length(name: str, length: int, count: int) -> None:
         raise ModelFileError(
             f"{PREFIX}{name} has {length} entries for the {count} tokens of {PREFIX}tokens"
         )
+
+
+# ---- all of it
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """Plain data and two functions; `Tokenizer` is what gives them their meaning."""
+
+    encoder: TextEncoder  # finds special tokens in text
+    control: ControlTokens  # ... and those that only a template may write
+    texts: Sequence[str]  # by id, as the file writes them
+    ids: Mapping[str, int]
+    piece_bytes: Callable[[int], bytes]  # of a token, whether or not it is shown
+    hidden: frozenset[int]  # not part of the text, unless asked for
+    special: SpecialTokens
+    prefix: tuple[int, ...]  # put before a text ...
+    suffix: tuple[int, ...]  # ... and after it
+    strip_space: bool  # the text began with a space that encoding put there
+    chat_template: str | None

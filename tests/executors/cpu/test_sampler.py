@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, SequencePlan, TokenLogprob, Want
-from quire.core.randomness import draw_bits
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingParams, draw_bits
 from quire.executors import elementary, sampler
 from quire.executors.cpu.native import SampleRequests, native
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from quire.core.errors import RowFaultError  # noqa: E402
 from quire.core.plan import History, Sampling, SequencePlan, Want  # noqa: E402
-from quire.core.randomness import draw_bits  # noqa: E402
-from quire.core.sampling import SamplingParams  # noqa: E402
+from quire.core.sampling import SamplingParams, draw_bits  # noqa: E402
 from quire.executors.cuda import elementary, sampling  # noqa: E402
 from quire.executors.cuda.sampling import SampleRow  # noqa: E402
 from quire.executors.elementary import exp as reference_exp  # noqa: E402

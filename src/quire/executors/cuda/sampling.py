@@ -210,7 +210,7 @@ def _keep_likeliest(weights: Array, top_k: Array, top_p: Array) -> Array:
 
 
 def _bits(rows: Sequence[SampleRow]) -> npt.NDArray[np.uint64]:
-    """64 random bits a row: core/randomness.py's Philox, for many rows at once."""
+    """64 random bits a row: core/sampling.py's Philox, for many rows at once."""
     key = np.array([row.sampling.seed & (2**64 - 1) for row in rows], np.uint64)
     position = np.array([row.completion_position for row in rows], np.uint64)
     index = np.array([row.sampling.index for row in rows], np.uint64)

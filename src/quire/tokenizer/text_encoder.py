@@ -24,7 +24,7 @@ _LOOKAHEAD = 8  # no pattern that splits words looks farther ahead, runs of spac
 class TextEncoder(NamedTuple):
     """A tokenizer of the `tokenizers` library, and what must be known to feed it windows."""
 
-    engine: Any  # tokenizers.Tokenizer
+    backend: Any  # tokenizers.Tokenizer
     longest_special: int  # of the tokens it finds in text before it splits words, in characters
     longest_token: int | None  # no token covers more characters; None: not known
     in_windows: bool = True  # false: some token takes in whitespace without end
@@ -45,7 +45,7 @@ def encode_text(encoder: TextEncoder, text: str, limit: int | None, window: int)
     while True:
         piece = text[start : start + size]
         with library_errors("the tokenizer cannot encode"):
-            encoding = encoder.engine.encode(piece, add_special_tokens=False)
+            encoding = encoder.backend.encode(piece, add_special_tokens=False)
         first = _first_new_token(encoding, known)
         if start + size >= len(text):
             _extend(ids, encoding.ids[first:], encoder, limit)
@@ -101,9 +101,10 @@ def _extend(ids: list[int], more: list[int], encoder: TextEncoder, limit: int | 
     if encoder.placeholder in more:
         more = [token for token in more if token != encoder.placeholder]
     if not encoder.forbidden.isdisjoint(more):
-        token = encoder.engine.id_to_token(next(filter(encoder.forbidden.__contains__, more)))
+        token = encoder.backend.id_to_token(next(filter(encoder.forbidden.__contains__, more)))
         raise RequestError(
-            f"the text holds {token!r}, which this vocabulary cannot write but as a control token"
+            f"the text holds {token!r}, which this vocabulary cannot write but as a control token",
+            param="text",
         )
     marked = encoder.marked
     ids += [marked.get(token, token) for token in more] if marked else more
@@ -113,5 +114,6 @@ def _extend(ids: list[int], more: list[int], encoder: TextEncoder, limit: int | 
 def _check_limit(num_tokens: int, limit: int | None) -> None:
     if limit is not None and num_tokens > limit:
         raise RequestError(
-            f"the text has at least {num_tokens} tokens, more than the limit of {limit}"
+            f"the text has at least {num_tokens} tokens, more than the limit of {limit}",
+            param="text",
         )

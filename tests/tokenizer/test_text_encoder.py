@@ -16,7 +16,7 @@ from tests.tokenizer.vocabularies import (
 from quire.core.errors import RequestError
 from quire.tokenizer import Tokenizer
 from quire.tokenizer.pretokenizers import PRE_TOKENIZERS
-from quire.tokenizer.windows import WINDOW, encode_text
+from quire.tokenizer.text_encoder import WINDOW, encode_text
 
 PARTS = st.one_of(
     st.sampled_from(CHARACTERS),
@@ -30,7 +30,7 @@ TEXTS = st.lists(PARTS, min_size=80, max_size=120).map("".join)
 
 
 def in_windows(tokenizer: Tokenizer, text: str, window: int) -> list[int]:
-    return encode_text(tokenizer._parts.encoder, text, None, window)
+    return encode_text(tokenizer._spec.encoder, text, None, window)
 
 
 def in_one_pass(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -72,7 +72,7 @@ HARD_TO_SPLIT = [
 @pytest.mark.parametrize("pre", ONE_OF_EACH_KIND)
 @pytest.mark.parametrize("hard", HARD_TO_SPLIT)
 def test_a_window_may_end_anywhere_in_what_is_hard_to_split(pre: str, hard: str) -> None:
-    parts = tokenizer_of(pre)._parts
+    parts = tokenizer_of(pre)._spec
     for place in range(60 - len(hard), 66):
         text = ("x " * 40)[:place] + hard + "z y " * 20
         for encoder in (parts.encoder, parts.control.marked(text, ())[1]):
@@ -80,46 +80,46 @@ def test_a_window_may_end_anywhere_in_what_is_hard_to_split(pre: str, hard: str)
             assert encode_text(encoder, text, None, 64) == in_one
 
 
-class CountingEngine:
+class CountingBackend:
     """Passes text on to a tokenizer of the library, and counts the characters."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
         self.num_characters = 0
         self.largest = 0
 
     def encode(self, text: str, **options: Any) -> Any:
         self.num_characters += len(text)
         self.largest = max(self.largest, len(text))
-        return self._engine.encode(text, **options)
+        return self._backend.encode(text, **options)
 
 
 def test_a_long_text_is_read_once_in_windows_that_stay_small() -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 10_000
-    engine = CountingEngine(smollm2()._parts.encoder.engine)
-    encoder = smollm2()._parts.encoder._replace(engine=engine)
+    backend = CountingBackend(smollm2()._spec.encoder.backend)
+    encoder = smollm2()._spec.encoder._replace(backend=backend)
     assert smollm2().decode(encode_text(encoder, text, None, WINDOW)) == text
-    assert engine.largest == WINDOW
-    assert engine.num_characters < 1.02 * len(text)
+    assert backend.largest == WINDOW
+    assert backend.num_characters < 1.02 * len(text)
 
 
 @pytest.mark.parametrize("text", ["a ", "a", " ", "\n", "1", "<|im_end|>", "<|im_", "'", "𝄞"])
 def test_ten_megabytes_for_a_small_context_are_refused_unread(text: str) -> None:
-    engine = CountingEngine(smollm2()._parts.encoder.engine)
-    encoder = smollm2()._parts.encoder._replace(engine=engine)
+    backend = CountingBackend(smollm2()._spec.encoder.backend)
+    encoder = smollm2()._spec.encoder._replace(backend=backend)
     with pytest.raises(RequestError, match="more than the limit of 8192"):
         encode_text(encoder, text * (10_000_000 // len(text)), 8192, WINDOW)
-    assert engine.num_characters == 0
+    assert backend.num_characters == 0
 
 
 @pytest.mark.parametrize("text", ["a ", "a", "1", "<|im_", "'s"])
 def test_a_text_over_the_limit_is_read_no_farther_than_the_limit(text: str) -> None:
-    engine = CountingEngine(smollm2()._parts.encoder.engine)
-    encoder = smollm2()._parts.encoder._replace(engine=engine)
+    backend = CountingBackend(smollm2()._spec.encoder.backend)
+    encoder = smollm2()._spec.encoder._replace(backend=backend)
     with pytest.raises(RequestError, match="more than the limit of 8000"):
         encode_text(encoder, text * (640_000 // len(text)), 8000, WINDOW)
     most = 1_400_000 if text == "a" else 60_000  # "aaa" is one word, read in ever larger windows
-    assert engine.num_characters <= most
+    assert backend.num_characters <= most
 
 
 @pytest.mark.parametrize("text", ["a", " ", "\n", "1", "<|im_", "a\n \n", "中", " 中 ", "'s"])

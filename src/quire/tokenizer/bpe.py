@@ -1,9 +1,11 @@
-"""SentencePiece-style merging: of all neighbours that form a token, the best-scored merge first.
+"""Byte-pair encoding in the two forms that model files use, built on the `tokenizers` library.
 
-The `tokenizers` library merges pairs in the order of a list, so the scores become such a list. Of
-equal scores SentencePiece merges the leftmost pair, the list the pair that stands in it first; as
-trained scores are all different, that matters only where a token can be put together in two ways
-from the same few letters, as "aaa" from "a" and "aa".
+Byte-level, as GPT-2 began it: bytes as letters, merged in a learnt order. SentencePiece: of all
+neighbours that form a token, the best-scored merge first. The library merges pairs in the order of
+a list, so the scores become such a list. Of equal scores SentencePiece merges the leftmost pair,
+the library the pair that comes first in the list; as trained scores are all different, that matters
+only where a token can be put together in two ways from the same few letters, as "aaa" from "a" and
+"aa".
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,15 +15,41 @@ import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from quire.core.errors import ModelFileError
-from quire.tokenizer.pieces import SPACE_MARK
+from quire.tokenizer.detokenizer import SPACE_MARK
+from quire.tokenizer.pretokenizers import PreTokenizer
 from quire.tokenizer.vocabulary import PREFIX, TokenKind, Vocabulary
+
+
+def byte_level_backend(
+    ids: Mapping[str, int], merges: Sequence[tuple[str, str]], kind: PreTokenizer
+) -> Any:
+    """A tokenizer of the `tokenizers` library, without special tokens.
+
+    Some vocabularies lack bytes that their training never saw. Such a byte has no token, yet its
+    neighbours must not merge across it, so the library is given the id after the last for it.
+    """
+    placeholder = "\0"  # no word holds it: in the byte alphabet every letter is printable
+    while placeholder in ids:
+        placeholder += "\0"
+    model = models.BPE(
+        {**ids, placeholder: len(ids)},
+        list(merges),
+        ignore_merges=kind.ignore_merges,
+        unk_token=placeholder,
+    )
+    backend = tokenizers.Tokenizer(model)
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns]
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_letters])
+    return backend
+
 
 _MAX_MERGED_LENGTH = 1024  # characters: the work to find a token's merges grows with its square
 _NEVER_MERGED = (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.BYTE)
 WORDS = f"{SPACE_MARK}+[^{SPACE_MARK}]*|[^{SPACE_MARK}]+"
 
 
-def sentencepiece_engine(
+def sentencepiece_backend(
     vocabulary: Vocabulary, scores: Sequence[float], unknown: int | None, add_space_prefix: bool
 ) -> Any:
     """A tokenizer of the `tokenizers` library, without special tokens."""
@@ -36,13 +64,13 @@ def sentencepiece_engine(
         unk_token=None if unknown is None else vocabulary.texts[unknown],
         byte_fallback=True,
     )
-    engine = tokenizers.Tokenizer(model)
+    backend = tokenizers.Tokenizer(model)
     to_marks = normalizers.Replace(" ", SPACE_MARK)
     prefix = [normalizers.Prepend(SPACE_MARK)] if add_space_prefix else []
-    engine.normalizer = normalizers.Sequence([*prefix, to_marks])
+    backend.normalizer = normalizers.Sequence([*prefix, to_marks])
     if splits_at_spaces(mergeable):
-        engine.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    return engine
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    return backend
 
 
 def merges_by_score(mergeable: Mapping[str, float]) -> list[tuple[str, str]]:
