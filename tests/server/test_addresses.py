@@ -8,8 +8,8 @@ import pytest
 from tests.server.servers import PATIENCE_S, PacedExecutor, Reply, RunningServer, fake_server
 
 from quire.core.errors import ConfigError
-from quire.server import addresses, gate
-from quire.server.addresses import FailedKeys, Proxies, read_networks
+from quire.server import connections, middleware
+from quire.server.connections import FailedKeys, Proxies, read_networks
 from quire.server.keys import ApiKey, KeyRing, digest_of
 
 KEY = "k" * 20
@@ -141,8 +141,8 @@ def test_wrong_keys_are_slowed_down_and_right_ones_are_not(
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
 
-    monkeypatch.setattr(gate, "sleep", sleep)
-    monkeypatch.setattr(addresses, "_FORGOTTEN_S", 1e12)
+    monkeypatch.setattr(middleware, "sleep", sleep)
+    monkeypatch.setattr(connections, "_FORGOTTEN_S", 1e12)
     with fake_server(text_model, keys=RING, trusted_proxies=LOOPBACK) as server:
         server.headers["X-Forwarded-For"] = "198.51.100.1"
         assert {wrong(server, number).status for number in range(10)} == {401}
@@ -175,8 +175,8 @@ def test_answers_to_wrong_keys_wait_within_bounds(
         while not may_answer.is_set():
             await asyncio.sleep(0.005)
 
-    monkeypatch.setattr(gate, "sleep", sleep)
-    monkeypatch.setattr(gate, "_MAX_DELAYED", 2)
+    monkeypatch.setattr(middleware, "sleep", sleep)
+    monkeypatch.setattr(middleware, "_MAX_DELAYED", 2)
     with fake_server(text_model, keys=RING) as server:
         for _ in range(10):
             wrong(server)
@@ -196,7 +196,7 @@ def test_answers_to_wrong_keys_wait_within_bounds(
 def test_behind_a_proxy_only_the_sender_is_slowed_down(
     text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "_LONGEST_DELAY_S", 0.0)
+    monkeypatch.setattr(middleware, "_LONGEST_DELAY_S", 0.0)
     with fake_server(text_model, keys=RING, trusted_proxies=LOOPBACK) as server:
         server.headers["X-Forwarded-For"] = "198.51.100.1"
         assert [wrong(server).status for _ in range(11)] == [401] * 10 + [429]

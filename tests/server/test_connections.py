@@ -29,8 +29,7 @@ from tests.server.servers import (
 )
 from tests.server.test_streams import completion_bytes, events
 
-from quire.server.addresses import address_group
-from quire.server.connections import Connections
+from quire.server.connections import Connections, address_group
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, KeyRing, digest_of
 

@@ -17,7 +17,7 @@ from tests.server.servers import PATIENCE_S, PacedExecutor, RunningServer, fake_
 
 from quire.core.errors import RequestError
 from quire.server.keys import ApiKey, KeyRing, digest_of
-from quire.server.scores import ScoreWriter
+from quire.server.replies import ScoreWriter
 from quire.server.work_pool import PoolLimits, WorkPool
 
 HOSTILE, QUIET = "h" * 20, "q" * 20

@@ -19,7 +19,7 @@ from tests.server.servers import (
 from quire.core.errors import RequestCancelledError, StepTimeoutError
 from quire.server.errors import ApiError, as_api_error
 from quire.server.keys import ApiKey, KeyRing, digest_of
-from quire.server.limits import KeyLimits
+from quire.server.quotas import KeyLimits
 from quire.server.service import State
 
 KEY = "k" * 20

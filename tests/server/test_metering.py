@@ -19,7 +19,7 @@ from tests.server.servers import (
 from quire.core.request import RequestOutput
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, KeyRing, digest_of
-from quire.server.metering import Demand
+from quire.server.quotas import Demand
 
 KEY = "k" * 20
 

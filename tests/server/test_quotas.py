@@ -15,9 +15,7 @@ from quire.core.errors import ConfigError
 from quire.core.request import Completion, RequestMetrics, RequestOutput, Status
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, KeyRing, digest_of
-from quire.server.limits import KeyLimits
-from quire.server.metering import Demand
-from quire.server.quotas import Quotas, Saver
+from quire.server.quotas import Demand, KeyLimits, Quotas, Saver
 from quire.server.usage_file import FILE_NAME, UsageFile, default_folder
 
 KEY = "k" * 20

@@ -15,7 +15,7 @@ from quire.llm.assembly import assemble
 from quire.llm.configuration import read_configuration
 from quire.llm.devices import Options
 from quire.server import ServerSettings, read_keys, serve
-from quire.server.addresses import read_networks
+from quire.server.connections import read_networks
 from quire.server.logs import LogFormat, set_up_logs, take_over_standard_streams
 from quire.server.runner import exit_while_loading
 from quire.server.tls import PASSWORD_VARIABLE

@@ -3,40 +3,51 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from datetime import UTC, datetime
+from typing import NamedTuple
 
 from fastapi import FastAPI, Request
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from quire.core.errors import ConfigError
 from quire.core.version import own_version
 from quire.engine.stats import Snapshot
 from quire.server.access import check_routes
-from quire.server.administration import add_administration
 from quire.server.audit import record_call, settings_digest
-from quire.server.calls import SCOPE_KEY, Call
-from quire.server.docs_page import docs_page
-from quire.server.embeddings import embed
+from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call
+from quire.server.encoding import detokenize, embed, tokenize
 from quire.server.errors import ApiError
-from quire.server.gate import ClientGoneError, Gate
 from quire.server.generation import complete_chat, complete_text
+from quire.server.keys import ApiKey
 from quire.server.logs import log
-from quire.server.metrics import CONTENT_TYPE, exposition
+from quire.server.metrics import CONTENT_TYPE, exposition, stats_for
+from quire.server.middleware import ClientGoneError, Gate
+from quire.server.openapi import (
+    STREAM_CONTENT,
+    describe_bodies,
+    docs_page,
+    error_responses,
+    post_error_responses,
+    request_body,
+)
 from quire.server.quotas import Saver
 from quire.server.replies import (
     Alive,
     ChatCompletion,
     DetokenizedText,
     EmbeddingList,
-    ErrorReply,
+    KeyCard,
+    KeyList,
     ModelCard,
     ModelList,
     OwnStatsReply,
     Readiness,
+    ReloadReply,
     StatsReply,
     TextCompletion,
     TokenList,
@@ -50,106 +61,87 @@ from quire.server.schemas import (
     TokenizeRequest,
 )
 from quire.server.service import Service
-from quire.server.stats import stats_for
-from quire.server.texts import detokenize, tokenize
 from quire.server.tracing import Tracing, open_tracing
 
-_ANYWHERE = {
-    401: "no valid key, or one that has expired",
-    403: "Host or Origin not allowed, or the key has not the scope",
-}
-_POSTED = {
-    400: "a field is wrong or not supported; `param` names it",
-    404: "no such model",
-    408: "the body or the answer did not come in time",
-    413: "the body is too large",
-    415: "the body is not JSON",
-    429: "the queue is full or the key's limit reached; see Retry-After",
-    500: "this request failed alone",
-    503: "loading, shutting down, or the executor does not answer",
-}
+
+class _Endpoint(NamedTuple):
+    """A route with a body of its own schema."""
+
+    path: str
+    name: str  # in the description
+    summary: str
+    body: type[Strict]
+    reply: type[BaseModel]
+    answer: Callable[[Service, Request], Awaitable[Response]]
+    can_stream: bool = False
 
 
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    told = _ANYWHERE | _POSTED
-    return {
-        status: {"model": ErrorReply, "description": told[status]}
-        for status in (*_ANYWHERE, *statuses)
-    }
-
-
-_SCHEMAS = "#/components/schemas/"
-_BODIES = (ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
-
-
-def _takes(schema: type[Strict]) -> dict[str, Any]:
-    """A body in the description; bodies.py reads it, so that FastAPI does not on the event loop."""
-    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{schema.__name__}"}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Add what `_takes` refers to."""
-    describe_rest = app.openapi
-
-    def describe() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            bodies = [(schema, "validation") for schema in _BODIES]
-            _, found = models_json_schema(bodies, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
-            describe_rest()["components"]["schemas"].update(found["$defs"])
-        return describe_rest()
-
-    app.openapi = describe  # type: ignore[method-assign]
-
-
-_STREAMS: dict[str, Any] = {
-    "text/event-stream": {
-        "schema": {
-            "type": "object",
-            "description": "an event: a chunk in OpenAI's shape, or [DONE]",
-            "properties": {"data": {"type": "string"}},
-        }
-    }
-}
+_ENDPOINTS = (
+    _Endpoint(
+        "/v1/chat/completions",
+        "chat_completions",
+        "Answer a conversation",
+        ChatRequest,
+        ChatCompletion,
+        complete_chat,
+        can_stream=True,
+    ),
+    _Endpoint(
+        "/v1/completions",
+        "completions",
+        "Continue texts",
+        CompletionRequest,
+        TextCompletion,
+        complete_text,
+        can_stream=True,
+    ),
+    _Endpoint(
+        "/v1/embeddings",
+        "embeddings",
+        "The model's state after the last token of each input, at length 1",
+        EmbeddingRequest,
+        EmbeddingList,
+        embed,
+    ),
+    _Endpoint(
+        "/tokenize",
+        "tokenize_",
+        "The tokens of a text or conversation",
+        TokenizeRequest,
+        TokenList,
+        tokenize,
+    ),
+    _Endpoint(
+        "/detokenize",
+        "detokenize_",
+        "The text of tokens",
+        DetokenizeRequest,
+        DetokenizedText,
+        detokenize,
+    ),
+)
 
 
 def create_app(service: Service) -> Gate:
     """The whole server as an ASGI application; its lifespan loads the model and lets it go."""
     settings = service.settings
-    tracing = (
-        None
-        if settings.otlp_endpoint is None
-        else open_tracing(settings.otlp_endpoint, service.name)
-    )
+    endpoint = settings.otlp_endpoint
+    tracing = None if endpoint is None else open_tracing(endpoint, service.name)
     rejected: Counter[str] = Counter()
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        saver = Saver(service.quotas)
-        service.record("start", version=own_version(), settings=settings_digest(settings))
-        yield
-        await asyncio.to_thread(saver.close)
-        service.pool.close()
-        if service.audit is not None:
-            await asyncio.to_thread(service.audit.close, state=service.state.value)
-        if tracing is not None:
-            tracing.close()
-
     app = FastAPI(
         title="quire",
         version=own_version(),
         description="OpenAI's API over a live batch.",
-        lifespan=lifespan,
+        lifespan=_lifespan(service, tracing),
         docs_url=None,
         redoc_url=None,
     )
     _add_error_handlers(app)
-    _add_generation(app, service)
-    _add_texts(app, service)
+    _add_endpoints(app, service)
     _add_models(app, service)
     _add_operations(app, service, rejected)
-    add_administration(app, service)
-    _describe_bodies(app)
+    _add_administration(app, service)
+    describe_bodies(app, [endpoint.body for endpoint in _ENDPOINTS])
     check_routes(route.path for route in app.routes if isinstance(route, Route))
     return Gate(
         app,
@@ -159,6 +151,24 @@ def create_app(service: Service) -> Gate:
         service.connections,
         _on_done(service, tracing, rejected),
     )
+
+
+def _lifespan(
+    service: Service, tracing: Tracing | None
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        saver = Saver(service.quotas)
+        service.record("start", version=own_version(), settings=settings_digest(service.settings))
+        yield
+        await asyncio.to_thread(saver.close)
+        service.pool.close()
+        if service.audit is not None:
+            await asyncio.to_thread(service.audit.close, state=service.state.value)
+        if tracing is not None:
+            tracing.close()
+
+    return lifespan
 
 
 def _on_done(
@@ -200,7 +210,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, _: ClientGoneError) -> Response:
-        request.scope[SCOPE_KEY].error = "client_gone"
+        request.scope[SCOPE_KEY].error = CLIENT_GONE
         return Response(status_code=499)  # which nobody will read
 
     @app.exception_handler(Exception)
@@ -222,62 +232,28 @@ def _reply(request: Request, error: ApiError) -> Response:
 # ---- routes
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    errors = _errors(*_POSTED)
-
-    @app.post(
-        "/v1/chat/completions",
-        summary="Answer a conversation",
-        response_model=ChatCompletion,
-        responses={**errors, 200: {"content": _STREAMS}},
-        openapi_extra=_takes(ChatRequest),
-    )
-    async def chat_completions(request: Request) -> Response:
-        return await complete_chat(service, request)
-
-    @app.post(
-        "/v1/completions",
-        summary="Continue texts",
-        response_model=TextCompletion,
-        responses={**errors, 200: {"content": _STREAMS}},
-        openapi_extra=_takes(CompletionRequest),
-    )
-    async def completions(request: Request) -> Response:
-        return await complete_text(service, request)
-
-    @app.post(
-        "/v1/embeddings",
-        summary="The model's state after the last token of each input, at length 1",
-        response_model=EmbeddingList,
-        responses=errors,
-        openapi_extra=_takes(EmbeddingRequest),
-    )
-    async def embeddings(request: Request) -> Response:
-        return await embed(service, request)
+def _add_endpoints(app: FastAPI, service: Service) -> None:
+    for endpoint in _ENDPOINTS:
+        responses = post_error_responses(400, 404, 500)
+        if endpoint.can_stream:
+            responses[200] = {"content": STREAM_CONTENT}
+        app.add_api_route(
+            endpoint.path,
+            _handler(service, endpoint),
+            methods=["POST"],
+            name=endpoint.name,
+            summary=endpoint.summary,
+            response_model=endpoint.reply,
+            responses=responses,
+            openapi_extra=request_body(endpoint.body),
+        )
 
 
-def _add_texts(app: FastAPI, service: Service) -> None:
-    errors = _errors(*_POSTED)
+def _handler(service: Service, endpoint: _Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        return await endpoint.answer(service, request)
 
-    @app.post(
-        "/tokenize",
-        summary="The tokens of a text or conversation",
-        response_model=TokenList,
-        responses=errors,
-        openapi_extra=_takes(TokenizeRequest),
-    )
-    async def tokenize_(request: Request) -> Response:
-        return await tokenize(service, request)
-
-    @app.post(
-        "/detokenize",
-        summary="The text of tokens",
-        response_model=DetokenizedText,
-        responses=errors,
-        openapi_extra=_takes(DetokenizeRequest),
-    )
-    async def detokenize_(request: Request) -> Response:
-        return await detokenize(service, request)
+    return handle
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -287,11 +263,11 @@ def _add_models(app: FastAPI, service: Service) -> None:
         names = service.settings.model_names
         return [ModelCard(id=name, created=created, max_model_len=longest) for name in names]
 
-    @app.get("/v1/models", summary="The names of the model", responses=_errors(503))
+    @app.get("/v1/models", summary="The names of the model", responses=error_responses(503))
     async def models() -> ModelList:
         return ModelList(data=cards())
 
-    @app.get("/v1/models/{name:path}", summary="One of them", responses=_errors(404, 503))
+    @app.get("/v1/models/{name:path}", summary="One of them", responses=error_responses(404, 503))
     async def model(name: str) -> ModelCard:
         service.check_model(name)
         return next(card for card in cards() if card.id == name)
@@ -302,14 +278,14 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
         loaded = service.loaded
         return service.llm.stats if loaded is None else loaded.stats
 
-    @app.get("/health", summary="Whether the process lives", responses=_errors())
+    @app.get("/health", summary="Whether the process lives", responses=error_responses())
     async def health() -> Alive:
         return Alive()
 
     @app.get(
         "/ready",
         summary="Whether requests are taken",
-        responses={**_errors(), 503: {"model": Readiness, "description": "not now"}},
+        responses={**error_responses(), 503: {"model": Readiness, "description": "not now"}},
     )
     async def ready() -> Response:
         reply = Readiness(status=service.state.value)
@@ -319,7 +295,7 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
         "/metrics",
         summary="For Prometheus",
         response_class=PlainTextResponse,
-        responses=_errors(503),
+        responses=error_responses(503),
     )
     async def metrics() -> Response:
         text = exposition(service, snapshot(), rejected)
@@ -328,11 +304,49 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
     @app.get(
         "/v1/stats",
         summary="The key's own figures; with the scope `stats`, those of all",
-        responses=_errors(503),
+        responses=error_responses(503),
     )
     async def stats(request: Request) -> StatsReply | OwnStatsReply:
         return stats_for(service, snapshot(), request.scope[SCOPE_KEY].key)
 
-    @app.get("/docs", summary="This page", response_class=HTMLResponse, responses=_errors())
+    @app.get("/docs", summary="This page", response_class=HTMLResponse, responses=error_responses())
     async def docs() -> HTMLResponse:
         return HTMLResponse(docs_page(app.openapi()))
+
+
+def _add_administration(app: FastAPI, service: Service) -> None:
+    """The keys in force, and reading them again, for keys with the scope `admin`."""
+
+    @app.get(
+        "/admin/keys", summary="The keys in force, without secrets", responses=error_responses()
+    )
+    async def keys() -> KeyList:
+        return KeyList(data=[_card(key) for key in service.access.ring])
+
+    @app.post(
+        "/admin/reload",
+        summary="Read the file of keys again, as SIGHUP does",
+        responses=post_error_responses(409),
+    )
+    async def reload() -> ReloadReply:
+        if not service.access.ring.can_be_read_again:
+            raise ApiError(409, "the keys come from no file (--api-keys)", code="no_key_file")
+        try:
+            changes = await service.reload_keys()
+        except ConfigError as error:
+            raise ApiError(409, str(error), code="keys_unusable") from error
+        return ReloadReply(added=changes.added, removed=changes.removed, changed=changes.changed)
+
+
+def _card(key: ApiKey) -> KeyCard:
+    expires = None if key.expires is None else datetime.fromtimestamp(key.expires, UTC).isoformat()
+    return KeyCard(
+        name=key.name,
+        scopes=sorted(scope.value for scope in key.scopes),
+        expires=expires,
+        weight=key.weight,
+        requests_per_minute=key.requests_per_minute,
+        max_concurrent=key.max_concurrent,
+        tokens_per_minute=key.tokens_per_minute,
+        tokens_per_day=key.tokens_per_day,
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from quire.core.request import RequestOutput
 from quire.server.keys import ApiKey
-from quire.server.metering import Admission
+from quire.server.quotas import Admission
 
 SCOPE_KEY = "quire.call"  # where a call lies in its ASGI scope
 CLIENT_GONE = "client_gone"  # the error of a call whose client did not wait

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Container
 
 from quire.core.errors import (
@@ -89,7 +88,7 @@ def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool
                 retry_after_s=RESTART_S,
             )
         case RequestError():
-            return ApiError(400, text, param=_field_of(text, fields))
+            return ApiError(400, text, param=_field_of(error.param, fields))
         case OverloadedError() if is_draining:
             return ApiError(503, text, code="drain", retry_after_s=error.retry_after_s)
         case OverloadedError():
@@ -103,16 +102,17 @@ def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool
     return ApiError(500, text, code="engine")
 
 
-def _field_of(message: str, fields: Container[str]) -> str | None:
-    """The engine's messages begin with the field they are about, such as "n is 500; ...", or
-    mention it by a name that is no other word."""
-    words: list[str] = re.findall(r"[a-z_]+", message)
-    if words and words[0] in fields:
-        return words[0]
-    if "prompt" in words and "messages" in fields:  # which it was made of
-        words.append("messages")
-    return next((word for word in words if word in fields and _is_no_other_word(word)), None)
+# What bodies call a parameter of the engine or the tokenizer, the first that a body has.
+_FIELD_NAMES = {
+    "prompt": ("prompt", "messages", "input"),
+    "text": ("prompt",),
+    "timeout_s": ("timeout",),
+}
 
 
-def _is_no_other_word(name: str) -> bool:
-    return "_" in name or name == "messages"
+def _field_of(param: str | None, fields: Container[str]) -> str | None:
+    """The field of the body that a parameter was set by, if it was set by one."""
+    if param is None:
+        return None
+    names = _FIELD_NAMES.get(param, (param,))
+    return next((name for name in names if name in fields), None)

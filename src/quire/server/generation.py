@@ -20,15 +20,15 @@ from quire.llm.prompts import Prepared
 from quire.server.bodies import checked, disconnected, in_pool, prepared
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import ApiError, as_api_error
-from quire.server.frames import ChatFrames, Frames, TextFrames
-from quire.server.gate import ClientGoneError
-from quire.server.metering import demand_of
+from quire.server.middleware import ClientGoneError
+from quire.server.quotas import demand_of
 from quire.server.replies import (
     ChatChoice,
     ChatCompletion,
     ChatMessage,
     CompletionChoice,
     PromptDetails,
+    ScoreWriter,
     TextCompletion,
     TraceReport,
     Usage,
@@ -40,9 +40,8 @@ from quire.server.schemas import (
     Generation,
     Strict,
 )
-from quire.server.scores import ScoreWriter
 from quire.server.service import Service
-from quire.server.streaming import StreamReply
+from quire.server.streaming import ChatFrames, Frames, StreamReply, TextFrames
 
 T = TypeVar("T")
 FINGERPRINT = f"quire-{own_version()}"

@@ -1,13 +1,23 @@
-"""Metrics in Prometheus' text format, under the names that vLLM's dashboards rely on."""
+"""Figures of the running server: /metrics in Prometheus' text format, under the names that vLLM's
+dashboards rely on; /v1/stats, to a key its own, to one with the scope those of all.
+"""
 
+import time
 from collections.abc import Iterable, Mapping
 
 from quire.core.request import WaitReason
 from quire.engine.stats import Histogram, Snapshot
+from quire.server.access import may_read_totals
+from quire.server.audit import AuditLog
 from quire.server.connections import Connections
+from quire.server.keys import ApiKey
 from quire.server.logs import num_dropped_lines
-from quire.server.quotas import Usage
+from quire.server.quotas import Quotas, Usage
+from quire.server.replies import AuditFigures, KeyFigures, OwnStatsReply, QuotaFigures, StatsReply
 from quire.server.service import Service
+
+# ---- /metrics
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
@@ -153,3 +163,83 @@ def _labelled(label: str, values: Mapping[str, float]) -> list[tuple[str, float]
 
 def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+# ---- /v1/stats
+
+
+def stats_for(
+    service: Service, snapshot: Snapshot, key: ApiKey | None
+) -> OwnStatsReply | StatsReply:
+    """Where no keys are set, everybody may know everything."""
+    own = OwnStatsReply(
+        status=service.state.value,
+        model=service.name,
+        uptime_s=time.time() - service.loaded_at,
+        key=None if key is None else key.name,
+        own=_figures(service.quotas, snapshot, key, service.quotas.usage_of(key)),
+    )
+    return _with_totals(own, service, snapshot) if may_read_totals(key) else own
+
+
+def _with_totals(own: OwnStatsReply, service: Service, snapshot: Snapshot) -> StatsReply:
+    stats = snapshot.stats
+    return StatsReply(
+        **dict(own),
+        keys={
+            key.name: _figures(service.quotas, snapshot, key, usage)
+            for key, usage in _users(service)
+        },
+        audit=_audit_figures(service.audit),
+        num_running=snapshot.num_running,
+        num_waiting=snapshot.num_waiting,
+        waiting_by_reason={r.value: count for r, count in snapshot.waiting_by_reason.items()},
+        queued_tokens=snapshot.queued_tokens,
+        kv_cache_usage=snapshot.kv_usage,
+        memory_bytes=dict(snapshot.memory_bytes),
+        device_utilization=snapshot.utilisation,
+        num_steps=stats.num_steps,
+        prompt_tokens=stats.prompt_tokens,
+        completion_tokens=stats.completion_tokens,
+        prefix_cache_queries=stats.prefix_queries,
+        prefix_cache_hits=stats.prefix_hits,
+        num_preemptions=stats.num_preemptions,
+        mean_batch_size=stats.batch_size.mean,
+        requests_ended=dict(stats.requests_ended),
+        faults_isolated=dict(stats.faults_isolated),
+    )
+
+
+def _audit_figures(audit: AuditLog | None) -> AuditFigures | None:
+    if audit is None:
+        return None
+    seq, last = audit.head
+    return AuditFigures(seq=seq, hash=last, num_dropped=audit.num_dropped)
+
+
+def _users(service: Service) -> list[tuple[ApiKey, Usage]]:
+    """The keys in force that have used something."""
+    used = service.quotas.by_key()
+    keys = [key for key in service.access.ring if key.name in used]
+    return [(key, service.quotas.usage_of(key)) for key in keys]
+
+
+def _figures(quotas: Quotas, snapshot: Snapshot, key: ApiKey | None, usage: Usage) -> KeyFigures:
+    name = "" if key is None else key.name
+    figures = KeyFigures(
+        num_running=snapshot.running_by_key.get(name, 0),
+        num_waiting=snapshot.waiting_by_key.get(name, 0),
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        tokens_today=usage.today,
+    )
+    if key is not None and key.tokens_per_minute is not None:
+        limit = key.tokens_per_minute
+        figures.tokens_per_minute = _quota(limit, usage.owed, 60 * usage.owed / limit)
+    if key is not None and key.tokens_per_day is not None:
+        figures.tokens_per_day = _quota(key.tokens_per_day, usage.today, quotas.day_left_s)
+    return figures
+
+
+def _quota(limit: int, used: float, resets_in_s: float) -> QuotaFigures:
+    return QuotaFigures(limit=limit, left=max(0, int(limit - used)), resets_in_s=resets_in_s)

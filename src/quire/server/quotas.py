@@ -1,6 +1,12 @@
-"""Quotas: the tokens that a key may use in a minute and in a day, and what each key has used.
+"""Quotas: requests at a time and a minute, tokens a minute and a day; and what each key has used.
+
+    read the body, tokenise -> Meter.admit(key, demand) -> engine -> Admission.settle(outputs)
 
 A call is booked with the most it can use before it is queued, and with what it used at its end.
+`settle` is called exactly once for every admission, whatever became of the call: with the outputs
+of all its requests, or with none where the engine refused them. A request that was cut off has an
+output too, with the tokens it got.
+
 A minute's quota is a bucket that holds a minute's tokens and refills steadily. One call may ask for
 more than it holds: it waits for a full bucket, and what it overdraws is waited for by the next. A
 day's quota is never overdrawn, and counts from midnight to midnight in UTC.
@@ -9,18 +15,148 @@ day's quota is never overdrawn, and counts from midnight to midnight in UTC.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from typing import NoReturn, Protocol
 
 from quire.core.errors import ConfigError
 from quire.core.request import RequestOutput
+from quire.core.sampling import SamplingParams
+from quire.engine.stats import CompletionRate
+from quire.llm.prompts import Prepared
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, KeyRing
-from quire.server.limits import KeyLimits
 from quire.server.logs import LOGGER, log
-from quire.server.metering import Admission, Demand
 from quire.server.usage_file import UsageFile
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The most that a call can use."""
+
+    num_prompts: int
+    num_prompt_tokens: int
+    max_new_tokens: int  # of all completions of all prompts
+
+
+class Admission(Protocol):
+    """What a call was let in with."""
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """What the answer says of the key's limits."""
+
+    def settle(self, outputs: Sequence[RequestOutput]) -> None:
+        """Replace the demand by what was really used."""
+
+
+class Meter(Protocol):
+    """Decides whether a key may have what it asks for; raises an ApiError (429) where not."""
+
+    def admit(self, key: ApiKey | None, demand: Demand) -> Admission: ...
+
+
+def demand_of(
+    prompts: Iterable[tuple[Prepared, SamplingParams]], *, pooling: bool = False
+) -> Demand:
+    """`pooling`: prompts that are computed for their states, without new tokens."""
+    listed = list(prompts)
+    return Demand(
+        len(listed),
+        sum(len(prompt.tokens) for prompt, _ in listed),
+        0 if pooling else sum(params.max_tokens * params.n for _, params in listed),
+    )
+
+
+# ---- requests
+
+
+_LONGEST_BURST_S = 10.0  # of its rate, a key can use so much at once
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a key has left and has open. The bucket refills at its rate."""
+
+    tokens: float
+    filled_at: float
+    num_open: int = 0
+    completion_rate: CompletionRate = field(default_factory=CompletionRate)
+
+
+class KeyLimits:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._accounts: dict[str, _Account] = {}
+
+    def enter(self, key: ApiKey) -> None:
+        """Count a request in, or raise a 429 that says when it may come again."""
+        now = self._now()
+        account = self._account(key, now)
+        if key.max_concurrent is not None and account.num_open >= key.max_concurrent:
+            raise ApiError(
+                429,
+                f"key {key.name!r} has {account.num_open} requests open; its limit is "
+                f"{key.max_concurrent} (max_concurrent)",
+                code="concurrency_limit",
+                retry_after_s=account.completion_rate.interval_s(now),
+            )
+        if key.requests_per_minute is not None:
+            self._pay(key, account)
+        if not account.num_open:
+            account.completion_rate.busy_from(now)
+        account.num_open += 1
+
+    def count_prompts(self, key: ApiKey, num_prompts: int) -> None:
+        """Count all prompts of a body whose request was counted in as one.
+
+        A body may have more than the key can send at once: it is let through where nothing is
+        owed, and what it overdraws is waited for by the next.
+        """
+        if key.requests_per_minute is None or num_prompts <= 1:
+            return
+        account = self._account(key, self._now())
+        if account.tokens < 0:
+            self._refuse(key, account)
+        account.tokens -= num_prompts - 1
+
+    def leave(self, key: ApiKey) -> None:
+        account = self._accounts[key.name]
+        account.num_open -= 1
+        account.completion_rate.completed(self._now())
+
+    def _account(self, key: ApiKey, now: float) -> _Account:
+        rate = (key.requests_per_minute or 0.0) / 60
+        account = self._accounts.get(key.name)
+        if account is None:
+            account = self._accounts[key.name] = _Account(_burst(rate), now)
+        account.tokens = min(_burst(rate), account.tokens + rate * (now - account.filled_at))
+        account.filled_at = now
+        return account
+
+    def _pay(self, key: ApiKey, account: _Account) -> None:
+        if account.tokens < 1:
+            self._refuse(key, account)
+        account.tokens -= 1
+
+    def _refuse(self, key: ApiKey, account: _Account) -> NoReturn:
+        assert key.requests_per_minute is not None
+        raise ApiError(
+            429,
+            f"key {key.name!r} sends more than {key.requests_per_minute:g} prompts a minute "
+            "(requests_per_minute)",
+            code="rate_limit_exceeded",
+            retry_after_s=60 * (1 - account.tokens) / key.requests_per_minute,
+        )
+
+
+def _burst(rate: float) -> float:
+    return max(1.0, rate * _LONGEST_BURST_S)
+
+
+# ---- tokens
+
 
 SAVE_INTERVAL_S = 1.0  # the most that a kill -9 forgets
 

@@ -18,10 +18,8 @@ from quire.server.connections import open_connections
 from quire.server.errors import RESTART_S, ApiError
 from quire.server.json_reader import BodyLimits, body_limits
 from quire.server.keys import ApiKey, KeyChanges
-from quire.server.limits import KeyLimits
 from quire.server.logs import LOGGER, log
-from quire.server.metering import Meter
-from quire.server.quotas import Quotas
+from quire.server.quotas import KeyLimits, Meter, Quotas
 from quire.server.schemas import MAX_MESSAGES, MAX_PROMPTS
 from quire.server.settings import ServerSettings
 from quire.server.usage_file import UsageFile

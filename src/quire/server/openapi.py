@@ -1,8 +1,85 @@
-"""The page under /docs: the OpenAPI description as plain HTML, without a script or another host."""
+"""How the API describes itself: errors, bodies and streams for /openapi.json, and the page under
+/docs, plain HTML without a script or another host."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+
+from quire.server.replies import ErrorReply
+from quire.server.schemas import Strict
+
+Responses = dict[int | str, dict[str, Any]]  # as FastAPI takes them
+
+_ANY_ROUTE = {
+    401: "no valid key, or one that has expired",
+    403: "Host or Origin not allowed, or the key has not the scope",
+}
+_ANY_POST = {
+    408: "the body or the answer did not come in time",
+    413: "the body is too large",
+    415: "the body is not JSON",
+    429: "the queue is full or the key's limit reached; see Retry-After",
+    503: "loading, shutting down, overloaded, or the executor does not answer",
+}
+_DESCRIPTIONS = {
+    **_ANY_ROUTE,
+    **_ANY_POST,
+    400: "a field is wrong or not supported; `param` names it",
+    404: "no such model",
+    409: "the file cannot be used; the old keys stay",
+    500: "this request failed alone",
+}
+_SCHEMAS = "#/components/schemas/"
+
+STREAM_CONTENT: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "description": "an event: a chunk in OpenAI's shape, or [DONE]",
+            "properties": {"data": {"type": "string"}},
+        }
+    }
+}
+
+
+def error_responses(*statuses: int) -> Responses:
+    """The errors of a route: those of every route, and these."""
+    return {
+        status: {"model": ErrorReply, "description": _DESCRIPTIONS[status]}
+        for status in (*_ANY_ROUTE, *statuses)
+    }
+
+
+def post_error_responses(*statuses: int) -> Responses:
+    """The errors of a route with a body: those of every such route, and these."""
+    return error_responses(*sorted((*_ANY_POST, *statuses)))
+
+
+def request_body(schema: type[Strict]) -> dict[str, Any]:
+    """A body in the description; bodies.py reads it, so that FastAPI does not on the event loop."""
+    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{schema.__name__}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def describe_bodies(app: FastAPI, schemas: Iterable[type[Strict]]) -> None:
+    """Add what `request_body` refers to."""
+    describe_rest = app.openapi
+    bodies = [(schema, "validation") for schema in schemas]
+
+    def describe() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _, found = models_json_schema(bodies, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
+            describe_rest()["components"]["schemas"].update(found["$defs"])
+        return describe_rest()
+
+    app.openapi = describe  # type: ignore[method-assign]
+
+
+# ---- the page
+
 
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
@@ -49,8 +126,9 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
     for name, field in fields:
         if field.get("type") != "null":
             mark = " (required)" if name in required else ""
-            told = escape(field.get("description", ""))
-            yield f"<tr><td><code>{escape(name)}</code>{mark}<td>{escape(_kind(field))}<td>{told}"
+            meaning = escape(field.get("description", ""))
+            kind = escape(_kind(field))
+            yield f"<tr><td><code>{escape(name)}</code>{mark}<td>{kind}<td>{meaning}"
     yield "</table>"
     refused = [
         f"<li><code>{escape(name)}</code> {escape(field['description'])}</li>"

@@ -1,0 +1,154 @@
+"""Endpoints that encode and do not generate: embeddings, /tokenize and /detokenize.
+
+An embedding is the model's hidden state after the last token of an input and the final norm, scaled
+to length 1. It is what a model made for writing has to offer: fit to compare texts roughly, and no
+match for a model trained to embed.
+"""
+
+import base64
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.core.request import RequestOutput
+from quire.core.sampling import SamplingParams
+from quire.llm import AsyncLLM
+from quire.server.bodies import checked, in_pool, prepared
+from quire.server.calls import Call
+from quire.server.errors import ApiError
+from quire.server.generation import Errors, Ready, begin, outputs_of, submit_all
+from quire.server.replies import DetokenizedText, EmbeddingList, EmbeddingUsage, TokenList
+from quire.server.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from quire.server.service import Service
+from quire.tokenizer import Tokenizer
+
+# ---- embeddings
+
+
+_NO_TOKENS = SamplingParams(max_tokens=1)  # of which none is computed
+_MANY_NUMBERS = 4096  # some milliseconds of writing
+
+
+async def embed(service: Service, request: Request) -> Response:
+    call, llm = begin(service, request)
+    with_errors = Errors(service, EmbeddingRequest)
+    prepare = partial(_prepare, service, llm, with_errors)
+    body, prompts = await prepared(service, request, prepare, is_quick=True)
+    call.user = body.user
+    submitting = submit_all(service, llm, call, body, prompts, stream=False, pooling=True)
+    streams = await with_errors.of(submitting)
+    outputs = await outputs_of(request, call, streams)
+    for output in outputs:
+        if output.error is not None:
+            raise with_errors.as_api_error(output.error)
+    write = partial(_written, service.name, outputs, body.encoding_format)
+    is_long = sum(np.size(output.pooled) for output in outputs) > _MANY_NUMBERS
+    content = await in_pool(service, request, write) if is_long else write()
+    return Response(content, media_type="application/json")
+
+
+def _prepare(service: Service, llm: AsyncLLM, with_errors: Errors, data: bytes) -> Ready:
+    body = checked(data, EmbeddingRequest, service.body_limits)
+    service.check_model(body.model)
+    with with_errors:
+        prompts = [(llm.prompts.read(text).without_text(), _NO_TOKENS) for text in body.prompts]
+    return Ready(body.model_copy(update={"input": ""}), prompts)
+
+
+def _written(model: str, outputs: list[RequestOutput], encoding: str | None) -> bytes:
+    """The answer as JSON, one vector at a time; as log-probabilities are."""
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    head = EmbeddingList(data=[], model=model, usage=usage).model_dump_json(exclude={"data"})
+    items = [
+        f'{{"object":"embedding","index":{index},'
+        f'"embedding":{json.dumps(_vector(output.pooled, encoding))}}}'
+        for index, output in enumerate(outputs)
+    ]
+    return f'{head[:-1]},"data":[{",".join(items)}]}}'.encode()
+
+
+def _vector(pooled: Any, encoding: str | None) -> list[float] | str:
+    state = np.asarray(pooled, np.float64)
+    length = float(np.linalg.norm(state))
+    unit = (state / length if length > 0 else state).astype(np.float32)
+    if encoding == "base64":
+        return base64.b64encode(unit.astype("<f4").tobytes()).decode()
+    return [float(value) for value in unit]
+
+
+# ---- tokens of texts, texts of tokens
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    return await _answered(service, request, _tokenize)
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    return await _answered(service, request, _detokenize)
+
+
+async def _answered(
+    service: Service, request: Request, answer: Callable[[Service, Call, AsyncLLM, bytes], str]
+) -> Response:
+    """From the body to the answer in one go, in the pool."""
+    call, llm = begin(service, request)
+    content = await prepared(service, request, partial(answer, service, call, llm), is_quick=False)
+    return Response(content, media_type="application/json")
+
+
+def _tokenize(service: Service, call: Call, llm: AsyncLLM, data: bytes) -> str:
+    body = checked(data, TokenizeRequest, service.body_limits)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    with Errors(service, TokenizeRequest):
+        tokens = _tokens_of(llm, body, service.parses_control_tokens(call.key))
+    return TokenList(
+        tokens=tokens, count=len(tokens), max_model_len=llm.max_context
+    ).model_dump_json()
+
+
+def _tokens_of(llm: AsyncLLM, body: TokenizeRequest, parse_control_tokens: bool) -> list[int]:
+    if body.messages is not None:
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        chat = llm.prompts.read_chat(messages, parse_control_tokens=parse_control_tokens)
+        return list(chat.tokens)
+    assert body.prompt is not None
+    return _tokenizer(llm).encode(
+        body.prompt, add_special=body.add_special_tokens, limit=llm.max_context
+    )
+
+
+def _detokenize(service: Service, _: Call, llm: AsyncLLM, data: bytes) -> str:
+    body = checked(data, DetokenizeRequest, service.body_limits)
+    service.check_model(body.model)
+    tokenizer = _tokenizer(llm)
+    if len(body.tokens) > llm.max_context:  # a token may be long: the text could take gigabytes
+        raise ApiError(
+            400,
+            f"tokens has {len(body.tokens)} entries, more than the limit of {llm.max_context}",
+            param="tokens",
+        )
+    for place, token in enumerate(body.tokens):
+        if token >= tokenizer.vocabulary_size:
+            raise ApiError(
+                400,
+                f"tokens[{place}] is {token}; the vocabulary has 0 to "
+                f"{tokenizer.vocabulary_size - 1}",
+                param="tokens",
+            )
+    return DetokenizedText(
+        prompt=tokenizer.decode(body.tokens, skip_special=False)
+    ).model_dump_json()
+
+
+def _tokenizer(llm: AsyncLLM) -> Tokenizer:
+    if llm.tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer: it takes token ids", code="no_tokenizer")
+    return llm.tokenizer
