@@ -2,7 +2,7 @@
 
 from starlette.requests import Request
 
-from quire.server.bodies import _line_of
+from quire.server.bodies import _queue_of
 from quire.server.calls import SCOPE_KEY, new_call
 from quire.server.keys import ApiKey
 
@@ -15,12 +15,12 @@ def request_of(client: str, key: ApiKey | None = None) -> Request:
 
 
 def test_without_keys_a_line_is_an_addresss_behind_its_proxy() -> None:
-    assert _line_of(request_of("192.0.2.1")) != _line_of(request_of("192.0.2.2"))
-    assert _line_of(request_of("192.0.2.1")) == _line_of(request_of("192.0.2.1"))
+    assert _queue_of(request_of("192.0.2.1")) != _queue_of(request_of("192.0.2.2"))
+    assert _queue_of(request_of("192.0.2.1")) == _queue_of(request_of("192.0.2.1"))
 
 
 def test_a_key_has_one_line_wherever_it_comes_from() -> None:
     key = ApiKey("alice", b"digest")
-    assert _line_of(request_of("192.0.2.1", key)) == _line_of(request_of("192.0.2.2", key))
+    assert _queue_of(request_of("192.0.2.1", key)) == _queue_of(request_of("192.0.2.2", key))
     other = ApiKey("bob", b"other")
-    assert _line_of(request_of("192.0.2.1", key)) != _line_of(request_of("192.0.2.1", other))
+    assert _queue_of(request_of("192.0.2.1", key)) != _queue_of(request_of("192.0.2.1", other))

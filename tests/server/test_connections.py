@@ -461,7 +461,7 @@ class Client:
     def __init__(self) -> None:
         self.has_left = False
 
-    def give_way(self) -> None:
+    def close_now(self) -> None:
         self.has_left = True
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from quire.server import json_reader
-from quire.server.bodies import checked
+from quire.server.bodies import parse_body
 from quire.server.errors import ApiError
 from quire.server.json_reader import BodyLimits, body_limits, read_json
 from quire.server.schemas import (
@@ -223,12 +223,12 @@ def test_the_place_in_a_long_list_is_told() -> None:
         (EmbeddingRequest, {"input": [[1], tokens]}),
     ):
         with pytest.raises(ApiError) as caught:
-            checked(json.dumps(body).encode(), schema, WIDE)
+            parse_body(json.dumps(body).encode(), schema, WIDE)
         assert caught.value.param is not None
         assert caught.value.param.endswith("[40000]")
     tokens[40_000] = 2**31
     with pytest.raises(ApiError, match=r"tokens\[40000\]: .* less than or equal to 2147483647"):
-        checked(json.dumps({"tokens": tokens}).encode(), DetokenizeRequest, WIDE)
+        parse_body(json.dumps({"tokens": tokens}).encode(), DetokenizeRequest, WIDE)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +245,6 @@ def test_the_place_in_a_long_list_is_told() -> None:
 )
 def test_a_prompt_of_the_wrong_kind_is_refused_by_place(body: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        checked(json.dumps(body).encode(), CompletionRequest, WIDE)
+        parse_body(json.dumps(body).encode(), CompletionRequest, WIDE)
     assert caught.value.param == param
     assert "list of" not in str(caught.value.param)

@@ -16,7 +16,7 @@ from tests.server.servers import NAME, PacedExecutor, RunningServer, fake_server
 
 from quire.core.errors import ConfigError
 from quire.server import ServerSettings, read_keys
-from quire.server.access import ROUTES, Access, Need
+from quire.server.access import ROUTES, Access, RequiredScope
 from quire.server.app import create_app
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, KeyRing, KeyScope, digest_of
@@ -234,11 +234,11 @@ def scoped(text_model: Path) -> Iterator[RunningServer]:
 
 
 ALLOWED = {  # of the keys above, by what a route wants
-    Need.NOTHING: {"inference", "stats", "admin"},
-    Need.ANY_KEY: {"inference", "stats", "admin"},
-    Need.INFERENCE: {"inference"},
-    Need.STATS: {"stats", "admin"},
-    Need.ADMIN: {"admin"},
+    RequiredScope.NO_KEY: {"inference", "stats", "admin"},
+    RequiredScope.ANY_KEY: {"inference", "stats", "admin"},
+    RequiredScope.INFERENCE: {"inference"},
+    RequiredScope.STATS: {"stats", "admin"},
+    RequiredScope.ADMIN: {"admin"},
 }
 
 
@@ -256,18 +256,18 @@ def test_a_route_is_for_keys_with_its_scope(scoped: RunningServer, method: str, 
 
 
 def test_the_scopes_of_the_routes_are_as_documented() -> None:
-    named = {path: need for path, need in ROUTES.items() if need not in (Need.ANY_KEY,)}
+    named = {path: need for path, need in ROUTES.items() if need not in (RequiredScope.ANY_KEY,)}
     assert named == {
-        "/health": Need.NOTHING,
-        "/ready": Need.NOTHING,
-        "/v1/chat/completions": Need.INFERENCE,
-        "/v1/completions": Need.INFERENCE,
-        "/v1/embeddings": Need.INFERENCE,
-        "/tokenize": Need.INFERENCE,
-        "/detokenize": Need.INFERENCE,
-        "/metrics": Need.STATS,
-        "/admin/keys": Need.ADMIN,
-        "/admin/reload": Need.ADMIN,
+        "/health": RequiredScope.NO_KEY,
+        "/ready": RequiredScope.NO_KEY,
+        "/v1/chat/completions": RequiredScope.INFERENCE,
+        "/v1/completions": RequiredScope.INFERENCE,
+        "/v1/embeddings": RequiredScope.INFERENCE,
+        "/tokenize": RequiredScope.INFERENCE,
+        "/detokenize": RequiredScope.INFERENCE,
+        "/metrics": RequiredScope.STATS,
+        "/admin/keys": RequiredScope.ADMIN,
+        "/admin/reload": RequiredScope.ADMIN,
     }
 
 

@@ -8,10 +8,10 @@ from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, KeyChanges, KeyRing, KeyScope
 
 
-class Need(Enum):
+class RequiredScope(Enum):
     """What a route wants of its callers where keys are set."""
 
-    NOTHING = None  # for whoever watches over the process
+    NO_KEY = None  # for whoever watches over the process
     ANY_KEY = "any"
     INFERENCE = KeyScope.INFERENCE
     STATS = KeyScope.STATS
@@ -19,22 +19,22 @@ class Need(Enum):
 
 
 # Every route of the application; `check_routes` refuses one that is not here.
-ROUTES: Mapping[str, Need] = {
-    "/health": Need.NOTHING,
-    "/ready": Need.NOTHING,
-    "/docs": Need.ANY_KEY,
-    "/openapi.json": Need.ANY_KEY,
-    "/v1/models": Need.ANY_KEY,
-    "/v1/models/{name:path}": Need.ANY_KEY,
-    "/v1/stats": Need.ANY_KEY,  # its own figures; more with the scope
-    "/v1/chat/completions": Need.INFERENCE,
-    "/v1/completions": Need.INFERENCE,
-    "/v1/embeddings": Need.INFERENCE,
-    "/tokenize": Need.INFERENCE,
-    "/detokenize": Need.INFERENCE,
-    "/metrics": Need.STATS,
-    "/admin/keys": Need.ADMIN,
-    "/admin/reload": Need.ADMIN,
+ROUTES: Mapping[str, RequiredScope] = {
+    "/health": RequiredScope.NO_KEY,
+    "/ready": RequiredScope.NO_KEY,
+    "/docs": RequiredScope.ANY_KEY,
+    "/openapi.json": RequiredScope.ANY_KEY,
+    "/v1/models": RequiredScope.ANY_KEY,
+    "/v1/models/{name:path}": RequiredScope.ANY_KEY,
+    "/v1/stats": RequiredScope.ANY_KEY,  # its own figures; more with the scope
+    "/v1/chat/completions": RequiredScope.INFERENCE,
+    "/v1/completions": RequiredScope.INFERENCE,
+    "/v1/embeddings": RequiredScope.INFERENCE,
+    "/tokenize": RequiredScope.INFERENCE,
+    "/detokenize": RequiredScope.INFERENCE,
+    "/metrics": RequiredScope.STATS,
+    "/admin/keys": RequiredScope.ADMIN,
+    "/admin/reload": RequiredScope.ADMIN,
 }
 
 
@@ -42,7 +42,9 @@ def check_routes(paths: Iterable[str]) -> None:
     """Every route says what it wants; those with a part that varies can want no scope."""
     for path in paths:
         assert path in ROUTES, f"{path} is not in the table of routes: say what scope it wants"
-        assert "{" not in path or ROUTES[path] is Need.ANY_KEY, f"{path} is not found by its path"
+        assert "{" not in path or ROUTES[path] is RequiredScope.ANY_KEY, (
+            f"{path} is not found by its path"
+        )
 
 
 class Access:
@@ -70,7 +72,7 @@ class Access:
             return
         if key.has_expired(self._now()):
             raise _unauthenticated(f"the API key {key.name!r} has expired", "expired_api_key")
-        need = needed_for(path).value
+        need = required_scope(path).value
         if isinstance(need, KeyScope) and not key.may(need):
             raise ApiError(
                 403,
@@ -79,15 +81,15 @@ class Access:
             )
 
     def replace(self, ring: KeyRing) -> KeyChanges:
-        """Put other keys in force. What runs goes on; each new request is held to the new ones."""
+        """Put other keys in force. What runs goes on; new requests need the new ones."""
         assert ring, "a server with keys would let everybody in"
         changes = KeyChanges(self.ring, ring)
         self.ring = ring
         return changes
 
 
-def needed_for(path: str) -> Need:
-    return ROUTES.get(path, Need.ANY_KEY)  # what is not there, is not there for strangers
+def required_scope(path: str) -> RequiredScope:
+    return ROUTES.get(path, RequiredScope.ANY_KEY)  # an unknown path is a 401 before it is a 404
 
 
 def may_read_totals(key: ApiKey | None) -> bool:

@@ -26,7 +26,7 @@ from quire.server.generation import complete_chat, complete_text
 from quire.server.keys import ApiKey
 from quire.server.logs import log
 from quire.server.metrics import CONTENT_TYPE, exposition, stats_for
-from quire.server.middleware import ClientGoneError, Gate
+from quire.server.middleware import ClientGoneError, Middleware
 from quire.server.openapi import (
     STREAM_CONTENT,
     describe_bodies,
@@ -122,7 +122,7 @@ _ENDPOINTS = (
 )
 
 
-def create_app(service: Service) -> Gate:
+def create_app(service: Service) -> Middleware:
     """The whole server as an ASGI application; its lifespan loads the model and lets it go."""
     settings = service.settings
     endpoint = settings.otlp_endpoint
@@ -143,7 +143,7 @@ def create_app(service: Service) -> Gate:
     _add_administration(app, service)
     describe_bodies(app, [endpoint.body for endpoint in _ENDPOINTS])
     check_routes(route.path for route in app.routes if isinstance(route, Route))
-    return Gate(
+    return Middleware(
         app,
         settings,
         service.access,

@@ -1,9 +1,9 @@
 """AuditLog: what matters to security, one line an event, in a hash chain that `quire audit` checks.
 
-Events are queued and written by a thread of its own, so that a slow disk holds nobody up. Nothing
-is left out in silence: where the disk does not take events and the queue is full, a line `gap` says
-how many are missing as soon as it can be written. Events that anybody can cause as often as they
-like are told once and then counted: one line for the first, one a minute for all that followed.
+Events are queued and written by a thread of its own, so that a slow disk blocks nobody. No loss
+goes unrecorded: where the disk does not take events and the queue is full, a line `gap` says how
+many are missing as soon as it can be written. Events that anybody can cause as often as they like
+are written once and then counted: one line for the first, one a minute for all that followed.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ from quire.core.hash_chain import (
     read_line,
     read_secret,
 )
-from quire.server.access import Need, needed_for
+from quire.server.access import RequiredScope, required_scope
 from quire.server.calls import Call
 from quire.server.logs import LOGGER, log
 from quire.server.settings import ServerSettings
@@ -128,7 +128,7 @@ class AuditLog:
     def close(self, timeout_s: float = 5.0, **about: Any) -> None:
         """Write what is left, and a last line, if the disk takes them in time."""
         with self._wake:
-            self._tell_repeats(at_end=True)
+            self._close_repeats(at_end=True)
             self._enqueue("stop", about)
             self._is_closed = True
             self._wake.notify()
@@ -142,14 +142,14 @@ class AuditLog:
             self._num_lost += 1
             self.num_dropped += 1
             return
-        self._say_what_was_lost()
+        self._record_gap()
         self._queue.append(self._record_of(event, about))
 
     def _record_of(self, event: str, about: Fields) -> dict[str, Any]:
         moment = datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds")
         return {"time": moment, "event": event, **_cut(about)}
 
-    def _say_what_was_lost(self) -> None:
+    def _record_gap(self) -> None:
         if self._num_lost:
             lost, self._num_lost = self._num_lost, 0
             self._enqueue("gap", {"lost": lost})
@@ -173,7 +173,7 @@ class AuditLog:
     def write(self) -> bool:
         """Write all that waits; False where the disk did not take it."""
         try:
-            self._tell_repeats()
+            self._close_repeats()
             self._reopen_where_moved()
             while batch := self._batch():
                 self._append(batch)
@@ -189,7 +189,7 @@ class AuditLog:
         self._report(None)
         return True
 
-    def _tell_repeats(self, *, at_end: bool = False) -> None:
+    def _close_repeats(self, *, at_end: bool = False) -> None:
         """Close the groups whose time is over, or all of them."""
         now = self._now()
         with self._wake:
@@ -205,8 +205,8 @@ class AuditLog:
         """What is next; it stays in the queue until it is written."""
         with self._wake:
             if not self._queue:
-                self._say_what_was_lost()
-            return [self._queue[place] for place in range(min(_MAX_BATCH, len(self._queue)))]
+                self._record_gap()
+            return [self._queue[index] for index in range(min(_MAX_BATCH, len(self._queue)))]
 
     def _append(self, records: list[dict[str, Any]]) -> None:
         """All of them on the disk, or none."""
@@ -260,7 +260,7 @@ class AuditLog:
 
     def _read_tail(self, secret: bytes | None) -> Chain:
         """Where the chain in the file has got to. A last line that is cut off, as a crash leaves
-        it, is taken out, which the next line tells."""
+        it, is taken out, which the next line records."""
         size = os.fstat(self._file).st_size
         start = max(0, size - 2 * MAX_LINE_BYTES)
         tail = os.pread(self._file, size - start, start)
@@ -310,7 +310,7 @@ def record_call(audit: AuditLog, call: Call, *, every_request: bool) -> None:
             "authentication_failed",
             {"code": call.error, "key": name, **client},
             about,
-            max_groups=16,  # strangers come from as many addresses as they like
+            max_groups=16,  # anybody can come from as many addresses as they like
         )
         return
     if call.error == "insufficient_scope":
@@ -318,11 +318,13 @@ def record_call(audit: AuditLog, call: Call, *, every_request: bool) -> None:
     elif call.error in _QUOTA_CODES:
         group = {"key": name, "code": call.error}
         audit.record_repeated("quota_refused", group, {**about, **client})
-    elif needed_for(call.path) is Need.ADMIN and name is not None:
+    elif required_scope(call.path) is RequiredScope.ADMIN and name is not None:
         audit.record("admin", key=name, status=call.status, **about, **client)
-    elif needed_for(call.path) is Need.ADMIN:  # without keys anybody is an administrator
+    elif (
+        required_scope(call.path) is RequiredScope.ADMIN
+    ):  # without keys anybody is an administrator
         audit.record_repeated("admin", {"key": None, "path": call.path}, client)
-    if every_request and needed_for(call.path) is not Need.NOTHING:
+    if every_request and required_scope(call.path) is not RequiredScope.NO_KEY:
         tokens = {
             field: count
             for field, count in call.summary().items()
@@ -334,17 +336,16 @@ def record_call(audit: AuditLog, call: Call, *, every_request: bool) -> None:
 
 
 def settings_digest(settings: ServerSettings) -> str:
-    """A hash of everything the server was told, keys included: two starts with the same one were
-    told the same."""
-    told = [
+    """A hash of all settings, keys included: two starts with the same one had the same settings."""
+    values = [
         f"{field.name}={getattr(settings, field.name)!r}"
         for field in fields(settings)
         if field.name != "keys"
     ]
     for key in settings.keys:
         own = [(field.name, getattr(key, field.name)) for field in fields(key)]
-        told.append(repr([(name, sorted(v) if name == "scopes" else v) for name, v in own]))
-    return _digest("\n".join(told).encode("utf-8", "surrogatepass"))
+        values.append(repr([(name, sorted(v) if name == "scopes" else v) for name, v in own]))
+    return _digest("\n".join(values).encode("utf-8", "surrogatepass"))
 
 
 def _open_file(path: Path) -> int:

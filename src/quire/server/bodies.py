@@ -22,37 +22,39 @@ B = TypeVar("B", bound=Strict)
 T = TypeVar("T")
 
 
-def checked(body: bytes, schema: type[B], limits: BodyLimits) -> B:
+def parse_body(body: bytes, schema: type[B], limits: BodyLimits) -> B:
     """What a body says, in the form of its endpoint; an ApiError about the first field at fault."""
     found = read_json(body, limits)
     try:
         return schema.model_validate(found)
     except ValidationError as error:
-        raise refusal_of(error.errors(include_url=False, include_input=False)) from None
+        raise validation_error(error.errors(include_url=False, include_input=False)) from None
 
 
-async def prepared(
+async def prepare_body(
     service: Service, request: Request, prepare: Callable[[bytes], T], *, is_quick: bool
 ) -> T:
     """What `prepare` makes of the body. It runs in the pool; a small body that `is_quick` to
     prepare is not worth the change of threads."""
-    message = await request.receive()  # the gate gives it in one piece
+    message = await request.receive()  # the middleware gives it in one piece
     if message["type"] != "http.request":
         raise ClientGoneError
     body: bytes = message["body"]
     if is_quick and len(body) <= SMALL_BYTES:
         return prepare(body)
-    return await in_pool(service, request, lambda: prepare(body), len(body))
+    return await run_in_pool(service, request, lambda: prepare(body), len(body))
 
 
-async def in_pool(service: Service, request: Request, work: Callable[[], T], size: int = 0) -> T:
-    """Work that would hold up the event loop; given up when the client goes away."""
-    working = service.pool.submit(_line_of(request), work, size)
+async def run_in_pool(
+    service: Service, request: Request, work: Callable[[], T], size: int = 0
+) -> T:
+    """Work that would block the event loop; cancelled when the client goes away."""
+    working = service.pool.submit(_queue_of(request), work, size)
     leaving: asyncio.Future[None] | None = None
 
     def watch() -> None:
         nonlocal leaving
-        leaving = asyncio.ensure_future(disconnected(request))
+        leaving = asyncio.ensure_future(wait_for_disconnect(request))
         leaving.add_done_callback(lambda _: working.cancel())
 
     watching = asyncio.get_running_loop().call_later(_SOON_S, watch)
@@ -68,14 +70,14 @@ async def in_pool(service: Service, request: Request, work: Callable[[], T], siz
             leaving.cancel()
 
 
-async def disconnected(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
     """Wait until the client has gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _line_of(request: Request) -> str:
-    """A line for every key; where there are none, one for every address."""
+def _queue_of(request: Request) -> str:
+    """The work pool's queue: one for every key; without keys, one for every address."""
     call: Call = request.scope[SCOPE_KEY]
     if call.key is not None:
         return f"key {call.key.name}"
@@ -88,7 +90,7 @@ def _line_of(request: Request) -> str:
 _NAMES_OF_KINDS = ("str", "int", "float", "bool", "none")  # what a union was tried as
 
 
-def refusal_of(errors: Sequence[Any]) -> ApiError:
+def validation_error(errors: Sequence[Any]) -> ApiError:
     """The 400 for a body that does not fit its schema, about the first field that does not."""
     error = errors[0]
     field = _field(error)
@@ -99,7 +101,7 @@ def refusal_of(errors: Sequence[Any]) -> ApiError:
 
 
 def _field(error: Any) -> str | None:
-    """A path such as messages[0].content, as far as it is one of names and places."""
+    """A path such as messages[0].content, as far as it is one of names and indices."""
     steps = error["loc"]
     is_unknown = error["type"] == "extra_forbidden"
     return name_of(
@@ -123,8 +125,8 @@ def _message(field: str, errors: Sequence[Any]) -> str:
             return f"{field} is not supported: leave it out (see /docs)"
         case "too_long" if field == "tools":
             return "tools is not supported: quire does not call tools yet"
-    told = "; or: ".join(dict.fromkeys(error["msg"] for error in errors))
-    return f"{field}: {told}"
+    reasons = dict.fromkeys(error["msg"] for error in errors)
+    return f"{field}: {'; or: '.join(reasons)}"
 
 
 def _code(kind: str) -> str | None:

@@ -10,7 +10,7 @@ from quire.core.request import RequestOutput
 from quire.server.keys import ApiKey
 from quire.server.quotas import Admission
 
-SCOPE_KEY = "quire.call"  # where a call lies in its ASGI scope
+SCOPE_KEY = "quire.call"  # of a call in its ASGI scope
 CLIENT_GONE = "client_gone"  # the error of a call whose client did not wait
 _LOGGED_PATH = 200  # characters of it
 _SOUND_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")

@@ -118,7 +118,7 @@ def _address_of(hop: str) -> str | None:
 
 class FailedKeys:
     """How often each address sent a wrong key: the first ten are free, and from there on each
-    doubles the time until the next is welcome. Those that failed longest ago are forgotten."""
+    doubles the time until the next is answered. Those that failed longest ago are forgotten."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -143,15 +143,15 @@ class FailedKeys:
 # ---- connections
 
 
-_SHARE = 8  # of all connections, one address may hold the eighth part ...
-_LEAST = 8  # ... and these in any case
+_ADDRESS_SHARE = 8  # an address may have an eighth of all connections ...
+_MIN_PER_ADDRESS = 8  # ... and these in any case
 _RETRY_S = 1.0
 _MAX_REFUSED = 16  # connections beyond the limits that may stay until they have read so
-_SPARE_DESCRIPTORS = 32  # for the model's files, and for connections that are being refused
+_RESERVED_DESCRIPTORS = 32  # for the model's files, and for connections that are being refused
 
 
 class Connection(Protocol):
-    def give_way(self) -> None:
+    def close_now(self) -> None:
         """Close at once."""
 
 
@@ -166,7 +166,9 @@ class Connections:
         proxies: Proxies | None = None,
     ) -> None:
         self.max_connections = max_connections
-        self.max_per_address = max_per_address or max(_LEAST, max_connections // _SHARE)
+        self.max_per_address = max_per_address or max(
+            _MIN_PER_ADDRESS, max_connections // _ADDRESS_SHARE
+        )
         self.num_open = 0
         self.refused: Counter[str] = Counter()  # by which limit
         self.cut: Counter[str] = Counter()  # connections closed by a deadline or bound, by which
@@ -182,7 +184,7 @@ class Connections:
         group = None if address in self._proxies else address_group(address)
         if group is not None and self._by_group[group] >= self.max_per_address:
             raise self._refusal(connection, "address", 429, f"{group} has too many connections")
-        if self.num_open >= self.max_connections and not self._make_room():
+        if self.num_open >= self.max_connections and not self._close_one_idle():
             message = "the server has too many connections"
             raise self._refusal(connection, "connections", 503, message)
         self.num_open += 1
@@ -202,7 +204,7 @@ class Connections:
             self._drop(group)
 
     @contextmanager
-    def held_for(self, group: str | None) -> Iterator[None]:
+    def proxied_request(self, group: str | None) -> Iterator[None]:
         """Count a request that a proxy makes for an address as that address's connection."""
         if group is None:
             yield
@@ -225,7 +227,7 @@ class Connections:
         self._idle.pop(connection, None)
 
     def set_idle(self, connection: Connection) -> None:
-        """It is the last to give way from here on."""
+        """It becomes the last to be closed for a newcomer."""
         self._idle.pop(connection, None)
         self._lingering.pop(connection, None)
         self._idle[connection] = None
@@ -243,16 +245,16 @@ class Connections:
     def _refusal(self, connection: Connection, limit: str, status: int, message: str) -> ApiError:
         self.refused[limit] += 1
         if len(self._refused) >= _MAX_REFUSED:
-            next(iter(self._refused)).give_way()
+            next(iter(self._refused)).close_now()
         self._refused[connection] = None
         return ApiError(status, message, code="too_many_connections", retry_after_s=_RETRY_S)
 
-    def _make_room(self) -> bool:
-        for line in (self._lingering, self._idle):
-            for connection in line:
+    def _close_one_idle(self) -> bool:
+        for group in (self._lingering, self._idle):
+            for connection in group:
                 self.cut["made room"] += 1
-                del line[connection]
-                connection.give_way()
+                del group[connection]
+                connection.close_now()
                 return True
         return False
 
@@ -261,15 +263,15 @@ def open_connections(settings: ServerSettings) -> Connections:
     """As many as the settings allow, as far as there are descriptors for them."""
     room = settings.max_connections
     descriptors = _num_descriptors()
-    if descriptors is not None and descriptors - _SPARE_DESCRIPTORS < room:
-        room = max(1, descriptors - _SPARE_DESCRIPTORS)
+    if descriptors is not None and descriptors - _RESERVED_DESCRIPTORS < room:
+        room = max(1, descriptors - _RESERVED_DESCRIPTORS)
         log("few_descriptors", logging.WARNING, available=descriptors, max_connections=room)
     proxies = Proxies(settings.trusted_proxies)
     return Connections(room, settings.max_connections_per_address, proxies)
 
 
 def _num_descriptors() -> int | None:
-    """That can still be opened, where the system tells: as many as it lets the process have."""
+    """How many can still be opened, after raising the soft limit; None where there is no limit."""
     with suppress(ImportError, OSError, ValueError):
         resource = import_module("resource")  # not on Windows
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -18,10 +18,16 @@ from starlette.responses import Response
 from quire.core.request import RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.llm import AsyncLLM
-from quire.server.bodies import checked, in_pool, prepared
+from quire.server.bodies import parse_body, prepare_body, run_in_pool
 from quire.server.calls import Call
 from quire.server.errors import ApiError
-from quire.server.generation import Errors, Ready, begin, outputs_of, submit_all
+from quire.server.generation import (
+    ErrorMapper,
+    PreparedBody,
+    call_and_model,
+    outputs_of,
+    submit_all,
+)
 from quire.server.replies import DetokenizedText, EmbeddingList, EmbeddingUsage, TokenList
 from quire.server.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from quire.server.service import Service
@@ -35,29 +41,29 @@ _MANY_NUMBERS = 4096  # some milliseconds of writing
 
 
 async def embed(service: Service, request: Request) -> Response:
-    call, llm = begin(service, request)
-    with_errors = Errors(service, EmbeddingRequest)
-    prepare = partial(_prepare, service, llm, with_errors)
-    body, prompts = await prepared(service, request, prepare, is_quick=True)
+    call, llm = call_and_model(service, request)
+    errors = ErrorMapper(service, EmbeddingRequest)
+    prepare = partial(_prepare, service, llm, errors)
+    body, prompts = await prepare_body(service, request, prepare, is_quick=True)
     call.user = body.user
     submitting = submit_all(service, llm, call, body, prompts, stream=False, pooling=True)
-    streams = await with_errors.of(submitting)
+    streams = await errors.of(submitting)
     outputs = await outputs_of(request, call, streams)
     for output in outputs:
         if output.error is not None:
-            raise with_errors.as_api_error(output.error)
+            raise errors.as_api_error(output.error)
     write = partial(_written, service.name, outputs, body.encoding_format)
     is_long = sum(np.size(output.pooled) for output in outputs) > _MANY_NUMBERS
-    content = await in_pool(service, request, write) if is_long else write()
+    content = await run_in_pool(service, request, write) if is_long else write()
     return Response(content, media_type="application/json")
 
 
-def _prepare(service: Service, llm: AsyncLLM, with_errors: Errors, data: bytes) -> Ready:
-    body = checked(data, EmbeddingRequest, service.body_limits)
+def _prepare(service: Service, llm: AsyncLLM, errors: ErrorMapper, data: bytes) -> PreparedBody:
+    body = parse_body(data, EmbeddingRequest, service.body_limits)
     service.check_model(body.model)
-    with with_errors:
+    with errors:
         prompts = [(llm.prompts.read(text).without_text(), _NO_TOKENS) for text in body.prompts]
-    return Ready(body.model_copy(update={"input": ""}), prompts)
+    return PreparedBody(body.model_copy(update={"input": ""}), prompts)
 
 
 def _written(model: str, outputs: list[RequestOutput], encoding: str | None) -> bytes:
@@ -97,17 +103,19 @@ async def _answered(
     service: Service, request: Request, answer: Callable[[Service, Call, AsyncLLM, bytes], str]
 ) -> Response:
     """From the body to the answer in one go, in the pool."""
-    call, llm = begin(service, request)
-    content = await prepared(service, request, partial(answer, service, call, llm), is_quick=False)
+    call, llm = call_and_model(service, request)
+    content = await prepare_body(
+        service, request, partial(answer, service, call, llm), is_quick=False
+    )
     return Response(content, media_type="application/json")
 
 
 def _tokenize(service: Service, call: Call, llm: AsyncLLM, data: bytes) -> str:
-    body = checked(data, TokenizeRequest, service.body_limits)
+    body = parse_body(data, TokenizeRequest, service.body_limits)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
-    with Errors(service, TokenizeRequest):
+    with ErrorMapper(service, TokenizeRequest):
         tokens = _tokens_of(llm, body, service.parses_control_tokens(call.key))
     return TokenList(
         tokens=tokens, count=len(tokens), max_model_len=llm.max_context
@@ -126,7 +134,7 @@ def _tokens_of(llm: AsyncLLM, body: TokenizeRequest, parse_control_tokens: bool)
 
 
 def _detokenize(service: Service, _: Call, llm: AsyncLLM, data: bytes) -> str:
-    body = checked(data, DetokenizeRequest, service.body_limits)
+    body = parse_body(data, DetokenizeRequest, service.body_limits)
     service.check_model(body.model)
     tokenizer = _tokenizer(llm)
     if len(body.tokens) > llm.max_context:  # a token may be long: the text could take gigabytes
@@ -135,11 +143,11 @@ def _detokenize(service: Service, _: Call, llm: AsyncLLM, data: bytes) -> str:
             f"tokens has {len(body.tokens)} entries, more than the limit of {llm.max_context}",
             param="tokens",
         )
-    for place, token in enumerate(body.tokens):
+    for index, token in enumerate(body.tokens):
         if token >= tokenizer.vocabulary_size:
             raise ApiError(
                 400,
-                f"tokens[{place}] is {token}; the vocabulary has 0 to "
+                f"tokens[{index}] is {token}; the vocabulary has 0 to "
                 f"{tokenizer.vocabulary_size - 1}",
                 param="tokens",
             )

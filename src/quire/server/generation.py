@@ -1,4 +1,4 @@
-"""Chat and plain completions: from a checked body to an answer, whole or as a stream."""
+"""Chat and plain completions: from a body to an answer, whole or as a stream."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from quire.core.version import own_version
 from quire.engine.aio import Stream
 from quire.llm import AsyncLLM
 from quire.llm.prompts import Prepared
-from quire.server.bodies import checked, disconnected, in_pool, prepared
+from quire.server.bodies import parse_body, prepare_body, run_in_pool, wait_for_disconnect
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import ApiError, as_api_error
 from quire.server.middleware import ClientGoneError
@@ -34,8 +34,8 @@ from quire.server.replies import (
     Usage,
 )
 from quire.server.schemas import (
-    Addressed,
     ChatRequest,
+    CommonFields,
     CompletionRequest,
     Generation,
     Strict,
@@ -52,7 +52,7 @@ _MANY_SCORES = 1000  # some milliseconds of writing
 Prompts = list[tuple[Prepared, SamplingParams]]
 
 
-class Ready(NamedTuple):
+class PreparedBody(NamedTuple):
     """A body that was read: what it says beside its text, and its prompts as the engine takes them.
 
     The text is let go of: a body may be large, and its answer may take long.
@@ -63,7 +63,7 @@ class Ready(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerationCall:
     """A call that generates: what to complete, and how."""
 
     body: Generation
@@ -79,41 +79,49 @@ class Asked:
 
 
 async def complete_chat(service: Service, request: Request) -> Response:
-    call, llm = begin(service, request)
-    with_errors = Errors(service, ChatRequest)
-    prepare = partial(_prepare_chat, service, llm, call, with_errors)
-    ready = await prepared(service, request, prepare, is_quick=False)  # a template takes its time
-    asked = _asked(call, llm, ready, "chatcmpl")
-    if asked.body.stream:
-        return await _stream(service, asked, with_errors, ChatFrames)
-    outputs = await _run(service, asked, with_errors, request)
-    return await _answer(service, request, outputs, partial(_chat_reply, service, asked, outputs))
+    call, llm = call_and_model(service, request)
+    errors = ErrorMapper(service, ChatRequest)
+    prepare = partial(_prepare_chat, service, llm, call, errors)
+    # Never on the event loop: a template may take long.
+    body = await prepare_body(service, request, prepare, is_quick=False)
+    generation = _generation_call(call, llm, body, "chatcmpl")
+    if generation.body.stream:
+        return await _stream(service, generation, errors, ChatFrames)
+    outputs = await _run(service, generation, errors, request)
+    return await _answer(
+        service, request, outputs, partial(_chat_reply, service, generation, outputs)
+    )
 
 
 async def complete_text(service: Service, request: Request) -> Response:
-    call, llm = begin(service, request)
-    with_errors = Errors(service, CompletionRequest)
-    prepare = partial(_prepare_text, service, llm, with_errors)
-    ready = await prepared(service, request, prepare, is_quick=True)
-    asked = _asked(call, llm, ready, "cmpl")
-    if asked.body.stream:
-        return await _stream(service, asked, with_errors, TextFrames)
-    outputs = await _run(service, asked, with_errors, request)
-    return await _answer(service, request, outputs, partial(_text_reply, service, asked, outputs))
+    call, llm = call_and_model(service, request)
+    errors = ErrorMapper(service, CompletionRequest)
+    prepare = partial(_prepare_text, service, llm, errors)
+    body = await prepare_body(service, request, prepare, is_quick=True)
+    generation = _generation_call(call, llm, body, "cmpl")
+    if generation.body.stream:
+        return await _stream(service, generation, errors, TextFrames)
+    outputs = await _run(service, generation, errors, request)
+    return await _answer(
+        service, request, outputs, partial(_text_reply, service, generation, outputs)
+    )
 
 
-def _asked(call: Call, llm: AsyncLLM, ready: Ready, kind: str) -> Asked:
-    call.user = ready.body.user
-    return Asked(ready.body, ready.prompts, call, llm, f"{kind}-{call.id}", int(time.time()))
+def _generation_call(
+    call: Call, llm: AsyncLLM, prepared: PreparedBody, kind: str
+) -> GenerationCall:
+    call.user = prepared.body.user
+    answer_id = f"{kind}-{call.id}"
+    return GenerationCall(prepared.body, prepared.prompts, call, llm, answer_id, int(time.time()))
 
 
 # ---- reading, in the pool
 
 
 def _prepare_chat(
-    service: Service, llm: AsyncLLM, call: Call, with_errors: "Errors", data: bytes
-) -> Ready:
-    body = checked(data, ChatRequest, service.body_limits)
+    service: Service, llm: AsyncLLM, call: Call, errors: "ErrorMapper", data: bytes
+) -> PreparedBody:
+    body = parse_body(data, ChatRequest, service.body_limits)
     service.check_model(body.model)
     _check_chat(body)
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
@@ -121,40 +129,42 @@ def _prepare_chat(
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens
     body = body.model_copy(update=changes)
-    with with_errors:
+    with errors:
         prompt = llm.prompts.read_chat(
             messages, parse_control_tokens=service.parses_control_tokens(call.key)
         )
         room = llm.max_context - len(prompt.tokens)
         more = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-        return Ready(body, [(prompt.without_text(), body.sampling(room, **more))])
+        return PreparedBody(body, [(prompt.without_text(), body.sampling(room, **more))])
 
 
-def _prepare_text(service: Service, llm: AsyncLLM, with_errors: "Errors", data: bytes) -> Ready:
-    body = checked(data, CompletionRequest, service.body_limits)
+def _prepare_text(
+    service: Service, llm: AsyncLLM, errors: "ErrorMapper", data: bytes
+) -> PreparedBody:
+    body = parse_body(data, CompletionRequest, service.body_limits)
     service.check_model(body.model)
     _check_streaming(body)
     more = {} if body.logprobs is None else {"logprobs": body.logprobs}
     prompts: Prompts = []
-    with with_errors:
+    with errors:
         for text in body.prompts:
             prompt = llm.prompts.read(text)
             room = min(_USUAL_COMPLETION_TOKENS, llm.max_context - len(prompt.tokens))
             usual = max(room, body.min_tokens or 0)
             prompts.append((prompt.without_text(), body.sampling(usual, **more)))
-    return Ready(body.model_copy(update={"prompt": ""}), prompts)
+    return PreparedBody(body.model_copy(update={"prompt": ""}), prompts)
 
 
-# ---- before and around
+# ---- checks, errors and submission
 
 
-def begin(service: Service, request: Request) -> tuple[Call, AsyncLLM]:
+def call_and_model(service: Service, request: Request) -> tuple[Call, AsyncLLM]:
     """The call and the model that answers it; raises where it cannot be answered now."""
     call: Call = request.scope[SCOPE_KEY]
     return call, service.llm
 
 
-class Errors:
+class ErrorMapper:
     """Turns quire's errors into answers that name the fields of this kind of body.
 
     Around what raises them it is a context manager.
@@ -202,7 +212,7 @@ async def submit_all(
     service: Service,
     llm: AsyncLLM,
     call: Call,
-    body: Addressed,
+    body: CommonFields,
     prompts: Sequence[tuple[Prepared, SamplingParams]],
     *,
     stream: bool,
@@ -230,7 +240,7 @@ async def outputs_of(
 ) -> list[RequestOutput]:
     """Wait for the requests' ends while their client does; else end them."""
     working = asyncio.create_task(_all_ends(streams))
-    leaving = asyncio.create_task(disconnected(request))
+    leaving = asyncio.create_task(wait_for_disconnect(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         is_gone = not working.done()
@@ -258,43 +268,43 @@ async def _all_ends(streams: Sequence[Stream]) -> list[RequestOutput]:
 
 
 async def _run(
-    service: Service, asked: Asked, with_errors: Errors, request: Request
+    service: Service, generation: GenerationCall, errors: ErrorMapper, request: Request
 ) -> list[RequestOutput]:
     """Every prompt to its end; the first error is the answer's."""
-    streams = await with_errors.of(asked.submit(service, stream=False))
-    outputs = await outputs_of(request, asked.call, streams)
+    streams = await errors.of(generation.submit(service, stream=False))
+    outputs = await outputs_of(request, generation.call, streams)
     for output in outputs:
         if output.error is not None:
-            raise with_errors.as_api_error(output.error)
+            raise errors.as_api_error(output.error)
     return outputs
 
 
 async def _stream(
-    service: Service, asked: Asked, with_errors: Errors, kind: type[Frames]
+    service: Service, generation: GenerationCall, errors: ErrorMapper, kind: type[Frames]
 ) -> Response:
-    streams = await with_errors.of(asked.submit(service, stream=True))
-    options = asked.body.stream_options
+    streams = await errors.of(generation.submit(service, stream=True))
+    options = generation.body.stream_options
     frames = kind(
-        asked.answer_id,
-        asked.created,
+        generation.answer_id,
+        generation.created,
         service.name,
         FINGERPRINT,
-        ScoreWriter(asked.llm.tokenizer),
+        ScoreWriter(generation.llm.tokenizer),
         with_usage=bool(options and options.include_usage),
-        with_token_ids=bool(asked.body.return_token_ids),
+        with_token_ids=bool(generation.body.return_token_ids),
     )
 
     def ending(outputs: Sequence[RequestOutput]) -> bytes:
-        return frames.ending(usage_of(outputs), traces_of(asked.call, outputs) or ())
+        return frames.ending(usage_of(outputs), traces_of(generation.call, outputs) or ())
 
     return StreamReply(
         service,
-        asked.call,
+        generation.call,
         streams,
         frames,
-        choices_each=asked.body.n or 1,
+        choices_each=generation.body.n or 1,
         ending=ending,
-        as_api_error=with_errors.as_api_error,
+        as_api_error=errors.as_api_error,
     )
 
 
@@ -304,7 +314,7 @@ async def _answer(
     outputs: Sequence[RequestOutput],
     write: Callable[[], bytes],
 ) -> Response:
-    """Written in the pool where it tells of many scores."""
+    """Written in the pool where it has many log-probabilities."""
     num_scores = sum(
         (1 + len(completion.logprobs[0].top)) * len(completion.logprobs)
         for output in outputs
@@ -312,58 +322,64 @@ async def _answer(
         if completion.logprobs
     )
     is_long = num_scores > _MANY_SCORES
-    content = await in_pool(service, request, write) if is_long else write()
+    content = await run_in_pool(service, request, write) if is_long else write()
     return Response(content, media_type="application/json")
 
 
-def _chat_reply(service: Service, asked: Asked, outputs: Sequence[RequestOutput]) -> bytes:
-    scores = ScoreWriter(asked.llm.tokenizer)
+def _chat_reply(
+    service: Service, generation: GenerationCall, outputs: Sequence[RequestOutput]
+) -> bytes:
+    scores = ScoreWriter(generation.llm.tokenizer)
     choices = []
-    for index, completion in _numbered(outputs):
+    for index, completion in _all_completions(outputs):
         choice = ChatChoice(
             index=index,
             message=ChatMessage(content=completion.text),
             logprobs=None,
-            finish_reason=_finish_word(completion),
+            finish_reason=_finish_reason(completion),
             stop_reason=completion.stop_reason,
-            token_ids=completion.token_ids if asked.body.return_token_ids else None,
+            token_ids=completion.token_ids if generation.body.return_token_ids else None,
         )
-        told = None if completion.logprobs is None else scores.for_chat(completion.logprobs)
-        choices.append(_with_scores(choice, told))
+        logprobs = completion.logprobs
+        written = None if logprobs is None else scores.for_chat(logprobs)
+        choices.append(_with_scores(choice, written))
     reply = ChatCompletion(
-        id=asked.answer_id,
-        created=asked.created,
+        id=generation.answer_id,
+        created=generation.created,
         model=service.name,
         system_fingerprint=FINGERPRINT,
         choices=[],
         usage=usage_of(outputs),
-        quire_trace=traces_of(asked.call, outputs),
+        quire_trace=traces_of(generation.call, outputs),
     )
     return _with_choices(reply, choices)
 
 
-def _text_reply(service: Service, asked: Asked, outputs: Sequence[RequestOutput]) -> bytes:
-    scores = ScoreWriter(asked.llm.tokenizer)
+def _text_reply(
+    service: Service, generation: GenerationCall, outputs: Sequence[RequestOutput]
+) -> bytes:
+    scores = ScoreWriter(generation.llm.tokenizer)
     choices = []
-    for index, completion in _numbered(outputs):
+    for index, completion in _all_completions(outputs):
         choice = CompletionChoice(
             index=index,
             text=completion.text,
             logprobs=None,
-            finish_reason=_finish_word(completion),
+            finish_reason=_finish_reason(completion),
             stop_reason=completion.stop_reason,
-            token_ids=completion.token_ids if asked.body.return_token_ids else None,
+            token_ids=completion.token_ids if generation.body.return_token_ids else None,
         )
-        told = None if completion.logprobs is None else scores.for_text(completion.logprobs).json
-        choices.append(_with_scores(choice, told))
+        logprobs = completion.logprobs
+        written = None if logprobs is None else scores.for_text(logprobs).json
+        choices.append(_with_scores(choice, written))
     reply = TextCompletion(
-        id=asked.answer_id,
-        created=asked.created,
+        id=generation.answer_id,
+        created=generation.created,
         model=service.name,
         system_fingerprint=FINGERPRINT,
         choices=[],
         usage=usage_of(outputs),
-        quire_trace=traces_of(asked.call, outputs),
+        quire_trace=traces_of(generation.call, outputs),
     )
     return _with_choices(reply, choices)
 
@@ -381,13 +397,13 @@ def _with_choices(reply: ChatCompletion | TextCompletion, choices: Sequence[str]
     return f'{head},"choices":[{",".join(choices)}]}}'.encode()
 
 
-def _numbered(outputs: Sequence[RequestOutput]) -> list[tuple[int, Completion]]:
+def _all_completions(outputs: Sequence[RequestOutput]) -> list[tuple[int, Completion]]:
     """All choices in order: those of the first prompt, then those of the next."""
     completions = [completion for output in outputs for completion in output.completions]
     return list(enumerate(completions))
 
 
-def _finish_word(completion: Completion) -> Any:
+def _finish_reason(completion: Completion) -> Any:
     assert completion.finish_reason is not None
     return completion.finish_reason.value
 

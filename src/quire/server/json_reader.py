@@ -160,7 +160,7 @@ class _Reader:
             try:
                 some = json.loads(f"[{self._text[at:comma]}]")
             except ValueError:
-                break  # the loop over single values finds the place
+                break  # the loop over single values finds the position
             if not some:
                 break  # likewise: a comma without a value
             self._num_integers += len(some)
@@ -233,8 +233,8 @@ def _pause() -> None:
 def _refusal(what: str, path: Sequence[str | int] = ()) -> ApiError:
     """For what is no JSON."""
     field = name_of(path)
-    told = f"{field}: {what}" if field else what
-    return ApiError(400, f"the body is no JSON: {told}", param=field, code="invalid_json")
+    reason = f"{field}: {what}" if field else what
+    return ApiError(400, f"the body is no JSON: {reason}", param=field, code="invalid_json")
 
 
 def name_of(path: Sequence[str | int]) -> str | None:
@@ -250,7 +250,7 @@ def name_of(path: Sequence[str | int]) -> str | None:
     return found[:_MAX_PARAM] or None
 
 
-# ---- what the decoder in C is told to refuse
+# ---- what the decoder in C refuses
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

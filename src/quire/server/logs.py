@@ -29,9 +29,9 @@ _BATCH_BYTES = 64 << 10  # lines that are written together
 class LineWriter:
     """A bounded queue of lines and the thread that writes them; counts those it had to drop.
 
-    `announce` words a line that tells of drops; it is written before the first line that passes
-    after them. A descriptor is written to directly: a thread that hangs in the system holds none
-    of Python's locks, so the process can still end.
+    `announce` makes a line that reports drops; it is written before the first line after them. A
+    descriptor is written to directly: a thread that hangs in the system holds none of Python's
+    locks, so the process can still end.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LineWriter:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is written, no longer than told; whether it was."""
+        """Wait until everything is written, at most `timeout_s`; whether it was."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_bytes, timeout_s)
 
@@ -182,10 +182,10 @@ class JsonLines(logging.Formatter):
 class PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
-        told = " ".join(
+        listed = " ".join(
             f"{name}={json.dumps(value, default=str)}" for name, value in fields.items()
         )
-        line = f"{_timestamp(record)} {record.levelname.lower()} {record.getMessage()} {told}"
+        line = f"{_timestamp(record)} {record.levelname.lower()} {record.getMessage()} {listed}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line.rstrip()
@@ -244,7 +244,7 @@ def take_over_standard_streams(log_writer: LineWriter) -> None:
     """From here on nothing that is printed can stop the process, at its end either.
 
     What libraries print on standard error goes through the log's queue; standard output has a
-    queue of its own, so that neither's reader holds the other up.
+    queue of its own, so that neither's reader blocks the other.
     """
     outputs = LineWriter(partial(_write_to, 1))
     sys.stdout = QueuedStream(outputs, 1)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.server.access import Access, Need, needed_for
+from quire.server.access import Access, RequiredScope, required_scope
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, new_call
 from quire.server.connections import Connections, FailedKeys, Proxies, address_group
 from quire.server.errors import ApiError
@@ -41,8 +41,8 @@ class ClientGoneError(Exception):
     """Nobody is there to answer."""
 
 
-class Gate:
-    """ASGI middleware; `on_done` is told of every call when it has ended."""
+class Middleware:
+    """ASGI middleware; `on_done` gets every call when it has ended."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
                 limits = () if call.admission is None else call.admission.headers
-                told = [(name.encode(), value.encode()) for name, value in limits]
-                message = {**message, "headers": [*message["headers"], *told, *extra]}
+                added = [(name.encode(), value.encode()) for name, value in limits]
+                message = {**message, "headers": [*message["headers"], *added, *extra]}
             await send(message)
 
         try:
@@ -96,7 +96,7 @@ class Gate:
             self._on_done(call)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
-        """Tell whose request it is. Those of others than the peer count as theirs."""
+        """Find the client. A request that a proxy makes for a client counts as the client's."""
         peer = (scope.get("client") or ("", 0))[0]
         if peer not in self._proxies:
             call.client = peer
@@ -104,7 +104,7 @@ class Gate:
             return
         call.client = self._proxies.client_of(peer, scope["headers"])
         group = None if call.client in self._proxies else address_group(call.client)
-        with self._connections.held_for(group):
+        with self._connections.proxied_request(group):
             await self._pass(scope, receive, send, call)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
@@ -114,7 +114,7 @@ class Gate:
         if is_preflight(scope["method"], headers, self._settings):
             await _send(send, 204, b"", [])
             return
-        if needed_for(scope["path"]) is not Need.NOTHING:
+        if required_scope(scope["path"]) is not RequiredScope.NO_KEY:
             await self._authenticate(call, _header(headers, b"authorization"))
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
@@ -168,8 +168,8 @@ class Gate:
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
         """The whole body, within its limits of size and time."""
         limit = self._settings.max_body_bytes
-        told = _header(headers, b"content-length")
-        if told.isdecimal() and int(told) > limit:
+        length = _header(headers, b"content-length")
+        if length.isdecimal() and int(length) > limit:
             raise _too_large(limit)
         parts: list[bytes] = []
         size = 0

@@ -1,11 +1,11 @@
-"""GuardedProtocol: uvicorn's HTTP/1.1, in which nothing that a client sends or leaves holds a
-connection for longer than its deadlines.
+"""HttpProtocol: uvicorn's HTTP/1.1 with a deadline for every state of a connection, whatever its
+client sends or leaves out.
 
 A connection is idle (between requests, or its request still comes), busy (its request is answered)
 or lingering (all is answered; what the client still sends is thrown away until it closes). Each
 state has a deadline:
 
-    idle        header_timeout_s for a head, keep_alive_s before it; the gate has the body's
+    idle        header_timeout_s for a head, keep_alive_s before it; the middleware has the body's
     busy        unread_timeout_s for a client that does not take what is written to it
     lingering   linger_timeout_s and linger_bytes
 
@@ -41,8 +41,8 @@ MIN_PROGRESS_BYTES = 4096  # that a client must take in unread_timeout_s
 
 
 @dataclass(frozen=True, slots=True)
-class Guards:
-    """What every connection of a server is held to."""
+class ConnectionLimits:
+    """Limits and deadlines of every connection of a server."""
 
     connections: Connections
     max_header_bytes: int = 64 << 10
@@ -53,17 +53,17 @@ class Guards:
     keep_alive_s: float = 65.0
 
 
-class GuardedProtocol(HttpToolsProtocol):
-    """The guards are set once, by `guarded`, on a class of their own."""
+class HttpProtocol(HttpToolsProtocol):
+    """The limits are set once, by `protocol_class`, on a subclass."""
 
-    guards: Guards
+    limits: ConnectionLimits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.timeout_keep_alive = self.guards.keep_alive_s  # type: ignore[assignment]
+        self.timeout_keep_alive = self.limits.keep_alive_s  # type: ignore[assignment]
         self._lowest: asyncio.Transport | None = None  # of the connection, beneath any TLS
         self._group: str | None = None  # of its address, for the connection's limits
-        self._outlet: _Outlet
+        self._cycle_transport: _CycleTransport
         self._answering: RequestResponseCycle | None = None
         self._num_head_bytes = 0  # received, of a head that has not ended
         self._num_parsed_bytes = 0  # of a request's URL, headers and trailers
@@ -83,25 +83,25 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._outlet = _Outlet(transport, self._close_gently)
+        self._cycle_transport = _CycleTransport(transport, self._close_gently)
         try:
             self.enter(transport)
         except ApiError as error:
             self._refuse(error)
         else:
-            self._set_deadline(self.guards.header_timeout_s, self._on_head_deadline)
+            self._set_deadline(self.limits.header_timeout_s, self._on_head_deadline)
 
     def enter(self, transport: asyncio.Transport) -> None:
         """Count the connection, once: with TLS that is before its handshake."""
         if self._lowest is None:
             self._lowest = transport
             peer = get_remote_addr(transport)
-            self._group = self.guards.connections.enter(self, peer[0] if peer else "")
+            self._group = self.limits.connections.enter(self, peer[0] if peer else "")
 
     def leave(self) -> None:
         if self._lowest is not None:
             self._lowest = None
-            self.guards.connections.leave(self, self._group)
+            self.limits.connections.leave(self, self._group)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.leave()
@@ -115,7 +115,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # also after an error
 
-    def give_way(self) -> None:
+    def close_now(self) -> None:
         if self._lowest is not None:
             self._lowest.abort()
 
@@ -127,13 +127,13 @@ class GuardedProtocol(HttpToolsProtocol):
             super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came since the last answer; if that was not even taken, nobody is there."""
+        """Nothing came since the last answer; if that was not read either, the client is gone."""
         if self.transport.get_write_buffer_size():
             self._cut("unread")
         else:
             super().timeout_keep_alive_handler()
 
-    # ---- what comes
+    # ---- receiving
 
     def data_received(self, data: bytes) -> None:
         if self._is_discarding:
@@ -144,10 +144,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self._num_head_bytes += len(data)
         self._parse(data)
         if self._is_in_head and self._num_head_bytes and not self._is_discarding:
-            if self._num_head_bytes > self.guards.max_header_bytes:
+            if self._num_head_bytes > self.limits.max_header_bytes:
                 self._refuse(self._headers_too_large())
             elif self._deadline is None:  # a later request of a connection that was kept
-                self._set_deadline(self.guards.header_timeout_s, self._on_head_deadline)
+                self._set_deadline(self.limits.header_timeout_s, self._on_head_deadline)
 
     def _parse(self, data: bytes) -> None:
         while not self._is_discarding:
@@ -162,8 +162,8 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse(ApiError(400, "this is no valid HTTP request", code="http"))
 
     def _head_without_upgrade(self) -> bytes:
-        """A wish for another protocol may be left unheard: the request is parsed again without it.
-        Java's client sends one with each first request."""
+        """An upgrade to another protocol may be ignored: the request is parsed again without it.
+        Java's client asks for one with each first request."""
         method, version = self.parser.get_method(), self.parser.get_http_version()
         if method == b"CONNECT":
             self._refuse(ApiError(400, "this server is no proxy", code="http"))
@@ -193,7 +193,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._num_parsed_bytes += len(name) + len(value) + 4
         if (
-            self._num_parsed_bytes > self.guards.max_header_bytes
+            self._num_parsed_bytes > self.limits.max_header_bytes
             or len(self.headers) >= MAX_HEADERS
         ):
             self._refuse(self._headers_too_large())
@@ -206,7 +206,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._num_head_bytes = 0
         self._stop_deadline()
-        if self._num_parsed_bytes > self.guards.max_header_bytes:  # by its URL
+        if self._num_parsed_bytes > self.limits.max_header_bytes:  # by its URL
             self._refuse(self._headers_too_large())
         if self._is_discarding or self.parser.should_upgrade():
             return
@@ -219,7 +219,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(501, "of transfer encodings there is chunked", code="http"))
         else:
             super().on_headers_complete()
-            self._guard(self.cycle, framing)
+            self._set_up(self.cycle, framing)
 
     def _take_host_from_url(self) -> None:
         """Where a URL is a whole one, its host goes before the header (RFC 9112, 3.2.2)."""
@@ -230,12 +230,12 @@ class GuardedProtocol(HttpToolsProtocol):
                 (name, host if name == b"host" else value) for name, value in self.headers
             ]
 
-    def _guard(self, cycle: RequestResponseCycle, framing: Headers) -> None:
+    def _set_up(self, cycle: RequestResponseCycle, framing: Headers) -> None:
         """Until its body has come, an answer closes the connection, unless little is missing."""
-        cycle.transport = self._outlet  # type: ignore[assignment]
+        cycle.transport = self._cycle_transport  # type: ignore[assignment]
         self._wants_keep_alive = cycle.keep_alive
         if framing:
-            self.guards.connections.set_idle(self)
+            self.limits.connections.set_idle(self)
             if cycle.waiting_for_100_continue or any(map(_announces_much, framing)):
                 cycle.keep_alive = False
         if cycle.scope["http_version"] == "1.0":  # which knows no chunks: the end is the close
@@ -264,14 +264,14 @@ class GuardedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle.response_complete:  # it was answered before; now the next may come
             self._stop_deadline()
-            self._rest()
+            self._wait_for_next()
             return
         if not cycle.response_started and not self._is_shutting_down:
             cycle.keep_alive = self._wants_keep_alive
         if cycle is self._answering:
-            self.guards.connections.set_busy(self)
+            self.limits.connections.set_busy(self)
 
-    # ---- what goes
+    # ---- sending
 
     def on_response_complete(self) -> None:
         if self._is_lingering:
@@ -283,14 +283,14 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if not self._is_in_head:  # the rest of the body comes, or the connection is closed
             self._unset_keepalive_if_required()
-            self._set_deadline(self.guards.linger_timeout_s, self._on_linger_deadline)
-            self.guards.connections.set_lingering(self)
+            self._set_deadline(self.limits.linger_timeout_s, self._on_linger_deadline)
+            self.limits.connections.set_lingering(self)
         else:
-            self.guards.connections.set_idle(self)
+            self.limits.connections.set_idle(self)
 
-    def _rest(self) -> None:
-        """Wait for the next request."""
-        self.guards.connections.set_idle(self)
+    def _wait_for_next(self) -> None:
+        """Idle until the next request, or for keep_alive_s."""
+        self.limits.connections.set_idle(self)
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -310,7 +310,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Close the connection unless the client takes something until then, and then again."""
         self._num_unread = self.transport.get_write_buffer_size()
         self._unread_deadline = self.loop.call_later(
-            self.guards.unread_timeout_s, self._on_unread_deadline
+            self.limits.unread_timeout_s, self._on_unread_deadline
         )
 
     def _on_unread_deadline(self) -> None:
@@ -339,9 +339,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _on_head_deadline(self) -> None:
         self._deadline = None
-        self.guards.connections.cut["head"] += 1
+        self.limits.connections.cut["head"] += 1
         if self._num_head_bytes:
-            seconds = self.guards.header_timeout_s
+            seconds = self.limits.header_timeout_s
             self._refuse(ApiError(408, f"the headers did not come within {seconds:g} s"))
         elif not self.transport.is_closing():
             self.transport.close()
@@ -349,7 +349,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _headers_too_large(self) -> ApiError:
         return ApiError(
             431,
-            f"the headers are larger than {self.guards.max_header_bytes} bytes "
+            f"the headers are larger than {self.limits.max_header_bytes} bytes "
             f"or more than {MAX_HEADERS}",
         )
 
@@ -398,8 +398,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         self._is_discarding = self._is_lingering = True
         self._unset_keepalive_if_required()
-        self.guards.connections.set_lingering(self)
-        self._set_deadline(self.guards.linger_timeout_s, self._on_linger_deadline)
+        self.limits.connections.set_lingering(self)
+        self._set_deadline(self.limits.linger_timeout_s, self._on_linger_deadline)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -409,18 +409,18 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _discard(self, num_bytes: int) -> None:
         self._num_discarded += num_bytes
-        if self._num_discarded > self.guards.linger_bytes:
+        if self._num_discarded > self.limits.linger_bytes:
             if self._is_lingering:
                 self._cut("linger")
             else:
                 self.flow.pause_reading()
 
     def _cut(self, reason: str) -> None:
-        self.guards.connections.cut[reason] += 1
+        self.limits.connections.cut[reason] += 1
         self.transport.abort()
 
 
-class _Outlet:
+class _CycleTransport:
     """A connection's transport as an answer sees it: its close lingers where it must."""
 
     __slots__ = ("close", "is_closing", "write")
@@ -468,6 +468,6 @@ def refusal_bytes(error: ApiError) -> bytes:
     return b"".join([*head, body])
 
 
-def guarded(guards: Guards) -> type[GuardedProtocol]:
-    """The protocol with these guards, as uvicorn takes it."""
-    return type("GuardedProtocol", (GuardedProtocol,), {"guards": guards})
+def protocol_class(limits: ConnectionLimits) -> type[HttpProtocol]:
+    """The protocol with these limits, as uvicorn takes it: a class."""
+    return type("HttpProtocol", (HttpProtocol,), {"limits": limits})

@@ -296,7 +296,7 @@ class Quotas:
     # ---- looking at it
 
     def headers(self, key: ApiKey | None) -> tuple[tuple[str, str], ...]:
-        """What is left of the minute, as OpenAI's API tells it."""
+        """What is left of the minute, in OpenAI's headers."""
         if key is None:
             return ()
         with self._lock:

@@ -18,7 +18,7 @@ import uvicorn
 from quire.core.errors import ConfigError, ExecutorError, QuireError
 from quire.server.app import create_app
 from quire.server.logs import log
-from quire.server.protocol import Guards, guarded
+from quire.server.protocol import ConnectionLimits, protocol_class
 from quire.server.service import LOADING_THREAD, Load, Service, State
 from quire.server.settings import ServerSettings
 from quire.server.tls import Certificate, read_certificate, with_tls
@@ -26,7 +26,7 @@ from quire.server.tls import Certificate, read_certificate, with_tls
 # How long a thread that reads a request may keep the interpreter from engine and event loop.
 # A token passes both, so with Python's 5 ms a slow body would add 10 to 20 ms to every gap.
 SWITCH_INTERVAL_S = 0.0005
-_LAST_WORDS_S = 5  # for errors to reach their clients once everything has ended
+_SHUTDOWN_GRACE_S = 5  # for errors to reach their clients once everything has ended
 
 OnReady = Callable[[str], None]
 Reload = Callable[[], None]  # reads a file again; raises a QuireError where it cannot be used
@@ -53,12 +53,12 @@ def serve(
     if certificate is not None:
         on_hangup = [*on_hangup, certificate.reload]
     listener = _listener(settings)
-    with _switching_fast(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with _short_switch_interval(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(settings, load, listener, on_ready, on_hangup, certificate))
 
 
 @contextmanager
-def _switching_fast() -> Iterator[None]:
+def _short_switch_interval() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
@@ -96,24 +96,14 @@ async def _serve(
     service = Service(settings, load)
     server = make_server(service, certificate)
     loop = asyncio.get_running_loop()
-    drains: set[asyncio.Task[None]] = set()
-
-    def drain(name: str) -> None:
-        log("signal", signal=name, state=service.state.value)
-        drains.add(loop.create_task(service.drain()))
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, drain, number.name)
-    reloads = [*service.reloads, *on_hangup]
-    if reloads:
-        loop.add_signal_handler(signal.SIGHUP, _reload_all, reloads)
+    _handle_signals(loop, service, [*service.reloads, *on_hangup])
     running = loop.create_task(server.serve(sockets=[listener]))
-    ending = loop.create_task(_end(service, server))
+    ending = loop.create_task(_stop_when_ended(service, server))
     while not server.started and not running.done():
         await asyncio.sleep(0.01)  # so that whoever reads "ready" can connect
     await service.open()
     if service.state is State.READY:
-        _spare_the_collector()
+        _freeze_heap()
         address = _address(listener, settings)
         log("ready", address=address, model=service.name)
         on_ready(address)
@@ -129,6 +119,21 @@ async def _serve(
         raise ExecutorError("the executor did not answer; the process ends for its supervisor")
 
 
+def _handle_signals(
+    loop: asyncio.AbstractEventLoop, service: Service, reloads: Sequence[Reload]
+) -> None:
+    drains: set[asyncio.Task[None]] = set()  # kept from the collector
+
+    def drain(name: str) -> None:
+        log("signal", signal=name, state=service.state.value)
+        drains.add(loop.create_task(service.drain()))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drain, number.name)
+    if reloads:
+        loop.add_signal_handler(signal.SIGHUP, _reload_all, reloads)
+
+
 def _reload_all(reloads: Sequence[Reload]) -> None:
     """One that fails leaves what was there in use, and the others are still called."""
     log("signal", signal="SIGHUP")
@@ -141,14 +146,14 @@ def _reload_all(reloads: Sequence[Reload]) -> None:
             log("reload_failed", logging.ERROR, error=f"{type(error).__name__}: {error}")
 
 
-def _spare_the_collector() -> None:
-    """What is there to stay need not be looked through again: a full collection, which a request
-    of many small values sets off, would stop every stream for as long as that takes."""
+def _freeze_heap() -> None:
+    """Keep the loaded model and modules out of later collections: a full one, which a request of
+    many small values sets off, would stop every stream while it looks through them."""
     gc.collect()
     gc.freeze()
 
 
-async def _end(service: Service, server: uvicorn.Server) -> None:
+async def _stop_when_ended(service: Service, server: uvicorn.Server) -> None:
     """Stop listening once the service has come to its end."""
     await service.has_ended.wait()
     if service.state is State.STUCK:
@@ -159,7 +164,7 @@ async def _end(service: Service, server: uvicorn.Server) -> None:
 def make_server(service: Service, certificate: Certificate | None = None) -> uvicorn.Server:
     """uvicorn over the application, with the limits of the settings."""
     settings = service.settings
-    guards = Guards(
+    limits = ConnectionLimits(
         service.connections,
         max_header_bytes=settings.max_header_bytes,
         header_timeout_s=settings.header_timeout_s,
@@ -168,7 +173,7 @@ def make_server(service: Service, certificate: Certificate | None = None) -> uvi
         linger_bytes=4 * settings.max_body_bytes,
         keep_alive_s=settings.keep_alive_s,
     )
-    protocol: Any = guarded(guards)
+    protocol: Any = protocol_class(limits)
     if certificate is not None:
         protocol = with_tls(protocol, certificate)
     config = uvicorn.Config(
@@ -180,7 +185,7 @@ def make_server(service: Service, certificate: Certificate | None = None) -> uvi
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=_LAST_WORDS_S,
+        timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
     )
     return _Server(config)
 

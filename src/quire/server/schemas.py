@@ -56,13 +56,13 @@ class Strict(BaseModel):
 
 
 def _error(kind: Any, *path: str | int, **context: Any) -> ValidationError:
-    """A pydantic error at a place within what is validated."""
+    """A pydantic error at a path within what is validated."""
     details = InitErrorDetails(type=kind, loc=path, input=None, ctx=context)
     return ValidationError.from_exception_data("body", [details])
 
 
 def _in_slices(ids: Any, check: Callable[[Any], list[int]]) -> list[int]:
-    """A long list in several calls, with the places of errors as they are in the whole."""
+    """A long list in several calls, with the indices of errors as they are in the whole."""
     if not isinstance(ids, list) or len(ids) <= _SLICE:
         return check(ids)
     for start in range(0, len(ids), _SLICE):
@@ -70,23 +70,27 @@ def _in_slices(ids: Any, check: Callable[[Any], list[int]]) -> list[int]:
             check(ids[start : start + _SLICE])
         except ValidationError as error:
             [first] = error.errors(include_url=False)
-            place = start + int(first["loc"][0])
-            raise _error(first["type"], place, **first.get("ctx", {})) from None
+            index = start + int(first["loc"][0])
+            raise _error(first["type"], index, **first.get("ctx", {})) from None
     return ids
 
 
 def _few_biases(biases: Any) -> Any:
     """The length before the entries, each of which may be an error."""
     if isinstance(biases, dict) and len(biases) > MAX_BIASES:
-        told = {"field_type": "Dictionary", "max_length": MAX_BIASES, "actual_length": len(biases)}
-        raise PydanticKnownError("too_long", told)
+        context = {
+            "field_type": "Dictionary",
+            "max_length": MAX_BIASES,
+            "actual_length": len(biases),
+        }
+        raise PydanticKnownError("too_long", context)
     return biases
 
 
 def _kind_of_prompts(given: Any) -> str | None:
-    """Which of the kinds below; told by the first item, so that one of them is checked."""
+    """Which of the kinds below, by the first item, so that only one of them is checked."""
     if isinstance(given, str):
-        return "text"
+        return "one text"
     if not isinstance(given, list):
         return None
     first = given[0] if given else 0
@@ -115,7 +119,7 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
-class Addressed(Strict):
+class CommonFields(Strict):
     """What every request says of itself, beside what it wants."""
 
     model: str | None = Field(default=None, description="may be left out: there is one")
@@ -126,7 +130,7 @@ class Addressed(Strict):
     timeout: float | None = Field(default=None, gt=0, le=86_400, description="seconds")
 
 
-class Generation(Addressed):
+class Generation(CommonFields):
     """What chat and plain completions share."""
 
     max_tokens: int | None = Field(default=None, ge=1, le=_MOST)
@@ -229,7 +233,7 @@ class ChatRequest(Generation):
 
 class CompletionRequest(Generation):
     prompt: Annotated[
-        Annotated[str, Tag("text")]
+        Annotated[str, Tag("one text")]
         | Annotated[TokenIds, Tag("list of token ids")]
         | Annotated[
             list[str],
@@ -260,9 +264,9 @@ class CompletionRequest(Generation):
         return list(prompt)
 
 
-class EmbeddingRequest(Addressed):
+class EmbeddingRequest(CommonFields):
     input: Annotated[
-        Annotated[str, StringConstraints(min_length=1), Tag("text")]
+        Annotated[str, StringConstraints(min_length=1), Tag("one text")]
         | Annotated[TokenIds, Tag("list of token ids")]
         | Annotated[
             list[Annotated[str, StringConstraints(min_length=1)]],

@@ -78,7 +78,7 @@ class Service:
         loading: Future[AsyncLLM] = Future()
         # A daemon, unlike asyncio's own threads: who ends the server need not wait for the model.
         threading.Thread(
-            target=self._fulfil, args=[loading], name=LOADING_THREAD, daemon=True
+            target=self._load_on_thread, args=[loading], name=LOADING_THREAD, daemon=True
         ).start()
         loaded = asyncio.ensure_future(asyncio.wrap_future(loading))
         ended = asyncio.ensure_future(self.has_ended.wait())
@@ -99,7 +99,7 @@ class Service:
         if self.state is State.LOADING:
             self.state = State.READY
 
-    def _fulfil(self, loading: "Future[AsyncLLM]") -> None:
+    def _load_on_thread(self, loading: "Future[AsyncLLM]") -> None:
         try:
             llm = self._load(self._on_stuck)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""ServerSettings: where the server listens, whom it lets in, and what it bears."""
+"""ServerSettings: where the server listens, whom it lets in, and its limits."""
 
 import ipaddress
 import math
@@ -22,7 +22,7 @@ _TIMES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Everything the server is told; refused as a whole where it would stand open by mistake."""
+    """All settings of the server; refused where it would be open to everybody by mistake."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -79,8 +79,8 @@ class Frames:
         if self._with_token_ids:
             token_ids = [token for piece in pieces for token in piece.token_ids]
             parts.append(f', "token_ids": {json.dumps(token_ids)}')
-        told = "null" if reason is None else f'"{reason}"'
-        parts.append(f', "finish_reason": {told}}}{self._tail}')
+        finish_reason = "null" if reason is None else f'"{reason}"'
+        parts.append(f', "finish_reason": {finish_reason}}}{self._tail}')
         return "".join(parts).encode()
 
     def ending(self, usage: Usage, traces: Sequence[TraceReport]) -> bytes:
@@ -104,22 +104,22 @@ class ChatFrames(Frames):
         return f'{self._head}{choice}"logprobs": null, "finish_reason": null}}{self._tail}'.encode()
 
     def _choice(self, index: int, text: str, scores: Sequence[TokenLogprob]) -> str:
-        told = self._scores.for_chat(scores) if scores else "null"
+        logprobs = self._scores.for_chat(scores) if scores else "null"
         delta = f'{{"content": {json.dumps(text)}}}' if text else "{}"
-        return f'{{"index": {index}, "delta": {delta}, "logprobs": {told}'
+        return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}'
 
 
 class TextFrames(Frames):
     kind = "text_completion"
 
     def _choice(self, index: int, text: str, scores: Sequence[TokenLogprob]) -> str:
-        told = "null"
+        logprobs = "null"
         if scores:
             offset = self._num_spelled.get(index, 0)
             written = self._scores.for_text(scores, offset)
             self._num_spelled[index] = offset + written.num_characters
-            told = written.json
-        return f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {told}'
+            logprobs = written.json
+        return f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {logprobs}'
 
 
 # ---- the stream
@@ -130,7 +130,7 @@ LONGEST_PAUSE_S = 0.2  # between frames of one stream
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies would hold the stream back
+    (b"x-accel-buffering", b"no"),  # proxies would buffer the stream
 ]
 
 Ending = Callable[[Sequence[RequestOutput]], bytes]
@@ -172,11 +172,11 @@ class StreamReply(Response):
         self._send = send
         self._call.is_streaming = True
         self._sent_at = self._loop.time()
-        companions = [asyncio.create_task(self._watch(receive)), asyncio.create_task(self._ping())]
+        watchers = [asyncio.create_task(self._watch(receive)), asyncio.create_task(self._ping())]
         try:
             await self._write_all()
         finally:
-            for task in companions:
+            for task in watchers:
                 task.cancel()
             for stream in self._streams:
                 stream.cancel()
@@ -184,8 +184,8 @@ class StreamReply(Response):
     async def _write_all(self) -> None:
         outputs = await _all(
             [
-                self._pump(stream, place * self._choices_each)
-                for place, stream in enumerate(self._streams)
+                self._pump(stream, index * self._choices_each)
+                for index, stream in enumerate(self._streams)
             ]
         )
         self._call.outputs += outputs

@@ -15,7 +15,7 @@ from typing import Any, cast
 from quire.core.errors import ConfigError
 from quire.server.errors import ApiError
 from quire.server.logs import log
-from quire.server.protocol import GuardedProtocol, refusal_bytes
+from quire.server.protocol import HttpProtocol, refusal_bytes
 from quire.server.settings import ServerSettings
 
 PASSWORD_VARIABLE = "QUIRE_TLS_KEY_PASSWORD"
@@ -89,7 +89,7 @@ class TlsProtocol(SSLProtocol):
     max_size = _BUFFER_BYTES
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, carried: GuardedProtocol, context: ssl.SSLContext
+        self, loop: asyncio.AbstractEventLoop, carried: HttpProtocol, context: ssl.SSLContext
     ) -> None:
         super().__init__(
             loop,
@@ -97,7 +97,7 @@ class TlsProtocol(SSLProtocol):
             context,
             waiter=None,  # type: ignore[arg-type]
             server_side=True,
-            ssl_handshake_timeout=carried.guards.header_timeout_s,  # type: ignore[arg-type]
+            ssl_handshake_timeout=carried.limits.header_timeout_s,  # type: ignore[arg-type]
             ssl_shutdown_timeout=_SHUTDOWN_S,
         )
         self._carried = carried
@@ -127,7 +127,7 @@ class TlsProtocol(SSLProtocol):
 
 
 def with_tls(
-    protocol: type[GuardedProtocol], certificate: Certificate
+    protocol: type[HttpProtocol], certificate: Certificate
 ) -> Callable[..., asyncio.BaseProtocol]:
     """What makes the protocol of each connection, as uvicorn takes it."""
 

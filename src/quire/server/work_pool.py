@@ -1,9 +1,9 @@
-"""WorkPool: threads for what would hold up the event loop, which no key can fill.
+"""WorkPool: threads for what would block the event loop; no key can take all of them.
 
 Reading bodies, rendering templates, tokenising and writing large answers are done here. Each key
-has a line of its own; the lines take turns, and a key runs on a part of the threads at most, so
-that a thread comes free for the others as soon as their turn comes. Lines are bounded by number and
-by the bytes of the bodies in them.
+has a queue; queues take turns, and a key runs on half of the threads at most, so that a thread
+comes free for the others as soon as their turn comes. Queues are bounded by the number of requests
+and by the bytes of their bodies.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class PoolLimits:
     max_waiting: int = 2048  # of a key; more than the engine's own queue takes
     max_waiting_bytes: int = 32 << 20  # of a key
     max_total_bytes: int = 128 << 20
-    max_wait_s: float = 30.0  # in line
+    max_wait_s: float = 30.0  # in the queue
 
     @property
     def max_running(self) -> int:
@@ -48,15 +48,15 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Line:
+class _Queue:
     jobs: deque[_Job] = field(default_factory=deque)
     size: int = 0
     completion_rate: CompletionRate = field(default_factory=CompletionRate)
 
 
-def _give_way() -> None:
-    """Let the threads that compute steps go before this one, where the system has priorities of
-    threads: a body that takes long must not make everybody's steps longer."""
+def _lower_priority() -> None:
+    """Raise the niceness of this thread, where the system has one for threads: reading a long body
+    must not slow down the threads that compute steps."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
@@ -70,9 +70,9 @@ class WorkPool:
         self._limits = limits or PoolLimits()
         self._now = now
         self._threads = ThreadPoolExecutor(
-            self._limits.num_threads, "quire-request", initializer=_give_way
+            self._limits.num_threads, "quire-request", initializer=_lower_priority
         )
-        self._lines: OrderedDict[str, _Line] = OrderedDict()  # that have jobs; the next one first
+        self._queues: OrderedDict[str, _Queue] = OrderedDict()  # that have jobs; the next one first
         self._running: Counter[str] = Counter()
         self._total_bytes = 0
 
@@ -82,77 +82,77 @@ class WorkPool:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(line.jobs) for line in self._lines.values())
+        return sum(len(queue.jobs) for queue in self._queues.values())
 
     def submit(self, key: str, work: Callable[[], T], size: int = 0) -> "asyncio.Future[T]":
         """Have a key's work done; `size`: the bytes it holds while it waits.
 
-        Raises a 429 where the key's line is full. Cancelling the future takes the work out of the
-        line; work that a thread has begun is finished, for nobody.
+        Raises a 429 where the key's queue is full. Cancelling the future takes the work out of the
+        queue; work that a thread has begun is finished, for nobody.
         """
-        line = self._lines.get(key) or _Line()
-        self._check(line, size)
+        queue = self._queues.get(key) or _Queue()
+        self._check(queue, size)
         loop = asyncio.get_running_loop()
         job = _Job(work, size, loop.create_future())
-        if not line.jobs:
-            line.completion_rate.busy_from(self._now())
-        line.jobs.append(job)
-        line.size += size
-        self._lines.setdefault(key, line)
+        if not queue.jobs:
+            queue.completion_rate.busy_from(self._now())
+        queue.jobs.append(job)
+        queue.size += size
+        self._queues.setdefault(key, queue)
         self._total_bytes += size
         self._start()
         if job.is_waiting:
-            job.deadline = loop.call_later(self._limits.max_wait_s, self._give_up, job)
-            job.done.add_done_callback(lambda _: self._leave(key, job))
+            job.deadline = loop.call_later(self._limits.max_wait_s, self._on_timeout, job)
+            job.done.add_done_callback(lambda _: self._remove(key, job))
         return job.done
 
-    def _check(self, line: _Line, size: int) -> None:
+    def _check(self, queue: _Queue, size: int) -> None:
         limits = self._limits
         is_full = (
-            len(line.jobs) >= limits.max_waiting
-            or (line.jobs and line.size + size > limits.max_waiting_bytes)
+            len(queue.jobs) >= limits.max_waiting
+            or (queue.jobs and queue.size + size > limits.max_waiting_bytes)
             or (self._total_bytes and self._total_bytes + size > limits.max_total_bytes)
         )
         if is_full:
             raise ApiError(
                 429,
-                f"{len(line.jobs)} requests ({line.size} bytes) of this key wait to be read",
+                f"{len(queue.jobs)} requests ({queue.size} bytes) of this key wait to be read",
                 code="overloaded",
-                retry_after_s=max(0.05, line.completion_rate.interval_s(self._now())),
+                retry_after_s=max(0.05, queue.completion_rate.interval_s(self._now())),
             )
 
     def _start(self) -> None:
-        """Give free threads to the lines in turn."""
+        """Give free threads to the queues in turn."""
         while self.num_running < self._limits.num_threads:
-            key = next((key for key in self._lines if self._may_run(key)), None)
+            key = next((key for key in self._queues if self._may_run(key)), None)
             if key is None:
                 return
-            line = self._lines[key]
-            job = self._take(key, line)
+            queue = self._queues[key]
+            job = self._take(key, queue)
             self._running[key] += 1
-            self._run(key, line, job)
+            self._run(key, queue, job)
 
     def _may_run(self, key: str) -> bool:
         return self._running[key] < self._limits.max_running
 
-    def _take(self, key: str, line: _Line) -> _Job:
-        job = line.jobs.popleft()
-        self._forget(key, line, job)
-        if line.jobs:
-            self._lines.move_to_end(key)
+    def _take(self, key: str, queue: _Queue) -> _Job:
+        job = queue.jobs.popleft()
+        self._dequeue(key, queue, job)
+        if queue.jobs:
+            self._queues.move_to_end(key)
         return job
 
-    def _forget(self, key: str, line: _Line, job: _Job) -> None:
-        """Book a job out of its line."""
+    def _dequeue(self, key: str, queue: _Queue, job: _Job) -> None:
+        """Take a job out of the counts of its queue."""
         job.is_waiting = False
         if job.deadline is not None:
             job.deadline.cancel()
-        line.size -= job.size
+        queue.size -= job.size
         self._total_bytes -= job.size
-        if not line.jobs:
-            del self._lines[key]
+        if not queue.jobs:
+            del self._queues[key]
 
-    def _run(self, key: str, line: _Line, job: _Job) -> None:
+    def _run(self, key: str, queue: _Queue, job: _Job) -> None:
         loop = job.done.get_loop()
         working = loop.run_in_executor(self._threads, job.work)
 
@@ -160,7 +160,7 @@ class WorkPool:
             self._running[key] -= 1
             if not self._running[key]:
                 del self._running[key]
-            line.completion_rate.completed(self._now())
+            queue.completion_rate.completed(self._now())
             error = result.exception()
             if job.done.done():
                 pass  # its client went away
@@ -172,14 +172,14 @@ class WorkPool:
 
         working.add_done_callback(ended)
 
-    def _leave(self, key: str, job: _Job) -> None:
-        """A job that was cancelled, or gave up, stands in line no more."""
+    def _remove(self, key: str, job: _Job) -> None:
+        """Take a job that was cancelled, or timed out, out of its queue."""
         if job.is_waiting:
-            line = self._lines[key]
-            line.jobs.remove(job)
-            self._forget(key, line, job)
+            queue = self._queues[key]
+            queue.jobs.remove(job)
+            self._dequeue(key, queue, job)
 
-    def _give_up(self, job: _Job) -> None:
+    def _on_timeout(self, job: _Job) -> None:
         if not job.done.done():
             waited_s = self._limits.max_wait_s
             job.done.set_exception(
