@@ -92,8 +92,8 @@ def test_the_wait_is_booked_under_its_reason() -> None:
     by_arrival = sorted(outputs, key=lambda output: output.metrics.arrived_at)
     # Three mean gaps of 10 ms after the last arrival, nobody is expected any more.
     assert by_arrival[1].metrics.started_at == pytest.approx(0.050)
-    assert by_arrival[1].metrics.waited_for[WaitReason.COMPANY] == pytest.approx(0.040)
-    assert by_arrival[2].metrics.waited_for[WaitReason.COMPANY] == pytest.approx(0.030)
+    assert by_arrival[1].metrics.waited_for[WaitReason.BATCHING_DELAY] == pytest.approx(0.040)
+    assert by_arrival[2].metrics.waited_for[WaitReason.BATCHING_DELAY] == pytest.approx(0.030)
 
 
 def test_a_batch_that_is_full_while_waiting_starts_at_once() -> None:

@@ -22,7 +22,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to, so that simulations are exact and instant."""
+    """A clock that moves only when it is moved, so that simulations are exact and instant."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

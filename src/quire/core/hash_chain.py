@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.core.errors import ConfigError
 
-GENESIS = "0" * 64  # what stands in the first line of all for the hash of the line before
+GENESIS = "0" * 64  # the hash of the line before, in the first line of all
 MAX_LINE_BYTES = 64 << 10
 MIN_SECRET_BYTES = 16
 _OWN = ("seq", "prev", "hash", "alg")  # fields that the chain adds

@@ -40,7 +40,7 @@ class WaitReason(StrEnum):
     """Why a request is not running right now."""
 
     QUEUED = "queued"  # behind others of its key or of other keys
-    COMPANY = "company"  # the engine waits for more arrivals to batch
+    BATCHING_DELAY = "batching_delay"  # the engine waits for more arrivals to batch
     BATCH_FULL = "batch_full"
     NO_BLOCKS = "no_blocks"
     PACING = "pacing"  # joining would break the inter-token target

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def own_version() -> str:
-    """As installed; a source tree that is merely on the path has none to tell."""
+    """As installed; a source tree that is merely on the path has none."""
     try:
         return version("quire")
     except PackageNotFoundError:

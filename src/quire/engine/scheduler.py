@@ -166,7 +166,7 @@ class Scheduler:
         if self.wake_at is None:
             return False
         for sequence in sequences:
-            sequence.wait_for(WaitReason.COMPANY, self._now)
+            sequence.wait_for(WaitReason.BATCHING_DELAY, self._now)
         return True
 
     def _fill(self, step: Step) -> None:

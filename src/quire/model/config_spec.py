@@ -60,7 +60,7 @@ _ROPE_COMMON_KEYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 
 
 def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
-    """Describe the model; check_tensors then holds the folder's tensors against it.
+    """Describe the model; check_tensors then checks the folder's tensors against it.
 
     `config` is the file as it stands: an explicit null overrides a family's default, which is how
     files switch a sliding window off.

@@ -1,7 +1,7 @@
 """Has a model file read in a process without privileges before this process reads it.
 
-Readers are written to bear any file, and the libraries under them (tokenizers, numpy, JSON) are not
-ours. A fault that a file can trigger should cost that process, not one that holds keys, sockets
+Readers are written to withstand any file; the libraries under them (tokenizers, numpy, JSON) are
+not ours. A fault that a file can trigger should cost that process, not one that holds keys, sockets
 and other people's requests. See `quire.core.lockdown` for what is taken from it, and
 `quire.model.isolated_reader` for what it does.
 """

@@ -49,7 +49,7 @@ MIXES = {
     )
 }
 
-# What takes the place of a format whose blocks of 256 a row does not fill.
+# What replaces a format whose blocks of 256 a row does not fill.
 _SMALLER_BLOCKS = {
     "IQ4_XS": "IQ4_NL",
     "Q2_K": "Q4_0",
@@ -96,7 +96,7 @@ def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
         return "Q8_0" if mix.base == "Q8_0" or not fills_base else "Q6_K"
     if name == "token_embd.weight":
         return "Q4_K" if mix.base in ("TQ1_0", "TQ2_0") else mix.base
-    layer, kind = _place(name)
+    layer, kind = _layer_and_kind(name)
     match kind:
         case "attn_v":
             return _values(mix, spec, layer)
@@ -107,7 +107,7 @@ def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
     return mix.base
 
 
-def _place(name: str) -> tuple[int, str]:
+def _layer_and_kind(name: str) -> tuple[int, str]:
     """The layer of a layer's tensor, and which it is there."""
     matched = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     assert matched is not None, f"{name} is no matrix of a layer"

@@ -99,10 +99,10 @@ class DivisorScaling:
     divisors: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for place, divisor in enumerate(self.divisors):
+        for index, divisor in enumerate(self.divisors):
             if not 0 < divisor < math.inf:
                 raise ModelFileError(
-                    f"rope_freqs.weight[{place}] must be a number above 0, got {divisor}"
+                    f"rope_freqs.weight[{index}] must be a number above 0, got {divisor}"
                 )
 
     def scale(self, frequencies: Frequencies) -> Frequencies:

@@ -82,8 +82,8 @@ def merges_by_score(mergeable: Mapping[str, float]) -> list[tuple[str, str]]:
                 f"{PREFIX}tokens holds a token of {len(text)} characters that text can be merged "
                 f"to; the limit is {_MAX_MERGED_LENGTH}"
             )
-        cuts = ((text[:place], text[place:]) for place in range(1, len(text)))
-        merges += [cut for cut in cuts if cut[0] in mergeable and cut[1] in mergeable]
+        pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        merges += [pair for pair in pairs if pair[0] in mergeable and pair[1] in mergeable]
     return merges
 
 

@@ -140,7 +140,7 @@ class _InvalidValueError(Exception):
 
 
 class _Copier:
-    """Copies in JSON's types alone, so that a template meets no object with a life of its own.
+    """Copies in JSON's types alone, so that a template gets no object with methods of its own.
 
     The way to a value is put into words only where the value is wrong.
     """
@@ -271,8 +271,8 @@ def _plain_calls(copier: _Copier, calls: Any, where: str) -> list[Any]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _wrong(where, f"[{n}].function must be an object with a name")
         if isinstance(function.get("arguments"), str):
-            place = f"{where}[{n}].function.arguments"
-            function["arguments"] = copier.plain(_parsed(function["arguments"], place), place)
+            path = f"{where}[{n}].function.arguments"
+            function["arguments"] = copier.plain(_parsed(function["arguments"], path), path)
     return calls
 
 

@@ -92,9 +92,9 @@ class ControlTokens:
         found = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in self._tokens:
-                place = text.find(self._tokens[token], start, end)
-                if place >= 0:
-                    found.append(_Found(place, place + len(self._tokens[token]), token))
+                position = text.find(self._tokens[token], start, end)
+                if position >= 0:
+                    found.append(_Found(position, position + len(self._tokens[token]), token))
         return tuple(found)
 
     def _made_reader(self, mark: str) -> _MarkReader:

@@ -125,7 +125,7 @@ class TemplateProcesses:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[_TemplateProcess] = []
-        self._places = threading.BoundedSemaphore(self._max_processes)
+        self._slots = threading.BoundedSemaphore(self._max_processes)
 
     def ask(self, head: Mapping[str, Any], values: bytes = b"") -> dict[str, Any]:
         """The answer of whichever process is free; TemplateProcessError where it gives none."""
@@ -134,7 +134,7 @@ class TemplateProcesses:
 
     @contextmanager
     def _one(self) -> Iterator[_TemplateProcess]:
-        with self._places:
+        with self._slots:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
             process = process or _started()

@@ -62,12 +62,12 @@ class TemplateText(str):
     def __mod__(self, values: Any) -> str:
         return _same(super().__mod__(values), lambda: _formatted(self, values))
 
-    def __getitem__(self, place: SupportsIndex | slice) -> str:
-        text = super().__getitem__(place)
-        if not isinstance(place, slice):
-            start = range(len(self))[place]
+    def __getitem__(self, index: SupportsIndex | slice) -> str:
+        text = super().__getitem__(index)
+        if not isinstance(index, slice):
+            start = range(len(self))[index]
             return _cut(self, start, start + 1)
-        start, stop, step = place.indices(len(self))
+        start, stop, step = index.indices(len(self))
         return _cut(self, start, stop) if step == 1 else text
 
     def strip(self, chars: str | None = None) -> str:

@@ -135,7 +135,7 @@ class Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, embedding_rows: int) -> None:
-    """Refuse a tokenizer that makes tokens the model has no row for; spare rows are padding."""
+    """Refuse a tokenizer that makes tokens the model has no row for; extra rows are padding."""
     if tokenizer.vocabulary_size > embedding_rows:
         raise ModelFileError(
             f"the tokenizer has {tokenizer.vocabulary_size} tokens but the model's embedding has "

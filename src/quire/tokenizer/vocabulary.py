@@ -186,8 +186,8 @@ def read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _pair(line: str) -> tuple[str, str]:
-    place = line.find(" ", 1)  # a token may itself begin with a space
-    return (line[:place], line[place + 1 :]) if place > 0 else (line, "")
+    index = line.find(" ", 1)  # a token may itself begin with a space
+    return (line[:index], line[index + 1 :]) if index > 0 else (line, "")
 
 
 def check_merges(merges: Sequence[tuple[str, str]], ids: Mapping[str, int]) -> None:
@@ -228,16 +228,16 @@ def read_token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | N
 
 def read_strings(metadata: Mapping[str, Any], name: str) -> list[str]:
     values = _read_array(metadata, name)
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if not isinstance(value, str):
             raise ModelFileError(
-                f"{PREFIX}{name}[{place}] must be a string, got {type(value).__name__}"
+                f"{PREFIX}{name}[{index}] must be a string, got {type(value).__name__}"
             )
     try:
         "".join(values).encode()
     except UnicodeEncodeError:  # how readers keep bytes that are not UTF-8: as lone surrogates
-        place = next(n for n, value in enumerate(values) if not _is_utf8(value))
-        raise ModelFileError(f"{PREFIX}{name}[{place}] is not UTF-8: {values[place]!r}") from None
+        index = next(n for n, value in enumerate(values) if not _is_utf8(value))
+        raise ModelFileError(f"{PREFIX}{name}[{index}] is not UTF-8: {values[index]!r}") from None
     return values
 
 
