@@ -141,7 +141,7 @@ def test_tokens_that_a_generation_config_names_end_a_generation(llama: Path) -> 
 def test_what_goes_around_a_text_is_as_the_file_has_it_unless_the_config_says(
     llama: Path, config: dict[str, bool], prefix: list[int], suffix: list[int]
 ) -> None:
-    tokenizer = Tokenizer.from_file(llama, CONFIG | config)
+    tokenizer = Tokenizer.from_file(llama, {**CONFIG, **config})
     assert tokenizer.encode("") == prefix + suffix
     assert tokenizer.encode("a b") == [
         *prefix,

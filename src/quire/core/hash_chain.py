@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from quire.core.errors import ConfigError
 
@@ -33,7 +33,7 @@ class Chain:
     def algorithm(self) -> str:
         return "sha256" if self.secret is None else "hmac-sha256"
 
-    def append(self, record: Mapping[str, Any]) -> bytes:
+    def append(self, record: Mapping[str, object]) -> bytes:
         """The next line of the chain, with its line break."""
         assert not set(_OWN) & record.keys(), f"{_OWN} are the chain's"
         content = {**record, "seq": self.seq + 1, "prev": self.last, "alg": self.algorithm}
@@ -45,24 +45,33 @@ class Chain:
         return line
 
 
+class ChainLine(NamedTuple):
+    """A line that matches its own hash."""
+
+    seq: int
+    prev: str  # the hash of the line before
+    hash: str
+    record: Mapping[str, object]  # all of its fields
+
+
 class BrokenLineError(ValueError):
     """A line that is not as it was written."""
 
 
-def canonical(record: Mapping[str, Any]) -> bytes:
+def canonical(record: Mapping[str, object]) -> bytes:
     """The one way to write a record: names sorted, no blanks, all but ASCII escaped."""
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def hash_of(content: Mapping[str, Any], secret: bytes | None) -> str:
+def hash_of(content: Mapping[str, object], secret: bytes | None) -> str:
     text = canonical(content)
     if secret is None:
         return hashlib.sha256(text).hexdigest()
     return hmac.new(secret, text, hashlib.sha256).hexdigest()
 
 
-def read_line(line: bytes, secret: bytes | None) -> dict[str, Any]:
-    """A line's record, if the line matches its own hash; raises a BrokenLineError."""
+def read_line(line: bytes, secret: bytes | None) -> ChainLine:
+    """A line, if it matches its own hash; raises a BrokenLineError."""
     if not line.endswith(b"\n"):
         raise BrokenLineError("it is cut off" if len(line) <= MAX_LINE_BYTES else "it is too long")
     try:
@@ -79,17 +88,17 @@ def read_line(line: bytes, secret: bytes | None) -> dict[str, Any]:
     content = {name: value for name, value in record.items() if name != "hash"}
     if not hmac.compare_digest(hash_of(content, secret), record["hash"]):
         raise BrokenLineError("it was changed: it does not match its own hash")
-    return record
+    return ChainLine(record["seq"], record["prev"], record["hash"], record)
 
 
-def canonical_or_none(record: Mapping[str, Any]) -> bytes | None:
+def canonical_or_none(record: Mapping[str, object]) -> bytes | None:
     try:
         return canonical(record)
     except (ValueError, RecursionError):
         return None
 
 
-def _has_own_fields(record: Mapping[str, Any]) -> bool:
+def _has_own_fields(record: Mapping[str, object]) -> bool:
     is_number = isinstance(record.get("seq"), int) and not isinstance(record["seq"], bool)
     texts = [record.get(name) for name in ("prev", "hash", "alg")]
     return is_number and all(isinstance(text, str) and text.isascii() for text in texts)
@@ -157,11 +166,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _follow(verdict: Verdict, record: Mapping[str, Any]) -> None:
+def _follow(verdict: Verdict, line: ChainLine) -> None:
     """Take a sound line as the next one; raises where it is not."""
-    seq, previous = record["seq"], record["prev"]
+    seq = line.seq
     if verdict.last_seq is None:
-        if (seq == 1) != (previous == GENESIS) or seq < 1:
+        if (seq == 1) != (line.prev == GENESIS) or seq < 1:
             raise BrokenLineError(f"it has number {seq}, which does not fit what it follows")
         verdict.first_seq = seq
     elif seq > verdict.last_seq + 1:
@@ -173,15 +182,16 @@ def _follow(verdict: Verdict, record: Mapping[str, Any]) -> None:
         raise BrokenLineError(
             f"it was moved or repeated: its number is {seq} where {verdict.last_seq + 1} should be"
         )
-    elif previous != verdict.last_hash:
+    elif line.prev != verdict.last_hash:
         raise BrokenLineError("the line before it was replaced: it follows one with another hash")
     verdict.num_lines += 1
     verdict.last_seq = seq
-    verdict.last_hash = record["hash"]
-    event = str(record.get("event"))
+    verdict.last_hash = line.hash
+    event = str(line.record.get("event"))
     verdict.events[event] = verdict.events.get(event, 0) + 1
-    if event == "gap" and isinstance(record.get("lost"), int):
-        verdict.num_lost_events += record["lost"]
+    lost = line.record.get("lost")
+    if event == "gap" and isinstance(lost, int):
+        verdict.num_lost_events += lost
 
 
 def read_secret(path: Path) -> bytes:

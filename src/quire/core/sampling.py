@@ -132,7 +132,7 @@ class SamplingParams:
         )
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
+    def from_mapping(cls, values: Mapping[str, object]) -> "SamplingParams":
         """Build from untyped input such as JSON; an unknown field is an error that names it."""
         known = [f.name for f in fields(cls)]
         unknown = [name for name in values if name not in known]
@@ -141,7 +141,7 @@ class SamplingParams:
                 f"unknown sampling field {unknown[0]!r}; known: {', '.join(known)}",
                 param=str(unknown[0]),
             )
-        return cls(**values)
+        return cls(**values)  # type: ignore[arg-type]  # the constructor checks each
 
 
 def _integer(

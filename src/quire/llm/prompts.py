@@ -10,7 +10,7 @@ from quire.core.sampling import SamplingParams
 from quire.tokenizer import ChatTemplate, Tokenizer
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 Conversation = Sequence[Message]
 
 

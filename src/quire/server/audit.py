@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from quire.core.errors import ConfigError
 from quire.core.hash_chain import (
@@ -45,13 +44,13 @@ _QUOTA_CODES = (
     *("insufficient_quota", "request_exceeds_quota"),
 )
 
-Fields = Mapping[str, Any]
+Fields = Mapping[str, object]
 
 
 @dataclass(slots=True)
 class _Repeats:
     since: float
-    group: dict[str, Any]
+    group: Fields
     count: int = 0  # beside the first, which was written
 
 
@@ -70,7 +69,7 @@ class AuditLog:
         self._path = path
         self._now = now
         self._max_queued = max_queued
-        self._queue: deque[dict[str, Any]] = deque()
+        self._queue: deque[Fields] = deque()
         self._repeats: dict[tuple[object, ...], _Repeats] = {}
         self._num_lost = 0  # since the last line that said so
         self._wake = threading.Condition()  # guards all of the above
@@ -91,7 +90,7 @@ class AuditLog:
 
     # ---- from anywhere
 
-    def record(self, event: str, **about: Any) -> None:
+    def record(self, event: str, **about: object) -> None:
         """Write an event; texts that clients chose are cut to a length."""
         with self._wake:
             self._enqueue(event, about)
@@ -125,7 +124,7 @@ class AuditLog:
         """Number and hash of the last line that is on the disk."""
         return self._chain.seq, self._chain.last
 
-    def close(self, timeout_s: float = 5.0, **about: Any) -> None:
+    def close(self, timeout_s: float = 5.0, **about: object) -> None:
         """Write what is left, and a last line, if the disk takes them in time."""
         with self._wake:
             self._close_repeats(at_end=True)
@@ -145,7 +144,7 @@ class AuditLog:
         self._record_gap()
         self._queue.append(self._record_of(event, about))
 
-    def _record_of(self, event: str, about: Fields) -> dict[str, Any]:
+    def _record_of(self, event: str, about: Fields) -> Fields:
         moment = datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds")
         return {"time": moment, "event": event, **_cut(about)}
 
@@ -201,14 +200,14 @@ class AuditLog:
                     about = {**found.group, "more": found.count, "in_s": round(now - found.since)}
                     self._enqueue(str(key[0]), about)
 
-    def _batch(self) -> list[dict[str, Any]]:
+    def _batch(self) -> list[Fields]:
         """What is next; it stays in the queue until it is written."""
         with self._wake:
             if not self._queue:
                 self._record_gap()
             return [self._queue[index] for index in range(min(_MAX_BATCH, len(self._queue)))]
 
-    def _append(self, records: list[dict[str, Any]]) -> None:
+    def _append(self, records: list[Fields]) -> None:
         """All of them on the disk, or none."""
         chain = replace(self._chain)
         self._write_all(b"".join(chain.append(record) for record in records))
@@ -273,13 +272,13 @@ class AuditLog:
         if not whole:
             return Chain(secret)
         try:
-            record = read_line(whole.rpartition(b"\n")[2] + b"\n", secret)
+            last = read_line(whole.rpartition(b"\n")[2] + b"\n", secret)
         except BrokenLineError as error:
             raise ConfigError(
                 f"{self._path} cannot be continued: its last line is not sound: {error} "
                 "(`quire audit` tells more; move the file away to begin another)"
             ) from None
-        return Chain(secret, record["seq"], record["hash"])
+        return Chain(secret, last.seq, last.hash)
 
     def _report(self, failure: str | None) -> None:
         """Once when writing begins to fail, and once when it works again."""
@@ -376,7 +375,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _cut(about: Fields) -> dict[str, Any]:
+def _cut(about: Fields) -> Fields:
     return {
         name: value[:_LONGEST_TEXT] if isinstance(value, str) else value
         for name, value in about.items()

@@ -134,8 +134,8 @@ def _prepare_chat(
             messages, parse_control_tokens=service.parses_control_tokens(call.key)
         )
         room = llm.max_context - len(prompt.tokens)
-        more = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-        return PreparedBody(body, [(prompt.without_text(), body.sampling(room, **more))])
+        logprobs = body.top_logprobs or 0 if body.logprobs else None
+        return PreparedBody(body, [(prompt.without_text(), body.sampling(room, logprobs))])
 
 
 def _prepare_text(
@@ -144,14 +144,13 @@ def _prepare_text(
     body = parse_body(data, CompletionRequest, service.body_limits)
     service.check_model(body.model)
     _check_streaming(body)
-    more = {} if body.logprobs is None else {"logprobs": body.logprobs}
     prompts: Prompts = []
     with errors:
         for text in body.prompts:
             prompt = llm.prompts.read(text)
             room = min(_USUAL_COMPLETION_TOKENS, llm.max_context - len(prompt.tokens))
             usual = max(room, body.min_tokens or 0)
-            prompts.append((prompt.without_text(), body.sampling(usual, **more)))
+            prompts.append((prompt.without_text(), body.sampling(usual, body.logprobs)))
     return PreparedBody(body.model_copy(update={"prompt": ""}), prompts)
 
 
@@ -220,11 +219,16 @@ async def submit_all(
 ) -> list[Stream]:
     """Queue every prompt that the key's quota admits, all in one turn of the loop; all or none."""
     call.admission = service.meter.admit(call.key, demand_of(prompts, pooling=pooling))
-    options: dict[str, Any] = {"stream": stream, "pooling": pooling}
-    options |= {"key": call.key_name, "priority": body.priority or 0, "timeout_s": body.timeout}
+    submit = partial(
+        llm.submit,
+        key=call.key_name,
+        priority=body.priority or 0,
+        timeout_s=body.timeout,
+        stream=stream,
+        pooling=pooling,
+    )
     given = await asyncio.gather(
-        *(llm.submit(prompt, params, **options) for prompt, params in prompts),
-        return_exceptions=True,
+        *(submit(prompt, params) for prompt, params in prompts), return_exceptions=True
     )
     streams = [accepted for accepted in given if isinstance(accepted, Stream)]
     for failure in given:

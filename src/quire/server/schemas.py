@@ -170,7 +170,7 @@ class Generation(CommonFields):
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
 
-    def sampling(self, usual_max_tokens: int, **more: Any) -> SamplingParams:
+    def sampling(self, usual_max_tokens: int, logprobs: int | None) -> SamplingParams:
         """How tokens are to be chosen, with room for so many where the client does not say."""
         given: dict[str, Any] = {
             name: value for name in _SAMPLED if (value := getattr(self, name)) is not None
@@ -178,7 +178,7 @@ class Generation(CommonFields):
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         given.setdefault("max_tokens", max(1, usual_max_tokens))
-        return SamplingParams(**given, **more)
+        return SamplingParams(**given, logprobs=logprobs)
 
 
 _SAMPLED = (

@@ -65,8 +65,8 @@ def open_tracing(endpoint: str, model: str) -> Tracing:
     return Tracing(provider.get_tracer("quire"), model, provider.shutdown)
 
 
-def _attributes(call: Call, model: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _attributes(call: Call, model: str) -> dict[str, str | int]:
+    found: dict[str, str | int] = {
         "http.request.method": call.method,
         "url.path": call.path,
         "http.response.status_code": call.status or 0,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from quire.core.errors import ConfigError
 from quire.server.logs import log
@@ -23,6 +23,13 @@ _LOCK_NAME = "quotas.lock"
 _VERSION = 1
 _MAX_BYTES = 64 << 20
 _LONGEST_WAIT_S = 2.0  # for another process that is writing
+
+
+class _State(NamedTuple):
+    """What the file holds."""
+
+    day: str
+    used: dict[str, int]  # tokens by key
 
 
 class UsageFile:
@@ -47,10 +54,10 @@ class UsageFile:
         """Add tokens to keys' figures of a day, and get all figures of it. Raises OSError."""
         with self._locked():
             found = self._read()
-            used: dict[str, int] = found["used"] if found["day"] == day else {}
+            used = found.used if found.day == day else {}
             for name, count in tokens.items():
                 used[name] = max(0, used.get(name, 0) + count)
-            self._write({"version": _VERSION, "day": day, "used": used})
+            self._write(_State(day, used))
             return used
 
     @contextmanager
@@ -65,9 +72,9 @@ class UsageFile:
         finally:
             os.close(descriptor)
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> _State:
         """What the file holds; nothing where it is not there, or not one of ours."""
-        nothing = {"day": "", "used": {}}
+        nothing = _State("", {})
         try:
             with self.path.open("rb") as file:
                 content = file.read(_MAX_BYTES + 1)
@@ -88,12 +95,13 @@ class UsageFile:
             )
             return nothing
 
-    def _write(self, state: Mapping[str, Any]) -> None:
+    def _write(self, state: _State) -> None:
+        content = {"version": _VERSION, "day": state.day, "used": state.used}
         draft = self.path.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(draft, flags, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(json.dumps(state).encode())
+            file.write(json.dumps(content).encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, self.path)
@@ -117,7 +125,7 @@ def _lock(descriptor: int) -> None:
             time.sleep(0.01)
 
 
-def _checked(content: bytes) -> dict[str, Any]:
+def _checked(content: bytes) -> _State:
     """The state, if every part of it is what it should be."""
     if len(content) > _MAX_BYTES:
         raise ValueError(f"it is longer than {_MAX_BYTES} bytes")
@@ -130,7 +138,7 @@ def _checked(content: bytes) -> dict[str, Any]:
     for count in used.values():
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError("what was used is no number of tokens")
-    return state
+    return _State(state["day"], used)
 
 
 def default_folder(environment: Mapping[str, str]) -> Path | None:

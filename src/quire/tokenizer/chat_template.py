@@ -50,11 +50,11 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
     ) -> RenderedChat:
         """The prompt for a conversation.
 

@@ -51,7 +51,7 @@ class _Family(NamedTuple):
     strip_space: bool
 
 
-def spec_from_gguf(metadata: Mapping[str, Any]) -> TokenizerSpec | None:
+def spec_from_gguf(metadata: Mapping[str, object]) -> TokenizerSpec | None:
     """The tokenizer that a GGUF file describes; None where it has no vocabulary."""
     model = read_text(metadata, f"{PREFIX}model", None)
     if model is None or model in _NO_VOCABULARY:
@@ -66,7 +66,7 @@ def spec_from_gguf(metadata: Mapping[str, Any]) -> TokenizerSpec | None:
     return _assemble(metadata, vocabulary, builders[model](metadata, vocabulary))
 
 
-def _byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Family:
+def _byte_level(metadata: Mapping[str, object], vocabulary: Vocabulary) -> _Family:
     kind = pre_tokenizer(read_text(metadata, f"{PREFIX}pre", None) or "default")
     merges = read_merges(metadata)
     try:
@@ -86,7 +86,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Family:
     )
 
 
-def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Family:
+def _sentencepiece(metadata: Mapping[str, object], vocabulary: Vocabulary) -> _Family:
     scores = read_scores(metadata, len(vocabulary.texts))
     add_space_prefix = read_flag(metadata, "add_space_prefix", True)
     in_range = range(len(vocabulary.texts))
@@ -106,7 +106,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> _Fami
 
 
 def _assemble(
-    metadata: Mapping[str, Any], vocabulary: Vocabulary, family: _Family
+    metadata: Mapping[str, object], vocabulary: Vocabulary, family: _Family
 ) -> TokenizerSpec:
     special = _special_tokens(metadata, vocabulary, family)
     add_bos = read_flag(metadata, "add_bos_token", family.add_bos)
@@ -132,7 +132,7 @@ def _assemble(
 
 
 def _special_tokens(
-    metadata: Mapping[str, Any], vocabulary: Vocabulary, family: _Family
+    metadata: Mapping[str, object], vocabulary: Vocabulary, family: _Family
 ) -> SpecialTokens:
     count = len(vocabulary.texts)
     bos, eos, turn, message = (
@@ -152,7 +152,7 @@ def _special_tokens(
     )
 
 
-def _lenient_token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
+def _lenient_token_id(metadata: Mapping[str, object], name: str, count: int) -> int | None:
     """A token id that nothing hangs on, so that one out of range is as good as none."""
     try:
         return read_token_id(metadata, name, count)

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from quire.core.errors import ModelFileError, RequestError
 from quire.tokenizer.control_tokens import Span
@@ -29,7 +28,7 @@ class Tokenizer:
         self.end_token_ids = spec.special.ends  # each of them ends a generation
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer | None":
+    def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer | None":
         """The tokenizer that a GGUF file describes; None where it has none and takes token ids."""
         spec = spec_from_gguf(metadata)
         return None if spec is None else cls(spec)
@@ -38,8 +37,8 @@ class Tokenizer:
     def from_json(
         cls,
         content: bytes,
-        tokenizer_config: Mapping[str, Any] | None = None,
-        generation_config: Mapping[str, Any] | None = None,
+        tokenizer_config: Mapping[str, object] | None = None,
+        generation_config: Mapping[str, object] | None = None,
         *,
         chat_template: str | None = None,
         name: str = "tokenizer.json",
@@ -55,8 +54,8 @@ class Tokenizer:
     def from_file(
         cls,
         tokenizer_json: str | Path,
-        tokenizer_config: Mapping[str, Any] | None = None,
-        generation_config: Mapping[str, Any] | None = None,
+        tokenizer_config: Mapping[str, object] | None = None,
+        generation_config: Mapping[str, object] | None = None,
     ) -> "Tokenizer":
         """The tokenizer of a file, with the chat_template.jinja that may lie beside it."""
         path = Path(tokenizer_json)

@@ -38,7 +38,7 @@ _CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _MAX_GROWTH = 256
 _WITHOUT_PATTERNS = ("model", "added_tokens")  # and the largest parts of a file
 
-Config = Mapping[str, Any]
+Config = Mapping[str, object]
 
 
 def spec_from_json(
@@ -235,12 +235,14 @@ def _content(token: Any) -> str | None:
 
 def _generation_ends(generation_config: Config) -> Sequence[int]:
     value = generation_config.get("eos_token_id")
-    ends = value if isinstance(value, list) else [] if value is None else [value]
-    for end in ends:
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    ends: list[int] = []
+    for end in listed:
         if isinstance(end, bool) or not isinstance(end, int) or end < 0:
             raise ModelFileError(
                 f"eos_token_id of generation_config must be token ids, got {end!r}"
             )
+        ends.append(end)
     return ends
 
 

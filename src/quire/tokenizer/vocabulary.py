@@ -117,7 +117,7 @@ class Vocabulary:
         return [token for token, kind in enumerate(self.kinds) if kind in kinds]
 
 
-def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
+def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
     """The tokens of a GGUF file's metadata."""
     texts = read_strings(metadata, "tokens")
     if not texts:
@@ -150,7 +150,7 @@ def _refuse_duplicate(texts: Sequence[str]) -> None:
         first[text] = token
 
 
-def _read_kinds(metadata: Mapping[str, Any], count: int) -> list[TokenKind]:
+def _read_kinds(metadata: Mapping[str, object], count: int) -> list[TokenKind]:
     key = f"{PREFIX}token_type"
     if key not in metadata:
         return [TokenKind.NORMAL] * count
@@ -170,7 +170,7 @@ def _is_not_in(value: object, known: Mapping[int, TokenKind]) -> bool:
     return not isinstance(value, int) or value not in known
 
 
-def read_scores(metadata: Mapping[str, Any], count: int) -> list[float]:
+def read_scores(metadata: Mapping[str, object], count: int) -> list[float]:
     """How early each token is merged: the higher, the earlier."""
     scores = _read_array(metadata, "scores")
     _check_length("scores", len(scores), count)
@@ -180,7 +180,7 @@ def read_scores(metadata: Mapping[str, Any], count: int) -> list[float]:
     return scores
 
 
-def read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+def read_merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
     """Pairs of tokens in the order in which they merge; of pairs listed twice the first counts."""
     return list(dict.fromkeys(map(_pair, read_strings(metadata, "merges"))))
 
@@ -200,21 +200,21 @@ def check_merges(merges: Sequence[tuple[str, str]], ids: Mapping[str, int]) -> N
             )
 
 
-def read_flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+def read_flag(metadata: Mapping[str, object], name: str, default: bool) -> bool:
     value = metadata.get(PREFIX + name, default)
     if not isinstance(value, bool):
         raise ModelFileError(f"{PREFIX}{name} must be true or false, got {value!r}")
     return value
 
 
-def read_text(metadata: Mapping[str, Any], key: str, default: str | None) -> str | None:
+def read_text(metadata: Mapping[str, object], key: str, default: str | None) -> str | None:
     value = metadata.get(key, default)
     if value is not None and not isinstance(value, str):
         raise ModelFileError(f"{key} must be a string, got {type(value).__name__}")
     return value
 
 
-def read_token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
+def read_token_id(metadata: Mapping[str, object], name: str, count: int) -> int | None:
     """A token id that the file names; None where it names none."""
     value = metadata.get(PREFIX + name)
     if value is None:
@@ -226,7 +226,7 @@ def read_token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | N
     return value
 
 
-def read_strings(metadata: Mapping[str, Any], name: str) -> list[str]:
+def read_strings(metadata: Mapping[str, object], name: str) -> list[str]:
     values = _read_array(metadata, name)
     for index, value in enumerate(values):
         if not isinstance(value, str):
@@ -245,7 +245,7 @@ def _is_utf8(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _read_array(metadata: Mapping[str, Any], name: str) -> list[Any]:
+def _read_array(metadata: Mapping[str, object], name: str) -> list[Any]:
     key = PREFIX + name
     if key not in metadata:
         raise ModelFileError(f"{key} is missing; this kind of tokenizer needs it")
