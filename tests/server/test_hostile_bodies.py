@@ -134,75 +134,69 @@ def test_many_long_prompts_are_tokenised_off_the_loop(
     assert all(name.startswith("quire-request") for name in threads)
 
 
-def test_a_key_that_fills_its_part_of_the_pool_delays_no_other(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forty templates that do not end; another key's chat is answered meanwhile."""
+@contextmanager
+def rendering_that_waits(server: RunningServer, content: str) -> Iterator[list[str]]:
+    """Chats of this content are not rendered until the block ends; gives those that were begun."""
     llm = server.service.loaded
     assert llm is not None
     usual = llm.prompts.read_chat
     is_over = threading.Event()
-    stuck: list[str] = []
+    begun: list[str] = []
 
     def read_chat(messages: Any, *args: Any, **options: Any) -> Any:
-        if messages[0]["content"] == "stuck":
-            stuck.append("one")
+        if messages[0]["content"] == content:
+            begun.append(content)
             assert is_over.wait(PATIENCE_S)
         return usual(messages, *args, **options)
 
-    monkeypatch.setattr(llm.prompts, "read_chat", read_chat)
-    body = {"messages": [{"role": "user", "content": "stuck"}], "max_tokens": 1}
-    quiet = {"Authorization": f"Bearer {QUIET}"}
-    with ThreadPoolExecutor(40) as clients:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.prompts, "read_chat", read_chat)
         try:
-            replies = [clients.submit(server.post, "/v1/chat/completions", body) for _ in range(40)]
-            wait_until(lambda: server.service.pool.num_waiting >= 38)
-            asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
-            for _ in range(3):
-                assert server.post("/v1/chat/completions", asked, quiet).status == 200
-            assert not any(reply.done() for reply in replies)
+            yield begun
         finally:
             is_over.set()
+
+
+def chat_of(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+
+
+def test_a_key_that_fills_its_part_of_the_pool_delays_no_other(server: RunningServer) -> None:
+    """Forty templates that do not end; another key's chat is answered meanwhile."""
+    quiet = {"Authorization": f"Bearer {QUIET}"}
+    path = "/v1/chat/completions"
+    with ThreadPoolExecutor(40) as clients:
+        with rendering_that_waits(server, "stuck"):
+            replies = [clients.submit(server.post, path, chat_of("stuck")) for _ in range(40)]
+            wait_until(lambda: server.service.pool.num_waiting >= 38)
+            for _ in range(3):
+                assert server.post(path, chat_of("hello"), quiet).status == 200
+            assert not any(reply.done() for reply in replies)
         assert {reply.result().status for reply in replies} == {200}
 
 
 def test_who_leaves_before_its_turn_costs_nothing(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = server.service.loaded
-    assert llm is not None
-    usual = llm.prompts.read_chat
-    is_over = threading.Event()
-    read: list[str] = []
-
-    def read_chat(messages: Any, *args: Any, **options: Any) -> Any:
-        read.append(messages[0]["content"])
-        assert is_over.wait(PATIENCE_S)
-        return usual(messages, *args, **options)
-
-    monkeypatch.setattr(llm.prompts, "read_chat", read_chat)
     pool = WorkPool(PoolLimits(max_wait_s=10 * PATIENCE_S))  # nobody leaves for having waited
     monkeypatch.setattr(server.service, "pool", pool)
-    asked = {"messages": [{"role": "user", "content": "leaving"}]}
-    body = json.dumps(asked).encode()
+    body = json.dumps(chat_of("leaving")).encode()
     lines = (f"Content-Length: {len(body)}", "Content-Type: application/json")
     start = head("/v1/chat/completions", *lines, f"Authorization: Bearer {HOSTILE}")
-    try:
-        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(12)]
-        for connection in held:
+    with rendering_that_waits(server, "leaving") as begun:
+        connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(12)]
+        for connection in connections:
             connection.sendall(start + body)
         most = pool._limits.max_running
-        wait_until(lambda: len(read) == most and pool.num_waiting == 12 - most)
-        for connection in held:
+        wait_until(lambda: len(begun) == most and pool.num_waiting == 12 - most)
+        for connection in connections:
             connection.close()
         wait_until(lambda: pool.num_waiting == 0)
-    finally:
-        is_over.set()
     wait_until(lambda: pool.num_running == 0)
-    assert read == ["leaving"] * most
+    assert begun == ["leaving"] * most
 
 
-def test_a_full_line_is_a_429_that_says_when(
+def test_a_full_queue_is_a_429_that_says_when(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.service, "pool", WorkPool(PoolLimits(num_threads=2, max_waiting=0)))

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -244,35 +245,39 @@ ALLOWED = {  # of the keys above, by what a route wants
 
 @pytest.mark.parametrize(("method", "path"), routes())
 def test_a_route_is_for_keys_with_its_scope(scoped: RunningServer, method: str, path: str) -> None:
-    need = ROUTES[path.replace(f"/{NAME}", "/{name:path}")]
+    required = ROUTES[path.replace(f"/{NAME}", "/{name:path}")]
     for scope in KeyScope:
         reply = scoped.send(method, path, {} if method == "POST" else None, bearer(scope.value))
-        if scope.value in ALLOWED[need]:
+        if scope.value in ALLOWED[required]:
             assert reply.status in (200, 400, 409), f"{scope} {path}"
         else:
             assert reply.status == 403, f"{scope} {path}"
             assert reply.error["code"] == "insufficient_scope"
-            assert f"the scope '{need.value}'" in reply.error["message"]
+            assert f"the scope '{required.value}'" in reply.error["message"]
 
 
-def test_the_scopes_of_the_routes_are_as_documented() -> None:
-    named = {path: need for path, need in ROUTES.items() if need not in (RequiredScope.ANY_KEY,)}
-    assert named == {
-        "/health": RequiredScope.NO_KEY,
-        "/ready": RequiredScope.NO_KEY,
-        "/v1/chat/completions": RequiredScope.INFERENCE,
-        "/v1/completions": RequiredScope.INFERENCE,
-        "/v1/embeddings": RequiredScope.INFERENCE,
-        "/tokenize": RequiredScope.INFERENCE,
-        "/detokenize": RequiredScope.INFERENCE,
-        "/metrics": RequiredScope.STATS,
-        "/admin/keys": RequiredScope.ADMIN,
-        "/admin/reload": RequiredScope.ADMIN,
-    }
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "keys-and-limits.md"
+
+
+@pytest.mark.parametrize("scope", KeyScope)
+def test_the_scopes_of_the_routes_are_as_the_guide_says(scope: KeyScope) -> None:
+    """Its table has every route that needs the scope, and routes for every key where they show
+    more with it."""
+    [row] = re.findall(rf"^\| `{scope.value}` \| (.*) \|$", GUIDE.read_text(), re.M)
+    named = set(re.findall(r"`(/[^`]*)`", row))
+    needed = {path for path, required in ROUTES.items() if required.value is scope}
+    assert needed
+    assert needed <= named
+    assert all(ROUTES[path] is RequiredScope.ANY_KEY for path in named - needed)
+
+
+def test_only_health_and_readiness_need_no_key() -> None:
+    open_paths = {path for path, required in ROUTES.items() if required is RequiredScope.NO_KEY}
+    assert open_paths == {"/health", "/ready"}
 
 
 def test_a_route_that_names_no_scope_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer = {path: need for path, need in ROUTES.items() if path != "/detokenize"}
+    fewer = {path: required for path, required in ROUTES.items() if path != "/detokenize"}
     monkeypatch.setattr("quire.server.access.ROUTES", fewer)
     with pytest.raises(AssertionError, match="/detokenize is not in the table"):
         create_app(Service(settings_of(), never))  # type: ignore[arg-type]
