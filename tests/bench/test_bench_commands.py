@@ -304,7 +304,7 @@ def test_an_interrupted_grid_keeps_what_it_has(
         return real(*args, **more)
 
     grid = ("grid", *SMALL, "--quants", "Q8_0", "--batches", "1,2", "--prompts", "1,4")
-    monkeypatch.setattr(throughput, "measure_throughput", interrupted)
+    monkeypatch.setattr("quire_bench.commands.grid.measure_throughput", interrupted)
     quire(*grid, code=130)
     assert len(read_folder(receipts, "grid-cell")) == 2
     resumed = quire(*grid, "--json")

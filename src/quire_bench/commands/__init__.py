@@ -1,45 +1,39 @@
-"""`quire bench WHAT`: each subcommand is a module of its name here."""
+"""`quire bench WHAT`: the table of subcommands; only the module of the one called is imported."""
 
 import argparse
+from pkgutil import resolve_name
 
-from quire_bench.commands import (
-    compare,
-    engine,
-    grid,
-    latency,
-    limits,
-    make_model,
-    regress,
-    report,
-    serve,
-    throughput,
-    tune,
-)
+from quire.cli.program import Command
 
-# Each has add_parser(benches), and run(args), which gives the exit code.
-_MODULES = (
-    engine,
-    limits,
-    make_model,
-    throughput,
-    latency,
-    grid,
-    serve,
-    compare,
-    tune,
-    regress,
-    report,
-)
+
+def _command(name: str, help_line: str) -> Command:
+    module = f"{__name__}.{name}"
+    return Command(help_line, f"{module}:add_options", f"{module}:run")
+
+
+COMMANDS = {
+    "engine": _command("engine", "the engine without a model: host time a step, fairness, pacing"),
+    "limits": _command("limits", "what this machine can do at best"),
+    "make-model": _command("make_model", "write a dummy model as GGUF"),
+    "throughput": _command("throughput", "tokens a second, memory, utilisation"),
+    "latency": _command("latency", "time to the first token and between tokens"),
+    "grid": _command("grid", "throughput over batch sizes, prompt lengths and mixes"),
+    "serve": _command("serve", "load an OpenAI-compatible server"),
+    "compare": _command(
+        "compare", "quire beside llama.cpp, OpenVINO GenAI, transformers or a server"
+    ),
+    "tune": _command("tune", "find settings for a latency target"),
+    "regress": _command("regress", "compare two sets of receipts: change or noise"),
+    "report": _command("report", "draw receipts: a page, pictures, tables"),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    for module in _MODULES:
-        module.add_parser(benches)
+    for name, command in COMMANDS.items():
+        benches.add_parser(name, help=command.help, command=command)
 
 
 def run(args: argparse.Namespace) -> int:
-    name = f".{args.bench.replace('-', '_')}"
-    [module] = [module for module in _MODULES if module.__name__.endswith(name)]
-    code: int = module.run(args)
+    code: int = resolve_name(COMMANDS[args.bench].run)(args)
     return code

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from quire.cli.results import printable, tell
+from quire.core.errors import ConfigError
 from quire_bench.commands.options import (
     add_receipt_options,
     add_seed_option,
@@ -20,12 +20,20 @@ from quire_bench.commands.options import (
 )
 from quire_bench.commands.progress import Progress
 from quire_bench.commands.throughput import add_load_options
-
-if TYPE_CHECKING:
-    from quire_bench.compare import Comparison, Findings
-    from quire_bench.receipts import Receipt
-    from quire_bench.rivals import Rival
-    from quire_bench.subject import Subject
+from quire_bench.compare import KIND, Comparison, Findings, compare, model_file, table
+from quire_bench.http_client import parse_endpoint
+from quire_bench.load import Target
+from quire_bench.machine_info import usable_threads
+from quire_bench.receipts import Receipt
+from quire_bench.rivals import (
+    PackageRival,
+    Rival,
+    RivalFailedError,
+    RivalMissingError,
+    ServerRival,
+    WorkerSettings,
+)
+from quire_bench.subject import Subject, open_subject, with_quant
 
 KEY_VARIABLE = "QUIRE_API_KEY"
 _PACKAGED = ("llama.cpp", "openvino", "transformers")
@@ -43,14 +51,10 @@ exit of 1.
 """
 
 
-def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
-        "compare",
-        help="quire beside llama.cpp, OpenVINO GenAI, transformers or a server",
-        description="Measure quire and other engines in turn, and the ratios of their rates.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure quire and other engines in turn, and the ratios of their rates."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_subject_options(parser)
     group = parser.add_argument_group("load")
     group.add_argument("--quant", metavar="MIX", help="the mix of a dummy model, such as Q4_K_M")
@@ -112,8 +116,6 @@ _numbers.__name__ = "list of numbers"  # argparse names it in errors
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire_bench.compare import table
-
     receipt = _measured(args)
     keep(args, receipt)
     if not args.json:
@@ -123,10 +125,7 @@ def run(args: argparse.Namespace) -> int:
     return finish(args, [receipt])
 
 
-def _measured(args: argparse.Namespace) -> "Receipt":
-    from quire_bench.compare import Comparison, compare
-    from quire_bench.subject import open_subject
-
+def _measured(args: argparse.Namespace) -> Receipt:
     interpreters = _interpreters(args)
     wanted = Comparison(
         batches=args.batch,
@@ -151,8 +150,6 @@ def _measured(args: argparse.Namespace) -> "Receipt":
 
 def _interpreters(args: argparse.Namespace) -> dict[str, str]:
     """The interpreters by rival; what names nothing is refused before anything is loaded."""
-    from quire.core.errors import ConfigError
-
     for name in args.rivals:
         if name not in _PACKAGED and "://" not in name:
             raise ConfigError(
@@ -181,15 +178,11 @@ def _interpreters(args: argparse.Namespace) -> dict[str, str]:
 
 def _open_rivals(
     args: argparse.Namespace,
-    subject: "Subject",
+    subject: Subject,
     interpreters: Mapping[str, str],
     stack: ExitStack,
-) -> "tuple[list[Rival], dict[str, str]]":
+) -> tuple[list[Rival], dict[str, str]]:
     """Those that are there, and why the others are not."""
-    from quire_bench.compare import model_file
-    from quire_bench.rivals import RivalFailedError, RivalMissingError
-    from quire_bench.subject import with_quant
-
     rivals: list[Rival] = []
     missing: dict[str, str] = {}
     needs_file = any(name in _PACKAGED for name in args.rivals)
@@ -212,15 +205,10 @@ def _open_rival(
     args: argparse.Namespace,
     name: str,
     path: Path,
-    subject: "Subject",
+    subject: Subject,
     interpreters: Mapping[str, str],
-) -> "Rival":
+) -> Rival:
     import sys
-
-    from quire_bench.http_client import parse_endpoint
-    from quire_bench.load import Target
-    from quire_bench.machine_info import usable_threads
-    from quire_bench.rivals import PackageRival, ServerRival, WorkerSettings
 
     if name in _PACKAGED:
         settings = WorkerSettings(
@@ -238,13 +226,11 @@ def _open_rival(
 
 def _receipt(
     args: argparse.Namespace,
-    subject: "Subject",
-    rivals: "list[Rival]",
-    wanted: "Comparison",
-    findings: "Findings",
-) -> "Receipt":
-    from quire_bench.compare import KIND
-
+    subject: Subject,
+    rivals: list[Rival],
+    wanted: Comparison,
+    findings: Findings,
+) -> Receipt:
     figures = findings.figures()
     # Where an interpreter lies on this machine is nobody's business, and nobody else's path.
     spoken = argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "python_for"})

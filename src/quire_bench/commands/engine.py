@@ -5,29 +5,25 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from quire_bench.engine import Fairness, HostCost, Pacing
+from quire_bench.drawing import draw_fairness, draw_pacing
+from quire_bench.engine import MACHINES, Fairness, HostCost, Pacing, fairness, host_cost, pacing
 
 _LOADS = (0.2, 0.4, 0.6, 0.8, 1.0)
 
 
-def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = benches.add_parser(
-        "engine",
-        help="the engine without a model: host time a step, fairness, pacing",
-        description="Measures what planning and updating a step costs in real time, and simulates "
-        "fairness between keys and pacing to a latency target in virtual time.",
-        epilog="example: quire bench engine --out docs/figures",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measures what planning and updating a step costs in real time, and simulates "
+        "fairness between keys and pacing to a latency target in virtual time."
     )
+    parser.epilog = "example: quire bench engine --out docs/figures"
     parser.add_argument("--out", type=Path, help="folder to draw the figures into, as SVG")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire_bench.engine import MACHINES, fairness, host_cost, pacing
-
     def say(what: str) -> None:
         if sys.stderr.isatty():
             print(f"{what} …", file=sys.stderr)
@@ -42,8 +38,6 @@ def run(args: argparse.Namespace) -> int:
         say(f"pacing, {machine.name}")
         paced.append(pacing(machine, _LOADS))
     if args.out is not None:
-        from quire_bench.drawing import draw_fairness, draw_pacing
-
         draw_fairness(fair, args.out / "fairness.svg")
         draw_pacing(paced, args.out / "pacing.svg")
     if args.json:
@@ -54,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_data(
-    cost: "HostCost", fair: "list[tuple[Fairness, Fairness]]", paced: "list[Pacing]"
+    cost: HostCost, fair: list[tuple[Fairness, Fairness]], paced: list[Pacing]
 ) -> dict[str, Any]:
     return {
         "host_cost": asdict(cost),
@@ -67,7 +61,7 @@ def _as_data(
 
 
 def _print_tables(
-    cost: "HostCost", fair: "list[tuple[Fairness, Fairness]]", paced: "list[Pacing]"
+    cost: HostCost, fair: list[tuple[Fairness, Fairness]], paced: list[Pacing]
 ) -> None:
     print(
         f"Host time to plan and update a step of {cost.num_sequences} sequences: "

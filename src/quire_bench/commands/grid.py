@@ -1,24 +1,37 @@
 """`quire bench grid`: throughput over batch sizes, prompt lengths and mixes; resumable."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
 
 from quire.cli.results import print_json, tell
+from quire.llm.devices import device_of
+from quire.loader.defaults import DUMMY_PREFIX
 from quire_bench.commands.options import (
     add_limits_option,
     add_receipt_options,
     add_seed_option,
     add_subject_options,
+    asked,
     finish,
     load_options,
     make_receipt,
 )
 from quire_bench.commands.progress import Progress
-
-if TYPE_CHECKING:
-    from quire_bench.grid import Cell
-    from quire_bench.receipts import Receipt
-    from quire_bench.subject import Subject
+from quire_bench.grid import (
+    KIND,
+    Cell,
+    Conditions,
+    Grid,
+    check_blocks,
+    finished,
+    summary,
+    table,
+    with_batch,
+)
+from quire_bench.machine_info import machine, versions
+from quire_bench.receipts import Receipt, write
+from quire_bench.subject import Subject, open_subject, read_facts, with_quant
+from quire_bench.throughput import measure_throughput
+from quire_bench.utilisation import find_limits
 
 _EPILOG = """\
 examples:
@@ -35,14 +48,10 @@ PROMPTS = (1, 16, 128, 512)
 QUANTS = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 
 
-def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
-        "grid",
-        help="throughput over batch sizes, prompt lengths and mixes",
-        description="Measure every combination of batch size, prompt length and mix.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure every combination of batch size, prompt length and mix."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_subject_options(parser)
     group = parser.add_argument_group("grid")
     group.add_argument(
@@ -85,8 +94,6 @@ _numbers.__name__ = "list of numbers"  # argparse names it in errors
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire_bench.grid import summary, table
-
     receipts, num_measured = _GridRun(args).run()
     if args.json:
         resumed = len(receipts) - num_measured
@@ -101,11 +108,6 @@ class _GridRun:
     """One call: what is done already, what is left, and how far it has come."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from quire.loader.defaults import DUMMY_PREFIX
-        from quire_bench.grid import Grid
-        from quire_bench.machine_info import machine
-        from quire_bench.utilisation import find_limits
-
         self._args = args
         has_mix = not args.model.startswith(DUMMY_PREFIX) or args.model.count(":") > 1
         self._grid = Grid(
@@ -117,7 +119,7 @@ class _GridRun:
         )
         self._limits = find_limits(args.limits, args.receipts, machine()["cpu"])
 
-    def run(self) -> "tuple[dict[Cell, Receipt], int]":
+    def run(self) -> tuple[dict[Cell, Receipt], int]:
         """The receipts of all cells, and how many of them were measured now."""
         done: dict[Cell, Receipt] = {}
         left: dict[str | None, list[Cell]] = {}
@@ -136,13 +138,7 @@ class _GridRun:
         order = [cell for quant in self._grid.quants for cell in self._grid.cells(quant)]
         return {cell: done[cell] for cell in order}, len(todo)
 
-    def _finished(self, quant: str | None) -> "dict[Cell, Receipt]":
-        from quire.llm.devices import device_of
-        from quire_bench.commands.options import asked
-        from quire_bench.grid import Conditions, finished
-        from quire_bench.machine_info import machine, versions
-        from quire_bench.subject import read_facts, with_quant
-
+    def _finished(self, quant: str | None) -> dict[Cell, Receipt]:
         name = with_quant(self._args.model, quant)
         facts = read_facts(name, trusted=self._args.trust_model_file)  # says what is wrong
         model = facts.as_data()
@@ -155,11 +151,8 @@ class _GridRun:
         return finished(self._grid, self._grid.cells(quant), self._args.receipts, conditions)
 
     def _measure(
-        self, quant: str | None, cells: "list[Cell]", progress: Progress
-    ) -> "dict[Cell, Receipt]":
-        from quire_bench.grid import check_blocks
-        from quire_bench.subject import open_subject
-
+        self, quant: str | None, cells: list[Cell], progress: Progress
+    ) -> dict[Cell, Receipt]:
         largest = max(cell.batch for cell in cells)
         subject = open_subject(self._args.model, quant, load_options(self._args, largest))
         try:
@@ -168,11 +161,7 @@ class _GridRun:
         finally:
             subject.close()
 
-    def _measure_cell(self, subject: "Subject", cell: "Cell", progress: Progress) -> "Receipt":
-        from quire_bench.grid import KIND, with_batch
-        from quire_bench.receipts import write
-        from quire_bench.throughput import measure_throughput
-
+    def _measure_cell(self, subject: Subject, cell: Cell, progress: Progress) -> Receipt:
         what = f"batch {cell.batch}, prompt {cell.prompt_tokens}"
         progress.begin(f"{cell.quant}, {what}" if cell.quant else what)
         figures = measure_throughput(

@@ -1,7 +1,7 @@
 """`quire bench latency`: time to the first token and between tokens, alone and in company."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.cli.results import tell
 from quire_bench.commands.options import (
@@ -15,9 +15,11 @@ from quire_bench.commands.options import (
 )
 from quire_bench.commands.progress import Progress
 from quire_bench.commands.throughput import add_load_options
-
-if TYPE_CHECKING:
-    from quire_bench.receipts import Receipt
+from quire_bench.latency import measure_latency
+from quire_bench.measure import Load
+from quire_bench.receipts import Receipt
+from quire_bench.subject import open_subject
+from quire_bench.throughput import check_load
 
 _EPILOG = """\
 examples:
@@ -29,14 +31,10 @@ one ends, the next begins.
 """
 
 
-def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
-        "latency",
-        help="time to the first token and between tokens",
-        description="Measure what a single request waits for, alone and in company.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure what a single request waits for, alone and in company."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_subject_options(parser)
     group = parser.add_argument_group("load")
     group.add_argument("--quant", metavar="MIX", help="the mix of a dummy model, such as Q4_K_M")
@@ -60,12 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return finish(args, [receipt])
 
 
-def _measured(args: argparse.Namespace) -> "Receipt":
-    from quire_bench.latency import measure_latency
-    from quire_bench.measure import Load
-    from quire_bench.subject import open_subject
-    from quire_bench.throughput import check_load
-
+def _measured(args: argparse.Namespace) -> Receipt:
     load = Load(args.requests, args.prompt_tokens, args.new_tokens, args.concurrency)
     check_load(load, args.repeats, 1 << 31)  # what the model holds is asked once it is there
     tell("loading the model …")
@@ -95,7 +88,7 @@ def _measured(args: argparse.Namespace) -> "Receipt":
         subject.close()
 
 
-def _print(receipt: "Receipt") -> None:
+def _print(receipt: Receipt) -> None:
     print(f"{receipt.model['name']} on {receipt.executed['device']}, milliseconds")
     print(f"{'':<38}{'p50':>10}{'p95':>10}{'p99':>10}")
     for name in ("alone", "together"):

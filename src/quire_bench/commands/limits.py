@@ -1,14 +1,24 @@
 """`quire bench limits`: what this machine's memory and arithmetic can do at best."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.cli.results import tell
+from quire.llm.machine import parse_bytes
 from quire_bench.commands.options import add_receipt_options, command_line, finish, keep
 from quire_bench.commands.progress import in_words
-
-if TYPE_CHECKING:
-    from quire_bench.receipts import Receipt
+from quire_bench.limits import (
+    RATES,
+    LimitsPlan,
+    integer_kernel,
+    measure_gpu,
+    measure_limits,
+    summarise,
+    usual_buffer_bytes,
+    usual_threads,
+)
+from quire_bench.machine_info import machine, versions
+from quire_bench.receipts import Receipt, now
 
 _EPILOG = """\
 examples:
@@ -25,14 +35,10 @@ Of a GPU that torch sees: memory read and copied, and products of float16 matric
 """
 
 
-def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
-        "limits",
-        help="what this machine can do at best",
-        description="Measure memory bandwidth and arithmetic by thread count.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure memory bandwidth and arithmetic by thread count."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--threads",
         type=_counts,
@@ -73,20 +79,7 @@ def run(args: argparse.Namespace) -> int:
     return finish(args, [receipt])
 
 
-def _measured(args: argparse.Namespace) -> "Receipt":
-    from quire.llm.machine import parse_bytes
-    from quire_bench.limits import (
-        LimitsPlan,
-        integer_kernel,
-        measure_gpu,
-        measure_limits,
-        summarise,
-        usual_buffer_bytes,
-        usual_threads,
-    )
-    from quire_bench.machine_info import machine, versions
-    from quire_bench.receipts import Receipt, now
-
+def _measured(args: argparse.Namespace) -> Receipt:
     plan = LimitsPlan(
         threads=args.threads or usual_threads(),
         buffer_bytes=parse_bytes(args.buffer, "--buffer") if args.buffer else usual_buffer_bytes(),
@@ -127,9 +120,7 @@ def _measured(args: argparse.Namespace) -> "Receipt":
     )
 
 
-def _print(receipt: "Receipt") -> None:
-    from quire_bench.limits import RATES
-
+def _print(receipt: Receipt) -> None:
     names = {rate: kind.replace("_", " ") for kind, rate in RATES.items()}
     counts = [str(count) for count in receipt.settings["threads"]]
     print(f"{'threads':<19}" + "".join(f"{count:>12}" for count in counts))

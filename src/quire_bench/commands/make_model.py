@@ -2,9 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from quire.cli.results import print_json
+from quire.llm.machine import format_bytes
+from quire.loader.gguf_writer import write_gguf
+from quire.model.dummy import DummyModel
 
 _EPILOG = """\
 examples:
@@ -15,24 +17,18 @@ The weights are noise and there is no tokenizer: such a model measures speed and
 """
 
 
-def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
-        "make-model",
-        help="write a dummy model as GGUF",
-        description="Write dummy:SHAPE[:MIX[:SEED]] as a GGUF file that other engines read too.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write dummy:SHAPE[:MIX[:SEED]] as a GGUF file that other engines read too."
     )
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", required=True, metavar="dummy:SHAPE:MIX", help="what to make")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to write it")
     parser.add_argument("--json", action="store_true", help="say in JSON what was written")
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.llm.machine import format_bytes
-    from quire.loader.gguf_writer import write_gguf
-    from quire.model.dummy import DummyModel
-
     model = DummyModel(args.model)
     write_gguf(args.out, model.fields, model.planned)
     size = args.out.stat().st_size

@@ -3,15 +3,14 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.cli.options import add_cache_type_option, add_invariance_option, add_trust_option
 from quire.cli.results import complain, print_json, tell
-
-if TYPE_CHECKING:
-    from quire.llm.devices import Options
-    from quire_bench.receipts import Receipt
-    from quire_bench.subject import Subject
+from quire.llm.devices import Options
+from quire_bench.machine_info import machine, versions
+from quire_bench.receipts import Receipt, as_data, deviation, now, write
+from quire_bench.subject import Subject
 
 DEFAULT_MODEL = "dummy:smollm2-135m"
 _UNSPOKEN = ("command", "bench", "json")  # of the parsed arguments: no part of what was measured
@@ -70,10 +69,8 @@ def add_limits_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_options(args: argparse.Namespace, max_batch_size: int) -> "Options":
+def load_options(args: argparse.Namespace, max_batch_size: int) -> Options:
     """How the model is to be loaded."""
-    from quire.llm.devices import Options
-
     return Options(
         device=args.device,
         max_batch_size=max_batch_size,
@@ -107,11 +104,8 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def make_receipt(args: argparse.Namespace, subject: "Subject", kind: str, **more: Any) -> "Receipt":
+def make_receipt(args: argparse.Namespace, subject: Subject, kind: str, **more: Any) -> Receipt:
     """A receipt of a model's measurement; `more` are its settings, samples, results, limits."""
-    from quire_bench.machine_info import machine, versions
-    from quire_bench.receipts import Receipt, now
-
     return Receipt(
         kind=kind,
         created=now(),
@@ -126,20 +120,16 @@ def make_receipt(args: argparse.Namespace, subject: "Subject", kind: str, **more
     )
 
 
-def finish(args: argparse.Namespace, receipts: "Sequence[Receipt]") -> int:
+def finish(args: argparse.Namespace, receipts: Sequence[Receipt]) -> int:
     """Say where a run left the path asked for; with --strict that is a failure."""
-    from quire_bench.receipts import deviation
-
     told = {told for receipt in receipts if (told := deviation(receipt)) is not None}
     for line in sorted(told):
         complain(f"not what was asked for: {line}")
     return 1 if told and args.strict else 0
 
 
-def keep(args: argparse.Namespace, receipt: "Receipt") -> Path:
+def keep(args: argparse.Namespace, receipt: Receipt) -> Path:
     """Write a receipt and tell where it is; print it with --json."""
-    from quire_bench.receipts import as_data, write
-
     path = write(receipt, args.receipts)
     tell(f"receipt: {path}")
     if args.json:

@@ -3,27 +3,23 @@
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.cli.results import print_json, printable
-
-if TYPE_CHECKING:
-    from quire_bench.regress import Comparison, Regression
+from quire_bench.regress import Comparison, Regression, compare, load_receipts
 
 _MARKS = {"loss": "LOSS", "gain": "gain", "same": "same", "too few": "too few samples"}
 LOSS = 1  # the exit code
 
 
-def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = benches.add_parser(
-        "regress",
-        help="compare two sets of receipts: change or noise",
-        description="Pairs receipts by kind, model, device and settings, and tells change from "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Pairs receipts by kind, model, device and settings, and tells change from "
         "noise on their samples: a change is larger than the least effect, unlikely by chance "
         "(permutation test, false discoveries at 1%), at least four standard errors large, and "
-        "holds between all receipts of either side. Exit code 1 where anything became worse.",
-        epilog="example: quire bench regress receipts/before receipts/after",
+        "holds between all receipts of either side. Exit code 1 where anything became worse."
     )
+    parser.epilog = "example: quire bench regress receipts/before receipts/after"
     parser.add_argument("before", type=Path, metavar="A", help="a receipt, or a folder of them")
     parser.add_argument("after", type=Path, metavar="B", help="what to compare with it")
     parser.add_argument(
@@ -38,8 +34,6 @@ def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire_bench.regress import compare, load_receipts
-
     found = compare(
         load_receipts(args.before),
         load_receipts(args.after),
@@ -53,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     return LOSS if found.has_loss else 0
 
 
-def _as_data(found: "Regression") -> dict[str, Any]:
+def _as_data(found: Regression) -> dict[str, Any]:
     return {
         "has_loss": found.has_loss,
         "comparisons": [asdict(row) | {"change": row.change} for row in found.comparisons],
@@ -63,7 +57,7 @@ def _as_data(found: "Regression") -> dict[str, Any]:
     }
 
 
-def _print_table(found: "Regression") -> None:
+def _print_table(found: Regression) -> None:
     name = ""
     for row in found.comparisons:
         if row.name != name:
@@ -81,7 +75,7 @@ def _print_table(found: "Regression") -> None:
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
 
 
-def _line(row: "Comparison") -> str:
+def _line(row: Comparison) -> str:
     return printable(
         f"{row.sample:<32} {row.before:>12.6g} -> {row.after:>12.6g}  {row.change:>+7.1%}  "
         f"p {row.p_value:.4f}  n {row.count_before}/{row.count_after}  {_MARKS[row.verdict]}"

@@ -5,18 +5,20 @@ import sys
 from pathlib import Path
 
 from quire.cli.results import complain, tell
+from quire.core.errors import ConfigError
+from quire_bench.report import TITLE, gather, html, read_text, with_tables, write_pngs, write_text
 
 STALE = 1  # the exit code of --check
 
 
-def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = benches.add_parser(
-        "report",
-        help="draw receipts: a page, pictures, tables",
-        description="Draws any set of receipts as one self-contained HTML page, as PNG files, or "
-        "as tables between two marks of a Markdown file.",
-        epilog="examples: quire bench report receipts --out report.html --png pictures;  "
-        "quire bench report receipts --markdown docs/performance.md --check",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Draws any set of receipts as one self-contained HTML page, as PNG files, or "
+        "as tables between two marks of a Markdown file."
+    )
+    parser.epilog = (
+        "examples: quire bench report receipts --out report.html --png pictures;  "
+        "quire bench report receipts --markdown docs/performance.md --check"
     )
     parser.add_argument(
         "receipts", nargs="+", type=Path, metavar="RECEIPTS", help="files, or folders of them"
@@ -39,9 +41,6 @@ def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.core.errors import ConfigError
-    from quire_bench.report import TITLE, gather, html, write_pngs, write_text
-
     if args.check and (args.markdown is None or args.out or args.png):
         raise ConfigError("--check goes with --markdown alone")
     if args.out is None and args.png is None and args.markdown is None:
@@ -58,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _markdown(args: argparse.Namespace) -> int:
-    from quire_bench.report import gather, read_text, with_tables, write_text
-
     document = read_text(args.markdown)
     wanted = with_tables(document, gather(args.receipts), str(args.markdown))
     if document == wanted:

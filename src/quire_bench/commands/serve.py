@@ -3,28 +3,33 @@
 import argparse
 import os
 import time
+from dataclasses import replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.cli.results import printable
+from quire.core.errors import ConfigError
 from quire.llm.progress import ProgressBar
 from quire_bench.commands.options import add_receipt_options, command_line, finish, keep
 from quire_bench.commands.progress import in_words
 from quire_bench.commands.serve_options import (
     KEY_VARIABLE,
     NEIGHBOUR_VARIABLE,
-    SCENARIOS,
     add_load_options,
     add_server_options,
     fill,
     heeded,
     value,
 )
-
-if TYPE_CHECKING:
-    from quire_bench.load import Outcome, Target
-    from quire_bench.load_scenarios import Finding, LoadSettings
-    from quire_bench.receipts import Receipt
+from quire_bench.http_client import parse_endpoint
+from quire_bench.lengths import MIXES, Bounds, fixed
+from quire_bench.load import Outcome, Target, check_server, find_model
+from quire_bench.load import run as run_load
+from quire_bench.load_scenarios import SCENARIOS, Finding, LoadSettings, memory_of
+from quire_bench.load_summary import counted_by
+from quire_bench.load_tables import lines
+from quire_bench.machine_info import machine, versions
+from quire_bench.receipts import Receipt, now
 
 FAILURE = 1
 _EPILOG = """\
@@ -49,26 +54,21 @@ example: quire bench serve http://127.0.0.1:8000 --mix chat --rate 2 --duration 
 """
 
 
-def add_parser(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = benches.add_parser(
-        "serve",
-        help="load an OpenAI-compatible server",
-        description="Sends streaming requests to any OpenAI-compatible server and measures times "
-        "to first token and between tokens, tokens a second, and errors by kind.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Sends streaming requests to any OpenAI-compatible server and measures times "
+        "to first token and between tokens, tokens a second, and errors by kind."
     )
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", metavar="URL", help="such as http://127.0.0.1:8000")
-    parser.add_argument("--scenario", choices=SCENARIOS, default="plain")
+    parser.add_argument("--scenario", choices=tuple(SCENARIOS), default="plain")
     add_server_options(parser.add_argument_group("server"))
     add_load_options(parser.add_argument_group("load"))
     add_receipt_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire_bench.load import run as run_load
-    from quire_bench.load_tables import lines
-
     _check(args)
     fill(args)
     target, finding = run_load(_measure(args))
@@ -83,9 +83,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what the scenario would not heed, and what would fail only after the load."""
-    from quire.core.errors import ConfigError
-    from quire_bench.load_scenarios import memory_of
-
     if args.pid is not None:
         if args.scenario != "soak":
             raise ConfigError("--pid is for --scenario soak, which watches the server's memory")
@@ -96,12 +93,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--timeout must be above 0, got {args.timeout}")
 
 
-async def _measure(args: argparse.Namespace) -> "tuple[Target, Finding]":
-    from dataclasses import replace
-
-    from quire_bench.load import check_server, find_model
-    from quire_bench.load_scenarios import SCENARIOS
-
+async def _measure(args: argparse.Namespace) -> tuple[Target, Finding]:
     target, settings = _target(args), _settings(args)
     if target.model is None:
         target = replace(target, model=await find_model(target))
@@ -112,10 +104,7 @@ async def _measure(args: argparse.Namespace) -> "tuple[Target, Finding]":
     return target, finding
 
 
-def _target(args: argparse.Namespace) -> "Target":
-    from quire_bench.http_client import parse_endpoint
-    from quire_bench.load import Target
-
+def _target(args: argparse.Namespace) -> Target:
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     return Target(
         parse_endpoint(args.url, api_key=key, allow_remote=args.allow_remote),
@@ -127,10 +116,7 @@ def _target(args: argparse.Namespace) -> "Target":
     )
 
 
-def _settings(args: argparse.Namespace) -> "LoadSettings":
-    from quire_bench.lengths import MIXES, Bounds, fixed
-    from quire_bench.load_scenarios import LoadSettings
-
+def _settings(args: argparse.Namespace) -> LoadSettings:
     is_fixed = args.mix == "fixed"
     sizes = ("prompt_tokens", "new_tokens")
     if not is_fixed:
@@ -178,7 +164,7 @@ class _Progress:
         self._done = self._failed = 0
         self._started = time.monotonic()
 
-    def count(self, outcome: "Outcome") -> None:
+    def count(self, outcome: Outcome) -> None:
         self._done += 1
         self._failed += outcome.error is not None
         self._bar.update(*self._state())
@@ -196,11 +182,7 @@ class _Progress:
         return min(elapsed_s, self._total), text
 
 
-def _receipt(args: argparse.Namespace, target: "Target", finding: "Finding") -> "Receipt":
-    from quire_bench.load_summary import counted_by
-    from quire_bench.machine_info import machine, versions
-    from quire_bench.receipts import Receipt, now
-
+def _receipt(args: argparse.Namespace, target: Target, finding: Finding) -> Receipt:
     return Receipt(
         kind="serve",
         created=now(),
@@ -229,7 +211,7 @@ def _shown_name(model: str | None) -> str:
     return PurePath(name).name if PurePath(name).is_absolute() else name
 
 
-def _shortfall(args: argparse.Namespace, finding: "Finding") -> str | None:
+def _shortfall(args: argparse.Namespace, finding: Finding) -> str | None:
     """Whether completions ended early although ignore_eos was sent."""
     if not args.ignore_eos or args.mix != "fixed" or args.scenario == "convoy":
         return None

@@ -3,10 +3,12 @@
 import argparse
 from typing import Any
 
+from quire.core.errors import ConfigError
+from quire_bench.load_scenarios import DEFAULT_RATES
+
 KEY_VARIABLE = "QUIRE_API_KEY"
 NEIGHBOUR_VARIABLE = "QUIRE_NEIGHBOUR_KEY"
 MIXES = ("fixed", "instruct", "chat", "conversation", "code")
-SCENARIOS = ("plain", "convoy", "neighbour", "saturation", "soak")
 _NUMBERS: dict[str, tuple[int | float | None, str]] = {
     "prompt_tokens": (64, "fixed lengths: of a prompt"),
     "prompt_spread": (0, "fixed lengths: prompts are up to so much shorter or longer"),
@@ -65,9 +67,6 @@ def add_load_options(group: "argparse._ArgumentGroup") -> None:
 
 def fill(args: argparse.Namespace) -> None:
     """Give the options that count their usual values; refuse those that would not count."""
-    from quire.core.errors import ConfigError
-    from quire_bench.load_scenarios import DEFAULT_RATES
-
     counting = heeded(args)
     for name, (usual, _) in _NUMBERS.items():
         given = getattr(args, name)

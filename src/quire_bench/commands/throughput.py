@@ -1,9 +1,10 @@
 """`quire bench throughput`: tokens a second of a model under one load."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.cli.results import tell
+from quire.llm.machine import format_bytes
 from quire_bench.commands.options import (
     add_limits_option,
     add_receipt_options,
@@ -15,9 +16,12 @@ from quire_bench.commands.options import (
     make_receipt,
 )
 from quire_bench.commands.progress import Progress
-
-if TYPE_CHECKING:
-    from quire_bench.receipts import Receipt
+from quire_bench.machine_info import machine
+from quire_bench.measure import Load
+from quire_bench.receipts import Receipt
+from quire_bench.subject import open_subject
+from quire_bench.throughput import check_load, measure_throughput
+from quire_bench.utilisation import find_limits
 
 _EPILOG = """\
 examples:
@@ -28,14 +32,10 @@ A step that computes prompt tokens counts for the prompts' rate, any other for t
 """
 
 
-def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
-        "throughput",
-        help="tokens a second, memory, utilisation",
-        description="Run the same load several times and measure tokens a second.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Run the same load several times and measure tokens a second."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_subject_options(parser)
     group = parser.add_argument_group("load")
     group.add_argument("--quant", metavar="MIX", help="the mix of a dummy model, such as Q4_K_M")
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return finish(args, receipts)
 
 
-def _with_invariance(args: argparse.Namespace, free: "Receipt") -> "Receipt":
+def _with_invariance(args: argparse.Namespace, free: Receipt) -> Receipt:
     """The same with one order of summation, and what that costs."""
     kept = argparse.Namespace(**{**vars(args), "no_invariant": False, "json": False})
     receipt = _measured(kept)
@@ -84,13 +84,7 @@ def _with_invariance(args: argparse.Namespace, free: "Receipt") -> "Receipt":
     return receipt
 
 
-def _measured(args: argparse.Namespace) -> "Receipt":
-    from quire_bench.machine_info import machine
-    from quire_bench.measure import Load
-    from quire_bench.subject import open_subject
-    from quire_bench.throughput import check_load, measure_throughput
-    from quire_bench.utilisation import find_limits
-
+def _measured(args: argparse.Namespace) -> Receipt:
     batch = args.requests if args.max_batch_size is None else args.max_batch_size
     load = Load(args.requests, args.prompt_tokens, args.new_tokens)
     check_load(load, args.repeats, 1 << 31)  # what the model holds is asked once it is there
@@ -128,9 +122,7 @@ def _measured(args: argparse.Namespace) -> "Receipt":
         subject.close()
 
 
-def _print(receipt: "Receipt") -> None:
-    from quire.llm.machine import format_bytes
-
+def _print(receipt: Receipt) -> None:
     results: Any = receipt.results
     print(f"{receipt.model['name']} on {receipt.executed['device']}")
     for name in ("prompt", "completion", "total"):

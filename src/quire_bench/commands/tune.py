@@ -2,9 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.cli.results import complain, printable, tell
+from quire.core.errors import ConfigError
+from quire.llm.configuration import configuration_text
 from quire_bench.commands.options import (
     add_receipt_options,
     add_seed_option,
@@ -15,10 +17,19 @@ from quire_bench.commands.options import (
     make_receipt,
 )
 from quire_bench.commands.progress import Progress
-
-if TYPE_CHECKING:
-    from quire_bench.receipts import Receipt
-    from quire_bench.tune import Trial, Tuning
+from quire_bench.receipts import Receipt
+from quire_bench.subject import open_subject
+from quire_bench.tune import (
+    KIND,
+    Trial,
+    Tuning,
+    best,
+    engine_table,
+    nearest,
+    samples,
+    table,
+    try_settings,
+)
 
 FAILURE = 1
 _EPILOG = """\
@@ -32,14 +43,10 @@ where there is none, nothing is written and the exit is 1.
 """
 
 
-def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
-        "tune",
-        help="find settings for a latency target",
-        description="Try batch and step sizes, and write the best within a latency target.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Try batch and step sizes, and write the best within a latency target."
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_subject_options(parser)
     group = parser.add_argument_group("tuning")
     group.add_argument("--quant", metavar="MIX", help="the mix of a dummy model, such as Q4_K_M")
@@ -88,8 +95,6 @@ _numbers.__name__ = "list of numbers"  # argparse names it in errors
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire_bench.tune import best, nearest, table
-
     wanted = _wanted(args)
     receipt, trials = _measured(args, wanted)
     chosen = best(trials, args.slo_itl_ms)
@@ -111,10 +116,7 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _wanted(args: argparse.Namespace) -> "Tuning":
-    from quire.core.errors import ConfigError
-    from quire_bench.tune import Tuning
-
+def _wanted(args: argparse.Namespace) -> Tuning:
     wanted = Tuning(
         slo_itl_ms=args.slo_itl_ms,
         batches=args.batches,
@@ -132,11 +134,7 @@ def _wanted(args: argparse.Namespace) -> "Tuning":
     return wanted
 
 
-def _measured(args: argparse.Namespace, wanted: "Tuning") -> "tuple[Receipt, list[Trial]]":
-    from quire.core.errors import ConfigError
-    from quire_bench.subject import open_subject
-    from quire_bench.tune import KIND, best, samples, try_settings
-
+def _measured(args: argparse.Namespace, wanted: Tuning) -> tuple[Receipt, list[Trial]]:
     trials: list[Trial] = []
     for threads in args.try_threads or (args.threads,):
         tell("loading the model …")
@@ -168,11 +166,7 @@ def _measured(args: argparse.Namespace, wanted: "Tuning") -> "tuple[Receipt, lis
     return receipt, trials
 
 
-def _write(args: argparse.Namespace, receipt: "Receipt", chosen: "Trial") -> None:
-    from quire.core.errors import ConfigError
-    from quire.llm.configuration import configuration_text
-    from quire_bench.tune import engine_table
-
+def _write(args: argparse.Namespace, receipt: Receipt, chosen: Trial) -> None:
     run_table: dict[str, int | str] = {"device": receipt.executed["device"]}
     if chosen.setting.threads is not None:
         run_table["threads"] = chosen.setting.threads
