@@ -13,7 +13,7 @@ from tests.bench.sound_receipt import is_valid_to_jsonschema
 
 from quire.cli import main
 from quire.executors.cpu import has_native_module
-from quire.executors.reference import ReferenceExecutor
+from quire.llm.devices import ReferenceDevice
 from quire.model.dummy import DummyModel
 from quire.model.loading import load_model
 from quire_bench.receipts import Receipt, read, read_folder
@@ -192,7 +192,14 @@ def test_a_file_is_measured_by_its_hash(quire: Quire, tmp_path: Path, receipts: 
 def test_a_run_on_another_path_is_told_and_fails_strict(
     quire: Quire, receipts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReferenceExecutor, "fallback", "no kernel for Q8_0", raising=False)
+    usual = ReferenceDevice.make_executor
+
+    def falls_back(*args: Any) -> Any:
+        executor: Any = usual(*args)
+        executor.fallback = "no kernel for Q8_0"
+        return executor
+
+    monkeypatch.setattr(ReferenceDevice, "make_executor", falls_back)
     load = ("--requests", "1", "--prompt-tokens", "2")
     error = quire("throughput", *SMALL, *load, "--strict", code=1)
     assert "not what was asked for: no kernel for Q8_0" in error

@@ -139,7 +139,7 @@ def test_prompts_far_beyond_the_queue_are_fed_as_it_drains(monkeypatch: pytest.M
     params = replace(GREEDY, max_tokens=1, logprobs=None)
     live: list[int] = []
     with LLM(PATH, kv_memory=KV_MEMORY, **options) as llm:
-        real_update = "quire.llm.offline_run.ProgressBar.update"
+        real_update = "quire.llm.offline.ProgressBar.update"
         monkeypatch.setattr(real_update, lambda *_: live.append(_live(llm)))
         outputs = llm.generate(prompts, params)
         expected = {tuple(p): llm.generate(p, params)[0].token_ids for p in prompts[:30]}
@@ -246,7 +246,7 @@ def test_calls_are_refused_while_another_runs(llm: LLM, monkeypatch: pytest.Monk
         thread.start()
         thread.join()
 
-    monkeypatch.setattr("quire.llm.offline_run.ProgressBar.update", update)
+    monkeypatch.setattr("quire.llm.offline.ProgressBar.update", update)
     [output] = llm.generate([1, 2], replace(GREEDY, max_tokens=1))
     assert output.error is None
     assert len(refusals) == 2 * len(calls)

@@ -1,4 +1,4 @@
-"""EngineConfig: every knob of the engine, resolved once and never written to again."""
+"""EngineConfig: every setting of the engine, resolved once and frozen."""
 
 import math
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from quire.core.errors import ConfigError
 class EngineConfig:
     """How the engine batches.
 
-    What can be switched off: `fairness`, `prefix_reuse` and `chunking` by False, waiting for
-    company by `batch_timeout_ms=0`, pacing by leaving both targets None.
+    What can be switched off: `fairness`, `prefix_reuse` and `chunking` by False, the batching delay
+    by `batch_timeout_ms=0`, pacing by leaving both targets None.
     """
 
     max_batch_size: int = 64  # sequences a step
     max_step_tokens: int = 512  # tokens a step, prompts and completions together
     max_queue_requests: int = 1024
     max_queue_tokens: int = 4_000_000  # prompt and requested completion tokens waiting
-    batch_timeout_ms: float = 0.0  # longest wait for company after the oldest arrival
+    batch_timeout_ms: float = 0.0  # longest batching delay after the oldest arrival
     chunking: bool = True  # a prompt may be spread over several steps
     prefix_reuse: bool = True
     fairness: bool = True  # between keys; off: one queue by priority and arrival
@@ -28,8 +28,8 @@ class EngineConfig:
     slo_itl_ms: float | None = None  # target for the time between a request's tokens
     slo_ttft_ms: float | None = None  # target for the time to its first token
     plan_ahead: bool = True  # plan step n + 1 while step n runs
-    step_timeout_s: float | None = 120.0  # a step that takes longer is told to stop ...
-    step_grace_s: float = 10.0  # ... and given up if it does not
+    step_timeout_s: float | None = 120.0  # a step that takes longer is cancelled ...
+    step_grace_s: float = 10.0  # ... and given up if it does not end
     max_unread_tokens: int = 4096  # a stream nobody reads pauses its request here
     timeout_s: float | None = None  # deadline of requests that bring none
 

@@ -86,7 +86,7 @@ def read_template(chosen: str | Path | bool) -> str | None:
 def _with_template(
     tokenizer: Tokenizer | None, text: str | None, chosen: str | Path | bool
 ) -> Tokenizer | None:
-    """The tokenizer with the template that was chosen in the place of its own."""
+    """The tokenizer with the template that was chosen instead of its own."""
     if tokenizer is not None and chosen is not True:
         return tokenizer.with_chat_template(text)
     if text is not None:

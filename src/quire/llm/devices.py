@@ -303,8 +303,8 @@ class CudaDevice(Device):
         """The executor, warm; memory is as it came to be, not as it was planned."""
         executor = self._make_executor(model, options)
         estimate = memory_estimate(model, num_kv_tokens=0, kv_element_bytes=_CUDA_KV_ELEMENT_BYTES)
-        held = executor.memory_bytes
-        memory = MemoryPlan(held["weights"], estimate.kv_per_token, sum(held.values()))
+        in_use = executor.memory_bytes
+        memory = MemoryPlan(in_use["weights"], estimate.kv_per_token, sum(in_use.values()))
         memory.check_batch(executor.capacity.num_blocks, options.max_batch_size)
         return Loaded(executor, memory)
 
@@ -367,7 +367,7 @@ def device_of(options: Options) -> Device:
 
 
 def resolve_auto(options: Options, model: Model, notify: Callable[[str], None]) -> Options:
-    """The options with a device's name in the place of "auto".
+    """The options with a device's name instead of "auto".
 
     That is a GPU that can run the model; else a processor, and `notify` gets the reason if there
     may be a GPU. Options that only a processor takes keep the model there.

@@ -4,10 +4,10 @@ The rows take their blocks from the engine's own cache, so that the two never wr
 They offer nothing to prefix reuse and take nothing from it.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ Logits = npt.NDArray[np.float32]  # [tokens, vocabulary]
 
 @dataclass(slots=True)
 class _Row:
-    """What is kept of a row: its blocks, and how many tokens in them count."""
+    """A row's blocks, and how many of its tokens they hold."""
 
     table: BlockTable
     length: int = 0
@@ -70,8 +70,8 @@ class ForwardRows:
 
     def clear(self, row: int | None = None) -> None:
         """Forget a row, or all of them, and give their blocks back."""
-        for place in list(self._rows) if row is None else [_integer(row, "row")]:
-            kept = self._rows.pop(place, None)
+        for index in list(self._rows) if row is None else [_integer(row, "row")]:
+            kept = self._rows.pop(index, None)
             if kept is not None:
                 self._cache.free(kept.table)
 
@@ -96,10 +96,10 @@ class ForwardRows:
 
     def _check(self, chunk: _Chunk) -> None:
         capacity = self._executor.capacity
-        for place, token in enumerate(chunk.tokens):
+        for offset, token in enumerate(chunk.tokens):
             if not 0 <= token < capacity.vocabulary_size:
                 raise RequestError(
-                    f"rows[{chunk.row}][{place}] is {token}; the vocabulary has 0 to "
+                    f"rows[{chunk.row}][{offset}] is {token}; the vocabulary has 0 to "
                     f"{capacity.vocabulary_size - 1}",
                     param="rows",
                 )
@@ -144,14 +144,14 @@ class ForwardRows:
 
     def _compute(self, chunks: Sequence[_Chunk]) -> list[Logits]:
         vocabulary = self._executor.capacity.vocabulary_size
-        parts: list[list[Logits]] = [[np.empty((0, vocabulary), np.float32)] for _ in chunks]
+        pieces: list[list[Logits]] = [[np.empty((0, vocabulary), np.float32)] for _ in chunks]
         for step in self._steps(chunks):
             plan = StepPlan(next(self._step_ids), tuple(map(self._plan, step)))
             for chunk, result in zip(step, self._execute(plan), strict=True):
                 if result.fault is not None:
                     raise RowFaultError(f"rows[{chunk.row}]: {result.fault}")
-                parts[chunk.row].append(np.asarray(result.logits, np.float32))
-        return [np.concatenate(of_row) for of_row in parts]
+                pieces[chunk.row].append(np.asarray(result.logits, np.float32))
+        return [np.concatenate(of_row) for of_row in pieces]
 
     def _steps(self, chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
         """The same tokens in steps that an executor takes."""
@@ -197,7 +197,7 @@ def _tokens(row: Any, name: str) -> tuple[int, ...]:
 def _integer(value: Any, name: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise RequestError(f"{name} must be an integer, got {value!r:.100}", param=_param(name))
-    return index(value)
+    return operator.index(value)
 
 
 def _param(name: str) -> str:

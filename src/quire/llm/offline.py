@@ -1,25 +1,33 @@
 """LLM: a model for programs that wait for their answers; many prompts run together."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
-from quire.core.errors import RequestError
-from quire.core.request import RequestOutput
+from quire.core.errors import ExecutorError, OverloadedError, QuireError, RequestError
+from quire.core.request import (
+    Completion,
+    Ended,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    Status,
+)
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
 from quire.llm.forward import ForwardRows, Logits
-from quire.llm.offline_run import Asked, OfflineRun
 from quire.llm.progress import ProgressBar
 from quire.llm.prompts import (
     Conversation,
+    Prepared,
     Prompt,
     PromptReader,
     listed_conversations,
@@ -29,6 +37,9 @@ from quire.llm.prompts import (
 from quire.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None  # one for all, or one for each
+Asked = TypeVar("Asked")  # a prompt or a conversation
+
+_BATCHES_LIVE = 2  # what runs, and as much waiting: a million prompts cost no more memory
 
 
 class LLM:
@@ -39,9 +50,9 @@ class LLM:
     or as text ("2GiB"); left out, what suits the machine. `max_context`: the longest prompt and
     completion together; left out, what the model and the cache hold. `invariant=False` lets a GPU
     sum in an order that depends on the batch. `trust_model_file=True` reads the file at once, and
-    not first in a process without privileges. `chat_template`: the path of a template to take in
-    the place of the model's own, or False for none. Any other field of EngineConfig may be given
-    by name. `prompts` tells what tokens a prompt or a conversation makes.
+    not first in a process without privileges. `chat_template`: the path of a template to use
+    instead of the model's own, or False for none. Any other field of EngineConfig may be given
+    by name. `prompts` turns a prompt or a conversation into tokens.
 
     It takes one call at a time; for callers that come and go, see AsyncLLM.
     """
@@ -75,7 +86,7 @@ class LLM:
             chat_template=chat_template,
             engine=engine,
         )
-        self._call = threading.Lock()  # held while a call runs
+        self._call = threading.Lock()  # locked while a call runs
         self._assembly: Assembly | None = assemble(model, options)
         self.prompts = PromptReader(self.tokenizer, self.max_context)
         self._renew_engine()
@@ -119,17 +130,21 @@ class LLM:
             return self._run(asked, params, read, progress)
 
     def _run(
-        self, asked: list[Asked], params: Params, prepare: Any, progress: bool | None
+        self,
+        asked: list[Asked],
+        params: Params,
+        prepare: Callable[[Asked], Prepared],
+        progress: bool | None,
     ) -> list[RequestOutput]:
         each = params_for_each(params, len(asked))
         if not asked:
             return []
-        run = OfflineRun(
+        run = _OfflineRun(
             self._engine, asked, each, prepare, num_reserved_blocks=self._rows.num_blocks
         )
         try:
             return run.run(ProgressBar(len(asked), show=progress))
-        except BaseException:  # Ctrl-C, most likely: nobody knows what the engine was at
+        except BaseException:  # Ctrl-C, most likely: the engine's state is unknown
             self._renew_engine()
             raise
 
@@ -178,7 +193,7 @@ class LLM:
 
     @property
     def stats(self) -> Snapshot:
-        """What runs, what waits and why, what is held, and the counters so far."""
+        """What runs, what waits and why, memory in use, and the counters so far."""
         _ = self._open
         return self._engine.snapshot()
 
@@ -235,3 +250,102 @@ class LLM:
             max_batch_size=engine.config.max_batch_size,
             max_step_tokens=engine.config.max_step_tokens,
         )
+
+
+class _OfflineRun(Generic[Asked]):
+    """One call of generate or chat: feeds the engine prompts as its queue drains. A prompt that
+    cannot run fails alone."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        asked: Sequence[Asked],
+        params: Sequence[SamplingParams],
+        prepare: Callable[[Asked], Prepared],
+        *,
+        num_reserved_blocks: int = 0,  # that forward_batch's rows have
+    ) -> None:
+        self._engine = engine
+        self._asked = asked
+        self._params = params
+        self._prepare = prepare
+        self._num_blocks = engine.executor.capacity.num_blocks - num_reserved_blocks
+        self._outputs: list[RequestOutput | None] = [None] * len(asked)
+        self._num_done = 0
+        self._started = time.monotonic()
+        self._next = 0  # index of the prompt to be read next
+        self._prepared: Prepared | None = None  # that prompt, once read: the queue may be full
+        self._live: dict[str, tuple[int, str | None]] = {}  # index and text, by request id
+
+    def run(self, bar: ProgressBar) -> list[RequestOutput]:
+        engine = self._engine
+        tokens_before = engine.stats.completion_tokens
+        while self._next < len(self._asked) or engine.has_work:
+            self._feed()
+            for event in engine.step():
+                if isinstance(event, Ended):
+                    self._finish(event.output)
+            engine.sleep_until_due()
+            bar.update(self._num_done, self._told(engine.stats.completion_tokens - tokens_before))
+        bar.finish(self._num_done, self._told(engine.stats.completion_tokens - tokens_before))
+        return [output for output in self._outputs if output is not None]
+
+    def _told(self, num_tokens: int) -> str:
+        """How far it has come, for the bar."""
+        rate = num_tokens / max(time.monotonic() - self._started, 1e-9)
+        done = f"{self._num_done}/{len(self._asked)} requests"
+        return f"{done}, {num_tokens} tokens, {rate:.1f} tokens/s"
+
+    def _feed(self) -> None:
+        """Queue prompts until enough are live."""
+        most = _BATCHES_LIVE * self._engine.config.max_batch_size
+        while self._next < len(self._asked) and len(self._live) < most:
+            try:
+                self._queue(self._next)
+            except OverloadedError:
+                return  # again after a step
+            except ExecutorError:
+                raise
+            except QuireError as error:
+                self._refuse(self._next, error)
+            self._prepared = None
+            self._next += 1
+
+    def _queue(self, index: int) -> None:
+        if self._prepared is None:
+            self._prepared = self._prepare(self._asked[index])
+        params = self._params[index]
+        self._check_blocks(len(self._prepared.tokens) + params.max_tokens)
+        request = self._engine.add_request(self._prepared.tokens, params)
+        self._live[request.id] = (index, self._prepared.text)
+
+    def _check_blocks(self, num_tokens: int) -> None:
+        """Refuse what could never run beside the rows that forward_batch keeps."""
+        capacity = self._engine.executor.capacity
+        needed = -(-num_tokens // capacity.block_size)
+        if self._num_blocks < needed <= capacity.num_blocks:
+            raise RequestError(
+                f"{num_tokens} tokens need {needed} blocks of the KV cache, and forward_batch's "
+                f"rows leave {self._num_blocks} of {capacity.num_blocks}: call clear() first",
+                param="max_tokens",
+            )
+
+    def _finish(self, output: RequestOutput) -> None:
+        index, output.prompt = self._live.pop(output.request_id)
+        self._outputs[index] = output
+        self._num_done += 1
+
+    def _refuse(self, index: int, error: QuireError) -> None:
+        """The output of a request that never reached the engine."""
+        now = self._engine.clock.now()
+        asked = self._asked[index]
+        self._outputs[index] = RequestOutput(
+            request_id=f"refused-{index}",
+            prompt_token_ids=() if self._prepared is None else tuple(self._prepared.tokens),
+            completions=[Completion(0, finish_reason=FinishReason.ERROR)],
+            metrics=RequestMetrics(now, finished_at=now),
+            status=Status.FAILED,
+            error=error,
+            prompt=asked if isinstance(asked, str) else None,
+        )
+        self._num_done += 1

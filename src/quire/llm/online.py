@@ -16,13 +16,13 @@ from quire.llm.devices import Options
 from quire.llm.prompts import Conversation, Prepared, Prompt, PromptReader
 from quire.tokenizer import Tokenizer
 
-_LONG_TEXT = 16_384  # characters; tokenising more would hold up the event loop
+_LONG_TEXT = 16_384  # characters; tokenising more would block the event loop
 
 
 class AsyncLLM:
     """A model file, ready to serve. Made like LLM; close it, or use it in an `async with`.
 
-    `prompts` tells what tokens a prompt or a conversation makes. Further options of every request:
+    `prompts` turns a prompt or a conversation into tokens. Further options of every request:
     `key` says whose it is (fairness, prefix reuse), `priority` (lower is more urgent), `timeout_s`
     and `request_id`.
     """
@@ -132,13 +132,13 @@ class AsyncLLM:
         A prompt that `prompts` has read already is not read again.
 
         Beside the options of every request: `stream=False` where only the end is of interest, and
-        `pooling=True` for the hidden state after the prompt in the place of tokens.
+        `pooling=True` for the hidden state after the prompt instead of tokens.
         """
         prepared = await self._read(prompt)
         return await self._engine.submit(prepared.tokens, params, **options)
 
     async def read(self, prompt: Prompt) -> Prepared:
-        """The tokens of a prompt, without holding up the event loop."""
+        """The tokens of a prompt, without blocking the event loop."""
         return await self._read(prompt)
 
     async def read_chat(
@@ -167,7 +167,7 @@ class AsyncLLM:
 
     @property
     def stats(self) -> Snapshot:
-        """What runs, what waits and why, what is held, and the counters so far."""
+        """What runs, what waits and why, memory in use, and the counters so far."""
         return self._engine.engine.snapshot()
 
     async def drain(self, timeout_s: float | None = None) -> None:

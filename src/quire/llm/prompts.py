@@ -133,10 +133,10 @@ def params_for_each(
         raise RequestError(
             f"params must be SamplingParams or a list of them, got {params!r:.100}", param="params"
         )
-    for place, one in enumerate(params):
+    for number, one in enumerate(params):
         if not isinstance(one, SamplingParams):
             raise RequestError(
-                f"params[{place}] must be SamplingParams, got {one!r:.100}", param="params"
+                f"params[{number}] must be SamplingParams, got {one!r:.100}", param="params"
             )
     if len(params) != count:
         raise RequestError(
@@ -165,10 +165,10 @@ def _token_ids(prompt: Any) -> list[int]:
     if isinstance(prompt, list | tuple) and set(map(type, prompt)) == {int}:
         return list(prompt)
     tokens = []
-    for place, token in enumerate(prompt):
+    for number, token in enumerate(prompt):
         if not _is_token(token):
             raise RequestError(
-                f"prompt token {place} must be an integer, got {token!r:.100}", param="prompt"
+                f"prompt token {number} must be an integer, got {token!r:.100}", param="prompt"
             )
         tokens.append(index(token))
     return tokens

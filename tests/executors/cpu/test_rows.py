@@ -6,7 +6,7 @@ import pytest
 from tests.executors.cpu.blocks import BLOCK, GROUP
 
 from quire.executors.cpu.native import native
-from quire.executors.reference.decoder import rms_norm, rotate
+from quire.executors.reference.decoder import apply_rope, rms_norm
 
 Floats = npt.NDArray[np.float32]
 
@@ -201,6 +201,6 @@ def test_heads_turn_exactly_as_in_the_reference(
 ) -> None:
     heads, angles = normal(5, head_dim), normal(dims // 2, seed=1) * 100
     cosines, sines = np.cos(angles), np.sin(angles)
-    expected = rotate(heads, cosines, sines, interleaved)
+    expected = apply_rope(heads, cosines, sines, interleaved)
     native.turn(unit, heads.reshape(-1), head_dim, interleaved, cosines, sines)
     assert np.array_equal(heads, expected)

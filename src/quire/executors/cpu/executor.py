@@ -136,7 +136,7 @@ class CpuExecutor(ThreadedExecutor):
         return self._requests.request(plan) if samples else None
 
     def _extend_rope(self, num_positions: int) -> None:
-        """Have the rope tables hold at least so many positions."""
+        """Make the rope tables at least so many positions long."""
         if num_positions <= self._num_positions:
             return
         wanted = max(num_positions, 2 * self._num_positions)

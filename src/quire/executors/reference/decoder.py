@@ -1,9 +1,9 @@
 """Decoder: the mathematics of a ModelSpec, written plainly in numpy float32.
 
-A row is one token at one position. Whatever is computed for a row is computed from that row alone,
-in arrays whose shapes depend on the spec and on its position and on nothing else: the products are
-matrix times vector, because a matrix product's sums may change with the number of rows in it. So a
-row comes out the same, bit for bit, in any company, in any chunk, and when it is computed again.
+A row is one token at one position. It is computed alone, in arrays whose shapes depend on the spec
+and its position only: products are matrix times vector, because a matrix product may add in another
+order for another number of rows. So a row's bits are the same in any batch, in any chunk, and when
+it is computed again.
 """
 
 import math
@@ -27,7 +27,7 @@ _WEIGHTS_AT_ONCE = 1 << 18
 
 
 class KVBlocks:
-    """Keys and values of every layer in blocks; a slot is one token's place in them."""
+    """Keys and values of every layer in blocks; a slot is the index of one token in them."""
 
     def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -78,7 +78,7 @@ class Linear(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """One token on its way through the layers."""
+    """One token: its hidden state, and what it attends to."""
 
     state: Floats  # [hidden]
     slots: Slots  # of every position up to its own, [position + 1]
@@ -152,11 +152,11 @@ class _Layer:
         self.weight_bytes = sum(array.nbytes for array in arrays.values())
         self._norms: dict[str, Floats] = {}
         self._linears: dict[str, Linear] = {}
-        for part, array in arrays.items():
-            name = part.removesuffix(".weight")
+        for full_name, array in arrays.items():
+            name = full_name.removesuffix(".weight")
             if name.endswith("_norm"):
                 self._norms[name] = array
-            elif name != part:
+            elif name != full_name:
                 extras = arrays.get(f"{name}.bias"), arrays.get(f"{name}.scale")
                 self._linears[name] = Linear(array, *extras)
 
@@ -169,8 +169,8 @@ class _Layer:
         value = self._linears["attn_v"](x).reshape(spec.num_kv_heads, spec.head_dim)
         if spec.qk_norm:
             query, key = self._norm("attn_q_norm", query), self._norm("attn_k_norm", key)
-        blocks.write(self._index, row.slot, self._turned(key, row), value)
-        return self._turned(query, row)
+        blocks.write(self._index, row.slot, self._with_rope(key, row), value)
+        return self._with_rope(query, row)
 
     def attend(self, row: Row, query: Floats, blocks: KVBlocks) -> Floats:
         spec = self._spec
@@ -179,10 +179,10 @@ class _Layer:
         grouped = query.reshape(spec.num_kv_heads, -1, spec.head_dim)
         scores = np.matmul(grouped, keys.transpose(1, 2, 0)) * self._scale
         scores = soft_capped(scores, spec.attention_soft_cap)
-        mixed = np.matmul(softmax(scores), values.transpose(1, 0, 2)).ravel()
+        output = np.matmul(softmax(scores), values.transpose(1, 0, 2)).ravel()
         if spec.sub_norms:
-            mixed = self._norm("attn_sub_norm", mixed)
-        return self._linears["attn_output"](mixed)
+            output = self._norm("attn_sub_norm", output)
+        return self._linears["attn_output"](output)
 
     def feed_forward(self, state: Floats) -> Floats:
         x = self._norm("ffn_norm", state)
@@ -195,8 +195,8 @@ class _Layer:
     def _norm(self, name: str, x: Floats) -> Floats:
         return rms_norm(x, self._norms[name], self._spec.norm_epsilon)
 
-    def _turned(self, heads: Floats, row: Row) -> Floats:
-        return rotate(heads, row.cosines, row.sines, self._spec.rope.interleaved)
+    def _with_rope(self, heads: Floats, row: Row) -> Floats:
+        return apply_rope(heads, row.cosines, row.sines, self._spec.rope.interleaved)
 
 
 def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
@@ -206,17 +206,17 @@ def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
     return normed
 
 
-def rotate(heads: Floats, cosines: Floats, sines: Floats, interleaved: bool) -> Floats:
-    """Turn the first 2 * len(cosines) dimensions of each head by their angles."""
+def apply_rope(heads: Floats, cosines: Floats, sines: Floats, interleaved: bool) -> Floats:
+    """Rotate the first 2 * len(cosines) dimensions of each head by their angles."""
     dims = 2 * len(cosines)
     if interleaved:
         first, second = slice(0, dims, 2), slice(1, dims, 2)
     else:
         first, second = slice(0, dims // 2), slice(dims // 2, dims)
-    turned = heads.copy()
-    turned[:, first] = heads[:, first] * cosines - heads[:, second] * sines
-    turned[:, second] = heads[:, first] * sines + heads[:, second] * cosines
-    return turned
+    rotated = heads.copy()
+    rotated[:, first] = heads[:, first] * cosines - heads[:, second] * sines
+    rotated[:, second] = heads[:, first] * sines + heads[:, second] * cosines
+    return rotated
 
 
 def soft_capped(x: Floats, cap: float) -> Floats:
