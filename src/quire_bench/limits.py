@@ -9,7 +9,7 @@ float32         products of square float32 matrices by BLAS, two operations a mu
 integer         integer multiplications and additions by the best kernel there is, which is named
                 (`integer_kernel`)
 
-Where torch sees a GPU, executors/cuda/limits.py says what that can do.
+Where torch sees a GPU, executors/cuda/device.py measures its rates.
 """
 
 import json
@@ -149,10 +149,10 @@ def measure_gpu(plan: LimitsPlan) -> GpuLimits:
     reason = DEVICES["cuda"].why_unavailable()
     if reason is not None:
         return GpuLimits(f"not measured: {reason}", {})
-    from quire.executors.cuda import limits
+    from quire.executors.cuda import device
 
-    samples = limits.measure(plan.seconds, plan.repeats)
-    return GpuLimits(limits.device_name(), {f"gpu.{rate}": samples[rate] for rate in samples})
+    samples = device.measure(plan.seconds, plan.repeats)
+    return GpuLimits(device.device_name(), {f"gpu.{rate}": samples[rate] for rate in samples})
 
 
 def summarise(samples: dict[str, list[float]]) -> dict[str, dict[str, float]]:

@@ -1,14 +1,105 @@
-"""Whether there is a GPU to run on, asked before anything is loaded."""
+"""The GPU itself: whether there is one, and the rates it reaches at best.
+
+memory_read     the largest of a buffer far beyond the cache, bytes read
+memory_copy     one such buffer into another, bytes read and bytes written together
+float16         products of square random float16 matrices by the vendor's library, two operations
+                a multiply-add
+"""
+
+import time
+from collections.abc import Callable
 
 import torch
 
 from quire.core.errors import ConfigError
 
+RATES = {
+    "memory_read": "memory_read_bytes_per_second",
+    "memory_copy": "memory_copy_bytes_per_second",
+    "float16": "float16_operations_per_second",
+}
+_BUFFER_BYTES = 4 << 30
+_MATRIX_SIZE = 8192
+_AT_ONCE = 4  # calls between two readings of the clock
+
+Work = Callable[[], float]  # starts some work and returns its amount
+
 
 def require_gpu() -> None:
-    """Say what is missing, and what to do instead."""
+    """Raise a ConfigError that says what is missing and what to do instead."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "device is 'cuda', but torch finds no NVIDIA GPU on this machine: use device='cpu', or "
             "look at `quire doctor`"
         )
+
+
+def device_name() -> str:
+    return str(torch.cuda.get_device_name())
+
+
+def measure(seconds: float, repeats: int) -> dict[str, list[float]]:
+    """Samples of each rate, a second: what achieved rates are compared with."""
+    samples = {}
+    for kind, rate in RATES.items():
+        work = _WORKS[kind]()
+        _rate(work, seconds / 4)  # compiles, allocates, wakes the clocks
+        samples[rate] = [_rate(work, seconds) for _ in range(repeats)]
+        del work
+        torch.cuda.empty_cache()
+    return samples
+
+
+def _rate(work: Work, seconds: float) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    done = 0.0
+    while time.perf_counter() - started < seconds or not done:
+        done += sum(work() for _ in range(_AT_ONCE))
+        torch.cuda.synchronize()
+    return done / (time.perf_counter() - started)
+
+
+def _buffer_bytes() -> int:
+    free, _ = torch.cuda.mem_get_info()
+    return min(_BUFFER_BYTES, int(free) // 4)
+
+
+def _reading() -> Work:
+    buffer = torch.randn(_buffer_bytes() // 4, device="cuda")
+
+    def work() -> float:
+        buffer.max()
+        return float(buffer.numel() * 4)
+
+    return work
+
+
+def _copying() -> Work:
+    source = torch.randn(_buffer_bytes() // 8, device="cuda")
+    target = torch.empty_like(source)
+
+    def work() -> float:
+        target.copy_(source)
+        return float(source.numel() * 8)
+
+    return work
+
+
+def _multiplying() -> Work:
+    shape = (_MATRIX_SIZE, _MATRIX_SIZE)
+    left, right = (torch.randn(shape, device="cuda", dtype=torch.float16) for _ in range(2))
+    product = torch.empty_like(left)
+
+    def work() -> float:
+        torch.mm(left, right, out=product)
+        return 2.0 * float(_MATRIX_SIZE) ** 3
+
+    return work
+
+
+_WORKS: dict[str, Callable[[], Work]] = {
+    "memory_read": _reading,
+    "memory_copy": _copying,
+    "float16": _multiplying,
+}
