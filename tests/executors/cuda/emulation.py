@@ -1,6 +1,6 @@
 """What the Gluon kernels do, step by step in torch, for machines without a GPU.
 
-`decoded` follows kernels/decoding.py instruction by instruction: which words a lane of a warp
+`decoded` follows kernels/dequantize.py instruction by instruction: which words a lane of a warp
 loads, which bits it takes from them, how it makes scales and offsets, and where in the operand the
 results go. `attended` follows a program of kernels/hopper_attention.py tile by tile.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.executors.cuda.planes import FORMS, Planes, to_natural_order
+from quire.executors.cuda.planes import PLANE_FORMATS, Planes, to_natural_order
 
 Array = Any
 
@@ -60,7 +60,7 @@ def _fields(planes: Planes, words: Array, more: Array | None, steps: int) -> Arr
 
 def _scales(planes: Planes, half: int, steps: int) -> tuple[Array, Array]:
     """Scale (times 2**(24 - e)) and offset (times 2**-e) of a quarter, [block rows, lane]."""
-    words, form = planes.scales, FORMS[planes.format]
+    words, form = planes.scales, PLANE_FORMATS[planes.format]
     assert words is not None
     up, down = 2.0 ** (24 - planes.exponent), 2.0**-planes.exponent
     if planes.format in ("Q4_K", "Q5_K"):
@@ -87,7 +87,7 @@ def decoded(planes: Planes) -> Array:
     """The matrix as the product sees it, in natural order: float64 [rows, columns]."""
     if planes.is_float:
         return to_natural_order(planes.quants.to(torch.float64)) * 2.0**planes.exponent
-    form = FORMS[planes.format]
+    form = PLANE_FORMATS[planes.format]
     count = form.quant_words // 16
     words = planes.quants.view(-1, 4, 2, 2, count)  # lane, half, steps, words
     block = torch.empty((len(words), 256), dtype=torch.float64)

@@ -11,7 +11,7 @@ from tests.executors.cuda.emulation import decoded  # noqa: E402
 
 from quire.core.errors import UnsupportedModelError  # noqa: E402
 from quire.executors.cuda.planes import (  # noqa: E402
-    FORMS,
+    PLANE_FORMATS,
     check_supported,
     reorder,
     to_natural_order,
@@ -20,7 +20,7 @@ from quire.executors.cuda.planes import (  # noqa: E402
 from quire.model.dummy import random_blocks  # noqa: E402
 from quire.quant.formats import format_named  # noqa: E402
 
-FORMATS = (*FORMS, "BF16", "F16")
+FORMATS = (*PLANE_FORMATS, "BF16", "F16")
 
 
 def made(format_name: str, rows: int, columns: int, size: float = 0.02) -> tuple[Any, Any]:
@@ -77,7 +77,7 @@ def test_columns_that_do_not_fill_a_block_are_followed_by_zeros(format_name: str
     assert (found[:, :160] - exact).norm() / exact.norm() < 6e-4
 
 
-@pytest.mark.parametrize("format_name", FORMS)
+@pytest.mark.parametrize("format_name", PLANE_FORMATS)
 def test_planes_take_no_more_memory_than_the_file(format_name: str) -> None:
     raw, _ = made(format_name, 16, 512)
     assert reorder(format_name, raw, 16, 512).num_bytes == raw.numel()

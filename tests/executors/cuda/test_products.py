@@ -10,20 +10,20 @@ torch = pytest.importorskip("torch")
 
 from tests.executors.cuda.emulation import decoded  # noqa: E402
 
-from quire.executors.cuda.kernels import plain  # noqa: E402
+from quire.executors.cuda.kernels import products as kernels  # noqa: E402
 from quire.executors.cuda.planes import (  # noqa: E402
-    FORMS,
+    PLANE_FORMATS,
     Planes,
     reorder,
     to_natural_order,
     to_operand_order,
 )
-from quire.executors.cuda.products import PlainProducts, powers  # noqa: E402
+from quire.executors.cuda.products import PlainProducts, factors, plane_pointers  # noqa: E402
 from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_parts  # noqa: E402
 from quire.model.dummy import random_blocks  # noqa: E402
 from quire.quant.formats import format_named  # noqa: E402
 
-FORMATS = (*FORMS, "BF16", "F16")
+FORMATS = (*PLANE_FORMATS, "BF16", "F16")
 ROWS, COLUMNS, TOKENS = 32, 512, 3
 
 
@@ -94,20 +94,16 @@ def test_tokens_are_their_rows_of_the_embedding_given_or_sampled(format_name: st
     sources = torch.tensor([-1, 1], dtype=torch.int32)
     samples = torch.tensor([3, 9], dtype=torch.int32)
     out = torch.full((2, COLUMNS), float("nan"))
-    others = [
-        planes.quants if x is None else x for x in (planes.high, planes.scales, planes.deltas)
-    ]
-    plain.embed[(2, planes.num_blocks)](
+    kernels.embed[(2, planes.num_blocks)](
         given,
         sources,
         samples,
         out,
-        planes.quants,
-        *others,
+        plane_pointers(planes),
         ROWS,
         planes.num_blocks,
-        *powers(planes),
-        FORMAT=plain.FLOAT if planes.is_float else plain.FORMAT_CODES[format_name],
+        factors(planes),
+        FORMAT=planes.layout,
         PDL=False,
     )
     assert relative(to_natural_order(out), decoded(planes)[[5, 9]]) < 1e-4

@@ -13,9 +13,9 @@ if triton.knobs.runtime.interpret:
 
 from tests.executors.cuda.compiling import SHARED_MEMORY, compiled, pretend  # noqa: E402
 
-from quire.executors.cuda import attending  # noqa: E402
+from quire.executors.cuda import attention as launchers  # noqa: E402
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
-from quire.executors.cuda.planes import DELTA_ROWS, FORMS, Planes  # noqa: E402
+from quire.executors.cuda.planes import DELTA_ROWS, PLANE_FORMATS, Planes  # noqa: E402
 from quire.executors.cuda.products import HopperProducts, tiling  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment  # noqa: E402
 
@@ -34,7 +34,7 @@ def made(format_name: str, rows: int, *, gated: bool) -> Linear:
             "BF16", rows, blocks, torch.empty((rows, 256 * blocks), dtype=torch.float16)
         )
     else:
-        form = FORMS[format_name]
+        form = PLANE_FORMATS[format_name]
         padded = blocks * (-(-rows // DELTA_ROWS) * DELTA_ROWS)
         deltas = torch.empty(padded, dtype=torch.float16) if form.has_deltas else None
         planes = Planes(
@@ -66,7 +66,7 @@ class _Catch:
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("format_name", [*FORMS, "BF16"])
+@pytest.mark.parametrize("format_name", [*PLANE_FORMATS, "BF16"])
 def test_a_product_fits_its_registers_and_runs_on_tensor_cores(
     format_name: str, wide: bool, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +83,7 @@ def test_a_product_fits_its_registers_and_runs_on_tensor_cores(
     else:
         products.multiply(linear, tokens, torch.empty((1, num_tokens, rows)), num_tokens)
     usage, listing = compiled(catch.found, tmp_path)
-    cut = tiling(format_name, rows, 1, num_tokens)
+    cut = tiling(linear.segments[0].planes.layout, rows, 1, num_tokens)
     print(format_name, num_tokens, cut, usage)
     assert usage.stack == 0
     assert usage.shared <= SHARED_MEMORY
@@ -105,21 +105,21 @@ def test_attention_reads_what_the_copy_engine_brought(
     pretend()
     spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     chain = {"PDL": True, "launch_pdl": True}
-    parts = attending._Parts(spec, num_tokens, max(1, num_parts), "cpu")
-    attention = attending.HopperAttention(spec, parts, 16, chain, 256)
+    parts = launchers._Parts(spec, num_tokens, max(1, num_parts), "cpu")
+    attention = launchers.HopperAttention(spec, parts, 16, chain, 256)
     catch = _Catch(attention._kernels.attend)
     merged = _Catch(plain_attention.merge_parts)
     monkeypatch.setattr(attention._kernels, "attend", catch)
     monkeypatch.setattr(plain_attention, "merge_parts", merged)
     keys = torch.empty((8, kv_heads, 16, head_dim), dtype=torch.bfloat16)
     integers = torch.empty((5, num_tokens), dtype=torch.int32)
-    given = attending.Attended(
+    given = launchers.Attended(
         queries=torch.empty((num_tokens, heads, head_dim), dtype=torch.bfloat16),
         tables=integers[0],
-        tiles=attending.TokenTiles(*integers),
+        tiles=launchers.TokenTiles(*integers),
         out=torch.empty((num_tokens, heads * head_dim), dtype=torch.float16),
     )
-    attention.attend(given, attending.Layer(keys, keys, None), num_parts)
+    attention.attend(given, launchers.Layer(keys, keys, None), num_parts)
     usage, listing = compiled(catch.found, tmp_path)
     print(heads, num_tokens, usage)
     assert usage.stack == 0

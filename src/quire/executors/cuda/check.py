@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from quire.executors.cuda import check_attention
-from quire.executors.cuda.planes import FORMS, Array, reorder, to_operand_order
+from quire.executors.cuda.planes import PLANE_FORMATS, Array, reorder, to_operand_order
 from quire.executors.cuda.products import Products, products_for
 from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_parts
 from quire.loader.reading import Bytes
@@ -25,7 +25,7 @@ from quire.quant.formats import Format, format_named
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "down": (4096, 14336), "gated": (28672, 4096)}
 BATCHES = (1, 2, 7, 16, 33, 64, 100, 256, 300)
-_FORMATS = (*FORMS, "BF16", "F16")
+_FORMATS = (*PLANE_FORMATS, "BF16", "F16")
 
 
 class Case:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from quire.executors.base import BLOCK_SIZE
-from quire.executors.cuda.attending import (
+from quire.executors.cuda.attention import (
     SPLIT,
     Attended,
     Attention,

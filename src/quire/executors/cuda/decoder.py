@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from quire.executors.base import BLOCK_SIZE
-from quire.executors.cuda.attending import SPLIT, Attended, Layer, TokenTiles, attention_for
-from quire.executors.cuda.kernels import layers, plain
+from quire.executors.cuda.attention import SPLIT, Attended, Layer, TokenTiles, attention_for
+from quire.executors.cuda.kernels import layers
+from quire.executors.cuda.kernels import products as product_kernels
 from quire.executors.cuda.planes import Array, padded
-from quire.executors.cuda.products import Products, powers
+from quire.executors.cuda.products import Products, factors, plane_pointers
 from quire.executors.cuda.weights import LayerWeights, Linear, ModelWeights
 from quire.model.spec import ModelSpec
 
@@ -206,20 +207,16 @@ class Decoder:
 
     def _embed(self, count: int, given: BodyInput) -> None:
         planes = self._weights.embedding
-        other = planes.quants
-        plain.embed[(count, planes.num_blocks)](
+        product_kernels.embed[(count, planes.num_blocks)](
             given.tokens,
             given.sources,
             self._samples,
             self.state,
-            planes.quants,
-            other if planes.high is None else planes.high,
-            other if planes.scales is None else planes.scales,
-            other if planes.deltas is None else planes.deltas,
+            plane_pointers(planes),
             planes.num_rows,
             planes.num_blocks,
-            *powers(planes),
-            FORMAT=plain.FLOAT if planes.is_float else plain.FORMAT_CODES[planes.format],
+            factors(planes),
+            FORMAT=planes.layout,
             num_warps=4,
             **self._chain(),
         )

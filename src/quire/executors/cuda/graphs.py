@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from quire.executors.base import BLOCK_SIZE
-from quire.executors.cuda.attending import SPLIT
+from quire.executors.cuda.attention import SPLIT
 from quire.executors.cuda.decoder import BodyShape, Decoder, KVBlocks, Limits
 from quire.executors.cuda.planes import Array
 from quire.executors.cuda.step_input import Integers, Layout, PackedRow, pack_body

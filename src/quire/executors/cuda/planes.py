@@ -25,6 +25,7 @@ fused multiply-add. The sums are multiplied by 2**exponent again.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -40,27 +41,71 @@ FLOAT_FORMATS = ("F32", "F16", "BF16")
 _WEIGHTS_AT_ONCE = 1 << 25  # while reordering
 
 
+class Scales(Enum):
+    """How a format keeps the scales of a row's block of 256 columns. A group is 32 weights."""
+
+    FLOAT16 = "a float16 a group"
+    FLOAT16_OFFSETS = "a float16 scale and a float16 offset a group"
+    PACKED = "a float16 pair a block, a 6-bit scale and a 6-bit offset a group"
+    INT8 = "a float16 a block, in `deltas`; an int8 for 16 weights"
+
+
 @dataclass(frozen=True, slots=True)
-class PlaneForm:
-    """How a format's planes look: words of 32 bits a row and block."""
+class PlaneFormat:
+    """How a format's planes look; kernels take it as a constant. A new format is a row of
+    PLANE_FORMATS and of _REORDERERS, and new cases in the kernels where it decodes otherwise."""
 
-    quant_words: int
-    high_words: int
-    scale_words: int
-    has_deltas: bool
-    zero_point: int  # subtracted from the quants; 0 where an offset is stored
+    quant_bits: int  # in `quants`; 16: float16 weights, and no other plane
+    high_bits: int = 0  # in `high`
+    scales: Scales = Scales.FLOAT16
+    zero_point: int = 0  # subtracted from the quants; 0 where an offset is stored
+
+    @property
+    def is_float(self) -> bool:
+        return self.quant_bits == 16
+
+    @property
+    def bits(self) -> int:
+        return self.quant_bits + self.high_bits
+
+    # Words of 32 bits a row and block.
+
+    @property
+    def quant_words(self) -> int:
+        return 8 * self.quant_bits
+
+    @property
+    def high_words(self) -> int:
+        return 8 * self.high_bits
+
+    @property
+    def scale_words(self) -> int:
+        return 8 if self.scales is Scales.FLOAT16_OFFSETS else 4
+
+    @property
+    def has_deltas(self) -> bool:
+        return self.scales is Scales.INT8
+
+    @property
+    def has_packed_scales(self) -> bool:
+        return self.scales is Scales.PACKED
+
+    @property
+    def has_stored_offsets(self) -> bool:
+        return self.scales is Scales.FLOAT16_OFFSETS
 
 
-FORMS = {
-    "Q4_0": PlaneForm(32, 0, 4, False, 8),
-    "Q4_1": PlaneForm(32, 0, 8, False, 0),
-    "Q8_0": PlaneForm(64, 0, 4, False, 128),
-    "Q4_K": PlaneForm(32, 0, 4, False, 0),
-    "Q5_K": PlaneForm(32, 8, 4, False, 0),
-    "Q6_K": PlaneForm(32, 16, 4, True, 32),
+PLANE_FORMATS = {
+    "Q4_0": PlaneFormat(4, zero_point=8),
+    "Q4_1": PlaneFormat(4, scales=Scales.FLOAT16_OFFSETS),
+    "Q8_0": PlaneFormat(8, zero_point=128),
+    "Q4_K": PlaneFormat(4, scales=Scales.PACKED),
+    "Q5_K": PlaneFormat(4, 1, Scales.PACKED),
+    "Q6_K": PlaneFormat(4, 2, Scales.INT8, zero_point=32),
 }
+_FLOAT = PlaneFormat(16)
 DELTA_ROWS = 8  # rows that a block's deltas are padded to a multiple of
-SUPPORTED = (*FORMS, "BF16", "F16")
+SUPPORTED = (*PLANE_FORMATS, "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +129,10 @@ class Planes:
     @property
     def is_float(self) -> bool:
         return self.format in FLOAT_FORMATS
+
+    @property
+    def layout(self) -> PlaneFormat:
+        return _FLOAT if self.is_float else PLANE_FORMATS[self.format]
 
     @property
     def num_columns(self) -> int:

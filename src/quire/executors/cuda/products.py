@@ -1,36 +1,38 @@
-"""Products: how a Linear is launched, on Hopper's tensor cores or plainly."""
+"""Products of weights and tokens: how a Linear is launched, as kernels/hopper_products.py or as
+kernels/products.py."""
 
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quire.executors.cuda.kernels import plain
-from quire.executors.cuda.planes import FLOAT_FORMATS, FORMS, QUANT_SHIFT, Array, Planes
+from quire.executors.cuda.kernels import products as plain
+from quire.executors.cuda.kernels.products import Factors, PlanePointers
+from quire.executors.cuda.planes import QUANT_SHIFT, Array, PlaneFormat, Planes
 from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment
 
 _GATE_BLOCK = 1024
 
 
 class Products(Protocol):
-    """Multiplies. `sums` [parts, tokens, rows] are float32; a gated product's `out` is float16,
+    """Multiplies. `sums` [splits, tokens, rows] are float32; a gated product's `out` is float16,
     divided by GATED_SHRINK."""
 
     name: str
 
     def multiply(self, linear: Linear, tokens: Array, sums: Array, num_tokens: int) -> None:
-        """sums[part, token, row], of which the parts are still to be added, in order. How many
-        parts there are is how many `sums` has room for."""
+        """sums[split, token, row], with as many splits of the columns as `sums` has room for; the
+        reader adds the splits in order."""
 
     def multiply_gated(
         self, linear: Linear, tokens: Array, sums: Array | None, out: Array, num_tokens: int
     ) -> None:
-        """out[token, i] = silu(gate i) * value i; `sums` is room for those in between."""
+        """out[token, i] = silu(gate i) * value i; `sums` is scratch memory."""
 
     def needs_gate_sums(self, linear: Linear) -> bool:
-        """Whether multiply_gated wants that room."""
+        """Whether multiply_gated needs that scratch memory."""
 
 
-def gate_apart(linear: Linear, sums: Array, out: Array, num_tokens: int) -> None:
+def launch_gate(linear: Linear, sums: Array, out: Array, num_tokens: int) -> None:
     """The gating as a kernel of its own."""
     width = linear.num_rows // 2
     plain.gate[(num_tokens, -(-width // _GATE_BLOCK))](
@@ -40,33 +42,35 @@ def gate_apart(linear: Linear, sums: Array, out: Array, num_tokens: int) -> None
         linear.num_rows,
         out.stride(0),
         1 / GATED_SHRINK,
-        IN_TURNS=linear.is_gated,
+        INTERLEAVED=linear.is_gated,
         BLOCK=_GATE_BLOCK,
     )
 
 
-class Powers(NamedTuple):
-    """What a plane's scales and sums are multiplied by."""
-
-    up: float  # scales
-    down: float  # offsets
-    factor: float  # sums
-
-
-def powers(planes: Planes, shrunk: float = 1.0) -> Powers:
+def factors(planes: Planes, shrunk: float = 1.0) -> Factors:
     """`shrunk`: what the tokens were divided by."""
     exponent = planes.exponent
-    return Powers(2.0 ** (QUANT_SHIFT - exponent), 2.0**-exponent, 2.0**exponent * shrunk)
+    return Factors(2.0 ** (QUANT_SHIFT - exponent), 2.0**-exponent, 2.0**exponent * shrunk)
+
+
+def plane_pointers(planes: Planes) -> PlanePointers:
+    quants = planes.quants
+    return PlanePointers(
+        quants,
+        quants if planes.high is None else planes.high,
+        quants if planes.scales is None else planes.scales,
+        quants if planes.deltas is None else planes.deltas,
+    )
 
 
 class PlainProducts:
-    """Triton without haste, tiles of one size: for other GPUs and for the interpreter."""
+    """Plain Triton with tiles of one size: for GPUs other than Hopper and for the interpreter."""
 
     _ROWS = 64
     _TOKENS = 16
 
     def __init__(self, *, exact: bool) -> None:
-        """`exact`: for the interpreter, which wants few large tiles and products in float32."""
+        """`exact`: for the interpreter, with few large tiles and float32 operands."""
         self._exact = exact
         if exact:
             self._ROWS, self._TOKENS = 256, 32
@@ -85,13 +89,12 @@ class PlainProducts:
     ) -> None:
         assert sums is not None
         self.multiply(linear, tokens, sums, num_tokens)
-        gate_apart(linear, sums, out, num_tokens)
+        launch_gate(linear, sums, out, num_tokens)
 
     def _multiply(
         self, segment: Segment, linear: Linear, tokens: Array, sums: Array, num_tokens: int
     ) -> None:
         planes = segment.planes
-        quants = planes.quants
         grid = (
             -(-planes.num_rows // self._ROWS),
             sums.shape[0],
@@ -100,104 +103,136 @@ class PlainProducts:
         plain.product[grid](
             tokens,
             sums[:, :, segment.first_row :],
-            quants,
-            quants if planes.high is None else planes.high,
-            quants if planes.scales is None else planes.scales,
-            quants if planes.deltas is None else planes.deltas,
-            quants if segment.bias is None else segment.bias,
-            *powers(planes, linear.tokens_shrunk),
+            plane_pointers(planes),
+            planes.quants if segment.bias is None else segment.bias,
+            factors(planes, linear.tokens_shrunk),
             num_tokens,
             planes.num_rows,
             planes.num_blocks,
             tokens.stride(0),
             sums.stride(1),
             sums.stride(0),
-            BO=self._ROWS,
-            NT=self._TOKENS,
-            FORMAT=plain.FLOAT if planes.is_float else plain.FORMAT_CODES[planes.format],
+            ROWS=self._ROWS,
+            TOKENS=self._TOKENS,
+            FORMAT=planes.layout,
             BIAS=segment.bias is not None,
             EXACT=self._exact,
         )
 
 
 class Tiling(NamedTuple):
-    """How a product is cut: rows and tokens a program, columns of tokens a stage, stages, warps,
-    and the registers a thread may have. None of it changes a sum."""
+    """How a product is tiled; the kernel takes it as a constant. None of it changes a sum."""
 
-    rows: int
-    tokens: int
-    columns: int
+    rows: int  # a program
+    tokens: int  # a program
+    columns: int  # of tokens, a stage
     token_stages: int
     weight_stages: int
-    warps: int
-    registers: int
+    warps: int  # that multiply
+    registers: int  # a thread, at most
 
 
-_MULTIPROCESSORS = 132
-_WIDE = 16384  # rows from which on a matrix alone fills the GPU
-_FULL = 96  # programs that a large tile must make to be worth it
+# The fastest tilings of those measured on one H200 at the shapes of an 8B Llama, by the number of
+# tokens: up to 8, 16, 32, 64, 128. A wide matrix fills the GPU by itself.
+_Tilings = tuple[Tiling, Tiling, Tiling, Tiling, Tiling]
 _TOKEN_TILES = (8, 16, 32, 64, 128)
+_MULTIPROCESSORS = 132
+_WIDE_ROWS = 16384
+_FULL = 96  # programs that a large tile must make to be worth it
+_FULL_FLOAT = 64
+
+_4_BITS: _Tilings = (
+    Tiling(64, 8, 256, 8, 8, 4, 80),
+    Tiling(64, 16, 256, 6, 6, 4, 80),
+    Tiling(64, 32, 256, 3, 3, 4, 80),
+    Tiling(64, 64, 256, 2, 3, 4, 80),
+    Tiling(64, 128, 64, 4, 3, 4, 128),
+)
+_4_BITS_WIDE: _Tilings = (
+    Tiling(128, 8, 256, 3, 3, 8, 80),
+    Tiling(128, 16, 256, 3, 3, 8, 80),
+    Tiling(128, 32, 256, 3, 3, 8, 80),
+    Tiling(128, 64, 64, 4, 3, 8, 80),
+    Tiling(64, 128, 64, 4, 3, 4, 128),
+)
+_5_OR_6_BITS: _Tilings = (
+    Tiling(64, 8, 256, 5, 5, 4, 80),
+    Tiling(64, 16, 256, 5, 5, 4, 80),
+    Tiling(64, 32, 256, 3, 3, 4, 80),
+    Tiling(64, 64, 256, 2, 3, 4, 80),
+    Tiling(64, 128, 64, 4, 3, 4, 128),
+)
+_5_OR_6_BITS_WIDE: _Tilings = (
+    Tiling(128, 8, 256, 3, 3, 8, 80),
+    Tiling(128, 16, 256, 3, 3, 8, 80),
+    Tiling(64, 32, 256, 3, 3, 4, 80),
+    Tiling(128, 64, 64, 4, 3, 4, 128),
+    Tiling(64, 128, 64, 4, 3, 4, 128),
+)
+_8_BITS: _Tilings = (
+    Tiling(64, 8, 256, 4, 4, 4, 80),
+    Tiling(64, 16, 256, 4, 4, 4, 80),
+    Tiling(64, 32, 256, 3, 3, 4, 80),
+    Tiling(64, 64, 64, 4, 4, 4, 80),
+    Tiling(64, 128, 64, 4, 3, 4, 128),
+)
+_FLOAT: _Tilings = (
+    Tiling(64, 8, 256, 3, 3, 4, 80),
+    Tiling(64, 16, 128, 4, 4, 4, 80),
+    Tiling(64, 32, 128, 4, 4, 4, 80),
+    Tiling(64, 64, 128, 4, 4, 4, 80),
+    Tiling(128, 128, 64, 4, 4, 8, 128),
+)
+_FLOAT_FEW_TILES: _Tilings = (  # at most one program a multiprocessor
+    Tiling(64, 8, 256, 4, 4, 4, 80),
+    Tiling(64, 16, 128, 6, 6, 4, 80),
+    *_FLOAT[2:],
+)
+_FLOAT_WIDE: _Tilings = (
+    *_FLOAT[:3],
+    Tiling(128, 64, 64, 4, 4, 4, 128),
+    Tiling(128, 128, 64, 3, 3, 4, 128),
+)
 
 
-def tiling(format_name: str, num_rows: int, num_parts: int, num_tokens: int) -> Tiling:
-    """The fastest of those measured on one H200 at the shapes of an 8B Llama."""
-    wide = num_rows >= _WIDE
-    width = next((size for size in _TOKEN_TILES if num_tokens <= size), 256)
-    if format_name in FLOAT_FORMATS:
-        return _float_tiling(wide, num_rows, num_parts, width, num_tokens)
-    if width == 256:
-        if _num_large_tiles(num_rows, num_parts, num_tokens) <= _FULL:
-            return Tiling(64, 128, 64, 4, 3, 4, 128)
-        return Tiling(128, 256, 64, 4, 2 if format_name == "Q8_0" else 3, 8, 168)
-    small = {
-        8: Tiling(64, 8, 256, 8, 8, 4, 80),
-        16: Tiling(64, 16, 256, 6, 6, 4, 80),
-        32: Tiling(64, 32, 256, 3, 3, 4, 80),
-        64: Tiling(64, 64, 64, 4, 4, 4, 80),
-        128: Tiling(64, 128, 64, 4, 3, 4, 128),
-    }
-    if format_name == "Q8_0":
-        small[8], small[16] = Tiling(64, 8, 256, 4, 4, 4, 80), Tiling(64, 16, 256, 4, 4, 4, 80)
-    has_four_bits = format_name in ("Q4_0", "Q4_1", "Q4_K")
-    if wide and format_name != "Q8_0":
-        small[8] = Tiling(128, 8, 256, 3, 3, 8, 80)
-        small[16] = Tiling(128, 16, 256, 3, 3, 8, 80)
-        small[64] = Tiling(128, 64, 64, 4, 3, *((8, 80) if has_four_bits else (4, 128)))
-        if has_four_bits:
-            small[32] = Tiling(128, 32, 256, 3, 3, 8, 80)
-    elif format_name != "Q8_0":
-        small[64] = Tiling(64, 64, 256, 2, 3, 4, 80)
-        if not has_four_bits:
-            small[8], small[16] = Tiling(64, 8, 256, 5, 5, 4, 80), Tiling(64, 16, 256, 5, 5, 4, 80)
-    return small[width]
+def tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_tokens: int) -> Tiling:
+    """How to tile a product of that many rows and tokens."""
+    if num_tokens > _TOKEN_TILES[-1]:
+        return _large_tiling(layout, num_rows, num_splits, num_tokens)
+    index = next(at for at, size in enumerate(_TOKEN_TILES) if num_tokens <= size)
+    is_wide = num_rows >= _WIDE_ROWS
+    if layout.is_float:
+        if is_wide:
+            return _FLOAT_WIDE[index]
+        has_few = -(-num_rows // 64) * num_splits <= _MULTIPROCESSORS
+        return (_FLOAT_FEW_TILES if has_few else _FLOAT)[index]
+    if layout.bits == 8:
+        return _8_BITS[index]
+    if layout.bits == 4:
+        return (_4_BITS_WIDE if is_wide else _4_BITS)[index]
+    return (_5_OR_6_BITS_WIDE if is_wide else _5_OR_6_BITS)[index]
 
 
-def _float_tiling(wide: bool, num_rows: int, num_parts: int, width: int, num_tokens: int) -> Tiling:
-    if width == 256:
-        if _num_large_tiles(num_rows, num_parts, num_tokens) <= _FULL - 32:
+def _large_tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_tokens: int) -> Tiling:
+    """128 rows by 256 tokens, or smaller tiles where these would leave multiprocessors idle."""
+    num_tiles = -(-num_rows // 128) * num_splits * -(-num_tokens // 256)
+    if layout.is_float:
+        if num_tiles <= _FULL_FLOAT:
             return Tiling(128, 128, 64, 4, 4, 8, 128)
         return Tiling(128, 256, 64, 4, 4, 8, 168)
-    has_few = -(-num_rows // 64) * num_parts <= _MULTIPROCESSORS
-    return {
-        8: Tiling(64, 8, 256, 4, 4, 4, 80) if has_few else Tiling(64, 8, 256, 3, 3, 4, 80),
-        16: Tiling(64, 16, 128, 6, 6, 4, 80) if has_few else Tiling(64, 16, 128, 4, 4, 4, 80),
-        32: Tiling(64, 32, 128, 4, 4, 4, 80),
-        64: Tiling(128, 64, 64, 4, 4, 4, 128) if wide else Tiling(64, 64, 128, 4, 4, 4, 80),
-        128: Tiling(128, 128, 64, 3, 3, 4, 128) if wide else Tiling(128, 128, 64, 4, 4, 8, 128),
-    }[width]
-
-
-def _num_large_tiles(num_rows: int, num_parts: int, num_tokens: int) -> int:
-    return -(-num_rows // 128) * num_parts * -(-num_tokens // 256)
+    if num_tiles <= _FULL:
+        return Tiling(64, 128, 64, 4, 3, 4, 128)
+    return Tiling(128, 256, 64, 4, 2 if layout.bits == 8 else 3, 8, 168)
 
 
 class HopperProducts:
     """Tensor-core products on GPUs of compute capability 9.0."""
 
     def __init__(self, *, dependent_launch: bool = True) -> None:
-        from quire.executors.cuda.kernels import wgmma
+        from quire.executors.cuda.kernels import hopper, hopper_products
 
-        self._kernels: Any = wgmma
+        self._kernels: Any = hopper_products
+        self._descriptor = hopper.descriptor
         self._dependent_launch = dependent_launch
         self.name = "wgmma products"
 
@@ -205,12 +240,12 @@ class HopperProducts:
         return not linear.is_gated
 
     def _tiling(self, segment: Segment, linear: Linear, num_tokens: int) -> Tiling:
-        return tiling(segment.planes.format, linear.num_rows, linear.num_parts, num_tokens)
+        return tiling(segment.planes.layout, linear.num_rows, linear.num_parts, num_tokens)
 
     def multiply(self, linear: Linear, tokens: Array, sums: Array, num_tokens: int) -> None:
-        for place, segment in enumerate(linear.segments):
+        for index, segment in enumerate(linear.segments):
             shape = self._tiling(segment, linear, num_tokens)
-            self.launch(segment, linear, tokens, sums, num_tokens, shape, is_first=place == 0)
+            self.launch(segment, linear, tokens, sums, num_tokens, shape, is_first=index == 0)
 
     def multiply_gated(
         self, linear: Linear, tokens: Array, sums: Array | None, out: Array, num_tokens: int
@@ -222,7 +257,7 @@ class HopperProducts:
         else:
             assert sums is not None
             self.multiply(linear, tokens, sums, num_tokens)
-            gate_apart(linear, sums, out, num_tokens)
+            launch_gate(linear, sums, out, num_tokens)
 
     def launch(
         self,
@@ -236,58 +271,53 @@ class HopperProducts:
         gated: bool = False,
         is_first: bool = True,
     ) -> None:
-        """One segment's kernel; those after the first run beside it."""
+        """One segment's kernel; those after the first run concurrently with it."""
         planes = segment.planes
         kernels = self._kernels
-        parts = 1 if gated else out.shape[0]
-        order = kernels.ALONE
+        num_splits = 1 if gated else out.shape[0]
+        order = kernels.SERIAL
         if self._dependent_launch:
-            order = kernels.CHAINED if is_first else kernels.BESIDE
+            order = kernels.DEPENDENT if is_first else kernels.CONCURRENT
         out = out if gated else out[:, :, segment.first_row :]
-        grid = (-(-num_tokens // shape.tokens), -(-planes.num_rows // shape.rows), parts)
+        grid = (-(-num_tokens // shape.tokens), -(-planes.num_rows // shape.rows), num_splits)
         kernels.product[grid](
-            self._token_descriptor(tokens[:num_tokens], shape),
+            self._descriptor(tokens[:num_tokens], [shape.tokens, shape.columns], 128),
             *self._weight_descriptors(planes, shape),
             out,
             planes.quants if segment.bias is None else segment.bias,
-            *powers(planes, linear.tokens_shrunk),
+            factors(planes, linear.tokens_shrunk),
             1 / GATED_SHRINK,
             num_tokens,
             planes.num_rows,
             planes.num_blocks,
             out.stride(-2),
             0 if gated else out.stride(0),
-            BO=shape.rows,
-            NT=shape.tokens,
-            XK=shape.columns,
-            XST=shape.token_stages,
-            WST=shape.weight_stages,
-            W=shape.warps,
-            FORMAT=kernels.FLOAT if planes.is_float else kernels.FORMAT_CODES[planes.format],
-            EPILOGUE=kernels.GATED if gated else kernels.STORE,
+            TILING=shape,
+            FORMAT=planes.layout,
+            GATED=gated,
             BIAS=segment.bias is not None,
-            PDL=order,
+            LAUNCH=order,
             num_warps=shape.warps,
             maxnreg=shape.registers,
             launch_pdl=self._dependent_launch,
         )
 
-    def _token_descriptor(self, tokens: Array, shape: Tiling) -> object:
-        return self._kernels.descriptor(tokens, [shape.tokens, shape.columns], 128)
-
     def _weight_descriptors(self, planes: Planes, shape: Tiling) -> tuple[object, ...]:
-        describe = self._kernels.descriptor
-        if planes.is_float:
-            quants = describe(planes.quants, [shape.rows, shape.columns], 128)
+        layout = planes.layout
+        if layout.is_float:
+            quants = self._descriptor(planes.quants, [shape.rows, shape.columns], 128)
             return quants, quants, quants, quants
-        form = FORMS[planes.format]
-        quants = describe(planes.quants, [shape.rows, form.quant_words], 128)
-        scales = describe(planes.scales, [shape.rows, form.scale_words], _swizzle(form.scale_words))
+        quants = self._descriptor(planes.quants, [shape.rows, layout.quant_words], 128)
+        scales = self._descriptor(
+            planes.scales, [shape.rows, layout.scale_words], _swizzle(layout.scale_words)
+        )
         high = deltas = quants
-        if form.high_words:
-            high = describe(planes.high, [shape.rows, form.high_words], _swizzle(form.high_words))
-        if form.has_deltas:
-            deltas = describe(planes.deltas, [shape.rows], 0)
+        if layout.high_bits:
+            high = self._descriptor(
+                planes.high, [shape.rows, layout.high_words], _swizzle(layout.high_words)
+            )
+        if layout.has_deltas:
+            deltas = self._descriptor(planes.deltas, [shape.rows], 0)
         return quants, high, scales, deltas
 
 

@@ -6,7 +6,6 @@ row or each has a program of its own (`PARTS_APART`) changes nothing in the arit
 do the other rows of a program: what is masked for a row changes none of its bits.
 """
 
-# mypy: ignore-errors
 # ruff: noqa: N803, N806
 
 import triton

@@ -7,7 +7,6 @@ cache, four compute. Blocks of earlier steps are on their way before the kernel 
 ended. Positions are cut as there: tiles of TILE, parts of SPLIT, merged from the first to the last.
 """
 
-# mypy: ignore-errors
 # ruff: noqa: N803, N806
 
 from triton.experimental import gluon
@@ -20,11 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.executors.cuda.kernels.chaining import (
-    let_later_kernels_start,
-    wait_for_earlier_kernels,
+from quire.executors.cuda.kernels.hopper import (
+    allow_next_kernel,
+    descriptor,
+    wait_for_previous_kernel,
 )
-from quire.executors.cuda.kernels.wgmma import descriptor
 
 __all__ = ["COLUMNS", "REGISTERS", "TILE", "WARPS", "attend", "descriptor", "slots"]
 
@@ -85,7 +84,7 @@ def _bring(
     PDL: gl.constexpr,
 ):
     if PDL:
-        let_later_kernels_start()
+        allow_next_kernel()
     slot = 0
     phase = 1
     waited = 0
@@ -93,7 +92,7 @@ def _bring(
         start = tile * _TILE
         # What this step's own tokens left there comes from the kernel before this one.
         if PDL and (start + _TILE > old) & (waited == 0):
-            wait_for_earlier_kernels()
+            wait_for_previous_kernel()
             waited = 1
         mbarrier.wait(key_empty.index(slot), phase)
         _bring_tile(
@@ -180,7 +179,7 @@ def _compute(
     HEAD_DIM: gl.constexpr = HALVES * _COLUMNS
     end = first_position + count
     if PDL:
-        wait_for_earlier_kernels()
+        wait_for_previous_kernel()
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOADED))
     is_row = (r // GROUP < count) & (r % GROUP < HEADS_EACH)
     source = (first_row + r // GROUP).to(gl.int64) * NUM_HEADS + kv_head * HEADS_EACH + r % GROUP

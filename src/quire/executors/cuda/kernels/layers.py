@@ -1,6 +1,5 @@
 """The small kernels between the products: norms, rope with the cache's writing, rows, argmax."""
 
-# mypy: ignore-errors
 # ruff: noqa: N803
 
 import triton

@@ -1,6 +1,5 @@
 """Log-probabilities of tokens under rows of logits: one program a row, no copy of the row."""
 
-# mypy: ignore-errors
 # ruff: noqa: N803
 
 import triton

@@ -1,0 +1,561 @@
+"""The product of packed weights and tokens on Hopper's tensor cores (wgmma), in Gluon.
+
+The weights are the M side of the instruction and are dequantised in registers; the tokens are its
+N side. Every token tile from 8 to 256 wide runs the same instruction over the same columns in the
+same order, so a token's sums do not depend on how many others there are. One warp loads weights,
+one loads tokens, four or eight multiply.
+
+Constants of a launch: TILING is a products.Tiling, FORMAT a planes.PlaneFormat.
+"""
+
+# ruff: noqa: N803, N806, RET505
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from quire.executors.cuda.kernels.dequantize import (
+    dequantized_quarter,
+    lane_layout,
+    quant_words,
+    scales_and_offsets,
+)
+from quire.executors.cuda.kernels.hopper import (
+    allocate_barriers,
+    allow_next_kernel,
+    next_stage,
+    wait_for_previous_kernel,
+)
+
+# How a launch follows the previous kernel. DEPENDENT: starts while that one ends, and waits for it
+# before it reads tokens. CONCURRENT: reads the same tokens as that one, and ends after it.
+SERIAL, DEPENDENT, CONCURRENT = 0, 1, 2
+_SERIAL = gl.constexpr(SERIAL)
+_DEPENDENT = gl.constexpr(DEPENDENT)
+_CONCURRENT = gl.constexpr(CONCURRENT)
+
+_BLOCK = gl.constexpr(256)  # columns whose planes lie together
+_QUARTER = gl.constexpr(64)  # columns that are dequantised and multiplied at once
+
+
+class PlaneDescriptors(NamedTuple):
+    """TMA descriptors of a matrix's planes; a plane that its format lacks repeats another."""
+
+    quants: Any
+    high: Any
+    scales: Any
+    deltas: Any
+
+
+class WeightRing(NamedTuple):
+    """Stages of weights in shared memory, a block of columns each (float weights: a step)."""
+
+    quants: Any  # [stages, rows, words]; float weights: float16 [stages, rows, columns]
+    high: Any
+    scales: Any
+    deltas: Any
+    full: Any
+    empty: Any
+
+
+class TokenRing(NamedTuple):
+    """Stages of tokens in shared memory."""
+
+    tokens: Any  # float16 [stages, tokens, columns]
+    full: Any
+    empty: Any
+
+
+class Tile(NamedTuple):
+    """What a program computes: its tile of the output, and its split of the columns in steps."""
+
+    row: Any
+    split: Any
+    token: Any
+    first_step: Any
+    num_steps: Any
+
+
+class Output(NamedTuple):
+    """What the epilogue reads and writes."""
+
+    out: Any
+    bias: Any
+    sum_factor: Any
+    shrink: Any
+    num_tokens: Any
+    num_rows: Any
+    row_stride: Any
+    split_stride: Any
+
+
+@gluon.constexpr_function
+def _step_columns(TILING, FORMAT):
+    """Columns of a stage of weights."""
+    return TILING.columns if FORMAT.is_float else 256
+
+
+@gluon.constexpr_function
+def _weight_stage_bytes(TILING, FORMAT):
+    if FORMAT.is_float:
+        return TILING.rows * TILING.columns * 2
+    words = FORMAT.quant_words + FORMAT.scale_words + FORMAT.high_words
+    return TILING.rows * (4 * words + (2 if FORMAT.has_deltas else 0))
+
+
+@gluon.constexpr_function
+def _shares_empty(TILING, FORMAT):
+    """Whether a stage of weights and one of tokens hold the same columns and are freed by one
+    arrival: every arrival stops all multiplying warps."""
+    same_columns = TILING.columns == (TILING.columns if FORMAT.is_float else 256)
+    return same_columns and TILING.token_stages == TILING.weight_stages
+
+
+# ---- load: the producer warps
+
+
+@gluon.jit
+def _load_weights(
+    planes: PlaneDescriptors,
+    ring: WeightRing,
+    first_step,
+    num_steps,
+    row,
+    num_rows,
+    TILING: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    STEP: gl.constexpr = _step_columns(TILING, FORMAT)
+    stage = 0
+    phase = 1
+    for step in range(num_steps):
+        mbarrier.wait(ring.empty.index(stage), phase)
+        full = ring.full.index(stage)
+        mbarrier.expect(full, _weight_stage_bytes(TILING, FORMAT))
+        if FORMAT.is_float:
+            tma.async_copy_global_to_shared(
+                planes.quants, [row, (first_step + step) * STEP], full, ring.quants.index(stage)
+            )
+        else:
+            index = (first_step + step) * num_rows + row
+            tma.async_copy_global_to_shared(
+                planes.quants, [index, 0], full, ring.quants.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                planes.scales, [index, 0], full, ring.scales.index(stage)
+            )
+            if FORMAT.high_bits > 0:
+                tma.async_copy_global_to_shared(
+                    planes.high, [index, 0], full, ring.high.index(stage)
+                )
+            if FORMAT.has_deltas:
+                delta = (first_step + step) * ((num_rows + 7) // 8 * 8) + row
+                tma.async_copy_global_to_shared(
+                    planes.deltas, [delta], full, ring.deltas.index(stage)
+                )
+        stage, phase = next_stage(stage, phase, TILING.weight_stages)
+
+
+@gluon.jit
+def _load_tokens(
+    token_desc,
+    ring: TokenRing,
+    first_column,
+    num_stages,
+    first_token,
+    TILING: gl.constexpr,
+    LAUNCH: gl.constexpr,
+):
+    if LAUNCH == _DEPENDENT:
+        wait_for_previous_kernel()
+    if LAUNCH != _SERIAL:
+        # Not before the tokens are there: a CONCURRENT kernel reads them without waiting.
+        allow_next_kernel()
+    stage = 0
+    phase = 1
+    for step in range(num_stages):
+        mbarrier.wait(ring.empty.index(stage), phase)
+        full = ring.full.index(stage)
+        mbarrier.expect(full, TILING.tokens * TILING.columns * 2)
+        tma.async_copy_global_to_shared(
+            token_desc,
+            [first_token, first_column + step * TILING.columns],
+            full,
+            ring.tokens.index(stage),
+        )
+        stage, phase = next_stage(stage, phase, TILING.token_stages)
+
+
+# ---- multiply: the consumer warps
+
+
+@gluon.jit
+def _multiply_float(sums, weights: WeightRing, tokens: TokenRing, num_steps, TILING: gl.constexpr):
+    """wgmma over float16 weights, which it reads from shared memory."""
+    SHARED_EMPTY: gl.constexpr = TILING.token_stages == TILING.weight_stages
+    weight_stage = 0
+    weight_phase = 0
+    token_stage = 0
+    token_phase = 0
+    last_weight_stage = 0
+    last_token_stage = 0
+    for step in range(num_steps):
+        mbarrier.wait(weights.full.index(weight_stage), weight_phase)
+        mbarrier.wait(tokens.full.index(token_stage), token_phase)
+        w = weights.quants.index(weight_stage)
+        x = tokens.tokens.index(token_stage).permute((1, 0))
+        sums = warpgroup_mma(w, x, sums, is_async=True)
+        # The product before this one has ended: its stages are free.
+        sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
+        mbarrier.arrive(weights.empty.index(last_weight_stage), pred=step > 0)
+        if not SHARED_EMPTY:
+            mbarrier.arrive(tokens.empty.index(last_token_stage), pred=step > 0)
+        last_weight_stage = weight_stage
+        last_token_stage = token_stage
+        weight_stage, weight_phase = next_stage(weight_stage, weight_phase, TILING.weight_stages)
+        token_stage, token_phase = next_stage(token_stage, token_phase, TILING.token_stages)
+    return warpgroup_mma_wait(0, deps=[sums])
+
+
+@gluon.jit
+def _token_quarter(ring: TokenRing, stage, QUARTER: gl.constexpr, TILING: gl.constexpr):
+    """A quarter of a block's columns of tokens, [64, tokens]: part of a stage, or a stage."""
+    if TILING.columns == _QUARTER:
+        return ring.tokens.index(QUARTER).permute((1, 0))
+    else:
+        return ring.tokens.index(stage).slice(QUARTER * 64, 64, 1).permute((1, 0))
+
+
+@gluon.jit
+def _multiply_quantized(
+    sums,
+    weights: WeightRing,
+    tokens: TokenRing,
+    num_steps,
+    factors,
+    MMA: gl.constexpr,
+    TILING: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """A quarter of a block is multiplied while the next one is dequantised.
+
+    A stage of tokens holds a block of 256 columns, or a quarter of one (`BY_QUARTER`); either way
+    it is freed once its products have ended.
+    """
+    BY_QUARTER: gl.constexpr = TILING.columns == _QUARTER
+    gl.static_assert((TILING.columns == _BLOCK) or (TILING.token_stages == 4))
+    SHARED_EMPTY: gl.constexpr = _shares_empty(TILING, FORMAT)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    WORDS: gl.constexpr = lane_layout(TILING.rows, TILING.warps, "quarter")
+    weight_stage = 0
+    weight_phase = 0
+    token_stage = 0
+    token_phase = 0
+    last_weight_stage = 0
+    last_token_stage = 3 if BY_QUARTER else 0
+    for step in range(num_steps):
+        mbarrier.wait(weights.full.index(weight_stage), weight_phase)
+        words, high = quant_words(
+            weights.quants.index(weight_stage),
+            weights.high.index(weight_stage),
+            WORDS,
+            FORMAT,
+            TILING.rows,
+            TILING.warps,
+        )
+        scales, offsets = scales_and_offsets(
+            weights.scales.index(weight_stage),
+            weights.deltas.index(weight_stage),
+            factors,
+            WORDS,
+            FORMAT,
+            TILING.rows,
+            TILING.warps,
+        )
+        block = (words, high, scales, offsets)
+        w0 = dequantized_quarter(block, 0, FORMAT, OPERAND, TILING.rows)
+        mbarrier.wait(tokens.full.index(token_stage), token_phase)
+        x0 = _token_quarter(tokens, token_stage, 0, TILING)
+        sums = warpgroup_mma(w0, x0, sums, is_async=True)
+        sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
+        if not BY_QUARTER:
+            mbarrier.arrive(weights.empty.index(last_weight_stage), pred=step > 0)
+        if not SHARED_EMPTY:
+            mbarrier.arrive(tokens.empty.index(last_token_stage), pred=step > 0)
+
+        w1 = dequantized_quarter(block, 1, FORMAT, OPERAND, TILING.rows)
+        if BY_QUARTER:
+            mbarrier.wait(tokens.full.index(1), token_phase)
+        x1 = _token_quarter(tokens, token_stage, 1, TILING)
+        sums = warpgroup_mma(w1, x1, sums, is_async=True)
+        sums, w0 = warpgroup_mma_wait(1, deps=[sums, w0])
+        if BY_QUARTER:
+            mbarrier.arrive(tokens.empty.index(0))
+
+        w2 = dequantized_quarter(block, 2, FORMAT, OPERAND, TILING.rows)
+        if BY_QUARTER:
+            mbarrier.wait(tokens.full.index(2), token_phase)
+        x2 = _token_quarter(tokens, token_stage, 2, TILING)
+        sums = warpgroup_mma(w2, x2, sums, is_async=True)
+        sums, w1 = warpgroup_mma_wait(1, deps=[sums, w1])
+        if BY_QUARTER:
+            mbarrier.arrive(tokens.empty.index(1))
+
+        w3 = dequantized_quarter(block, 3, FORMAT, OPERAND, TILING.rows)
+        if BY_QUARTER:
+            mbarrier.arrive(weights.empty.index(weight_stage))
+            mbarrier.wait(tokens.full.index(3), token_phase)
+        x3 = _token_quarter(tokens, token_stage, 3, TILING)
+        sums = warpgroup_mma(w3, x3, sums, is_async=True)
+        sums, w2 = warpgroup_mma_wait(1, deps=[sums, w2])
+        sums = warpgroup_mma_init(sums)
+        if BY_QUARTER:
+            mbarrier.arrive(tokens.empty.index(2))
+            token_phase ^= 1
+        else:
+            last_weight_stage = weight_stage
+            last_token_stage = token_stage
+            token_stage, token_phase = next_stage(token_stage, token_phase, TILING.token_stages)
+        weight_stage, weight_phase = next_stage(weight_stage, weight_phase, TILING.weight_stages)
+    return warpgroup_mma_wait(0, deps=[sums])
+
+
+# ---- epilogue
+
+
+@gluon.jit
+def _store_gated(sums, tile: Tile, output: Output, TILING: gl.constexpr):
+    """silu(gate) * value: of 16 rows eight are gates and eight are values, in one thread."""
+    ROWS: gl.constexpr = TILING.rows
+    TOKENS: gl.constexpr = TILING.tokens
+    HALF: gl.constexpr = ROWS // 2
+    STORED: gl.constexpr = gl.BlockedLayout(
+        [8, 1], [HALF // 8, 32 // (HALF // 8)], [1, TILING.warps], [0, 1]
+    )
+    gates, values = gl.split(sums.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+    gated = gates / (1.0 + gl.exp(-gates)) * values
+    gated = gated.reshape([HALF, TOKENS]) * output.shrink
+    gated = gl.minimum(gl.maximum(gated, -65504.0), 65504.0).to(gl.float16)
+    gated = gl.convert_layout(gated, STORED)
+    row = tile.row * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
+    token = tile.token * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORED))
+    mask = (token < output.num_tokens)[None, :] & (row < output.num_rows // 2)[:, None]
+    address = output.out + token[None, :].to(gl.int64) * output.row_stride + row[:, None]
+    gl.store(address, gated, mask=mask)
+
+
+@gluon.jit
+def _epilogue(
+    sums,
+    tile: Tile,
+    output: Output,
+    MMA: gl.constexpr,
+    TILING: gl.constexpr,
+    GATED: gl.constexpr,
+    BIAS: gl.constexpr,
+):
+    """Undo the exponent, add the bias in the first split, and store what the next kernel reads."""
+    ROWS: gl.constexpr = TILING.rows
+    sums = sums * output.sum_factor
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    if BIAS:
+        value = gl.load(
+            output.bias + tile.row * ROWS + rows,
+            mask=tile.row * ROWS + rows < output.num_rows,
+            other=0.0,
+        )
+        sums = sums + gl.where(tile.split == 0, value, value * 0.0).expand_dims(1)
+    if GATED:
+        _store_gated(sums, tile, output, TILING)
+    else:
+        row = tile.row * ROWS + rows
+        token = tile.token * TILING.tokens + gl.arange(
+            0, TILING.tokens, layout=gl.SliceLayout(0, MMA)
+        )
+        mask = (token < output.num_tokens)[None, :] & (row < output.num_rows)[:, None]
+        split = output.out + tile.split.to(gl.int64) * output.split_stride
+        address = split + token[None, :].to(gl.int64) * output.row_stride + row[:, None]
+        gl.store(address, sums, mask=mask)
+
+
+@gluon.jit
+def _multiply(
+    weights: WeightRing,
+    tokens: TokenRing,
+    factors,
+    tile: Tile,
+    output: Output,
+    TILING: gl.constexpr,
+    FORMAT: gl.constexpr,
+    GATED: gl.constexpr,
+    BIAS: gl.constexpr,
+    LAUNCH: gl.constexpr,
+):
+    ROWS: gl.constexpr = TILING.rows
+    TOKENS: gl.constexpr = TILING.tokens
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[TILING.warps, 1], instr_shape=[16, TOKENS, 16]
+    )
+    sums = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout=MMA))
+    gl.assume(tile.num_steps > 0)
+    if FORMAT.is_float:
+        sums = _multiply_float(sums, weights, tokens, tile.num_steps, TILING)
+    else:
+        sums = _multiply_quantized(
+            sums, weights, tokens, tile.num_steps, factors, MMA, TILING, FORMAT
+        )
+    if LAUNCH == _CONCURRENT:
+        wait_for_previous_kernel()
+    _epilogue(sums, tile, output, MMA, TILING, GATED, BIAS)
+
+
+# ---- the kernel
+
+
+@gluon.jit
+def _allocate_planes(planes: PlaneDescriptors, TILING: gl.constexpr, FORMAT: gl.constexpr):
+    """Stages of each plane in shared memory; a plane that the format lacks repeats another."""
+    STAGES: gl.constexpr = TILING.weight_stages
+    ROWS: gl.constexpr = TILING.rows
+    if FORMAT.is_float:
+        shape: gl.constexpr = [STAGES, ROWS, TILING.columns]
+        quants = gl.allocate_shared_memory(gl.float16, shape, planes.quants.layout)
+        high = quants
+        scales = quants
+        deltas = quants
+    else:
+        quants = gl.allocate_shared_memory(
+            gl.int32, [STAGES, ROWS, FORMAT.quant_words], planes.quants.layout
+        )
+        scales = gl.allocate_shared_memory(
+            gl.int32, [STAGES, ROWS, FORMAT.scale_words], planes.scales.layout
+        )
+        high = quants
+        deltas = scales
+        if FORMAT.high_bits > 0:
+            high = gl.allocate_shared_memory(
+                gl.int32, [STAGES, ROWS, FORMAT.high_words], planes.high.layout
+            )
+        if FORMAT.has_deltas:
+            deltas = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS], planes.deltas.layout)
+    return quants, high, scales, deltas
+
+
+@gluon.jit
+def _allocate_rings(
+    token_desc, planes: PlaneDescriptors, TILING: gl.constexpr, FORMAT: gl.constexpr
+):
+    SHARED_EMPTY: gl.constexpr = _shares_empty(TILING, FORMAT)
+    WEIGHT_STAGES: gl.constexpr = TILING.weight_stages
+    TOKEN_STAGES: gl.constexpr = TILING.token_stages
+    staged = gl.allocate_shared_memory(
+        gl.float16, [TOKEN_STAGES, TILING.tokens, TILING.columns], token_desc.layout
+    )
+    quants, high, scales, deltas = _allocate_planes(planes, TILING, FORMAT)
+    weight_full = allocate_barriers(WEIGHT_STAGES)
+    weight_empty = allocate_barriers(WEIGHT_STAGES)
+    token_full = allocate_barriers(TOKEN_STAGES)
+    if SHARED_EMPTY:
+        token_empty = weight_empty
+    else:
+        token_empty = allocate_barriers(TOKEN_STAGES)
+    for stage in gl.static_range(WEIGHT_STAGES):
+        mbarrier.init(weight_full.index(stage), count=1)
+        mbarrier.init(weight_empty.index(stage), count=1)
+    for stage in gl.static_range(TOKEN_STAGES):
+        mbarrier.init(token_full.index(stage), count=1)
+        if not SHARED_EMPTY:
+            mbarrier.init(token_empty.index(stage), count=1)
+    fence_async_shared()
+    weights = WeightRing(quants, high, scales, deltas, weight_full, weight_empty)
+    return weights, TokenRing(staged, token_full, token_empty)
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_blocks"])
+def product(
+    token_desc,
+    quant_desc,
+    high_desc,
+    scale_desc,
+    delta_desc,
+    out,
+    bias,
+    factors,
+    shrink,
+    num_tokens,
+    num_rows,
+    num_blocks,
+    row_stride,
+    split_stride,
+    TILING: gl.constexpr,
+    FORMAT: gl.constexpr,
+    GATED: gl.constexpr,
+    BIAS: gl.constexpr,
+    LAUNCH: gl.constexpr,
+):
+    """out[split, token, row] = sum over the split's columns of weights[row, :] * tokens[token, :].
+
+    Split-K: each split sums its own blocks of 256 columns, and the kernel that reads the sums adds
+    the splits in order. GATED: out[token, i] = silu(gate i) * value i * shrink, without splits.
+    `factors` are products.Factors. The descriptors cannot come in a tuple: Triton's launcher takes
+    them as arguments only.
+    """
+    # Token tiles vary fastest: programs that read the same weights run together, and the weights
+    # are fetched once.
+    token_tile = gl.program_id(0)
+    row_tile = gl.program_id(1)
+    split = gl.program_id(2)
+    num_splits = gl.num_programs(2)
+    count = num_blocks // num_splits + gl.where(split < num_blocks % num_splits, 1, 0)
+    first = split * (num_blocks // num_splits) + gl.minimum(split, num_blocks % num_splits)
+    STEP: gl.constexpr = _step_columns(TILING, FORMAT)
+    num_steps = count * (_BLOCK // STEP)
+    first_step = first * (_BLOCK // STEP)
+    planes = PlaneDescriptors(quant_desc, high_desc, scale_desc, delta_desc)
+    weights, tokens = _allocate_rings(token_desc, planes, TILING, FORMAT)
+    tile = Tile(row_tile, split, token_tile, first_step, num_steps)
+    output = Output(out, bias, factors.sums, shrink, num_tokens, num_rows, row_stride, split_stride)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (weights, tokens, factors, tile, output, TILING, FORMAT, GATED, BIAS, LAUNCH),
+            ),
+            (
+                _load_weights,
+                (
+                    planes,
+                    weights,
+                    first_step,
+                    num_steps,
+                    row_tile * TILING.rows,
+                    num_rows,
+                    TILING,
+                    FORMAT,
+                ),
+            ),
+            (
+                _load_tokens,
+                (
+                    token_desc,
+                    tokens,
+                    first_step * STEP,
+                    num_steps * (STEP // TILING.columns),
+                    token_tile * TILING.tokens,
+                    TILING,
+                    LAUNCH,
+                ),
+            ),
+        ],
+        [1, 1],
+        [24, 24],
+    )

@@ -1,0 +1,252 @@
+"""Plain Triton kernels over planes: the embedding's rows, the product for GPUs other than Hopper,
+and gating as a kernel of its own. Triton's interpreter runs them on a CPU.
+
+FORMAT is a planes.PlaneFormat; ROWS and TOKENS are a program's tile of the output.
+"""
+
+# ruff: noqa: N803
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+_ONE = tl.constexpr(2.0**-24)  # an integer 1 in a float16's lowest bit
+
+
+class PlanePointers(NamedTuple):
+    """A matrix's planes; one that its format lacks repeats `quants`."""
+
+    quants: Any
+    high: Any
+    scales: Any
+    deltas: Any
+
+
+class Factors(NamedTuple):
+    """Powers of two that undo how planes are scaled (see planes.py)."""
+
+    scales: Any  # 2**(24 - exponent), times each scale
+    offsets: Any  # 2**-exponent, times each offset
+    sums: Any  # 2**exponent, times each sum
+
+
+@triton.jit
+def _rounded(x):
+    """To the nearest float16, as the tensor cores' operand has it."""
+    return x.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _from_half_bits(bits):
+    return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scale_and_offset(
+    planes: PlanePointers,
+    factors: Factors,
+    index,
+    delta,
+    half,
+    lane,
+    steps,
+    FORMAT: tl.constexpr,
+):
+    """Of each weight, [rows, columns] each: the scale times 2**24, the offset as it is added."""
+    if FORMAT.has_packed_scales:
+        word = planes.scales + index * 4
+        pair = tl.load(word)
+        record = (tl.load(word + 1) >> (lane * 8)) & 255
+        record |= ((tl.load(word + 2) >> (lane * 8)) & 255) << 8
+        record |= ((tl.load(word + 3) >> (lane * 8)) & 255) << 16
+        record = record >> (half * 12)
+        block_scale = _from_half_bits(pair) * factors.scales
+        scale = _rounded(block_scale * (record & 63).to(tl.float32))
+        block_offset = _from_half_bits(pair >> 16) * factors.offsets
+        offset = -_rounded(block_offset * ((record >> 6) & 63).to(tl.float32))
+    elif FORMAT.has_stored_offsets:
+        word = tl.load(planes.scales + index * 8 + lane * 2 + half)
+        scale = _from_half_bits(word)
+        offset = _from_half_bits(word >> 16)
+    elif FORMAT.has_deltas:
+        word = tl.load(planes.scales + index * 4 + lane)
+        group = ((word >> (8 * (half * 2 + steps))) << 24) >> 24
+        block_scale = tl.load(planes.deltas + delta).to(tl.float32) * factors.scales
+        scale = _rounded(block_scale * group.to(tl.float32))
+        offset = scale * (-FORMAT.zero_point * _ONE)
+    else:
+        word = tl.load(planes.scales + index * 4 + lane)
+        scale = _from_half_bits(word >> (16 * half))
+        offset = scale * (-FORMAT.zero_point * _ONE)
+    return scale, offset
+
+
+@triton.jit
+def two_bits_shift(pair):
+    """The bit at which planes.py keeps the upper two bits of a quarter's pair 0-7: even pairs at 4,
+    6, 12, 14, odd ones at 8, 10, 0, 2."""
+    return (4 + 4 * (pair % 2) + pair // 2 % 2 * 2 + pair // 4 * 8) % 16
+
+
+@triton.jit
+def one_bit_shift(pair, steps):
+    """The same for one upper bit: even pairs from bit 4 on, odd ones from bit 8 on, the second half
+    of the steps eight bits further on."""
+    return (4 + 4 * (pair % 2) + pair // 2 + 8 * steps) % 16
+
+
+@triton.jit
+def _quants(planes: PlanePointers, index, half, lane, steps, pair, one, FORMAT: tl.constexpr):
+    if FORMAT.quant_bits == 8:
+        word = tl.load(planes.quants + index * 64 + lane * 16 + half * 8 + steps * 4 + pair // 2)
+        quant = (word >> (16 * (pair % 2) + 8 * one)) & 255
+    else:
+        word = tl.load(planes.quants + index * 32 + lane * 8 + half * 4 + steps * 2 + pair // 4)
+        quant = (word >> (4 * (pair % 4) + 16 * one)) & 15
+        if FORMAT.high_bits == 2:
+            word = tl.load(planes.high + index * 16 + lane * 4 + half * 2 + steps)
+            quant |= ((word >> (two_bits_shift(pair) + 16 * one)) & 3) << 4
+        elif FORMAT.high_bits == 1:
+            word = tl.load(planes.high + index * 8 + lane * 2 + half)
+            quant |= ((word >> (one_bit_shift(pair, steps) + 16 * one)) & 1) << 4
+    return quant.to(tl.float32)
+
+
+@triton.jit
+def dequantized_block(
+    planes: PlanePointers,
+    factors: Factors,
+    rows,
+    block,
+    num_rows,
+    num_blocks,
+    FORMAT: tl.constexpr,
+):
+    """Weights [rows, 256] of one block of columns, divided by 2**exponent, in operand order. `rows`
+    must be in the matrix."""
+    column = tl.arange(0, 256)[None, :]
+    if FORMAT.is_float:
+        index = rows[:, None].to(tl.int64) * (num_blocks * 256) + block * 256 + column
+        weights = tl.load(planes.quants + index).to(tl.float32)
+    else:
+        half = column // 128
+        step = column % 128 // 16
+        lane = column // 2 % 4
+        one = column % 2
+        steps = step // 4
+        pair = step % 4 * 2 + column // 8 % 2
+        index = (block * num_rows + rows[:, None]).to(tl.int64)
+        delta = (block * ((num_rows + 7) // 8 * 8) + rows[:, None]).to(tl.int64)
+        scale, offset = _scale_and_offset(planes, factors, index, delta, half, lane, steps, FORMAT)
+        quant = _quants(planes, index, half, lane, steps, pair, one, FORMAT)
+        weights = _rounded(quant * _ONE * scale + offset)
+    return weights
+
+
+@triton.jit
+def embed(
+    tokens,
+    sources,
+    samples,
+    out,
+    planes,
+    num_rows,
+    num_blocks,
+    factors,
+    FORMAT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each token's row of the embedding. A source of 0 or more is an index into `samples`, where
+    the token is."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = tl.program_id(0)
+    source = tl.load(sources + at)
+    token = tl.load(tokens + at)
+    token = tl.where(source >= 0, tl.load(samples + tl.maximum(source, 0)), token)
+    rows = token + tl.zeros([1], tl.int32)
+    block = tl.program_id(1)
+    weights = dequantized_block(planes, factors, rows, block, num_rows, num_blocks, FORMAT)
+    width = num_blocks * 256
+    index = at.to(tl.int64) * width + block * 256 + tl.arange(0, 256)[None, :]
+    tl.store(out + index, weights * factors.sums)
+
+
+@triton.jit
+def product(
+    tokens,
+    out,
+    planes,
+    bias,
+    factors,
+    num_tokens,
+    num_rows,
+    num_blocks,
+    token_stride,
+    row_stride,
+    split_stride,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BIAS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """out[split, token, row], as in kernels/hopper_products.py. EXACT multiplies in float32, for
+    Triton's interpreter."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
+    count = num_blocks // num_splits + tl.where(split < num_blocks % num_splits, 1, 0)
+    first = split * (num_blocks // num_splits) + tl.minimum(split, num_blocks % num_splits)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    known = tl.minimum(row, num_rows - 1)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, 256)
+    sums = tl.zeros([ROWS, TOKENS], tl.float32)
+    for block in range(first, first + count):
+        weights = dequantized_block(planes, factors, known, block, num_rows, num_blocks, FORMAT)
+        index = token[None, :].to(tl.int64) * token_stride + block * 256 + column[:, None]
+        x = tl.load(tokens + index, mask=(token < num_tokens)[None, :], other=0.0)
+        if EXACT:
+            sums = tl.dot(weights, x.to(tl.float32), sums, input_precision="ieee")
+        else:
+            sums = tl.dot(weights.to(tl.float16), x, sums)
+    sums *= factors.sums
+    if BIAS:
+        value = tl.load(bias + known)
+        sums += tl.where(split == 0, value, 0.0)[:, None]
+    mask = (token < num_tokens)[None, :] & (row < num_rows)[:, None]
+    index = (
+        split.to(tl.int64) * split_stride + token[None, :].to(tl.int64) * row_stride + row[:, None]
+    )
+    tl.store(out + index, sums, mask=mask)
+
+
+@triton.jit
+def gate(
+    sums,
+    out,
+    width,
+    sum_stride,
+    out_stride,
+    shrink,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """silu(gate) * value * shrink. INTERLEAVED: eight gates, then their eight values, and so on;
+    otherwise all gates come before all values."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if INTERLEAVED:
+        row = token * sum_stride + at // 8 * 16 + at % 8
+        distance = 8
+    else:
+        row = token * sum_stride + at
+        distance = width
+    gates = tl.load(sums + row, mask=at < width, other=0.0)
+    values = tl.load(sums + row + distance, mask=at < width, other=0.0)
+    gated = gates / (1.0 + tl.exp(-gates)) * values
+    gated = tl.minimum(tl.maximum(gated * shrink, -65504.0), 65504.0)
+    tl.store(out + token * out_stride + at, gated.to(tl.float16), mask=at < width)
