@@ -259,7 +259,7 @@ def _cpu_forecast(model: Model) -> CpuForecast:
     weights = weight_bytes(model.tensors)
     halves, in_bytes = (kv_bytes_per_token(spec, is_int8) for is_int8 in (False, True))
     context = -(-spec.context_length // BLOCK_SIZE) * BLOCK_SIZE
-    num_rows = min(context, DEVICES["cpu"].engine_defaults["max_step_tokens"])
+    num_rows = min(context, DEVICES["cpu"].engine_defaults.max_step_tokens)
     workspace = workspace_bytes(spec, model.tensors, num_rows, context)
     process = resident_memory()
     # While a tensor is packed its bytes of the file are in memory too.

@@ -107,7 +107,7 @@ def test_every_device_is_listed_by_its_name_and_has_defaults_that_an_engine_take
         assert device.name == name
         if device.why_unavailable() is None or name == "cuda":
             config = Options(device=name).engine_config()
-            assert config.max_step_tokens >= device.engine_defaults["max_step_tokens"]
+            assert config.max_step_tokens >= device.engine_defaults.max_step_tokens
 
 
 def test_an_unknown_device_is_refused_with_those_there_are() -> None:

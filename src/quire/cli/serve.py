@@ -108,7 +108,9 @@ def _options(args: argparse.Namespace, settings: ServerSettings) -> Options:
     if args.step_timeout is not None:
         engine["step_timeout_s"] = args.step_timeout
     engine.setdefault("step_timeout_s", USUAL_STEP_TIMEOUT_S)
-    engine["key_weights"] = {**engine.get("key_weights", {}), **settings.keys.weights}
+    weights = engine.get("key_weights")
+    in_file = weights if isinstance(weights, dict) else {}
+    engine["key_weights"] = {**in_file, **settings.keys.weights}
     options = replace(options, **given, engine=engine)
     options.engine_config()  # what is wrong with the options is said before loading
     return options

@@ -59,7 +59,7 @@ class Options:
     invariant: bool = True  # a request's tokens do not depend on the batch it runs in
     trust_model_file: bool = False  # it need not be read without privileges first
     chat_template: str | Path | bool = True  # the model's own, none, or that of a file
-    engine: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = {option.name for option in fields(EngineConfig)}
@@ -90,15 +90,15 @@ class Options:
 
     def engine_config(self) -> EngineConfig:
         """The engine's settings, with the device's defaults where none were given."""
-        batch = self.max_batch_size
-        defaults = dict(device_of(self).engine_defaults)
-        if isinstance(batch, int):
-            defaults["max_step_tokens"] = max(defaults["max_step_tokens"], batch)
-        return EngineConfig(
-            max_batch_size=batch,
-            batch_timeout_ms=self.batch_timeout_ms,
-            **(defaults | dict(self.engine)),
-        )
+        batch, defaults = self.max_batch_size, device_of(self).engine_defaults
+        step_tokens = defaults.max_step_tokens
+        given: dict[str, Any] = {
+            "max_batch_size": batch,
+            "max_step_tokens": max(step_tokens, batch) if isinstance(batch, int) else step_tokens,
+            "batch_timeout_ms": self.batch_timeout_ms,
+            **self.engine,
+        }
+        return replace(defaults, **given)
 
 
 class Loaded(NamedTuple):
@@ -113,7 +113,7 @@ class Device(ABC):
 
     name: ClassVar[str]
     description: ClassVar[str]
-    engine_defaults: ClassVar[Mapping[str, Any]]  # fields of EngineConfig; max_step_tokens at least
+    engine_defaults: ClassVar[EngineConfig]  # but max_batch_size, which Options has
     has_threads: ClassVar[bool] = False  # whether it takes `threads`
     has_cache_types: ClassVar[bool] = False  # whether it takes `kv_cache_dtype`
     has_variant_sums: ClassVar[bool] = False  # whether it takes `invariant=False`
@@ -171,11 +171,12 @@ class _HostDevice(Device):
 class ReferenceDevice(_HostDevice):
     name = "reference"
     description = "numpy in float32, one row at a time: slow, and what others are held to"
-    engine_defaults: ClassVar[Mapping[str, Any]] = {
-        "max_step_tokens": 16,  # it gains nothing by more, and who cancels waits for a step
-        "plan_ahead": False,  # it would compute rows of sequences that have ended
-        "step_timeout_s": None,  # a step takes as long as the model is large
-    }
+    engine_defaults = EngineConfig(
+        max_batch_size=1,
+        max_step_tokens=16,  # it gains nothing by more, and who cancels waits for a step
+        plan_ahead=False,  # it would compute rows of sequences that have ended
+        step_timeout_s=None,  # a step takes as long as the model is large
+    )
 
     def why_unavailable(self) -> str | None:
         return None
@@ -198,10 +199,11 @@ class CpuDevice(_HostDevice):
     description = (
         "native kernels over weights in their blocks: AVX2, AVX-512 (VNNI or AMX), or plain C++"
     )
-    engine_defaults: ClassVar[Mapping[str, Any]] = {
-        "max_step_tokens": 256,  # beyond it products gain little, and others' tokens come later
-        "plan_ahead": False,  # it would compute rows of sequences that have ended
-    }
+    engine_defaults = EngineConfig(
+        max_batch_size=1,
+        max_step_tokens=256,  # beyond it products gain little, and others' tokens come later
+        plan_ahead=False,  # it would compute rows of sequences that have ended
+    )
     has_threads = True
     has_cache_types = True
 
@@ -272,7 +274,7 @@ def _warn_once(line: str) -> None:
 class CudaDevice(Device):
     name = "cuda"
     description = "one NVIDIA GPU, weights in their blocks"
-    engine_defaults: ClassVar[Mapping[str, Any]] = {"max_step_tokens": 2048}
+    engine_defaults = EngineConfig(max_batch_size=1, max_step_tokens=2048)
     has_variant_sums = True
 
     def why_unavailable(self) -> str | None:
