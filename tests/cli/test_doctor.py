@@ -60,7 +60,7 @@ def test_the_kernels_shown_are_those_the_environment_chooses() -> None:
 def test_a_native_module_that_is_not_built_is_advised_about(tmp_path: Path) -> None:
     run = quire("doctor", env=without_native_module(tmp_path))
     assert run.code == 0
-    assert "cpu        its native module is not built\n" in run.out
+    assert "plain C++ (its native module is not built)\n" in run.out
     assert "reference  numpy in float32" in run.out and "<- device=auto takes this one" in run.out
     assert "advice     the CPU executor's native module is not built: " in run.out
 
