@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from quire.cli.results import complain, print_json, printable
+from quire.cli.program import complain, print_json, printable
 from quire.core.hash_chain import Verdict, read_secret, verify
 
 _EPILOG = """\

@@ -15,7 +15,7 @@ from quire.cli.options import (
     load,
     sampling_params,
 )
-from quire.cli.results import complain, tell
+from quire.cli.program import complain, tell
 from quire.core.errors import RequestError
 
 _USUAL_MAX_TOKENS = 512

@@ -7,7 +7,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from quire.cli.results import print_json
+from quire.cli.program import print_json
 from quire.diagnosis import CpuKernels, Diagnosis, Executors, Processor, diagnose
 from quire.llm.machine import format_bytes
 

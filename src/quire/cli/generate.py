@@ -14,7 +14,7 @@ from quire.cli.options import (
     load,
     sampling_params,
 )
-from quire.cli.results import complain, print_json, tell
+from quire.cli.program import complain, print_json, tell
 from quire.core.errors import QuireError, RequestError
 from quire.core.plan import TokenLogprob
 from quire.core.request import Completion, RequestOutput

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from quire.cli.results import complain, print_json, printable
+from quire.cli.program import complain, print_json, printable
 from quire.core.errors import ConfigError
 from quire.inspection import (
     CpuForecast,

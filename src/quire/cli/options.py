@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from quire.cli.results import tell
+from quire.cli.program import tell
 from quire.core.sampling import SamplingParams
 
 DEFAULT_MODEL = "smollm2"

@@ -1,7 +1,8 @@
-"""The program `quire`: finds the command, runs it, and turns what goes wrong into one line."""
+"""The program `quire`: finds the command, runs it, prints, and turns errors into one line."""
 
 import argparse
 import errno
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,6 @@ from contextlib import suppress
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from quire.cli.results import complain
 from quire.core.errors import QuireError
 
 
@@ -201,3 +201,28 @@ def _leave_quietly(code: int) -> int:
     """Nobody gets the output any more: keep Python from complaining of that when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
+
+
+# ---- how commands print
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    print()
+
+
+def printable(line: str) -> str:
+    """A line that may come from a file, so that it cannot play tricks on a terminal."""
+    return "".join(mark if mark.isprintable() else ascii(mark)[1:-1] for mark in line)
+
+
+def complain(message: str) -> None:
+    """Say what is wrong, in one line on standard error."""
+    print(f"quire: {printable(' '.join(message.split()))}", file=sys.stderr)
+
+
+def tell(line: str) -> None:
+    """Say something beside the results, to a person who watches."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from quire.cli.options import DEFAULT_MODEL
-from quire.cli.results import print_json
+from quire.cli.program import print_json
 from quire.loader.defaults import pull
 
 _EPILOG = """\

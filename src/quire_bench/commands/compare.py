@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from quire.cli.results import printable, tell
+from quire.cli.program import printable, tell
 from quire.core.errors import ConfigError
 from quire_bench.commands.options import (
     add_receipt_options,

@@ -2,7 +2,7 @@
 
 import argparse
 
-from quire.cli.results import print_json, tell
+from quire.cli.program import print_json, tell
 from quire.llm.devices import device_of
 from quire.loader.defaults import DUMMY_PREFIX
 from quire_bench.commands.options import (

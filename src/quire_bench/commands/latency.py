@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from quire.cli.results import tell
+from quire.cli.program import tell
 from quire_bench.commands.options import (
     add_receipt_options,
     add_seed_option,

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from quire.cli.results import tell
+from quire.cli.program import tell
 from quire.llm.machine import parse_bytes
 from quire_bench.commands.options import add_receipt_options, command_line, finish, keep
 from quire_bench.commands.progress import in_words

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from quire.cli.results import print_json
+from quire.cli.program import print_json
 from quire.llm.machine import format_bytes
 from quire.loader.gguf_writer import write_gguf
 from quire.model.dummy import DummyModel

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.options import add_cache_type_option, add_invariance_option, add_trust_option
-from quire.cli.results import complain, print_json, tell
+from quire.cli.program import complain, print_json, tell
 from quire.llm.devices import Options
 from quire_bench.machine_info import machine, versions
 from quire_bench.receipts import Receipt, as_data, deviation, now, write

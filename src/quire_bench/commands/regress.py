@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quire.cli.results import print_json, printable
+from quire.cli.program import print_json, printable
 from quire_bench.regress import Comparison, Regression, compare, load_receipts
 
 _MARKS = {"loss": "LOSS", "gain": "gain", "same": "same", "too few": "too few samples"}

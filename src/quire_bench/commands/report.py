@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from quire.cli.results import complain, tell
+from quire.cli.program import complain, tell
 from quire.core.errors import ConfigError
 from quire_bench.report import TITLE, gather, html, read_text, with_tables, write_pngs, write_text
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from quire.cli.results import printable
+from quire.cli.program import printable
 from quire.core.errors import ConfigError
 from quire.llm.progress import ProgressBar
 from quire_bench.commands.options import add_receipt_options, command_line, finish, keep

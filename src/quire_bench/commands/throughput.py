@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from quire.cli.results import tell
+from quire.cli.program import tell
 from quire.llm.machine import format_bytes
 from quire_bench.commands.options import (
     add_limits_option,

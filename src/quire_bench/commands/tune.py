@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from quire.cli.results import complain, printable, tell
+from quire.cli.program import complain, printable, tell
 from quire.core.errors import ConfigError
 from quire.llm.configuration import configuration_text
 from quire_bench.commands.options import (
