@@ -1,7 +1,10 @@
 """What the engine asks of an executor in one step, and what comes back: plain data, both ways.
 
 Rows are named tuples, not frozen dataclasses: a step of 256 sequences builds 256 of each, and a
-named tuple costs a quarter as much to make.
+named tuple costs a quarter as much to make. SequencePlan is the one definition of a row's fields.
+Two places depend on it beyond Python's names, and both check it when they are imported: the fast
+path of engine/step.py makes rows by position (`check_fields`), native/bind_decoder.cpp finds the
+fields by name (`bind_plan_types`).
 """
 
 from dataclasses import dataclass
@@ -71,6 +74,16 @@ class SequencePlan(NamedTuple):
         if history is not None:
             history = history._replace(completion=(*history.completion, sampled))
         return self._replace(tokens=(*self.tokens, sampled), follows=None, history=history)
+
+
+def check_fields(row_type: type[NamedTuple], names: tuple[str, ...]) -> None:
+    """For a module that makes rows by position: raise a TypeError when it is imported unless the
+    row's fields are these, in this order."""
+    if row_type._fields != names:
+        raise TypeError(
+            f"rows are made by position as {', '.join(names)}, but the fields of "
+            f"{row_type.__name__} are {', '.join(row_type._fields)}"
+        )
 
 
 class BlockCopy(NamedTuple):

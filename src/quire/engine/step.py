@@ -4,11 +4,26 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.core.errors import QuireError, RowFaultError
-from quire.core.plan import BlockCopy, History, SequencePlan, StepPlan, Want
+from quire.core.plan import BlockCopy, History, SequencePlan, StepPlan, Want, check_fields
 from quire.engine.sequence import Sequence
 from quire.kvcache import KVCache
 
 _new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
+# In the order in which plan_plain_decode() writes them.
+_ROW_FIELDS = (
+    "sequence_id",
+    "start",
+    "tokens",
+    "follows",
+    "block_table",
+    "want",
+    "sampling",
+    "completion_position",
+    "history",
+    "allowed",
+    "prompt_targets",
+)
+check_fields(SequencePlan, _ROW_FIELDS)
 
 
 class Row(NamedTuple):
@@ -65,7 +80,7 @@ class RowPlanner:
                 sequence.sampling,
                 start + 1 - sequence.prompt_length,
                 None,  # history
-                None,  # mask
+                None,  # allowed
                 (),  # prompt targets
             ),
         )
