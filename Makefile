@@ -31,6 +31,7 @@ $(NATIVE): $(READY) CMakeLists.txt $(wildcard native/*)
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 	$(BIN)/cmake --build build/native --parallel 2
 	$(BIN)/cmake --install build/native --prefix src
+	PYTHONPATH=src $(BIN)/python -m nanobind.stubgen -q -m quire._native -o src/quire/_native.pyi
 	touch $(NATIVE)
 
 setup: $(READY) $(NATIVE)  ## make the virtual environment and the native module

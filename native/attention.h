@@ -1,35 +1,35 @@
-// Keys and values in blocks, and attention over them.
+// The KV cache in blocks, and paged attention over it.
 //
-// Positions are walked in tiles of tile_size that begin at multiples of it. What a row takes from a
-// tile is (largest score, sum of powers, mixed values); tiles are merged in ascending order. Within
-// a tile a query's sums run in one order (scores over dimensions, values over tokens) however many
-// queries are computed side by side: a row comes out the same in any company.
+// Positions are walked in tiles of kv_tile_size that begin at multiples of it. A tile gives a row
+// (max score, sum of weights, weighted values); tiles are merged in ascending order. Within a tile
+// a query's sums run in one order (scores over dimensions, values over tokens) however many queries
+// are computed at once: a row's bits do not depend on the batch.
 //
-// Scores are in units of log 2: the factor is in the query, and weights are powers of 2. What lies
-// outside a row's span is left out or replaced, never multiplied by 0: slots may hold anything.
+// Scores are in units of log 2: the factor is in the query, and weights are powers of 2. Tokens
+// outside a row's span are skipped or replaced, never multiplied by 0: stale slots may hold NaN.
 
 #define NOINLINE static __attribute__((noinline))
-// Loops over sums that are to stay in registers.
+// Loops over sums that must stay in registers.
 #define UNROLLED _Pragma("GCC unroll 32") for
 
-constexpr int tile_blocks = tile_size / block_size;
+constexpr int tile_blocks = kv_tile_size / block_size;
 
 #if defined(QUIRE_UNIT_AVX512)
-constexpr int most_queries = 8;
-// Vectors that go with each of so many queries: enough sums in flight, all of them in registers.
-constexpr int vectors_beside(int num_queries) {
+constexpr int max_queries = 8;
+// Vectors computed at once for each of so many queries: enough sums in flight, all in registers.
+constexpr int vectors_per_query(int num_queries) {
   return num_queries == 1 ? 8 : num_queries <= 6 ? 4 : 2;
 }
 #elif defined(QUIRE_UNIT_AVX2)
-constexpr int most_queries = 6;
-constexpr int vectors_beside(int num_queries) {
+constexpr int max_queries = 6;
+constexpr int vectors_per_query(int num_queries) {
   return num_queries == 1 ? 4 : num_queries <= 3 ? 2 : 1;
 }
 #else
-constexpr int most_queries = 4;
-constexpr int vectors_beside(int) { return 1; }
+constexpr int max_queries = 4;
+constexpr int vectors_per_query(int) { return 1; }
 #endif
-static_assert(most_queries <= most_queries_at_once, "or the workspace would be too small");
+static_assert(max_queries <= max_queries_at_once, "or the workspace would be too small");
 
 INLINE Floats load_stored(const uint16_t* p) { return load_half(p); }
 INLINE Floats load_stored(const int8_t* p) { return to_floats(load_signed_bytes(p)); }
@@ -41,7 +41,7 @@ INLINE Floats load_stored_first(const Element* p, int count) {
   return load_stored(padded);
 }
 
-// ---- where things are
+// ---- addresses
 
 // The keys and values of one kv head, by block.
 template <class Element>
@@ -68,19 +68,19 @@ INLINE bool is_empty(Span span) { return span.begin >= span.end; }
 INLINE int first_block(Span span) { return span.begin / block_size; }
 INLINE int end_block(Span span) { return (span.end + block_size - 1) / block_size; }
 
-INLINE Span seen_by(const AttentionShape& shape, int position) {
+INLINE Span attended_by(const AttentionShape& shape, int position) {
   const int begin = shape.window > 0 ? position - shape.window + 1 : 0;
   return {begin > 0 ? begin : 0, position + 1};
 }
 
 INLINE Span within_tile(Span span, int tile) {
-  const int begin = span.begin - tile * tile_size, end = span.end - tile * tile_size;
-  return {begin > 0 ? begin : 0, end < tile_size ? end : tile_size};
+  const int begin = span.begin - tile * kv_tile_size, end = span.end - tile * kv_tile_size;
+  return {begin > 0 ? begin : 0, end < kv_tile_size ? end : kv_tile_size};
 }
 
-// What any, and what all, of some spans hold; empty ones do not count.
+// The hull and the intersection of some spans; empty ones do not count.
 INLINE Span hull(const Span* spans, int count) {
-  Span all{tile_size, 0};
+  Span all{kv_tile_size, 0};
   for (int i = 0; i < count; i++) {
     if (is_empty(spans[i])) continue;
     if (spans[i].begin < all.begin) all.begin = spans[i].begin;
@@ -90,7 +90,7 @@ INLINE Span hull(const Span* spans, int count) {
 }
 
 INLINE Span overlap(const Span* spans, int count) {
-  Span common{0, tile_size};
+  Span common{0, kv_tile_size};
   for (int i = 0; i < count; i++) {
     if (is_empty(spans[i])) continue;
     if (spans[i].begin > common.begin) common.begin = spans[i].begin;
@@ -99,7 +99,7 @@ INLINE Span overlap(const Span* spans, int count) {
   return common;
 }
 
-// ---- writing
+// ---- storing keys and values
 
 INLINE void store_halves(const float* x, int size, uint16_t* out, int stride) {
   uint16_t halves[16];
@@ -115,17 +115,17 @@ INLINE float store_codes_of(const float* x, int size, int8_t* out, int stride) {
   int8_t codes[16];
   for (int i = 0; i < size; i += 16) {
     const int count = lanes_left(size, i);
-    const Floats part = count == 16 ? load(x + i) : load_first(x + i, count);
-    store_bytes(codes, byte_codes(part, bytes.inverse));
+    const Floats values = count == 16 ? load(x + i) : load_first(x + i, count);
+    store_bytes(codes, byte_codes(values, bytes.inverse));
     for (int k = 0; k < count; k++) out[(i + k) * stride] = codes[k];
   }
   return bytes.scale;
 }
 
-void store_key_value(const LayerCache& cache, const AttentionShape& shape, const RowPlace& place,
+void store_key_value(const LayerCache& cache, const AttentionShape& shape, const RowPosition& row,
                      const float* key, const float* value) {
-  const int32_t block = place.block_table[place.position / block_size];
-  const int slot = place.position % block_size;
+  const int32_t block = row.block_table[row.position / block_size];
+  const int slot = row.position % block_size;
   const int head_dim = shape.head_dim;
   for (int head = 0; head < shape.num_kv_heads; head++, key += head_dim, value += head_dim) {
     if (cache.is_int8) {
@@ -144,36 +144,36 @@ void store_key_value(const LayerCache& cache, const AttentionShape& shape, const
 
 // ---- scores
 
-// Where the blocks of one tile are; those of the span are set.
+// Pointers to the blocks of one tile; those of the span are set.
 template <class Element>
 struct CacheTile {
   const Element* keys[tile_blocks];
   const Element* values[tile_blocks];
   const float* key_scales[tile_blocks];
   const float* value_scales[tile_blocks];
-  // The keys of the next tile, fetched on the way while these values are read, as its blocks lie
-  // anywhere in memory. While keys are read, the values are fetched.
-  const Element* ahead[tile_blocks];
+  // Prefetched while these values are read: the keys of the next tile, whose blocks may be anywhere
+  // in memory. While keys are read, these values are prefetched.
+  const Element* to_prefetch[tile_blocks];
 };
 
-INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 template <class Element>
 INLINE void find_tile(const HeadCache<Element>& cache, const int32_t* block_table, Span span,
                       CacheTile<Element>& tile) {
   for (int i = first_block(span); i < end_block(span); i++) {
     tile.keys[i] = cache.keys(block_table[i]);
-    tile.values[i] = tile.ahead[i] = cache.values(block_table[i]);
+    tile.values[i] = tile.to_prefetch[i] = cache.values(block_table[i]);
     if (sizeof(Element) == 1) {
       tile.key_scales[i] = cache.scales(cache.layer.key_scales, block_table[i]);
       tile.value_scales[i] = cache.scales(cache.layer.value_scales, block_table[i]);
-      fetch(tile.key_scales[i]);
-      fetch(tile.value_scales[i]);
+      prefetch(tile.key_scales[i]);
+      prefetch(tile.value_scales[i]);
     }
   }
 }
 
-// scores[query][token of the tile], for some blocks side by side. queries: [dimension][query].
+// scores[query][token of the tile], for some blocks at once. queries: [dimension][query].
 template <class Element, int num_queries, int num_blocks>
 NOINLINE void score_blocks(const float* queries, int head_dim, const CacheTile<Element>& tile,
                            int block, float* scores) {
@@ -186,7 +186,7 @@ NOINLINE void score_blocks(const float* queries, int head_dim, const CacheTile<E
     UNROLLED(int b = 0; b < num_blocks; b++)
     key[b] = load_stored(tile.keys[block + b] + d * block_size);
     if (d % rows_in_line == 0)
-      UNROLLED(int b = 0; b < num_blocks; b++) fetch(tile.values[block + b] + d * block_size);
+      UNROLLED(int b = 0; b < num_blocks; b++) prefetch(tile.values[block + b] + d * block_size);
     UNROLLED(int q = 0; q < num_queries; q++) {
       const Floats query = broadcast(queries[q]);
       UNROLLED(int b = 0; b < num_blocks; b++) sums[q][b] = fma(query, key[b], sums[q][b]);
@@ -194,7 +194,7 @@ NOINLINE void score_blocks(const float* queries, int head_dim, const CacheTile<E
   }
   UNROLLED(int q = 0; q < num_queries; q++)
   UNROLLED(int b = 0; b < num_blocks; b++)
-  store(scores + q * tile_size + (block + b) * block_size, sums[q][b]);
+  store(scores + q * kv_tile_size + (block + b) * block_size, sums[q][b]);
 }
 
 // Blocks [block, end), as many at once as are left.
@@ -207,7 +207,7 @@ INLINE void score_tile(const float* queries, int head_dim, const CacheTile<Eleme
     score_tile<Element, num_queries, num_blocks / 2>(queries, head_dim, tile, block, end, scores);
 }
 
-// ---- from scores to weights
+// ---- softmax
 
 // 2^x for x <= 0 to 2 ulp. x below -126 counts as -126; NaN stays NaN. Adding `shift` leaves
 // n + 127 in the lowest bits, where n is x rounded.
@@ -232,140 +232,143 @@ INLINE Floats inside(Floats x, Span span, int first, Floats replacement) {
   return x;
 }
 
-// What one query takes from a tile: its weights are 2^(score - largest), `sum` is theirs.
-struct Share {
-  float largest, sum;
+// The running softmax of one query: its weights are 2^(score - max_score), `sum` is their sum.
+struct SoftmaxState {
+  float max_score, sum;
 };
 
-// Turns one query's scores into weights, in place. Weights of values in bytes contain their scale.
+// Replaces one query's scores by its weights. Weights of int8 values include the values' scale.
 template <class Element>
-INLINE Share weigh(const CacheTile<Element>& tile, Span span, float cap, float* scores) {
+INLINE SoftmaxState softmax_weights(const CacheTile<Element>& tile, Span span, float cap,
+                                    float* scores) {
   constexpr bool is_int8 = sizeof(Element) == 1;
-  Floats largest = broadcast(-__builtin_inff());
+  Floats max_score = broadcast(-__builtin_inff());
   for (int b = first_block(span); b < end_block(span); b++) {
-    float* part = scores + b * block_size;
-    Floats x = load(part);
+    float* of_block = scores + b * block_size;
+    Floats x = load(of_block);
     if (is_int8) x = x * load(tile.key_scales[b]);
     if (cap > 0.0f) x = broadcast(cap) * hyperbolic_tangent(x);
-    if (is_int8 || cap > 0.0f) store(part, x);
-    largest = max(largest, inside(x, span, b * block_size, broadcast(-__builtin_inff())));
+    if (is_int8 || cap > 0.0f) store(of_block, x);
+    max_score = max(max_score, inside(x, span, b * block_size, broadcast(-__builtin_inff())));
   }
-  Share share;
-  share.largest = max_of_lanes(largest);
-  const Floats top = broadcast(share.largest);
+  SoftmaxState state;
+  state.max_score = max_of_lanes(max_score);
+  const Floats top = broadcast(state.max_score);
   Floats sum = broadcast(0.0f);
   for (int b = first_block(span); b < end_block(span); b++) {
-    float* part = scores + b * block_size;
-    const Floats weight = power_of_two(load(part) - top);
+    float* of_block = scores + b * block_size;
+    const Floats weight = power_of_two(load(of_block) - top);
     sum = sum + inside(weight, span, b * block_size, broadcast(0.0f));
-    store(part, is_int8 ? weight * load(tile.value_scales[b]) : weight);
+    store(of_block, is_int8 ? weight * load(tile.value_scales[b]) : weight);
   }
-  share.sum = sum_of_lanes(sum);
-  return share;
+  state.sum = sum_of_lanes(sum);
+  return state;
 }
 
-// ---- values
+// ---- weighted sums of values
 
 // sums[query][dimension] += weight * value over the span, for vectors of dimensions from `first`.
-template <class Element, int num_queries, int num_vectors, bool is_part>
-NOINLINE void mix_vectors(const float* weights, const CacheTile<Element>& tile, int head_dim,
-                          Span span, float* sums, int64_t sums_stride, int first) {
-  Floats mixed[num_queries][num_vectors];
+template <class Element, int num_queries, int num_vectors, bool is_partial>
+NOINLINE void add_value_vectors(const float* weights, const CacheTile<Element>& tile, int head_dim,
+                                Span span, float* sums, int64_t sums_stride, int first) {
+  Floats output[num_queries][num_vectors];
   sums += first;
   UNROLLED(int q = 0; q < num_queries; q++)
   UNROLLED(int v = 0; v < num_vectors; v++)
-  mixed[q][v] = load(sums + q * sums_stride + 16 * v);
+  output[q][v] = load(sums + q * sums_stride + 16 * v);
   for (int token = span.begin; token < span.end;) {
     const int block = token / block_size;
     const int end = (block + 1) * block_size < span.end ? (block + 1) * block_size : span.end;
     const int64_t offset = (token % block_size) * head_dim + first;
     const Element* row = tile.values[block] + offset;
-    const Element* ahead = tile.ahead[block] + offset;
-    for (; token < end; token++, row += head_dim, ahead += head_dim) {
+    const Element* to_prefetch = tile.to_prefetch[block] + offset;
+    for (; token < end; token++, row += head_dim, to_prefetch += head_dim) {
       Floats value[num_vectors];
       UNROLLED(int v = 0; v < num_vectors; v++) {
-        value[v] = is_part ? load_stored_first(row, head_dim - first) : load_stored(row + 16 * v);
-        if (v * 16 * sizeof(Element) % 64 == 0) fetch(ahead + 16 * v);
+        value[v] =
+            is_partial ? load_stored_first(row, head_dim - first) : load_stored(row + 16 * v);
+        if (v * 16 * sizeof(Element) % 64 == 0) prefetch(to_prefetch + 16 * v);
       }
       UNROLLED(int q = 0; q < num_queries; q++) {
-        const Floats weight = broadcast(weights[q * tile_size + token]);
+        const Floats weight = broadcast(weights[q * kv_tile_size + token]);
         UNROLLED(int v = 0; v < num_vectors; v++)
-        mixed[q][v] = fma(weight, value[v], mixed[q][v]);
+        output[q][v] = fma(weight, value[v], output[q][v]);
       }
     }
   }
   UNROLLED(int q = 0; q < num_queries; q++)
   UNROLLED(int v = 0; v < num_vectors; v++)
-  store(sums + q * sums_stride + 16 * v, mixed[q][v]);
+  store(sums + q * sums_stride + 16 * v, output[q][v]);
 }
 
 // Dimensions from `first` on, as many vectors at once as are left.
 template <class Element, int num_queries, int num_vectors>
-INLINE void mix_dimensions(const float* weights, const CacheTile<Element>& tile, int head_dim,
-                           Span span, float* sums, int64_t sums_stride, int first) {
+INLINE void add_value_dimensions(const float* weights, const CacheTile<Element>& tile, int head_dim,
+                                 Span span, float* sums, int64_t sums_stride, int first) {
   for (; first + 16 * num_vectors <= head_dim; first += 16 * num_vectors)
-    mix_vectors<Element, num_queries, num_vectors, false>(weights, tile, head_dim, span, sums,
-                                                          sums_stride, first);
+    add_value_vectors<Element, num_queries, num_vectors, false>(weights, tile, head_dim, span, sums,
+                                                                sums_stride, first);
   if constexpr (num_vectors > 1)
-    mix_dimensions<Element, num_queries, num_vectors / 2>(weights, tile, head_dim, span, sums,
-                                                          sums_stride, first);
+    add_value_dimensions<Element, num_queries, num_vectors / 2>(weights, tile, head_dim, span, sums,
+                                                                sums_stride, first);
   else if (first < head_dim)
-    mix_vectors<Element, num_queries, 1, true>(weights, tile, head_dim, span, sums, sums_stride,
-                                               first);
+    add_value_vectors<Element, num_queries, 1, true>(weights, tile, head_dim, span, sums,
+                                                     sums_stride, first);
 }
 
 template <class Element, int num_queries>
-INLINE void mix(const float* weights, const CacheTile<Element>& tile, int head_dim, Span span,
-                float* sums, int64_t sums_stride) {
+INLINE void add_values(const float* weights, const CacheTile<Element>& tile, int head_dim,
+                       Span span, float* sums, int64_t sums_stride) {
   if (!is_empty(span))
-    mix_dimensions<Element, num_queries, vectors_beside(num_queries)>(weights, tile, head_dim, span,
-                                                                      sums, sums_stride, 0);
+    add_value_dimensions<Element, num_queries, vectors_per_query(num_queries)>(
+        weights, tile, head_dim, span, sums, sums_stride, 0);
 }
 
 // ---- several queries over one tile
 
-// Queries computed side by side, and what they take from a tile.
+// Queries computed at once, and their result of one tile.
 struct QueryGroup {
-  int begin, count;          // of the queries of the call
-  const float* queries;      // [dimension][query], packed
-  Span spans[most_queries];  // of each query, in the tile; empty where it sees none of it
-  Share shares[most_queries];
-  float* mixed;    // [query][stride]
+  int begin, count;         // of the queries of the call
+  const float* queries;     // [dimension][query], packed
+  Span spans[max_queries];  // of each query, in the tile; empty where it attends to none of it
+  SoftmaxState states[max_queries];
+  float* output;   // [query][stride]
   int64_t stride;  // head_dim, rounded up to whole vectors
 };
 
-// The values all queries see are mixed for all of them at once; what only some see, at the edges of
-// a chunk's rows, for each alone: so nothing is multiplied by a weight that is not its own.
+// Tokens that all queries attend to are summed for all at once; tokens that only some attend to
+// (the causal edge of a chunk, the window's begin) for each query alone. A masked token is skipped,
+// never weighted by 0: 0 * NaN is NaN.
 template <class Element, int num_queries>
-INLINE void mix_spans(const float* weights, const CacheTile<Element>& tile, int head_dim,
-                      QueryGroup& group) {
+INLINE void add_value_spans(const float* weights, const CacheTile<Element>& tile, int head_dim,
+                            QueryGroup& group) {
   const Span common = overlap(group.spans, num_queries);
   const bool none = is_empty(common);
   for (int q = 0; q < num_queries; q++) {
     const Span before{group.spans[q].begin, none ? group.spans[q].end : common.begin};
-    mix<Element, 1>(weights + q * tile_size, tile, head_dim, before, group.mixed + q * group.stride,
-                    group.stride);
+    add_values<Element, 1>(weights + q * kv_tile_size, tile, head_dim, before,
+                           group.output + q * group.stride, group.stride);
   }
-  mix<Element, num_queries>(weights, tile, head_dim, common, group.mixed, group.stride);
+  add_values<Element, num_queries>(weights, tile, head_dim, common, group.output, group.stride);
   for (int q = 0; q < num_queries && !none; q++) {
     const Span after{common.end, group.spans[q].end};
-    mix<Element, 1>(weights + q * tile_size, tile, head_dim, after, group.mixed + q * group.stride,
-                    group.stride);
+    add_values<Element, 1>(weights + q * kv_tile_size, tile, head_dim, after,
+                           group.output + q * group.stride, group.stride);
   }
 }
 
 template <class Element, int num_queries>
 NOINLINE void attend_group(const CacheTile<Element>& tile, int head_dim, float cap,
                            QueryGroup& group) {
-  alignas(64) float scores[num_queries * tile_size];
+  alignas(64) float scores[num_queries * kv_tile_size];
   const Span any = hull(group.spans, num_queries);
-  score_tile<Element, num_queries, vectors_beside(num_queries)>(
+  score_tile<Element, num_queries, vectors_per_query(num_queries)>(
       group.queries, head_dim, tile, first_block(any), end_block(any), scores);
   for (int q = 0; q < num_queries; q++)
     if (!is_empty(group.spans[q]))
-      group.shares[q] = weigh(tile, group.spans[q], cap, scores + q * tile_size);
-  for (int64_t i = 0; i < num_queries * group.stride; i++) group.mixed[i] = 0.0f;
-  mix_spans<Element, num_queries>(scores, tile, head_dim, group);
+      group.states[q] = softmax_weights(tile, group.spans[q], cap, scores + q * kv_tile_size);
+  for (int64_t i = 0; i < num_queries * group.stride; i++) group.output[i] = 0.0f;
+  add_value_spans<Element, num_queries>(scores, tile, head_dim, group);
 }
 
 template <class Element, int num_queries = 1>
@@ -373,17 +376,17 @@ INLINE void attend_any_group(const CacheTile<Element>& tile, int head_dim, float
                              QueryGroup& group) {
   if (group.count == num_queries)
     attend_group<Element, num_queries>(tile, head_dim, cap, group);
-  else if constexpr (num_queries < most_queries)
+  else if constexpr (num_queries < max_queries)
     attend_any_group<Element, num_queries + 1>(tile, head_dim, cap, group);
 }
 
 // ---- the rows of one sequence
 
-// At most most_queries_packed queries of one kv head: some rows' whole groups of query heads, or a
-// piece of one row's. Query q is head q % group of row q / group, counted from the piece's first.
+// At most max_packed_queries queries of one kv head: all query heads of some rows, or a
+// range of one row's. Query q is head q % group of row q / group, counted from the first.
 struct Queries {
   const AttentionShape& shape;
-  const RowPlace* rows;
+  const RowPosition* rows;
   int count, group;
   const float* data;  // of the first row's first head
   int64_t stride;
@@ -392,16 +395,21 @@ struct Queries {
   INLINE_METHOD int64_t offset(int query) const {
     return query / group * stride + static_cast<int64_t>(query % group) * shape.head_dim;
   }
-  INLINE_METHOD Span seen(int query) const { return seen_by(shape, rows[query / group].position); }
-  INLINE_METHOD Span seen_by_any() const { return {seen(0).begin, seen(count - 1).end}; }
+  INLINE_METHOD Span attended(int query) const {
+    return attended_by(shape, rows[query / group].position);
+  }
+  INLINE_METHOD Span attended_by_any() const {
+    return {attended(0).begin, attended(count - 1).end};
+  }
 };
 
-// Where group i begins of so many query groups, all of nearly equal size.
+// The first query of group i of so many groups of nearly equal size.
 INLINE int group_begin(const Queries& queries, int num_groups, int i) {
   return queries.count * i / num_groups;
 }
 
-INLINE void pack_group(const Queries& queries, float factor, int begin, int count, float* packed) {
+INLINE void pack_queries(const Queries& queries, float factor, int begin, int count,
+                         float* packed) {
   const int head_dim = queries.shape.head_dim;
   for (int q = 0; q < count; q++) {
     const float* query = queries.data + queries.offset(begin + q);
@@ -409,17 +417,17 @@ INLINE void pack_group(const Queries& queries, float factor, int begin, int coun
   }
 }
 
-// Tiles one after the other, while the next is being fetched: after the last tile the first of the
-// next kv head, which is likely what this thread attends to next.
+// Walks over tiles and prefetches the next one; after the last tile the first of the next kv head,
+// which this thread most likely attends to next.
 template <class Element>
 struct TileWalk {
   HeadCache<Element> cache;
   const int32_t* block_table;
-  Span seen, tiles;
+  Span attended, tiles;
   CacheTile<Element> current, next;
 
   INLINE_METHOD Span find_next(int tile) {
-    const Span span = within_tile(seen, tile);
+    const Span span = within_tile(attended, tile);
     find_tile(cache, block_table + tile * tile_blocks, span, next);
     return span;
   }
@@ -427,32 +435,33 @@ struct TileWalk {
     const Span span = find_next(tiles.begin);
     const int64_t size = cache.head_dim * block_size;
     for (int b = first_block(span); b < end_block(span); b++)
-      for (int64_t i = 0; i < size; i += 64 / sizeof(Element)) fetch(next.keys[b] + i);
+      for (int64_t i = 0; i < size; i += 64 / sizeof(Element)) prefetch(next.keys[b] + i);
   }
   INLINE_METHOD void advance(int tile) {
     current = next;
     const bool is_last = tile + 1 == tiles.end;
     if (is_last && ++cache.kv_head == cache.num_kv_heads) return;
     const Span span = find_next(is_last ? tiles.begin : tile + 1);
-    for (int b = first_block(span); b < end_block(span); b++) current.ahead[b] = next.keys[b];
+    for (int b = first_block(span); b < end_block(span); b++) current.to_prefetch[b] = next.keys[b];
   }
 };
 
-// Calls take(query, tile, share, mixed) for every query and each of the tiles in which it sees
-// something, tiles ascending.
-template <class Element, class Take>
+// Calls emit(query, tile, state, output) for every query and each tile in which its span is not
+// empty, tiles ascending.
+template <class Element, class Emit>
 INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, Span tiles,
-                       Take take) {
+                       Emit emit) {
   const AttentionShape& shape = queries.shape;
   constexpr float log2_of_e = 1.44269504088896341f;
   const float cap = shape.soft_cap * log2_of_e;
   const float factor = cap > 0.0f ? shape.scale / shape.soft_cap : shape.scale * log2_of_e;
-  const int num_groups = (queries.count + most_queries - 1) / most_queries;
+  const int num_groups = (queries.count + max_queries - 1) / max_queries;
   QueryGroup group;
   group.stride = (shape.head_dim + 15) / 16 * 16;
   float* const packed = queries.workspace;
-  group.mixed = packed + most_queries_packed * group.stride;
-  TileWalk<Element> walk{cache, queries.rows[0].block_table, queries.seen_by_any(), tiles, {}, {}};
+  group.output = packed + max_packed_queries * group.stride;
+  TileWalk<Element> walk{cache, queries.rows[0].block_table, queries.attended_by_any(), tiles, {},
+                         {}};
   walk.begin();
   for (int tile = tiles.begin; tile < tiles.end; tile++) {
     walk.advance(tile);
@@ -460,29 +469,32 @@ INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, 
       group.begin = group_begin(queries, num_groups, g);
       group.count = group_begin(queries, num_groups, g + 1) - group.begin;
       float* own = packed + group.begin * shape.head_dim;
-      if (tile == tiles.begin) pack_group(queries, factor, group.begin, group.count, own);
+      if (tile == tiles.begin) pack_queries(queries, factor, group.begin, group.count, own);
       group.queries = own;
       for (int q = 0; q < group.count; q++)
-        group.spans[q] = within_tile(queries.seen(group.begin + q), tile);
+        group.spans[q] = within_tile(queries.attended(group.begin + q), tile);
       if (is_empty(hull(group.spans, group.count))) continue;
       attend_any_group<Element>(walk.current, shape.head_dim, cap, group);
       for (int q = 0; q < group.count; q++)
         if (!is_empty(group.spans[q]))
-          take(group.begin + q, tile, group.shares[q], group.mixed + q * group.stride);
+          emit(group.begin + q, tile, group.states[q], group.output + q * group.stride);
     }
   }
 }
 
-// ---- tiles merged
+// ---- merging tiles
 
-// A query's share of the tiles so far; `out` holds their mixed values.
-INLINE void merge(Share& total, float* out, Share next, const float* mixed, int head_dim) {
-  const float top = total.largest > next.largest ? total.largest : next.largest;
-  const Floats keep = power_of_two(broadcast(total.largest) - broadcast(top));
-  const Floats take = power_of_two(broadcast(next.largest) - broadcast(top));
-  total.largest = top;
-  total.sum = first_of(fma(broadcast(total.sum), keep, broadcast(next.sum) * take));
-  map_rows(out, mixed, head_dim, out, [=](Floats a, Floats b) { return fma(a, keep, b * take); });
+// Adds the next tile to a query's softmax; `out` holds the output of the tiles so far, not yet
+// divided by the sum.
+INLINE void merge(SoftmaxState& total, float* out, SoftmaxState next, const float* output,
+                  int head_dim) {
+  const float top = total.max_score > next.max_score ? total.max_score : next.max_score;
+  const Floats total_factor = power_of_two(broadcast(total.max_score) - broadcast(top));
+  const Floats next_factor = power_of_two(broadcast(next.max_score) - broadcast(top));
+  total.max_score = top;
+  total.sum = first_of(fma(broadcast(total.sum), total_factor, broadcast(next.sum) * next_factor));
+  map_rows(out, output, head_dim, out,
+           [=](Floats a, Floats b) { return fma(a, total_factor, b * next_factor); });
 }
 
 INLINE void copy(const float* from, int size, float* to) {
@@ -494,102 +506,104 @@ INLINE void divide(float* out, int size, float sum) {
   map_row(out, size, out, [=](Floats x) { return x * inverse; });
 }
 
-INLINE Span tiles_of(Span seen) {
-  return {seen.begin / tile_size, (seen.end + tile_size - 1) / tile_size};
+INLINE Span tiles_of(Span attended) {
+  return {attended.begin / kv_tile_size, (attended.end + kv_tile_size - 1) / kv_tile_size};
 }
 
 template <class Element>
-NOINLINE void attend_some(const HeadCache<Element>& cache, const Queries& queries, float* out) {
+NOINLINE void attend_rows(const HeadCache<Element>& cache, const Queries& queries, float* out) {
   const int head_dim = queries.shape.head_dim;
-  Share totals[most_queries_packed];
-  const Span tiles = tiles_of(queries.seen_by_any());
-  walk_tiles(cache, queries, tiles, [&](int query, int tile, Share share, float* mixed) {
+  SoftmaxState totals[max_packed_queries];
+  const Span tiles = tiles_of(queries.attended_by_any());
+  walk_tiles(cache, queries, tiles, [&](int query, int tile, SoftmaxState state, float* output) {
     float* own = out + queries.offset(query);
-    if (tile == tiles_of(queries.seen(query)).begin) {
-      totals[query] = share;
-      copy(mixed, head_dim, own);
+    if (tile == tiles_of(queries.attended(query)).begin) {
+      totals[query] = state;
+      copy(output, head_dim, own);
     } else {
-      merge(totals[query], own, share, mixed, head_dim);
+      merge(totals[query], own, state, output, head_dim);
     }
   });
   for (int q = 0; q < queries.count; q++) divide(out + queries.offset(q), head_dim, totals[q].sum);
 }
 
-// Calls work(first head, number of heads) for pieces of a group of query heads.
+// Calls work(first head, number of heads) for ranges of a kv head's query heads.
 template <class Work>
-INLINE void each_piece(int group, Work work) {
-  for (int first = 0; first < group; first += most_queries_packed)
-    work(first, group - first < most_queries_packed ? group - first : most_queries_packed);
+INLINE void each_head_range(int group, Work work) {
+  for (int first = 0; first < group; first += max_packed_queries)
+    work(first, group - first < max_packed_queries ? group - first : max_packed_queries);
 }
 
-void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head, const RowPlace* rows,
-            int num_rows, const float* queries, float* out, int64_t stride, float* workspace) {
+void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head,
+            const RowPosition* rows, int num_rows, const float* queries, float* out, int64_t stride,
+            float* workspace) {
   const int group = shape.num_heads / shape.num_kv_heads;
   const int64_t first_head = static_cast<int64_t>(kv_head) * group * shape.head_dim;
-  const int at_once = group < most_queries_packed ? most_queries_packed / group : 1;
+  const int at_once = group < max_packed_queries ? max_packed_queries / group : 1;
   for (int row = 0; row < num_rows; row += at_once) {
     const int count = num_rows - row < at_once ? num_rows - row : at_once;
-    each_piece(group, [&](int first, int heads) {
+    each_head_range(group, [&](int first, int heads) {
       const int64_t offset =
           row * stride + first_head + static_cast<int64_t>(first) * shape.head_dim;
       const Queries some{shape,  rows + row, count * heads, heads, queries + offset,
                          stride, workspace};
       if (cache.is_int8)
-        attend_some<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some,
+        attend_rows<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some,
                             out + offset);
       else
-        attend_some<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some,
+        attend_rows<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some,
                               out + offset);
     });
   }
 }
 
-// ---- one row's tiles apart
+// ---- one row split by tiles
 
 template <class Element>
-NOINLINE void attend_apart(const HeadCache<Element>& cache, const Queries& queries, Span tiles,
-                           int group, float* parts) {
+NOINLINE void attend_split_rows(const HeadCache<Element>& cache, const Queries& queries, Span tiles,
+                                int group, float* partials) {
   const int head_dim = queries.shape.head_dim;
-  walk_tiles(cache, queries, tiles, [&](int query, int tile, Share share, float* mixed) {
+  walk_tiles(cache, queries, tiles, [&](int query, int tile, SoftmaxState state, float* output) {
     const int64_t index = static_cast<int64_t>(tile - tiles.begin) * group + query;
-    float* part = parts + index * (head_dim + 2);
-    part[0] = share.largest;
-    part[1] = share.sum;
-    copy(mixed, head_dim, part + 2);
+    float* partial = partials + index * (head_dim + 2);
+    partial[0] = state.max_score;
+    partial[1] = state.sum;
+    copy(output, head_dim, partial + 2);
   });
 }
 
-void attend_tiles(const LayerCache& cache, const AttentionShape& shape, int kv_head,
-                  const RowPlace& row, int first_tile, int num_tiles, const float* queries,
-                  float* parts, float* workspace) {
+void attend_split(const LayerCache& cache, const AttentionShape& shape, int kv_head,
+                  const RowPosition& row, int first_tile, int num_tiles, const float* queries,
+                  float* partials, float* workspace) {
   const int group = shape.num_heads / shape.num_kv_heads;
   const Span tiles{first_tile, first_tile + num_tiles};
-  each_piece(group, [&](int first, int heads) {
+  each_head_range(group, [&](int first, int heads) {
     const int64_t head = static_cast<int64_t>(kv_head) * group + first;
     const Queries some{shape, &row, heads, heads, queries + head * shape.head_dim, 0, workspace};
-    float* own = parts + static_cast<int64_t>(first) * (shape.head_dim + 2);
+    float* own = partials + static_cast<int64_t>(first) * (shape.head_dim + 2);
     if (cache.is_int8)
-      attend_apart<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles, group,
-                           own);
+      attend_split_rows<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles,
+                                group, own);
     else
-      attend_apart<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles,
-                             group, own);
+      attend_split_rows<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles,
+                                  group, own);
   });
 }
 
-void merge_tiles(const AttentionShape& shape, int kv_head, int num_tiles, const float* parts,
-                 float* out) {
+void merge_splits(const AttentionShape& shape, int kv_head, int num_tiles, const float* partials,
+                  float* out) {
   const int group = shape.num_heads / shape.num_kv_heads, head_dim = shape.head_dim;
   for (int query = 0; query < group; query++) {
     float* own = out + (static_cast<int64_t>(kv_head) * group + query) * head_dim;
-    Share total{};
+    SoftmaxState total{};
     for (int tile = 0; tile < num_tiles; tile++) {
-      const float* part = parts + (static_cast<int64_t>(tile) * group + query) * (head_dim + 2);
+      const float* partial =
+          partials + (static_cast<int64_t>(tile) * group + query) * (head_dim + 2);
       if (tile == 0) {
-        total = {part[0], part[1]};
-        copy(part + 2, head_dim, own);
+        total = {partial[0], partial[1]};
+        copy(partial + 2, head_dim, own);
       } else {
-        merge(total, own, {part[0], part[1]}, part + 2, head_dim);
+        merge(total, own, {partial[0], partial[1]}, partial + 2, head_dim);
       }
     }
     divide(own, head_dim, total.sum);

@@ -5,10 +5,11 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <iterator>
 #include <memory>
 #include <string>
 
-#include "bind_sampler.h"
+#include "bindings.h"
 #include "pack.h"
 #include "step.h"
 
@@ -21,12 +22,81 @@ namespace {
 template <class Value>
 using Array = nb::ndarray<Value, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// The fields of quire.core.plan.SequencePlan, by whose places read_job finds them.
-const char* const plan_fields[] = {"sequence_id", "start",   "tokens",        "follows",
-                                   "block_table", "want",    "sampling",      "completion_position",
-                                   "history",     "allowed", "prompt_targets"};
+// ---- quire.core.plan: the fields of a row
 
-const int num_plan_fields = sizeof plan_fields / sizeof plan_fields[0];
+// Where the fields that native code reads are in a SequencePlan, which is a named tuple.
+struct PlanLayout {
+  PyObject* type = nullptr;  // SequencePlan; never freed
+  size_t start = 0, tokens = 0, block_table = 0, want = 0, prompt_targets = 0;
+};
+
+struct PlanField {
+  const char* name;
+  size_t PlanLayout::* index;  // null: read in Python alone
+};
+
+// Every field of SequencePlan is listed here, in any order: bind_plan_types refuses others.
+constexpr PlanField plan_fields[] = {
+    {"start", &PlanLayout::start},
+    {"tokens", &PlanLayout::tokens},
+    {"block_table", &PlanLayout::block_table},
+    {"want", &PlanLayout::want},
+    {"prompt_targets", &PlanLayout::prompt_targets},
+    {"sequence_id", nullptr},
+    {"follows", nullptr},  // resolved before the step
+    {"sampling", nullptr},
+    {"completion_position", nullptr},
+    {"history", nullptr},
+    {"allowed", nullptr},
+};
+const char* const want_names[] = {"NOTHING", "SAMPLE", "LOGITS", "POOLED"};  // as Want
+const char* const score_fields[] = {"token", "logprob", "rank", "top"};      // as score_to_python
+
+PlanLayout layout;
+
+const char* const how_to_go_on =
+    ": change native/bind_decoder.cpp with quire/core/plan.py, and run `make native`";
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw nb::type_error((what + how_to_go_on).c_str());
+}
+
+PlanLayout layout_of(nb::handle type) {
+  PlanLayout found;
+  size_t count = 0;
+  for (const nb::handle item : nb::cast<nb::tuple>(type.attr("_fields"))) {
+    const std::string name = nb::cast<std::string>(item);
+    const PlanField* known = nullptr;
+    for (const PlanField& field : plan_fields)
+      if (name == field.name) known = &field;
+    if (!known) refuse("native code does not know the field \"" + name + "\" of a row");
+    if (known->index) found.*(known->index) = count;
+    count++;
+  }
+  if (count != std::size(plan_fields))
+    refuse("native code knows " + std::to_string(std::size(plan_fields)) +
+           " fields of a row, but it has " + std::to_string(count));
+  found.type = type.ptr();
+  return found;
+}
+
+// Learns the layout of rows by name. Throws TypeError where the two sides do not match.
+void bind_plan_types(nb::handle sequence_plan, nb::handle want, nb::handle token_logprob) {
+  const PlanLayout found = layout_of(sequence_plan);
+  if (nb::len(want) != std::size(want_names)) refuse("native code knows another Want");
+  for (size_t i = 0; i < std::size(want_names); i++)
+    if (!nb::hasattr(want, want_names[i]) || nb::cast<size_t>(want.attr(want_names[i])) != i)
+      refuse(std::string("native code knows another Want.") + want_names[i]);
+  const nb::tuple fields = nb::cast<nb::tuple>(token_logprob.attr("_fields"));
+  bool is_known = fields.size() == std::size(score_fields);
+  for (size_t i = 0; is_known && i < fields.size(); i++)
+    is_known = nb::cast<std::string>(fields[i]) == score_fields[i];
+  if (!is_known) refuse("native code knows other fields of TokenLogprob");
+  Py_INCREF(found.type);
+  layout = found;
+}
+
+// ---- rows from Python
 
 // What does not fit becomes -1, which is no token and no block: a fault of that sequence alone.
 template <class Value>
@@ -41,38 +111,45 @@ std::vector<Value> integers(nb::handle sequence) {
   return values;
 }
 
-// What of a plan is not of its type, so that read_job could not look at it; nullptr: nothing.
-const char* misfit_of(const nb::tuple& fields) {
-  for (const int field : {2, 4, 10})
-    if (!nb::isinstance<nb::tuple>(fields[static_cast<size_t>(field)])) return plan_fields[field];
-  int64_t start;
-  int want;
-  if (!nb::try_cast<int64_t>(fields[1], start)) return plan_fields[1];
-  if (!nb::try_cast<int>(fields[5], want) || want < 0 || want > static_cast<int>(Want::pooled))
-    return plan_fields[5];
+// The name of a field that is not of its type; nullptr: none.
+const char* mistyped_field(const nb::tuple& fields) {
+  for (const PlanField& field : plan_fields) {
+    if (!field.index) continue;
+    const nb::object value = fields[layout.*(field.index)];
+    bool fits;
+    int64_t start;
+    int want;
+    if (field.index == &PlanLayout::start)
+      fits = nb::try_cast<int64_t>(value, start);
+    else if (field.index == &PlanLayout::want)
+      fits = nb::try_cast<int>(value, want) && want >= 0 && want <= static_cast<int>(Want::pooled);
+    else
+      fits = nb::isinstance<nb::tuple>(value);
+    if (!fits) return field.name;
+  }
   return nullptr;
 }
 
-// `request`: the HeldRequest of a sequence that samples; the caller's list keeps it alive.
-SequenceJob read_job(nb::handle plan, nb::handle request, nb::handle num_target_logprobs) {
-  SequenceJob job;
-  if (!nb::isinstance<nb::tuple>(plan) || nb::len(plan) != num_plan_fields)
-    throw nb::type_error("a sequence's plan must be a SequencePlan");
-  const nb::tuple fields = nb::borrow<nb::tuple>(plan);
-  if (const char* misfit = misfit_of(fields)) {
-    job.fault = std::string("the plan's ") + misfit + " is not of its type";
-    return job;
+// `request`: the OwnedRequest of a sequence that samples; the caller's list keeps it alive.
+SequencePlan read_plan(nb::handle row, nb::handle request, nb::handle num_target_logprobs) {
+  SequencePlan plan;
+  if (!layout.type || !row.type().is(layout.type))
+    throw nb::type_error("a row must be a SequencePlan, of the type given to bind_plan_types");
+  const nb::tuple fields = nb::borrow<nb::tuple>(row);
+  if (const char* name = mistyped_field(fields)) {
+    plan.fault = std::string("the plan's ") + name + " is not of its type";
+    return plan;
   }
-  job.start = nb::cast<int64_t>(fields[1]);
-  job.tokens = integers<int32_t>(fields[2]);
-  job.block_table = integers<int32_t>(fields[4]);
-  job.want = static_cast<Want>(nb::cast<int>(fields[5]));
-  if (!request.is_none()) job.request = nb::cast<const HeldRequest&>(request).view();
-  if (job.want == Want::sample && !job.request.settings)
-    job.fault = "a sample was wanted without saying how";
-  job.targets = integers<int64_t>(fields[10]);
-  job.num_target_logprobs = nb::cast<int>(num_target_logprobs);
-  return job;
+  plan.start = nb::cast<int64_t>(fields[layout.start]);
+  plan.tokens = integers<int32_t>(fields[layout.tokens]);
+  plan.block_table = integers<int32_t>(fields[layout.block_table]);
+  plan.want = static_cast<Want>(nb::cast<int>(fields[layout.want]));
+  if (!request.is_none()) plan.request = nb::cast<const OwnedRequest&>(request).view();
+  if (plan.want == Want::sample && !plan.request.settings)
+    plan.fault = "a sample was wanted without saying how";
+  plan.targets = integers<int64_t>(fields[layout.prompt_targets]);
+  plan.num_target_logprobs = nb::cast<int>(num_target_logprobs);
+  return plan;
 }
 
 std::pair<int32_t, int32_t> read_copy(nb::handle copy) {
@@ -83,6 +160,8 @@ std::pair<int32_t, int32_t> read_copy(nb::handle copy) {
   return {source, target};
 }
 
+// ---- results to Python
+
 nb::object array_of(std::vector<float>&& values, size_t columns) {
   auto* kept = new std::vector<float>(std::move(values));
   nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
@@ -91,71 +170,80 @@ nb::object array_of(std::vector<float>&& values, size_t columns) {
 }
 
 // (fault or None, token or None, score or None, target scores, values or None)
-nb::tuple outcome_tuple(SequenceOutcome& outcome, const SequenceJob& job, size_t columns) {
-  if (!outcome.fault.empty())
-    return nb::make_tuple(outcome.fault, nb::none(), nb::none(), nb::tuple(), nb::none());
+#define QUIRE_RESULT_TYPE                                                              \
+  "tuple[str | None, int | None, " QUIRE_SCORE_TYPE " | None, tuple[" QUIRE_SCORE_TYPE \
+  ", ...], numpy.typing.NDArray[numpy.float32] | None]"
+nb::tuple result_to_python(SequenceResult& result, const SequencePlan& plan, size_t columns) {
+  if (!result.fault.empty())
+    return nb::make_tuple(result.fault, nb::none(), nb::none(), nb::tuple(), nb::none());
   nb::list targets;
-  for (const TokenScore& score : outcome.target_scores) targets.append(score_to_python(score));
+  for (const TokenScore& score : result.target_scores) targets.append(score_to_python(score));
   const nb::object token =
-      job.want == Want::sample ? nb::object(nb::int_(outcome.token)) : nb::object(nb::none());
+      plan.want == Want::sample ? nb::object(nb::int_(result.token)) : nb::object(nb::none());
   const nb::object score =
-      outcome.has_score ? nb::object(score_to_python(outcome.score)) : nb::none();
+      result.has_score ? nb::object(score_to_python(result.score)) : nb::none();
   const nb::object values =
-      outcome.values.empty() ? nb::none() : array_of(std::move(outcome.values), columns);
+      result.values.empty() ? nb::none() : array_of(std::move(result.values), columns);
   return nb::make_tuple(nb::none(), token, score, nb::tuple(targets), values);
 }
 
-// A decoder together with what its steps keep between them.
+// ---- the decoder
+
+// A decoder and the sampler's scratch.
 class Runner {
  public:
   Runner(const DecoderShape& shape, const Kernels& kernels, int num_threads, bool may_spin)
       : decoder(shape, kernels, num_threads, may_spin) {}
 
   // None where the step was cancelled.
-  nb::object step(nb::tuple plans, nb::list requests, nb::list target_logprobs, nb::tuple copies,
+  nb::object step(nb::tuple rows, nb::list requests, nb::list target_logprobs, nb::tuple copies,
                   int64_t max_context, int64_t num_blocks) {
     expect_within("num_blocks", num_blocks, 0, decoder.num_blocks());
-    if (requests.size() != plans.size() || target_logprobs.size() != plans.size())
+    if (requests.size() != rows.size() || target_logprobs.size() != rows.size())
       throw nb::value_error("every plan needs a request and a number of target logprobs");
-    std::vector<SequenceJob> jobs;
-    jobs.reserve(plans.size());
-    for (size_t i = 0; i < plans.size(); i++)
-      jobs.push_back(read_job(plans[i], requests[i], target_logprobs[i]));
+    std::vector<SequencePlan> plans;
+    plans.reserve(rows.size());
+    for (size_t i = 0; i < rows.size(); i++)
+      plans.push_back(read_plan(rows[i], requests[i], target_logprobs[i]));
     std::vector<std::pair<int32_t, int32_t>> block_copies;
     for (const nb::handle copy : copies) block_copies.push_back(read_copy(copy));
-    std::vector<SequenceOutcome> outcomes;
+    std::vector<SequenceResult> results;
     bool is_cancelled = false;
     {
       nb::gil_scoped_release released;
       try {
-        outcomes = run_step(decoder, jobs, block_copies, {max_context, num_blocks}, scratch_);
+        results = run_step(decoder, plans, block_copies, {max_context, num_blocks}, scratch_);
       } catch (const Cancelled&) {
         is_cancelled = true;
       }
     }
     if (is_cancelled) return nb::none();
-    nb::list results;
-    for (size_t i = 0; i < jobs.size(); i++) {
-      const DecoderShape& shape = decoder.shape();
-      const int64_t columns =
-          jobs[i].want == Want::logits ? shape.vocabulary_size : shape.hidden_size;
-      results.append(outcome_tuple(outcomes[i], jobs[i], static_cast<size_t>(columns)));
-    }
-    return results;
+    return to_python(results, plans);
   }
 
   Decoder decoder;
 
  private:
+  nb::list to_python(std::vector<SequenceResult>& results, const std::vector<SequencePlan>& plans) {
+    const DecoderShape& shape = decoder.shape();
+    nb::list items;
+    for (size_t i = 0; i < plans.size(); i++) {
+      const int64_t columns =
+          plans[i].want == Want::logits ? shape.vocabulary_size : shape.hidden_size;
+      items.append(result_to_python(results[i], plans[i], static_cast<size_t>(columns)));
+    }
+    return items;
+  }
+
   std::vector<SampleScratch> scratch_;
 };
 
-std::unique_ptr<Runner> make_runner(int64_t hidden_size, int64_t ffn_size, int64_t vocabulary_size,
-                                    int num_layers, int num_heads, int num_kv_heads, int head_dim,
-                                    int rope_dims, bool rope_interleaved, float norm_epsilon,
-                                    int gate, float attention_soft_cap, float logit_soft_cap,
-                                    std::vector<int> windows, const std::string& unit,
-                                    int num_threads, bool may_spin) {
+std::unique_ptr<Runner> make_decoder(int64_t hidden_size, int64_t ffn_size, int64_t vocabulary_size,
+                                     int num_layers, int num_heads, int num_kv_heads, int head_dim,
+                                     int rope_dims, bool rope_interleaved, float norm_epsilon,
+                                     int gate, float attention_soft_cap, float logit_soft_cap,
+                                     std::vector<int> windows, const std::string& unit,
+                                     int num_threads, bool may_spin) {
   DecoderShape shape{};
   shape.hidden_size = hidden_size;
   shape.ffn_size = ffn_size;
@@ -171,51 +259,51 @@ std::unique_ptr<Runner> make_runner(int64_t hidden_size, int64_t ffn_size, int64
   shape.attention_soft_cap = attention_soft_cap;
   shape.logit_soft_cap = logit_soft_cap;
   shape.windows = std::move(windows);
-  const Kernels* kernels = kernels_named(unit.c_str());
-  if (!kernels) throw nb::value_error(("no unit \"" + unit + "\" runs on this processor").c_str());
-  return std::make_unique<Runner>(shape, *kernels, num_threads, may_spin);
+  return std::make_unique<Runner>(shape, unit_named(unit), num_threads, may_spin);
 }
 
 int add_matrix(Runner& self, const std::string& format, Array<const uint8_t> blocks,
-               int64_t num_rows, int64_t in_size, bool whole_rows, bool refined, float scale,
-               int bias) {
+               int64_t num_rows, int64_t in_size, bool per_token_scale, bool residual_pass,
+               float scale, int bias) {
   expect_blocks(source_named(format), num_rows, in_size, blocks.size());
   const uint8_t* data = blocks.data();
   nb::gil_scoped_release released;
-  return self.decoder.add_matrix(format.c_str(), data, num_rows, in_size, whole_rows, refined,
-                                 scale, bias);
+  return self.decoder.add_matrix(format.c_str(), data, num_rows, in_size, per_token_scale,
+                                 residual_pass, scale, bias);
 }
 
-// What a matrix takes once packed.
+// The bytes of a matrix once packed.
 int64_t packed_bytes(const std::string& format, int64_t num_rows, int64_t in_size) {
   return packed_size(source_named(format), num_rows, in_size);
 }
 
-const char* const form_names[] = {"groups", "blocks", "row", "floats"};  // as Form
+const char* const activation_format_names[] = {"groups", "blocks", "per_token",
+                                               "floats"};  // as ActivationFormat
 
-const char* form_of_format(const std::string& format) {
-  return form_names[static_cast<int>(form_of(source_named(format).packed))];
+const char* activation_format(const std::string& format) {
+  const ActivationFormat found = activation_format_of(source_named(format).packed);
+  return activation_format_names[static_cast<int>(found)];
+}
+
+template <size_t count>
+int index_of(const char* const (&names)[count], const std::string& name) {
+  for (size_t i = 0; i < count; i++)
+    if (name == names[i]) return static_cast<int>(i);
+  throw nb::value_error(("no such word for a stage: " + name).c_str());
 }
 
 void add_stage(Runner& self, const std::string& kind, const std::string& input, int norm,
                std::vector<int> matrices, const std::string& quantised, int layer, int query_norm,
                int key_norm) {
-  const char* const kinds[] = {"prepare", "project", "add", "gate", "turn", "attend"};
-  const char* const places[] = {"state", "mixed", "gated"};
+  const char* const kinds[] = {"norm_and_quantise", "project_qkv", "rope_and_store", "attend",
+                               "project_and_add",   "gate_and_up"};
+  const char* const inputs[] = {"hidden", "attention_output", "gated"};
   Stage stage;
-  const auto index_of = [](const auto& names, const std::string& name) {
-    int i = 0;
-    for (const char* known : names) {
-      if (name == known) return i;
-      i++;
-    }
-    throw nb::value_error(("no such word for a stage: " + name).c_str());
-  };
   stage.kind = static_cast<Stage::Kind>(index_of(kinds, kind));
-  stage.input = static_cast<Place>(index_of(places, input));
+  stage.input = static_cast<StageInput>(index_of(inputs, input));
   stage.norm = norm;
   stage.matrices = std::move(matrices);
-  stage.quantised = static_cast<Form>(index_of(form_names, quantised));
+  stage.quantised = static_cast<ActivationFormat>(index_of(activation_format_names, quantised));
   stage.layer = layer;
   stage.query_norm = query_norm;
   stage.key_norm = key_norm;
@@ -230,12 +318,12 @@ nb::dict counters(const Runner& self) {
   values["multiplications"] = c.multiplications;
   values["weight_bytes"] = c.weight_bytes;
   values["seconds"] = c.seconds;
-  values["prepare_seconds"] = c.prepare_seconds;
-  values["product_seconds"] = c.product_seconds;
-  values["turn_seconds"] = c.turn_seconds;
+  values["norm_and_quantise_seconds"] = c.norm_and_quantise_seconds;
+  values["gemm_seconds"] = c.gemm_seconds;
+  values["rope_and_store_seconds"] = c.rope_and_store_seconds;
   values["attention_seconds"] = c.attention_seconds;
   values["head_seconds"] = c.head_seconds;
-  values["use_seconds"] = c.use_seconds;
+  values["sampling_seconds"] = c.sampling_seconds;
   return values;
 }
 
@@ -246,41 +334,39 @@ nb::bytes cache_block(const Runner& self, int layer, int64_t block) {
                    static_cast<size_t>(self.decoder.block_bytes()));
 }
 
-}  // namespace
-
-void bind_decoder(nb::module_& m) {
-  nb::list fields;
-  for (const char* field : plan_fields) fields.append(field);
-  m.attr("plan_fields") = nb::tuple(fields);
-  m.def("form_of", &form_of_format, "format"_a);
-  m.def("packed_bytes", &packed_bytes, "format"_a, "num_rows"_a, "in_size"_a);
-  nb::class_<Runner>(m, "Decoder")
+void bind_construction(nb::class_<Runner>& decoder) {
+  decoder
       .def("add_matrix", &add_matrix, "format"_a, "blocks"_a, "num_rows"_a, "in_size"_a,
-           "whole_rows"_a = false, "refined"_a = false, "scale"_a = 1.0f, "bias"_a = -1)
-      .def("form_of",
-           [](const Runner& self, int matrix) {
-             return form_names[static_cast<int>(self.decoder.matrix(matrix).form)];
-           })
-      .def("add_vector",
-           [](Runner& self, Array<const float> values) {
-             return self.decoder.add_vector(values.data(), static_cast<int64_t>(values.size()));
-           })
-      .def("add_stage", &add_stage, "kind"_a, nb::kw_only(), "input"_a = "state", "norm"_a = -1,
+           "per_token_scale"_a = false, "residual_pass"_a = false, "scale"_a = 1.0f, "bias"_a = -1)
+      .def(
+          "activation_format",
+          [](const Runner& self, int matrix) {
+            return activation_format_names[static_cast<int>(
+                self.decoder.matrix(matrix).activations)];
+          },
+          "matrix"_a)
+      .def(
+          "add_vector",
+          [](Runner& self, Array<const float> values) {
+            return self.decoder.add_vector(values.data(), static_cast<int64_t>(values.size()));
+          },
+          "values"_a)
+      .def("add_stage", &add_stage, "kind"_a, nb::kw_only(), "input"_a = "hidden", "norm"_a = -1,
            "matrices"_a = std::vector<int>(), "quantised"_a = "floats", "layer"_a = 0,
            "query_norm"_a = -1, "key_norm"_a = -1)
       .def(
-          "set_ends",
+          "set_embedding_and_head",
           [](Runner& self, int embedding, int output_norm, int head) {
-            self.decoder.set_ends(embedding, output_norm, head);
+            self.decoder.set_embedding_and_head(embedding, output_norm, head);
           },
           "embedding"_a, "output_norm"_a, "head"_a)
       .def(
           "allocate_cache",
-          [](Runner& self, int64_t num_blocks, bool is_int8, int64_t touched_ahead,
-             bool gives_way) {
-            self.decoder.allocate_cache(num_blocks, is_int8, touched_ahead, gives_way);
+          [](Runner& self, int64_t num_blocks, bool is_int8, int64_t prefault_bytes,
+             bool low_priority) {
+            self.decoder.allocate_cache(num_blocks, is_int8, prefault_bytes, low_priority);
           },
-          "num_blocks"_a, "is_int8"_a, "touched_ahead"_a, "gives_way"_a = true)
+          "num_blocks"_a, "is_int8"_a, "prefault_bytes"_a, "low_priority"_a = true)
       .def(
           "set_rope",
           [](Runner& self, Array<const float> cosines, Array<const float> sines,
@@ -289,13 +375,24 @@ void bind_decoder(nb::module_& m) {
             self.decoder.set_rope(cosines.data(), sines.data(),
                                   static_cast<int64_t>(cosines.size()), positions);
           },
-          "cosines"_a, "sines"_a, "positions"_a)
+          "cosines"_a, "sines"_a, "positions"_a);
+}
+
+void bind_steps(nb::class_<Runner>& decoder) {
+  decoder
       .def("step", &Runner::step, "plans"_a, "requests"_a, "target_logprobs"_a, "copies"_a,
-           "max_context"_a, "num_blocks"_a)
-      .def("set_cancelled",
-           [](Runner& self, bool is_cancelled) { self.decoder.set_cancelled(is_cancelled); })
+           "max_context"_a, "num_blocks"_a,
+           nb::sig("def step(self, plans: tuple[quire.core.plan.SequencePlan, ...], "
+                   "requests: list[SampleRequest | None], target_logprobs: list[int], "
+                   "copies: tuple[tuple[int, int], ...], max_context: int, num_blocks: int) "
+                   "-> list[" QUIRE_RESULT_TYPE "] | None"))
+      .def(
+          "set_cancelled",
+          [](Runner& self, bool is_cancelled) { self.decoder.set_cancelled(is_cancelled); },
+          "is_cancelled"_a)
       .def("cache_block", &cache_block, "layer"_a, "block"_a)
-      .def_prop_ro("counters", &counters)
+      .def_prop_ro("counters", &counters,
+                   nb::for_getter(nb::sig("def counters(self) -> dict[str, float]")))
       .def_prop_ro("unit", [](const Runner& self) { return self.decoder.kernels().name; })
       .def_prop_ro("num_threads", [](Runner& self) { return self.decoder.pool().size(); })
       .def_prop_ro("weight_bytes", [](const Runner& self) { return self.decoder.weight_bytes(); })
@@ -305,12 +402,26 @@ void bind_decoder(nb::module_& m) {
                    })
       .def_prop_ro("cache_bytes", [](const Runner& self) { return self.decoder.cache_bytes(); })
       .def(
-          "stop_touching", [](Runner& self) { self.decoder.stop_touching(); },
+          "stop_prefault", [](Runner& self) { self.decoder.stop_prefault(); },
           nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("touched_bytes", [](const Runner& self) { return self.decoder.touched_bytes(); })
+      .def_prop_ro("prefaulted_bytes",
+                   [](const Runner& self) { return self.decoder.prefaulted_bytes(); })
       .def_prop_ro("workspace_bytes",
                    [](const Runner& self) { return self.decoder.workspace_bytes(); });
-  m.def("make_decoder", &make_runner, nb::kw_only(), "hidden_size"_a, "ffn_size"_a,
+}
+
+}  // namespace
+
+void bind_decoder(nb::module_& m) {
+  m.def("bind_plan_types", &bind_plan_types, "sequence_plan"_a, "want"_a, "token_logprob"_a,
+        nb::sig("def bind_plan_types(sequence_plan: type[tuple[object, ...]], "
+                "want: type[enum.IntEnum], token_logprob: type[tuple[object, ...]]) -> None"));
+  m.def("activation_format", &activation_format, "format"_a);
+  m.def("packed_bytes", &packed_bytes, "format"_a, "num_rows"_a, "in_size"_a);
+  nb::class_<Runner> decoder(m, "Decoder");
+  bind_construction(decoder);
+  bind_steps(decoder);
+  m.def("make_decoder", &make_decoder, nb::kw_only(), "hidden_size"_a, "ffn_size"_a,
         "vocabulary_size"_a, "num_layers"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
         "rope_dims"_a, "rope_interleaved"_a, "norm_epsilon"_a, "gate"_a, "attention_soft_cap"_a,
         "logit_soft_cap"_a, "windows"_a, "unit"_a, "num_threads"_a, "may_spin"_a);

@@ -8,10 +8,12 @@
 #include <string>
 #include <vector>
 
+#include "bindings.h"
 #include "kernels.h"
 #include "memory.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace quire {
 namespace {
@@ -30,20 +32,15 @@ std::vector<const Kernels*> units() {
   return found;
 }
 
-const Kernels& unit_named(const std::string& name) {
-  for (const Kernels* unit : units())
-    if (name == unit->name) return *unit;
-  throw nb::value_error(("no unit \"" + name + "\" runs on this processor").c_str());
-}
-
 int size_of(size_t size) {
   expect_within("the size of an array", static_cast<int64_t>(size), 0, int64_t{1} << 30);
   return static_cast<int>(size);
 }
 
 void expect_blocks(const Input& x, const Records& out) {
-  expect(x.size() % block_group == 0, "x must hold whole blocks");
-  expect(out.size() == x.size() / block_group * sizeof(ActivationBlock), "out: 320 bytes a block");
+  expect(x.size() % activation_block_size == 0, "x must hold whole blocks");
+  expect(out.size() == x.size() / activation_block_size * sizeof(ActivationBlock),
+         "out: 320 bytes a block");
 }
 
 void expect_groups(const Input& x, const Records& out) {
@@ -51,7 +48,7 @@ void expect_groups(const Input& x, const Records& out) {
   expect(out.size() == x.size() / group_size * sizeof(ActivationGroup), "out: 64 bytes a group");
 }
 
-// Records where they may stand, at whole cache lines, which an array need not.
+// A copy at whole cache lines, where arrays need not be.
 std::vector<ActivationGroup> aligned_groups(const Records& out) {
   return std::vector<ActivationGroup>(out.size() / sizeof(ActivationGroup));
 }
@@ -60,27 +57,27 @@ void copy_groups(const std::vector<ActivationGroup>& groups, const Records& out)
   std::memcpy(out.data(), groups.data(), out.size());
 }
 
-// The keys and values of one layer, with the block table of one sequence.
+// The KV cache of one layer, with the block table of one sequence.
 class Cache {
  public:
   Cache(const std::string& unit, const AttentionShape& shape, bool is_int8, Table block_table)
       : kernels_(unit_named(unit)), shape_(shape) {
-    expect_within("num_heads", shape.num_heads, 1, most_heads);
-    expect_within("num_kv_heads", shape.num_kv_heads, 1, most_heads);
-    expect_within("head_dim", shape.head_dim, 1, most_head_dim);
-    expect_within("window", shape.window, 0, most_positions);
+    expect_within("num_heads", shape.num_heads, 1, max_heads);
+    expect_within("num_kv_heads", shape.num_kv_heads, 1, max_heads);
+    expect_within("head_dim", shape.head_dim, 1, max_head_dim);
+    expect_within("window", shape.window, 0, max_positions);
     expect(shape.num_heads % shape.num_kv_heads == 0,
            "num_heads must be a multiple of num_kv_heads");
     workspace_ = Buffer(bytes_of(attention_workspace(shape.head_dim), sizeof(float)));
     table_.assign(block_table.data(), block_table.data() + block_table.size());
     int32_t num_blocks = 0;
     for (int32_t block : table_) {
-      expect_within("a block", block, 0, most_blocks - 1);
+      expect_within("a block", block, 0, max_blocks - 1);
       num_blocks = block >= num_blocks ? block + 1 : num_blocks;
     }
     const int64_t values = checked_product(2, shape.num_kv_heads, shape.head_dim, block_size);
     const int64_t block_bytes = is_int8 ? values : 2 * values;
-    // Nothing may depend on slots that were not written: all begin as NaN, in bytes as -1.
+    // No result may depend on slots that were not written: all begin as NaN, in bytes as -1.
     data_.assign(static_cast<size_t>(checked_product(num_blocks, block_bytes)), 0xff);
     const auto num_scales = static_cast<size_t>(
         is_int8 ? checked_product(num_blocks, shape.num_kv_heads, block_size) : 0);
@@ -103,33 +100,34 @@ class Cache {
     expect(int64_t(queries.size()) == num_rows * stride && out.size() == queries.size(),
            "queries and out: num_rows rows of all heads");
     expect_positions(position, num_rows);
-    std::vector<RowPlace> rows;
+    std::vector<RowPosition> rows;
     for (int i = 0; i < num_rows; i++) rows.push_back({position + i, table_.data()});
     for (int head = 0; head < shape_.num_kv_heads; head++)
       kernels_.attend(layer_, shape_, head, rows.data(), num_rows, queries.data(), out.data(),
                       stride, workspace_.as<float>());
   }
 
-  // One row, each tile by a call of its own, the last first.
-  void attend_apart(int position, Input queries, Output out) {
+  // One row split by tiles, each with its own call, the last first.
+  void attend_split(int position, Input queries, Output out) {
     expect(int64_t(queries.size()) == row_size() && out.size() == queries.size(),
            "queries and out: one row of all heads");
     expect_positions(position, 1);
-    const RowPlace row{position, table_.data()};
+    const RowPosition row{position, table_.data()};
     const int start = shape_.window > 0 ? position - shape_.window + 1 : 0;
-    const int first = (start > 0 ? start : 0) / tile_size;
-    const int num_tiles = position / tile_size + 1 - first;
-    const int64_t part = row_size() / shape_.num_kv_heads / shape_.head_dim * (shape_.head_dim + 2);
-    std::vector<float> parts(static_cast<size_t>(checked_product(part, num_tiles)));
+    const int first = (start > 0 ? start : 0) / kv_tile_size;
+    const int num_tiles = position / kv_tile_size + 1 - first;
+    const int64_t tile_floats =
+        row_size() / shape_.num_kv_heads / shape_.head_dim * (shape_.head_dim + 2);
+    std::vector<float> partials(static_cast<size_t>(checked_product(tile_floats, num_tiles)));
     for (int head = 0; head < shape_.num_kv_heads; head++) {
       for (int tile = num_tiles - 1; tile >= 0; tile--)
-        kernels_.attend_tiles(layer_, shape_, head, row, first + tile, 1, queries.data(),
-                              parts.data() + tile * part, workspace_.as<float>());
-      kernels_.merge_tiles(shape_, head, num_tiles, parts.data(), out.data());
+        kernels_.attend_split(layer_, shape_, head, row, first + tile, 1, queries.data(),
+                              partials.data() + tile * tile_floats, workspace_.as<float>());
+      kernels_.merge_splits(shape_, head, num_tiles, partials.data(), out.data());
     }
   }
 
-  nb::bytes bytes() const {
+  nb::bytes contents() const {
     std::string all(data_.begin(), data_.end());
     for (const std::vector<float>* scales : {&key_scales_, &value_scales_})
       all.append(reinterpret_cast<const char*>(scales->data()), scales->size() * sizeof(float));
@@ -153,52 +151,71 @@ class Cache {
   Buffer workspace_;
 };
 
+// ---- kernels of one row
+
+void rms_norm(const std::string& unit, Input x, Input weight, float epsilon, Output out) {
+  expect(x.size() == weight.size() && x.size() == out.size(), "x, weight, out: one size");
+  unit_named(unit).rms_norm(x.data(), weight.data(), size_of(x.size()), epsilon, out.data());
+}
+
+void quantise_groups(const std::string& unit, Input x, Records out) {
+  expect_groups(x, out);
+  std::vector<ActivationGroup> groups = aligned_groups(out);
+  unit_named(unit).quantise_groups(x.data(), size_of(x.size()), groups.data());
+  copy_groups(groups, out);
+}
+
+void quantise_blocks(const std::string& unit, Input x, Records out) {
+  expect_blocks(x, out);
+  std::vector<ActivationBlock> blocks(x.size() / activation_block_size);
+  unit_named(unit).quantise_blocks(x.data(), size_of(x.size()), blocks.data());
+  std::memcpy(out.data(), blocks.data(), out.size());
+}
+
+float quantise_per_token(const std::string& unit, Input x, Records out) {
+  expect_groups(x, out);
+  std::vector<ActivationGroup> groups = aligned_groups(out);
+  const float scale =
+      unit_named(unit).quantise_per_token(x.data(), size_of(x.size()), groups.data());
+  copy_groups(groups, out);
+  return scale;
+}
+
+void gate(const std::string& unit, bool is_relu2, Input gate, Input up, Output out) {
+  expect(gate.size() == up.size() && gate.size() == out.size(), "gate, up, out: one size");
+  unit_named(unit).gate(is_relu2 ? Gate::relu2 : Gate::silu, gate.data(), up.data(),
+                        size_of(gate.size()), out.data());
+}
+
+void add(const std::string& unit, Output x, Input y) {
+  expect(x.size() == y.size(), "x, y: one size");
+  unit_named(unit).add(x.data(), y.data(), size_of(x.size()));
+}
+
+void soft_cap(const std::string& unit, Output x, float cap) {
+  unit_named(unit).soft_cap(x.data(), int64_t(x.size()), cap);
+}
+
+void rope(const std::string& unit, Output heads, int head_dim, bool interleaved, Input cosines,
+          Input sines) {
+  expect_within("head_dim", head_dim, 1, max_head_dim);
+  expect(cosines.size() <= size_t(head_dim) / 2, "at most head_dim / 2 angles");
+  expect(sines.size() == cosines.size(), "as many sines as cosines");
+  const int dims = 2 * size_of(cosines.size());
+  expect(heads.size() % head_dim == 0, "whole heads");
+  const Rope rope{dims, interleaved, cosines.data(), sines.data()};
+  unit_named(unit).rope(heads.data(), size_of(heads.size()) / head_dim, head_dim, rope, 0);
+}
+
 void bind_rows(nb::module_& m) {
-  m.def("rms_norm", [](const std::string& unit, Input x, Input weight, float epsilon, Output out) {
-    expect(x.size() == weight.size() && x.size() == out.size(), "x, weight, out: one size");
-    unit_named(unit).rms_norm(x.data(), weight.data(), size_of(x.size()), epsilon, out.data());
-  });
-  m.def("quantise_groups", [](const std::string& unit, Input x, Records out) {
-    expect_groups(x, out);
-    std::vector<ActivationGroup> groups = aligned_groups(out);
-    unit_named(unit).quantise_groups(x.data(), size_of(x.size()), groups.data());
-    copy_groups(groups, out);
-  });
-  m.def("quantise_blocks", [](const std::string& unit, Input x, Records out) {
-    expect_blocks(x, out);
-    std::vector<ActivationBlock> blocks(x.size() / block_group);
-    unit_named(unit).quantise_blocks(x.data(), size_of(x.size()), blocks.data());
-    std::memcpy(out.data(), blocks.data(), out.size());
-  });
-  m.def("quantise_row", [](const std::string& unit, Input x, Records out) {
-    expect_groups(x, out);
-    std::vector<ActivationGroup> groups = aligned_groups(out);
-    const float scale = unit_named(unit).quantise_row(x.data(), size_of(x.size()), groups.data());
-    copy_groups(groups, out);
-    return scale;
-  });
-  m.def("gate", [](const std::string& unit, bool is_relu2, Input gate, Input up, Output out) {
-    expect(gate.size() == up.size() && gate.size() == out.size(), "gate, up, out: one size");
-    unit_named(unit).gate(is_relu2 ? Gate::relu2 : Gate::silu, gate.data(), up.data(),
-                          size_of(gate.size()), out.data());
-  });
-  m.def("add", [](const std::string& unit, Output x, Input y) {
-    expect(x.size() == y.size(), "x, y: one size");
-    unit_named(unit).add(x.data(), y.data(), size_of(x.size()));
-  });
-  m.def("soft_cap", [](const std::string& unit, Output x, float cap) {
-    unit_named(unit).soft_cap(x.data(), int64_t(x.size()), cap);
-  });
-  m.def("turn", [](const std::string& unit, Output heads, int head_dim, bool interleaved,
-                   Input cosines, Input sines) {
-    expect_within("head_dim", head_dim, 1, most_head_dim);
-    expect(cosines.size() <= size_t(head_dim) / 2, "at most head_dim / 2 angles");
-    expect(sines.size() == cosines.size(), "as many sines as cosines");
-    const int dims = 2 * size_of(cosines.size());
-    expect(heads.size() % head_dim == 0, "whole heads");
-    const Rope rope{dims, interleaved, cosines.data(), sines.data()};
-    unit_named(unit).turn(heads.data(), size_of(heads.size()) / head_dim, head_dim, rope, 0);
-  });
+  m.def("rms_norm", &rms_norm, "unit"_a, "x"_a, "weight"_a, "epsilon"_a, "out"_a);
+  m.def("quantise_groups", &quantise_groups, "unit"_a, "x"_a, "out"_a);
+  m.def("quantise_blocks", &quantise_blocks, "unit"_a, "x"_a, "out"_a);
+  m.def("quantise_per_token", &quantise_per_token, "unit"_a, "x"_a, "out"_a);
+  m.def("gate", &gate, "unit"_a, "is_relu2"_a, "gate"_a, "up"_a, "out"_a);
+  m.def("add", &add, "unit"_a, "x"_a, "y"_a);
+  m.def("soft_cap", &soft_cap, "unit"_a, "x"_a, "cap"_a);
+  m.def("rope", &rope, "unit"_a, "heads"_a, "head_dim"_a, "interleaved"_a, "cosines"_a, "sines"_a);
 }
 
 }  // namespace
@@ -221,10 +238,10 @@ void bind_kernels(nb::module_& m) {
           nb::arg("unit"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
           nb::arg("block_table"), nb::arg("window") = 0, nb::arg("scale") = 1.0f,
           nb::arg("soft_cap") = 0.0f, nb::arg("is_int8") = false)
-      .def("store", &Cache::store)
-      .def("attend", &Cache::attend)
-      .def("attend_apart", &Cache::attend_apart)
-      .def("bytes", &Cache::bytes);
+      .def("store", &Cache::store, "position"_a, "key"_a, "value"_a)
+      .def("attend", &Cache::attend, "position"_a, "num_rows"_a, "queries"_a, "out"_a)
+      .def("attend_split", &Cache::attend_split, "position"_a, "queries"_a, "out"_a)
+      .def("contents", &Cache::contents);
 }
 
 }  // namespace quire

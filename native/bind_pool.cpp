@@ -1,5 +1,5 @@
 // The thread pool in Python, for its tests: stages whose traces show what the pool did.
-#include "bind_pool.h"
+#include "bindings.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -23,7 +23,7 @@ namespace {
 
 using Chunk = std::tuple<int, int, int>;  // begin, end, thread
 
-// The chunks of one stage in order of their tasks, and how often each task ran.
+// The chunks of one stage, in order of their tasks.
 template <class Waiting>
 std::vector<Chunk> trace(BasicPool<Waiting>& pool, int num_tasks, int chunk) {
   nb::gil_scoped_release released;
@@ -37,11 +37,11 @@ std::vector<Chunk> trace(BasicPool<Waiting>& pool, int num_tasks, int chunk) {
   return chunks;
 }
 
-// Runs stages that each double every value and add the place of another: wrong unless each stage
-// waits for the one before. Rests before each stage, so that workers fall asleep.
+// Runs stages each of which reads what the one before wrote, in another order: the values are wrong
+// without a barrier. Sleeps before each stage, so that workers fall asleep.
 template <class Waiting>
-std::vector<uint64_t> mix(BasicPool<Waiting>& pool, int num_stages, int num_tasks, int chunk,
-                          int rest_microseconds) {
+std::vector<uint64_t> run_stages(BasicPool<Waiting>& pool, int num_stages, int num_tasks, int chunk,
+                                 int rest_microseconds) {
   nb::gil_scoped_release released;
   std::vector<uint64_t> now(num_tasks, 1), next(num_tasks);
   typename BasicPool<Waiting>::Session step(pool);
@@ -66,32 +66,34 @@ void fail(BasicPool<Waiting>& pool, int num_tasks, const std::vector<int>& faili
   });
 }
 
+// Runs a stage from within a stage.
 template <class Waiting>
-void nest(BasicPool<Waiting>& pool) {
+void run_nested(BasicPool<Waiting>& pool) {
   nb::gil_scoped_release released;
   pool.run(2, 1, [&](int, int, int) { pool.run(2, 1, [](int, int, int) {}); });
 }
 
-// How many threads met in one stage of as many tasks, each waiting for the others for a while.
+// Threads that took part in one stage of as many tasks, each waiting for the others for a while.
 template <class Waiting>
-int meet(BasicPool<Waiting>& pool, int wait_milliseconds) {
+int count_threads(BasicPool<Waiting>& pool, int wait_milliseconds) {
   nb::gil_scoped_release released;
-  std::atomic<int> num_met{0};
+  std::atomic<int> num_begun{0};
   pool.run(pool.size(), 1, [&](int, int, int) {
-    num_met.fetch_add(1);
+    num_begun.fetch_add(1);
     const auto end =
         std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_milliseconds);
-    while (num_met.load() < pool.size() && std::chrono::steady_clock::now() < end) {
+    while (num_begun.load() < pool.size() && std::chrono::steady_clock::now() < end) {
       std::this_thread::yield();
     }
   });
-  return num_met.load();
+  return num_begun.load();
 }
 
-// Which tasks each thread ran, in order, where task 0 waits until the others are done, and they
-// until it has begun: who is awake first changes nothing.
+// The tasks that each thread ran, in order. Task 0 waits for all others, and they for its begin, so
+// that the other threads must steal.
 template <class Waiting>
-std::vector<std::vector<int>> help(BasicPool<Waiting>& pool, int num_tasks, int wait_milliseconds) {
+std::vector<std::vector<int>> trace_stealing(BasicPool<Waiting>& pool, int num_tasks,
+                                             int wait_milliseconds) {
   nb::gil_scoped_release released;
   std::vector<std::vector<int>> of_thread(static_cast<size_t>(pool.size()));
   std::atomic<bool> has_begun{false};
@@ -116,21 +118,20 @@ void bind_one(nb::module_& m, const char* name) {
       .def(nb::init<int, bool, bool>(), "num_threads"_a, "may_spin"_a = true, "pin"_a = false)
       .def_prop_ro("size", &Pool::size)
       .def("trace", &trace<Waiting>, "num_tasks"_a, "chunk"_a)
-      .def("mix", &mix<Waiting>, "num_stages"_a, "num_tasks"_a, "chunk"_a,
+      .def("run_stages", &run_stages<Waiting>, "num_stages"_a, "num_tasks"_a, "chunk"_a,
            "rest_microseconds"_a = 0)
       .def("fail", &fail<Waiting>, "num_tasks"_a, "failing"_a)
-      .def("nest", &nest<Waiting>)
-      .def("help", &help<Waiting>, "num_tasks"_a, "wait_milliseconds"_a)
-      .def("meet", &meet<Waiting>, "wait_milliseconds"_a);
+      .def("run_nested", &run_nested<Waiting>)
+      .def("trace_stealing", &trace_stealing<Waiting>, "num_tasks"_a, "wait_milliseconds"_a)
+      .def("count_threads", &count_threads<Waiting>, "wait_milliseconds"_a);
 }
 
 }  // namespace
 
 void bind_pool(nb::module_& m) {
-  nb::module_ parts = m.def_submodule("pool_parts", "The thread pool, for its tests.");
-  bind_one<ConditionWaiting>(parts, "ConditionPool");
+  bind_one<ConditionWaiting>(m, "ConditionPool");
 #if defined(__linux__)
-  bind_one<FutexWaiting>(parts, "FutexPool");
+  bind_one<FutexWaiting>(m, "FutexPool");
 #endif
 }
 

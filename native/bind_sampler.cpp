@@ -1,5 +1,5 @@
-// The sampler in Python: its settings and requests for plans, and its parts for the tests.
-#include "bind_sampler.h"
+// The sampler in Python: settings and requests for plans, and its steps for the tests.
+#include "bindings.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -35,13 +35,13 @@ SampleSettings new_settings(double temperature, int64_t top_k, double top_p, dou
       throw std::invalid_argument(std::string(name) + " must be from " + std::to_string(low) +
                                   " to " + std::to_string(high) + ", got " + std::to_string(value));
   };
-  constexpr double most_float = std::numeric_limits<float>::max();
-  expect_number("temperature", temperature, 0.0, most_float);
+  constexpr double max_float = std::numeric_limits<float>::max();
+  expect_number("temperature", temperature, 0.0, max_float);
   expect_number("top_p", top_p, 0.0, 1.0);
   expect_number("min_p", min_p, 0.0, 1.0);
-  expect_number("repetition_penalty", repetition_penalty, 0.0, most_float);
-  expect_number("frequency_penalty", frequency_penalty, -most_float, most_float);
-  expect_number("presence_penalty", presence_penalty, -most_float, most_float);
+  expect_number("repetition_penalty", repetition_penalty, 0.0, max_float);
+  expect_number("frequency_penalty", frequency_penalty, -max_float, max_float);
+  expect_number("presence_penalty", presence_penalty, -max_float, max_float);
   SampleSettings settings;
   settings.temperature = temperature;
   settings.top_k = top_k;
@@ -62,10 +62,10 @@ SampleSettings new_settings(double temperature, int64_t top_k, double top_p, dou
   return settings;
 }
 
-HeldRequest new_request(const HeldSettings& settings, int64_t position,
-                        std::optional<std::pair<Ids, Ids>> history,
-                        std::optional<nb::bytes> allowed) {
-  HeldRequest request;
+OwnedRequest new_request(const SharedSettings& settings, int64_t position,
+                         std::optional<std::pair<Ids, Ids>> history,
+                         std::optional<nb::bytes> allowed) {
+  OwnedRequest request;
   request.settings = settings.settings;
   request.position = position;
   request.has_history = history.has_value();
@@ -79,19 +79,19 @@ HeldRequest new_request(const HeldSettings& settings, int64_t position,
 }
 
 // (fault, token, score): a message, or a token with its score where one was asked for.
-nb::tuple sample_row(Logits logits, const HeldRequest& held) {
+nb::tuple sample_row(Logits logits, const OwnedRequest& owned) {
   const int64_t vocabulary = static_cast<int64_t>(logits.size());
   SampleResult result;
   {
     nb::gil_scoped_release released;
     SampleScratch scratch;
-    result = sample(logits.data(), vocabulary, held.view(), scratch);
+    result = sample(logits.data(), vocabulary, owned.view(), scratch);
   }
   if (result.fault != SampleFault::none) {
     return nb::make_tuple(fault_message(result.fault, vocabulary), nb::none(), nb::none());
   }
   nb::object score = nb::none();
-  if (held.settings->num_logprobs >= 0) score = score_to_python(result.score);
+  if (owned.settings->num_logprobs >= 0) score = score_to_python(result.score);
   return nb::make_tuple(nb::none(), result.token, score);
 }
 
@@ -107,35 +107,40 @@ nb::tuple score_row(Logits logits, int64_t token, int num_top) {
   return score_to_python(score(logits.data(), vocabulary, token, num_top, scratch));
 }
 
-void bind_parts(nb::module_& m) {
+// Single steps of the sampler.
+void bind_steps(nb::module_& m) {
   m.def("draw_bits", &draw_bits, "seed"_a, "index"_a, "position"_a);
-  m.def("log", &log_of, "value"_a);
-  m.def("exp", &exp_of, "value"_a);
-  m.def("sum_of_exponentials", [](Logits values, double best) {
-    return sum_of_exponentials(values.data(), static_cast<int64_t>(values.size()), best);
-  });
-  m.def("is_finite", [](Logits values) {
-    return is_finite(values.data(), static_cast<int64_t>(values.size()));
-  });
+  m.def("sampler_log", &log_of, "value"_a);
+  m.def("sampler_exp", &exp_of, "value"_a);
+  m.def(
+      "sum_of_exponentials",
+      [](Logits values, double best) {
+        return sum_of_exponentials(values.data(), static_cast<int64_t>(values.size()), best);
+      },
+      "values"_a, "best"_a);
+  m.def(
+      "is_finite",
+      [](Logits values) { return is_finite(values.data(), static_cast<int64_t>(values.size())); },
+      "values"_a);
 }
 
 }  // namespace
 
 nb::tuple score_to_python(const TokenScore& score) {
   nb::list top;
-  for (const Likely& one : score.top) top.append(nb::make_tuple(one.token, one.logprob));
+  for (const TokenLogprob& one : score.top) top.append(nb::make_tuple(one.token, one.logprob));
   return nb::make_tuple(score.token, score.logprob, score.rank, nb::tuple(top));
 }
 
 void bind_sampler(nb::module_& m) {
-  nb::class_<HeldSettings>(m, "SampleSettings")
+  nb::class_<SharedSettings>(m, "SampleSettings")
       .def(
           "__init__",
-          [](HeldSettings* self, double temperature, int64_t top_k, double top_p, double min_p,
+          [](SharedSettings* self, double temperature, int64_t top_k, double top_p, double min_p,
              double repetition_penalty, double frequency_penalty, double presence_penalty,
              const std::vector<std::pair<int64_t, double>>& logit_bias, Ids end_tokens,
              int64_t min_tokens, uint64_t seed, uint32_t index, int num_logprobs) {
-            new (self) HeldSettings{std::make_shared<const SampleSettings>(
+            new (self) SharedSettings{std::make_shared<const SampleSettings>(
                 new_settings(temperature, top_k, top_p, min_p, repetition_penalty,
                              frequency_penalty, presence_penalty, logit_bias, std::move(end_tokens),
                              min_tokens, seed, index, num_logprobs))};
@@ -143,18 +148,22 @@ void bind_sampler(nb::module_& m) {
           nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "repetition_penalty"_a,
           "frequency_penalty"_a, "presence_penalty"_a, "logit_bias"_a, "end_tokens"_a,
           "min_tokens"_a, "seed"_a, "index"_a, "num_logprobs"_a);
-  nb::class_<HeldRequest>(m, "SampleRequest")
+  nb::class_<OwnedRequest>(m, "SampleRequest")
       .def(
           "__init__",
-          [](HeldRequest* self, const HeldSettings& settings, int64_t position,
+          [](OwnedRequest* self, const SharedSettings& settings, int64_t position,
              std::optional<std::pair<Ids, Ids>> history, std::optional<nb::bytes> allowed) {
-            new (self) HeldRequest(new_request(settings, position, std::move(history), allowed));
+            new (self) OwnedRequest(new_request(settings, position, std::move(history), allowed));
           },
           "settings"_a, "position"_a, "history"_a.none(), "allowed"_a.none());
-  m.def("sample_row", &sample_row, "logits"_a, "request"_a);
-  m.def("score_row", &score_row, "logits"_a, "token"_a, "num_top"_a);
-  nb::module_ parts = m.def_submodule("sampler_parts", "The sampler's steps, for its tests.");
-  bind_parts(parts);
+  m.def("sample_row", &sample_row, "logits"_a, "request"_a,
+        nb::sig("def sample_row(logits: numpy.typing.NDArray[numpy.float32], "
+                "request: SampleRequest) "
+                "-> tuple[str | None, int | None, " QUIRE_SCORE_TYPE " | None]"));
+  m.def("score_row", &score_row, "logits"_a, "token"_a, "num_top"_a,
+        nb::sig("def score_row(logits: numpy.typing.NDArray[numpy.float32], token: int, "
+                "num_top: int) -> " QUIRE_SCORE_TYPE));
+  bind_steps(m);
 }
 
 }  // namespace quire

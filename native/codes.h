@@ -1,4 +1,4 @@
-// Codes and scales of the packed formats (formats.h), as this unit's multiplier takes them.
+// Codes and scales of the packed formats (formats.h) in this unit's vector registers.
 
 // ---- 64 codes: sixteen rows times four k
 
@@ -7,8 +7,8 @@
 struct Codes {
   __m512i v;
 };
-constexpr int groups_at_once = 2;
-constexpr bool signed_as_unsigned = true;  // signed codes + 128: this unit's sums cannot saturate
+constexpr int panels_at_once = 2;
+constexpr bool signed_as_unsigned = true;  // signed codes + 128: this unit's sums do not saturate
 
 INLINE Codes load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 INLINE void store_codes(uint8_t* p, Codes x) { _mm512_storeu_si512(p, x.v); }
@@ -51,7 +51,7 @@ struct Dot {
 struct Codes {
   __m256i lo, hi;
 };
-constexpr int groups_at_once = 1;
+constexpr int panels_at_once = 1;
 constexpr bool signed_as_unsigned = false;
 
 INLINE Codes load_codes(const uint8_t* p) {
@@ -86,11 +86,11 @@ INLINE int32_t four(const int8_t* p) {
   return x;
 }
 
-// GCC reassociates these sums and spills; this keeps each where it is.
+// Keeps GCC from reassociating these sums, which spills registers.
 #define KEEP(x) asm volatile("" : "+x"(x))
 
-// Pairs of products are added in 16 bits as long as no sum of such codes times 127 can overflow,
-// then widened.
+// Pairs of products are added in 16 bits while no sum of such codes times 127 can overflow, then
+// widened.
 template <int bits, bool is_signed>
 struct Dot {
   static constexpr int run = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
@@ -105,12 +105,12 @@ struct Dot {
       x = _mm256_maddubs_epi16(w.lo, b);
       y = _mm256_maddubs_epi16(w.hi, b);
     }
-    const int place = (j - first) % run;
-    narrow_lo = place == 0 ? x : _mm256_add_epi16(narrow_lo, x);
-    narrow_hi = place == 0 ? y : _mm256_add_epi16(narrow_hi, y);
+    const int step = (j - first) % run;
+    narrow_lo = step == 0 ? x : _mm256_add_epi16(narrow_lo, x);
+    narrow_hi = step == 0 ? y : _mm256_add_epi16(narrow_hi, y);
     KEEP(narrow_lo);
     KEEP(narrow_hi);
-    if (run < 8 && place == run - 1) widen(j - first < run);
+    if (run < 8 && step == run - 1) widen(j - first < run);
   }
   INLINE_METHOD void widen(bool is_first) {
     const __m256i one = _mm256_set1_epi16(1);
@@ -129,7 +129,7 @@ struct Dot {
 struct Codes {
   uint8_t v[64];
 };
-constexpr int groups_at_once = 1;
+constexpr int panels_at_once = 1;
 constexpr bool signed_as_unsigned = false;
 
 INLINE Codes load_codes(const uint8_t* p) {
@@ -205,8 +205,8 @@ INLINE Ints signed_field(const uint8_t* bytes, int field) {
   return load_signed_bytes(reinterpret_cast<const int8_t*>(bytes) + 16 * field);
 }
 
-// What a format says of itself: its codes' bits (as the multiplier sees them), what is taken off
-// each code, whether scales are per half and whether there are minimums.
+// A format's traits: bits of its codes (as multiplied), the zero point subtracted from each code,
+// whether scales are per half sub-block and whether there are minimums.
 template <int format_, int bits_, int zero_, bool per_half_, bool has_minimum_, bool is_signed_>
 struct Traits {
   static constexpr int format = format_, bits = bits_;
@@ -219,7 +219,7 @@ struct Traits {
   static constexpr FormatInfo info = format_infos[format_];
 };
 
-// Formats in groups have a scale, and where they say so a minimum, for each sub-block.
+// Formats in groups have a scale, and with has_minimum a minimum, for each sub-block.
 struct AsQ8_0 : Traits<Q8_0, 8, 0, false, false, true> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) {
     return signed_codes(load_codes(p + 64 * j));
@@ -259,15 +259,14 @@ struct AsTernary : Traits<TERNARY, 2, 1, false, false, false> {
   INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
 };
 
-// Formats in blocks have a float for the block, `unit`, that all its scales are multiples of, and
-// `minimum_unit` likewise. `multiple` is that of the i-th scale, `minimum_multiple` of the i-th
-// minimum; sixteen of a block where they are per half, else eight.
+// Formats in super-blocks: the i-th scale is super_scale * sub_scale(i), the i-th minimum is
+// super_minimum * sub_minimum(i). There are sixteen of them where they are per half, else eight.
 struct AsQ2_K : Traits<Q2_K, 2, 0, true, true, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return two_bits(p, j, 0); }
-  INLINE_STATIC Floats unit(const uint8_t* r) { return half_field(r, 0); }
-  INLINE_STATIC Floats minimum_unit(const uint8_t* r) { return half_field(r, 1); }
-  INLINE_STATIC Ints multiple(const uint8_t* r, int i) { return nibbles(r, i, 0); }
-  INLINE_STATIC Ints minimum_multiple(const uint8_t* r, int i) { return nibbles(r, i, 4); }
+  INLINE_STATIC Floats super_scale(const uint8_t* r) { return half_field(r, 0); }
+  INLINE_STATIC Floats super_minimum(const uint8_t* r) { return half_field(r, 1); }
+  INLINE_STATIC Ints sub_scale(const uint8_t* r, int i) { return nibbles(r, i, 0); }
+  INLINE_STATIC Ints sub_minimum(const uint8_t* r, int i) { return nibbles(r, i, 4); }
   INLINE_STATIC Ints nibbles(const uint8_t* r, int i, int shift) {
     uint8_t values[16];
     for (int row = 0; row < 16; row++)
@@ -277,8 +276,8 @@ struct AsQ2_K : Traits<Q2_K, 2, 0, true, true, false> {
 };
 template <class T>
 struct WithoutMinimums : T {
-  INLINE_STATIC Floats unit(const uint8_t* r) { return half_field(r, 0); }
-  INLINE_STATIC Ints multiple(const uint8_t* r, int i) { return signed_field(r + 32, i); }
+  INLINE_STATIC Floats super_scale(const uint8_t* r) { return half_field(r, 0); }
+  INLINE_STATIC Ints sub_scale(const uint8_t* r, int i) { return signed_field(r + 32, i); }
 };
 struct AsQ3_K : WithoutMinimums<Traits<Q3_K, 3, 4, true, false, false>> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) {
@@ -295,12 +294,10 @@ struct AsIQ4_XS : WithoutMinimums<Traits<IQ4_XS, 8, 0, false, false, true>> {
 };
 template <class T>
 struct WithMinimums : T {
-  INLINE_STATIC Floats unit(const uint8_t* r) { return half_field(r, 0); }
-  INLINE_STATIC Floats minimum_unit(const uint8_t* r) { return half_field(r, 1); }
-  INLINE_STATIC Ints multiple(const uint8_t* r, int i) { return unsigned_field(r + 64, i); }
-  INLINE_STATIC Ints minimum_multiple(const uint8_t* r, int i) {
-    return unsigned_field(r + 192, i);
-  }
+  INLINE_STATIC Floats super_scale(const uint8_t* r) { return half_field(r, 0); }
+  INLINE_STATIC Floats super_minimum(const uint8_t* r) { return half_field(r, 1); }
+  INLINE_STATIC Ints sub_scale(const uint8_t* r, int i) { return unsigned_field(r + 64, i); }
+  INLINE_STATIC Ints sub_minimum(const uint8_t* r, int i) { return unsigned_field(r + 192, i); }
 };
 struct AsQ4_K : WithMinimums<Traits<Q4_K, 4, 0, false, true, false>> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j); }

@@ -1,8 +1,8 @@
-// Decoder: a model compiled to a flat list of stages, and the step that runs them over a batch.
+// Decoder: a model lowered to a flat list of stages, and the step that runs them over a batch.
 //
-// A row is one token at one position. Each stage is a set of independent tasks that the pool hands
-// out; a barrier stands between stages. What is computed for a row depends on that row and on its
-// sequence's keys and values alone.
+// A row is one token at one position. Each stage is a set of independent tasks that the pool
+// distributes; there is a barrier between stages. A row's values depend on that row and on its
+// sequence's KV cache alone.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -15,36 +15,44 @@
 #include "kernels.h"
 #include "memory.h"
 #include "pool.h"
-#include "sizes.h"
 #include "prefault.h"
+#include "sizes.h"
 
 namespace quire {
 
-// What a matrix is multiplied with.
-enum class Form { groups, blocks, row, floats };
-Form form_of(Format format);  // but for those that take whole rows where asked
+// How the activations of a GEMM are stored. per_token: ActivationGroups with one scale per token.
+enum class ActivationFormat { groups, blocks, per_token, floats };
+ActivationFormat activation_format_of(Format format);  // never per_token, which is asked for
 
 struct Matrix {
   Format format;
-  Form form;
-  int64_t num_rows, in_size, group_bytes;
-  bool is_refined;  // multiplied with what rounding left of the activations, too
-  float scale;      // of every product
-  int bias;         // index of a vector, or -1
+  ActivationFormat activations;
+  int64_t num_rows, in_size, panel_bytes;
+  bool has_residual_pass;  // a second GEMM with the rounding errors of the activations
+  float scale;             // of every result
+  int bias;                // index of a vector, or -1
   const uint8_t* data;
   int64_t num_bytes;
 };
 
-enum class Place { state, mixed, gated };  // what a stage reads
+enum class StageInput { hidden, attention_output, gated };  // the rows that a stage quantises
 
 struct Stage {
-  enum Kind { prepare, project, add, gate, turn, attend } kind;
-  Place input = Place::state;
-  int norm = -1;                  // prepare: index of a vector, or -1
-  std::vector<int> matrices;      // project: side by side; add: one; gate: the gate's and the up's
-  Form quantised = Form::floats;  // gate: groups or blocks, straight for the next product
+  enum Kind {
+    norm_and_quantise,  // rows of `input` for the next GEMM
+    project_qkv,        // queries, keys and values
+    rope_and_store,     // rotates queries and keys, stores keys and values in the KV cache
+    attend,
+    project_and_add,  // attention output or feed-forward down, added to the hidden state
+    gate_and_up       // the gated feed-forward
+  } kind;
+  StageInput input = StageInput::hidden;
+  int norm = -1;              // norm_and_quantise: index of a vector, or -1
+  std::vector<int> matrices;  // project_qkv: three, side by side; gate_and_up: gate, up; else one
+  // gate_and_up: groups or blocks where it quantises its result for the next GEMM itself
+  ActivationFormat quantised = ActivationFormat::floats;
   int layer = 0;
-  int query_norm = -1, key_norm = -1;  // turn
+  int query_norm = -1, key_norm = -1;  // rope_and_store
 };
 
 struct DecoderShape {
@@ -58,27 +66,28 @@ struct DecoderShape {
   std::vector<int> windows;                  // per layer; 0: all
 };
 
-// The same shape; std::invalid_argument where a size is out of bounds or does not fit the others.
+// The same shape; throws std::invalid_argument where a size is out of bounds or inconsistent.
 const DecoderShape& checked(const DecoderShape& shape);
 
 // The rows of a step. A sequence's rows follow each other and share one block table.
 struct StepInput {
   std::vector<int32_t> tokens;
-  std::vector<RowPlace> places;
-  std::vector<int> wanted;  // rows whose final state is asked for, ascending
+  std::vector<RowPosition> positions;
+  std::vector<int> output_rows;  // rows whose final hidden state is wanted, ascending
   std::vector<std::pair<int32_t, int32_t>> copies;  // blocks: source, target
 };
 
 struct Counters {  // since the decoder was made
-  int64_t steps = 0, rows = 0, multiplications = 0, weight_bytes = 0, cache_bytes = 0;
-  double seconds = 0;  // of all, and of these parts:
-  double prepare_seconds = 0, product_seconds = 0, turn_seconds = 0, attention_seconds = 0;
-  double head_seconds = 0, use_seconds = 0;  // logits, and what is made of them
+  int64_t steps = 0, rows = 0, multiplications = 0, weight_bytes = 0;
+  double seconds = 0;  // in total; the stages of it:
+  double norm_and_quantise_seconds = 0, gemm_seconds = 0, rope_and_store_seconds = 0,
+         attention_seconds = 0;
+  double head_seconds = 0, sampling_seconds = 0;  // logits; sampling and scoring
 };
 
 class Cancelled {};
 
-// Adds the time it lives to a total.
+// Adds the time of its scope to a total.
 class Stopwatch {
  public:
   explicit Stopwatch(double& total) : total_(total), start_(std::chrono::steady_clock::now()) {}
@@ -97,43 +106,43 @@ class Decoder {
  public:
   Decoder(const DecoderShape& shape, const Kernels& kernels, int num_threads, bool may_spin);
 
-  // ---- made once; what does not fit the shape or what was given before throws
-  // std::invalid_argument, what cannot be held std::length_error or std::bad_alloc
+  // ---- construction; throws std::invalid_argument where an argument does not fit the shape or
+  // earlier arguments, std::length_error or std::bad_alloc where memory does not suffice
   int add_matrix(const char* format, const uint8_t* blocks, int64_t num_rows, int64_t in_size,
-                 bool whole_rows, bool refined, float scale, int bias);
+                 bool per_token_scale, bool residual_pass, float scale, int bias);
   int add_vector(const float* values, int64_t size);
   void add_stage(Stage stage);
-  void set_ends(int embedding, int output_norm, int head);
-  // touched_ahead: bytes of it that the system gives before they are used; gives_way: to
-  // whatever else there is to do.
-  void allocate_cache(int64_t num_blocks, bool is_int8, int64_t touched_ahead, bool gives_way);
+  void set_embedding_and_head(int embedding, int output_norm, int head);
+  // prefault_bytes: bytes of the cache that are faulted in ahead of use; low_priority: by a thread
+  // of the lowest priority.
+  void allocate_cache(int64_t num_blocks, bool is_int8, int64_t prefault_bytes, bool low_priority);
   // Tables of `size` numbers each, [num_positions][rope_dims / 2].
   void set_rope(const float* cosines, const float* sines, int64_t size, int64_t num_positions);
 
   // ---- each step
-  // Takes all rows to the keys and values of the last layer, and those that are wanted through it.
-  // Throws Cancelled.
-  // Tokens, positions and blocks are the caller's to check: see num_positions and num_blocks.
+  // Computes all rows up to the last layer's keys and values, and output rows to the end. Throws
+  // Cancelled. The caller checks tokens, positions and blocks: see num_positions and num_blocks.
   void run(const StepInput& input);
-  // Whether a row's state is finite, after run: the final one, or the one before the last layer.
+  // Whether a row's hidden state is finite, after run: the final one of an output row, else the one
+  // before the last layer's attention.
   bool is_finite(int row) const;
-  // The final norm of one wanted row, after run.
+  // The hidden state of one output row after the final norm, after run.
   void final_state(int row, float* out) const;
-  // Logits of wanted rows, after run: calls use(i, logits of rows[i], thread) for each; in
+  // Logits of output rows, after run: calls use(i, logits of rows[i], thread) for each, in
   // parallel.
   template <class Use>
   void logits(const std::vector<int>& rows, Use&& use) {
     for (size_t begin = 0; begin < rows.size(); begin += max_head_rows) {
       const size_t end = std::min(rows.size(), begin + max_head_rows);
       compute_logits(rows.data() + begin, static_cast<int>(end - begin));
-      Stopwatch watch(counters_.use_seconds);
+      Stopwatch watch(counters_.sampling_seconds);
       pool_.run(static_cast<int>(end - begin), 1, [&](int first, int last, int thread) {
         for (int i = first; i < last; i++)
           use(static_cast<int>(begin) + i, logits_.as<float>() + i * logits_stride_, thread);
       });
     }
   }
-  // From any thread: the step that runs, or the next one, stops at its next layer.
+  // From any thread: the step that runs, or the next one, throws Cancelled before its next stage.
   void set_cancelled(bool is_cancelled) { is_cancelled_ = is_cancelled; }
 
   Pool& pool() { return pool_; }
@@ -141,9 +150,9 @@ class Decoder {
   const Kernels& kernels() const { return kernels_; }
   const Counters& counters() const { return counters_; }
   int64_t weight_bytes() const;
-  void stop_touching() { touching_.stop(); }
-  int64_t touched_bytes() const {
-    return static_cast<int64_t>(touching_.touched()) * shape_.num_layers;
+  void stop_prefault() { prefault_.stop(); }
+  int64_t prefaulted_bytes() const {
+    return static_cast<int64_t>(prefault_.prefaulted()) * shape_.num_layers;
   }
   int64_t cache_bytes() const;
   int64_t workspace_bytes() const;
@@ -152,62 +161,70 @@ class Decoder {
   uint8_t* cache_block(int layer, int64_t block) const;
   int64_t block_bytes() const { return block_bytes_; }
   int64_t num_blocks() const { return num_blocks_; }
-  int64_t num_positions() const { return num_positions_; }  // that rope tables hold
+  int64_t num_positions() const { return num_positions_; }  // that the rope tables hold
 
  private:
-  static constexpr size_t max_head_rows = 64;  // whose logits are held at once
+  static constexpr size_t max_head_rows = 64;  // whose logits are in memory at once
 
-  // Activations of all rows in the forms that the next product takes.
+  // Activations of all rows in the formats that the next GEMM takes.
   struct Activations {
     Buffer groups, blocks, residuals, block_residuals, scales, floats;
     int64_t group_stride = 0, block_stride = 0, float_stride = 0;
   };
 
-  // Rows of one sequence that are attended together; or, where num_tiles is not 0, a part of one
-  // row's context, whose result goes to `part` of attend_parts_.
+  // Rows of one sequence that are attended together; or, where num_tiles is not 0, a split of one
+  // row's context, whose result goes to `partial` of split_partials_.
   struct AttendTask {
     int first_row, num_rows, kv_head;
     int64_t cost;
     int first_tile, num_tiles;
-    int64_t part;  // in floats
+    int64_t partial;  // offset in floats
   };
 
-  // A row and kv head whose parts are put together.
+  // A row and kv head whose splits are merged.
   struct MergeTask {
     int row, kv_head, num_tiles;
-    int64_t part;
+    int64_t partial;
   };
 
   void expect_vector(const char* what, int index, int64_t size) const;
   const Matrix& expect_matrix(const char* what, int index, int64_t num_rows, int64_t in_size) const;
+  int64_t rows_of(int matrix) const;
   void check_stage(const Stage& stage) const;
-  void check_ends(int embedding, int output_norm, int head) const;
+  void check_quantise(const Stage& stage) const;
+  void check_qkv(const Stage& stage) const;
+  void check_gate(const Stage& stage) const;
+  void check_embedding_and_head(int embedding, int output_norm, int head) const;
   void check_ready(int64_t num_rows) const;
   void compute(const Stage& stage);
   void embed(const StepInput& input);
   void copy_blocks(const StepInput& input);
   void plan_attention();
   void split_long_rows();
-  void touch_ahead();
-  void keep_wanted(const std::vector<int>& wanted);
-  void prepare(const Stage& stage);
-  void prepare_row(const float* x, int64_t size, int norm, int forms, Activations& to, int row);
+  void advance_prefault();
+  void keep_output_rows(const std::vector<int>& output_rows);
+  void norm_and_quantise(const Stage& stage);
+  void norm_and_quantise_row(const float* x, int64_t size, int norm, int formats, Activations& to,
+                             int row);
   void project(const Stage& stage);
-  void gate(const Stage& stage);
-  void gate_part(const Matrix& gate, const Matrix& up, int64_t row, int size, int first, int count,
+  void gemm_and_add(const Matrix& matrix, int first_panel, int num_panels, float* results);
+  void gate_and_up(const Stage& stage);
+  void gate_rows(const Matrix& gate, const Matrix& up, int64_t row, int size, int first, int count,
                  float* out, int stride, float* ups) const;
-  void put_gated(const Stage& stage, const float* x, int64_t row, int size, int column);
-  void turn(const Stage& stage);
+  void store_gated(const Stage& stage, const float* x, int64_t row, int size, int column);
+  void rope_and_store(const Stage& stage);
   void attend(const Stage& stage);
   void compute_logits(const int* rows, int count);
-  // Rows [first_group, +groups) of a matrix times rows [first, +count) into out [count][stride].
-  void multiply(const Matrix& matrix, const Activations& from, int first_group, int num_groups,
-                int first, int count, float* out, int64_t out_stride) const;
-  static int64_t scratch_size();  // floats a thread
-  void make_room(int num_rows);
-  int forms_of(const std::vector<int>& matrices) const;
-  float* place(Place which) const;
-  int64_t size_of(Place which) const;
+  // Panels [first_panel, +num_panels) of a matrix times rows [first, +count) into
+  // out [count][stride].
+  void gemm(const Matrix& matrix, const Activations& from, int first_panel, int num_panels,
+            int first, int count, float* out, int64_t out_stride) const;
+  void scale_and_add_bias(const Matrix& matrix, const Gemm& args, const float* token_scales) const;
+  static int64_t scratch_size();  // floats per thread
+  void reserve_rows(int num_rows);
+  int formats_for(const std::vector<int>& matrices) const;
+  float* input_rows(StageInput which) const;
+  int64_t input_size(StageInput which) const;
   int64_t projected_size() const {  // queries, keys and values of a row
     return int64_t{shape_.num_heads + 2 * shape_.num_kv_heads} * shape_.head_dim;
   }
@@ -224,24 +241,24 @@ class Decoder {
   int embedding_ = -1, output_norm_ = -1, head_ = -1;
 
   Buffer cache_, cache_scales_;
-  TouchAhead touching_;  // of the cache
+  Prefault prefault_;  // of cache_
   int64_t num_blocks_ = 0, block_bytes_ = 0;
   bool is_int8_ = false;
   std::vector<float> cosines_, sines_;
   int64_t num_positions_ = 0;
 
-  int num_rows_ = 0, room_ = 0;
-  Buffer state_, projected_, mixed_, gated_, logits_, scratch_;
+  int num_rows_ = 0, reserved_rows_ = 0;
+  Buffer hidden_, projected_, attention_output_, gated_, logits_, scratch_;
   const Buffer attention_scratch_;  // [thread][attention_workspace]
   Activations activations_[2];
   int current_ = 0;  // of activations_
   int64_t projected_stride_ = 0, logits_stride_ = 0;
-  std::vector<RowPlace> places_;
-  std::vector<int> kept_at_;      // where each row of the step is now; -1 where it was left out
-  std::vector<char> was_finite_;  // of the rows that were left out
+  std::vector<RowPosition> row_positions_;
+  std::vector<int> kept_index_;   // of each row of the step among those kept; -1: dropped
+  std::vector<char> was_finite_;  // of dropped rows, when they were dropped
   std::vector<AttendTask> attend_tasks_;
   std::vector<MergeTask> merge_tasks_;
-  std::vector<float> attend_parts_;
+  std::vector<float> split_partials_;
   std::atomic<bool> is_cancelled_{false};
   Counters counters_;
 };

@@ -1,4 +1,4 @@
-// The stages of a step that have to do with keys and values, as tasks for the pool.
+// The stages on the KV cache: rope and store, attention and how it is split into tasks.
 #include <algorithm>
 #include <cmath>
 
@@ -7,8 +7,8 @@
 namespace quire {
 namespace {
 
-constexpr int attend_rows = 16;                         // of one sequence, attended to together
-constexpr int64_t most_part_floats = int64_t{1} << 26;  // of rows that are taken apart
+constexpr int attend_rows = 16;                           // of one sequence in one task, at most
+constexpr int64_t max_partial_floats = int64_t{1} << 26;  // of split rows
 
 }  // namespace
 
@@ -36,9 +36,9 @@ AttentionShape Decoder::attention_shape(int layer) const {
   return shape;
 }
 
-// Norms and turns queries and keys, and stores keys and values.
-void Decoder::turn(const Stage& stage) {
-  Stopwatch watch(counters_.turn_seconds);
+// Norms queries and keys where the model does, rotates them, and stores keys and values.
+void Decoder::rope_and_store(const Stage& stage) {
+  Stopwatch watch(counters_.rope_and_store_seconds);
   const Rope rope{shape_.rope_dims, shape_.rope_interleaved, cosines_.data(), sines_.data()};
   const AttentionShape shape = attention_shape(stage.layer);
   const LayerCache cache = layer_cache(stage.layer);
@@ -55,68 +55,69 @@ void Decoder::turn(const Stage& stage) {
       float* query = projected_.as<float>() + row * projected_stride_;
       float* key = query + shape_.num_heads * head;
       const float* value = key + shape_.num_kv_heads * head;
-      const RowPlace& place = places_[static_cast<size_t>(row)];
+      const RowPosition& at = row_positions_[static_cast<size_t>(row)];
       norm_heads(query, shape_.num_heads, stage.query_norm);
       norm_heads(key, shape_.num_kv_heads, stage.key_norm);
-      kernels_.turn(query, shape_.num_heads, shape_.head_dim, rope, place.position);
-      kernels_.turn(key, shape_.num_kv_heads, shape_.head_dim, rope, place.position);
-      kernels_.store_key_value(cache, shape, place, key, value);
+      kernels_.rope(query, shape_.num_heads, shape_.head_dim, rope, at.position);
+      kernels_.rope(key, shape_.num_kv_heads, shape_.head_dim, rope, at.position);
+      kernels_.store_key_value(cache, shape, at, key, value);
     }
   });
 }
 
-// The same tasks serve every layer, in the order of the rows, so that they stay where they are.
-// Rows that follow each other in one sequence are attended to together.
+// The same tasks serve every layer, in the order of the rows, so that a thread keeps its rows. Rows
+// at consecutive positions of one sequence share a task.
 void Decoder::plan_attention() {
   attend_tasks_.clear();
   merge_tasks_.clear();
   const auto follows = [&](int row) {
-    const RowPlace &place = places_[static_cast<size_t>(row)],
-                   &before = places_[static_cast<size_t>(row) - 1];
-    return place.block_table == before.block_table && place.position == before.position + 1;
+    const RowPosition &at = row_positions_[static_cast<size_t>(row)],
+                      &before = row_positions_[static_cast<size_t>(row) - 1];
+    return at.block_table == before.block_table && at.position == before.position + 1;
   };
   for (int first = 0, count; first < num_rows_; first += count) {
     for (count = 1; count < attend_rows && first + count < num_rows_ && follows(first + count);)
       count++;
-    const int64_t seen = places_[static_cast<size_t>(first)].position + count;
+    const int64_t attended = row_positions_[static_cast<size_t>(first)].position + count;
     for (int head = 0; head < shape_.num_kv_heads; head++)
-      attend_tasks_.push_back({first, count, head, seen * count, 0, 0, 0});
+      attend_tasks_.push_back({first, count, head, attended * count, 0, 0, 0});
   }
   if (pool_.size() > 1) split_long_rows();
 }
 
-// Single rows that would keep one thread busy while others wait are taken apart by tiles of their
-// context. Their bits are those of the whole, so how they are taken apart may depend on threads.
+// Splits single rows whose context is so long that one thread would compute while others wait, by
+// tiles. The merged bits are those of the whole row, so splits may depend on the thread count.
 void Decoder::split_long_rows() {
   const bool has_windows =
       std::any_of(shape_.windows.begin(), shape_.windows.end(), [](int w) { return w != 0; });
-  if (has_windows) return;  // layers see different tiles; the window bounds the cost anyway
+  if (has_windows) return;  // layers attend to different tiles; the window bounds the cost
   int64_t total = 0;
   for (const AttendTask& task : attend_tasks_) total += task.cost;
-  const int64_t share = total / (pool_.size() * 4) + 1;  // what a part may cost
+  const int64_t share = total / (pool_.size() * 4) + 1;  // cost of a split, at most
   const int group = shape_.num_heads / shape_.num_kv_heads;
-  const int64_t a_tile = int64_t{group} * (shape_.head_dim + 2);
+  const int64_t tile_floats = int64_t{group} * (shape_.head_dim + 2);
   std::vector<AttendTask> split;
   int64_t floats = 0;
   for (const AttendTask& task : attend_tasks_) {
-    const int tiles = places_[static_cast<size_t>(task.first_row)].position / tile_size + 1;
-    const bool fits = floats + tiles * a_tile <= most_part_floats;
+    const int tiles =
+        row_positions_[static_cast<size_t>(task.first_row)].position / kv_tile_size + 1;
+    const bool fits = floats + tiles * tile_floats <= max_partial_floats;
     if (task.num_rows > 1 || tiles < 2 || task.cost <= share || !fits) {
       split.push_back(task);
       continue;
     }
-    const int step = static_cast<int>(std::max<int64_t>(1, share / tile_size));
+    const int step = static_cast<int>(std::max<int64_t>(1, share / kv_tile_size));
     merge_tasks_.push_back({task.first_row, task.kv_head, tiles, floats});
     for (int tile = 0; tile < tiles; tile += step) {
       const int count = std::min(step, tiles - tile);
-      split.push_back({task.first_row, 1, task.kv_head, int64_t{count} * tile_size, tile, count,
-                       floats + tile * a_tile});
+      split.push_back({task.first_row, 1, task.kv_head, int64_t{count} * kv_tile_size, tile, count,
+                       floats + tile * tile_floats});
     }
-    floats += tiles * a_tile;
+    floats += tiles * tile_floats;
   }
   attend_tasks_ = std::move(split);
-  if (static_cast<int64_t>(attend_parts_.size()) < floats)
-    attend_parts_.resize(static_cast<size_t>(floats));
+  if (static_cast<int64_t>(split_partials_.size()) < floats)
+    split_partials_.resize(static_cast<size_t>(floats));
 }
 
 void Decoder::attend(const Stage& stage) {
@@ -124,28 +125,28 @@ void Decoder::attend(const Stage& stage) {
   const AttentionShape shape = attention_shape(stage.layer);
   const LayerCache cache = layer_cache(stage.layer);
   const float* queries = projected_.as<float>();
-  float* mixed = mixed_.as<float>();
+  float* out = attention_output_.as<float>();
   const int64_t stride = projected_stride_;
   pool_.run(static_cast<int>(attend_tasks_.size()), 1, [&](int begin, int end, int thread) {
     float* workspace =
         attention_scratch_.as<float>() + thread * attention_workspace(shape_.head_dim);
     for (int i = begin; i < end; i++) {
       const AttendTask& task = attend_tasks_[static_cast<size_t>(i)];
-      const RowPlace* places = &places_[static_cast<size_t>(task.first_row)];
+      const RowPosition* rows = &row_positions_[static_cast<size_t>(task.first_row)];
       const int64_t at = task.first_row * stride;
       if (task.num_tiles == 0)
-        kernels_.attend(cache, shape, task.kv_head, places, task.num_rows, queries + at, mixed + at,
+        kernels_.attend(cache, shape, task.kv_head, rows, task.num_rows, queries + at, out + at,
                         stride, workspace);
       else
-        kernels_.attend_tiles(cache, shape, task.kv_head, *places, task.first_tile, task.num_tiles,
-                              queries + at, attend_parts_.data() + task.part, workspace);
+        kernels_.attend_split(cache, shape, task.kv_head, *rows, task.first_tile, task.num_tiles,
+                              queries + at, split_partials_.data() + task.partial, workspace);
     }
   });
   pool_.run(static_cast<int>(merge_tasks_.size()), 1, [&](int begin, int end, int) {
     for (int i = begin; i < end; i++) {
       const MergeTask& task = merge_tasks_[static_cast<size_t>(i)];
-      kernels_.merge_tiles(shape, task.kv_head, task.num_tiles, attend_parts_.data() + task.part,
-                           mixed + task.row * stride);
+      kernels_.merge_splits(shape, task.kv_head, task.num_tiles,
+                            split_partials_.data() + task.partial, out + task.row * stride);
     }
   });
 }

@@ -1,5 +1,5 @@
-// What a decoder is checked for while it is made: whoever gives its sizes, indices and stages, no
-// step reads or writes outside of what was made for it.
+// Checks of a decoder's construction: whatever sizes, indices and stages it is given, no step reads
+// or writes outside its buffers.
 #include <algorithm>
 
 #include "decoder.h"
@@ -13,29 +13,29 @@ void expect_number(const char* name, float value, float high) {
                                 std::to_string(high) + ", got " + std::to_string(value));
 }
 
-constexpr float most_cap = 3e38f;  // a finite number
+constexpr float max_cap = 3e38f;  // a finite number
 
 }  // namespace
 
 const DecoderShape& checked(const DecoderShape& shape) {
-  expect_within("hidden_size", shape.hidden_size, 1, most_hidden);
-  expect_within("ffn_size", shape.ffn_size, 1, most_wide);
-  expect_within("vocabulary_size", shape.vocabulary_size, 1, most_vocabulary);
-  expect_within("num_layers", shape.num_layers, 1, most_layers);
-  expect_within("num_heads", shape.num_heads, 1, most_heads);
-  expect_within("num_kv_heads", shape.num_kv_heads, 1, most_heads);
-  expect_within("head_dim", shape.head_dim, 1, most_head_dim);
-  expect_within("num_heads * head_dim", int64_t{shape.num_heads} * shape.head_dim, 1, most_wide);
+  expect_within("hidden_size", shape.hidden_size, 1, max_hidden_size);
+  expect_within("ffn_size", shape.ffn_size, 1, max_row_size);
+  expect_within("vocabulary_size", shape.vocabulary_size, 1, max_vocabulary);
+  expect_within("num_layers", shape.num_layers, 1, max_layers);
+  expect_within("num_heads", shape.num_heads, 1, max_heads);
+  expect_within("num_kv_heads", shape.num_kv_heads, 1, max_heads);
+  expect_within("head_dim", shape.head_dim, 1, max_head_dim);
+  expect_within("num_heads * head_dim", int64_t{shape.num_heads} * shape.head_dim, 1, max_row_size);
   expect(shape.num_heads % shape.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
   expect_within("rope_dims", shape.rope_dims, 2, shape.head_dim);
   expect(shape.rope_dims % 2 == 0, "rope_dims must be even");
   expect_within("gate", shape.gate, 0, static_cast<int>(Gate::relu2));
   expect_number("norm_epsilon", shape.norm_epsilon, 1.0f);
-  expect_number("attention_soft_cap", shape.attention_soft_cap, most_cap);
-  expect_number("logit_soft_cap", shape.logit_soft_cap, most_cap);
+  expect_number("attention_soft_cap", shape.attention_soft_cap, max_cap);
+  expect_number("logit_soft_cap", shape.logit_soft_cap, max_cap);
   expect(static_cast<int64_t>(shape.windows.size()) == shape.num_layers,
          "windows must have one number for each layer");
-  for (const int window : shape.windows) expect_within("a window", window, 0, most_positions);
+  for (const int window : shape.windows) expect_within("a window", window, 0, max_positions);
   return shape;
 }
 
@@ -54,75 +54,80 @@ const Matrix& Decoder::expect_matrix(const char* what, int index, int64_t num_ro
   return found;
 }
 
-void Decoder::check_ends(int embedding, int output_norm, int head) const {
+void Decoder::check_embedding_and_head(int embedding, int output_norm, int head) const {
   expect_matrix("the embedding", embedding, shape_.vocabulary_size, shape_.hidden_size);
   expect_matrix("the head", head, shape_.vocabulary_size, shape_.hidden_size);
   expect_vector("the output norm", output_norm, shape_.hidden_size);
 }
 
-// A stage multiplies what the last `prepare` or quantising gate left; stages of another order would
-// read activations of another size, though never outside of their buffers.
+int64_t Decoder::rows_of(int matrix) const {
+  expect_within("a matrix", matrix, 0, static_cast<int64_t>(matrices_.size()) - 1);
+  return matrices_[static_cast<size_t>(matrix)]->num_rows;
+}
+
+// A GEMM reads what the last norm_and_quantise or quantising gate wrote. Stages in another order
+// would read activations of another size, though never outside their buffers.
 void Decoder::check_stage(const Stage& stage) const {
-  const int64_t hidden = shape_.hidden_size, ffn = shape_.ffn_size;
-  const auto any_rows = [&](int index) {
-    expect_within("a matrix", index, 0, static_cast<int64_t>(matrices_.size()) - 1);
-    return matrices_[static_cast<size_t>(index)]->num_rows;
-  };
   switch (stage.kind) {
-    case Stage::prepare:
-      expect(!stage.matrices.empty(), "a stage prepares rows for at least one matrix");
-      for (const int index : stage.matrices)
-        expect_matrix("a matrix", index, any_rows(index), size_of(stage.input));
-      if (stage.norm >= 0) expect_vector("a norm", stage.norm, size_of(stage.input));
-      return;
-    case Stage::project: {
-      expect(!stage.matrices.empty(), "a stage projects with at least one matrix");
-      int64_t projected = 0;
-      for (const int index : stage.matrices) {
-        expect_matrix("a projection", index, any_rows(index), hidden);
-        projected += any_rows(index);
-      }
-      expect_within("all rows of a projection", projected, projected_size(), projected_size());
-      return;
-    }
-    case Stage::add: {
-      expect(stage.matrices.size() == 1, "a stage adds the product of one matrix");
-      const int index = stage.matrices[0];
-      any_rows(index);
-      expect_matrix("an output", index, hidden, matrices_[static_cast<size_t>(index)]->in_size);
-      return;
-    }
-    case Stage::gate: {
-      expect(stage.matrices.size() == 2, "a gate has two matrices");
-      expect_matrix("a gate", stage.matrices[0], ffn, hidden);
-      expect_matrix("an up projection", stage.matrices[1], ffn, hidden);
-      expect(stage.quantised != Form::row, "a gate does not see whole rows");
-      if (stage.quantised == Form::floats) return;
-      // Which is what makes room for what the gate writes.
-      const bool is_read = std::any_of(matrices_.begin(), matrices_.end(), [&](const auto& m) {
-        return m->in_size == ffn && m->form == stage.quantised;
-      });
-      expect(is_read, "no matrix takes what a gate is to write");
-      return;
-    }
-    case Stage::turn:
+    case Stage::norm_and_quantise: return check_quantise(stage);
+    case Stage::project_qkv: return check_qkv(stage);
+    case Stage::rope_and_store:
       expect_within("a layer", stage.layer, 0, shape_.num_layers - 1);
       if (stage.query_norm >= 0) expect_vector("a query norm", stage.query_norm, shape_.head_dim);
       if (stage.key_norm >= 0) expect_vector("a key norm", stage.key_norm, shape_.head_dim);
       return;
     case Stage::attend:
       expect_within("a layer", stage.layer, 0, shape_.num_layers - 1);
-      for (const Stage& other : stages_)  // after the last layer's, rows have left the step
+      for (const Stage& other : stages_)  // the last layer's attend drops rows
         expect(other.kind != Stage::attend || other.layer < stage.layer,
                "layers attend once each, in ascending order");
       return;
+    case Stage::project_and_add: {
+      expect(stage.matrices.size() == 1, "a stage adds the product of one matrix");
+      const int index = stage.matrices[0];
+      rows_of(index);
+      expect_matrix("an output", index, shape_.hidden_size,
+                    matrices_[static_cast<size_t>(index)]->in_size);
+      return;
+    }
+    case Stage::gate_and_up: return check_gate(stage);
   }
+}
+
+void Decoder::check_quantise(const Stage& stage) const {
+  expect(!stage.matrices.empty(), "a stage quantises rows for at least one matrix");
+  for (const int index : stage.matrices)
+    expect_matrix("a matrix", index, rows_of(index), input_size(stage.input));
+  if (stage.norm >= 0) expect_vector("a norm", stage.norm, input_size(stage.input));
+}
+
+void Decoder::check_qkv(const Stage& stage) const {
+  expect(!stage.matrices.empty(), "a stage projects with at least one matrix");
+  int64_t projected = 0;
+  for (const int index : stage.matrices) {
+    expect_matrix("a projection", index, rows_of(index), shape_.hidden_size);
+    projected += rows_of(index);
+  }
+  expect_within("all rows of a projection", projected, projected_size(), projected_size());
+}
+
+void Decoder::check_gate(const Stage& stage) const {
+  expect(stage.matrices.size() == 2, "a gate has two matrices");
+  expect_matrix("a gate", stage.matrices[0], shape_.ffn_size, shape_.hidden_size);
+  expect_matrix("an up projection", stage.matrices[1], shape_.ffn_size, shape_.hidden_size);
+  expect(stage.quantised != ActivationFormat::per_token, "a gate's task has no whole rows");
+  if (stage.quantised == ActivationFormat::floats) return;
+  // Such a matrix makes reserve_rows allocate the records that the gate writes.
+  const bool is_read = std::any_of(matrices_.begin(), matrices_.end(), [&](const auto& m) {
+    return m->in_size == shape_.ffn_size && m->activations == stage.quantised;
+  });
+  expect(is_read, "no matrix takes what the gate is to write");
 }
 
 void Decoder::check_ready(int64_t num_rows) const {
   expect(head_ >= 0, "the decoder has no head yet");
   expect(num_blocks_ > 0, "the decoder has no cache yet");
-  expect_within("the rows of a step", num_rows, 0, most_step_rows);
+  expect_within("the rows of a step", num_rows, 0, max_step_rows);
   expect_within("the rows of a step times kv heads", num_rows * shape_.num_kv_heads, 0, INT32_MAX);
 }
 

@@ -1,4 +1,4 @@
-// exp and log in double precision by plain IEEE steps, the same as quire.executors.elementary.
+// exp and log in double precision by plain IEEE operations, the same as quire.executors.elementary.
 //
 // A compiler may neither fuse nor reorder these steps (-ffp-contract=off, no -ffast-math): the
 // sampler's tokens and log-probabilities are those of the Python reference, bit for bit.

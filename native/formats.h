@@ -1,8 +1,8 @@
-// The packed formats: how a matrix's rows lie side by side, sixteen to a row group.
+// The packed formats of weight matrices. A panel is sixteen rows side by side.
 //
-// A row group holds its codes first, sub-block after sub-block of 32 k, then its scales. Within a
-// sub-block vector j (64 bytes) is sixteen rows times k = 4j to 4j+3, so that a dot product leaves
-// one row to a lane and nothing is summed across lanes. Codes below eight bits share bytes:
+// A panel holds its codes first, sub-block after sub-block of 32 k, then its scales. Within a
+// sub-block vector j (64 bytes) is sixteen rows times k = 4j to 4j+3: a dot product leaves one row
+// per lane, and nothing is summed across lanes. Codes below eight bits share bytes:
 //
 //   4 bits: vector j in the low nibbles of stored vector j, j+4 in the high ones     (256 bytes)
 //   2 bits: vector j at bit 2 * (j / 2) of stored vector j % 2                       (128 bytes)
@@ -38,9 +38,9 @@ enum Format : int {
 
 struct FormatInfo {
   int bits;         // of a code; 0: the weights are floats
-  int code_bytes;   // of a sub-block in a row group; of one k for floats
+  int code_bytes;   // of a sub-block in a panel; of one k for floats
   int scale_bytes;  // of a scale record
-  int scale_span;   // sub-blocks a scale record serves
+  int scale_span;   // sub-blocks that share a scale record
 };
 
 constexpr FormatInfo format_infos[num_formats] = {
@@ -62,8 +62,8 @@ constexpr FormatInfo format_infos[num_formats] = {
     {2, 128, 32, 8},   // ternary: d
 };
 
-// Blocks of 256 whose scales are integers times one float: their sums are whole numbers to the end
-// of a block if the activations too have one scale there, an ActivationBlock's.
+// Formats with super-blocks of 256, whose sub-block scales are integers times one float. With one
+// activation scale for the same 256 (ActivationBlock) the sum over a super-block is an integer.
 constexpr bool takes_blocks(int format) {
   return (format >= Q2_K && format <= Q6_K) || format == IQ4_XS;
 }
@@ -73,7 +73,7 @@ constexpr int64_t code_area(int format, int64_t in_size) {
   return info.bits == 0 ? in_size * info.code_bytes : in_size / 32 * info.code_bytes;
 }
 
-constexpr int64_t group_bytes_of(int format, int64_t in_size) {
+constexpr int64_t panel_bytes_of(int format, int64_t in_size) {
   const FormatInfo& info = format_infos[format];
   const int64_t records = info.bits == 0 ? 0 : in_size / 32 / info.scale_span;
   return code_area(format, in_size) + (records * info.scale_bytes + 63) / 64 * 64;

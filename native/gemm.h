@@ -1,19 +1,19 @@
-// Products of packed weights with activations: which rows and columns are summed together.
+// GEMM of packed weights and quantised activations: the loops over panels and columns.
 //
-// With few columns the codes are unpacked on the way to the multiplier, four columns at a time;
-// with more of them once into a tile that all columns read. What is summed, and in which order, is
-// accumulate.h's.
+// With few columns (GEMV) codes are unpacked in registers, for four columns at a time. With more
+// columns a slab is unpacked once into a tile that all columns read. gemm_accumulate.h defines the
+// order of the sums.
 
 INLINE void store_rows(float* out, Floats x, int count) {
-  if (count >= row_group) return store(out, x);
-  float values[row_group];
+  if (count >= panel_rows) return store(out, x);
+  float values[panel_rows];
   store(values, x);
   for (int i = 0; i < count; i++) out[i] = values[i];
 }
 
-// Few columns: no tile, sums in registers from end to end.
-template <class T, int groups, int columns>
-void product_direct(const Product& p, const Direct<T, groups>& source, int first_row, int column) {
+// Few columns: no tile, sums stay in registers.
+template <class T, int panels, int columns>
+void gemm_direct(const Gemm& p, const PackedSource<T, panels>& source, int first_row, int column) {
   using A = Activation<T>;
   const A* of[2][columns];
   for (int c = 0; c < columns; c++) {
@@ -21,123 +21,125 @@ void product_direct(const Product& p, const Direct<T, groups>& source, int first
     of[0][c] = static_cast<const A*>(p.columns) + at;
     of[1][c] = p.residuals ? static_cast<const A*>(p.residuals) + at : nullptr;
   }
-  Floats acc[groups][columns];
-  for (auto& group : acc)
-    for (auto& x : group) x = broadcast(0.0f);
+  Floats acc[panels][columns];
+  for (auto& panel : acc)
+    for (auto& x : panel) x = broadcast(0.0f);
   const int sub_blocks = static_cast<int>(p.in_size / 32);
-  const int step = p.residuals ? slab : sub_blocks;  // residuals take turns, as with tiles
+  const int step =
+      p.residuals ? slab : sub_blocks;  // the residual pass alternates by slab, as with tiles
   for (int first = 0; first < sub_blocks; first += step) {
     const int count = sub_blocks - first < step ? sub_blocks - first : step;
     for (int pass = 0; pass <= (p.residuals != nullptr); pass++)
-      accumulate<Direct<T, groups>, groups, columns>(source, first, count, of[pass], acc);
+      accumulate<PackedSource<T, panels>, panels, columns>(source, first, count, of[pass], acc);
   }
-  for (int g = 0; g < groups; g++)
+  for (int g = 0; g < panels; g++)
     for (int c = 0; c < columns; c++)
-      store_rows(p.out + (column + c) * p.out_stride + first_row + g * row_group, acc[g][c],
-                 p.num_rows - first_row - g * row_group);
+      store_rows(p.out + (column + c) * p.out_stride + first_row + g * panel_rows, acc[g][c],
+                 p.num_rows - first_row - g * panel_rows);
 }
 
 // Up to four columns.
-template <class T, int groups>
-void product_some(const Product& p, const Direct<T, groups>& source, int row, int column,
+template <class T, int panels>
+void gemm_columns(const Gemm& p, const PackedSource<T, panels>& source, int row, int column,
                   int columns) {
   switch (columns) {
-    case 1: return product_direct<T, groups, 1>(p, source, row, column);
-    case 2: return product_direct<T, groups, 2>(p, source, row, column);
-    case 3: return product_direct<T, groups, 3>(p, source, row, column);
-    default: return product_direct<T, groups, 4>(p, source, row, column);
+    case 1: return gemm_direct<T, panels, 1>(p, source, row, column);
+    case 2: return gemm_direct<T, panels, 2>(p, source, row, column);
+    case 3: return gemm_direct<T, panels, 3>(p, source, row, column);
+    default: return gemm_direct<T, panels, 4>(p, source, row, column);
   }
 }
 
-template <class F, int groups, int columns>
-void tile_columns(const Tile<F, groups>& tile, int count, const Activation<F>* from, int64_t stride,
-                  float* sums) {
+template <class F, int panels, int columns>
+void unpacked_columns(const UnpackedTile<F, panels>& tile, int count, const Activation<F>* from,
+                      int64_t stride, float* sums) {
   const Activation<F>* of[columns];
   for (int c = 0; c < columns; c++) of[c] = from + c * stride;
-  Floats acc[groups][columns];
-  for (int g = 0; g < groups; g++)
-    for (int c = 0; c < columns; c++) acc[g][c] = load(sums + (c * groups + g) * row_group);
-  accumulate<Tile<F, groups>, groups, columns>(tile, 0, count, of, acc);
-  for (int g = 0; g < groups; g++)
-    for (int c = 0; c < columns; c++) store(sums + (c * groups + g) * row_group, acc[g][c]);
+  Floats acc[panels][columns];
+  for (int g = 0; g < panels; g++)
+    for (int c = 0; c < columns; c++) acc[g][c] = load(sums + (c * panels + g) * panel_rows);
+  accumulate<UnpackedTile<F, panels>, panels, columns>(tile, 0, count, of, acc);
+  for (int g = 0; g < panels; g++)
+    for (int c = 0; c < columns; c++) store(sums + (c * panels + g) * panel_rows, acc[g][c]);
 }
 
 // Up to four columns.
-template <class F, int groups>
-void tile_some(const Tile<F, groups>& tile, int count, const Activation<F>* from, int64_t stride,
-               int columns, float* sums) {
+template <class F, int panels>
+void unpacked_some_columns(const UnpackedTile<F, panels>& tile, int count,
+                           const Activation<F>* from, int64_t stride, int columns, float* sums) {
   switch (columns) {
-    case 1: return tile_columns<F, groups, 1>(tile, count, from, stride, sums);
-    case 2: return tile_columns<F, groups, 2>(tile, count, from, stride, sums);
-    case 3: return tile_columns<F, groups, 3>(tile, count, from, stride, sums);
-    default: return tile_columns<F, groups, 4>(tile, count, from, stride, sums);
+    case 1: return unpacked_columns<F, panels, 1>(tile, count, from, stride, sums);
+    case 2: return unpacked_columns<F, panels, 2>(tile, count, from, stride, sums);
+    case 3: return unpacked_columns<F, panels, 3>(tile, count, from, stride, sums);
+    default: return unpacked_columns<F, panels, 4>(tile, count, from, stride, sums);
   }
 }
 
-template <class T, int groups>
-void product_tiled(const Product& p, const Direct<T, groups>& source, int first_row, int column,
+template <class T, int panels>
+void gemm_unpacked(const Gemm& p, const PackedSource<T, panels>& source, int first_row, int column,
                    int num_columns) {
-  using F = TileFormatOf<T>;
-  TileData<F::in_blocks, groups> tile;
-  alignas(64) float sums[max_tile_columns * groups * row_group];
-  for (int i = 0; i < num_columns * groups * row_group; i++) sums[i] = 0.0f;
+  using F = UnpackedFormatOf<T>;
+  UnpackedTileData<F::in_blocks, panels> tile;
+  alignas(64) float sums[max_tile_columns * panels * panel_rows];
+  for (int i = 0; i < num_columns * panels * panel_rows; i++) sums[i] = 0.0f;
   const auto* activations = static_cast<const Activation<F>*>(p.columns);
   const auto* residuals = static_cast<const Activation<F>*>(p.residuals);
   const int sub_blocks = static_cast<int>(p.in_size / 32);
   for (int first = 0; first < sub_blocks; first += slab) {
     const int count = sub_blocks - first < slab ? sub_blocks - first : slab;
-    fill_tile(source, first, count, tile);
-    NextSlab next(source, first + slab, sub_blocks, (num_columns + 3) / 4 * count);
-    const Tile<F, groups> codes{tile, next};
+    unpack_slab(source, first, count, tile);
+    SlabPrefetch next(source, first + slab, sub_blocks, (num_columns + 3) / 4 * count);
+    const UnpackedTile<F, panels> codes{tile, next};
     for (int c = 0; c < num_columns; c += 4) {
       const int64_t at = (column + c) * p.column_stride + first / activation_span<F>;
-      float* some = sums + c * groups * row_group;
+      float* some = sums + c * panels * panel_rows;
       const int some_columns = num_columns - c;
-      tile_some<F>(codes, count, activations + at, p.column_stride, some_columns, some);
+      unpacked_some_columns<F>(codes, count, activations + at, p.column_stride, some_columns, some);
       if (residuals)
-        tile_some<F>(codes, count, residuals + at, p.column_stride, some_columns, some);
+        unpacked_some_columns<F>(codes, count, residuals + at, p.column_stride, some_columns, some);
     }
   }
   for (int c = 0; c < num_columns; c++)
-    for (int g = 0; g < groups; g++)
-      store_rows(p.out + (column + c) * p.out_stride + first_row + g * row_group,
-                 load(sums + (c * groups + g) * row_group), p.num_rows - first_row - g * row_group);
+    for (int g = 0; g < panels; g++)
+      store_rows(p.out + (column + c) * p.out_stride + first_row + g * panel_rows,
+                 load(sums + (c * panels + g) * panel_rows),
+                 p.num_rows - first_row - g * panel_rows);
 }
 
-template <class T, int groups>
-Direct<T, groups> direct_source(const Product& p, int group) {
-  Direct<T, groups> source;
-  for (int g = 0; g < groups; g++) {
-    source.codes_of[g] = p.weights + (p.first_group + group + g) * p.group_bytes;
+template <class T, int panels>
+PackedSource<T, panels> packed_source(const Gemm& p, int panel) {
+  PackedSource<T, panels> source;
+  for (int g = 0; g < panels; g++) {
+    source.codes_of[g] = p.weights + (p.first_panel + panel + g) * p.panel_bytes;
     source.scales_of[g] = source.codes_of[g] + p.in_size / 32 * T::info.code_bytes;
   }
-  source.further = groups * p.group_bytes;
+  source.to_next = panels * p.panel_bytes;
   return source;
 }
 
-template <class T, int groups>
-void product_groups(const Product& p, int group) {
-  Direct<T, groups> source = direct_source<T, groups>(p, group);
-  const int row = group * row_group;
+template <class T, int panels>
+void gemm_panels(const Gemm& p, int panel) {
+  PackedSource<T, panels> source = packed_source<T, panels>(p, panel);
+  const int row = panel * panel_rows;
   if (p.num_columns <= max_direct_columns) {
-    source.num_turns = (p.num_columns + 3) / 4;
-    for (int c = 0; c < p.num_columns; c += 4, source.turn++)
-      product_some(p, source, row, c, p.num_columns - c);
+    source.num_passes = (p.num_columns + 3) / 4;
+    for (int c = 0; c < p.num_columns; c += 4, source.pass++)
+      gemm_columns(p, source, row, c, p.num_columns - c);
     return;
   }
   for (int c = 0; c < p.num_columns; c += max_tile_columns) {
     const int left = p.num_columns - c;
-    product_tiled(p, source, row, c, left < max_tile_columns ? left : max_tile_columns);
+    gemm_unpacked(p, source, row, c, left < max_tile_columns ? left : max_tile_columns);
   }
 }
 
 template <class T>
-void product_of(const Product& p) {
-  int group = 0;
-  if constexpr (groups_at_once > 1)
-    for (; group + groups_at_once <= p.num_groups; group += groups_at_once)
-      product_groups<T, groups_at_once>(p, group);
-  for (; group < p.num_groups; group++) product_groups<T, 1>(p, group);
+void gemm_quantised(const Gemm& p) {
+  int panel = 0;
+  if constexpr (panels_at_once > 1)
+    for (; panel + panels_at_once <= p.num_panels; panel += panels_at_once)
+      gemm_panels<T, panels_at_once>(p, panel);
+  for (; panel < p.num_panels; panel++) gemm_panels<T, 1>(p, panel);
 }
 
 // ---- float weights: sums in order of k, one fma each
@@ -149,8 +151,8 @@ INLINE Floats float_weights(int format, const uint8_t* p) {
 }
 
 template <int format, int columns>
-void float_columns(const Product& p, int group, int column) {
-  const uint8_t* weights = p.weights + (p.first_group + group) * p.group_bytes;
+void float_panel_columns(const Gemm& p, int panel, int column) {
+  const uint8_t* weights = p.weights + (p.first_panel + panel) * p.panel_bytes;
   const float* from = static_cast<const float*>(p.columns) + column * p.column_stride;
   Floats acc[columns];
   for (auto& x : acc) x = broadcast(0.0f);
@@ -161,43 +163,43 @@ void float_columns(const Product& p, int group, int column) {
       acc[c] = fma(w, broadcast(from[c * p.column_stride + k]), acc[c]);
   }
   for (int c = 0; c < columns; c++)
-    store_rows(p.out + (column + c) * p.out_stride + group * row_group, acc[c],
-               p.num_rows - group * row_group);
+    store_rows(p.out + (column + c) * p.out_stride + panel * panel_rows, acc[c],
+               p.num_rows - panel * panel_rows);
 }
 
 template <int format>
-void product_of_floats(const Product& p) {
-  for (int group = 0; group < p.num_groups; group++) {
+void gemm_floats(const Gemm& p) {
+  for (int panel = 0; panel < p.num_panels; panel++) {
     int c = 0;
-    for (; c + 6 <= p.num_columns; c += 6) float_columns<format, 6>(p, group, c);
-    for (; c + 2 <= p.num_columns; c += 2) float_columns<format, 2>(p, group, c);
-    for (; c < p.num_columns; c++) float_columns<format, 1>(p, group, c);
+    for (; c + 6 <= p.num_columns; c += 6) float_panel_columns<format, 6>(p, panel, c);
+    for (; c + 2 <= p.num_columns; c += 2) float_panel_columns<format, 2>(p, panel, c);
+    for (; c < p.num_columns; c++) float_panel_columns<format, 1>(p, panel, c);
   }
 }
 
-void product(const Product& p) {
+void gemm(const Gemm& p) {
   switch (static_cast<Format>(p.format)) {
-    case F32: return product_of_floats<F32>(p);
-    case F16: return product_of_floats<F16>(p);
-    case BF16: return product_of_floats<BF16>(p);
-    case Q8_0: return product_of<AsQ8_0>(p);
-    case Q4_0: return product_of<AsQ4_0>(p);
-    case Q4_1: return product_of<AsQ4_1>(p);
-    case Q5_0: return product_of<AsQ5_0>(p);
-    case Q5_1: return product_of<AsQ5_1>(p);
-    case Q2_K: return product_of<AsQ2_K>(p);
-    case Q3_K: return product_of<AsQ3_K>(p);
-    case Q4_K: return product_of<AsQ4_K>(p);
-    case Q5_K: return product_of<AsQ5_K>(p);
-    case Q6_K: return product_of<AsQ6_K>(p);
-    case IQ4_NL: return product_of<AsIQ4_NL>(p);
-    case IQ4_XS: return product_of<AsIQ4_XS>(p);
-    case TERNARY: return product_of<AsTernary>(p);
+    case F32: return gemm_floats<F32>(p);
+    case F16: return gemm_floats<F16>(p);
+    case BF16: return gemm_floats<BF16>(p);
+    case Q8_0: return gemm_quantised<AsQ8_0>(p);
+    case Q4_0: return gemm_quantised<AsQ4_0>(p);
+    case Q4_1: return gemm_quantised<AsQ4_1>(p);
+    case Q5_0: return gemm_quantised<AsQ5_0>(p);
+    case Q5_1: return gemm_quantised<AsQ5_1>(p);
+    case Q2_K: return gemm_quantised<AsQ2_K>(p);
+    case Q3_K: return gemm_quantised<AsQ3_K>(p);
+    case Q4_K: return gemm_quantised<AsQ4_K>(p);
+    case Q5_K: return gemm_quantised<AsQ5_K>(p);
+    case Q6_K: return gemm_quantised<AsQ6_K>(p);
+    case IQ4_NL: return gemm_quantised<AsIQ4_NL>(p);
+    case IQ4_XS: return gemm_quantised<AsIQ4_XS>(p);
+    case TERNARY: return gemm_quantised<AsTernary>(p);
     case num_formats: return;
   }
 }
 
-// ---- the limit: dot products of 4-bit codes from registers, as fast as this unit multiplies
+// ---- peak rate: dot products of 4-bit codes from registers
 
 // Does rounds * 4096 multiplications and additions; the result depends on all of them.
 int64_t peak_dots(int64_t rounds) {
@@ -217,7 +219,7 @@ int64_t peak_dots(int64_t rounds) {
     for (int j = 0; j < 8; j++) {
       UNROLL(8)
       for (int i = 0; i < chains; i++)
-        // A unit that adds in 32 bits need not begin anew; the others widen each round.
+        // A unit that accumulates in 32 bits goes on; the others widen each round.
         dots[i].add(w, activations + 4 * ((r + i) & 7), j, signed_as_unsigned ? -1 : 0);
     }
     if (!signed_as_unsigned) {

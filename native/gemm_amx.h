@@ -1,15 +1,15 @@
-// Products of many columns with AMX: tiles of signed bytes, multiplied to exact int32 sums.
+// GEMM of many columns with AMX: tiles of signed bytes, multiplied to exact int32 sums.
 //
-// The codes of a sub-block, sixteen rows times 32 k, are one operand just as they lie, less their
-// zero; the activations of up to sixteen columns are the other. The sums leave the tile registers
-// through memory, and the floats keep to the order of accumulate.h: the bits are every other
-// unit's.
+// One operand is the codes of a sub-block, sixteen rows times 32 k, as packed, minus their zero
+// point; the other is the activations of up to sixteen columns. The sums leave the tile registers
+// through memory. The float sums follow the order of gemm_accumulate.h, so the bits are those of
+// the other units.
 //
-// While tiles are at work one of the two ports for 512-bit vectors neither multiplies nor converts
-// (measured on Emerald Rapids: beside a single tile load such a loop ran at half its rate), and a
-// core may have another guest on its second thread. So what counts is how few instructions there
-// are besides: the float sums of sixteen rows times sixteen columns stay in registers, and each
-// number of an activation is an operand in memory.
+// While tile instructions run, one of the two ports for 512-bit vectors neither multiplies nor
+// converts (measured on Emerald Rapids: beside a single tile load such a loop ran at half its
+// rate), and the second hardware thread may compete for the core. So the number of other
+// instructions is kept small: the float sums of sixteen rows times sixteen columns stay in
+// registers, and the fields of an activation are memory operands.
 
 // ---- the instructions
 
@@ -47,22 +47,22 @@ INLINE void multiply_tiles_unsigned() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(activations), "i"(codes));
 }
 
-INLINE const ActivationGroup* further(const ActivationGroup* group, int64_t bytes) {
+INLINE const ActivationGroup* offset_by(const ActivationGroup* group, int64_t bytes) {
   return reinterpret_cast<const ActivationGroup*>(reinterpret_cast<const char*>(group) + bytes);
 }
 
-// ---- some sub-blocks of two row groups
+// ---- some sub-blocks of two panels
 
-constexpr int tile_groups = groups_at_once;
-constexpr int most_tile_rows = 16;
-constexpr int tile_sums = most_tile_rows * row_group;
-constexpr int most_sub_blocks = 3 * slab;  // unpacked at once: they stay in the first cache
-constexpr int fetch_span = 4;              // sub-blocks for each time that lines are fetched
+constexpr int tile_panels = panels_at_once;
+constexpr int max_tile_rows = 16;
+constexpr int tile_sums = max_tile_rows * panel_rows;
+constexpr int max_unpacked_sub_blocks = 3 * slab;  // unpacked at once: they fit the L1 cache
+constexpr int fetch_span = 4;                      // sub-blocks per call of SlabPrefetch::fetch
 
 struct alignas(64) TileWeights {
-  uint8_t codes[tile_groups][most_sub_blocks][8][64];
-  float scales[tile_groups][most_sub_blocks][row_group];
-  float minimums[tile_groups][most_sub_blocks][row_group];
+  uint8_t codes[tile_panels][max_unpacked_sub_blocks][8][64];
+  float scales[tile_panels][max_unpacked_sub_blocks][panel_rows];
+  float minimums[tile_panels][max_unpacked_sub_blocks][panel_rows];
 };
 
 template <int zero>
@@ -72,16 +72,16 @@ INLINE Codes less_zero(Codes x) {
   return {_mm512_sub_epi8(x.v, _mm512_set1_epi8(static_cast<char>(zero)))};
 }
 
-// Codes that are signed bytes in the packed matrix are multiplied from there.
+// Codes that are packed as signed bytes are multiplied in place.
 template <class T>
 constexpr bool are_packed_as_bytes = T::info.code_bytes == 512;
 
 template <class T>
-void fill_weights(const Direct<T, tile_groups>& from, int first, int count, TileWeights& to) {
-  const Direct<T, tile_groups> source = from;  // a copy that no store can change
+void fill_weights(const PackedSource<T, tile_panels>& from, int first, int count, TileWeights& to) {
+  const PackedSource<T, tile_panels> source = from;  // a local copy: stores to `to` do not alias it
   for (int s = 0; s < count; s++) {
     UNROLL(2)
-    for (int g = 0; g < tile_groups; g++) {
+    for (int g = 0; g < tile_panels; g++) {
       if (!are_packed_as_bytes<T>) {
         UNROLL(8)
         for (int j = 0; j < 8; j++)
@@ -93,13 +93,13 @@ void fill_weights(const Direct<T, tile_groups>& from, int first, int count, Tile
   }
 }
 
-// Columns in blocks of one size, so that the tiles keep their shapes; the last block begins early
-// enough to end with the last column, and does some of those before it again.
-struct Blocks {
+// Columns in blocks of one size, so that the tile shapes stay; the last block overlaps the one
+// before it to end with the last column.
+struct ColumnBlocks {
   int num_columns, count, columns;
-  explicit Blocks(int num_columns)
+  explicit ColumnBlocks(int num_columns)
       : num_columns(num_columns),
-        count((num_columns + most_tile_rows - 1) / most_tile_rows),
+        count((num_columns + max_tile_rows - 1) / max_tile_rows),
         columns((num_columns + count - 1) / count) {}
   int first(int block) const {
     const int last = num_columns - columns;
@@ -108,10 +108,10 @@ struct Blocks {
 };
 
 struct alignas(64) TileSums {
-  int32_t of[most_tile_rows][row_group];  // [column]
+  int32_t of[max_tile_rows][panel_rows];  // [column]
 };
 
-// One sub-block of a row group times a block of columns.
+// One sub-block of a panel times a block of columns.
 INLINE void multiply(const ActivationGroup* group, int64_t stride, const uint8_t* codes,
                      TileSums& to) {
   load_tile<tile_of_activations>(group->codes, stride);
@@ -121,83 +121,82 @@ INLINE void multiply(const ActivationGroup* group, int64_t stride, const uint8_t
   store_tile<tile_of_sums>(&to, 64);
 }
 
-// A row group times a block of columns or of their residuals, over some sub-blocks.
+// A panel times a block of columns or of their residuals, over some sub-blocks.
 struct TilePiece {
   const ActivationGroup* activations;
   const uint8_t* codes;
   const float* scales;  // and minimums, as they lie in TileWeights
   float* sums;          // [column][16]: of the sub-blocks before, and with these
   float* out;           // where the sums go if these sub-blocks are the last, else null
-  int num_rows;         // of the row group that exist
-  bool is_first;        // nothing came before
+  int num_rows;         // of the panel that exist
+  bool is_first;        // sums start at 0
 };
 
 // Some sub-blocks, to be multiplied with all columns, piece by piece.
 struct TileRun {
-  const Blocks& blocks;
+  const ColumnBlocks& blocks;
   const ActivationGroup *columns, *residuals;  // at the first sub-block; the latter may be null
   int64_t stride;                              // of the columns, in bytes
-  const uint8_t* codes[tile_groups];
+  const uint8_t* codes[tile_panels];
   const TileWeights& weights;
-  float* sums;  // [block][group][column][16]
+  float* sums;  // [block][panel][column][16]
   float* out;   // of the first row and column
   int64_t out_stride;
   int num_rows;  // from the first row on
   int count;     // sub-blocks
   bool is_first, is_last;
 
-  int pieces_a_block() const { return residuals ? 2 * tile_groups : tile_groups; }
-  int num_pieces() const { return blocks.count * pieces_a_block(); }
+  int pieces_per_block() const { return residuals ? 2 * tile_panels : tile_panels; }
+  int num_pieces() const { return blocks.count * pieces_per_block(); }
   TilePiece piece(int n) const {
-    const int block = n / pieces_a_block(), g = n % tile_groups;
-    const int first = blocks.first(block), row = g * row_group;
-    const bool are_columns = n % pieces_a_block() < tile_groups;
-    return {further(are_columns ? columns : residuals, first * stride),
+    const int block = n / pieces_per_block(), g = n % tile_panels;
+    const int first = blocks.first(block), row = g * panel_rows;
+    const bool are_columns = n % pieces_per_block() < tile_panels;
+    return {offset_by(are_columns ? columns : residuals, first * stride),
             codes[g],
             weights.scales[g][0],
-            sums + (block * tile_groups + g) * tile_sums,
+            sums + (block * tile_panels + g) * tile_sums,
             is_last && !(are_columns && residuals) ? out + first * out_stride + row : nullptr,
             num_rows - row,
             is_first && are_columns};
   }
 };
 
-// Hides from GCC where a pointer comes from: it would keep one for each column, where registers are
-// few.
+// Hides a pointer's origin from GCC, which would otherwise keep one register for each column.
 template <class P>
-INLINE void keep(P& pointer) {
+INLINE void hide_origin(P& pointer) {
   asm("" : "+r"(pointer));
 }
 
-// One sub-block's floats, as in accumulate.h's `accumulate`.
+// One sub-block's float sums, as in gemm_accumulate.h's `accumulate`.
 template <bool has_minimum, int columns>
 INLINE void add_floats(const ActivationGroup* group, int64_t stride, const float* scales,
                        const TileSums& products, Floats* acc) {
-  constexpr int64_t to_minimums = tile_groups * most_sub_blocks * row_group;
+  constexpr int64_t to_minimums = tile_panels * max_unpacked_sub_blocks * panel_rows;
   static_assert(offsetof(TileWeights, minimums) - offsetof(TileWeights, scales) ==
                 to_minimums * sizeof(float));
   const int64_t stride3 = 3 * stride;
   const Floats scale = load(scales), minimum = load(scales + to_minimums);
   UNROLL(16)
   for (int c = 0; c < columns; c++) {
-    const ActivationGroup& a = *further(group, c % 4 == 3 ? stride3 : c % 4 * stride);
+    const ActivationGroup& a = *offset_by(group, c % 4 == 3 ? stride3 : c % 4 * stride);
     const Floats sum = to_floats(load(products.of[c]));
     acc[c] = fma(sum, scale * broadcast(a.scale), acc[c]);
     if (has_minimum) acc[c] = fma(minimum, broadcast(a.scaled_sum), acc[c]);
     if (c % 4 == 3) {
-      group = further(group, 4 * stride);
-      keep(group);
+      group = offset_by(group, 4 * stride);
+      hide_origin(group);
     }
   }
 }
 
-// The floats of all pieces; the tiles are some sub-blocks ahead of them.
+// The float sums of all pieces; the tile products run some sub-blocks ahead of them.
 template <bool has_minimum, int columns>
-void add_run(const TileRun& run, NextSlab& next) {
-  constexpr int most_lead = 2, ring = 4;
+void add_run(const TileRun& run, SlabPrefetch& next) {
+  constexpr int max_lead = 2, ring = 4;
   TileSums products[ring];
   const int64_t stride = run.stride;
-  const int count = run.count, lead = count < most_lead ? count : most_lead;
+  const int count = run.count, lead = count < max_lead ? count : max_lead;
   const int num_pieces = run.num_pieces();
   unsigned at = 0;
   TilePiece piece = run.piece(0), following = {};
@@ -211,7 +210,7 @@ void add_run(const TileRun& run, NextSlab& next) {
     Floats acc[columns];
     UNROLL(16)
     for (int c = 0; c < columns; c++)
-      acc[c] = piece.is_first ? broadcast(0.0f) : load(piece.sums + c * row_group);
+      acc[c] = piece.is_first ? broadcast(0.0f) : load(piece.sums + c * panel_rows);
     for (int s = 0; s < count; s++) {
       if (s % fetch_span == 0) next.fetch();
       if (s == count - lead) ahead = following.activations, codes = following.codes;
@@ -221,21 +220,21 @@ void add_run(const TileRun& run, NextSlab& next) {
         codes += 512;
       }
       const TileSums* sums = &products[at++ % ring];
-      keep(sums);
+      hide_origin(sums);
       add_floats<has_minimum, columns>(group, stride, scales, *sums, acc);
       group++;
-      scales += row_group;
+      scales += panel_rows;
     }
     UNROLL(16)
     for (int c = 0; c < columns; c++)
       if (piece.out)
         store_rows(piece.out + c * run.out_stride, acc[c], piece.num_rows);
       else
-        store(piece.sums + c * row_group, acc[c]);
+        store(piece.sums + c * panel_rows, acc[c]);
   }
 }
 
-// ---- all of two row groups
+// ---- all sub-blocks of two panels
 
 void shape_tiles(int columns) {
   TileShapes shapes = {};
@@ -248,28 +247,28 @@ void shape_tiles(int columns) {
 }
 
 template <class T>
-class TileProduct {
+class AmxGemm {
  public:
-  TileProduct(const Product& p, int group, int column, int num_columns)
+  AmxGemm(const Gemm& p, int panel, int column, int num_columns)
       : p_(p),
-        source_(direct_source<T, tile_groups>(p, group)),
-        group_(group),
+        source_(packed_source<T, tile_panels>(p, panel)),
+        panel_(panel),
         column_(column),
         blocks_(num_columns),
         sub_blocks_(static_cast<int>(p.in_size / group_size)) {}
 
   void run() {
     shape_tiles(blocks_.columns);
-    const int num_runs = (sub_blocks_ + most_sub_blocks - 1) / most_sub_blocks;
-    // Residuals take turns slab by slab.
+    const int num_runs = (sub_blocks_ + max_unpacked_sub_blocks - 1) / max_unpacked_sub_blocks;
+    // The residual pass alternates with the first pass, slab by slab.
     const int step = p_.residuals ? slab : (sub_blocks_ + num_runs - 1) / num_runs;
     for (int first = 0; first < sub_blocks_; first += step) {
       const TileRun run = begin_run(first, sub_blocks_ - first < step ? sub_blocks_ - first : step);
-      const int turns = run.num_pieces() * ((run.count + fetch_span - 1) / fetch_span);
-      NextSlab next(source_, first + run.count, sub_blocks_, turns, step);
+      const int num_calls = run.num_pieces() * ((run.count + fetch_span - 1) / fetch_span);
+      SlabPrefetch next(source_, first + run.count, sub_blocks_, num_calls, step);
       add(run, next);
     }
-    release_tiles();  // a thread that waits then has no tiles to be saved
+    release_tiles();  // else a waiting thread's tiles are saved at every switch
   }
 
  private:
@@ -289,15 +288,15 @@ class TileProduct {
             {codes(0), codes(1)},
             weights_,
             sums_,
-            p_.out + column_ * p_.out_stride + group_ * row_group,
+            p_.out + column_ * p_.out_stride + panel_ * panel_rows,
             p_.out_stride,
-            p_.num_rows - group_ * row_group,
+            p_.num_rows - panel_ * panel_rows,
             count,
             first == 0,
             first + count == sub_blocks_};
   }
 
-  static void add(const TileRun& run, NextSlab& next) {
+  static void add(const TileRun& run, SlabPrefetch& next) {
     switch (run.blocks.columns) {
       case 8: return add_run<T::has_minimum, 8>(run, next);
       case 9: return add_run<T::has_minimum, 9>(run, next);
@@ -311,19 +310,19 @@ class TileProduct {
     }
   }
 
-  const Product& p_;
-  const Direct<T, tile_groups> source_;
-  const int group_, column_;
-  const Blocks blocks_;
+  const Gemm& p_;
+  const PackedSource<T, tile_panels> source_;
+  const int panel_, column_;
+  const ColumnBlocks blocks_;
   const int sub_blocks_;
   TileWeights weights_;
-  alignas(64) float sums_[max_tile_columns * tile_groups * row_group];
+  alignas(64) float sums_[max_tile_columns * tile_panels * panel_rows];
 };
 
-// Where tiles are faster than dot products, as measured on Emerald Rapids. To shape the tiles and
-// to begin takes time, which few columns of few sub-blocks do not win back.
+// Whether tiles are faster than dot products, as measured on Emerald Rapids: configuring the tiles
+// costs more than few columns of few sub-blocks save.
 template <class T>
-bool suits_tiles(const Product& p) {
+bool suits_tiles(const Gemm& p) {
   const int64_t work = p.num_columns * (p.in_size / group_size);
   return are_packed_as_bytes<T> ? p.num_columns >= 8 && work >= 256
                                 : p.num_columns >= 16 && work >= 576;
@@ -331,59 +330,59 @@ bool suits_tiles(const Product& p) {
 
 #include "gemm_amx_blocks.h"
 
-constexpr int min_block_columns = 16;  // with fewer, to make the planes takes longer than it saves
+constexpr int min_block_columns = 16;  // with fewer, making the planes costs more than it saves
 
-// Runs whole pairs of row groups by `Tiled`, what is left without tiles.
+// Runs pairs of panels with `Tiled`, a single last panel without tiles.
 template <class T, template <class> class Tiled>
-void tile_groups_of(const Product& p, int most_columns) {
-  const int turns = (p.num_columns + most_columns - 1) / most_columns;
-  int group = 0;
-  for (; group + tile_groups <= p.num_groups; group += tile_groups)
-    for (int turn = 0; turn < turns; turn++) {
-      const int first = turn * p.num_columns / turns, end = (turn + 1) * p.num_columns / turns;
-      Tiled<T>(p, group, first, end - first).run();
+void amx_panels(const Gemm& p, int columns_limit) {
+  const int passes = (p.num_columns + columns_limit - 1) / columns_limit;
+  int panel = 0;
+  for (; panel + tile_panels <= p.num_panels; panel += tile_panels)
+    for (int pass = 0; pass < passes; pass++) {
+      const int first = pass * p.num_columns / passes, end = (pass + 1) * p.num_columns / passes;
+      Tiled<T>(p, panel, first, end - first).run();
     }
-  for (; group < p.num_groups; group++) product_groups<T, 1>(p, group);
+  for (; panel < p.num_panels; panel++) gemm_panels<T, 1>(p, panel);
 }
 
 template <class T>
-void tile_product_of(const Product& p) {
+void amx_gemm_quantised(const Gemm& p) {
   if constexpr (T::in_blocks) {
-    if (p.num_columns < min_block_columns) return product_of<T>(p);
-    tile_groups_of<T, BlockTileProduct>(p, most_block_columns(p.in_size));
+    if (p.num_columns < min_block_columns) return gemm_quantised<T>(p);
+    amx_panels<T, AmxBlockGemm>(p, block_columns_limit(p.in_size));
   } else {
-    if (!suits_tiles<T>(p)) return product_of<T>(p);
-    tile_groups_of<T, TileProduct>(p, max_tile_columns);
+    if (!suits_tiles<T>(p)) return gemm_quantised<T>(p);
+    amx_panels<T, AmxGemm>(p, max_tile_columns);
   }
 }
 
-void tile_product(const Product& p) {
+void amx_gemm(const Gemm& p) {
   switch (static_cast<Format>(p.format)) {
-    case Q8_0: return tile_product_of<AsQ8_0>(p);
-    case Q4_0: return tile_product_of<AsQ4_0>(p);
-    case Q4_1: return tile_product_of<AsQ4_1>(p);
-    case Q5_0: return tile_product_of<AsQ5_0>(p);
-    case Q5_1: return tile_product_of<AsQ5_1>(p);
-    case Q2_K: return tile_product_of<AsQ2_K>(p);
-    case Q3_K: return tile_product_of<AsQ3_K>(p);
-    case Q4_K: return tile_product_of<AsQ4_K>(p);
-    case Q5_K: return tile_product_of<AsQ5_K>(p);
-    case Q6_K: return tile_product_of<AsQ6_K>(p);
-    case IQ4_NL: return tile_product_of<AsIQ4_NL>(p);
-    case IQ4_XS: return tile_product_of<AsIQ4_XS>(p);
-    case TERNARY: return tile_product_of<AsTernary>(p);
-    default: return product(p);  // floats
+    case Q8_0: return amx_gemm_quantised<AsQ8_0>(p);
+    case Q4_0: return amx_gemm_quantised<AsQ4_0>(p);
+    case Q4_1: return amx_gemm_quantised<AsQ4_1>(p);
+    case Q5_0: return amx_gemm_quantised<AsQ5_0>(p);
+    case Q5_1: return amx_gemm_quantised<AsQ5_1>(p);
+    case Q2_K: return amx_gemm_quantised<AsQ2_K>(p);
+    case Q3_K: return amx_gemm_quantised<AsQ3_K>(p);
+    case Q4_K: return amx_gemm_quantised<AsQ4_K>(p);
+    case Q5_K: return amx_gemm_quantised<AsQ5_K>(p);
+    case Q6_K: return amx_gemm_quantised<AsQ6_K>(p);
+    case IQ4_NL: return amx_gemm_quantised<AsIQ4_NL>(p);
+    case IQ4_XS: return amx_gemm_quantised<AsIQ4_XS>(p);
+    case TERNARY: return amx_gemm_quantised<AsTernary>(p);
+    default: return gemm(p);  // floats
   }
 }
 
-// ---- the limit: products of whole tiles, from registers
+// ---- peak rate: products of whole tiles from registers
 
 // As peak_dots: rounds * 4096 multiplications and additions, and up to three rounds more.
 int64_t peak_tiles(int64_t rounds) {
   TileShapes shapes = {};
   shapes.palette = 1;
   for (int tile = 0; tile < 4; tile++) {
-    shapes.rows[tile] = most_tile_rows;
+    shapes.rows[tile] = max_tile_rows;
     shapes.row_bytes[tile] = 64;
   }
   set_tile_shapes(shapes);
@@ -393,7 +392,7 @@ int64_t peak_tiles(int64_t rounds) {
   load_tile<3>(codes, 64);
   clear_tile<0>();
   clear_tile<1>();
-  for (int64_t r = 0; r < rounds; r += 8) {  // a product of tiles does four rounds
+  for (int64_t r = 0; r < rounds; r += 8) {  // a gemm of tiles does four rounds
     multiply_tiles<0, 2, 3>();
     if (r + 4 < rounds) multiply_tiles<1, 2, 3>();
   }

@@ -1,32 +1,34 @@
-// Products with AMX of the formats in blocks of 256, whose scales are multiples of one float.
+// GEMM with AMX of the formats in super-blocks of 256.
 //
-// A weight's code times its multiple has sixteen bits at most. Its two bytes are two operands, a
-// low one without sign and a high one with it; the tiles sum each over the whole block, and
+// A weight's code times its sub-block scale has sixteen bits at most. Its two bytes are two
+// operands (planes), an unsigned low one and a signed high one. The tiles sum each over the whole
+// super-block, and
 //     low + 256 * high
-// is the exact sum of accumulate.h. So a block leaves the tiles once instead of once a sub-block.
+// is the exact sum of gemm_accumulate.h. So sums leave the tiles once per super-block, not once per
+// sub-block.
 
-constexpr int tiles_a_block = block_group / 64;  // 64 k each
+constexpr int tiles_per_block = activation_block_size / 64;  // 64 k each
 
-// More columns at once make the planes less often, while their activations fit the second cache.
+// With more columns at once planes are made less often, while the activations fit the L2 cache.
 constexpr int max_block_columns = 256;
-inline int most_block_columns(int64_t in_size) {
+inline int block_columns_limit(int64_t in_size) {
   return in_size <= 2048 ? max_block_columns : max_tile_columns;
 }
 
-enum BlockTileNumber : int {  // sums: low and high of the one row group, then of the other
-  tile_of_block_activations = 2 * tile_groups,
+enum BlockTileNumber : int {  // sums: low and high of one panel, then of the other
+  tile_of_block_activations = 2 * tile_panels,
   tile_of_plane
 };
 
 struct alignas(64) BlockPlanes {
-  uint8_t bytes[tile_groups][2][tiles_a_block][16][64];
+  uint8_t bytes[tile_panels][2][tiles_per_block][16][64];
 };
 struct alignas(64) BlockScales {
-  int32_t pairs[slab][tile_groups][row_group];
-  float units[tile_groups][row_group], negative_minimum_units[tile_groups][row_group];
+  int32_t pairs[slab][tile_panels][panel_rows];
+  float super_scales[tile_panels][panel_rows], negative_super_minimums[tile_panels][panel_rows];
 };
 struct alignas(64) BlockSums {
-  int32_t sums[tile_groups][2][tile_sums];
+  int32_t sums[tile_panels][2][tile_sums];
 };
 
 // Codes of even k and of odd k as words, times a word of their row, as their low and high bytes.
@@ -45,17 +47,17 @@ INLINE void store_planes(Codes codes, Ints words, uint8_t* low, uint8_t* high) {
                      _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(even, 8), odd, by_first));
 }
 
-// The planes of one sub-block of one row group.
+// The planes of one sub-block of one panel.
 template <class T>
-INLINE void fill_planes(const Direct<T, tile_groups>& source, int first, int s, int g,
+INLINE void fill_planes(const PackedSource<T, tile_panels>& source, int first, int s, int g,
                         BlockPlanes& to) {
   constexpr int halves = halves_of<T>, vectors = 8 / halves;
   uint8_t (*low)[64] = to.bytes[g][0][s / 2] + s % 2 * 8;
   uint8_t (*high)[64] = to.bytes[g][1][s / 2] + s % 2 * 8;
   UNROLL(2)
   for (int h = 0; h < halves; h++) {
-    const Ints multiple = source.multiple(first, g, s * halves + h);
-    const Ints words = paired(multiple, multiple);
+    const Ints sub_scale = source.sub_scale(first, g, s * halves + h);
+    const Ints words = paired(sub_scale, sub_scale);
     UNROLL(8)
     for (int j = h * vectors; j < (h + 1) * vectors; j++)
       store_planes<T::zero>(source.codes(first + s, g, j), words, low[j], high[j]);
@@ -63,11 +65,11 @@ INLINE void fill_planes(const Direct<T, tile_groups>& source, int first, int s, 
 }
 
 template <class T>
-INLINE void fill_scales(const Direct<T, tile_groups>& source, int first, BlockScales& to) {
-  for (int g = 0; g < tile_groups; g++) {
-    store(to.units[g], source.unit(first, g));
+INLINE void fill_scales(const PackedSource<T, tile_panels>& source, int first, BlockScales& to) {
+  for (int g = 0; g < tile_panels; g++) {
+    store(to.super_scales[g], source.super_scale(first, g));
     if constexpr (T::has_minimum) {
-      store(to.negative_minimum_units[g], source.negative_minimum_unit(first, g));
+      store(to.negative_super_minimums[g], source.negative_super_minimum(first, g));
       for (int i = 0; i < num_pairs<T>; i++) store(to.pairs[i][g], source.pairs(first, g, i));
     }
   }
@@ -77,18 +79,20 @@ INLINE void fill_scales(const Direct<T, tile_groups>& source, int first, BlockSc
 struct BlockPiece {
   const ActivationBlock* activations;
   const BlockScales* scales;
-  float* sums;    // [column][group][16]
-  int next_slab;  // where it is the last piece of its block of k: the sub-block after it; else 0
+  float* sums;    // [column][panel][16]
+  int next_slab;  // of the last piece of its block of k: the sub-block after it; else 0
 };
 
-// One of the four products of a part: `sums` is 2 * row group, and 1 more for the high plane.
+// One of the four tile products of a quarter of the block: `sums` is 2 * panel, plus 1 for the high
+// plane.
 template <int sums>
-INLINE void multiply_plane(const BlockPiece& piece, const BlockPlanes& planes, int part,
+INLINE void multiply_plane(const BlockPiece& piece, const BlockPlanes& planes, int quarter,
                            int64_t stride) {
   constexpr int plane = tile_of_plane + sums % 3;
-  if (part == 0) clear_tile<sums>();
-  if (sums == 0) load_tile<tile_of_block_activations>(piece.activations->codes + 64 * part, stride);
-  load_tile<plane>(planes.bytes[sums / 2][sums % 2][part][0], 64);
+  if (quarter == 0) clear_tile<sums>();
+  if (sums == 0)
+    load_tile<tile_of_block_activations>(piece.activations->codes + 64 * quarter, stride);
+  load_tile<plane>(planes.bytes[sums / 2][sums % 2][quarter][0], 64);
   if (sums % 2 == 0)
     multiply_tiles_unsigned<sums, tile_of_block_activations, plane>();
   else
@@ -99,7 +103,7 @@ INLINE void store_sums(BlockSums& to) {
   store_tile<sums>(to.sums[sums / 2][sums % 2], 64);
 }
 
-// The floats of a piece's columns, as in accumulate.h's `accumulate_block`.
+// The float sums of a piece's columns, as in gemm_accumulate.h's `accumulate_block`.
 template <class T>
 class BlockFloats {
  public:
@@ -107,10 +111,10 @@ class BlockFloats {
       : activations_(piece.activations), stride_(stride), products_(products), sums_(piece.sums) {
     const BlockScales& scales = *piece.scales;
     UNROLL(2)
-    for (int g = 0; g < tile_groups; g++) {
-      unit_[g] = load(scales.units[g]);
+    for (int g = 0; g < tile_panels; g++) {
+      super_scale_[g] = load(scales.super_scales[g]);
       if constexpr (T::has_minimum) {
-        minimum_[g] = load(scales.negative_minimum_units[g]);
+        super_minimum_[g] = load(scales.negative_super_minimums[g]);
         UNROLL(8)
         for (int i = 0; i < num_pairs<T>; i++) pairs_[g][i] = load(scales.pairs[i][g]);
       }
@@ -120,23 +124,23 @@ class BlockFloats {
   INLINE_METHOD void add(int column) const {
     const ActivationBlock& a = activations_[column * stride_];
     const Floats scale = broadcast(a.scale);
-    Ints offsets[tile_groups] = {broadcast_int(0), broadcast_int(0)};
+    Ints offsets[tile_panels] = {broadcast_int(0), broadcast_int(0)};
     if constexpr (T::has_minimum) {
       UNROLL(8)
       for (int i = 0; i < num_pairs<T>; i++) {
         const int32_t sums = sums_of_codes<T>(a, i);
         UNROLL(2)
-        for (int g = 0; g < tile_groups; g++)
+        for (int g = 0; g < tile_panels; g++)
           offsets[g] = add_pairs(offsets[g], pairs_[g][i], sums);
       }
     }
     UNROLL(2)
-    for (int g = 0; g < tile_groups; g++) {
-      const Ints low = load(products_.sums[g][0] + column * row_group);
-      const Ints high = load(products_.sums[g][1] + column * row_group);
-      float* sum = sums_ + (column * tile_groups + g) * row_group;
-      Floats value = unit_[g] * to_floats(low + Ints{_mm512_slli_epi32(high.v, 8)});
-      if constexpr (T::has_minimum) value = fma(minimum_[g], to_floats(offsets[g]), value);
+    for (int g = 0; g < tile_panels; g++) {
+      const Ints low = load(products_.sums[g][0] + column * panel_rows);
+      const Ints high = load(products_.sums[g][1] + column * panel_rows);
+      float* sum = sums_ + (column * tile_panels + g) * panel_rows;
+      Floats value = super_scale_[g] * to_floats(low + Ints{_mm512_slli_epi32(high.v, 8)});
+      if constexpr (T::has_minimum) value = fma(super_minimum_[g], to_floats(offsets[g]), value);
       store(sum, fma(scale, value, load(sum)));
     }
   }
@@ -146,36 +150,36 @@ class BlockFloats {
   int64_t stride_;
   const BlockSums& products_;
   float* sums_;
-  Floats unit_[tile_groups], minimum_[tile_groups];
-  Ints pairs_[tile_groups][num_pairs<T>];
+  Floats super_scale_[tile_panels], super_minimum_[tile_panels];
+  Ints pairs_[tile_panels][num_pairs<T>];
 };
 
 template <class T>
-class BlockTileProduct {
+class AmxBlockGemm {
  public:
-  BlockTileProduct(const Product& p, int group, int column, int num_columns)
+  AmxBlockGemm(const Gemm& p, int panel, int column, int num_columns)
       : p_(p),
-        source_(direct_source<T, tile_groups>(p, group)),
-        group_(group),
+        source_(packed_source<T, tile_panels>(p, panel)),
+        panel_(panel),
         column_(column),
         blocks_(num_columns),
         sub_blocks_(static_cast<int>(p.in_size / group_size)),
         passes_(p.residuals ? 2 : 1),
-        pieces_a_slab_(blocks_.count * passes_),
-        num_pieces_(sub_blocks_ / slab * pieces_a_slab_),
+        pieces_per_slab_(blocks_.count * passes_),
+        num_pieces_(sub_blocks_ / slab * pieces_per_slab_),
         stride_(p.column_stride * static_cast<int64_t>(sizeof(ActivationBlock))) {}
 
   void run() {
-    for (int i = 0; i < blocks_.count * blocks_.columns * tile_groups * row_group; i++)
+    for (int i = 0; i < blocks_.count * blocks_.columns * tile_panels * panel_rows; i++)
       sums_[i] = 0.0f;
     shape_block_tiles(blocks_.columns);
     fill_scales(source_, 0, scales_[0]);
     for (int s = 0; s < slab; s++)
-      for (int g = 0; g < tile_groups; g++) fill_planes(source_, 0, s, g, planes_);
+      for (int g = 0; g < tile_panels; g++) fill_planes(source_, 0, s, g, planes_);
     multiply(piece_at(0), products_[0], [](int) {});
-    NextSlab next = slab_after(0);
+    SlabPrefetch next = slab_after(0);
     for (int n = 0; n < num_pieces_; n++) {
-      if (n % pieces_a_slab_ == 0) next = slab_after(n);
+      if (n % pieces_per_slab_ == 0) next = slab_after(n);
       add(n, next);
     }
     release_tiles();
@@ -193,82 +197,84 @@ class BlockTileProduct {
     set_tile_shapes(shapes);
   }
 
-  NextSlab slab_after(int n) const {
-    return {source_, (n / pieces_a_slab_ + 2) * slab, sub_blocks_, pieces_a_slab_ * tiles_a_block};
+  SlabPrefetch slab_after(int n) const {
+    return {source_, (n / pieces_per_slab_ + 2) * slab, sub_blocks_,
+            pieces_per_slab_ * tiles_per_block};
   }
 
   // Residuals come after the columns they belong to.
   BlockPiece piece_at(int n) {
-    const int block_of_k = n / pieces_a_slab_, i = n % pieces_a_slab_, block = i / passes_;
+    const int block_of_k = n / pieces_per_slab_, i = n % pieces_per_slab_, block = i / passes_;
     const void* columns = i % passes_ == 0 ? p_.columns : p_.residuals;
     return {static_cast<const ActivationBlock*>(columns) +
                 (column_ + blocks_.first(block)) * p_.column_stride + block_of_k,
             &scales_[block_of_k % 3],
-            sums_ + int64_t{block} * blocks_.columns * tile_groups * row_group,
-            i + 1 == pieces_a_slab_ ? (block_of_k + 1) * slab : 0};
+            sums_ + int64_t{block} * blocks_.columns * tile_panels * panel_rows,
+            i + 1 == pieces_per_slab_ ? (block_of_k + 1) * slab : 0};
   }
 
-  // The products of a piece in parts, with something else to do after each: what stands further
-  // away the processor would not begin while it waits for the tiles.
-  template <class Beside>
-  INLINE_METHOD void multiply(const BlockPiece& piece, BlockSums& to, const Beside& beside) {
-    for (int part = 0; part < tiles_a_block; part++) {
-      const bool is_last = part + 1 == tiles_a_block;
-      multiply_plane<0>(piece, planes_, part, stride_);
-      multiply_plane<1>(piece, planes_, part, stride_);
+  // The tile products of a piece by quarters, with other work between them: out-of-order execution
+  // does not reach work further away while it waits for the tiles.
+  template <class Between>
+  INLINE_METHOD void multiply(const BlockPiece& piece, BlockSums& to, const Between& between) {
+    for (int quarter = 0; quarter < tiles_per_block; quarter++) {
+      const bool is_last = quarter + 1 == tiles_per_block;
+      multiply_plane<0>(piece, planes_, quarter, stride_);
+      multiply_plane<1>(piece, planes_, quarter, stride_);
       if (is_last) store_sums<0>(to);
-      multiply_plane<2>(piece, planes_, part, stride_);
+      multiply_plane<2>(piece, planes_, quarter, stride_);
       if (is_last) store_sums<1>(to);
-      multiply_plane<3>(piece, planes_, part, stride_);
+      multiply_plane<3>(piece, planes_, quarter, stride_);
       if (is_last) store_sums<2>(to), store_sums<3>(to);
-      refill(piece, part);
-      beside(part);
+      refill(piece, quarter);
+      between(quarter);
     }
   }
 
-  // The last piece is the last to need its planes: those of the next block of k take their place.
-  INLINE_METHOD void refill(const BlockPiece& piece, int part) {
+  // After the last piece that reads the planes, those of the next block of k replace them.
+  INLINE_METHOD void refill(const BlockPiece& piece, int quarter) {
     const int next = piece.next_slab;
     if (next == 0 || next >= sub_blocks_) return;
-    if (part == 0) fill_scales(source_, next, scales_[next / slab % 3]);
-    for (int g = 0; g < tile_groups; g++)
-      for (int s = 2 * part; s < 2 * part + 2; s++) fill_planes(source_, next, s, g, planes_);
+    if (quarter == 0) fill_scales(source_, next, scales_[next / slab % 3]);
+    for (int g = 0; g < tile_panels; g++)
+      for (int s = 2 * quarter; s < 2 * quarter + 2; s++) fill_planes(source_, next, s, g, planes_);
   }
 
-  // The floats of a piece; among them the products of the one after it.
-  void add(int n, NextSlab& next) {
+  // The float sums of a piece, interleaved with the tile products of the next one.
+  void add(int n, SlabPrefetch& next) {
     const BlockFloats<T> floats(piece_at(n), p_.column_stride, products_[n % 2]);
     const int columns = blocks_.columns;
-    const auto some = [&](int part) __attribute__((always_inline)) {
+    const auto add_columns = [&](int quarter) __attribute__((always_inline)) {
       next.fetch();
-      const int end = (part + 1) * columns / tiles_a_block;
-      for (int c = part * columns / tiles_a_block; c < end; c++) floats.add(c);
+      const int end = (quarter + 1) * columns / tiles_per_block;
+      for (int c = quarter * columns / tiles_per_block; c < end; c++) floats.add(c);
     };
     if (n + 1 < num_pieces_)
-      multiply(piece_at(n + 1), products_[(n + 1) % 2], some);
+      multiply(piece_at(n + 1), products_[(n + 1) % 2], add_columns);
     else
-      for (int part = 0; part < tiles_a_block; part++) some(part);
+      for (int quarter = 0; quarter < tiles_per_block; quarter++) add_columns(quarter);
   }
 
   void write() const {
     for (int block = 0; block < blocks_.count; block++)
       for (int c = 0; c < blocks_.columns; c++)
-        for (int g = 0; g < tile_groups; g++) {
-          const int row = (group_ + g) * row_group;
+        for (int g = 0; g < tile_panels; g++) {
+          const int row = (panel_ + g) * panel_rows;
           const int64_t column = column_ + blocks_.first(block) + c;
-          const float* from = sums_ + ((block * blocks_.columns + c) * tile_groups + g) * row_group;
+          const float* from =
+              sums_ + ((block * blocks_.columns + c) * tile_panels + g) * panel_rows;
           store_rows(p_.out + column * p_.out_stride + row, load(from), p_.num_rows - row);
         }
   }
 
-  const Product& p_;
-  const Direct<T, tile_groups> source_;
-  const int group_, column_;
-  const Blocks blocks_;
-  const int sub_blocks_, passes_, pieces_a_slab_, num_pieces_;
+  const Gemm& p_;
+  const PackedSource<T, tile_panels> source_;
+  const int panel_, column_;
+  const ColumnBlocks blocks_;
+  const int sub_blocks_, passes_, pieces_per_slab_, num_pieces_;
   const int64_t stride_;   // of the columns, in bytes
-  BlockPlanes planes_;     // whose last products are under way when it is filled anew
-  BlockScales scales_[3];  // with few columns: of the floats, of the products, being filled
+  BlockPlanes planes_;     // refilled while its last products are in flight
+  BlockScales scales_[3];  // of the float sums, of the tile products, and being filled
   BlockSums products_[2];
-  alignas(64) float sums_[max_block_columns * tile_groups * row_group];
+  alignas(64) float sums_[max_block_columns * tile_panels * panel_rows];
 };

@@ -1,4 +1,4 @@
-// Which units run on this processor.
+// Chooses the unit: the best that runs on this processor, or the one named.
 #include <cstring>
 #include <initializer_list>
 

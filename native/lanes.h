@@ -1,8 +1,8 @@
-// Sixteen float lanes and what the kernels do with them, for the instruction set of one unit.
+// Vectors of sixteen lanes and their operations, for the instruction set of one unit.
 //
 // Each unit (unit_*.cpp) defines one QUIRE_UNIT_* macro and includes this inside an anonymous
-// namespace. Whatever the set, a vector has sixteen lanes and every operation rounds as IEEE says,
-// so that all units give the same bits; sums across lanes follow one tree.
+// namespace. In every unit a vector has sixteen lanes, every operation rounds as IEEE 754 says,
+// and sums across lanes follow one tree: all units give the same bits.
 
 #if defined(QUIRE_UNIT_AVX512)
 
@@ -34,7 +34,7 @@ INLINE void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x.v); }
 INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 INLINE Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 INLINE Ints operator*(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
-// Two numbers of sixteen bits with sign in a lane, and what such a pair adds to a sum of products.
+// Two signed 16-bit numbers per lane, and their dot product with another pair added to a sum.
 INLINE Ints paired(Ints low, Ints high) {
   return {_mm512_mask_blend_epi16(0xAAAAAAAA, low.v, _mm512_slli_epi32(high.v, 16))};
 }
@@ -255,7 +255,7 @@ INLINE Floats first_lanes(Floats a, Floats b, int count) LANES(Floats, i < count
 
 #endif
 
-// ---- what is the same for all units
+// ---- the same in all units
 
 INLINE float first_of(Floats x) {
 #if defined(QUIRE_UNIT_AVX512)
@@ -331,8 +331,9 @@ INLINE int32_t max_of_lanes(Ints x) { FOLD_LANES(a > b ? a : b) }
 
 #endif
 
-// e^x to 2 ulp by arithmetic alone, so that it is the same everywhere. x is held to [-87.3, 88.3]:
-// neither 0 nor infinity is reached. NaN stays NaN (max and min take the second of unordered two).
+// e^x to 2 ulp by arithmetic alone, so that it is the same everywhere. x is clamped to
+// [-87.3, 88.3]: the result is neither 0 nor infinity. NaN stays NaN (max and min return the second
+// of unordered operands).
 INLINE Floats exponential(Floats x) {
   x = max(broadcast(-87.3f), min(broadcast(88.3f), x));
   const Floats n = to_floats(to_ints(x * broadcast(1.44269504088896341f)));

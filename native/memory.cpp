@@ -1,13 +1,13 @@
-// Where the native code's large memory comes from.
+// Allocates buffers: mmap with large pages on Linux, calloc elsewhere.
 #include "memory.h"
 
 #include <cstdlib>
 #include <cstring>
 #include <new>
 
-// The address sanitizer watches what comes from the C library, piece by piece.
+// The address sanitizer checks single allocations of the C library.
 #if defined(__SANITIZE_ADDRESS__)
-#define QUIRE_EACH_PIECE_ALONE
+#define QUIRE_SEPARATE_ALLOCATIONS
 #elif defined(__linux__)
 #define QUIRE_MAPS_MEMORY
 #include <sys/mman.h>
@@ -19,7 +19,9 @@ namespace {
 constexpr size_t alignment = 64;
 [[maybe_unused]] constexpr size_t large_page = size_t{2} << 20;
 
-size_t rounded(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
+size_t rounded_up(size_t size, size_t alignment) {
+  return (size + alignment - 1) / alignment * alignment;
+}
 
 }  // namespace
 
@@ -33,19 +35,19 @@ uint8_t* mapped(size_t size) {
   return static_cast<uint8_t*>(memory);
 }
 
-// Begins at a large page, so that all of it can lie in such pages.
+// Aligned to a large page, so that all of it can be in large pages.
 uint8_t* mapped_in_large_pages(size_t size) {
   uint8_t* all = mapped(size + large_page);
   const size_t before =
-      rounded(reinterpret_cast<uintptr_t>(all), large_page) - reinterpret_cast<uintptr_t>(all);
+      rounded_up(reinterpret_cast<uintptr_t>(all), large_page) - reinterpret_cast<uintptr_t>(all);
   if (before > 0) munmap(all, before);
   if (before < large_page) munmap(all + before + size, large_page - before);
-  madvise(all + before, size, MADV_HUGEPAGE);  // a wish: nothing hangs on it
+  madvise(all + before, size, MADV_HUGEPAGE);  // a hint
   return all + before;
 }
 
-// What is mapped for a buffer: whole large pages, if it has any.
-size_t mapped_size(size_t size) { return rounded(size, size >= large_page ? large_page : 4096); }
+// Bytes mapped for a buffer: whole large pages, if it has any.
+size_t mapped_size(size_t size) { return rounded_up(size, size >= large_page ? large_page : 4096); }
 
 }  // namespace
 
@@ -67,7 +69,7 @@ Buffer::Buffer(size_t size) : size_(size) {
   void* memory = std::calloc(1, size + alignment + sizeof(void*));
   if (!memory) throw std::bad_alloc();
   const auto first = reinterpret_cast<uintptr_t>(memory) + sizeof(void*);
-  data_ = reinterpret_cast<uint8_t*>(rounded(first, alignment));
+  data_ = reinterpret_cast<uint8_t*>(rounded_up(first, alignment));
   std::memcpy(data_ - sizeof(void*), &memory, sizeof(void*));
 }
 
@@ -81,11 +83,11 @@ Buffer::~Buffer() {
 #endif
 
 uint8_t* Arena::allocate(size_t size) {
-#if defined(QUIRE_EACH_PIECE_ALONE)
+#if defined(QUIRE_SEPARATE_ALLOCATIONS)
   chunks_.emplace_back(size);
   return chunks_.back().data();
 #endif
-  size = rounded(size, alignment);
+  size = rounded_up(size, alignment);
   if (chunks_.empty() || chunks_.back().size() - used_ < size) {
     chunks_.emplace_back(size > chunk_size ? size : chunk_size);
     used_ = 0;

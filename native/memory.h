@@ -1,4 +1,4 @@
-// Buffer: aligned memory that the system gives lazily, in large pages where it can.
+// Buffer: aligned memory, mapped lazily, in large pages where possible.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -34,7 +34,7 @@ class Buffer {
   T* as() const {
     return reinterpret_cast<T*>(data_);
   }
-  // At least so large; what was in it may be lost.
+  // At least so large; the contents may be lost.
   void grow(size_t size) {
     if (size > size_) *this = Buffer(size);
   }
@@ -44,8 +44,8 @@ class Buffer {
   size_t size_ = 0;
 };
 
-// Many small pieces out of few large buffers, so that they too lie in large pages. Pieces live as
-// long as the arena; memory that no piece was written to is not taken.
+// Small allocations out of large buffers, so that they too are in large pages. They live as long as
+// the arena; pages that are never written take no memory.
 class Arena {
  public:
   uint8_t* allocate(size_t size);  // aligned to a cache line

@@ -1,16 +1,5 @@
-// The Python module quire._native.
-#include <nanobind/nanobind.h>
-
-#include "bind_pool.h"
-#include "bind_sampler.h"
-
-namespace nb = nanobind;
-
-namespace quire {
-void bind_kernels(nb::module_& m);
-void bind_weights(nb::module_& m);
-void bind_decoder(nb::module_& m);
-}  // namespace quire
+// The Python module quire._native; src/quire/_native.pyi is its typed surface.
+#include "bindings.h"
 
 NB_MODULE(_native, m) {
   m.doc() = "quire's CPU kernels; use quire.executors.cpu";

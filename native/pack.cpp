@@ -139,7 +139,7 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
   }
 }
 
-// ---- codes of a sub-block, sixteen rows, to and from their planes
+// ---- codes of a sub-block, sixteen rows, to and from bit planes
 
 using SubBlock = uint8_t[rows][32];
 
@@ -167,7 +167,7 @@ int code_at(int bits, const uint8_t* from, int row, int k) {
   const uint8_t* high = from + (bits == 3 ? 128 : 256);
   const int two = 2 * (j >> 1);
   const auto nibble = [&] { return from[64 * (j & 3) + at] >> (j < 4 ? 0 : 4) & 15; };
-  switch (bits) {  // fewer bits have fewer planes: nothing is read that is not there
+  switch (bits) {  // fewer bits have fewer planes: reads only those that exist
     case 8: return from[64 * j + at];
     case 4: return nibble();
     case 5: return nibble() | (high[at] >> j & 1) << 4;
@@ -214,13 +214,13 @@ float weight_of(Format format, int code, const uint8_t* record, int s, int half,
 int float_bytes(Format format) { return format == F32 ? 4 : 2; }
 
 void pack_floats(const SourceFormat& from, const uint8_t* blocks, int64_t in_size, int64_t num_rows,
-                 int64_t first_row, uint8_t* group) {
+                 int64_t first_row, uint8_t* panel) {
   const int size = float_bytes(from.packed);
   for (int row = 0; row < rows; row++) {
     const bool exists = first_row + row < num_rows;
     const uint8_t* source = blocks + (first_row + row) * in_size * size;
     for (int64_t k = 0; k < in_size; k++) {
-      uint8_t* to = group + (k * rows + row) * size;
+      uint8_t* to = panel + (k * rows + row) * size;
       if (exists)
         std::memcpy(to, source + k * size, static_cast<size_t>(size));
       else
@@ -251,14 +251,14 @@ const SourceFormat& source_named(const std::string& name) {
 }
 
 static void expect_matrix_size(const SourceFormat& from, int64_t num_rows, int64_t in_size) {
-  expect_within("the rows of a matrix", num_rows, 1, most_vocabulary);
-  expect_within("the columns of a matrix", in_size, 1, most_wide);
+  expect_within("the rows of a matrix", num_rows, 1, max_vocabulary);
+  expect_within("the columns of a matrix", in_size, 1, max_row_size);
   expect(in_size % from.block_size == 0, "a row does not hold whole blocks");
 }
 
 int64_t packed_size(const SourceFormat& from, int64_t num_rows, int64_t in_size) {
   expect_matrix_size(from, num_rows, in_size);
-  return checked_product((num_rows + rows - 1) / rows, group_bytes_of(from.packed, in_size));
+  return checked_product((num_rows + rows - 1) / rows, panel_bytes_of(from.packed, in_size));
 }
 
 void expect_blocks(const SourceFormat& from, int64_t num_rows, int64_t in_size, size_t num_bytes) {
@@ -267,16 +267,16 @@ void expect_blocks(const SourceFormat& from, int64_t num_rows, int64_t in_size, 
   expect(static_cast<int64_t>(num_bytes) == needed, "the blocks do not make these rows");
 }
 
-void pack_group(const SourceFormat& from, const uint8_t* blocks, int64_t in_size, int64_t num_rows,
-                int64_t first_row, uint8_t* group) {
+void pack_panel(const SourceFormat& from, const uint8_t* blocks, int64_t in_size, int64_t num_rows,
+                int64_t first_row, uint8_t* panel) {
   const FormatInfo& info = format_infos[from.packed];
-  if (info.bits == 0) return pack_floats(from, blocks, in_size, num_rows, first_row, group);
+  if (info.bits == 0) return pack_floats(from, blocks, in_size, num_rows, first_row, panel);
   const int64_t blocks_a_row = in_size / from.block_size;
   const int sub_blocks = from.block_size / 32;
-  uint8_t* scales = group + code_area(from.packed, in_size);
+  uint8_t* scales = panel + code_area(from.packed, in_size);
   std::memset(scales, 0,
-              static_cast<size_t>(group_bytes_of(from.packed, in_size)) -
-                  static_cast<size_t>(scales - group));
+              static_cast<size_t>(panel_bytes_of(from.packed, in_size)) -
+                  static_cast<size_t>(scales - panel));
   uint8_t codes[256];
   SubBlock spans[8];
   std::memset(spans, 0, sizeof spans);
@@ -288,15 +288,15 @@ void pack_group(const SourceFormat& from, const uint8_t* blocks, int64_t in_size
       for (int s = 0; s < sub_blocks; s++) std::memcpy(spans[s][row], codes + 32 * s, 32);
     }
     for (int s = 0; s < sub_blocks; s++)
-      put_planes(info.bits, spans[s], group + (b * sub_blocks + s) * info.code_bytes);
+      put_planes(info.bits, spans[s], panel + (b * sub_blocks + s) * info.code_bytes);
   }
 }
 
-void unpack_row(Format format, const uint8_t* group, int64_t in_size, int row, float* out) {
+void unpack_row(Format format, const uint8_t* panel, int64_t in_size, int row, float* out) {
   const FormatInfo& info = format_infos[format];
   if (info.bits == 0) {
     for (int64_t k = 0; k < in_size; k++) {
-      const uint8_t* from = group + (k * rows + row) * float_bytes(format);
+      const uint8_t* from = panel + (k * rows + row) * float_bytes(format);
       uint16_t bits;
       if (format == F32)
         std::memcpy(out + k, from, 4);
@@ -307,9 +307,9 @@ void unpack_row(Format format, const uint8_t* group, int64_t in_size, int row, f
     }
     return;
   }
-  const uint8_t* scales = group + code_area(format, in_size);
+  const uint8_t* scales = panel + code_area(format, in_size);
   for (int64_t s = 0; s < in_size / 32; s++) {
-    const uint8_t* codes = group + s * info.code_bytes;
+    const uint8_t* codes = panel + s * info.code_bytes;
     const uint8_t* record = scales + s / info.scale_span * info.scale_bytes;
     const int in_span = static_cast<int>(s % info.scale_span);
     for (int k = 0; k < 32; k++)
@@ -340,9 +340,9 @@ bool common_ternary_scale(const SourceFormat& from, const uint8_t* blocks, int64
   return true;
 }
 
-void set_ternary_scale(uint8_t* group, int64_t in_size, float scale) {
+void set_ternary_scale(uint8_t* panel, int64_t in_size, float scale) {
   const uint16_t half = half_of_float(scale);
-  uint8_t* scales = group + code_area(TERNARY, in_size);
+  uint8_t* scales = panel + code_area(TERNARY, in_size);
   for (int64_t i = 0; i < in_size / 256 * rows; i++) std::memcpy(scales + 2 * i, &half, 2);
 }
 

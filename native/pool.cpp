@@ -1,4 +1,4 @@
-// The thread pool's machinery: claiming chunks, waiting with and without spinning, failures.
+// The thread pool: claiming and stealing chunks, the barrier, spinning and sleeping, failures.
 #include "pool.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace quire {
 namespace {
 
 constexpr std::chrono::microseconds spin_time{50};
-constexpr int pauses_per_look_at_the_clock = 16;
+constexpr int pauses_per_clock_read = 16;
 
 void pause() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -33,14 +33,14 @@ void pause() {
 #endif
 }
 
-// How many forks lie between the first pool and this process: in a child of fork() the workers of
-// the pools made before it do not exist, and waiting for them would last forever.
+// Forks since the first pool was made: in a child of fork() the workers of earlier pools do not
+// exist, and waiting for them would never end.
 std::atomic<uint32_t> num_forks{0};
 
 uint32_t count_forks() {
 #if defined(__unix__) || defined(__APPLE__)
   static const int registered = pthread_atfork(nullptr, nullptr, [] { num_forks.fetch_add(1); });
-  if (registered != 0) throw std::runtime_error("no memory to watch for fork()");
+  if (registered != 0) throw std::runtime_error("pthread_atfork failed: no memory");
 #endif
   return num_forks.load();
 }
@@ -68,7 +68,7 @@ int checked(int num_threads) {
   throw std::invalid_argument("a pool needs at least 1 thread, got " + std::to_string(num_threads));
 }
 
-// A range of chunks in one word, so that both its ends change together.
+// A range of chunks in one word, so that both ends change atomically.
 uint64_t range_of(int begin, int end) {
   return static_cast<uint64_t>(static_cast<uint32_t>(begin)) << 32 | static_cast<uint32_t>(end);
 }
@@ -83,14 +83,14 @@ template <class Waiting>
 BasicPool<Waiting>::BasicPool(int num_threads, bool may_spin, bool pin)
     : num_threads_(checked(num_threads)),
       may_spin_(may_spin),
-      born_after_forks_(count_forks()),
+      forks_at_start_(count_forks()),
       shares_(new Share[static_cast<size_t>(num_threads)]) {
   workers_.reserve(num_threads - 1);
   try {
     for (int thread = 1; thread < num_threads; thread++) {
       workers_.emplace_back([this, thread, pin] {
         if (pin) pin_to_core(thread);
-        serve(thread);
+        work(thread);
       });
     }
   } catch (...) {
@@ -101,38 +101,38 @@ BasicPool<Waiting>::BasicPool(int num_threads, bool may_spin, bool pin)
 
 template <class Waiting>
 BasicPool<Waiting>::~BasicPool() {
-  if (num_forks.load() == born_after_forks_) {
+  if (num_forks.load() == forks_at_start_) {
     stop();
   } else {
-    // The threads these handles name were left behind by fork(): they can be neither joined nor
-    // detached, so the handles are leaked.
+    // These threads exist in the parent of fork() only: they can be neither joined nor detached, so
+    // the handles are leaked.
     new std::vector<std::thread>(std::move(workers_));
-    for_call_.abandon();
-    for_finish_.abandon();
+    wake_waiting_.leak();
+    finish_waiting_.leak();
   }
 }
 
 template <class Waiting>
 void BasicPool<Waiting>::stop() {
   is_stopping_.store(true);
-  call_.fetch_add(1);
-  for_call_.wake(call_, INT_MAX);
+  wake_count_.fetch_add(1);
+  wake_waiting_.wake(wake_count_, INT_MAX);
   for (std::thread& worker : workers_) worker.join();
 }
 
 template <class Waiting>
 void BasicPool<Waiting>::begin() {
   if (num_threads_ == 1 || !may_spin_) return;
-  is_awake_.store(true);
+  in_session_.store(true);
   wake_sleepers(INT_MAX);
 }
 
 template <class Waiting>
 void BasicPool<Waiting>::end() {
-  is_awake_.store(false, std::memory_order_relaxed);
+  in_session_.store(false, std::memory_order_relaxed);
 }
 
-// ---- one stage, seen by its caller
+// ---- one stage, on the calling thread
 
 template <class Waiting>
 void BasicPool<Waiting>::run_stage(Stage stage) {
@@ -142,7 +142,7 @@ void BasicPool<Waiting>::run_stage(Stage stage) {
                                 std::to_string(stage.chunk));
   }
   stage.num_chunks = stage.num_tasks / stage.chunk + (stage.num_tasks % stage.chunk != 0);
-  if (num_forks.load(std::memory_order_relaxed) != born_after_forks_ && num_threads_ > 1) {
+  if (num_forks.load(std::memory_order_relaxed) != forks_at_start_ && num_threads_ > 1) {
     throw std::logic_error(
         "a thread pool does not outlive fork(): make the executor in the process that uses it");
   }
@@ -153,8 +153,8 @@ void BasicPool<Waiting>::run_stage(Stage stage) {
     run_alone(stage);
   } else {
     publish(stage);
-    take_part(0);
-    await_finish();
+    run_chunks(0);
+    wait_for_barrier();
   }
   std::exception_ptr failure = take_failure();
   is_running_.store(false, std::memory_order_release);
@@ -174,12 +174,11 @@ void BasicPool<Waiting>::publish(const Stage& stage) {
     const auto first_of = [&](int64_t share) {
       return static_cast<int>(share * stage.num_chunks / num_threads_);
     };
-    // Whoever claims one of these has seen the stage and how much of it is unfinished.
+    // Release: a thread that claims a chunk sees stage_ and unfinished_.
     shares_[static_cast<size_t>(thread)].unclaimed.store(
         range_of(first_of(thread), first_of(thread + 1)), std::memory_order_release);
   }
-  // In one total order with the sleepers' own look at it: either they see the stage, or they are
-  // counted below.
+  // Sequentially consistent with sleep(): a sleeper either sees the new stage or is counted below.
   num_stages_.fetch_add(1);
   wake_sleepers(stage.num_chunks - 1);
 }
@@ -188,17 +187,17 @@ template <class Waiting>
 void BasicPool<Waiting>::wake_sleepers(int count) {
   const int num_sleepers = num_sleepers_.load();
   if (num_sleepers == 0) return;
-  call_.fetch_add(1);
-  for_call_.wake(call_, std::min(count, num_sleepers));
+  wake_count_.fetch_add(1);
+  wake_waiting_.wake(wake_count_, std::min(count, num_sleepers));
 }
 
 template <class Waiting>
-void BasicPool<Waiting>::await_finish() {
+void BasicPool<Waiting>::wait_for_barrier() {
   const auto is_finished = [this] { return unfinished_.load() == 0; };
   if (is_finished() || (may_spin_ && spin_until(is_finished))) return;
   caller_sleeps_.store(true);
   for (uint32_t left = unfinished_.load(); left != 0; left = unfinished_.load()) {
-    for_finish_.wait(unfinished_, left);
+    finish_waiting_.wait(unfinished_, left);
   }
   caller_sleeps_.store(false);
 }
@@ -207,10 +206,10 @@ template <class Waiting>
 std::exception_ptr BasicPool<Waiting>::take_failure() {
   if (failed_chunk_.load(std::memory_order_relaxed) == INT_MAX) return nullptr;
   failed_chunk_.store(INT_MAX, std::memory_order_relaxed);
-  return std::exchange(exception_, nullptr);  // all threads are done: nobody else looks at it
+  return std::exchange(exception_, nullptr);  // all threads are done
 }
 
-// ---- one stage, seen by every thread
+// ---- one stage, on every thread
 
 // The next chunk of the thread's own share, or the last of another's; none when all are claimed.
 template <class Waiting>
@@ -244,7 +243,7 @@ int BasicPool<Waiting>::claim_last(std::atomic<uint64_t>& share) {
 }
 
 template <class Waiting>
-void BasicPool<Waiting>::take_part(int thread) {
+void BasicPool<Waiting>::run_chunks(int thread) {
   int chunk = claim(thread);
   if (chunk == none) return;
   const Stage stage = stage_;
@@ -254,12 +253,12 @@ void BasicPool<Waiting>::take_part(int thread) {
     num_done++;
   }
   if (unfinished_.fetch_sub(num_done) == num_done && caller_sleeps_.load()) {
-    for_finish_.wake(unfinished_, 1);
+    finish_waiting_.wake(unfinished_, 1);
   }
 }
 
-// A chunk after one that threw is left out; one before it runs, so that the exception that is kept
-// is the same whatever the threads did.
+// A chunk after one that threw is skipped; one before it runs: the earliest exception is kept,
+// whatever the timing.
 template <class Waiting>
 void BasicPool<Waiting>::run_chunk(const Stage& stage, int index, int thread) {
   if (index > failed_chunk_.load(std::memory_order_relaxed)) return;
@@ -268,12 +267,12 @@ void BasicPool<Waiting>::run_chunk(const Stage& stage, int index, int thread) {
   try {
     stage.call(stage.context, begin, end, thread);
   } catch (...) {
-    remember(index, std::current_exception());
+    record_failure(index, std::current_exception());
   }
 }
 
 template <class Waiting>
-void BasicPool<Waiting>::remember(int index, std::exception_ptr exception) {
+void BasicPool<Waiting>::record_failure(int index, std::exception_ptr exception) {
   std::lock_guard<std::mutex> lock(exception_mutex_);
   if (index > failed_chunk_.load()) return;
   failed_chunk_.store(index);
@@ -283,42 +282,45 @@ void BasicPool<Waiting>::remember(int index, std::exception_ptr exception) {
 // ---- a worker
 
 template <class Waiting>
-void BasicPool<Waiting>::serve(int thread) {
+void BasicPool<Waiting>::work(int thread) {
   uint32_t seen = 0;
-  while (await_stage(seen)) take_part(thread);
+  while (wait_for_stage(seen)) run_chunks(thread);
 }
 
-// Whether there is a stage the worker has not seen; false when the pool ends.
+// Waits for a stage that the worker has not seen; false when the pool stops.
 template <class Waiting>
-bool BasicPool<Waiting>::await_stage(uint32_t& seen) {
+bool BasicPool<Waiting>::wait_for_stage(uint32_t& seen) {
   const auto is_new = [&] { return num_stages_.load(std::memory_order_relaxed) != seen; };
-  const auto is_answered = [&] { return is_new() || !is_awake_.load(std::memory_order_relaxed); };
+  const auto may_stop_spinning = [&] {
+    return is_new() || !in_session_.load(std::memory_order_relaxed);
+  };
   for (;;) {
     if (is_new()) {
       seen = num_stages_.load();
       return true;
     }
     if (is_stopping_.load()) return false;
-    const bool spins = is_awake_.load(std::memory_order_relaxed);
-    if (!(spins && spin_until(is_answered))) sleep(seen);
+    const bool spins = in_session_.load(std::memory_order_relaxed);
+    if (!(spins && spin_until(may_stop_spinning))) sleep(seen);
   }
 }
 
 template <class Waiting>
 void BasicPool<Waiting>::sleep(uint32_t seen_stage) {
-  const uint32_t seen = call_.load();
+  const uint32_t seen = wake_count_.load();
   num_sleepers_.fetch_add(1);
-  if (num_stages_.load() == seen_stage && !is_stopping_.load()) for_call_.wait(call_, seen);
+  if (num_stages_.load() == seen_stage && !is_stopping_.load())
+    wake_waiting_.wait(wake_count_, seen);
   num_sleepers_.fetch_sub(1);
 }
 
-// Whether the condition came true before the time for spinning was over.
+// Whether the condition became true within spin_time.
 template <class Waiting>
 template <class Condition>
 bool BasicPool<Waiting>::spin_until(Condition is_met) const {
   const auto start = std::chrono::steady_clock::now();
   do {
-    for (int i = 0; i < pauses_per_look_at_the_clock; i++) {
+    for (int i = 0; i < pauses_per_clock_read; i++) {
       if (is_met()) return true;
       pause();
     }

@@ -1,15 +1,14 @@
-// The thread pool: hands out the tasks of one short stage after another to threads that stay awake
-// for the length of a step.
+// The thread pool: runs one short stage of tasks after another, with a barrier at the end of each,
+// on threads that spin between the stages of a step.
 //
 //   Pool pool(2, true);
-//   Pool::Session step(pool);                     // the threads are awake until this ends
-//   pool.run(num_rows, 32, [&](int begin, int end, int thread) { ... });
+//   Pool::Session step(pool);                     // the workers spin between stages until this
+//   ends pool.run(num_rows, 32, [&](int begin, int end, int thread) { ... });
 //
-// Each thread has a share of the chunks, the same in every stage of as many tasks, so that what one
-// stage leaves in a core's cache the next one finds there; a thread that is done takes from the
-// ends of the others' shares. So which thread takes which chunk is chance; where chunks begin and
-// end is not. Work that writes only what belongs to its tasks therefore gives the same bits with
-// any number of threads.
+// Each thread has a share of the chunks, the same in every stage of as many tasks, for the sake of
+// its core's cache. A thread that is done steals from the ends of the other shares. Which thread
+// runs a chunk varies; where chunks begin and end does not. Work that writes only what belongs to
+// its tasks therefore gives the same bits with any number of threads.
 #pragma once
 #include <climits>
 #include <exception>
@@ -23,14 +22,14 @@
 
 namespace quire {
 
-constexpr int apart = 128;  // bytes; processors fetch 64-byte lines in pairs
+constexpr int separation = 128;  // bytes against false sharing; 64-byte lines are fetched in pairs
 
 template <class Waiting>
 class BasicPool {
  public:
-  // may_spin: whether waiting threads may burn their core for some tens of microseconds; say false
-  // where the process is granted fewer cores than threads. pin: binds each worker to one core of
-  // its own; the calling thread stays free. Throws std::invalid_argument, std::system_error.
+  // may_spin: whether waiting threads may spin for some tens of microseconds; false where the
+  // process has fewer cores than threads. pin: binds each worker to one core; the calling thread
+  // is not bound. Throws std::invalid_argument, std::system_error.
   explicit BasicPool(int num_threads, bool may_spin = true, bool pin = false);
   ~BasicPool();
   BasicPool(const BasicPool&) = delete;
@@ -39,7 +38,7 @@ class BasicPool {
   int size() const { return num_threads_; }
 
   // Calls work(begin, end, thread) for chunks of [0, num_tasks) on all threads, the caller being
-  // thread 0, and returns when all of them are done. If work throws, later chunks are left out and
+  // thread 0, and returns when all of them are done. If work throws, later chunks are skipped and
   // the exception of the earliest failing chunk is thrown here. One stage at a time: a call from
   // within work, or from two threads at once, throws std::logic_error. So does any call in a child
   // of fork(), where the workers do not exist.
@@ -52,7 +51,7 @@ class BasicPool {
                const_cast<void*>(static_cast<const void*>(&work)), num_tasks, chunk, 0});
   }
 
-  // From begin to end the workers stay awake between stages.
+  // Between begin and end the workers spin between stages instead of sleeping.
   void begin();
   void end();
 
@@ -78,16 +77,16 @@ class BasicPool {
   void run_stage(Stage stage);
   void run_alone(const Stage& stage);
   void publish(const Stage& stage);
-  void take_part(int thread);
+  void run_chunks(int thread);
   int claim(int thread);
   static int claim_first(std::atomic<uint64_t>& share);
   static int claim_last(std::atomic<uint64_t>& share);
   void run_chunk(const Stage& stage, int index, int thread);
-  void remember(int index, std::exception_ptr exception);
-  void await_finish();
+  void record_failure(int index, std::exception_ptr exception);
+  void wait_for_barrier();
   std::exception_ptr take_failure();
-  void serve(int thread);
-  bool await_stage(uint32_t& seen);
+  void work(int thread);
+  bool wait_for_stage(uint32_t& seen);
   void sleep(uint32_t seen_stage);
   void wake_sleepers(int count);
   template <class Condition>
@@ -96,30 +95,30 @@ class BasicPool {
 
   const int num_threads_;
   const bool may_spin_;
-  const uint32_t born_after_forks_;
+  const uint32_t forks_at_start_;
   std::vector<std::thread> workers_;
 
-  // The chunks of a thread's share that nobody has claimed: first, and one past the last.
-  struct alignas(apart) Share {
+  // The unclaimed chunks of a thread's share: first, and one past the last.
+  struct alignas(separation) Share {
     std::atomic<uint64_t> unclaimed{0};
   };
   const std::unique_ptr<Share[]> shares_;
 
   // Written by the caller for each stage. `stage_` may be read only by a thread that has claimed a
   // chunk and not yet reported it: the next stage cannot begin then.
-  alignas(apart) std::atomic<uint32_t> num_stages_{0};  // that had chunks for the workers
-  std::atomic<bool> is_awake_{false};                   // between begin and end
+  alignas(separation) std::atomic<uint32_t> num_stages_{0};  // that were published to the workers
+  std::atomic<bool> in_session_{false};                      // between begin and end
   std::atomic<bool> is_stopping_{false};
   Stage stage_{};
 
-  alignas(apart) std::atomic<uint32_t> unfinished_{0};  // chunks
+  alignas(separation) std::atomic<uint32_t> unfinished_{0};  // chunks
   std::atomic<bool> caller_sleeps_{false};
 
-  alignas(apart) std::atomic<uint32_t> call_{0};  // changes to wake the sleepers
+  alignas(separation) std::atomic<uint32_t> wake_count_{0};  // changes to wake the sleepers
   std::atomic<int> num_sleepers_{0};
-  Waiting for_call_, for_finish_;
+  Waiting wake_waiting_, finish_waiting_;
 
-  alignas(apart) std::atomic<int> failed_chunk_{INT_MAX};  // the earliest that threw
+  alignas(separation) std::atomic<int> failed_chunk_{INT_MAX};  // the earliest that threw
   std::exception_ptr exception_;
   std::mutex exception_mutex_;
   std::atomic<bool> is_running_{false};

@@ -1,4 +1,4 @@
-// The thread that touches memory, and how it is told and stopped.
+// The prefault thread: its priority, its pauses, how it stops.
 #include "prefault.h"
 
 #include <algorithm>
@@ -20,10 +20,10 @@
 namespace quire {
 namespace {
 
-// A large page: the longest wait before stopping, where the thread has a core to run on.
-constexpr size_t at_once = size_t{2} << 20;
+// A large page: bounds how long stop() waits.
+constexpr size_t step_bytes = size_t{2} << 20;
 
-// After the last use: a host that looks for memory stops a core whatever runs on it.
+// Pause after the last use: while a host looks for memory it stops a core, whatever runs on it.
 constexpr std::chrono::milliseconds quiet_time{500};
 
 int64_t milliseconds_now() {
@@ -33,14 +33,14 @@ int64_t milliseconds_now() {
 
 #if defined(__linux__)
 
-// The calling thread alone: its share of a busy core is a hundredth. Not SCHED_IDLE's, a fifth of
-// that, for whoever stops it waits until it has had its turn.
-void give_way() {
+// Of the calling thread alone: about 1% of a busy core. Not SCHED_IDLE, a fifth of that: stop()
+// waits until the thread was scheduled.
+void lower_priority() {
   constexpr int least = 19;
   setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), least);
 }
 
-// As if each page were written what it holds. False where the system cannot do that.
+// Faults in pages for writing without changing them. False where the system cannot do that.
 bool populate(uint8_t* data, size_t size) {
   constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, of Linux 5.14
   static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -53,7 +53,7 @@ long process() { return getpid(); }
 
 #else
 
-void give_way() {}
+void lower_priority() {}
 bool populate(uint8_t*, size_t) { return false; }
 long process() { return 0; }
 
@@ -61,15 +61,15 @@ long process() { return 0; }
 
 }  // namespace
 
-struct TouchAhead::Work {
+struct Prefault::Work {
   uint8_t* data;
   size_t region_size;
   int count;
   size_t margin;  // of each region
-  bool gives_way;
+  bool low_priority;
   long made_by = process();
 
-  std::atomic<size_t> touched{0};
+  std::atomic<size_t> prefaulted{0};
   std::mutex mutex{};
   std::condition_variable changed{};
   std::atomic<size_t> wanted{0};
@@ -78,11 +78,11 @@ struct TouchAhead::Work {
   std::once_flag joined{};
   std::thread thread{};
 
-  bool is_here() const { return made_by == process(); }
+  bool is_own_process() const { return made_by == process(); }
 
   void want(size_t used) {
     const size_t all = std::min(region_size, used + margin);
-    if (all <= wanted.load()) return;  // nearly always: then nobody waits for a thread that idles
+    if (all <= wanted.load()) return;  // nearly always; takes no lock then
     {
       std::lock_guard<std::mutex> lock(mutex);
       wanted.store(all);
@@ -90,29 +90,29 @@ struct TouchAhead::Work {
     changed.notify_one();
   }
 
-  bool await_more() {
+  bool wait_for_work() {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] { return is_stopping.load() || touched.load() < wanted.load(); });
+    changed.wait(lock, [this] { return is_stopping.load() || prefaulted.load() < wanted.load(); });
     return !is_stopping.load();
   }
 
-  // False when it is to stop.
-  bool await_quiet() {
+  // Until no step ran for quiet_time; false when the thread is to stop.
+  bool wait_for_pause() {
     std::unique_lock<std::mutex> lock(mutex);
     while (!is_stopping.load() && milliseconds_now() - last_use.load() < quiet_time.count())
       changed.wait_for(lock, quiet_time);
     return !is_stopping.load();
   }
 
-  void serve() {
-    if (gives_way) give_way();
-    while (await_more()) {
-      const size_t from = touched.load(), size = std::min(at_once, region_size - from);
+  void run() {
+    if (low_priority) lower_priority();
+    while (wait_for_work()) {
+      const size_t from = prefaulted.load(), size = std::min(step_bytes, region_size - from);
       for (int i = 0; i < count; i++) {
-        if (!await_quiet()) return;
+        if (!wait_for_pause()) return;
         if (!populate(data + static_cast<size_t>(i) * region_size + from, size)) return;
       }
-      touched.store(from + size);
+      prefaulted.store(from + size);
     }
   }
 
@@ -126,41 +126,41 @@ struct TouchAhead::Work {
   }
 };
 
-TouchAhead::TouchAhead() = default;
-TouchAhead::TouchAhead(TouchAhead&& other) noexcept = default;
+Prefault::Prefault() = default;
+Prefault::Prefault(Prefault&& other) noexcept = default;
 
-TouchAhead& TouchAhead::operator=(TouchAhead&& other) noexcept {
-  TouchAhead old(static_cast<TouchAhead&&>(*this));
+Prefault& Prefault::operator=(Prefault&& other) noexcept {
+  Prefault old(static_cast<Prefault&&>(*this));
   work_ = std::move(other.work_);
   return *this;
 }
 
-TouchAhead::TouchAhead(uint8_t* data, size_t region_size, int count, size_t margin, bool gives_way)
-    : work_(new Work{data, region_size, count, margin / static_cast<size_t>(count), gives_way}) {
+Prefault::Prefault(uint8_t* data, size_t region_size, int count, size_t margin, bool low_priority)
+    : work_(new Work{data, region_size, count, margin / static_cast<size_t>(count), low_priority}) {
   work_->want(0);
   try {
-    work_->thread = std::thread([work = work_.get()] { work->serve(); });
+    work_->thread = std::thread([work = work_.get()] { work->run(); });
   } catch (const std::system_error&) {
-    work_.reset();  // no thread to be had: memory then comes when it is written
+    work_.reset();  // no thread available: pages are faulted in when they are written
   }
 }
 
-TouchAhead::~TouchAhead() {
-  if (work_ && !work_->is_here())
-    static_cast<void>(work_.release());  // after fork() the thread is not here to be joined
+Prefault::~Prefault() {
+  if (work_ && !work_->is_own_process())
+    static_cast<void>(work_.release());  // after fork() the thread does not exist in the child
   stop();
 }
 
-void TouchAhead::stop() {
-  if (work_ && work_->is_here()) work_->stop();
+void Prefault::stop() {
+  if (work_ && work_->is_own_process()) work_->stop();
 }
 
-void TouchAhead::reach(size_t used) {
-  if (!work_ || !work_->is_here()) return;
+void Prefault::set_used(size_t bytes) {
+  if (!work_ || !work_->is_own_process()) return;
   work_->last_use.store(milliseconds_now());
-  work_->want(used);
+  work_->want(bytes);
 }
 
-size_t TouchAhead::touched() const { return work_ ? work_->touched.load() : 0; }
+size_t Prefault::prefaulted() const { return work_ ? work_->prefaulted.load() : 0; }
 
 }  // namespace quire

@@ -1,9 +1,8 @@
-// TouchAhead: has the system give memory shortly before it is first written.
+// Prefault: faults in the pages of the KV cache ahead of their first write.
 //
-// A page that is written for the first time is found and zeroed while the writer waits: a few
-// milliseconds for a large one, many more where a virtual machine's host has to find it too. A
-// thread that gives way to all others, and rests while anything is in use, takes that wait, some
-// way ahead of use.
+// The first write to a page waits until the kernel has found and zeroed it: a few milliseconds for
+// a large page, many more where a virtual machine's host has to find it too. A thread of the lowest
+// priority, which pauses while steps run, takes these faults ahead of use.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,23 +10,22 @@
 
 namespace quire {
 
-class TouchAhead {
+class Prefault {
  public:
-  TouchAhead();
-  // For memory of `count` regions of equal size, each used from its beginning onwards: keeps about
-  // `margin` bytes, of all regions together, ahead of what reach() tells. Only a change of the
-  // process's memory map can have to wait for it, for as long as a large page takes. Where not
-  // `gives_way`, its thread has a core as any other thread has.
-  TouchAhead(uint8_t* data, size_t region_size, int count, size_t margin, bool gives_way);
-  ~TouchAhead();  // must go before the memory does
-  TouchAhead(TouchAhead&& other) noexcept;
-  TouchAhead& operator=(TouchAhead&& other) noexcept;
+  Prefault();
+  // For `count` regions of equal size, each used from its beginning: keeps about `margin` bytes, of
+  // all regions together, faulted in ahead of set_used(). Nothing waits for the thread but changes
+  // of the process's memory map, for as long as one large page takes.
+  Prefault(uint8_t* data, size_t region_size, int count, size_t margin, bool low_priority);
+  ~Prefault();  // before the memory is freed
+  Prefault(Prefault&& other) noexcept;
+  Prefault& operator=(Prefault&& other) noexcept;
 
   // So many bytes of each region are in use now.
-  void reach(size_t used);
-  void stop();  // for good; what is not touched then comes when it is written
-  // So many bytes of each region were asked for; fewer where the system cannot give ahead.
-  size_t touched() const;
+  void set_used(size_t bytes);
+  void stop();  // for good; pages not faulted in yet are when they are written
+  // So many bytes of each region are faulted in; 0 where the system cannot do that.
+  size_t prefaulted() const;
 
  private:
   struct Work;

@@ -1,4 +1,4 @@
-// What is done to one row (token) at a time besides products and attention.
+// Kernels of one row (token) at a time: rmsnorm, quantisation, gates, soft caps, rope.
 
 // The first `count` values at p, then zeros: reads nothing past them.
 INLINE Floats load_first(const float* p, int count) {
@@ -17,7 +17,7 @@ INLINE int lanes_left(int64_t size, int64_t i) {
   return size - i < 16 ? static_cast<int>(size - i) : 16;
 }
 
-// out[i] = function(i-th vector of x); the last vector may be a part.
+// out[i] = function(i-th vector of x); the last vector may be partial.
 template <class Function>
 INLINE void map_row(const float* x, int64_t size, float* out, Function function) {
   int64_t i = 0;
@@ -39,7 +39,7 @@ INLINE void map_rows(const float* x, const float* y, int64_t size, float* out, F
   }
 }
 
-// ---- norm
+// ---- rmsnorm
 
 // Vector i is added to accumulator i % 4: four sums in flight, always in the same order.
 INLINE float sum_of_squares(const float* x, int size) {
@@ -47,13 +47,13 @@ INLINE float sum_of_squares(const float* x, int size) {
   int i = 0;
   for (; i + 64 <= size; i += 64)
     for (int k = 0; k < 4; k++) {
-      const Floats part = load(x + i + 16 * k);
-      sums[k] = fma(part, part, sums[k]);
+      const Floats values = load(x + i + 16 * k);
+      sums[k] = fma(values, values, sums[k]);
     }
   for (int k = 0; i < size; i += 16, k++) {
     const int count = lanes_left(size, i);
-    const Floats part = count == 16 ? load(x + i) : load_first(x + i, count);
-    sums[k] = fma(part, part, sums[k]);
+    const Floats values = count == 16 ? load(x + i) : load_first(x + i, count);
+    sums[k] = fma(values, values, sums[k]);
   }
   return sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
@@ -64,15 +64,15 @@ void rms_norm(const float* x, const float* weight, int size, float epsilon, floa
   map_rows(x, weight, size, out, [inverse](Floats a, Floats b) { return a * inverse * b; });
 }
 
-// ---- activations as bytes
+// ---- quantised activations
 
-// Numbers without sign order as their bits do, and NaN comes after infinity: one comparison of
-// integers finds the largest and misses nothing that is not finite.
+// Non-negative floats order as their bits do, and NaN comes after infinity: an integer maximum
+// finds the largest magnitude and every value that is not finite.
 INLINE Ints magnitude_bits(Floats x) { return bits_as_ints(absolute(x)); }
 
 struct ByteScale {
   float scale;    // of a code; NaN where a value is not finite
-  float inverse;  // of a value; 0 where all codes are to be 0
+  float inverse;  // of the scale; 0 where all codes are 0
 };
 
 INLINE ByteScale byte_scale(int32_t largest_bits) {
@@ -83,7 +83,7 @@ INLINE ByteScale byte_scale(int32_t largest_bits) {
   return {largest / 127.0f, largest < smallest ? 0.0f : 127.0f / largest};
 }
 
-// Codes of sixteen values. Where the inverse is 0 they are 0 whatever the values: NaN is no code.
+// Codes of sixteen values. Where the inverse is 0 they are 0, also for NaN.
 INLINE Ints byte_codes(Floats x, float inverse) {
   if (inverse == 0.0f) return broadcast_int(0);
   return to_ints(x * broadcast(inverse));
@@ -139,27 +139,27 @@ INLINE ByteScale byte_scale_of(const float* x, int size) {
 }
 
 void quantise_blocks(const float* x, int size, ActivationBlock* out) {
-  for (; size > 0; size -= block_group, x += block_group, out++) {
-    const ByteScale bytes = byte_scale_of(x, block_group);
-    for (int i = 0; i < block_group; i += 16) {
+  for (; size > 0; size -= activation_block_size, x += activation_block_size, out++) {
+    const ByteScale bytes = byte_scale_of(x, activation_block_size);
+    for (int i = 0; i < activation_block_size; i += 16) {
       const Ints codes = byte_codes(load(x + i), bytes.inverse);
       store_bytes(out->codes + i, codes);
       out->half_sums[i / 16] = static_cast<int16_t>(sum_of_lanes(codes));
     }
-    for (int i = 0; i < block_group / 32; i++)
+    for (int i = 0; i < activation_block_size / 32; i++)
       out->sums[i] = static_cast<int16_t>(out->half_sums[2 * i] + out->half_sums[2 * i + 1]);
     out->scale = bytes.scale;
     for (float& nothing : out->unused) nothing = 0.0f;
   }
 }
 
-float quantise_row(const float* x, int size, ActivationGroup* out) {
+float quantise_per_token(const float* x, int size, ActivationGroup* out) {
   const ByteScale bytes = byte_scale_of(x, size);
   for (int i = 0; i < size; i += group_size, out++) quantise_group(x + i, bytes.inverse, 1.0f, out);
   return bytes.scale;
 }
 
-// ---- gate, sum, caps
+// ---- gate, addition, soft cap
 
 void apply_gate(Gate kind, const float* gate, const float* up, int size, float* out) {
   const Floats zero = broadcast(0.0f), one = broadcast(1.0f);
@@ -178,8 +178,8 @@ void add_rows(float* x, const float* y, int size) {
   map_rows(x, y, size, x, [](Floats a, Floats b) { return a + b; });
 }
 
-// tanh(x) = m / (m + 2) with m = e^2x - 1, which near 0 is a polynomial without a constant term:
-// so small x keep their precision. Beyond 10 it is 1 in single precision.
+// tanh(x) = m / (m + 2) with m = e^2x - 1, which near 0 is a polynomial without a constant term,
+// so that small x keep their precision. Beyond 10 it is 1 in single precision.
 INLINE Floats hyperbolic_tangent(Floats x) {
   const Floats one = broadcast(1.0f), two = broadcast(2.0f);
   x = max(broadcast(-10.0f), min(broadcast(10.0f), x)) * two;
@@ -204,25 +204,25 @@ void soft_cap(float* x, int64_t size, float cap) {
   map_row(x, size, x, [=](Floats a) { return limit * hyperbolic_tangent(a * inverse); });
 }
 
-// ---- rotary positions
+// ---- rope
 
-// Products are rounded before they are added, as everywhere else they are computed.
-INLINE void turn_pair(float* first, float* second, float cosine, float sine) {
+// Products are rounded before they are added, as in the reference: no fma.
+INLINE void rotate_pair(float* first, float* second, float cosine, float sine) {
   const float a = *first, b = *second;
   *first = a * cosine - b * sine;
   *second = a * sine + b * cosine;
 }
 
-void turn(float* heads, int num_heads, int head_dim, const Rope& rope, int position) {
+void apply_rope(float* heads, int num_heads, int head_dim, const Rope& rope, int position) {
   const int half = rope.dims / 2;
   const float* __restrict cosines = rope.cosines + static_cast<int64_t>(position) * half;
   const float* __restrict sines = rope.sines + static_cast<int64_t>(position) * half;
   for (int head = 0; head < num_heads; head++) {
     float* __restrict x = heads + static_cast<int64_t>(head) * head_dim;
     if (rope.interleaved) {
-      for (int i = 0; i < half; i++) turn_pair(x + 2 * i, x + 2 * i + 1, cosines[i], sines[i]);
+      for (int i = 0; i < half; i++) rotate_pair(x + 2 * i, x + 2 * i + 1, cosines[i], sines[i]);
     } else {
-      for (int i = 0; i < half; i++) turn_pair(x + i, x + half + i, cosines[i], sines[i]);
+      for (int i = 0; i < half; i++) rotate_pair(x + i, x + half + i, cosines[i], sines[i]);
     }
   }
 }

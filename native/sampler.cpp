@@ -1,4 +1,4 @@
-// The rules of sampling, one row at a time; the passes over whole rows are in sampler_passes.cpp.
+// Sampling of one row; the vectorised passes over whole rows are in sampler_passes.cpp.
 #include "sampler.h"
 
 #include <algorithm>
@@ -23,16 +23,16 @@ bool is_within(Tokens tokens, int64_t vocabulary) {
   return is_within(tokens.data, static_cast<size_t>(tokens.size), vocabulary);
 }
 
-// ---- what does not depend on chance
+// ---- mask, bans, bias, penalties
 
-// Whether the scores are the logits as they are.
+// Whether the scores equal the logits.
 bool is_plain(const SampleRequest& request) {
   const SampleSettings& settings = *request.settings;
   return request.allowed == nullptr && settings.bias_tokens.empty() && !request.has_history &&
          (request.position >= settings.min_tokens || settings.end_tokens.empty());
 }
 
-// Counts tokens; scratch.counted lists them in order of their first appearance.
+// Counts tokens; scratch.counted lists them in order of first occurrence.
 void count_tokens(Tokens tokens, SampleScratch& scratch) {
   scratch.counted.reserve(scratch.counted.size() + static_cast<size_t>(tokens.size));
   for (int64_t i = 0; i < tokens.size; i++) {
@@ -41,7 +41,7 @@ void count_tokens(Tokens tokens, SampleScratch& scratch) {
   }
 }
 
-// Calls apply(token, count) for each counted token, and forgets the counts.
+// Calls apply(token, count) for each counted token, and clears the counts.
 template <class Apply>
 void take_counts(SampleScratch& scratch, Apply apply) {
   for (int64_t token : scratch.counted) {
@@ -51,7 +51,7 @@ void take_counts(SampleScratch& scratch, Apply apply) {
   scratch.counted.clear();
 }
 
-// Repetition looks at prompt and completion, frequency and presence at the completion.
+// Repetition counts prompt and completion, frequency and presence the completion alone.
 void penalise(float* scores, const SampleRequest& request, SampleScratch& scratch) {
   const SampleSettings& settings = *request.settings;
   const float penalty = settings.repetition_penalty;
@@ -70,7 +70,7 @@ void penalise(float* scores, const SampleRequest& request, SampleScratch& scratc
   });
 }
 
-// Whether every token id that adjust() would use is one of the vocabulary's.
+// Whether every token id that adjust() uses is in the vocabulary.
 bool has_known_tokens(int64_t vocabulary, const SampleRequest& request) {
   const SampleSettings& settings = *request.settings;
   if (!is_within(settings.bias_tokens.data(), settings.bias_tokens.size(), vocabulary)) {
@@ -84,7 +84,7 @@ bool has_known_tokens(int64_t vocabulary, const SampleRequest& request) {
   return is_within(request.prompt, vocabulary) && is_within(request.completion, vocabulary);
 }
 
-// Bans, bias and penalties, in this order; the mask came before.
+// Bans, bias and penalties, in this order, after the mask.
 void adjust(float* scores, const SampleRequest& request, SampleScratch& scratch) {
   const SampleSettings& settings = *request.settings;
   if (request.position < settings.min_tokens) {
@@ -96,9 +96,9 @@ void adjust(float* scores, const SampleRequest& request, SampleScratch& scratch)
   if (request.has_history) penalise(scores, request, scratch);
 }
 
-// ---- the choice
+// ---- choosing a token
 
-int64_t first_of_the_best(const SurveyedRow& scores) {
+int64_t argmax(const ScannedRow& scores) {
   const float* last_block = scores.block_best + num_pass_blocks(scores.size);
   const int64_t block = std::find(scores.block_best, last_block, scores.best) - scores.block_best;
   const float* end = scores.values + scores.size;
@@ -118,7 +118,7 @@ uint64_t high_product(uint64_t a, uint64_t b) {
 #endif
 }
 
-int64_t draw(const SurveyedRow& scores, const SampleRequest& request, SampleScratch& scratch) {
+int64_t draw(const ScannedRow& scores, const SampleRequest& request, SampleScratch& scratch) {
   const SampleSettings& settings = *request.settings;
   const Cut cut = weigh_and_cut(scores, settings, scratch);
   const uint64_t bits = draw_bits(settings.seed, settings.index, request.position);
@@ -131,15 +131,15 @@ SampleResult failed(SampleFault fault) {
   return result;
 }
 
-SampleResult choose(const SurveyedRow& scores, const SampleRequest& request,
+SampleResult choose(const ScannedRow& scores, const SampleRequest& request,
                     SampleScratch& scratch) {
   SampleResult result;
-  result.token = request.settings->temperature == 0.0 ? first_of_the_best(scores)
-                                                      : draw(scores, request, scratch);
+  result.token =
+      request.settings->temperature == 0.0 ? argmax(scores) : draw(scores, request, scratch);
   return result;
 }
 
-SampleResult choose_adjusted(const SurveyedRow& logits, const SampleRequest& request,
+SampleResult choose_adjusted(const ScannedRow& logits, const SampleRequest& request,
                              SampleScratch& scratch) {
   float* scores = scratch.scores.data();
   if (request.allowed != nullptr) {
@@ -148,7 +148,7 @@ SampleResult choose_adjusted(const SurveyedRow& logits, const SampleRequest& req
     std::copy(logits.values, logits.values + logits.size, scores);
   }
   adjust(scores, request, scratch);
-  const Survey found = survey(scores, logits.size, scratch.block_best.data());
+  const RowScan found = scan_row(scores, logits.size, scratch.block_best.data());
   if (!found.has_nan && found.best == minus_infinity) return failed(SampleFault::all_forbidden);
   if (found.has_nan || !std::isfinite(found.best)) {
     return failed(SampleFault::not_finite_after_penalties);
@@ -158,17 +158,19 @@ SampleResult choose_adjusted(const SurveyedRow& logits, const SampleRequest& req
 
 // ---- log-probabilities
 
-// Inserts into a list in falling order, after its equals, and keeps the list's length.
-void insert(std::vector<Likely>& top, size_t length, Likely one) {
-  const auto comes_first = [](const Likely& other, double own) { return other.logprob >= own; };
+// Inserts into a list in descending order, after equal ones; drops the last beyond `length`.
+void insert(std::vector<TokenLogprob>& top, size_t length, TokenLogprob one) {
+  const auto comes_first = [](const TokenLogprob& other, double own) {
+    return other.logprob >= own;
+  };
   top.insert(std::lower_bound(top.begin(), top.end(), one.logprob, comes_first), one);
   if (top.size() > length) top.pop_back();
 }
 
-// Log-probabilities do not fall where logits rise, so a block's best logit bounds them all.
+// Log-probabilities are monotonous in the logits, so a block's greatest logit bounds the block.
 class Scorer {
  public:
-  explicit Scorer(const SurveyedRow& logits)
+  explicit Scorer(const ScannedRow& logits)
       : logits_(logits),
         log_sum_(log_of(sum_of_exponentials(logits.values, logits.size, logits.best))) {}
 
@@ -186,45 +188,47 @@ class Scorer {
     return 1 + num_above;
   }
 
-  std::vector<Likely> likeliest(size_t length) const {
-    std::vector<Likely> top;
+  std::vector<TokenLogprob> top_logprobs(size_t length) const {
+    std::vector<TokenLogprob> top;
     top.reserve(length + 1);
     if (length == 0) return top;
-    const auto bar = [&] { return top.size() < length ? no_bar : top.back().logprob; };
-    each_block_above(no_bar, [&](const float* values, int count) {
+    const auto threshold = [&] { return top.size() < length ? no_threshold : top.back().logprob; };
+    each_block_above(no_threshold, [&](const float* values, int count) {
       for (int i = 0; i < count; i++) {
         const double own = logprob(values[i]);
         if (top.size() < length || own > top.back().logprob) {
           insert(top, length, {values - logits_.values + i, own});
         }
       }
-      return bar();
+      return threshold();
     });
     return top;
   }
 
  private:
-  static constexpr double no_bar = -std::numeric_limits<double>::infinity();
+  static constexpr double no_threshold = -std::numeric_limits<double>::infinity();
 
-  // Calls visit(values, count) for each block whose best is above the bar, or for every one where
-  // there is no bar; it returns the bar for the next ones.
+  // Calls visit(values, count) for each block whose greatest log-probability is above the
+  // threshold, or for every one without a threshold; visit returns the threshold for the next.
   template <class Visit>
-  void each_block_above(double bar, Visit visit) const {
+  void each_block_above(double threshold, Visit visit) const {
     for (int64_t first = 0; first < logits_.size; first += pass_block) {
-      if (bar != no_bar && !(logprob(logits_.block_best[first / pass_block]) > bar)) continue;
+      if (threshold != no_threshold &&
+          !(logprob(logits_.block_best[first / pass_block]) > threshold))
+        continue;
       const int count = static_cast<int>(std::min<int64_t>(pass_block, logits_.size - first));
-      bar = visit(logits_.values + first, count);
+      threshold = visit(logits_.values + first, count);
     }
   }
 
-  const SurveyedRow& logits_;
+  const ScannedRow& logits_;
   const double log_sum_;
 };
 
-TokenScore score_surveyed(const SurveyedRow& logits, int64_t token, int num_top) {
+TokenScore score_scanned(const ScannedRow& logits, int64_t token, int num_top) {
   const Scorer scorer(logits);
   return {token, scorer.logprob(logits.values[token]), scorer.rank(token),
-          scorer.likeliest(static_cast<size_t>(std::clamp<int64_t>(num_top, 0, logits.size)))};
+          scorer.top_logprobs(static_cast<size_t>(std::clamp<int64_t>(num_top, 0, logits.size)))};
 }
 
 }  // namespace
@@ -235,7 +239,7 @@ std::string fault_message(SampleFault fault, int64_t vocabulary) {
     case SampleFault::not_finite: return "the logits are not finite";
     case SampleFault::not_finite_after_penalties: return "the penalties make the logits infinite";
     case SampleFault::all_forbidden: return "the mask allows no token";
-    case SampleFault::beyond:
+    case SampleFault::token_out_of_range:
       return "a token id is beyond the " + std::to_string(vocabulary) + " logits";
   }
   return "unknown fault";
@@ -248,12 +252,12 @@ void SampleScratch::fit(int64_t vocabulary) {
   weights.resize(num_blocks * pass_block);
   block_best.resize(num_blocks);
   logit_best.resize(num_blocks);
-  // Estimates are weighed from block_best, a block at a time.
+  // Estimates are computed from block_best, a pass block at a time.
   block_estimate.resize(num_pass_blocks(num_blocks) * pass_block);
   block_mass.resize(num_blocks);
   block_heaviest.resize(num_blocks);
-  candidates.resize(weights.size() + 1);  // gathering writes one past what it keeps
-  counts.resize(vocabulary);              // last: its size says that all the others fit
+  candidates.resize(weights.size() + 1);  // gather() writes one past its result
+  counts.resize(vocabulary);              // last: its size says whether the others fit
 }
 
 uint64_t draw_bits(uint64_t seed, uint32_t index, uint64_t position) {
@@ -276,15 +280,15 @@ uint64_t draw_bits(uint64_t seed, uint32_t index, uint64_t position) {
 SampleResult sample(const float* logits, int64_t vocabulary, const SampleRequest& request,
                     SampleScratch& scratch) {
   scratch.fit(vocabulary);
-  const Survey found = survey(logits, vocabulary, scratch.logit_best.data());
+  const RowScan found = scan_row(logits, vocabulary, scratch.logit_best.data());
   if (found.has_nan || !std::isfinite(found.best)) return failed(SampleFault::not_finite);
-  if (!has_known_tokens(vocabulary, request)) return failed(SampleFault::beyond);
-  const SurveyedRow row = {logits, vocabulary, scratch.logit_best.data(), found.best};
+  if (!has_known_tokens(vocabulary, request)) return failed(SampleFault::token_out_of_range);
+  const ScannedRow row = {logits, vocabulary, scratch.logit_best.data(), found.best};
   SampleResult result =
       is_plain(request) ? choose(row, request, scratch) : choose_adjusted(row, request, scratch);
   const int num_logprobs = request.settings->num_logprobs;
   if (result.fault == SampleFault::none && num_logprobs >= 0) {
-    result.score = score_surveyed(row, result.token, num_logprobs);
+    result.score = score_scanned(row, result.token, num_logprobs);
   }
   return result;
 }
@@ -292,9 +296,8 @@ SampleResult sample(const float* logits, int64_t vocabulary, const SampleRequest
 TokenScore score(const float* logits, int64_t vocabulary, int64_t token, int num_top,
                  SampleScratch& scratch) {
   scratch.fit(vocabulary);
-  const Survey found = survey(logits, vocabulary, scratch.logit_best.data());
-  return score_surveyed({logits, vocabulary, scratch.logit_best.data(), found.best}, token,
-                        num_top);
+  const RowScan found = scan_row(logits, vocabulary, scratch.logit_best.data());
+  return score_scanned({logits, vocabulary, scratch.logit_best.data(), found.best}, token, num_top);
 }
 
 }  // namespace quire

@@ -8,7 +8,7 @@
 
 namespace quire {
 
-// How one sequence's tokens are chosen; the same in every step of its life.
+// How one sequence's tokens are sampled; the same in every step.
 struct SampleSettings {
   double temperature = 1.0;  // 0: the likeliest token
   int64_t top_k = 0;         // 0: all
@@ -23,7 +23,7 @@ struct SampleSettings {
   int64_t min_tokens = 0;
   uint64_t seed = 0;
   uint32_t index = 0;     // of the sequence within its request
-  int num_logprobs = -1;  // of the likeliest, beside the token's own; -1: none at all
+  int num_logprobs = -1;  // of the likeliest tokens, beside the sampled one's; -1: none at all
 };
 
 struct Tokens {
@@ -31,20 +31,26 @@ struct Tokens {
   int64_t size = 0;
 };
 
-// One row's sample. The pointers need only last until sample() returns.
+// One row's request. The pointers need only be valid until sample() returns.
 struct SampleRequest {
   const SampleSettings* settings = nullptr;
   int64_t position = 0;              // among the completion's tokens
   bool has_history = false;          // else there are no penalties
-  Tokens prompt, completion;         // what penalties look at; the prompt only for repetition
+  Tokens prompt, completion;         // for penalties; the prompt only for repetition
   const uint8_t* allowed = nullptr;  // null: all tokens; else bit t of the string allows token t
   int64_t num_allowed_bytes = 0;
 };
 
-enum class SampleFault { none, not_finite, not_finite_after_penalties, all_forbidden, beyond };
+enum class SampleFault {
+  none,
+  not_finite,
+  not_finite_after_penalties,
+  all_forbidden,
+  token_out_of_range
+};
 std::string fault_message(SampleFault fault, int64_t vocabulary);
 
-struct Likely {
+struct TokenLogprob {
   int64_t token;
   double logprob;
 };
@@ -52,8 +58,8 @@ struct Likely {
 struct TokenScore {
   int64_t token = 0;
   double logprob = 0.0;
-  int64_t rank = 0;         // 1 is the likeliest
-  std::vector<Likely> top;  // in falling order, of equals the lower id first
+  int64_t rank = 0;               // 1 is the likeliest
+  std::vector<TokenLogprob> top;  // in falling order, of equals the lower id first
 };
 
 struct SampleResult {
@@ -62,17 +68,16 @@ struct SampleResult {
   TokenScore score;  // where num_logprobs is not negative
 };
 
-// What sampling needs beside its arguments, kept between rows so that rows allocate nothing. One
-// for each thread.
+// Memory of one thread's sampling, kept between rows so that they allocate nothing.
 struct SampleScratch {
   std::vector<float> scores;           // [vocabulary], where they differ from the logits
   std::vector<float> block_best;       // [block] of the scores
   std::vector<float> logit_best;       // [block] of the logits
   std::vector<double> weights;         // [vocabulary, up to whole blocks]
-  std::vector<double> block_estimate;  // [block] the weight of the block's best token
+  std::vector<double> block_estimate;  // [block] the weight of the block's greatest score
   std::vector<double> block_mass;      // [block] the sum of its weights
   std::vector<double> block_heaviest;  // [block]
-  std::vector<double> candidates;      // weights among which top-k and top-p cut
+  std::vector<double> candidates;      // weights that top-k and top-p select from
   std::vector<uint32_t> counts;        // [vocabulary] all 0 between uses
   std::vector<int64_t> counted;        // tokens whose count is not 0
 

@@ -1,4 +1,4 @@
-// How the weights are cut: by selection among the few that matter, never by sorting the row.
+// top-k and top-p by bucket selection among candidate weights; the row is never sorted.
 #include "sampler_cut.h"
 
 #include <algorithm>
@@ -18,17 +18,17 @@ constexpr double lightest = 1.0;  // of the weights that are not 0
 
 uint64_t whole(double weight) { return static_cast<uint64_t>(weight); }
 
-// ---- weights, where they can matter
+// ---- weights of the blocks that can be kept
 
-// A weight that at least `top_k` tokens reach: the top_k-th among the blocks' best tokens.
-double reached_by(int64_t top_k, const SurveyedRow& scores, const Softening& how,
+// A weight that at least `top_k` tokens reach: the top_k-th of the blocks' greatest weights.
+double reached_by(int64_t top_k, const ScannedRow& scores, const SoftmaxParams& params,
                   SampleScratch& scratch) {
   const int64_t num_blocks = num_pass_blocks(scores.size);
   if (top_k > num_blocks) return lightest;
   std::vector<double>& estimates = scratch.block_estimate;
   for (int64_t first = 0; first < num_blocks; first += pass_block) {
     const int count = static_cast<int>(std::min<int64_t>(pass_block, num_blocks - first));
-    weigh_block(scores.block_best + first, count, how, estimates.data() + first);
+    weigh_block(scores.block_best + first, count, params, estimates.data() + first);
   }
   std::vector<double>& falling = scratch.candidates;
   std::copy_n(estimates.begin(), num_blocks, falling.begin());
@@ -38,22 +38,22 @@ double reached_by(int64_t top_k, const SurveyedRow& scores, const Softening& how
 }
 
 // Whether a block may hold a weight of `floor` or more. A token that scores less than the block's
-// best may weigh one more than it, for exp is not known to be monotonous to the last bit.
+// best may weigh one more than it, as exp is not proven monotonous to the last bit.
 bool may_reach(double floor, double estimate) { return estimate + 1.0 >= floor; }
 
 // Weighs the blocks that may reach `floor`; returns the sum of their weights.
-uint64_t weigh_blocks(const SurveyedRow& scores, const Softening& how, double floor,
+uint64_t weigh_blocks(const ScannedRow& scores, const SoftmaxParams& params, double floor,
                       SampleScratch& scratch) {
   uint64_t mass = 0;
   const int64_t num_blocks = num_pass_blocks(scores.size);
   for (int64_t block = 0; block < num_blocks; block++) {
     BlockWeight weight = {0.0, 0.0};
-    const double exponent = (scores.block_best[block] - how.best) / how.temperature;
+    const double exponent = (scores.block_best[block] - params.best) / params.temperature;
     if (exponent > weightless_exponent &&
         (floor == lightest || may_reach(floor, scratch.block_estimate[block]))) {
       const int64_t first = block * pass_block;
       const int count = static_cast<int>(std::min<int64_t>(pass_block, scores.size - first));
-      weigh_block(scores.values + first, count, how, scratch.weights.data() + first);
+      weigh_block(scores.values + first, count, params, scratch.weights.data() + first);
       weight = add_block(scratch.weights.data() + first);
     }
     scratch.block_mass[block] = weight.mass;
@@ -63,10 +63,10 @@ uint64_t weigh_blocks(const SurveyedRow& scores, const Softening& how, double fl
   return mass;
 }
 
-// ---- cutting
+// ---- selection
 
-// What is left is the shortest run of the heaviest weights that meets this: so many of them, or a
-// sum of at least so much.
+// The kept tokens are the shortest run of the heaviest weights that meets this: so many of them, or
+// a sum of at least so much.
 struct Quota {
   int64_t count;
   double mass;
@@ -83,14 +83,14 @@ uint64_t key_of(double weight) {
   return key;
 }
 
-// Parts of equal width of the range of some weights' keys, few enough to walk.
-class Parts {
+// Buckets of equal width over the range of some weights' keys.
+class Buckets {
  public:
-  static constexpr int max_parts = 256;
+  static constexpr int max_buckets = 256;
 
-  Parts(double lightest_weight, double heaviest_weight) : first_(key_of(lightest_weight)) {
+  Buckets(double lightest_weight, double heaviest_weight) : first_(key_of(lightest_weight)) {
     const uint64_t span = key_of(heaviest_weight) - first_;
-    while ((span >> shift_) >= max_parts) shift_++;
+    while ((span >> shift_) >= max_buckets) shift_++;
   }
   int of(double weight) const { return static_cast<int>((key_of(weight) - first_) >> shift_); }
 
@@ -99,39 +99,39 @@ class Parts {
   int shift_ = 0;
 };
 
-struct Group {
+struct Bucket {
   int64_t count = 0;
   uint64_t mass = 0;
 };
 
-// Adds to `before` the groups of the heaviest parts until the quota would be met; returns the part
-// that meets it.
-int walk_parts(const Group* groups, const Quota& quota, Group& before) {
-  int part = Parts::max_parts - 1;
-  for (; part > 0; part--) {
-    const Group with = {before.count + groups[part].count, before.mass + groups[part].mass};
+// Adds to `before` the heaviest buckets until the quota would be met; returns the bucket that meets
+// it.
+int walk_buckets(const Bucket* buckets, const Quota& quota, Bucket& before) {
+  int index = Buckets::max_buckets - 1;
+  for (; index > 0; index--) {
+    const Bucket with = {before.count + buckets[index].count, before.mass + buckets[index].mass};
     if (quota.is_met(with.count, with.mass)) break;
     before = with;
   }
-  return part;
+  return index;
 }
 
-// The cut that the quota asks for, which all the candidates together meet and none of them does
-// not. Looks ever closer at the part of the range that holds it; overwrites the candidates.
+// The cut that meets the quota, which all candidates together meet and no candidates do not.
+// Narrows to the bucket that holds the cut until one weight is left; overwrites the candidates.
 Cut select(double* begin, double* end, const Quota& quota) {
-  Group before;  // what is heavier than the candidates left
+  Bucket before;  // all that is heavier than the remaining candidates
   for (;;) {
     const auto range = std::minmax_element(begin, end);
     if (*range.first == *range.second) break;
-    const Parts parts(*range.first, *range.second);
-    Group groups[Parts::max_parts];
+    const Buckets buckets(*range.first, *range.second);
+    Bucket totals[Buckets::max_buckets];
     for (const double* one = begin; one != end; one++) {
-      Group& group = groups[parts.of(*one)];
-      group.count++;
-      group.mass += whole(*one);
+      Bucket& bucket = totals[buckets.of(*one)];
+      bucket.count++;
+      bucket.mass += whole(*one);
     }
-    const int chosen = walk_parts(groups, quota, before);
-    end = std::copy_if(begin, end, begin, [&](double one) { return parts.of(one) == chosen; });
+    const int chosen = walk_buckets(totals, quota, before);
+    end = std::copy_if(begin, end, begin, [&](double one) { return buckets.of(one) == chosen; });
   }
   const uint64_t weight = whole(*begin);
   int64_t too_few = 0, enough = end - begin;  // of equals
@@ -142,7 +142,7 @@ Cut select(double* begin, double* end, const Quota& quota) {
   return {*begin, enough, before.mass + enough * weight};
 }
 
-// Gathers the weights of at least `floor`; returns how many there are.
+// Gathers the weights of at least `floor`; returns params many there are.
 int64_t gather(double floor, int64_t num_blocks, SampleScratch& scratch) {
   double* next = scratch.candidates.data();
   for (int64_t block = 0; block < num_blocks; block++) {
@@ -158,14 +158,14 @@ int64_t gather(double floor, int64_t num_blocks, SampleScratch& scratch) {
 
 }  // namespace
 
-Cut weigh_and_cut(const SurveyedRow& scores, const SampleSettings& settings,
+Cut weigh_and_cut(const ScannedRow& scores, const SampleSettings& settings,
                   SampleScratch& scratch) {
-  const Softening how = {scores.best, settings.temperature, settings.min_p};
+  const SoftmaxParams params = {scores.best, settings.temperature, settings.min_p};
   const int64_t num_blocks = num_pass_blocks(scores.size);
   const int64_t top_k = settings.top_k;
-  double floor = top_k > 0 ? reached_by(top_k, scores, how, scratch) : lightest;
+  double floor = top_k > 0 ? reached_by(top_k, scores, params, scratch) : lightest;
   Cut cut;
-  cut.mass = weigh_blocks(scores, how, floor, scratch);
+  cut.mass = weigh_blocks(scores, params, floor, scratch);
   double* const candidates = scratch.candidates.data();
   if (top_k > 0) {
     const int64_t count = gather(floor, num_blocks, scratch);
@@ -175,7 +175,7 @@ Cut weigh_and_cut(const SurveyedRow& scores, const SampleSettings& settings,
     }
   }
   if (settings.top_p < 1.0) {
-    // What is lighter than the new floor is, all together, less than what top-p leaves out.
+    // All weights below the new floor together are less than the mass that top-p drops.
     const double mass = static_cast<double>(cut.mass), enough = settings.top_p * mass;
     floor = std::max(floor, 0.99 * (mass - enough) / static_cast<double>(scores.size));
     const int64_t count = gather(floor, num_blocks, scratch);
@@ -184,12 +184,13 @@ Cut weigh_and_cut(const SurveyedRow& scores, const SampleSettings& settings,
   return cut;
 }
 
-int64_t token_at(uint64_t place, const Cut& cut, int64_t num_blocks, const SampleScratch& scratch) {
+int64_t token_at(uint64_t offset, const Cut& cut, int64_t num_blocks,
+                 const SampleScratch& scratch) {
   int64_t num_ties = cut.num_ties;
   for (int64_t block = 0; block < num_blocks; block++) {
     const uint64_t mass = whole(scratch.block_mass[block]);
-    if (cut.weight == 0.0 && place >= mass) {
-      place -= mass;
+    if (cut.weight == 0.0 && offset >= mass) {
+      offset -= mass;
       continue;
     }
     if (scratch.block_heaviest[block] < cut.weight) continue;
@@ -197,11 +198,11 @@ int64_t token_at(uint64_t place, const Cut& cut, int64_t num_blocks, const Sampl
     for (int64_t token = first; token < first + pass_block; token++) {
       const double weight = scratch.weights[token];
       if (weight < cut.weight || (weight == cut.weight && num_ties-- <= 0)) continue;
-      if (place < whole(weight)) return token;
-      place -= whole(weight);
+      if (offset < whole(weight)) return token;
+      offset -= whole(weight);
     }
   }
-  throw std::logic_error("a place beyond the weights was drawn");
+  throw std::logic_error("an offset beyond the mass was drawn");
 }
 
 }  // namespace quire

@@ -1,5 +1,5 @@
-// Integer weights of a row's tokens, what top-k and top-p leave of them, and the token at a place
-// among those.
+// Integer weights of a row's tokens, top-k and top-p over them, and the token at an offset into
+// the remaining mass.
 #pragma once
 #include <cstdint>
 
@@ -7,27 +7,27 @@
 
 namespace quire {
 
-// A row with the greatest value of each of its pass_blocks, none of them NaN, the best finite.
-struct SurveyedRow {
+// A row with the greatest value of each of its pass blocks. No value is NaN, `best` is finite.
+struct ScannedRow {
   const float* values;
   int64_t size;
   const float* block_best;
   float best;
 };
 
-// What may be drawn: all weights above `weight`, and of those that equal it the first `num_ties`.
+// The tokens that top-k and top-p keep: all weights above `weight`, and the first `num_ties` equal
+// to it.
 struct Cut {
   double weight = 0.0;
   int64_t num_ties = 0;
-  uint64_t mass = 0;  // the sum of all that may be drawn
+  uint64_t mass = 0;  // the sum of the weights that are kept
 };
 
-// Leaves the weights in the scratch for token_at. Not every weight is there: blocks that cannot
-// reach what is drawn from are marked as empty and left out.
-Cut weigh_and_cut(const SurveyedRow& scores, const SampleSettings& settings,
-                  SampleScratch& scratch);
+// Writes the weights to the scratch for token_at. Blocks that cannot hold a kept token are marked
+// as empty and skipped.
+Cut weigh_and_cut(const ScannedRow& scores, const SampleSettings& settings, SampleScratch& scratch);
 
-// The token at a place below cut.mass, walking the weights in order of token id.
-int64_t token_at(uint64_t place, const Cut& cut, int64_t num_blocks, const SampleScratch& scratch);
+// The token at an offset below cut.mass, over the kept weights in order of token id.
+int64_t token_at(uint64_t offset, const Cut& cut, int64_t num_blocks, const SampleScratch& scratch);
 
 }  // namespace quire

@@ -1,7 +1,7 @@
-// Loops over blocks of tokens, written so that compilers turn them into vector code.
+// Loops over blocks of tokens, written so that compilers vectorise them.
 //
-// They are compiled again for AVX2 and AVX-512 and chosen when the module is loaded. That changes
-// no bit: they hold elementwise IEEE operations, integer ones, and sums whose order the lanes fix.
+// They are compiled for AVX2 and AVX-512 too; the loader chooses. All versions give the same bits:
+// elementwise IEEE operations, integer operations, and sums in a fixed order of lanes.
 #include "sampler_passes.h"
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 #include <limits>
 
 #if defined(__GNUC__) && !defined(__clang__)
-// Nobody looks at the floating-point flags, so both sides of a choice may be computed: without this
-// GCC keeps branches, and no loop with a choice in it becomes vector code. Values do not change.
+// The floating-point flags are not used, so both sides of a conditional may be computed: without
+// this GCC does not vectorise loops with conditionals. Values do not change.
 #pragma GCC optimize("no-trapping-math")
 #endif
 #include "elementary.h"
@@ -72,8 +72,9 @@ inline double weight_at(double exponent, double min_p) {
 }
 
 QUIRE_FOR_EACH_SET
-void weigh_full_block(const float* scores, const Softening& how, double* __restrict weights) {
-  const double best = how.best, temperature = how.temperature, min_p = how.min_p;
+void weigh_full_block(const float* scores, const SoftmaxParams& params,
+                      double* __restrict weights) {
+  const double best = params.best, temperature = params.temperature, min_p = params.min_p;
   if (temperature == 1.0) {  // dividing by 1 changes nothing but the time
     for (int i = 0; i < pass_block; i++) {
       weights[i] = weight_at(static_cast<double>(scores[i]) - best, min_p);
@@ -96,7 +97,7 @@ void add_exponentials(const float* values, double best, double* lanes) {
   }
 }
 
-// A block that ends the row, filled up with what counts for nothing.
+// The last block of a row, padded with minus infinity.
 struct Padded {
   float values[pass_block];
   Padded(const float* source, int count) {
@@ -105,7 +106,7 @@ struct Padded {
   }
 };
 
-// Calls visit(values, block) for each block of the row, the last one filled up.
+// Calls visit(values, block) for each block of the row, the last one padded.
 template <class Visit>
 void each_block(const float* row, int64_t size, Visit visit) {
   const int64_t num_full = size / pass_block;
@@ -117,7 +118,7 @@ void each_block(const float* row, int64_t size, Visit visit) {
 
 }  // namespace
 
-Survey survey(const float* row, int64_t size, float* block_best) {
+RowScan scan_row(const float* row, int64_t size, float* block_best) {
   Range all = {INT32_MAX, INT32_MIN};
   each_block(row, size, [&](const float* values, int64_t block) {
     const Range one = range_of_block(values);
@@ -161,15 +162,15 @@ void copy_allowed(const float* row, int64_t size, const uint8_t* allowed, int64_
   }
 }
 
-void weigh_block(const float* scores, int count, const Softening& how, double* weights) {
+void weigh_block(const float* scores, int count, const SoftmaxParams& params, double* weights) {
   if (count == pass_block) {
-    weigh_full_block(scores, how, weights);
+    weigh_full_block(scores, params, weights);
   } else {
-    weigh_full_block(Padded(scores, count).values, how, weights);
+    weigh_full_block(Padded(scores, count).values, params, weights);
   }
 }
 
-// Halves upon halves: the sums are exact in any order, and each loop is elementwise.
+// By halves: the sums are exact in any order, and each loop is elementwise.
 QUIRE_FOR_EACH_SET
 BlockWeight add_block(const double* weights) {
   constexpr int half_block = pass_block / 2;

@@ -9,13 +9,13 @@ constexpr int num_sum_lanes = 16;
 
 inline int64_t num_pass_blocks(int64_t size) { return (size + pass_block - 1) / pass_block; }
 
-struct Survey {
+struct RowScan {
   float best;
-  bool has_nan;  // then `best` means nothing
+  bool has_nan;  // then `best` is undefined
 };
 
 // Finds the greatest value of the row and of each of its blocks.
-Survey survey(const float* row, int64_t size, float* block_best);
+RowScan scan_row(const float* row, int64_t size, float* block_best);
 
 // Whether all values are finite numbers.
 bool is_finite(const float* values, int64_t size);
@@ -25,15 +25,15 @@ void copy_allowed(const float* row, int64_t size, const uint8_t* allowed, int64_
                   float* out);
 
 // What the weights of tokens depend on beside their scores.
-struct Softening {
+struct SoftmaxParams {
   double best;  // the greatest score
   double temperature;
   double min_p;
 };
 
 // Integer weights exp((score - best) / temperature) * 2**32 of one block, rounded down, 0 where
-// the likelihood is below min_p and beyond `count`. Held as doubles, in which they are exact.
-void weigh_block(const float* scores, int count, const Softening& how, double* weights);
+// the likelihood is below min_p and beyond `count`. They are doubles, which hold them exactly.
+void weigh_block(const float* scores, int count, const SoftmaxParams& params, double* weights);
 
 struct BlockWeight {
   double mass;  // the sum, exact

@@ -1,5 +1,5 @@
-// Plain helpers that every part of the native code shares: half precision and bit casts.
-// Static, not inline alone: a unit's copy, made for its instruction set, must stay in that unit.
+// Helpers of all native code: half precision and bit casts.
+// Static, not only inline: a unit's copy, compiled for its instruction set, must stay in that unit.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -21,7 +21,7 @@ static inline uint32_t bits_of_float(float x) {
 static inline float float_of_half(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t rest = half & 0x7fffu;
-  if (rest >= 0x7c00u) {  // infinity, or NaN, which is made quiet as the hardware does
+  if (rest >= 0x7c00u) {  // infinity, or NaN, made quiet as the hardware does
     const uint32_t quiet = rest > 0x7c00u ? 0x400000u : 0u;
     return float_of_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13 | quiet);
   }

@@ -1,5 +1,5 @@
-// Arithmetic and bounds for sizes that a file or Python gives: checked before anything is made of
-// them. Within these bounds no product that the kernels form overflows the type it is formed in.
+// Checked arithmetic and upper bounds for sizes that come from a file or from Python. Within these
+// bounds no product of sizes in the kernels overflows its type.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace quire {
 
-// Far beyond any model; quire.model.spec refuses larger ones with words for the user.
-constexpr int64_t most_hidden = int64_t{1} << 20;
-constexpr int64_t most_wide = int64_t{1} << 22;  // of a feed-forward layer, or all query heads
-constexpr int64_t most_vocabulary = int64_t{1} << 24;
-constexpr int64_t most_layers = int64_t{1} << 12;
-constexpr int64_t most_heads = int64_t{1} << 14;
-constexpr int64_t most_head_dim = int64_t{1} << 14;
-constexpr int64_t most_positions = int64_t{1} << 30;  // an int holds one, and a tile past it
-constexpr int64_t most_blocks = int64_t{1} << 30;     // of keys and values
-constexpr int64_t most_step_rows = int64_t{1} << 22;
+// Far beyond any model; quire.model.spec refuses larger ones with a message for the user.
+constexpr int64_t max_hidden_size = int64_t{1} << 20;
+constexpr int64_t max_row_size = int64_t{1} << 22;  // ffn_size, or all query heads
+constexpr int64_t max_vocabulary = int64_t{1} << 24;
+constexpr int64_t max_layers = int64_t{1} << 12;
+constexpr int64_t max_heads = int64_t{1} << 14;
+constexpr int64_t max_head_dim = int64_t{1} << 14;
+constexpr int64_t max_positions = int64_t{1} << 30;  // an int holds this plus a tile
+constexpr int64_t max_blocks = int64_t{1} << 30;     // of the KV cache
+constexpr int64_t max_step_rows = int64_t{1} << 22;
 
 // a * b, of sizes that are not negative; throws std::length_error where it does not fit.
 inline int64_t checked_product(int64_t a, int64_t b) {

@@ -1,6 +1,6 @@
-// The body of a unit: included by each unit_*.cpp after its QUIRE_UNIT_* macro, it makes that
-// unit's table of kernels. Everything but the table is in an anonymous namespace, so that no
-// function of one instruction set can stand in for another's when the units are linked.
+// The body of an instruction-set unit: included by each unit_*.cpp after its QUIRE_UNIT_* macro, it
+// defines that unit's table of kernels. Everything else is in an anonymous namespace, so that the
+// linker never merges a function of one instruction set with another's.
 
 #if defined(QUIRE_UNIT_AVX512) || defined(QUIRE_UNIT_AVX2)
 #include <immintrin.h>
@@ -9,7 +9,7 @@
 #include "kernels.h"
 #include "scalar.h"
 
-// Loops over registers are written out; without registers to keep things in that only takes time.
+// Loops over registers are unrolled. The portable unit has no registers to gain from it.
 #if defined(QUIRE_UNIT_AVX512) || defined(QUIRE_UNIT_AVX2)
 #define PRAGMA(text) _Pragma(#text)
 #define UNROLL(times) PRAGMA(GCC unroll times)
@@ -32,23 +32,23 @@ namespace {
 #include "attention.h"
 
 constexpr Kernels kernels_of_unit = {
-    unit_name,       product,      peak_dots,    rms_norm,    quantise_groups,
-    quantise_blocks, quantise_row, apply_gate,   add_rows,    turn,
-    store_key_value, attend,       attend_tiles, merge_tiles, soft_cap,
+    unit_name,          gemm,         peak_dots, rms_norm,   quantise_groups, quantise_blocks,
+    quantise_per_token, apply_gate,   add_rows,  apply_rope, store_key_value, attend,
+    attend_split,       merge_splits, soft_cap,
 };
 
 #if defined(QUIRE_HAS_AMX)
 #include "gemm_amx.h"
 
-// The same unit but for its products.
-constexpr Kernels with_tiles() {
+// The AVX-512 unit with AMX's GEMM.
+constexpr Kernels with_amx() {
   Kernels kernels = kernels_of_unit;
   kernels.name = "amx-int8";
-  kernels.product = tile_product;
+  kernels.gemm = amx_gemm;
   kernels.peak_dots = peak_tiles;
   return kernels;
 }
-constexpr Kernels kernels_with_tiles = with_tiles();
+constexpr Kernels kernels_with_amx = with_amx();
 #endif
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The kernels for AVX-512 with VNNI, and the same with AMX's products.
+// The kernels for AVX-512 with VNNI, and the same with AMX's GEMM.
 #include "kernels.h"
 #if defined(__x86_64__) && !defined(QUIRE_FEW_UNITS)
 #define QUIRE_UNIT_AVX512
@@ -19,8 +19,8 @@ const Kernels* avx512_kernels() {
 }
 
 #if defined(QUIRE_HAS_AMX)
-// Linux lends the tile registers to a process that asks; its threads and children have them then.
-static bool may_use_tiles() {
+// Linux grants the tile registers to a process on request; threads and children inherit that.
+static bool request_tiles() {
   constexpr long request_permission = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
@@ -30,9 +30,9 @@ const Kernels* amx_kernels() {
     constexpr unsigned tile_and_int8 = 3u << 24;
     unsigned a = 0, b = 0, c = 0, d = 0;
     return avx512_kernels() && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
-           (d & tile_and_int8) == tile_and_int8 && may_use_tiles();
+           (d & tile_and_int8) == tile_and_int8 && request_tiles();
   }();
-  return can ? &kernels_with_tiles : nullptr;
+  return can ? &kernels_with_amx : nullptr;
 }
 #else
 const Kernels* amx_kernels() { return nullptr; }

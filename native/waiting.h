@@ -1,5 +1,5 @@
-// How a thread sleeps until a word changes: on a futex, or on a condition variable where there is
-// none. Both always compile on Linux, so that the fallback is tested beside the futex.
+// Puts a thread to sleep until a word changes: on a futex, or on a condition variable where there
+// is none. On Linux both are compiled, so that the fallback is tested too.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -15,8 +15,8 @@
 
 namespace quire {
 
-// Sleeps in the standard library. Whoever changes the word calls wake afterwards; the mutex makes
-// sure that a sleeper is either already waiting then or sees the changed word.
+// On a condition variable. wake() is called after the word was changed; with the mutex a sleeper is
+// then either waiting already or sees the changed word.
 class ConditionWaiting {
  public:
   void wait(std::atomic<uint32_t>& word, uint32_t seen) {
@@ -28,9 +28,9 @@ class ConditionWaiting {
     lock.unlock();
     state_->condition.notify_all();
   }
-  // Leaks what cannot be destroyed while threads wait on it: in a child of fork() they would be
-  // waited for, and are not there.
-  void abandon() { static_cast<void>(state_.release()); }
+  // Leaks the condition variable: in a child of fork() its destructor would wait for threads that
+  // do not exist.
+  void leak() { static_cast<void>(state_.release()); }
 
  private:
   struct State {
@@ -41,7 +41,7 @@ class ConditionWaiting {
 };
 
 #if defined(__linux__)
-// The kernel compares the word with what was seen and sleeps in one step.
+// The kernel compares the word with `seen` and sleeps atomically.
 class FutexWaiting {
  public:
   void wait(std::atomic<uint32_t>& word, uint32_t seen) {
@@ -52,7 +52,7 @@ class FutexWaiting {
   void wake(std::atomic<uint32_t>& word, int count) {
     syscall(SYS_futex, address(word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
   }
-  void abandon() {}
+  void leak() {}
 
  private:
   static uint32_t* address(std::atomic<uint32_t>& word) {

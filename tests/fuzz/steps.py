@@ -316,7 +316,7 @@ class Episode:
             threads=count,
             kv_int8=is_int8,
             unit=unit,
-            touched_ahead=0,
+            prefault_bytes=0,
         )
 
     def _run(self, executors: dict[str, Executor], num_mutations: int) -> None:

@@ -1,7 +1,7 @@
 """A BitNet decoder with one activation scale a token, its ternary products done by numpy.
 
 The products are the point: integer sums of ternary codes and bytes, scaled in one fixed order. What
-lies between them (norms, rotations, attention, gates) comes from the native row kernels, which have
+lies between them (norms, rope, attention, gates) comes from the native row kernels, which have
 tests of their own, so that the logits can be compared bit for bit.
 """
 
@@ -51,20 +51,20 @@ class EmulatedBitNet:
 
     def _attention(self, layer: int, x: Floats, position: int) -> Floats:
         codes = self._bytes(x)
-        query, key, value = (self._product(f"blk.{layer}.attn_{part}", *codes) for part in "qkv")
+        query, key, value = (self._product(f"blk.{layer}.attn_{name}", *codes) for name in "qkv")
         for heads in (query, key):
             angles = [table[position] for table in self._angles]
             interleaved = self._spec.rope.interleaved
-            native.turn(self._unit, heads, self._spec.head_dim, interleaved, *angles)
-        cache, mixed = self._caches[layer], np.empty_like(query)
+            native.rope(self._unit, heads, self._spec.head_dim, interleaved, *angles)
+        cache, output = self._caches[layer], np.empty_like(query)
         cache.store(position, key, value)
-        cache.attend(position, 1, query, mixed)
-        mixed = self._norm(mixed, f"blk.{layer}.attn_sub_norm")
-        return self._product(f"blk.{layer}.attn_output", *self._bytes(mixed))
+        cache.attend(position, 1, query, output)
+        output = self._norm(output, f"blk.{layer}.attn_sub_norm")
+        return self._product(f"blk.{layer}.attn_output", *self._bytes(output))
 
     def _feed_forward(self, layer: int, x: Floats) -> Floats:
         codes = self._bytes(x)
-        gate, up = (self._product(f"blk.{layer}.ffn_{part}", *codes) for part in ("gate", "up"))
+        gate, up = (self._product(f"blk.{layer}.ffn_{name}", *codes) for name in ("gate", "up"))
         gated = np.empty_like(gate)
         native.gate(self._unit, self._spec.activation is Activation.RELU2, gate, up, gated)
         gated = self._norm(gated, f"blk.{layer}.ffn_sub_norm")
@@ -88,8 +88,8 @@ class EmulatedBitNet:
         total = np.zeros(len(weights), np.float32)
         for group in range(sums.shape[1]):
             # In double precision product and sum are exact: one rounding, as in a fused add.
-            part = sums[:, group] * scales[:, group * _GROUP // _BLOCK].astype(np.float64)
-            total = (total + part).astype(np.float32)
+            scaled = sums[:, group] * scales[:, group * _GROUP // _BLOCK].astype(np.float64)
+            total = (total + scaled).astype(np.float32)
         return total * scale
 
     def _head(self, x: Floats) -> Floats:

@@ -115,8 +115,8 @@ def extreme_matrix(name: str, num_rows: int, in_size: int, byte: int) -> Matrix:
 
 def put_scales(name: str, blocks: Bytes, scales: Doubles) -> None:
     halves = scales.astype(np.float16)[..., None].view(np.uint8)
-    for place in SCALES[name]:
-        blocks[..., place : place + 2] = halves
+    for offset in SCALES[name]:
+        blocks[..., offset : offset + 2] = halves
 
 
 def activations(
@@ -144,26 +144,26 @@ def as_seen(columns: npt.NDArray[Any]) -> Doubles:
     return np.asarray(values, dtype=np.float64).reshape(len(columns), -1)
 
 
-def as_bytes(columns: npt.NDArray[np.generic] | None) -> npt.NDArray[np.generic] | None:
-    if columns is None or columns.dtype == np.float32:
+def as_bytes(columns: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    if columns.dtype == np.float32:
         return columns
     return np.ascontiguousarray(columns).view(np.uint8)
 
 
 def product(
     unit: str,
-    packed: object,
+    packed: "native.PackedMatrix",
     columns: npt.NDArray[np.generic],
     num_rows: int,
     residuals: npt.NDArray[np.generic] | None = None,
 ) -> Floats:
     out = np.full((len(columns), num_rows), np.nan, np.float32)
-    packed.multiply(  # type: ignore[attr-defined]
+    packed.gemm(
         unit,
         as_bytes(columns),
         num_columns=len(columns),
         out=out,
-        residuals=as_bytes(residuals),
+        residuals=None if residuals is None else as_bytes(residuals),
     )
     return out
 

@@ -82,8 +82,8 @@ class Sequence:
             scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        mixed: Doubles = np.einsum("hgt,thd->hgd", weights, values)
-        return mixed.reshape(shape.num_heads, shape.head_dim)
+        output: Doubles = np.einsum("hgt,thd->hgd", weights, values)
+        return output.reshape(shape.num_heads, shape.head_dim)
 
 
 def as_stored(x: Floats, is_int8: bool) -> Doubles:
@@ -148,7 +148,7 @@ def test_all_units_write_the_same_bytes_and_attend_with_the_same_bits(shape: Sha
     shape = replace(shape, context=min(shape.context, 150))
     sequence = Sequence(shape)
     caches = [sequence.cache(unit) for unit in UNITS]
-    assert all(cache.bytes() == caches[0].bytes() for cache in caches)
+    assert all(cache.contents() == caches[0].contents() for cache in caches)
     for first, count in ((0, 7), (shape.context - 5, 5)):
         rows = [sequence.attended(cache, first, count) for cache in caches]
         assert all(same_bits(rows[0], other) for other in rows)
@@ -169,13 +169,13 @@ def test_rows_in_chunks_have_the_bits_of_rows_alone(shape: Shape, chunk: int) ->
 
 @EVERY_SHAPE
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_row_in_parts_has_the_bits_of_the_row_whole(shape: Shape, unit: str) -> None:
+def test_a_split_row_has_the_bits_of_the_whole_row(shape: Shape, unit: str) -> None:
     sequence = Sequence(shape)
     cache = sequence.cache(unit)
     for position in (3, shape.context - 1):
         queries = sequence.queries[position].ravel()
         out = np.empty_like(queries)
-        cache.attend_apart(position, queries, out)
+        cache.attend_split(position, queries, out)
         assert same_bits(out, sequence.attended(cache, position).ravel())
 
 

@@ -102,7 +102,7 @@ def test_every_unit_computes_the_reference_s_logits_with_the_same_bits(
 ) -> None:
     model = random_model(small_spec(**changes))
     exact = reference_logits(model)
-    ways = [(unit, 1 + place % 2, 40 - 13 * (place % 3)) for place, unit in enumerate(UNITS)]
+    ways = [(unit, 1 + index % 2, 40 - 13 * (index % 3)) for index, unit in enumerate(UNITS)]
     found = [cpu_logits(model, *way) for way in ways]
     assert nmse(found[0], exact) <= HALVES_COST
     assert all(other.tobytes() == found[0].tobytes() for other in found)
@@ -203,77 +203,79 @@ def filled() -> tuple[Any, dict[str, int]]:
     decoder = native.make_decoder(**SOUND)
     shapes = {"q": (32, 16), "k": (16, 16), "o": (16, 32), "up": (24, 16), "down": (16, 24)}
     shapes |= {"embedding": (20, 16)}
-    places = {}
+    indices = {}
     for name, (rows, columns) in shapes.items():
         zeros = np.zeros(rows * columns * 4, np.uint8)
-        places[name] = decoder.add_matrix("F32", zeros, rows, columns)
+        indices[name] = decoder.add_matrix("F32", zeros, rows, columns)
     for name, size in (("norm", 16), ("head norm", 8), ("wide norm", 32)):
-        places[name] = decoder.add_vector(np.ones(size, np.float32))
-    return decoder, places
+        indices[name] = decoder.add_vector(np.ones(size, np.float32))
+    return decoder, indices
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("prepare", {"matrices": []}),
-        ("prepare", {"matrices": [6]}),
-        ("prepare", {"matrices": [-1]}),
-        ("prepare", {"matrices": ["o"]}),
-        ("prepare", {"matrices": ["q"], "norm": "head norm"}),
-        ("prepare", {"matrices": ["q"], "norm": 3}),
-        ("prepare", {"matrices": ["q"], "input": "mixed"}),
-        ("prepare", {"matrices": ["o"], "input": "mixed", "norm": "norm"}),
-        ("project", {"matrices": []}),
-        ("project", {"matrices": ["q", "k"]}),
-        ("project", {"matrices": ["q", "k", "k", "k"]}),
-        ("project", {"matrices": ["o", "k", "k"]}),
-        ("add", {"matrices": []}),
-        ("add", {"matrices": ["q"]}),
-        ("add", {"matrices": ["o", "o"]}),
-        ("gate", {"matrices": ["up"]}),
-        ("gate", {"matrices": ["up", "q"]}),
-        ("gate", {"matrices": ["up", "up"], "quantised": "groups"}),
-        ("gate", {"matrices": ["up", "up"], "quantised": "blocks"}),
-        ("gate", {"matrices": ["up", "up"], "quantised": "row"}),
-        ("turn", {"layer": 2}),
-        ("turn", {"layer": -1}),
-        ("turn", {"query_norm": "norm"}),
-        ("turn", {"key_norm": "wide norm"}),
+        ("norm_and_quantise", {"matrices": []}),
+        ("norm_and_quantise", {"matrices": [6]}),
+        ("norm_and_quantise", {"matrices": [-1]}),
+        ("norm_and_quantise", {"matrices": ["o"]}),
+        ("norm_and_quantise", {"matrices": ["q"], "norm": "head norm"}),
+        ("norm_and_quantise", {"matrices": ["q"], "norm": 3}),
+        ("norm_and_quantise", {"matrices": ["q"], "input": "attention_output"}),
+        ("norm_and_quantise", {"matrices": ["o"], "input": "attention_output", "norm": "norm"}),
+        ("project_qkv", {"matrices": []}),
+        ("project_qkv", {"matrices": ["q", "k"]}),
+        ("project_qkv", {"matrices": ["q", "k", "k", "k"]}),
+        ("project_qkv", {"matrices": ["o", "k", "k"]}),
+        ("project_and_add", {"matrices": []}),
+        ("project_and_add", {"matrices": ["q"]}),
+        ("project_and_add", {"matrices": ["o", "o"]}),
+        ("gate_and_up", {"matrices": ["up"]}),
+        ("gate_and_up", {"matrices": ["up", "q"]}),
+        ("gate_and_up", {"matrices": ["up", "up"], "quantised": "groups"}),
+        ("gate_and_up", {"matrices": ["up", "up"], "quantised": "blocks"}),
+        ("gate_and_up", {"matrices": ["up", "up"], "quantised": "per_token"}),
+        ("rope_and_store", {"layer": 2}),
+        ("rope_and_store", {"layer": -1}),
+        ("rope_and_store", {"query_norm": "norm"}),
+        ("rope_and_store", {"key_norm": "wide norm"}),
         ("attend", {"layer": 2}),
         ("attend", {"layer": -1}),
         ("attend", {"layer": 1}),
         ("swap", {}),
-        ("prepare", {"input": "elsewhere"}),
+        ("norm_and_quantise", {"input": "elsewhere"}),
     ],
     ids=str,
 )
 def test_stages_that_do_not_fit_what_was_given_are_refused(
     kind: str, options: dict[str, Any]
 ) -> None:
-    decoder, places = filled()
+    decoder, indices = filled()
     decoder.add_stage("attend", layer=1)
     for name, value in options.items():
         if isinstance(value, list):
-            options = {**options, name: [places.get(item, item) for item in value]}
-        elif value in places:
-            options = {**options, name: places[value]}
+            options = {**options, name: [indices.get(item, item) for item in value]}
+        elif value in indices:
+            options = {**options, name: indices[value]}
     with pytest.raises(ValueError, match=r"must|matri|layer|gate|word"):
         decoder.add_stage(kind, **options)
 
 
 def test_what_else_a_decoder_is_made_of_is_checked() -> None:
-    decoder, places = filled()
+    decoder, indices = filled()
     zeros = np.zeros(16 * 16 * 4, np.uint8)
     refused: list[Callable[[], object]] = [
-        lambda: decoder.add_matrix("F32", zeros, 16, 16, bias=places["head norm"]),
+        lambda: decoder.add_matrix("F32", zeros, 16, 16, bias=indices["head norm"]),
         lambda: decoder.add_matrix("F32", zeros, 16, 16, bias=3),
         lambda: decoder.add_matrix("F32", zeros, 16, 17),
         lambda: decoder.add_matrix("F32", zeros, 2**40, 2**40),
         lambda: decoder.add_matrix("Q4_0", zeros, -16, 16),
         lambda: decoder.add_vector(np.ones(0, np.float32)),
-        lambda: decoder.set_ends(places["q"], places["norm"], places["embedding"]),
-        lambda: decoder.set_ends(places["embedding"], places["norm"], 6),
-        lambda: decoder.set_ends(places["embedding"], places["head norm"], places["embedding"]),
+        lambda: decoder.set_embedding_and_head(indices["q"], indices["norm"], indices["embedding"]),
+        lambda: decoder.set_embedding_and_head(indices["embedding"], indices["norm"], 6),
+        lambda: decoder.set_embedding_and_head(
+            indices["embedding"], indices["head norm"], indices["embedding"]
+        ),
         lambda: decoder.allocate_cache(0, False, 0),
         lambda: decoder.allocate_cache(-1, False, 0),
         lambda: decoder.allocate_cache(2**62, True, 0),
@@ -287,15 +289,15 @@ def test_what_else_a_decoder_is_made_of_is_checked() -> None:
         with pytest.raises(ValueError, match=r"must|size|rows|as many"):
             call()
     with pytest.raises(IndexError):
-        decoder.form_of(99)
+        decoder.activation_format(99)
 
 
 def test_a_step_of_a_decoder_that_is_not_complete_is_refused() -> None:
-    decoder, places = filled()
-    plan = tuple(row((1, 2), (0,)))
+    decoder, indices = filled()
+    plan = row((1, 2), (0,))
     with pytest.raises(ValueError, match="no head yet"):
         decoder.step((plan,), [None], [0], (), 256, 0)
-    decoder.set_ends(places["embedding"], places["norm"], places["embedding"])
+    decoder.set_embedding_and_head(indices["embedding"], indices["norm"], indices["embedding"])
     with pytest.raises(ValueError, match="no cache yet"):
         decoder.step((plan,), [None], [0], (), 256, 0)
     with pytest.raises(ValueError, match="num_blocks must be from 0 to 0, got 2"):
@@ -323,7 +325,7 @@ def test_what_the_kernels_cannot_hold_is_an_unsupported_model() -> None:
 def test_a_row_may_be_asked_for_its_logits_and_for_a_score_at_once() -> None:
     """Twice as many products of the head as the step has rows: its room must hold them."""
     model = random_model(small_spec(hidden_size=4096))
-    rows = [row((place,), (place,), prompt_targets=(1,)) for place in range(3)]
+    rows = [row((index,), (index,), prompt_targets=(1,)) for index in range(3)]
     executor = CpuExecutor(model, num_blocks=4, threads=Threads(1, may_spin=False))
     try:
         alone = [run(executor, plan._replace(prompt_targets=()))[0].logits for plan in rows]

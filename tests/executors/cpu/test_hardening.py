@@ -37,9 +37,9 @@ def segments(content: bytes) -> list[Segment]:
     (start,) = struct.unpack_from("<Q", content, 32)
     size, count = struct.unpack_from("<HH", content, 54)
     found = []
-    for place in range(count):
+    for index in range(count):
         kind, flags, offset, _, _, in_file = struct.unpack_from(
-            "<IIQQQQ", content, start + place * size
+            "<IIQQQQ", content, start + index * size
         )
         found.append(Segment(kind, flags, offset, in_file))
     return found

@@ -1,4 +1,4 @@
-"""A row depends on itself alone: not on company, chunks, blocks, threads or instruction set."""
+"""A row depends on itself alone: not on the batch, chunks, blocks, threads or instruction set."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,7 +52,7 @@ def prompt(executor: CpuExecutor, salt: int = 0) -> tuple[int, ...]:
 
 
 def alone(executor: CpuExecutor) -> tuple[npt.NDArray[np.float32], bytes]:
-    """The prompt in one chunk and without company: its logits, and the bytes it leaves."""
+    """The prompt in one chunk and alone: its logits, and the bytes it leaves."""
     found = logits(executor, row(prompt(executor), TABLE))
     return found, stored(executor, TABLE, executor._spec.num_layers)
 
@@ -71,7 +71,7 @@ def test_chunking_changes_no_bit(executor: CpuExecutor, cuts: list[int]) -> None
 
 @given(blocks=st.permutations(range(NUM_BLOCKS)), num_others=st.integers(1, 6))
 @settings(max_examples=15, deadline=None)
-def test_company_and_blocks_change_no_bit(
+def test_the_batch_and_blocks_change_no_bit(
     executor: CpuExecutor, blocks: list[int], num_others: int
 ) -> None:
     expected, _ = alone(executor)
@@ -229,7 +229,7 @@ def test_keys_and_values_in_bytes_keep_the_promise_too() -> None:
     assert [content(output) for output in found] == in_solo(kv_int8=True)
 
 
-def test_smollm2_answers_the_same_in_company_and_alone(smollm2_path: Path) -> None:
+def test_smollm2_answers_the_same_in_a_batch_and_alone(smollm2_path: Path) -> None:
     prompts = [tuple(range(100 + n, 140 + 9 * n)) for n in range(5)]
 
     def completions(requests: list[tuple[int, ...]], threads: int, **config: Any) -> list[object]:

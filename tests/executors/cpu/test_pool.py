@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from quire.executors.cpu.native import native
 
-parts = native.pool_parts
-KINDS = [kind for kind in ("FutexPool", "ConditionPool") if hasattr(parts, kind)]
+KINDS = [kind for kind in ("FutexPool", "ConditionPool") if hasattr(native, kind)]
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Any:
-    return getattr(parts, request.param)
+    return getattr(native, request.param)
 
 
 @given(
@@ -30,7 +29,7 @@ def kind(request: pytest.FixtureRequest) -> Any:
 def test_every_task_runs_once_in_the_same_chunks(
     num_threads: int, may_spin: bool, num_tasks: int, chunk: int, name: str
 ) -> None:
-    pool = getattr(parts, name)(num_threads, may_spin)
+    pool = getattr(native, name)(num_threads, may_spin)
     expected = [(at, min(at + chunk, num_tasks)) for at in range(0, num_tasks, chunk)]
     for _ in range(3):
         trace = pool.trace(num_tasks, chunk)
@@ -43,21 +42,21 @@ def test_every_task_runs_once_in_the_same_chunks(
 def test_stages_wait_for_each_other_with_any_number_of_threads(
     kind: Any, may_spin: bool, num_stages: int, rest: int
 ) -> None:
-    alone = kind(1).mix(num_stages, 23, 2)
+    alone = kind(1).run_stages(num_stages, 23, 2)
     for num_threads in (2, 3, 5):
-        assert kind(num_threads, may_spin).mix(num_stages, 23, 2, rest) == alone
+        assert kind(num_threads, may_spin).run_stages(num_stages, 23, 2, rest) == alone
 
 
 @pytest.mark.parametrize("may_spin", [True, False])
 def test_all_threads_take_part(kind: Any, may_spin: bool) -> None:
-    assert kind(3, may_spin).meet(wait_milliseconds=10_000) == 3
+    assert kind(3, may_spin).count_threads(wait_milliseconds=10_000) == 3
 
 
 @pytest.mark.parametrize("may_spin", [True, False])
-def test_a_thread_that_is_done_helps_the_others_from_their_end(kind: Any, may_spin: bool) -> None:
+def test_a_thread_that_is_done_steals_from_the_ends_of_others(kind: Any, may_spin: bool) -> None:
     pool = kind(2, may_spin)
     for _ in range(50):
-        ran = pool.help(10, wait_milliseconds=60_000)
+        ran = pool.trace_stealing(10, wait_milliseconds=60_000)
         assert ran == [[0], [5, 6, 7, 8, 9, 4, 3, 2, 1]]
 
 
@@ -75,10 +74,10 @@ def test_the_earliest_failure_reaches_the_caller_and_the_pool_lives_on(
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_stage_within_a_stage_is_refused(kind: Any, num_threads: int) -> None:
+def test_a_nested_stage_is_refused(kind: Any, num_threads: int) -> None:
     pool = kind(num_threads)
     with pytest.raises(RuntimeError, match="running another stage"):
-        pool.nest()
+        pool.run_nested()
     assert len(pool.trace(4, 1)) == 4
 
 
@@ -101,7 +100,7 @@ def test_a_pool_takes_its_threads_with_it(kind: Any) -> None:
 
     before = threads()
     pools = [kind(4, may_spin) for may_spin in (True, False)]
-    pools[0].mix(5, 20, 1)
+    pools[0].run_stages(5, 20, 1)
     own = threads() - before
     assert len(own) == 6
     del pools
@@ -116,7 +115,7 @@ def test_only_workers_of_a_pinned_pool_are_bound(kind: Any) -> None:
     usable = os.sched_getaffinity(0)
     before = {int(task) for task in os.listdir("/proc/self/task")}
     pool = kind(len(usable), pin=True)
-    assert pool.meet(wait_milliseconds=10_000) == len(usable)
+    assert pool.count_threads(wait_milliseconds=10_000) == len(usable)
     workers = {int(task) for task in os.listdir("/proc/self/task")} - before
     bound = sorted(os.sched_getaffinity(worker) for worker in workers)
     assert bound == [{core} for core in sorted(usable)[1:]]

@@ -1,4 +1,4 @@
-"""Products of packed weights: right, without saturating, and the same bits however many columns."""
+"""GEMM of packed weights: right, without saturating, and the same bits however many columns."""
 
 import os
 import subprocess
@@ -81,7 +81,7 @@ def test_ternary_sums_are_exact(name: str, unit: str, num_columns: int) -> None:
     x = normal(num_columns, size)
     groups = np.zeros((num_columns, size // 32), GROUP)
     for column, out in zip(x, groups, strict=True):
-        native.quantise_row(unit, column, out.view(np.uint8))
+        native.quantise_per_token(unit, column, out.view(np.uint8))
     found = product(unit, matrix.packed(), groups, ODD_ROWS)
     np.testing.assert_array_equal(found, as_seen(groups) @ matrix.exact.astype(np.float64).T)
 
@@ -178,7 +178,7 @@ def test_residuals_are_multiplied_too_with_the_same_bits_in_every_unit(
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
 @pytest.mark.parametrize("unit", UNITS)
 def test_threads_and_forked_children_multiply_with_the_same_bits(unit: str, name: str) -> None:
-    """AMX's registers are lent to a process; threads and children must have them as well."""
+    """AMX's registers are granted to a process; its threads and children must have them too."""
     packed = random_matrix(name, ODD_ROWS, 2048).packed()
     columns = activations(normal(32, 2048), packed)
     expected = product(unit, packed, columns, ODD_ROWS).tobytes()
@@ -196,7 +196,7 @@ def test_threads_and_forked_children_multiply_with_the_same_bits(unit: str, name
 
 
 @pytest.mark.skipif(UNITS[-1] != "amx-int8", reason="this processor has no AMX")
-def test_where_the_system_lends_no_tiles_the_other_units_are_left() -> None:
+def test_where_the_system_grants_no_tiles_the_other_units_are_left() -> None:
     """Linux refuses a process whose stack for signals has no room for the tile registers."""
     done = subprocess.run(
         [sys.executable, "-c", WITH_A_SMALL_SIGNAL_STACK],
@@ -215,7 +215,7 @@ def test_every_number_of_rows_gives_the_same_bits(name: str) -> None:
     columns = activations(normal(5, size, seed=1), packed)
     expected = product(UNITS[-1], packed, columns, 50)
     for num_rows in (1, 15, 16, 17, 33):
-        part = type(matrix)(name, num_rows, size, matrix.blocks[:num_rows])
+        first_rows = type(matrix)(name, num_rows, size, matrix.blocks[:num_rows])
         for unit in UNITS:
-            found = product(unit, part.packed(), columns, num_rows)
+            found = product(unit, first_rows.packed(), columns, num_rows)
             assert found.tobytes() == expected[:, :num_rows].tobytes(), (unit, num_rows)

@@ -57,12 +57,12 @@ def test_rms_norm_reads_and_writes_nothing_past_a_row_of_any_size() -> None:
 def test_groups_of_bytes_are_the_nearest_codes_of_a_scale_per_32(unit: str) -> None:
     x = normal(576) * np.repeat(np.float32(10.0) ** np.arange(-9, 9), 32).astype(np.float32)
     groups = quantised_in_groups(unit, x)
-    parts = x.reshape(-1, 32)
-    largest = np.abs(parts).max(axis=1, keepdims=True)
-    codes = np.rint(parts * (np.float32(127) / largest)).astype(np.int8)
+    in_groups = x.reshape(-1, 32)
+    largest = np.abs(in_groups).max(axis=1, keepdims=True)
+    codes = np.rint(in_groups * (np.float32(127) / largest)).astype(np.int8)
     assert np.array_equal(groups["codes"], codes)
     assert np.array_equal(groups["scale"], (largest / np.float32(127)).ravel())
-    assert np.abs(codes).max(axis=1).tolist() == [127] * len(parts)
+    assert np.abs(codes).max(axis=1).tolist() == [127] * len(in_groups)
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -98,7 +98,7 @@ def test_what_is_not_finite_ends_as_a_scale_that_is_nan(unit: str, bad: float, w
     assert np.isnan(groups["scale"]).tolist() == [False, True, False]
     assert np.isnan(groups["scaled_sum"][1]) and not groups["codes"][1].any()
     rows = np.zeros(3, GROUP)
-    assert np.isnan(native.quantise_row(unit, x, rows.view(np.uint8)))
+    assert np.isnan(native.quantise_per_token(unit, x, rows.view(np.uint8)))
     assert not rows["codes"].any()
 
 
@@ -107,10 +107,10 @@ def test_blocks_of_bytes_are_the_nearest_codes_of_a_scale_per_256(unit: str) -> 
     x = (normal(1024) + 1) * np.repeat(np.array([1e-36, 1, 1e30, 0], np.float32), 256)
     blocks = np.zeros(4, BLOCK)
     native.quantise_blocks(unit, x, blocks.view(np.uint8))
-    parts = x.reshape(4, 256)
-    largest = np.abs(parts).max(axis=1)
+    in_blocks = x.reshape(4, 256)
+    largest = np.abs(in_blocks).max(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        codes = np.rint(parts * (np.float32(127) / largest)[:, None])
+        codes = np.rint(in_blocks * (np.float32(127) / largest)[:, None])
     codes[3] = 0
     assert np.array_equal(blocks["codes"], codes)
     assert np.array_equal(blocks["scale"], largest / np.float32(127))
@@ -130,10 +130,10 @@ def test_a_block_that_is_not_finite_has_a_scale_that_is_nan(unit: str, bad: floa
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_whole_row_shares_one_scale_and_its_groups_sums_are_of_codes(unit: str) -> None:
+def test_a_per_token_scale_serves_all_groups_and_sums_are_of_codes(unit: str) -> None:
     x = normal(1536, seed=5)
     groups = np.zeros(48, GROUP)
-    scale = native.quantise_row(unit, x, groups.view(np.uint8))
+    scale = native.quantise_per_token(unit, x, groups.view(np.uint8))
     largest = np.abs(x).max()
     codes = np.rint(x * (np.float32(127) / largest)).astype(np.int8).reshape(-1, 32)
     assert scale == largest / np.float32(127)
@@ -196,11 +196,11 @@ def test_a_cap_keeps_nan_and_holds_infinity(unit: str) -> None:
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "dims"), [(64, 64), (80, 20), (128, 96), (6, 2), (96, 0)])
-def test_heads_turn_exactly_as_in_the_reference(
+def test_rope_is_exactly_the_reference_s(
     unit: str, interleaved: bool, head_dim: int, dims: int
 ) -> None:
     heads, angles = normal(5, head_dim), normal(dims // 2, seed=1) * 100
     cosines, sines = np.cos(angles), np.sin(angles)
     expected = apply_rope(heads, cosines, sines, interleaved)
-    native.turn(unit, heads.reshape(-1), head_dim, interleaved, cosines, sines)
+    native.rope(unit, heads.reshape(-1), head_dim, interleaved, cosines, sines)
     assert np.array_equal(heads, expected)

@@ -15,8 +15,6 @@ from quire.core.sampling import SamplingParams, draw_bits
 from quire.executors import elementary, sampler
 from quire.executors.cpu.native import SampleRequests, native
 
-parts = native.sampler_parts
-
 
 def row(values: Any) -> Any:
     return np.ascontiguousarray(values, np.float32)
@@ -50,7 +48,8 @@ def native_choice(
     request = SampleRequests().request(plan_of(sampling, position, history, allowed))
     fault, token, score = native.sample_row(logits, request)
     if fault is not None:
-        return str(fault)
+        return fault
+    assert token is not None
     return sampler.Choice(token, None if score is None else TokenLogprob(*score))
 
 
@@ -186,10 +185,10 @@ def test_whole_vocabularies(size: int, spread: float) -> None:
             assert_agrees(logits, Sampling(params, seed, 0), 7)
 
 
-@given(logits=rows, place=st.integers(0, VOCABULARY), num_top=st.integers(0, 30))
+@given(logits=rows, index=st.integers(0, VOCABULARY), num_top=st.integers(0, 30))
 @settings(max_examples=200)
-def test_scores_of_given_tokens_are_the_references(logits: Any, place: int, num_top: int) -> None:
-    token = place % len(logits)
+def test_scores_of_given_tokens_are_the_references(logits: Any, index: int, num_top: int) -> None:
+    token = index % len(logits)
     if not np.isfinite(logits).all():
         with pytest.raises(ValueError, match="finite"):
             native.score_row(logits, token, num_top)
@@ -204,25 +203,27 @@ def test_a_score_beyond_the_logits_is_refused(token: int) -> None:
         native.score_row(row([1.0, 2.0, 3.0]), token, 0)
 
 
-# ---- its parts
+# ---- its steps
 
 
 @given(seed=st.integers(0, 2**64 - 1), index=st.integers(0, 2**32 - 1), position=st.integers(0))
 def test_draws_are_the_references(seed: int, index: int, position: int) -> None:
     position %= 2**63
-    assert parts.draw_bits(seed, index, position) == draw_bits(seed, index, position)
+    assert native.draw_bits(seed, index, position) == draw_bits(seed, index, position)
 
 
 @given(st.lists(st.floats(-800.0, 0.0) | st.just(-math.inf), min_size=1, max_size=40))
 @settings(max_examples=200)
 def test_exponentials_are_the_references(values: list[float]) -> None:
-    assert [parts.exp(value) for value in values] == elementary.exp(np.array(values)).tolist()
+    assert [native.sampler_exp(value) for value in values] == elementary.exp(
+        np.array(values)
+    ).tolist()
 
 
 @given(st.floats(1.0, 1e300))
 @settings(max_examples=200)
 def test_logarithms_are_the_references(value: float) -> None:
-    assert parts.log(value) == elementary.log(value)
+    assert native.sampler_log(value) == elementary.log(value)
 
 
 @given(logits=rows)
@@ -231,12 +232,12 @@ def test_sums_of_exponentials_are_the_references(logits: Any) -> None:
         return
     best = float(logits.max())
     expected = elementary.lane_sum(elementary.exp(logits.astype(np.float64) - best))
-    assert parts.sum_of_exponentials(logits, best) == expected
+    assert native.sum_of_exponentials(logits, best) == expected
 
 
 @given(logits=rows)
 def test_what_is_not_finite_is_found(logits: Any) -> None:
-    assert parts.is_finite(logits) == bool(np.isfinite(logits).all())
+    assert native.is_finite(logits) == bool(np.isfinite(logits).all())
 
 
 # ---- requests

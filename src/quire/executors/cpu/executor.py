@@ -3,17 +3,22 @@
 import threading
 from collections.abc import Callable, Mapping
 
+import numpy as np
+import numpy.typing as npt
+
 from quire.core.clock import Clock
 from quire.core.errors import StepCancelledError
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, TokenLogprob, Want
 from quire.executors.base import model_capacity
 from quire.executors.cpu.lowering import Threads, lower, rope_tables
-from quire.executors.cpu.native import SampleRequests, check_unit, units
+from quire.executors.cpu.native import SampleRequests, check_unit, native, units
 from quire.executors.worker import CancelFlag, RowResults, StepTicket, ThreadedExecutor
 from quire.model.loading import Model
 
-_TOUCHED_AHEAD = 256 << 20  # bytes of the cache that the system gives before they are used
+_PREFAULT_BYTES = 256 << 20  # of the KV cache, faulted in ahead of use
 _FIRST_POSITIONS = 4096  # of the rope tables, which grow when needed
+
+_Score = tuple[int, float, int, tuple[tuple[int, float], ...]]  # the fields of TokenLogprob
 
 
 class CpuExecutor(ThreadedExecutor):
@@ -29,7 +34,7 @@ class CpuExecutor(ThreadedExecutor):
         kv_int8: bool = False,
         unit: str = "",
         per_token_scale: bool = True,
-        touched_ahead: int = _TOUCHED_AHEAD,
+        prefault_bytes: int = _PREFAULT_BYTES,
         max_batch_size: int = 256,
         max_step_tokens: int = 512,
         clock: Clock | None = None,
@@ -46,7 +51,7 @@ class CpuExecutor(ThreadedExecutor):
             per_token_scale=per_token_scale,
             on_progress=on_progress,
         )
-        self._decoder.allocate_cache(num_blocks, kv_int8, touched_ahead)
+        self._decoder.allocate_cache(num_blocks, kv_int8, prefault_bytes)
         self._running: CancelFlag | None = None  # of the step that computes
         self._running_lock = threading.Lock()
         self._num_positions = 0
@@ -60,8 +65,7 @@ class CpuExecutor(ThreadedExecutor):
     @property
     def unit(self) -> str:
         """The instruction set whose kernels run."""
-        unit: str = self._decoder.unit
-        return unit
+        return self._decoder.unit
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
@@ -73,19 +77,17 @@ class CpuExecutor(ThreadedExecutor):
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """What the kernels did since the executor was made: rows, products, bytes, seconds."""
-        counters: Mapping[str, float] = self._decoder.counters
-        return counters
+        """What the kernels did since the executor was made: rows, multiply-adds, bytes, seconds."""
+        return self._decoder.counters
 
     @property
-    def touched_bytes(self) -> int:
-        """Of the cache, what the system was asked to give ahead of use; 0 where it cannot."""
-        touched: int = self._decoder.touched_bytes
-        return touched
+    def prefaulted_bytes(self) -> int:
+        """Bytes of the KV cache that were faulted in ahead of use; 0 where the system cannot."""
+        return self._decoder.prefaulted_bytes
 
     def close(self) -> None:
         super().close()
-        self._decoder.stop_touching()
+        self._decoder.stop_prefault()
 
     def cancel(self, ticket: StepTicket) -> None:
         super().cancel(ticket)
@@ -95,8 +97,7 @@ class CpuExecutor(ThreadedExecutor):
 
     def cache_block(self, layer: int, block: int) -> bytes:
         """The bytes of one layer's keys and values in one block."""
-        stored: bytes = self._decoder.cache_block(layer, block)
-        return stored
+        return self._decoder.cache_block(layer, block)
 
     # ---- a step
 
@@ -117,7 +118,7 @@ class CpuExecutor(ThreadedExecutor):
 
     def _run_native(self, plan: StepPlan) -> RowResults:
         rows = plan.sequences
-        outcomes = self._decoder.step(
+        results = self._decoder.step(
             rows,
             [self._request(row) for row in rows],
             [_num_target_logprobs(row) for row in rows],
@@ -125,13 +126,13 @@ class CpuExecutor(ThreadedExecutor):
             self._max_context,
             self.capacity.num_blocks,
         )
-        if outcomes is None:
+        if results is None:
             raise StepCancelledError(f"step {plan.step_id} was cancelled")
         return RowResults(
-            tuple(_result(row, *outcome) for row, outcome in zip(rows, outcomes, strict=True))
+            tuple(_result(row, *result) for row, result in zip(rows, results, strict=True))
         )
 
-    def _request(self, plan: SequencePlan) -> object:
+    def _request(self, plan: SequencePlan) -> "native.SampleRequest | None":
         samples = plan.want == Want.SAMPLE and plan.sampling is not None
         return self._requests.request(plan) if samples else None
 
@@ -160,17 +161,17 @@ def _result(
     plan: SequencePlan,
     fault: str | None,
     token: int | None,
-    score: tuple[object, ...] | None,
-    target_scores: tuple[tuple[object, ...], ...],
-    values: object,
+    score: _Score | None,
+    target_scores: tuple[_Score, ...],
+    values: npt.NDArray[np.float32] | None,
 ) -> SequenceResult:
     if fault is not None:
         return SequenceResult(plan.sequence_id, fault=fault)
     return SequenceResult(
         plan.sequence_id,
         token=token,
-        logprob=None if score is None else TokenLogprob(*score),  # type: ignore[arg-type]
-        prompt_logprobs=tuple(TokenLogprob(*one) for one in target_scores),  # type: ignore[arg-type]
+        logprob=None if score is None else TokenLogprob(*score),
+        prompt_logprobs=tuple(TokenLogprob(*one) for one in target_scores),
         logits=values if plan.want == Want.LOGITS else None,
-        pooled=values[0] if plan.want == Want.POOLED else None,  # type: ignore[index]
+        pooled=values[0] if values is not None and plan.want == Want.POOLED else None,
     )

@@ -3,7 +3,6 @@ says beforehand what memory that takes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +44,7 @@ def lower(
     unit: str = "",
     per_token_scale: bool = True,
     on_progress: Callable[[str], None] | None = None,
-) -> Any:
+) -> "native.Decoder":
     """Pack every tensor and list the stages of a step.
 
     `unit` names the instruction set ("": the best there is). `per_token_scale`: activations of a
@@ -100,49 +99,53 @@ class _Lowering:
     def add_layer(self, layer: int) -> None:
         spec, stage = self._spec, self.decoder.add_stage
         qkv = self._matrices([f"blk.{layer}.attn_{name}" for name in "qkv"])
-        stage("prepare", norm=self._norm(layer, "attn_norm"), matrices=qkv)
-        stage("project", matrices=qkv)
+        stage("norm_and_quantise", norm=self._norm(layer, "attn_norm"), matrices=qkv)
+        stage("project_qkv", matrices=qkv)
         stage(
-            "turn",
+            "rope_and_store",
             layer=layer,
             query_norm=self._norm(layer, "attn_q_norm") if spec.qk_norm else _NO_VECTOR,
             key_norm=self._norm(layer, "attn_k_norm") if spec.qk_norm else _NO_VECTOR,
         )
         stage("attend", layer=layer)
         output = self._matrices([f"blk.{layer}.attn_output"])
-        self._add_sub_norm(layer, "mixed", "attn_sub_norm", output)
-        stage("add", matrices=output)
+        self._add_sub_norm(layer, "attention_output", "attn_sub_norm", output)
+        stage("project_and_add", matrices=output)
         gate_and_up = self._matrices([f"blk.{layer}.ffn_gate", f"blk.{layer}.ffn_up"])
-        stage("prepare", norm=self._norm(layer, "ffn_norm"), matrices=gate_and_up)
+        stage("norm_and_quantise", norm=self._norm(layer, "ffn_norm"), matrices=gate_and_up)
         self._add_feed_forward(layer, gate_and_up)
 
     def _add_sub_norm(self, layer: int, source: str, norm: str, matrices: list[int]) -> None:
         """Quantise `source` for a projection, behind BitNet's norm where the model has it."""
         index = self._norm(layer, norm) if self._spec.sub_norms else _NO_VECTOR
-        self.decoder.add_stage("prepare", input=source, norm=index, matrices=matrices)
+        self.decoder.add_stage("norm_and_quantise", input=source, norm=index, matrices=matrices)
 
     def _add_feed_forward(self, layer: int, gate_and_up: list[int]) -> None:
         """Gate, up and down; the gate quantises what it writes where no norm comes between."""
         down = self._matrices([f"blk.{layer}.ffn_down"])
         written_as = self._gated_format(down[0])
-        self.decoder.add_stage("gate", matrices=gate_and_up, quantised=written_as)
+        self.decoder.add_stage("gate_and_up", matrices=gate_and_up, quantised=written_as)
         if written_as == "floats":
             self._add_sub_norm(layer, "gated", "ffn_sub_norm", down)
-        self.decoder.add_stage("add", matrices=down)
+        self.decoder.add_stage("project_and_add", matrices=down)
 
     def _gated_format(self, down: int) -> str:
         """The format that a gate writes for the product `down`. With blocks a task is 256 rows, and
         each thread needs some of them."""
-        activations: str = self.decoder.form_of(down)
+        activations = self.decoder.activation_format(down)
         too_few = self._spec.ffn_size < 4 * _BLOCK * self._num_threads
-        if self._spec.sub_norms or activations == "row" or (activations == "blocks" and too_few):
+        if (
+            self._spec.sub_norms
+            or activations == "per_token"
+            or (activations == "blocks" and too_few)
+        ):
             return "floats"
         return activations
 
     def add_embedding_and_head(self) -> None:
         embedding = self._matrices(["token_embd"])[0]
         tied = self._spec.tied_head
-        self.decoder.set_ends(
+        self.decoder.set_embedding_and_head(
             embedding=embedding,
             output_norm=self._vector("output_norm.weight"),
             head=embedding if tied else self._matrices(["output"])[0],
@@ -158,17 +161,16 @@ class _Lowering:
         """Read and pack a matrix; the bytes of the file are not needed after that."""
         tensor = self._tensors[f"{name}.weight"]
         num_rows, in_size = tensor.shape
-        index: int = self.decoder.add_matrix(
+        return self.decoder.add_matrix(
             tensor.format.name,
             tensor.data,
             num_rows,
             in_size,
-            whole_rows=per_token_scale,
-            refined=name.endswith(RESIDUAL_PASS),
+            per_token_scale=per_token_scale,
+            residual_pass=name.endswith(RESIDUAL_PASS),
             scale=self._scale(name),
             bias=self._bias(name),
         )
-        return index
 
     def _scale(self, name: str) -> float:
         tensor = self._tensors.get(f"{name}.scale")
@@ -182,8 +184,7 @@ class _Lowering:
         return self._vector(f"blk.{layer}.{name}.weight")
 
     def _vector(self, name: str) -> int:
-        index: int = self.decoder.add_vector(self._tensors[name].to_float32())
-        return index
+        return self.decoder.add_vector(self._tensors[name].to_float32())
 
 
 def rope_tables(
@@ -245,7 +246,7 @@ def _activation_formats(tensors: Mapping[str, Tensor]) -> set[tuple[str, bool]]:
     found = set()
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2:
-            activations = native.form_of(tensor.format.name)
+            activations = native.activation_format(tensor.format.name)
             found.add((activations, False))
             if name.endswith(f"{RESIDUAL_PASS}.weight") and activations != "floats":
                 found.add((activations, True))

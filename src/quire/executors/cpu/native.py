@@ -1,24 +1,36 @@
 """The native module: imported on first use, with an error that says what to do without it; and
 the sample requests that are made for its sampler."""
 
+import functools
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import ConfigError
-from quire.core.plan import Sampling, SequencePlan
+from quire.core.plan import Sampling, SequencePlan, TokenLogprob, Want
+
+__all__ = [
+    "SampleRequests",
+    "check_native_module",
+    "check_unit",
+    "has_native_module",
+    "native",
+    "units",
+]
 
 _MAX_REMEMBERED = 4096  # sequences; far more than run at once
 _BEYOND_ANY_VOCABULARY = 2**62  # what larger ids become, to fit in 64 bits
 
 
 class _LazyModule:
-    """quire._native."""
+    """quire._native. It finds the fields of a row by name: one that it does not know, or misses,
+    is a TypeError here."""
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module(), name)
+        value = getattr(self._module, name)
         setattr(self, name, value)
         return value
 
+    @functools.cached_property
     def _module(self) -> Any:
         try:
             module = importlib.import_module("quire._native")
@@ -28,10 +40,14 @@ class _LazyModule:
                 "compiler at hand (`pip install .`), or run `make native` in a checkout; "
                 "device='reference' runs without it, slowly"
             ) from error
+        module.bind_plan_types(SequencePlan, Want, TokenLogprob)
         return module
 
 
-native: Any = _LazyModule()
+if TYPE_CHECKING:
+    import quire._native as native
+else:
+    native = _LazyModule()
 
 
 def check_native_module() -> None:
@@ -49,8 +65,7 @@ def has_native_module() -> bool:
 
 def units() -> list[str]:
     """The instruction sets whose kernels run on this processor, the best one last."""
-    names: list[str] = native.units()
-    return names
+    return native.units()
 
 
 def check_unit(name: str) -> str:
@@ -68,9 +83,9 @@ class SampleRequests:
     def __init__(self) -> None:
         # By identity: a Sampling is one object for the whole life of its sequence. The reference
         # beside the settings keeps its id from being used again.
-        self._settings: dict[int, tuple[Sampling, Any]] = {}
+        self._settings: dict[int, tuple[Sampling, native.SampleSettings]] = {}
 
-    def request(self, plan: SequencePlan) -> Any:
+    def request(self, plan: SequencePlan) -> "native.SampleRequest":
         """What the native sampler needs to choose the plan's token."""
         assert plan.sampling is not None, "a sample was wanted without saying how"
         history = None
@@ -81,7 +96,7 @@ class SampleRequests:
             self._settings_of(plan.sampling), plan.completion_position, history, plan.allowed
         )
 
-    def _settings_of(self, sampling: Sampling) -> Any:
+    def _settings_of(self, sampling: Sampling) -> "native.SampleSettings":
         known = self._settings.get(id(sampling))
         if known is not None:
             return known[1]
@@ -92,7 +107,7 @@ class SampleRequests:
         return settings
 
 
-def _native_settings(sampling: Sampling) -> Any:
+def _native_settings(sampling: Sampling) -> "native.SampleSettings":
     """What stays the same for all tokens of a sequence."""
     params = sampling.params
     return native.SampleSettings(

@@ -1,4 +1,4 @@
-// How sample requests come from Python and scores go back, for every binding that samples.
+// What module.cpp binds, and the conversions that the bindings share.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -6,17 +6,30 @@
 #include <string>
 #include <vector>
 
+#include "kernels.h"
 #include "sampler.h"
 
 namespace quire {
 
-// A sequence's settings; requests share them, whichever lives longer.
-struct HeldSettings {
+void bind_kernels(nanobind::module_& m);
+void bind_weights(nanobind::module_& m);
+void bind_sampler(nanobind::module_& m);
+void bind_pool(nanobind::module_& m);
+void bind_decoder(nanobind::module_& m);
+
+// The kernels of a unit; throws ValueError where it does not run on this processor. "": the best.
+inline const Kernels& unit_named(const std::string& name) {
+  if (const Kernels* kernels = kernels_named(name.c_str())) return *kernels;
+  throw nanobind::value_error(("no unit \"" + name + "\" runs on this processor").c_str());
+}
+
+// A sequence's settings, shared with its requests.
+struct SharedSettings {
   std::shared_ptr<const SampleSettings> settings;
 };
 
-// A request that owns what it points to, so that it can be used without Python's lock.
-struct HeldRequest {
+// A request that owns what it points to, so that it can be used without the GIL.
+struct OwnedRequest {
   std::shared_ptr<const SampleSettings> settings;
   int64_t position = 0;
   bool has_history = false;
@@ -37,9 +50,8 @@ struct HeldRequest {
   }
 };
 
-// (token, logprob, rank, ((token, logprob), ...)), the fields of quire.core.plan.TokenLogprob.
+// The fields of quire.core.plan.TokenLogprob: (token, logprob, rank, ((token, logprob), ...)).
+#define QUIRE_SCORE_TYPE "tuple[int, float, int, tuple[tuple[int, float], ...]]"
 nanobind::tuple score_to_python(const TokenScore& score);
-
-void bind_sampler(nanobind::module_& m);
 
 }  // namespace quire

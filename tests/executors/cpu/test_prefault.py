@@ -1,4 +1,4 @@
-"""The cache's memory comes ahead of its use, from a thread that never stands in the way."""
+"""The KV cache is faulted in ahead of its use, by a thread of the lowest priority."""
 
 import ctypes
 import mmap
@@ -21,7 +21,7 @@ PROMPT = tuple(range(5, 30))
 MIB = 1 << 20
 
 
-def _can_touch() -> bool:
+def _can_prefault() -> bool:
     """Whether the system knows MADV_POPULATE_WRITE: Linux does since 5.14."""
     if platform.system() != "Linux":
         return False
@@ -33,14 +33,14 @@ def _can_touch() -> bool:
     return True
 
 
-pytestmark = pytest.mark.skipif(not _can_touch(), reason="this system gives no memory ahead")
+pytestmark = pytest.mark.skipif(not _can_prefault(), reason="this system cannot prefault")
 
 
 @contextmanager
-def touching(num_blocks: int, ahead: int) -> Iterator[CpuExecutor]:
-    """An executor whose thread touches on a busy machine too; the usual one would hardly do so."""
-    with opened(PATH, num_blocks=num_blocks, touched_ahead=0) as executor:
-        executor._decoder.allocate_cache(num_blocks, False, ahead, gives_way=False)
+def prefaulting(num_blocks: int, ahead: int) -> Iterator[CpuExecutor]:
+    """An executor whose thread works on a busy machine too; the usual one would hardly do so."""
+    with opened(PATH, num_blocks=num_blocks, prefault_bytes=0) as executor:
+        executor._decoder.allocate_cache(num_blocks, False, ahead, low_priority=False)
         yield executor
 
 
@@ -52,7 +52,7 @@ def eventually(is_true: Callable[[], bool]) -> bool:
 
 
 def resident_bytes(executor: CpuExecutor) -> int:
-    """Of the cache, what the system has given."""
+    """Of the cache, what is in memory."""
     address = ctypes.c_void_p(executor._decoder.cache_address)
     if executor._decoder.cache_address % mmap.PAGESIZE:
         pytest.skip("under the address sanitizer memory comes from the C library")
@@ -69,36 +69,36 @@ def new_threads(before: set[str]) -> set[str]:
 
 
 def blocks_in(num_bytes: int) -> int:
-    with opened(PATH, num_blocks=1, touched_ahead=0) as executor:
+    with opened(PATH, num_blocks=1, prefault_bytes=0) as executor:
         return num_bytes // executor.memory_bytes["kv"]
 
 
 def test_memory_comes_some_way_ahead_of_the_blocks_in_use() -> None:
     whole, ahead = 16 * MIB, 4 * MIB
     num_blocks = blocks_in(whole)
-    with touching(num_blocks, ahead) as executor:
+    with prefaulting(num_blocks, ahead) as executor:
         assert executor.memory_bytes["kv"] == whole
-        assert eventually(lambda: executor.touched_bytes >= ahead)
-        assert executor.touched_bytes == ahead
+        assert eventually(lambda: executor.prefaulted_bytes >= ahead)
+        assert executor.prefaulted_bytes == ahead
         assert ahead / 2 <= resident_bytes(executor) <= whole / 2
         logits(executor, row(PROMPT, (0, num_blocks // 2 - 1)))
-        assert eventually(lambda: executor.touched_bytes >= whole / 2 + ahead)
-        assert executor.touched_bytes == whole / 2 + ahead
+        assert eventually(lambda: executor.prefaulted_bytes >= whole / 2 + ahead)
+        assert executor.prefaulted_bytes == whole / 2 + ahead
         logits(executor, row(PROMPT, (num_blocks - 1, 0)))
-        assert eventually(lambda: executor.touched_bytes == whole)
+        assert eventually(lambda: executor.prefaulted_bytes == whole)
         assert resident_bytes(executor) >= whole * 3 / 4
 
 
-def test_what_is_touched_keeps_its_contents() -> None:
+def test_prefaulted_memory_keeps_its_contents() -> None:
     num_blocks = blocks_in(16 * MIB)
     table = (num_blocks - 1, num_blocks - 2)
-    with opened(PATH, num_blocks=num_blocks, touched_ahead=0) as executor:
+    with opened(PATH, num_blocks=num_blocks, prefault_bytes=0) as executor:
         expected = logits(executor, row(PROMPT, table)), executor.cache_block(0, table[0])
-        assert executor.touched_bytes == 0
+        assert executor.prefaulted_bytes == 0
         assert resident_bytes(executor) < executor.memory_bytes["kv"]
-    with touching(num_blocks, MIB) as executor:
+    with prefaulting(num_blocks, MIB) as executor:
         found = logits(executor, row(PROMPT, table))
-        assert eventually(lambda: executor.touched_bytes == executor.memory_bytes["kv"])
+        assert eventually(lambda: executor.prefaulted_bytes == executor.memory_bytes["kv"])
         assert found.tobytes() == expected[0].tobytes()
         assert executor.cache_block(0, table[0]) == expected[1]
 
@@ -106,12 +106,12 @@ def test_what_is_touched_keeps_its_contents() -> None:
 def test_an_executor_that_goes_early_takes_its_thread_with_it() -> None:
     num_blocks = blocks_in(256 * MIB)
     before = set(os.listdir("/proc/self/task"))
-    with touching(num_blocks, 256 * MIB):
-        assert len(new_threads(before)) == 2  # one computes, one touches
+    with prefaulting(num_blocks, 256 * MIB):
+        assert len(new_threads(before)) == 2  # one computes, one prefaults
     assert eventually(lambda: not new_threads(before))
 
 
-def test_the_thread_gives_way_to_all_others() -> None:
+def test_the_thread_has_the_lowest_priority() -> None:
     before = set(os.listdir("/proc/self/task"))
 
     def niceness() -> list[int]:
@@ -125,11 +125,11 @@ def test_the_thread_gives_way_to_all_others() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_of_fork_can_drop_the_executor() -> None:
-    with touching(blocks_in(16 * MIB), 16 * MIB) as executor:
+    with prefaulting(blocks_in(16 * MIB), 16 * MIB) as executor:
         child = os.fork()
         if child == 0:
             try:
-                executor._decoder = None
+                del executor._decoder
             finally:
                 os._exit(0)
         timer = threading.Timer(60.0, os.kill, (child, 9))
@@ -137,4 +137,4 @@ def test_a_child_of_fork_can_drop_the_executor() -> None:
         _, status = os.waitpid(child, 0)
         timer.cancel()
         assert status == 0
-        assert eventually(lambda: executor.touched_bytes > 0)
+        assert eventually(lambda: executor.prefaulted_bytes > 0)
