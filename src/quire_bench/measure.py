@@ -19,7 +19,7 @@ from quire.core.plan import Capacity, StepPlan, StepResult
 from quire.core.request import Ended, Piece
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
-from quire.executors.protocol import Executor, Ticket
+from quire.executors.base import Executor, Ticket
 from quire.llm.assembly import Assembly
 
 

@@ -13,7 +13,7 @@ from tests.fixture_files import fixture_file
 
 from quire.core.plan import History, Sampling, SequencePlan, StepPlan, TokenLogprob, Want
 from quire.core.sampling import SamplingParams
-from quire.executors.protocol import Executor
+from quire.executors.base import Executor
 from quire.model.loading import load_model
 
 PATH = fixture_file("tiny/Q4_0.gguf")

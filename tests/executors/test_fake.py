@@ -18,9 +18,8 @@ from quire.core.plan import (
     Want,
 )
 from quire.core.sampling import SamplingParams
-from quire.executors.base import TokenStore
+from quire.executors.base import Executor, TokenStore
 from quire.executors.fake import FakeExecutor, Faults, StepCost
-from quire.executors.protocol import Executor
 
 GREEDY = Sampling(SamplingParams(temperature=0.0), seed=0, index=0)
 

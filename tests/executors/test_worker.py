@@ -16,7 +16,7 @@ PATIENCE_S = 120.0
 
 
 class Steps:
-    """Steps that wait for a gate and then do as they were told."""
+    """Steps that wait for a gate and then raise or end as set."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -168,3 +168,28 @@ def test_a_step_that_asks_to_leave_the_program_is_an_error_of_the_step() -> None
     with pytest.raises(ExecutorError, match="SystemExit"):
         worker.collect(worker.submit(StepPlan(1, ())), PATIENCE_S)
     worker.close()
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_the_wait_raises_the_steps_cancel_flag(
+    interrupt: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def run(plan: StepPlan, flag: CancelFlag) -> StepResult:
+        is_over.wait(30)
+        return StepResult(plan.step_id, 0.0, 0.0, ())
+
+    worker = StepWorker(run, "test")
+    ticket = worker.submit(StepPlan(1, ()))
+
+    def interrupted(timeout: float | None = None) -> StepResult:
+        raise interrupt
+
+    monkeypatch.setattr(ticket.future, "result", interrupted)
+    with pytest.raises(interrupt):
+        worker.collect(ticket)
+    is_over.set()
+    worker.close()
+    with pytest.raises(Exception, match="cancelled"):
+        ticket.flag.check()

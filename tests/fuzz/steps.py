@@ -32,10 +32,10 @@ from quire.core.plan import (
     Want,
 )
 from quire.core.sampling import SamplingParams
+from quire.executors.base import Executor
 from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.lowering import Threads
 from quire.executors.cpu.native import units
-from quire.executors.protocol import Executor
 from quire.executors.reference import ReferenceExecutor
 from quire.executors.sampler import sample, score
 from quire.executors.worker import CancelFlag

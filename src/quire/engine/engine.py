@@ -27,7 +27,7 @@ from quire.engine.output import MakeDetokenizer, MakeGrammar
 from quire.engine.scheduler import Scheduler
 from quire.engine.stats import EngineStats, Snapshot
 from quire.engine.step import Row, Step
-from quire.executors.protocol import Executor
+from quire.executors.base import Executor
 from quire.kvcache import KVCache
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from quire.core.errors import ExecutorError, ExecutorMemoryError, StepTimeoutError
 from quire.core.plan import SequenceResult, StepPlan, StepResult
 from quire.engine.step import Row, Step
-from quire.executors.protocol import Executor, Ticket
+from quire.executors.base import Executor, Ticket
 
 RunRows = Callable[[Sequence[Row]], Sequence[SequenceResult]]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.core.errors import ConfigError, ModelFileError
 from quire.engine.engine import Engine
-from quire.executors.protocol import Executor
+from quire.executors.base import Executor
 from quire.llm.devices import DEVICES, Options, resolve_auto
 from quire.llm.machine import MemoryPlan
 from quire.loader.defaults import resolve

@@ -20,9 +20,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, UnsupportedModelError
+from quire.executors.base import Executor
 from quire.executors.cpu import check_native_module, check_unit, has_native_module
 from quire.executors.cpu.lowering import Threads, kv_bytes_per_token, weight_bytes, workspace_bytes
-from quire.executors.protocol import Executor
 from quire.executors.reference import ReferenceExecutor
 from quire.llm.machine import (
     DEFAULT_KV_BYTES,

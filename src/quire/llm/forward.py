@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from quire.core.errors import ExecutorError, QuireError, RequestError, RowFaultError
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, Want
-from quire.executors.protocol import Executor
+from quire.executors.base import Executor
 from quire.kvcache import BlockTable, KVCache
 
 Logits = npt.NDArray[np.float32]  # [tokens, vocabulary]

@@ -13,9 +13,9 @@ from tests.executors.cpu.running import opened
 from tests.executors.reference.plans import logits, row
 from tests.fixture_files import FIXTURES, TINY_BITNET_FILES, TINY_FILES, fixture_file
 
+from quire.executors.base import Executor
 from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.lowering import Threads
-from quire.executors.protocol import Executor
 from quire.executors.reference import ReferenceExecutor
 from quire.model.loading import Model, load_model
 

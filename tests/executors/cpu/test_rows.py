@@ -6,7 +6,7 @@ import pytest
 from tests.executors.cpu.blocks import BLOCK, GROUP
 
 from quire.executors.cpu.native import native
-from quire.executors.reference.decoder import apply_rope, rms_norm
+from quire.executors.reference import apply_rope, rms_norm
 
 Floats = npt.NDArray[np.float32]
 

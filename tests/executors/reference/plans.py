@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from quire.core.plan import BlockCopy, Sampling, SequencePlan, SequenceResult, StepPlan, Want
 from quire.core.sampling import SamplingParams
-from quire.executors.protocol import Executor
+from quire.executors.base import Executor
 from quire.executors.reference import ReferenceExecutor
 from quire.model.loading import load_model
 

@@ -9,8 +9,7 @@ from tests.fixture_files import fixture_file
 
 from quire.core.errors import ConfigError, StepCancelledError, StepTimeoutError
 from quire.core.plan import StepPlan
-from quire.executors.reference import ReferenceExecutor
-from quire.executors.reference.decoder import Floats
+from quire.executors.reference import Floats, ReferenceExecutor
 from quire.model.loading import load_model
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)

@@ -15,8 +15,7 @@ from tests.executors.reference.plans import logits, opened, row, run
 from tests.fixture_files import FIXTURES, fixture_file
 
 from quire.core.plan import BlockCopy, SequencePlan, Want
-from quire.executors.reference import ReferenceExecutor
-from quire.executors.reference.decoder import Linear, _aligned
+from quire.executors.reference import Linear, ReferenceExecutor, _aligned
 
 NUM_BLOCKS = 48
 BLOCK_SIZE = 4
@@ -170,7 +169,7 @@ def test_a_product_does_not_depend_on_where_its_vector_lies(shape: tuple[int, in
 
 _HASH_PRODUCTS = """
 import hashlib, numpy as np
-from quire.executors.reference.decoder import Linear
+from quire.executors.reference import Linear
 generator, found = np.random.default_rng(3), hashlib.sha256()
 for shape in ((77, 9999), (4097, 1031), (1536, 576)):
     weight = generator.standard_normal(shape, np.float32)
