@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import NamedTuple, NotRequired, TypedDict
 
 from quire.core.errors import ConfigError
 from quire.llm.assembly import Assembly
 from quire.loader.defaults import DUMMY_PREFIX, resolve
 from quire.loader.gguf_writer import write_gguf
 from quire.model.dummy import DummyModel
-from quire_bench.measure import Load, random_prompts, run_load, run_phases, spread
+from quire_bench.measure import Load, Spread, random_prompts, run_load, run_phases, spread
+from quire_bench.receipts import Facts, number, section
 from quire_bench.rivals import Rival, RivalFailedError
 from quire_bench.subject import Subject
 from quire_bench.throughput import Figures, check_load, warm_up
@@ -53,6 +54,13 @@ class Comparison:
         return Load(batch, self.prompt_tokens, self.new_tokens)
 
 
+class ComparedRate(TypedDict):
+    """An engine's rate in one cell, and where it is a rival's, quire's by it."""
+
+    rate: Spread
+    quire_by_rival: NotRequired[Spread | None]
+
+
 @dataclass(slots=True)
 class Findings:
     """The rounds by batch size, and why a rival dropped out."""
@@ -63,25 +71,24 @@ class Findings:
     def figures(self) -> Figures:
         """Samples and results as a receipt holds them."""
         samples: dict[str, list[float]] = {}
-        results: dict[str, Any] = {}
+        results: dict[str, object] = {}
         for batch, rounds in self.rounds.items():
-            cell: dict[str, Any] = {}
+            cell: dict[str, dict[str, ComparedRate]] = {}
             for name in dict.fromkeys(name for found in rounds for name in found):
                 for metric in METRICS:
                     rates = [found[name][metric] for found in rounds if metric in found[name]]
-                    ratios = _ratios(rounds, name, metric)
-                    if not rates:
+                    rate = spread(rates)
+                    if rate is None:
                         continue
                     samples[f"batch_{batch}_{name}_{metric}"] = rates
-                    told = cell.setdefault(name, {})
-                    told[metric] = {"rate": spread(rates)}
+                    compared: ComparedRate = {"rate": rate}
+                    cell.setdefault(name, {})[metric] = compared
                     if name != QUIRE:
+                        ratios = _ratios(rounds, name, metric)
                         samples[f"batch_{batch}_{name}_{metric}_ratio"] = ratios
-                        found_spread = told[metric]["quire_by_rival"] = spread(ratios)
-                        if found_spread is not None:  # also by itself, for tables of any receipts
-                            results[f"quire_by_{name}_batch_{batch}_{metric}"] = found_spread[
-                                "median"
-                            ]
+                        ratio = compared["quire_by_rival"] = spread(ratios)
+                        if ratio is not None:  # also by itself, for tables of any receipts
+                            results[f"quire_by_{name}_batch_{batch}_{metric}"] = ratio["median"]
             results[f"batch_{batch}"] = cell
         return Figures(samples, results)
 
@@ -164,20 +171,40 @@ def model_file(name: str) -> Iterator[Path]:
         yield path
 
 
-def table(results: Mapping[str, Any]) -> list[str]:
+def table(results: Facts) -> list[str]:
     """For people: each engine's rates, and how quire compares."""
     lines = [
         f"{'batch':>5}  {'engine':<24}{'rate':<12}{'tokens/s':>10}  quire / rival (least to most)"
     ]
-    cells = {name: cell for name, cell in results.items() if isinstance(cell, Mapping)}
-    for cell_name, cell in cells.items():
-        for name, metrics in cell.items():
-            for metric, told in metrics.items():
-                kind = metric.removesuffix("_tokens_per_second")
-                line = f"{cell_name.removeprefix('batch_'):>5}  {name:<24}{kind:<12}"
-                line += f"{told['rate']['median']:>10.1f}"
-                ratio = told.get("quire_by_rival")
-                if ratio is not None:
-                    line += f"  {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-                lines.append(line)
+    for one in measured(results):
+        kind = one.metric.removesuffix("_tokens_per_second")
+        line = (
+            f"{one.batch:>5}  {one.engine:<24}{kind:<12}{number(one.rate, 'median') or 0.0:>10.1f}"
+        )
+        if one.ratio:
+            median, low, high = (number(one.ratio, n) or 0.0 for n in ("median", "low", "high"))
+            line += f"  {median:.2f} ({low:.2f} to {high:.2f})"
+        lines.append(line)
     return lines
+
+
+class Measured(NamedTuple):
+    """One engine's rate in one cell, and the ratio of quire's rate to it where it is another's."""
+
+    batch: int
+    engine: str
+    metric: str
+    rate: Facts
+    ratio: Facts  # empty: none
+
+
+def measured(results: Facts) -> list[Measured]:
+    """Everything that the results of a receipt of this kind compare."""
+    found = []
+    for name in results:
+        for engine, rates in section(results, name).items() if name.startswith("batch_") else ():
+            for metric, told in section(rates).items():
+                batch = int(name.removeprefix("batch_"))
+                rate, ratio = section(told, "rate"), section(told, "quire_by_rival")
+                found.append(Measured(batch, engine, metric, rate, ratio))
+    return found

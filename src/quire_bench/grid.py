@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quire.core.errors import ConfigError
 from quire_bench.measure import Load
-from quire_bench.receipts import Receipt, read_folder
+from quire_bench.receipts import Asked, Facts, Machine, Model, Receipt, number, read_folder
 from quire_bench.subject import Subject
 
 KIND = "grid-cell"
@@ -92,16 +92,20 @@ def with_batch(subject: Subject, cell: Cell) -> Subject:
 class Conditions(NamedTuple):
     """What beside its settings makes a cell's receipt one of this grid."""
 
-    model: Mapping[str, Any]
-    machine: Mapping[str, Any]
+    model: Model
+    machine: Machine
     versions: Mapping[str, str]
-    asked: Mapping[str, Any]
+    asked: Asked
     executor: str  # what runs now, however it was asked for
     seed: int
 
     def hold(self, receipt: Receipt) -> bool:
-        same_model = all(receipt.model[key] == self.model[key] for key in ("name", "sha256"))
-        same_machine = all(receipt.machine[key] == self.machine[key] for key in ("cpu", "cores"))
+        model, machine = receipt.model, receipt.machine
+        same_model = (model["name"], model["sha256"]) == (self.model["name"], self.model["sha256"])
+        same_machine = (machine["cpu"], machine["cores"]) == (
+            self.machine["cpu"],
+            self.machine["cores"],
+        )
         same_version = receipt.versions.get("quire") == self.versions.get("quire")
         same_run = dict(receipt.asked) == dict(self.asked) and receipt.seed == self.seed
         same_executor = receipt.executed["device"] == self.executor
@@ -123,7 +127,7 @@ def finished(
     return found
 
 
-def summary(receipts: Mapping[Cell, Receipt]) -> list[dict[str, Any]]:
+def summary(receipts: Mapping[Cell, Receipt]) -> list[Facts]:
     """One entry a cell: its figures, and how its completion rate scales against batch 1."""
     return [
         {
@@ -141,30 +145,28 @@ def summary(receipts: Mapping[Cell, Receipt]) -> list[dict[str, Any]]:
 def _scaling(receipts: Mapping[Cell, Receipt], cell: Cell) -> float | None:
     alone = receipts.get(cell._replace(batch=1))
     own, single = (
-        None if receipt is None else receipt.results.get("completion_tokens_per_second")
+        None if receipt is None else number(receipt.results, "completion_tokens_per_second")
         for receipt in (receipts[cell], alone)
     )
-    if not isinstance(own, int | float) or not isinstance(single, int | float) or not single:
-        return None
-    return own / single
+    return own / single if own is not None and single else None
 
 
 def table(receipts: Mapping[Cell, Receipt]) -> Iterator[str]:
     """Completion tokens a second by batch size, with the scaling; one block of lines a mix."""
-    entries = summary(receipts)
-    batches = sorted({entry["batch"] for entry in entries})
-    for name in dict.fromkeys(entry["model"] for entry in entries):
-        own = [entry for entry in entries if entry["model"] == name]
+    batches = sorted({cell.batch for cell in receipts})
+    for name in dict.fromkeys(receipt.model["name"] for receipt in receipts.values()):
+        own = {cell: found for cell, found in receipts.items() if found.model["name"] == name}
         yield f"{name}: completion tokens/s (× batch 1)"
         yield f"{'prompt':>8}" + "".join(f"{f'batch {batch}':>18}" for batch in batches)
-        for prompt in sorted({entry["prompt_tokens"] for entry in own}):
-            row = {entry["batch"]: entry for entry in own if entry["prompt_tokens"] == prompt}
-            yield f"{prompt:>8}" + "".join(f"{_shown(row.get(batch)):>18}" for batch in batches)
+        for prompt in sorted({cell.prompt_tokens for cell in own}):
+            row = {cell.batch: cell for cell in own if cell.prompt_tokens == prompt}
+            cells = [_shown(own, row.get(batch)) for batch in batches]
+            yield f"{prompt:>8}" + "".join(f"{cell:>18}" for cell in cells)
 
 
-def _shown(entry: Mapping[str, Any] | None) -> str:
-    rate = None if entry is None else entry["completion_tokens_per_second"]
-    if entry is None or rate is None:
+def _shown(receipts: Mapping[Cell, Receipt], cell: Cell | None) -> str:
+    rate = cell and number(receipts[cell].results, "completion_tokens_per_second")
+    if cell is None or rate is None:
         return "-"
-    scaling = entry["scaling"]
+    scaling = _scaling(receipts, cell)
     return f"{rate:.1f}" + ("" if scaling is None else f" ({scaling:.2f}×)")

@@ -1,7 +1,5 @@
 """Latency: time to the first token and between tokens, alone and in company."""
 
-from typing import Any
-
 from quire_bench.measure import Load, percentiles, run_load
 from quire_bench.receipts import thinned
 from quire_bench.subject import Subject
@@ -15,7 +13,7 @@ def measure_latency(
     check_load(load, repeats, subject.assembly.executor.capacity.max_context)
     warm_up(subject, load, seed)
     samples: dict[str, list[float]] = {}
-    results: dict[str, Any] = {}
+    results: dict[str, object] = {}
     for name, concurrency in (("alone", 1), ("together", load.concurrency)):
         asked = load._replace(concurrency=concurrency)
         runs = []

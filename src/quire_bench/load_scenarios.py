@@ -22,7 +22,7 @@ from itertools import combinations
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Literal
 
 from quire.core.errors import ConfigError
 from quire_bench.lengths import Bounds, Mix, fixed
@@ -36,7 +36,8 @@ from quire_bench.load import (
     draw_asks,
     open_loop,
 )
-from quire_bench.load_summary import errors, figures, first_token_times, samples
+from quire_bench.load_summary import LoadFigures, errors, figures, first_token_times, samples
+from quire_bench.receipts import Facts
 
 DEFAULT_RATES = {"convoy": 2.0, "neighbour": 1.0, "saturation": 1.0}  # where none is given
 KNEE_FACTOR = 3.0
@@ -91,9 +92,17 @@ class LoadSettings:
 class Finding:
     """What a scenario gave: figures, samples and every outcome."""
 
-    results: dict[str, Any]
+    results: Facts
     samples: dict[str, list[float]]
     outcomes: list[Outcome]
+
+
+class SaturationStep(LoadFigures):
+    """One rate's load."""
+
+    rate: float
+    offered_tokens_per_second: float
+    is_past_knee: bool
 
 
 OnOutcome = Callable[[Outcome], None]
@@ -157,14 +166,16 @@ async def neighbour(target: Target, settings: LoadSettings, on_outcome: OnOutcom
         crowd.cancel()
         await asyncio.wait([crowd])
         others[name] = replace(others[name], ended_at=time.perf_counter())
-    results: dict[str, Any] = {name: figures(load) for name, load in own.items()}
-    results["neighbour_when_full"] = figures(others["beside_full"])
-    results["neighbour_when_flooding"] = figures(others["beside_flood"])
-    for name in ("beside_full", "alone"):
-        results[f"flood_over_{name.removeprefix('beside_')}"] = _ratio(
-            results["beside_flood"], results[name], "time_to_first_token_s", "p95"
-        )
-    results["errors"] = sum(results[name]["errors"] for name in own)
+    found = {name: figures(load) for name, load in own.items()}
+    flooded = found["beside_flood"]
+    results = {
+        **found,
+        "neighbour_when_full": figures(others["beside_full"]),
+        "neighbour_when_flooding": figures(others["beside_flood"]),
+        "flood_over_full": _ratio(flooded, found["beside_full"], "time_to_first_token_s", "p95"),
+        "flood_over_alone": _ratio(flooded, found["alone"], "time_to_first_token_s", "p95"),
+        "errors": sum(figures["errors"] for figures in found.values()),
+    }
     kept = {
         f"{name}_{what}": values
         for name, load in own.items()
@@ -175,7 +186,7 @@ async def neighbour(target: Target, settings: LoadSettings, on_outcome: OnOutcom
 
 async def saturation(target: Target, settings: LoadSettings, on_outcome: OnOutcome) -> Finding:
     """Steps of rising load, up to the knee and past it."""
-    steps: list[dict[str, Any]] = []
+    steps: list[SaturationStep] = []
     outcomes: list[Outcome] = []
     kept: dict[str, list[float]] = {}
     rate = settings.rate or DEFAULT_RATES["saturation"]
@@ -184,21 +195,28 @@ async def saturation(target: Target, settings: LoadSettings, on_outcome: OnOutco
         asks = _arriving(rng, settings, rate)
         load = await open_loop(target, asks, on_outcome=on_outcome)
         offered = sum(ask.max_tokens for ask in asks) / settings.duration_s
-        step = {"rate": rate, "offered_tokens_per_second": offered, **figures(load)}
-        step["is_past_knee"] = _is_past_knee(step, steps[0] if steps else step)
-        steps.append(step)
+        found = figures(load)
+        is_past = _is_past_knee(found, steps[0] if steps else found)
+        steps.append(
+            {
+                "rate": rate,
+                "offered_tokens_per_second": offered,
+                "is_past_knee": is_past,
+                **found,
+            }
+        )
         outcomes += load.outcomes
         for name, values in samples(load.outcomes).items():
             kept[f"step{number + 1}_{name}"] = values
-        if len(steps) > 1 and all(found["is_past_knee"] for found in steps[-2:]):
+        if len(steps) > 1 and all(step["is_past_knee"] for step in steps[-2:]):
             break
         rate *= settings.rate_factor
     return Finding(_saturation_results(steps), kept, outcomes)
 
 
-def _saturation_results(steps: list[dict[str, Any]]) -> dict[str, Any]:
+def _saturation_results(steps: list[SaturationStep]) -> Facts:
     past = next((index for index, step in enumerate(steps) if step["is_past_knee"]), None)
-    best = max(steps, key=lambda step: float(step["completion_tokens_per_second"]))
+    best = max(steps, key=lambda step: step["completion_tokens_per_second"])
     return {
         "capacity_tokens_per_second": best["completion_tokens_per_second"],
         "capacity_requests_per_second": max(step["requests_per_second"] for step in steps),
@@ -209,7 +227,7 @@ def _saturation_results(steps: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _is_past_knee(step: dict[str, Any], lightest: dict[str, Any]) -> bool:
+def _is_past_knee(step: LoadFigures, lightest: LoadFigures) -> bool:
     if step["errors"] > MAX_ERROR_SHARE * step["requests"]:
         return True
     now, then = step["time_to_first_token_s"]["p50"], lightest["time_to_first_token_s"]["p50"]
@@ -231,13 +249,12 @@ async def soak(target: Target, settings: LoadSettings, on_outcome: OnOutcome) ->
     finally:
         watching.cancel()
     windows = _windows(load, settings.duration_s, memory)
-    results = figures(load)
-    results["drift"] = {
-        "completion_tokens_per_second": _drift(windows, "completion_tokens_per_second"),
-        "time_to_first_token_p50_s": _drift(windows, "time_to_first_token_p50_s"),
-        "memory_bytes": _drift(windows, "memory_bytes"),
+    names = ("completion_tokens_per_second", "time_to_first_token_p50_s", "memory_bytes")
+    results = {
+        **figures(load),
+        "drift": {name: _drift(windows, name) for name in names},
+        "soak": {"windows": windows},
     }
-    results["soak"] = {"windows": windows}
     kept = samples(load.outcomes)
     if memory:
         kept["memory_bytes"] = [size for _, size in memory]
@@ -329,7 +346,10 @@ def _labelled(load: Load, label: str) -> Load:
 
 
 def _ratio(
-    one: dict[str, Any], other: dict[str, Any], name: str, share: str = "p99"
+    one: LoadFigures,
+    other: LoadFigures,
+    name: Literal["time_to_first_token_s", "inter_token_s"],
+    share: Literal["p95", "p99"] = "p99",
 ) -> float | None:
     above, below = one[name][share], other[name][share]
     return above / below if above is not None and below else None

@@ -3,12 +3,38 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from quire_bench.load import Load, Outcome
 from quire_bench.receipts import thinned
 
-SHARES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+
+class Times(TypedDict):
+    """Percentiles, None of nothing, and how many values they are of."""
+
+    p50: float | None
+    p95: float | None
+    p99: float | None
+    max: float | None
+    count: int
+
+
+class LoadFigures(TypedDict):
+    """Everything that the tables and charts show of one load."""
+
+    requests: int
+    completed: int
+    errors: int
+    errors_by_kind: Mapping[str, int]
+    seconds: float
+    requests_per_second: float
+    completion_tokens: int
+    completion_tokens_per_second: float
+    prompt_tokens: int | None  # None: the server did not count every prompt
+    tokens_per_piece: float | None
+    time_to_first_token_s: Times
+    inter_token_s: Times
+    sent_late_s: Times
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
@@ -19,12 +45,15 @@ def percentile(values: Iterable[float], share: float) -> float | None:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def spread(values: Sequence[float]) -> dict[str, float | None]:
+def spread(values: Sequence[float]) -> Times:
     """Percentiles, with how many values they are of."""
-    found: dict[str, float | None] = {
-        name: percentile(values, share) for name, share in SHARES.items()
+    return {
+        "p50": percentile(values, 0.50),
+        "p95": percentile(values, 0.95),
+        "p99": percentile(values, 0.99),
+        "max": max(values, default=None),
+        "count": len(values),
     }
-    return {**found, "max": max(values, default=None), "count": len(values)}
 
 
 def first_token_times(outcomes: Iterable[Outcome]) -> list[float]:
@@ -66,8 +95,7 @@ def samples(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     return {name: thinned(values) for name, values in every.items()}
 
 
-def figures(load: Load) -> dict[str, Any]:
-    """Everything that the tables and charts show of one load."""
+def figures(load: Load) -> LoadFigures:
     outcomes = load.outcomes
     good = [outcome for outcome in outcomes if outcome.error is None]
     tokens = sum(outcome.completion_tokens for outcome in good)

@@ -8,16 +8,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from quire.llm.machine import total_memory, usable_cores
+from quire_bench.receipts import Machine
 
 _PACKAGES = ("quire", "numpy", "tokenizers", "safetensors", "torch", "triton", "llama_cpp_python")
 _GPU_TIMEOUT_S = 10.0
 _RESET_PEAK = "5"  # what Linux takes in clear_refs to forget the largest resident size
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Machine:
     """Processor, the cores and memory this process may use, GPU, system."""
     return {
         "cpu": _cpu_name(),

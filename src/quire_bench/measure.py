@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -239,16 +239,30 @@ def _check(event: Ended, load: Load) -> None:
         )
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """p50, p95 and p99 by linear interpolation; None of nothing."""
+class Percentiles(TypedDict):
+    p50: float
+    p95: float
+    p99: float
+
+
+def percentiles(values: Sequence[float]) -> Percentiles | None:
+    """By linear interpolation; None of nothing."""
     if not values:
         return None
     found = np.percentile(np.asarray(values, np.float64), (50, 95, 99))
-    return {f"p{rank}": float(value) for rank, value in zip((50, 95, 99), found, strict=True)}
+    p50, p95, p99 = map(float, found)
+    return {"p50": p50, "p95": p95, "p99": p99}
 
 
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """The least, the median and the most, and how far they are apart as a share of the median."""
+class Spread(TypedDict):
+    low: float
+    median: float
+    high: float
+    relative: float  # from the least to the most, as a share of the median
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """The least, the median and the most; None of nothing."""
     if not values:
         return None
     low, middle, high = (float(f(values)) for f in (min, np.median, max))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
@@ -32,7 +32,67 @@ MAX_RECEIPT_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 200  # of what is wrong
 MAX_SAMPLES = 500  # that loads keep of one name: receipts are committed
 
-Facts = Mapping[str, Any]  # in JSON's types
+Facts = Mapping[str, object]  # in JSON's types; which, its kind says
+
+
+class Model(TypedDict):
+    name: str
+    sha256: str | None  # None: no file
+    quant: str | None
+    parameters: NotRequired[int | None]
+    packed_bytes: NotRequired[int]
+    formats: NotRequired[dict[str, int]]  # how many tensors have each
+
+
+class Machine(TypedDict):
+    cpu: str | None
+    cores: float
+    memory_bytes: int | None
+    gpu: str | None
+    os: str
+    architecture: NotRequired[str]
+
+
+class Asked(TypedDict):
+    """How the model was to be run, or where the server is."""
+
+    device: str | None
+    threads: NotRequired[int | None]
+    kv_memory: NotRequired[str | None]
+    kv_cache_dtype: NotRequired[str]
+    url: NotRequired[str]
+    ignore_eos: NotRequired[bool]
+
+
+class RivalFacts(TypedDict):
+    version: str
+    about: str  # how it runs
+
+
+class Executed(TypedDict):
+    """What ran: the executor with its kernels, and why it is another than asked for, if it is."""
+
+    device: str | None  # None: a server's own matter
+    kernels: list[str]
+    fallback: str | None
+    rivals: NotRequired[dict[str, RivalFacts]]
+    server: NotRequired[str | None]
+    tokens_counted_by: NotRequired[str]
+
+
+class GpuLimits(TypedDict, total=False):
+    memory_read_bytes_per_second: float
+    float16_operations_per_second: float
+
+
+class Limits(TypedDict):
+    """What the machine can do at best, and the receipt that says so."""
+
+    receipt: str
+    memory_read_bytes_per_second: float
+    float32_operations_per_second: float
+    integer_operations_per_second: NotRequired[float]
+    gpu: NotRequired[GpuLimits]
 
 
 class ReceiptError(QuireError):
@@ -43,26 +103,24 @@ class ReceiptError(QuireError):
 class Receipt:
     """One measurement.
 
-    `model`: name, sha256 (None: no file), quant, and more. `asked` and `executed`: the device
-    wanted and the executor that ran, with its kernels and why it is another, if it is (`fallback`).
     `samples`: the values measured, of very many an even choice (`thinned`); `results`: numbers made
-    from all of them, None where nothing could be measured. `limits`: what the machine can do at
-    best, where a limits receipt was given.
+    from all of them, None where nothing could be measured. `limits`: where a limits receipt was
+    given.
     """
 
     kind: str
     created: str  # ISO 8601
     command: Sequence[str]
     seed: int
-    model: Facts
-    machine: Facts
+    model: Model
+    machine: Machine
     versions: Mapping[str, str]
-    asked: Facts
-    executed: Facts
+    asked: Asked
+    executed: Executed
     settings: Facts
     samples: Mapping[str, Sequence[float]]
-    results: Mapping[str, float | Facts | None]
-    limits: Facts | None = None
+    results: Facts
+    limits: Limits | None = None
 
 
 def now() -> str:
@@ -80,9 +138,9 @@ def deviation(receipt: Receipt) -> str | None:
     return f"device {wanted!r} was asked for, but {ran!r} ran"
 
 
-def as_data(receipt: Receipt) -> dict[str, Any]:
+def as_data(receipt: Receipt) -> dict[str, object]:
     """The receipt in JSON's types."""
-    data: dict[str, Any] = {"schema": SCHEMA_VERSION}
+    data: dict[str, object] = {"schema": SCHEMA_VERSION}
     for field in fields(receipt):
         data[field.name] = _plain(getattr(receipt, field.name))
     return data
@@ -143,6 +201,26 @@ def read_folder(folder: str | Path, kind: str | None = None) -> dict[Path, Recei
     return {path: receipt for path, receipt in found.items() if kind in (None, receipt.kind)}
 
 
+def section(data: object, *path: str) -> Facts:
+    """What lies within nested facts under these names; nothing where there is no such thing."""
+    for name in path:
+        data = data.get(name) if isinstance(data, Mapping) else None
+    return data if isinstance(data, Mapping) else {}
+
+
+def number(data: object, *path: str) -> float | None:
+    """A number within nested facts; None where there is none."""
+    value = section(data, *path[:-1]).get(path[-1])
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else None  # type: ignore[arg-type]
+
+
+def listed(data: object, *path: str) -> list[object]:
+    """A list within nested facts; an empty one where there is none."""
+    value = section(data, *path[:-1]).get(path[-1])
+    return value if isinstance(value, list) else []
+
+
 def validate(data: object) -> None:
     """Raise ReceiptError, naming the field, unless this is a receipt as the schema has it."""
     error = best_match(_validator().iter_errors(data))
@@ -171,7 +249,7 @@ def schema() -> dict[str, Any]:
     return loaded
 
 
-def _text(data: Mapping[str, Any]) -> str:
+def _text(data: Facts) -> str:
     """JSON with a line a field, and lists of numbers on one."""
     text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     numbers = re.compile(r"\[\n([-+.\deE,\s]+)\]")  # no string holds a line's end
@@ -182,7 +260,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON's")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Plain dicts and lists for any mapping and sequence."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -325,7 +325,7 @@ def _notes(before: Sequence[Receipt], after: Sequence[Receipt]) -> list[str]:
 
 
 def _machine(receipt: Receipt) -> str:
-    facts: dict[str, Any] = dict(receipt.machine)
+    facts = receipt.machine
     return f"{facts['cpu']}, {facts['cores']} cores, GPU {facts['gpu'] or 'none'}"
 
 

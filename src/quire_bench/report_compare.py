@@ -1,42 +1,17 @@
 """What receipts of `quire bench compare` show: rates side by side, and their ratios."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 from quire_bench.charts import MAX_SERIES, Chart, Point, Series
-from quire_bench.compare import KIND, METRICS, QUIRE
-from quire_bench.receipts import Receipt, slug
-from quire_bench.report_data import number, title_of
+from quire_bench.compare import KIND, METRICS, QUIRE, Measured, measured
+from quire_bench.receipts import Receipt, number, slug
+from quire_bench.report_data import title_of
 
 _WORDS = {
     "output_tokens_per_second": "Completion tokens a second of the whole run, prompts included",
     "prompt_tokens_per_second": "Prompt tokens a second",
     "completion_tokens_per_second": "Completion tokens a second once the prompts are read",
 }
-
-
-class Measured(NamedTuple):
-    """One engine's rate in one cell, with the ratio of quire's rate to it where it is another."""
-
-    batch: int
-    engine: str
-    metric: str
-    rate: Mapping[str, Any]
-    ratio: Mapping[str, Any] | None
-
-
-def measured(receipt: Receipt) -> list[Measured]:
-    """Everything a receipt compares; nothing where it is of another kind."""
-    found = []
-    for name, cell in receipt.results.items() if receipt.kind == KIND else ():
-        if not name.startswith("batch_") or not isinstance(cell, Mapping):
-            continue
-        for engine, rates in cell.items():
-            for metric, told in rates.items():
-                batch = int(name.removeprefix("batch_"))
-                ratio = told.get("quire_by_rival")
-                found.append(Measured(batch, str(engine), metric, told["rate"], ratio))
-    return found
 
 
 def engine_name(receipt: Receipt, engine: str) -> str:
@@ -46,12 +21,12 @@ def engine_name(receipt: Receipt, engine: str) -> str:
     version = receipt.versions.get(engine)
     if version in (None, "unknown"):
         return engine  # a server: its threads are its own matter
-    threads = receipt.settings.get("rival_threads") or receipt.asked.get("threads")
+    threads = number(receipt.settings, "rival_threads") or receipt.asked.get("threads")
     return f"{engine} {version}{_threads(threads)}"
 
 
-def _threads(count: int | None) -> str:
-    return "" if count is None else f", {count} thread{'' if count == 1 else 's'}"
+def _threads(count: float | None) -> str:
+    return "" if count is None else f", {count:g} thread{'' if count == 1 else 's'}"
 
 
 def compare_charts(receipts: Sequence[Receipt]) -> list[Chart]:
@@ -68,7 +43,7 @@ def _charts(receipt: Receipt, ending: str) -> Iterator[Chart]:
     lengths = [number(receipt.settings, name) for name in ("prompt_tokens", "new_tokens")]
     prompt, new = (f"{length or 0:g}" for length in lengths)
     for metric in METRICS:
-        found = [one for one in measured(receipt) if one.metric == metric]
+        found = [one for one in measured(receipt.results) if one.metric == metric]
         batches = sorted({one.batch for one in found})
         engines = list(dict.fromkeys(one.engine for one in found))[:MAX_SERIES]
         if len(engines) < 2:

@@ -7,13 +7,13 @@ of the charts that need it.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quire_bench.charts import MAX_SERIES, Chart, Point, Series
-from quire_bench.receipts import Receipt, slug
+from quire_bench.receipts import Receipt, number, slug
 
 GIB = 1 << 30
 _FLAT = 20  # a series so many times lower than another is a flat line
@@ -51,14 +51,6 @@ def by_place(receipts: Sequence[Receipt]) -> Groups:
         if place is not None:
             groups[place].append(receipt)
     return dict(sorted(groups.items()))
-
-
-def number(data: Any, *path: str) -> float | None:
-    """A number within nested results; None where there is none."""
-    for name in path:
-        data = data.get(name) if isinstance(data, Mapping) else None
-    is_number = isinstance(data, int | float) and not isinstance(data, bool)
-    return float(data) if is_number else None
 
 
 def title_of(receipt: Receipt) -> str:

@@ -4,11 +4,10 @@ A server's times differ by powers of ten between an idle and a full one, so load
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from quire_bench.charts import Chart, Point, Series
-from quire_bench.receipts import Receipt, slug
-from quire_bench.report_data import GIB, number, title_of
+from quire_bench.receipts import Facts, Receipt, listed, number, section, slug
+from quire_bench.report_data import GIB, title_of
 
 _SHARES = ("p50", "p95", "p99")
 _TIMES = {
@@ -51,13 +50,13 @@ def _saturation_charts(receipt: Receipt, ending: str) -> Iterator[Chart]:
             series=[_step_series(steps, name, share) for share in _SHARES],
             x_scale="log",
             y_scale="log",
-            x_ticks=[step["rate"] for step in steps],
+            x_ticks=[number(step, "rate") or 0.0 for step in steps],
             marked_x=None if knee is None else (knee, "knee"),
             note="Open loop, Poisson arrivals; times count from when a request was due.",
         )
 
 
-def _step_series(steps: Sequence[Mapping[str, Any]], name: str, share: str) -> Series:
+def _step_series(steps: Sequence[Facts], name: str, share: str) -> Series:
     values = [(number(step, "rate"), number(step, name, share)) for step in steps]
     return Series(share, [Point(x, 1000 * y) for x, y in values if x is not None and y])
 
@@ -104,7 +103,7 @@ def _beside_charts(
         )
 
 
-def _share_points(figures: Any, name: str) -> list[Point]:
+def _share_points(figures: object, name: str) -> list[Point]:
     values = [number(figures, name, share) for share in _SHARES]
     return [Point(place, 1000 * y) for place, y in enumerate(values) if y is not None]
 
@@ -130,7 +129,7 @@ def _soak_charts(receipt: Receipt, ending: str) -> Iterator[Chart]:
         )
 
 
-def _window_points(windows: Sequence[Mapping[str, Any]], name: str, factor: float) -> list[Point]:
+def _window_points(windows: Sequence[Facts], name: str, factor: float) -> list[Point]:
     starts = [number(window, "start_s") or 0.0 for window in windows]
     middle = (starts[1] - starts[0]) / 2 if len(starts) > 1 else 0.0
     values = [number(window, name) for window in windows]
@@ -141,12 +140,10 @@ def _window_points(windows: Sequence[Mapping[str, Any]], name: str, factor: floa
     ]
 
 
-def _inside(receipt: Receipt, scenario: str, parts: str) -> list[Mapping[str, Any]]:
+def _inside(receipt: Receipt, scenario: str, parts: str) -> list[Facts]:
     """The steps or windows of a scenario; none where the receipt is of another."""
-    found = receipt.results.get(scenario)
-    members = found.get(parts) if isinstance(found, Mapping) else None
-    return members if isinstance(members, list) else []
+    return [section(member) for member in listed(receipt.results, scenario, parts)]
 
 
-def _positive(step: Mapping[str, Any], name: str) -> bool:
+def _positive(step: Facts, name: str) -> bool:
     return (number(step, name) or 0.0) > 0

@@ -1,15 +1,15 @@
 """What receipts show as tables, for the page and for Markdown alike."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
+from quire_bench.compare import KIND, measured
 from quire_bench.load_tables import loads
-from quire_bench.receipts import Receipt, deviation
-from quire_bench.report_compare import engine_name, measured
-from quire_bench.report_data import by_place, number, title_of
+from quire_bench.receipts import Facts, Receipt, deviation, listed, number
+from quire_bench.report_compare import engine_name
+from quire_bench.report_data import by_place, title_of
 
 _NONE = "–"
 _KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve", "compare")
@@ -90,7 +90,7 @@ def _completion_rate(members: Sequence[Receipt]) -> float | None:
     return median(known) if known else None
 
 
-def _rate(results: Mapping[str, Any], name: str) -> str:
+def _rate(results: Facts, name: str) -> str:
     name = f"{name}_tokens_per_second"
     value = number(results, name)
     low, high = (number(results, "spread", name, end) for end in ("low", "high"))
@@ -123,10 +123,10 @@ def _compare_table(receipts: Sequence[Receipt]) -> Table:
     rows = []
     for receipt in receipts:
         sizes = [_count(number(receipt.settings, n)) for n in ("prompt_tokens", "new_tokens")]
-        for one in measured(receipt):
+        for one in measured(receipt.results) if receipt.kind == KIND else ():
             kind = one.metric.removesuffix("_tokens_per_second")
             names = [str(receipt.model["name"]), engine_name(receipt, one.engine), kind]
-            shown = [_ranged(one.rate), _NONE if one.ratio is None else _ranged(one.ratio)]
+            shown = [_ranged(one.rate), _ranged(one.ratio)]
             rows.append([*names, str(one.batch), *sizes, *shown])
     return Table(
         title="Beside other engines",
@@ -142,7 +142,7 @@ def _compare_table(receipts: Sequence[Receipt]) -> Table:
     )
 
 
-def _ranged(spread: Mapping[str, Any]) -> str:
+def _ranged(spread: Facts) -> str:
     middle, low, high = (number(spread, name) for name in ("median", "low", "high"))
     if middle is None or low is None or high is None:
         return _NONE
@@ -196,7 +196,7 @@ def _limits_table(receipts: Sequence[Receipt]) -> Table:
         if receipt.kind != "limits":
             continue
         kernels.append(str(receipt.settings.get("integer_kernel", "an unnamed kernel")))
-        for count in map(str, receipt.settings.get("threads", ())):
+        for count in map(str, listed(receipt.settings, "threads")):
             values = [number(receipt.results, name, count) for name in names]
             shown = [_NONE if value is None else _short(value / 1e9) for value in values]
             rows.append([str(receipt.machine["cpu"]), count, *shown])

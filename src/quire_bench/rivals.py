@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from quire.core.errors import ConfigError, ExecutorError
 from quire_bench.lengths import prompt_text
 from quire_bench.load import Ask, Target, check_server, closed_loop, find_model, run
+from quire_bench.receipts import RivalFacts
 
 WORKER = Path(__file__).with_name("rival_worker.py")
 PACKAGES = {
@@ -67,7 +68,7 @@ class Rival(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def facts(self) -> dict[str, str]: ...  # version, and how it runs
+    def facts(self) -> RivalFacts: ...  # version, and how it runs
     def measure(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing: ...
     def close(self) -> None: ...
 
@@ -121,7 +122,7 @@ class PackageRival:
         self._answers.put("")  # the end
         output.close()
 
-    def _open(self, model: Path) -> dict[str, str]:
+    def _open(self, model: Path) -> RivalFacts:
         settings = self._settings
         options: dict[str, Any] = {
             "model": str(model),
@@ -137,7 +138,8 @@ class PackageRival:
                 f"`pip install {PACKAGES[self.name]}` gets it, or --python-for {self.name}=PATH "
                 "names the interpreter that has it"
             )
-        return {key: str(value) for key, value in answer["ready"].items()}
+        ready = answer["ready"]
+        return {"version": str(ready["version"]), "about": str(ready["about"])}
 
     def measure(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
         question = {"run": {"prompts": prompts, "new_tokens": new_tokens}}
@@ -231,7 +233,10 @@ class ServerRival:
             run(check_server(self._target))
         except ConfigError as error:
             raise RivalMissingError(f"{url} was not measured: {error}") from error
-        self.facts = {"version": "unknown", "about": f"server, over HTTP; model {model}"}
+        self.facts: RivalFacts = {
+            "version": "unknown",
+            "about": f"server, over HTTP; model {model}",
+        }
 
     def measure(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
         asks = [Ask(prompt_text(self._rng, len(prompt)), new_tokens) for prompt in prompts]

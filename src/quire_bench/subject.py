@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quire.core.errors import ConfigError
 from quire.llm.assembly import Assembly, assemble
@@ -20,6 +19,7 @@ from quire.model.dummy import DummyModel, read_name
 from quire.model.isolated import examine
 from quire.model.loading import load_model
 from quire.model.quant_mixes import MIXES
+from quire_bench.receipts import Executed, Model
 
 _READ_BYTES = 1 << 22
 
@@ -36,7 +36,7 @@ class ModelFacts:
     packed_bytes: int
     formats: dict[str, int]  # how many tensors have each
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> Model:
         return {
             "name": self.name,
             "sha256": self.sha256,
@@ -56,7 +56,7 @@ class Subject:
     device: str  # as asked for
 
     @property
-    def executed(self) -> dict[str, Any]:
+    def executed(self) -> Executed:
         """The executor that runs, its kernels, and why it is not what was asked for."""
         executor = self.assembly.executor
         return {

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from quire.core.errors import ConfigError
 from quire_bench.machine_info import forget_peak_memory, peak_memory_bytes
 from quire_bench.measure import Load, Run, percentiles, run_load, run_phases, spread
-from quire_bench.receipts import thinned
+from quire_bench.receipts import Facts, Limits, thinned
 from quire_bench.subject import Subject
 from quire_bench.utilisation import Cost, achieved, limits_of, shares
 
@@ -23,7 +22,7 @@ class Figures:
     """Samples and results as a receipt holds them."""
 
     samples: dict[str, list[float]]
-    results: dict[str, Any]
+    results: Facts
 
 
 def check_load(load: Load, repeats: int, max_context: int) -> None:
@@ -55,7 +54,7 @@ def measure_throughput(
     *,
     repeats: int,
     seed: int,
-    limits: Mapping[str, Any] | None = None,
+    limits: Limits | None = None,
     in_phases: bool = False,
     on_run: OnRun = lambda _: None,
 ) -> Figures:
@@ -72,15 +71,19 @@ def measure_throughput(
         on_run(f"run {repeat + 1}")
         runs.append(run_once(subject.assembly, load, seed + 1 + repeat))
     samples = _samples(runs)
-    results = _results(runs, samples)
-    results["memory"] = {
+    memory = {
         **{f"{kind}_bytes": size for kind, size in subject.assembly.executor.memory_bytes.items()},
         "peak_rss_bytes": peak_memory_bytes(),
         "peak_rss_since": "the measurement began" if is_own_peak else "the process began",
     }
-    results["achieved"] = _median_of(achieved(Cost.of(subject), run) for run in runs)
+    rates = _median_of([achieved(Cost.of(subject), run) for run in runs])
     bounds = limits_of(subject.assembly.options.device, limits)
-    results["utilisation"] = None if bounds is None else shares(results["achieved"], bounds)
+    results = {
+        **_results(runs, samples),
+        "memory": memory,
+        "achieved": rates,
+        "utilisation": None if bounds is None else shares(rates, bounds),
+    }
     return Figures(samples, results)
 
 
@@ -104,9 +107,9 @@ def _every(runs: Sequence[Run], name: str) -> list[float]:
     return [value for run in runs for value in getattr(run, name)]
 
 
-def _results(runs: Sequence[Run], samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def _results(runs: Sequence[Run], samples: Mapping[str, Sequence[float]]) -> dict[str, object]:
     per_run = [name for name in samples if name == "run_s" or name.endswith("_per_second")]
-    spreads: dict[str, Any] = {name: spread(samples[name]) for name in per_run}
+    spreads = {name: spread(samples[name]) for name in per_run}
     busy = [run.busy_s / run.seconds for run in runs]
     histogram: dict[str, int] = {}
     for run in runs:
@@ -122,11 +125,10 @@ def _results(runs: Sequence[Run], samples: Mapping[str, Sequence[float]]) -> dic
     }
 
 
-def _median_of(found: Any) -> dict[str, float | None]:
+def _median_of(runs: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
     """The median of each of the runs' figures; None where no run has any."""
-    runs = list(found)
     medians: dict[str, float | None] = {}
     for name in runs[0]:
-        known = [run[name] for run in runs if run[name] is not None]
+        known = [value for run in runs if (value := run[name]) is not None]
         medians[name] = float(np.median(known)) if known else None
     return medians

@@ -7,10 +7,10 @@ the target if the 95th percentile of all its times between tokens is.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire_bench.measure import Load, percentiles, run_load, spread
+from quire_bench.measure import Load, Spread, percentiles, run_load, spread
 from quire_bench.subject import Subject
 from quire_bench.throughput import check_load, warm_up
 
@@ -43,15 +43,15 @@ class Trial(NamedTuple):
 
     @property
     def rate(self) -> float:
-        return float(self._rate_spread["median"])
+        return self._rate_spread["median"]
 
     @property
-    def _rate_spread(self) -> dict[str, float]:
+    def _rate_spread(self) -> Spread:
         found = spread(self.rates)
         assert found is not None  # there is one run at least
         return found
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, object]:
         return {
             **self.setting._asdict(),
             "output_tokens_per_second": self._rate_spread,

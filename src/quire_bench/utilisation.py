@@ -9,11 +9,10 @@ shows as lower utilisation, as it should.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quire_bench.limits import RATES
 from quire_bench.measure import Run, StepTime
-from quire_bench.receipts import Receipt, ReceiptError, read, read_folder
+from quire_bench.receipts import GpuLimits, Limits, Receipt, ReceiptError, number, read, read_folder
 from quire_bench.subject import Subject
 
 _MEMORY = RATES["memory_read"]
@@ -74,29 +73,30 @@ def achieved(cost: Cost, run: Run) -> dict[str, float | None]:
     }
 
 
-def shares(found: Mapping[str, float | None], limits: Mapping[str, Any]) -> dict[str, float | None]:
+def shares(
+    found: Mapping[str, float | None], limits: Mapping[str, object]
+) -> dict[str, float | None]:
     """What was achieved as a share of the limits."""
     pairs = {"decode_memory_share": ("decode_bytes_per_second", _MEMORY)}
     for kind, rate in (("float32", _FLOAT32), ("integer", _INTEGER), ("float16", _FLOAT16)):
         if rate in limits:
             pairs[f"decode_{kind}_share"] = ("decode_operations_per_second", rate)
             pairs[f"prompt_{kind}_share"] = ("prompt_operations_per_second", rate)
-    return {name: _per(found[rate], limits[limit]) for name, (rate, limit) in pairs.items()}
+    return {name: _per(found[rate], number(limits, limit)) for name, (rate, limit) in pairs.items()}
 
 
-def limits_of(executor: str, limits: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def limits_of(executor: str, limits: Limits | None) -> Limits | GpuLimits | None:
     """Those of what computes: a GPU's own, or the processor's."""
     if limits is None or executor != "cuda":
         return limits
-    own: Mapping[str, Any] | None = limits.get("gpu")
-    return own
+    return limits.get("gpu")
 
 
-def _per(amount: float | None, by: float) -> float | None:
-    return None if amount is None or by <= 0 else amount / by
+def _per(amount: float | None, by: float | None) -> float | None:
+    return None if amount is None or by is None or by <= 0 else amount / by
 
 
-def find_limits(given: str | None, folder: Path, cpu: object) -> dict[str, Any] | None:
+def find_limits(given: str | None, folder: Path, cpu: object) -> Limits | None:
     """The limits of a receipt: the one given, else the newest of this processor in the folder."""
     if given is not None:
         path, receipt = Path(given), read(given)
@@ -111,16 +111,29 @@ def find_limits(given: str | None, folder: Path, cpu: object) -> dict[str, Any] 
     return _best(*max(known, key=lambda item: item[:2])[1:]) if known else None
 
 
-def _best(path: Path, receipt: Receipt) -> dict[str, Any]:
-    found: dict[str, Any] = {"receipt": path.name}
-    for name in (_MEMORY, _FLOAT32):
-        rates = receipt.results.get(name)
-        if not isinstance(rates, Mapping) or not isinstance(rates.get("best"), int | float):
+def _best(path: Path, receipt: Receipt) -> Limits:
+    def best(name: str) -> float:
+        value = number(receipt.results, name, "best")
+        if value is None:
             raise ReceiptError(f"{path}: field 'results.{name}.best' is missing")
-        found[name] = rates["best"]
-    integer = receipt.results.get(_INTEGER)
-    if isinstance(integer, Mapping) and isinstance(integer.get("best"), int | float):
-        found[_INTEGER] = integer["best"]
-    if isinstance(on_gpu := receipt.results.get("gpu"), Mapping):
-        found["gpu"] = {name: on_gpu[name] for name in (_MEMORY, _FLOAT16) if name in on_gpu}
+        return value
+
+    found: Limits = {
+        "receipt": path.name,
+        "memory_read_bytes_per_second": best(_MEMORY),
+        "float32_operations_per_second": best(_FLOAT32),
+    }
+    if (integer := number(receipt.results, _INTEGER, "best")) is not None:
+        found["integer_operations_per_second"] = integer
+    if "gpu" in receipt.results:
+        found["gpu"] = _gpu_best(receipt)
+    return found
+
+
+def _gpu_best(receipt: Receipt) -> GpuLimits:
+    found: GpuLimits = {}
+    if (memory := number(receipt.results, "gpu", _MEMORY)) is not None:
+        found["memory_read_bytes_per_second"] = memory
+    if (float16 := number(receipt.results, "gpu", _FLOAT16)) is not None:
+        found["float16_operations_per_second"] = float16
     return found

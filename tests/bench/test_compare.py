@@ -20,7 +20,7 @@ from quire.model.loading import load_model
 from quire_bench import compare as compare_module
 from quire_bench.compare import QUIRE, Comparison, Findings, compare, model_file, table
 from quire_bench.measure import Load, random_prompts
-from quire_bench.receipts import Receipt, read_folder
+from quire_bench.receipts import Receipt, RivalFacts, read_folder, section
 from quire_bench.rivals import RivalFailedError, Timing
 from quire_bench.subject import Subject, open_subject
 
@@ -41,7 +41,7 @@ def subject() -> Iterator[Subject]:
 class Scripted:
     """A rival that takes a second for a batch, and notes what it was asked."""
 
-    facts: dict[str, str] = {"version": "1", "about": "scripted"}  # noqa: RUF012
+    facts: RivalFacts = {"version": "1", "about": "scripted"}  # noqa: RUF012
 
     def __init__(self, name: str, calls: list[Any], fails_at: int | None = None) -> None:
         self.name = name
@@ -111,7 +111,7 @@ def test_ratios_are_those_of_each_round() -> None:
     }
     assert figures.results[f"quire_by_a_batch_4_{OUTPUT}"] == 2.0
     last = ["4", "a", "output", "8.0", "2.00", "(1.00", "to", "3.00)"]
-    told = figures.results["batch_4"]["a"][OUTPUT]
+    told = section(figures.results, "batch_4", "a", OUTPUT)
     assert told["quire_by_rival"] == {"low": 1.0, "median": 2.0, "high": 3.0, "relative": 1.0}
     assert table(figures.results)[-1].split() == last
 

@@ -15,11 +15,11 @@ from quire_bench.grid import (
     summary,
     table,
 )
-from quire_bench.receipts import Receipt, write
+from quire_bench.receipts import Model, Receipt, write
 
 GRID = Grid(quants=("Q8_0",), batches=(2, 1, 2), prompts=(16, 1), new_tokens=4, repeats=3)
 CELL = Cell("Q8_0", 16, 2)
-MODEL = {"name": "dummy:tiny:Q8_0", "sha256": None, "quant": "Q8_0"}
+MODEL: Model = {"name": "dummy:tiny:Q8_0", "sha256": None, "quant": "Q8_0"}
 CONDITIONS = Conditions(
     model=MODEL,
     machine=make_receipt().machine,

@@ -8,7 +8,7 @@ from tests.bench.sound_receipt import make_receipt
 from quire.core.errors import ConfigError, ExecutorError
 from quire_bench.limits import RATES, LimitsPlan, measure_limits, summarise, usual_threads
 from quire_bench.measure import Load, Run, StepTime
-from quire_bench.receipts import ReceiptError, write
+from quire_bench.receipts import Limits, ReceiptError, write
 from quire_bench.utilisation import Cost, achieved, find_limits, limits_of, shares
 
 RESULTS = {
@@ -49,7 +49,12 @@ def test_a_gpus_limits_are_its_own(tmp_path: Path) -> None:
         "prompt_float16_share": 0.5,
     }
     assert limits_of("cpu", limits) is limits
-    assert limits_of("cuda", {"memory_read_bytes_per_second": 1.0}) is None
+    without_gpu: Limits = {
+        "receipt": "limits.json",
+        "memory_read_bytes_per_second": 1.0,
+        "float32_operations_per_second": 1.0,
+    }
+    assert limits_of("cuda", without_gpu) is None
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from quire_bench.load_scenarios import (
     _is_past_knee,
     memory_of,
 )
+from quire_bench.receipts import section
 
 
 def settings(**changes: Any) -> LoadSettings:
@@ -57,12 +58,13 @@ def test_a_convoy_shows_what_long_prompts_do_to_short_requests() -> None:
     with serving(Behaviour(max_running=1, long_prompt_delay_s=0.2)) as server:
         chosen = settings(rate=30.0, duration_s=0.6, long_rate=4.0, long_prompt_tokens=300)
         found = run("convoy", server, chosen)
-    alone, beside = found.results["alone"], found.results["beside_long"]
+    results: Any = found.results
+    alone, beside = results["alone"], results["beside_long"]
     assert alone["requests"] == beside["requests"]  # the same short ones both times
-    assert found.results["long"]["requests"] >= 1
+    assert results["long"]["requests"] >= 1
     assert beside["time_to_first_token_s"]["max"] >= 0.1
     p99 = [part["time_to_first_token_s"]["p99"] for part in (beside, alone)]
-    assert found.results["time_to_first_token_p99_ratio"] == p99[0] / p99[1]
+    assert results["time_to_first_token_p99_ratio"] == p99[0] / p99[1]
     assert {"alone_time_to_first_token_s", "beside_long_inter_token_s"} <= set(found.samples)
 
 
@@ -76,7 +78,7 @@ def test_a_neighbour_is_shown_to_hold_up_whom_a_server_treats_unfairly(
             rate=10.0, duration_s=1.0, num_clients=2, num_flooding=14, neighbour_key="other"
         )
         found = run("neighbour", server, chosen)
-    results = found.results
+    results: Any = found.results
     names = ("alone", "beside_full", "beside_flood")
     assert len({results[name]["requests"] for name in names}) == 1  # the same each time
     p95 = {name: results[name]["time_to_first_token_s"]["p95"] for name in names}
@@ -101,7 +103,7 @@ def test_a_neighbour_sends_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen = settings(rate=20.0, duration_s=0.2, neighbour_key="other")
         found = asyncio.run(SCENARIOS["neighbour"](target, chosen, lambda _: None))
     assert found.results["errors"] == 0
-    assert set(found.results["neighbour_when_full"]["errors_by_kind"]) == {"http 401"}
+    assert set(section(found.results, "neighbour_when_full", "errors_by_kind")) == {"http 401"}
 
 
 def test_saturation_finds_the_knee_of_a_server_of_known_capacity() -> None:
@@ -109,30 +111,32 @@ def test_saturation_finds_the_knee_of_a_server_of_known_capacity() -> None:
     with serving(Behaviour(max_running=2, first_delay_s=0.04)) as server:
         chosen = settings(rate=5.0, duration_s=0.5, rate_factor=4.0, max_steps=5)
         found = run("saturation", server, chosen)
-    steps = found.results["saturation"]["steps"]
+    results: Any = found.results
+    steps = results["saturation"]["steps"]
     assert [step["rate"] for step in steps] == [5.0 * 4**number for number in range(len(steps))]
     assert steps[-1]["is_past_knee"]
-    assert found.results["knee_rate"] in (5.0, 20.0, 80.0)
-    assert found.results["capacity_requests_per_second"] <= 52
+    assert results["knee_rate"] in (5.0, 20.0, 80.0)
+    assert results["capacity_requests_per_second"] <= 52
     assert "step1_time_to_first_token_s" in found.samples
 
 
 def test_a_step_with_errors_is_past_the_knee_and_a_slower_median_as_well() -> None:
-    light = {"errors": 0, "requests": 100, "time_to_first_token_s": {"p50": 0.1}}
+    light: Any = {"errors": 0, "requests": 100, "time_to_first_token_s": {"p50": 0.1}}
     assert not _is_past_knee(light, light)
-    assert not _is_past_knee({**light, "errors": 1}, light)
-    assert _is_past_knee({**light, "errors": 2}, light)
-    assert _is_past_knee({**light, "time_to_first_token_s": {"p50": 0.31}}, light)
+    assert not _is_past_knee(light | {"errors": 1}, light)
+    assert _is_past_knee(light | {"errors": 2}, light)
+    assert _is_past_knee(light | {"time_to_first_token_s": {"p50": 0.31}}, light)
 
 
 def test_a_soak_lasts_its_duration_and_watches_the_process() -> None:
     with serving(Behaviour(first_delay_s=0.005)) as server:
         found = run("soak", server, settings(num_clients=2, duration_s=1.2, pid=os.getpid()))
-    windows = found.results["soak"]["windows"]
+    results: Any = found.results
+    windows = results["soak"]["windows"]
     assert len(windows) == 10
     counted = sum(window["completion_tokens_per_second"] * 0.12 for window in windows)
-    assert counted == pytest.approx(found.results["completion_tokens"], abs=7)
-    assert found.results["seconds"] >= 1.2
+    assert counted == pytest.approx(results["completion_tokens"], abs=7)
+    assert results["seconds"] >= 1.2
     assert all(size > 1 << 20 for size in found.samples["memory_bytes"])
 
 

@@ -1,6 +1,7 @@
 """Receipts come back as they were written, and broken ones are refused by the field's name."""
 
 import json
+from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ from quire_bench.receipts import (
     write,
 )
 
-SOUND = as_data(make_receipt())
+SOUND: dict[str, Any] = as_data(make_receipt())
 
 
 def test_a_receipt_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -195,3 +196,14 @@ def test_a_run_that_left_its_path_is_told(
 ) -> None:
     executed: dict[str, Any] = {"device": ran, "kernels": [], "fallback": fallback}
     assert deviation(make_receipt(asked={"device": asked}, executed=executed)) == told
+
+
+def test_the_tree_keeps_one_receipt_of_each_configuration() -> None:
+    kept = Path(__file__).parents[2] / "receipts"
+    found: Counter[str] = Counter()
+    for folder in (kept, *(path for path in kept.iterdir() if path.is_dir())):
+        for receipt in read_folder(folder).values():
+            server = receipt.executed.get("server")
+            what = [receipt.kind, receipt.model, receipt.command, receipt.settings, server]
+            found[json.dumps([folder.name, *what])] += 1
+    assert found and max(found.values()) == 1

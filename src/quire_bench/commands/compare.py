@@ -24,7 +24,7 @@ from quire_bench.compare import KIND, Comparison, Findings, compare, model_file,
 from quire_bench.http_client import parse_endpoint
 from quire_bench.load import Target
 from quire_bench.machine_info import usable_threads
-from quire_bench.receipts import Receipt
+from quire_bench.receipts import Executed, Receipt
 from quire_bench.rivals import (
     PackageRival,
     Rival,
@@ -252,6 +252,10 @@ def _receipt(
     )
     facts = {rival.name: rival.facts for rival in rivals if rival.name not in findings.failures}
     reasons = [*filter(None, [receipt.executed["fallback"]]), *findings.failures.values()]
-    executed = {**receipt.executed, "fallback": "; ".join(reasons) or None, "rivals": facts}
+    executed: Executed = {
+        **receipt.executed,
+        "fallback": "; ".join(reasons) or None,
+        "rivals": facts,
+    }
     versions = {name: told["version"] for name, told in facts.items()}
     return replace(receipt, executed=executed, versions={**receipt.versions, **versions})

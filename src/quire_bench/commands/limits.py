@@ -1,7 +1,6 @@
 """`quire bench limits`: what this machine's memory and arithmetic can do at best."""
 
 import argparse
-from typing import Any
 
 from quire.cli.program import tell
 from quire.llm.machine import parse_bytes
@@ -18,7 +17,7 @@ from quire_bench.limits import (
     usual_threads,
 )
 from quire_bench.machine_info import machine, versions
-from quire_bench.receipts import Receipt, now
+from quire_bench.receipts import Receipt, listed, now, number, section
 
 _EPILOG = """\
 examples:
@@ -122,16 +121,16 @@ def _measured(args: argparse.Namespace) -> Receipt:
 
 def _print(receipt: Receipt) -> None:
     names = {rate: kind.replace("_", " ") for kind, rate in RATES.items()}
-    counts = [str(count) for count in receipt.settings["threads"]]
+    counts = [str(count) for count in listed(receipt.settings, "threads")]
     print(f"{'threads':<19}" + "".join(f"{count:>12}" for count in counts))
     for rate, name in names.items():
-        rates: Any = receipt.results[rate]
+        rates = [number(receipt.results, rate, count) or 0.0 for count in counts]
         unit = "GB/s" if "bytes" in rate else "Gop/s"
-        print(f"{name:<19}" + "".join(f"{rates[n] / 1e9:>12.1f}" for n in counts) + f"  {unit}")
+        print(f"{name:<19}" + "".join(f"{found / 1e9:>12.1f}" for found in rates) + f"  {unit}")
     print(f"integer kernel: {receipt.settings['integer_kernel']}")
     print(f"GPU: {receipt.settings['gpu']}")
-    on_gpu: Any = receipt.results.get("gpu", {})
-    for rate, value in on_gpu.items():
+    on_gpu = section(receipt.results, "gpu")
+    for rate in on_gpu:
         name = rate.partition("_bytes")[0].partition("_operations")[0].replace("_", " ")
         unit = "GB/s" if "bytes" in rate else "Gop/s"
-        print(f"{name:<19}{value / 1e9:>12.1f}  {unit}")
+        print(f"{name:<19}{(number(on_gpu, rate) or 0.0) / 1e9:>12.1f}  {unit}")

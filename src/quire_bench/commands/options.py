@@ -9,7 +9,7 @@ from quire.cli.options import add_cache_type_option, add_invariance_option, add_
 from quire.cli.program import complain, print_json, tell
 from quire.llm.devices import Options
 from quire_bench.machine_info import machine, versions
-from quire_bench.receipts import Receipt, as_data, deviation, now, write
+from quire_bench.receipts import Asked, Receipt, as_data, deviation, now, write
 from quire_bench.subject import Subject
 
 DEFAULT_MODEL = "dummy:smollm2-135m"
@@ -98,10 +98,14 @@ def command_line(args: argparse.Namespace) -> list[str]:
     return words
 
 
-def asked(args: argparse.Namespace) -> dict[str, Any]:
+def asked(args: argparse.Namespace) -> Asked:
     """How the model was to be run."""
-    names = ("device", "threads", "kv_memory", "kv_cache_dtype")
-    return {name: getattr(args, name) for name in names}
+    return {
+        "device": args.device,
+        "threads": args.threads,
+        "kv_memory": args.kv_memory,
+        "kv_cache_dtype": args.kv_cache_dtype,
+    }
 
 
 def make_receipt(args: argparse.Namespace, subject: Subject, kind: str, **more: Any) -> Receipt:

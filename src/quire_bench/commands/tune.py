@@ -167,7 +167,7 @@ def _measured(args: argparse.Namespace, wanted: Tuning) -> tuple[Receipt, list[T
 
 
 def _write(args: argparse.Namespace, receipt: Receipt, chosen: Trial) -> None:
-    run_table: dict[str, int | str] = {"device": receipt.executed["device"]}
+    run_table: dict[str, int | str] = {"device": str(receipt.executed["device"])}
     if chosen.setting.threads is not None:
         run_table["threads"] = chosen.setting.threads
     if args.kv_memory is not None:
