@@ -12,9 +12,23 @@ SUFFIXES = (".py", ".pyi", ".h", ".cpp", ".md", ".toml", ".json", ".html")
 TERM = re.compile(r"- \*\*(.+?)\*\*: (.+)")
 # Words of older code and notes for what has another name now; regular expressions.
 RETIRED = (
-    r"casualt(?:y|ies)",
-    r"footing",
+    r"attend_apart",
+    r"attending",
     r"bur(?:y|ied|ies)",
+    r"casualt(?:y|ies)",
+    r"cpu_assembly",
+    r"cuda_assembly",
+    r"dares",
+    r"departures",
+    r"footing",
+    r"foretold",
+    r"kv_memory\.py",
+    r"ledger",
+    r"row_group",
+    r"touch_?ahead",
+    r"vacant",
+    r"WaitingLines",
+    r"whole_rows",
 )
 
 
