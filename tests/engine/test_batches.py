@@ -6,7 +6,6 @@ from tests.engine.toys import Script, ended, greedy, play, rows_of
 
 from quire.core.request import RequestOutput, WaitReason
 from quire.engine import Engine
-from quire.engine.pacing import BatchingDelay
 from quire.executors.fake import FakeExecutor, StepCost
 
 QUICK = StepCost(a=0.001, b=0.0)  # a millisecond a step
@@ -72,15 +71,15 @@ def test_a_hundred_batched_take_less_than_half_the_time_of_a_hundred_alone() -> 
     assert [outputs[name].token_ids for name in ids] == [output.token_ids for output in apart]
 
 
-# ---- waiting for company
+# ---- the batching delay
 
 
-def test_arrivals_that_predict_company_are_waited_for_no_longer_than_the_timeout() -> None:
+def test_a_batch_is_delayed_for_expected_arrivals_no_longer_than_the_timeout() -> None:
     executor, engine = recording(max_batch_size=64, batch_timeout_ms=50)
     times = [i / 100 for i in range(12)]  # one every 10 ms
     play(engine, one_token_each(engine, times))
     starts = [len(plan.sequences) for plan in executor.plans]
-    # The first has no company to expect. The second waits 50 ms, with those at 20, 30, 40, 50 and
+    # The first predicts nothing. The second waits 50 ms, with those at 20, 30, 40, 50 and
     # 60 ms; the one at 70 ms waits for those up to 110 ms, then until no more are due.
     assert starts == [1, 6, 5]
 
@@ -90,7 +89,7 @@ def test_the_wait_is_booked_under_its_reason() -> None:
     times = [0.0, 0.010, 0.020]
     outputs = ended(play(engine, one_token_each(engine, times)))
     by_arrival = sorted(outputs, key=lambda output: output.metrics.arrived_at)
-    # Three mean gaps of 10 ms after the last arrival, nobody is expected any more.
+    # Three mean gaps of 10 ms after the last arrival, no arrival is expected.
     assert by_arrival[1].metrics.started_at == pytest.approx(0.050)
     assert by_arrival[1].metrics.waited_for[WaitReason.BATCHING_DELAY] == pytest.approx(0.040)
     assert by_arrival[2].metrics.waited_for[WaitReason.BATCHING_DELAY] == pytest.approx(0.030)
@@ -104,7 +103,7 @@ def test_a_batch_that_is_full_while_waiting_starts_at_once() -> None:
     assert executor.clock.now() == pytest.approx(0.031)
 
 
-def test_nobody_waits_for_company_without_a_timeout() -> None:
+def test_without_a_timeout_no_batch_is_delayed() -> None:
     executor, engine = recording(batch_timeout_ms=0)
     times = [i / 100 for i in range(5)]
     outputs = ended(play(engine, one_token_each(engine, times)))
@@ -120,27 +119,6 @@ def test_a_deadline_that_falls_into_the_wait_is_kept() -> None:
     ]
     outputs = {output.prompt_token_ids: output for output in ended(play(engine, script))}
     assert outputs[(2,)].metrics.finished_at == pytest.approx(0.025)
-
-
-@pytest.mark.parametrize(
-    ("arrivals", "now", "until"),
-    [
-        ([], 0.0, None),
-        ([0.0], 0.0, None),  # one arrival predicts nothing
-        ([0.0, 0.0, 0.0], 0.0, None),  # all at once: nobody else is announced
-        ([0.0, 0.010], 0.010, 0.040),  # three gaps after the last
-        ([0.0, 0.040], 0.040, 0.140),  # the timeout after the oldest that waits
-        ([0.0, 0.200], 0.200, None),  # rarer than the timeout
-        ([0.0, 0.010], 0.041, None),  # the next is late: it is not coming
-        ([0.0, 0.010, 0.500, 0.510], 0.510, 0.540),  # it was quiet between: begin anew
-    ],
-)
-def test_company_is_expected(arrivals: list[float], now: float, until: float | None) -> None:
-    delay = BatchingDelay(0.100)
-    for moment in arrivals:
-        delay.arrived(moment)
-    oldest = arrivals[-1] if arrivals else now
-    assert delay.wait_until(now, oldest) == (None if until is None else pytest.approx(until))
 
 
 # ---- joining and leaving

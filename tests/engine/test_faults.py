@@ -375,3 +375,18 @@ def test_nothing_to_isolate_is_no_error() -> None:
     runs: list[list[int]] = []
     outcome = isolate([], runner(lambda _: True, ExecutorError, runs))
     assert (outcome.succeeded, outcome.failed, outcome.retry, runs) == ([], [], [], [])
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 3])
+def test_where_no_row_finds_memory_the_one_with_most_context_fails(largest: int) -> None:
+    sizes = [5, 9, 7, 6]
+    sizes[largest] = 40
+    rows = fake_rows(sizes)
+
+    def run(_rows: object) -> list[object]:
+        raise ExecutorMemoryError("no memory")
+
+    outcome = isolate(rows, run)  # type: ignore[arg-type]
+    assert [row.plan.sequence_id for row, _ in outcome.failed] == [largest]
+    assert sorted(row.plan.sequence_id for row in outcome.retry) == sorted({0, 1, 2, 3} - {largest})
+    assert not outcome.succeeded

@@ -1,7 +1,8 @@
-"""What the engine refuses, one request at a time: typed, with the value and the limit."""
+"""Admission: what the engine refuses, with the value and the limit; ids, seeds, the queue."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.engine.simulated import finish, new_engine, solo
 from tests.engine.toys import greedy, toy_engine
@@ -200,3 +201,29 @@ def test_a_draining_engine_takes_nothing_new_and_finishes_what_it_has() -> None:
         engine.add_request([1], greedy(3))
     assert caught.value.retry_after_s > 0
     assert finish(engine)[request.id].status is Status.FINISHED
+
+
+def test_requests_nobody_reads_count_as_waiting() -> None:
+    engine = new_engine(max_queue_requests=2)
+    for _ in range(2):
+        engine.pause(engine.add_request([1], greedy(4)).id)
+    with pytest.raises(OverloadedError, match="2 requests wait"):
+        engine.add_request([1], greedy(4))
+
+
+# ---- ids and tokens
+
+
+def test_tokens_may_be_numpys_integers() -> None:
+    engine = new_engine()
+    request = engine.add_request(np.array([3, 1, 2]), greedy(4))
+    assert request.prompt == (3, 1, 2)
+    assert {type(token) for token in request.prompt} == {int}
+
+
+def test_a_name_made_up_is_never_one_in_use() -> None:
+    engine = new_engine()
+    engine.add_request([1], greedy(4), request_id="request-1")
+    engine.add_request([1], greedy(4), request_id="request-2")
+    assert engine.add_request([1], greedy(4)).id not in ("request-1", "request-2")
+    assert len(finish(engine)) == 3
