@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 FUZZ_SECONDS ?= 60
 FUZZ_RUNS ?= 100000
+MUTANTS ?= 540
+MUTATION := build/mutation
 FUZZ_READERS := gguf gguf_model safetensors tokenizer_json config
 NATIVE := build/native/.built
 NODE_CLIENT := build/node/.ready
@@ -16,7 +18,7 @@ BENCH_LOAD := --device cpu --prompt-tokens 64 --new-tokens 32 --batch 1,4,16,64
 
 SANITIZED := build/sanitized
 
-.PHONY: help setup native node-client test test-cuda test-long fuzz sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
+.PHONY: help setup native node-client test test-cuda test-long fuzz mutate sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -76,6 +78,16 @@ fuzz: $(READY) $(NATIVE)  ## run the fuzzers: the coverage-guided ones FUZZ_SECO
 	$(BIN)/python -m tests.fuzz.fuzz_http --runs $(FUZZ_RUNS) --seconds $(FUZZ_SECONDS)
 	$(BIN)/python -m tests.fuzz.fuzz_http_guided -max_total_time=$(FUZZ_SECONDS)
 	$(BIN)/python -m tests.fuzz.fuzz_steps --runs $(FUZZ_RUNS)
+
+# cosmic-ray's operators alone are used, so that of its requirements parso is enough.
+$(MUTATION)/.ready: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps \
+	  --target $(MUTATION)/site cosmic-ray==8.7.0 parso==0.8.5 coverage==7.17.2
+	touch $(MUTATION)/.ready
+
+mutate: $(MUTATION)/.ready $(NATIVE)  ## count mutants of engine, kvcache and the sampler that tests notice
+	PYTHONHASHSEED=0 PYTHONPATH="$$PYTHONPATH:$(MUTATION)/site" \
+	  $(BIN)/python -m tests.mutation --sample $(MUTANTS) --jobs $(WORKERS)
 
 # The tests run against a build of the native module with the sanitizers in it. Python itself has
 # none, so their run-time (and the C++ library, whose exceptions it watches) is loaded first.
