@@ -1,4 +1,4 @@
-"""Latency: time to the first token and between tokens, alone and in company."""
+"""Latency: time to the first token and between tokens, alone and beside others."""
 
 from quire_bench.measure import Load, percentiles, run_load
 from quire_bench.receipts import thinned

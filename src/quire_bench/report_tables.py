@@ -108,9 +108,9 @@ def _latency_table(receipts: Sequence[Receipt]) -> Table:
                 for what in ("time_to_first_token_s", "inter_token_s")
                 for share in ("p50", "p95", "p99")
             ]
-            company = number(receipt.results, name, "concurrency")
+            concurrency = number(receipt.results, name, "concurrency")
             prompt = number(receipt.settings, "prompt_tokens")
-            rows.append([title_of(receipt), _count(company), _count(prompt), *times])
+            rows.append([title_of(receipt), _count(concurrency), _count(prompt), *times])
     return Table("Latency", ("model", "requests at a time", "prompt", *_TIME_COLUMNS), rows)
 
 

@@ -73,7 +73,7 @@ def test_no_command_reads_it_unless_it_is_trusted(
 
 def test_the_server_does_not_start_with_it(breaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("quire.cli.program.complain", told.append)
+    monkeypatch.setattr("quire.cli.program.print_error", told.append)
     assert main(["serve", str(breaking), *ARGUMENTS, "--port", "0"]) == 1
     assert "ended by SIGSEGV" in told[0]
 

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from quire.cli.program import complain, print_json, printable
+from quire.cli.program import print_error, print_json, printable
 from quire.core.hash_chain import Verdict, read_secret, verify
 
 _EPILOG = """\
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     elif verdict.is_sound:
         _print(verdict)
     if not verdict.is_sound:
-        complain(_problem(verdict))
+        print_error(_problem(verdict))
     return 0 if verdict.is_sound else 1
 
 

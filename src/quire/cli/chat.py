@@ -15,7 +15,7 @@ from quire.cli.options import (
     load,
     sampling_params,
 )
-from quire.cli.program import complain, tell
+from quire.cli.program import print_error, print_status
 from quire.core.errors import RequestError
 
 _USUAL_MAX_TOKENS = 512
@@ -33,7 +33,7 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Talk to a model. Through a pipe, every line is a message."
     parser.epilog = _EPILOG
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
+    parser.add_argument("--system", metavar="TEXT", help="the system message, before all others")
     parser.add_argument("--json", action="store_true", help="print each answer as a line of JSON")
     add_model_options(parser)
     add_sampling_options(parser, temperature=0.7, usual_max_tokens=_USUAL_MAX_TOKENS)
@@ -71,7 +71,7 @@ class _Chat:
     def run(self) -> int:
         code = 0
         if self._is_interactive:
-            tell(f"{self._args.model}: {_HELP}.")
+            print_status(f"{self._args.model}: {_HELP}.")
         while (line := self._read()) is not None:
             match line.strip():
                 case "":
@@ -81,7 +81,7 @@ class _Chat:
                 case "/clear":
                     self._clear()
                 case "/help":
-                    tell(_HELP)
+                    print_status(_HELP)
                 case message:
                     code |= self._say(message)
         return 0 if self._is_interactive else code
@@ -102,7 +102,7 @@ class _Chat:
                 return None
             except KeyboardInterrupt:
                 print()
-                tell(_HELP)
+                print_status(_HELP)
 
     def _say(self, message: str) -> int:
         """Answer a message; one that cannot be answered is taken back."""
@@ -116,7 +116,7 @@ class _Chat:
             reason = "cancelled"
         except RequestError as error:
             self._messages.pop()
-            complain(f"{error} (/clear begins anew)")
+            print_error(f"{error} (/clear begins anew)")
             return 1
         text = "".join(said)
         self._messages.append({"role": "assistant", "content": text})
@@ -139,5 +139,5 @@ class _Chat:
             if not self._args.json:
                 print(piece.text, end="", flush=True)
         if reason == "length":
-            tell(f"\n[stopped at {params.max_tokens} tokens]")
+            print_status(f"\n[stopped at {params.max_tokens} tokens]")
         return reason

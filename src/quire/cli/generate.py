@@ -14,7 +14,7 @@ from quire.cli.options import (
     load,
     sampling_params,
 )
-from quire.cli.program import complain, print_json, tell
+from quire.cli.program import print_error, print_json, print_status
 from quire.core.errors import QuireError, RequestError
 from quire.core.plan import TokenLogprob
 from quire.core.request import Completion, RequestOutput
@@ -155,7 +155,7 @@ async def _print_stream(
         await llm.close()
     elapsed = time.monotonic() - started
     why = f"; stopped at {params.max_tokens} tokens (--max-tokens)" if reason == "length" else ""
-    tell(
+    print_status(
         f"[{len(prepared.tokens)} prompt tokens, {count} tokens in {elapsed:.1f} s, "
         f"{count / elapsed:.1f} tokens/s{why}]"
     )
@@ -177,7 +177,7 @@ def _batch(args: argparse.Namespace, prompts: "list[Prompt]") -> int:
         error = outcome if isinstance(outcome, RequestError) else outcome.error
         if error is not None:
             num_failed += 1
-            complain(f"prompt {number}: {error}")
+            print_error(f"prompt {number}: {error}")
         elif not isinstance(outcome, RequestError) and not args.json:
             _print_output(number, outcome, has_text=has_text)
     return 1 if num_failed else 0

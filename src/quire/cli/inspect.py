@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from quire.cli.program import complain, print_json, printable
+from quire.cli.program import print_error, print_json, printable
 from quire.core.errors import ConfigError
 from quire.inspection import (
     CpuForecast,
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found)
     for problem in found.problems:
-        complain(problem)
+        print_error(problem)
     return 1 if found.problems else 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from quire.cli.program import tell
+from quire.cli.program import print_status
 from quire.core.sampling import SamplingParams
 
 DEFAULT_MODEL = "smollm2"
@@ -94,7 +94,7 @@ def load(kind: Callable[..., Loaded], args: argparse.Namespace, max_batch_size: 
     names = ("model", "device", "kv_memory", "max_context", "threads", "kv_cache_dtype")
     options = {name: getattr(args, name) for name in (*names, "trust_model_file")}
     options["chat_template"] = True if args.chat_template is None else args.chat_template
-    tell(f"quire: loading {args.model}")
+    print_status(f"quire: loading {args.model}")
     return kind(**options, invariant=not args.no_invariant, max_batch_size=max_batch_size)
 
 

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _leave_quietly(PIPE_CLOSED)
     except OSError as error:
-        complain(f"cannot write the output: {error.strerror}")
+        print_error(f"cannot write the output: {error.strerror}")
         return _leave_quietly(FAILURE)
     return code
 
@@ -193,7 +193,7 @@ class _Version(argparse.Action):
 def _fail(message: str) -> int:
     with suppress(BrokenPipeError):
         sys.stdout.flush()
-    complain(message)
+    print_error(message)
     return FAILURE
 
 
@@ -217,12 +217,12 @@ def printable(line: str) -> str:
     return "".join(mark if mark.isprintable() else ascii(mark)[1:-1] for mark in line)
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Say what is wrong, in one line on standard error."""
     print(f"quire: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
-def tell(line: str) -> None:
+def print_status(line: str) -> None:
     """Say something beside the results, to a person who watches."""
     if sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)

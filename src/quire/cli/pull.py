@@ -27,12 +27,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    def tell(line: str) -> None:
-        print(f"quire: {line}", file=sys.stderr, flush=True)
-
-    path = pull(args.name, tell, recheck=True)
+    path = pull(args.name, _print_progress, recheck=True)
     if args.json:
         print_json({"name": args.name, "path": str(path), "bytes": path.stat().st_size})
     else:
         print(path)
     return 0
+
+
+def _print_progress(line: str) -> None:
+    print(f"quire: {line}", file=sys.stderr, flush=True)

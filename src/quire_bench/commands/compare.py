@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from quire.cli.program import printable, tell
+from quire.cli.program import print_status, printable
 from quire.core.errors import ConfigError
 from quire_bench.commands.options import (
     add_receipt_options,
@@ -135,7 +135,7 @@ def _measured(args: argparse.Namespace) -> Receipt:
         seed=args.seed,
     )
     wanted.check(1 << 31)  # what the model holds is asked once it is there
-    tell("loading the model …")
+    print_status("loading the model …")
     with ExitStack() as stack:
         subject = open_subject(args.model, args.quant, load_options(args, max(args.batch)))
         stack.callback(subject.close)
@@ -190,7 +190,7 @@ def _open_rivals(
     if needs_file:
         path = stack.enter_context(model_file(with_quant(args.model, args.quant)))
     for name in args.rivals:
-        tell(f"starting {name} …")
+        print_status(f"starting {name} …")
         try:
             rival = _open_rival(args, name, path, subject, interpreters)
         except (RivalMissingError, RivalFailedError) as error:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from quire.cli.program import print_json, tell
+from quire.cli.program import print_json, print_status
 from quire.llm.devices import device_of
 from quire.loader.defaults import DUMMY_PREFIX
 from quire_bench.commands.options import (
@@ -129,7 +129,7 @@ class _GridRun:
             left[quant] = [cell for cell in self._grid.cells(quant) if cell not in found]
         todo = [cell for cells in left.values() for cell in cells]
         if done:
-            tell(f"{len(done)} cells are there already; --again measures them anew")
+            print_status(f"{len(done)} cells are there already; --again measures them anew")
         progress = Progress([self._grid.work(cell) for cell in todo], "cells")
         for quant, cells in left.items():
             if cells:

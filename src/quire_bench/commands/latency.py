@@ -1,9 +1,9 @@
-"""`quire bench latency`: time to the first token and between tokens, alone and in company."""
+"""`quire bench latency`: time to the first token and between tokens, alone and beside others."""
 
 import argparse
 from typing import Any
 
-from quire.cli.program import tell
+from quire.cli.program import print_status
 from quire_bench.commands.options import (
     add_receipt_options,
     add_seed_option,
@@ -32,7 +32,7 @@ one ends, the next begins.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure what a single request waits for, alone and in company."
+    parser.description = "Measure what a single request waits for, alone and beside others."
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_subject_options(parser)
@@ -61,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
 def _measured(args: argparse.Namespace) -> Receipt:
     load = Load(args.requests, args.prompt_tokens, args.new_tokens, args.concurrency)
     check_load(load, args.repeats, 1 << 31)  # what the model holds is asked once it is there
-    tell("loading the model …")
+    print_status("loading the model …")
     subject = open_subject(args.model, args.quant, load_options(args, args.concurrency))
     try:
-        progress = Progress([1.0] * 2 * args.repeats, "runs")  # alone, and in company
+        progress = Progress([1.0] * 2 * args.repeats, "runs")  # alone, and beside others
         figures = measure_latency(
             subject, load, repeats=args.repeats, seed=args.seed, on_run=progress.begin
         )

@@ -2,7 +2,7 @@
 
 import argparse
 
-from quire.cli.program import tell
+from quire.cli.program import print_status
 from quire.llm.machine import parse_bytes
 from quire_bench.commands.options import add_receipt_options, command_line, finish, keep
 from quire_bench.commands.progress import in_words
@@ -87,7 +87,7 @@ def _measured(args: argparse.Namespace) -> Receipt:
         matrix_size=args.matrix_size,
     )
     counts = ", ".join(map(str, plan.threads))
-    tell(f"memory and arithmetic on {counts} threads: about {in_words(plan.expected_s)} …")
+    print_status(f"memory and arithmetic on {counts} threads: about {in_words(plan.expected_s)} …")
     samples = measure_limits(plan)
     gpu = measure_gpu(plan)
     samples |= gpu.samples

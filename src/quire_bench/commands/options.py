@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.options import add_cache_type_option, add_invariance_option, add_trust_option
-from quire.cli.program import complain, print_json, tell
+from quire.cli.program import print_error, print_json, print_status
 from quire.llm.devices import Options
 from quire_bench.machine_info import machine, versions
 from quire_bench.receipts import Asked, Receipt, as_data, deviation, now, write
@@ -128,14 +128,14 @@ def finish(args: argparse.Namespace, receipts: Sequence[Receipt]) -> int:
     """Say where a run left the path asked for; with --strict that is a failure."""
     told = {told for receipt in receipts if (told := deviation(receipt)) is not None}
     for line in sorted(told):
-        complain(f"not what was asked for: {line}")
+        print_error(f"not what was asked for: {line}")
     return 1 if told and args.strict else 0
 
 
 def keep(args: argparse.Namespace, receipt: Receipt) -> Path:
     """Write a receipt and tell where it is; print it with --json."""
     path = write(receipt, args.receipts)
-    tell(f"receipt: {path}")
+    print_status(f"receipt: {path}")
     if args.json:
         print_json(as_data(receipt))
     return path

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from quire.cli.program import complain, tell
+from quire.cli.program import print_error, print_status
 from quire.core.errors import ConfigError
 from quire_bench.report import TITLE, gather, html, read_text, with_tables, write_pngs, write_text
 
@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     receipts = gather(args.receipts)
     if args.out is not None:
         write_text(args.out, html(receipts, args.title or TITLE))
-        tell(f"wrote {args.out}")
+        print_status(f"wrote {args.out}")
     if args.png is not None:
-        tell(f"wrote {len(write_pngs(receipts, args.png))} pictures to {args.png}")
+        print_status(f"wrote {len(write_pngs(receipts, args.png))} pictures to {args.png}")
     return 0 if args.markdown is None else _markdown(args)
 
 
@@ -63,7 +63,7 @@ def _markdown(args: argparse.Namespace) -> int:
         return 0
     if args.check:
         words = " ".join(map(str, args.receipts))
-        complain(
+        print_error(
             f"{args.markdown} does not match its receipts: run "
             f"quire bench report {words} --markdown {args.markdown}"
         )

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from quire.cli.program import tell
+from quire.cli.program import print_status
 from quire.llm.machine import format_bytes
 from quire_bench.commands.options import (
     add_limits_option,
@@ -80,7 +80,7 @@ def _with_invariance(args: argparse.Namespace, free: Receipt) -> Receipt:
         f"batch invariance: {rates[0]:.1f} output tokens/s with it, {rates[1]:.1f} without: "
         f"costs {rates[1] / rates[0] - 1:+.1%}"
     )
-    (tell if args.json else print)(line)
+    (print_status if args.json else print)(line)
     return receipt
 
 
@@ -89,7 +89,7 @@ def _measured(args: argparse.Namespace) -> Receipt:
     load = Load(args.requests, args.prompt_tokens, args.new_tokens)
     check_load(load, args.repeats, 1 << 31)  # what the model holds is asked once it is there
     limits = find_limits(args.limits, args.receipts, machine()["cpu"])
-    tell("loading the model …")
+    print_status("loading the model …")
     subject = open_subject(args.model, args.quant, load_options(args, batch))
     try:
         progress = Progress([1.0] * args.repeats, "runs")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from quire.cli.program import complain, printable, tell
+from quire.cli.program import print_error, print_status, printable
 from quire.core.errors import ConfigError
 from quire.llm.configuration import configuration_text
 from quire_bench.commands.options import (
@@ -105,14 +105,14 @@ def run(args: argparse.Namespace) -> int:
     code = finish(args, [receipt])
     if chosen is None:
         closest = nearest(trials)
-        complain(
+        print_error(
             f"no setting keeps p95 within {args.slo_itl_ms:g} ms; the nearest has "
             f"{1000 * closest.p95_s:.2f} ms with batch {closest.setting.max_batch_size} and "
             f"{closest.setting.max_step_tokens} tokens a step: {args.out} was not written"
         )
         return FAILURE
     _write(args, receipt, chosen)
-    tell(f"configuration: {args.out}")
+    print_status(f"configuration: {args.out}")
     return code
 
 
@@ -137,7 +137,7 @@ def _wanted(args: argparse.Namespace) -> Tuning:
 def _measured(args: argparse.Namespace, wanted: Tuning) -> tuple[Receipt, list[Trial]]:
     trials: list[Trial] = []
     for threads in args.try_threads or (args.threads,):
-        tell("loading the model …")
+        print_status("loading the model …")
         spoken = argparse.Namespace(**{**vars(args), "threads": threads})
         subject = open_subject(args.model, args.quant, load_options(spoken, max(args.batches)))
         try:
