@@ -334,6 +334,13 @@ nb::bytes cache_block(const Runner& self, int layer, int64_t block) {
                    static_cast<size_t>(self.decoder.block_bytes()));
 }
 
+void set_rope(Runner& self, Array<const float> cosines, Array<const float> sines,
+              int64_t positions) {
+  expect(cosines.size() == sines.size(), "as many sines as cosines");
+  self.decoder.set_rope(cosines.data(), sines.data(), static_cast<int64_t>(cosines.size()),
+                        positions);
+}
+
 void bind_construction(nb::class_<Runner>& decoder) {
   decoder
       .def("add_matrix", &add_matrix, "format"_a, "blocks"_a, "num_rows"_a, "in_size"_a,
@@ -367,15 +374,7 @@ void bind_construction(nb::class_<Runner>& decoder) {
             self.decoder.allocate_cache(num_blocks, is_int8, prefault_bytes, low_priority);
           },
           "num_blocks"_a, "is_int8"_a, "prefault_bytes"_a, "low_priority"_a = true)
-      .def(
-          "set_rope",
-          [](Runner& self, Array<const float> cosines, Array<const float> sines,
-             int64_t positions) {
-            expect(cosines.size() == sines.size(), "as many sines as cosines");
-            self.decoder.set_rope(cosines.data(), sines.data(),
-                                  static_cast<int64_t>(cosines.size()), positions);
-          },
-          "cosines"_a, "sines"_a, "positions"_a);
+      .def("set_rope", &set_rope, "cosines"_a, "sines"_a, "positions"_a);
 }
 
 void bind_steps(nb::class_<Runner>& decoder) {

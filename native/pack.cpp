@@ -80,6 +80,12 @@ void put_half(uint8_t* record, int field, int row, const uint8_t* half) {
   std::memcpy(record + 2 * (rows * field + row), half, 2);
 }
 
+// A scale and a minimum that lie side by side.
+void put_two_halves(uint8_t* record, int row, const uint8_t* halves) {
+  put_half(record, 0, row, halves);
+  put_half(record, 1, row, halves + 2);
+}
+
 // The eight 6-bit scales and eight 6-bit minimums of Q4_K and Q5_K.
 void put_six_bits(uint8_t* scales, uint8_t* minimums, int row, const uint8_t* packed) {
   for (int i = 0; i < 4; i++) {
@@ -91,6 +97,11 @@ void put_six_bits(uint8_t* scales, uint8_t* minimums, int row, const uint8_t* pa
   }
 }
 
+// A signed 6-bit scale from its low nibble and its two high bits.
+void put_signed_scale(uint8_t* scales, int i, int row, int low, int high) {
+  scales[rows * i + row] = static_cast<uint8_t>(((low & 15) | (high & 3) << 4) - 32);
+}
+
 void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t* record) {
   switch (from.packed) {
     case Q8_0:
@@ -98,28 +109,20 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
     case Q5_0:
     case IQ4_NL: put_half(record, 0, row, block); return;
     case Q4_1:
-    case Q5_1:
-      put_half(record, 0, row, block);
-      put_half(record, 1, row, block + 2);
-      return;
+    case Q5_1: put_two_halves(record, row, block); return;
     case Q2_K:
-      put_half(record, 0, row, block + 80);
-      put_half(record, 1, row, block + 82);
+      put_two_halves(record, row, block + 80);
       for (int i = 0; i < 16; i++) record[64 + rows * i + row] = block[i];
       return;
-    case Q3_K: {
+    case Q3_K:
       put_half(record, 0, row, block + 108);
-      for (int i = 0; i < 16; i++) {
-        const int low = block[96 + i % 8] >> (i / 8 * 4) & 15;
-        const int high = block[104 + i % 4] >> (i / 4 * 2) & 3;
-        record[32 + rows * i + row] = static_cast<uint8_t>((low | high << 4) - 32);
-      }
+      for (int i = 0; i < 16; i++)
+        put_signed_scale(record + 32, i, row, block[96 + i % 8] >> (i / 8 * 4),
+                         block[104 + i % 4] >> (i / 4 * 2));
       return;
-    }
     case Q4_K:
     case Q5_K:
-      put_half(record, 0, row, block);
-      put_half(record, 1, row, block + 2);
+      put_two_halves(record, row, block);
       put_six_bits(record + 64, record + 192, row, block + 4);
       return;
     case Q6_K:
@@ -128,11 +131,9 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
       return;
     case IQ4_XS:
       put_half(record, 0, row, block);
-      for (int i = 0; i < 8; i++) {
-        const int low = block[4 + i / 2] >> (i % 2 * 4) & 15;
-        const int high = block[2 + i / 4] >> (i % 4 * 2) & 3;
-        record[32 + rows * i + row] = static_cast<uint8_t>((low | high << 4) - 32);
-      }
+      for (int i = 0; i < 8; i++)
+        put_signed_scale(record + 32, i, row, block[4 + i / 2] >> (i % 2 * 4),
+                         block[2 + i / 4] >> (i % 4 * 2));
       return;
     case TERNARY: put_half(record, 0, row, block + from.block_bytes - 2); return;
     default: return;

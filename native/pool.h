@@ -2,8 +2,8 @@
 // on threads that spin between the stages of a step.
 //
 //   Pool pool(2, true);
-//   Pool::Session step(pool);                     // the workers spin between stages until this
-//   ends pool.run(num_rows, 32, [&](int begin, int end, int thread) { ... });
+//   Pool::Session step(pool);  // until its end the workers spin between stages
+//   pool.run(num_rows, 32, [&](int begin, int end, int thread) { ... });
 //
 // Each thread has a share of the chunks, the same in every stage of as many tasks, for the sake of
 // its core's cache. A thread that is done steals from the ends of the other shares. Which thread

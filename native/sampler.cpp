@@ -167,7 +167,7 @@ void insert(std::vector<TokenLogprob>& top, size_t length, TokenLogprob one) {
   if (top.size() > length) top.pop_back();
 }
 
-// Log-probabilities are monotonous in the logits, so a block's greatest logit bounds the block.
+// Log-probabilities are monotonic in the logits, so a block's greatest logit bounds the block.
 class Scorer {
  public:
   explicit Scorer(const ScannedRow& logits)

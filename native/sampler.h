@@ -59,7 +59,7 @@ struct TokenScore {
   int64_t token = 0;
   double logprob = 0.0;
   int64_t rank = 0;               // 1 is the likeliest
-  std::vector<TokenLogprob> top;  // in falling order, of equals the lower id first
+  std::vector<TokenLogprob> top;  // in descending order, of equals the lower id first
 };
 
 struct SampleResult {

@@ -38,7 +38,7 @@ double reached_by(int64_t top_k, const ScannedRow& scores, const SoftmaxParams& 
 }
 
 // Whether a block may hold a weight of `floor` or more. A token that scores less than the block's
-// best may weigh one more than it, as exp is not proven monotonous to the last bit.
+// best may weigh one more than it, as exp is not proven monotonic to the last bit.
 bool may_reach(double floor, double estimate) { return estimate + 1.0 >= floor; }
 
 // Weighs the blocks that may reach `floor`; returns the sum of their weights.
@@ -142,7 +142,7 @@ Cut select(double* begin, double* end, const Quota& quota) {
   return {*begin, enough, before.mass + enough * weight};
 }
 
-// Gathers the weights of at least `floor`; returns params many there are.
+// Gathers the weights of at least `floor`; returns how many there are.
 int64_t gather(double floor, int64_t num_blocks, SampleScratch& scratch) {
   double* next = scratch.candidates.data();
   for (int64_t block = 0; block < num_blocks; block++) {

@@ -8,7 +8,7 @@ tests of their own, so that the logits can be compared bit for bit.
 from typing import Any
 
 import numpy as np
-from tests.executors.cpu.blocks import Floats, Matrix, activations, product
+from tests.executors.cpu.blocks import Floats, Matrix, activations, gemm
 
 from quire.executors.cpu.lowering import rope_tables
 from quire.executors.cpu.native import native
@@ -99,7 +99,7 @@ class EmulatedBitNet:
         matrix = Matrix(tensor.format.name, rows, size, tensor.data.reshape(rows, -1))
         packed = matrix.packed()
         columns = activations(x[None], packed, unit=self._unit)
-        return np.asarray(product(self._unit, packed, columns, rows)[0])
+        return np.asarray(gemm(self._unit, packed, columns, rows)[0])
 
 
 def ternary(tensor: Tensor) -> tuple[np.ndarray[Any, Any], Floats]:

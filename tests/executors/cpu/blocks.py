@@ -150,7 +150,7 @@ def as_bytes(columns: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     return np.ascontiguousarray(columns).view(np.uint8)
 
 
-def product(
+def gemm(
     unit: str,
     packed: "native.PackedMatrix",
     columns: npt.NDArray[np.generic],

@@ -18,9 +18,9 @@ from tests.executors.cpu.blocks import (
     as_seen,
     block_size,
     extreme_matrix,
+    gemm,
     nmse,
     normal,
-    product,
     put_scales,
     random_matrix,
     smallest_size,
@@ -57,7 +57,7 @@ def test_a_product_is_that_of_the_decoded_weights_and_the_bytes(
     packed = matrix.packed()
     columns = activations(normal(num_columns, size), packed)
     expected = as_seen(columns) @ matrix.exact.astype(np.float64).T
-    found = product(unit, packed, columns, ODD_ROWS)
+    found = gemm(unit, packed, columns, ODD_ROWS)
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
@@ -66,7 +66,7 @@ def test_bytes_for_activations_cost_little(name: str) -> None:
     size = smallest_size(name)
     matrix, x = random_matrix(name, 64, size), normal(8, size, seed=3)
     packed = matrix.packed()
-    found = product(UNITS[-1], packed, activations(x, packed), 64)
+    found = gemm(UNITS[-1], packed, activations(x, packed), 64)
     assert nmse(found, x.astype(np.float64) @ matrix.exact.astype(np.float64).T) <= 1e-4
 
 
@@ -82,7 +82,7 @@ def test_ternary_sums_are_exact(name: str, unit: str, num_columns: int) -> None:
     groups = np.zeros((num_columns, size // 32), GROUP)
     for column, out in zip(x, groups, strict=True):
         native.quantise_per_token(unit, column, out.view(np.uint8))
-    found = product(unit, matrix.packed(), groups, ODD_ROWS)
+    found = gemm(unit, matrix.packed(), groups, ODD_ROWS)
     np.testing.assert_array_equal(found, as_seen(groups) @ matrix.exact.astype(np.float64).T)
 
 
@@ -98,7 +98,7 @@ def test_the_largest_codes_do_not_saturate(name: str, unit: str) -> None:
         matrix = extreme_matrix(name, ODD_ROWS, size, byte)
         packed = matrix.packed()
         columns = np.concatenate([activations(signs, packed)] * 17)  # enough of them for any tile
-        found = product(unit, packed, columns, ODD_ROWS)
+        found = gemm(unit, packed, columns, ODD_ROWS)
         exact = matrix.exact.astype(np.float64)
         expected = as_seen(columns) @ exact.T
         # What cancels out leaves the rounding of its parts.
@@ -114,7 +114,7 @@ def test_the_largest_scales_and_codes_of_q6_k_together_do_not_overflow(unit: str
     matrix.blocks.reshape(ODD_ROWS, 2, 210)[..., 192:208] = 0x80
     packed = matrix.packed()
     columns = activations(np.ones((17, 512), np.float32), packed)
-    found = product(unit, packed, columns, ODD_ROWS)
+    found = gemm(unit, packed, columns, ODD_ROWS)
     np.testing.assert_allclose(found, as_seen(columns) @ matrix.exact.astype(np.float64).T, 1e-6)
 
 
@@ -124,11 +124,11 @@ def test_every_number_of_columns_and_every_unit_give_the_same_bits(name: str) ->
     matrix = random_matrix(name, ODD_ROWS, size, seed=2)
     packed = matrix.packed()
     columns = activations(normal(MOST_COLUMNS, size, seed=8), packed)
-    expected = product(UNITS[-1], packed, columns, ODD_ROWS)
+    expected = gemm(UNITS[-1], packed, columns, ODD_ROWS)
     assert np.isfinite(expected).all()
     for unit in UNITS:
         for count in range(1, MOST_COLUMNS + 1):
-            found = product(unit, packed, columns[:count], ODD_ROWS)
+            found = gemm(unit, packed, columns[:count], ODD_ROWS)
             assert found.tobytes() == expected[:count].tobytes(), (unit, count)
 
 
@@ -147,11 +147,11 @@ def test_long_rows_and_many_columns_give_the_same_bits_in_every_unit(
     matrix = random_matrix(name, ODD_ROWS, size, seed=4)
     packed = matrix.packed()
     columns = activations(normal(max(counts), size, seed=5), packed)
-    expected = product("portable", packed, columns, ODD_ROWS)
+    expected = gemm("portable", packed, columns, ODD_ROWS)
     assert np.isfinite(expected).all()
     for unit in UNITS[1:]:
         for count in counts:
-            found = product(unit, packed, columns[:count], ODD_ROWS)
+            found = gemm(unit, packed, columns[:count], ODD_ROWS)
             assert found.tobytes() == expected[:count].tobytes(), (unit, count)
 
 
@@ -166,12 +166,12 @@ def test_residuals_are_multiplied_too_with_the_same_bits_in_every_unit(
     packed = matrix.packed()
     columns = activations(normal(130, size, seed=5), packed)
     residuals = activations(0.01 * normal(130, size, seed=6), packed)
-    expected = product("portable", packed, columns, ODD_ROWS, residuals)
+    expected = gemm("portable", packed, columns, ODD_ROWS, residuals)
     exact = (as_seen(columns) + as_seen(residuals)) @ matrix.exact.astype(np.float64).T
     assert np.linalg.norm(expected - exact) <= 1e-5 * np.linalg.norm(exact)
     for unit in UNITS:
         for count in (1, 3, 5, 8, 16, 33, 40, 130):
-            found = product(unit, packed, columns[:count], ODD_ROWS, residuals[:count])
+            found = gemm(unit, packed, columns[:count], ODD_ROWS, residuals[:count])
             assert found.tobytes() == expected[:count].tobytes(), (unit, count)
 
 
@@ -181,13 +181,13 @@ def test_threads_and_forked_children_multiply_with_the_same_bits(unit: str, name
     """AMX's registers are granted to a process; its threads and children must have them too."""
     packed = random_matrix(name, ODD_ROWS, 2048).packed()
     columns = activations(normal(32, 2048), packed)
-    expected = product(unit, packed, columns, ODD_ROWS).tobytes()
+    expected = gemm(unit, packed, columns, ODD_ROWS).tobytes()
     with ThreadPoolExecutor(4) as threads:
-        calls = [threads.submit(product, unit, packed, columns, ODD_ROWS) for _ in range(16)]
+        calls = [threads.submit(gemm, unit, packed, columns, ODD_ROWS) for _ in range(16)]
         assert all(call.result().tobytes() == expected for call in calls)
     child = os.fork()
     if child == 0:
-        os._exit(product(unit, packed, columns, ODD_ROWS).tobytes() != expected)
+        os._exit(gemm(unit, packed, columns, ODD_ROWS).tobytes() != expected)
     timer = threading.Timer(60.0, os.kill, (child, 9))
     timer.start()
     _, status = os.waitpid(child, 0)
@@ -213,9 +213,9 @@ def test_every_number_of_rows_gives_the_same_bits(name: str) -> None:
     matrix = random_matrix(name, 50, size, seed=6)
     packed = matrix.packed()
     columns = activations(normal(5, size, seed=1), packed)
-    expected = product(UNITS[-1], packed, columns, 50)
+    expected = gemm(UNITS[-1], packed, columns, 50)
     for num_rows in (1, 15, 16, 17, 33):
         first_rows = type(matrix)(name, num_rows, size, matrix.blocks[:num_rows])
         for unit in UNITS:
-            found = product(unit, first_rows.packed(), columns, num_rows)
+            found = gemm(unit, first_rows.packed(), columns, num_rows)
             assert found.tobytes() == expected[:, :num_rows].tobytes(), (unit, num_rows)
