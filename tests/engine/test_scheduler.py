@@ -2,10 +2,10 @@
 
 import pytest
 from tests.engine.simulated import finish, new_engine, solo, tokens_of
-from tests.engine.toys import greedy
+from tests.engine.toys import greedy, rows_of, run_until
 
 from quire.core.plan import StepPlan
-from quire.core.request import WaitReason
+from quire.core.request import Status, WaitReason
 from quire.core.sampling import SamplingParams
 from quire.engine.sequence import Sequence
 from quire.engine.step import RowPlanner, Step
@@ -72,3 +72,139 @@ def test_prompts_are_admitted_only_while_there_is_room_for_all_of_them() -> None
     for request in requests:
         assert tokens_of(outputs[request.id]) == solo(request.prompt, greedy(4))
     assert engine.stats.num_preemptions == 0  # two prompts of ten blocks fit, three do not
+
+
+@pytest.mark.parametrize(("prompt", "joins"), [(32, True), (33, False)])
+def test_a_block_to_grow_into_is_left_for_each_running_sequence(prompt: int, joins: bool) -> None:
+    executor = FakeExecutor(num_blocks=6, block_size=16)
+    engine = new_engine(executor, max_batch_size=8, plan_ahead=False)
+    for first in (1, 2):
+        engine.add_request([first] * 8, greedy(20))  # a block each, half full
+    engine.step()
+    engine.add_request([3] * prompt, greedy(5))  # of four free blocks two are left
+    engine.step()
+    assert engine.snapshot().num_running == (3 if joins else 2)
+
+
+def test_a_key_admits_prompts_up_to_a_step_of_tokens() -> None:
+    engine = new_engine(max_batch_size=8, max_step_tokens=32, plan_ahead=False)
+    for first in range(6):
+        engine.add_request([first] * 20, greedy(4), key="a")
+    engine.add_request([9] * 20, greedy(4), key="b")
+    engine.step()
+    assert engine.snapshot().running_by_key == {"a": 2, "b": 1}, "40 tokens; another key's own"
+    assert engine.snapshot().waiting_by_reason == {WaitReason.QUEUED: 4}
+
+
+def test_decodes_are_no_backlog() -> None:
+    engine = new_engine(max_batch_size=8, max_step_tokens=8, plan_ahead=False)
+    for first in range(7):
+        engine.add_request([first], greedy(30))
+    engine.step()
+    engine.add_request([9] * 5, greedy(4))
+    engine.step()
+    assert engine.snapshot().num_running == 8
+
+
+# ---- pre-emption for other keys
+
+
+def test_a_newcomer_takes_the_slot_of_the_last_of_the_largest_key() -> None:
+    engine = new_engine(max_batch_size=4, plan_ahead=False)
+    floods = [engine.add_request([first], greedy(50), key="flood") for first in range(4)]
+    engine.step()
+    engine.step()
+    newcomer = engine.add_request([9], greedy(50), key="new")
+    engine.step()
+    assert newcomer.status is Status.RUNNING
+    assert [request.status for request in floods] == [Status.RUNNING] * 3 + [Status.PREEMPTED]
+    assert engine.stats.num_preemptions == 1
+    assert floods[3].metrics.num_preemptions == 1
+
+
+def test_a_sequence_without_a_token_since_its_admission_is_not_pre_empted() -> None:
+    engine = new_engine(max_batch_size=2, max_step_tokens=8, plan_ahead=False)
+    first = engine.add_request([1], greedy(50), key="flood")
+    engine.step()
+    prompt = engine.add_request([2] * 30, greedy(50), key="flood")
+    engine.step()  # a chunk of its prompt
+    engine.add_request([3], greedy(50), key="new")
+    engine.step()
+    assert (first.status, prompt.status) == (Status.PREEMPTED, Status.RUNNING)
+
+
+def test_equal_keys_do_not_pre_empt_each_other() -> None:
+    engine = new_engine(max_batch_size=4, plan_ahead=False)
+    for number in range(8):
+        engine.add_request([number], greedy(40), key="ab"[number % 2])
+    finish(engine)
+    assert engine.stats.num_preemptions == 0
+
+
+def test_keys_share_the_batch_by_weight() -> None:
+    engine = new_engine(max_batch_size=8, plan_ahead=False, key_weights={"heavy": 3.0})
+    for number in range(60):
+        engine.add_request([number], greedy(30), key="light")
+    engine.step()
+    engine.step()
+    for number in range(60):
+        engine.add_request([number], greedy(30), key="heavy")
+    running = []
+    for _ in range(60):
+        engine.step()
+        running.append(engine.snapshot().running_by_key)
+    assert running[20] == {"heavy": 6, "light": 2}
+    assert sum(counts["heavy"] for counts in running[10:]) >= 5.5 * 50
+
+
+def test_slots_of_siblings_are_reserved_and_handed_back() -> None:
+    engine = new_engine(max_batch_size=4, plan_ahead=False)
+    engine.add_request([1] * 3, greedy(6, n=3))
+    for first in (2, 3):
+        engine.add_request([first], greedy(6))
+    engine.step()
+    assert engine.snapshot().num_running == 4, "three of the first request, one other"
+    assert engine._scheduler._shares.num_slots == 4
+    finish(engine)
+    assert (engine._scheduler._shares.num_slots, engine._scheduler._shares.num_keys) == (0, 0)
+
+
+def test_who_is_pre_empted_starts_again_where_its_cached_prefix_ends() -> None:
+    executor = FakeExecutor(num_blocks=64, block_size=4, keep_plans=True)
+    engine = new_engine(executor, max_batch_size=1, plan_ahead=False)
+    request = engine.add_request([1] * 10, greedy(20), key="a")
+    run_until(engine, lambda: engine.stats.completion_tokens == 4)
+    sequence = engine._lifecycle.live[request.id].sequences[0]
+    assert (sequence.num_computed, sequence.epoch) == (13, 0)
+    engine._scheduler.preempt(sequence, engine.clock.now())
+    assert (sequence.num_computed, sequence.epoch, sequence.is_running) == (0, 1, False)
+    engine.step()
+    again = rows_of(executor, sequence.id)[-1]
+    assert (again.start, again.num_new_tokens) == (12, 2)
+    assert tokens_of(finish(engine)[request.id]) == solo([1] * 10, greedy(20))
+
+
+# ---- limits
+
+
+def test_lowered_limits_keep_running_sequences_waiting() -> None:
+    engine = new_engine(max_batch_size=4, plan_ahead=False)
+    requests = [engine.add_request([first], greedy(9)) for first in range(4)]
+    engine.step()
+    engine._scheduler.set_limits(2, 100)
+    step = engine._scheduler.schedule(engine.clock.now(), is_idle=True)
+    assert step is not None
+    assert [row.sequence.id for row in step.rows] == [1, 2]
+    waiting = [engine._lifecycle.live[r.id].sequences[0].wait_reason for r in requests]
+    assert waiting == [None, None, WaitReason.DEGRADED, WaitReason.DEGRADED]
+
+
+def test_a_newcomer_waits_for_a_degraded_batch_under_that_reason() -> None:
+    engine = new_engine(max_batch_size=4, plan_ahead=False)
+    for first in range(2):
+        engine.add_request([first], greedy(9))
+    engine.step()
+    engine._scheduler.set_limits(2, 100)
+    engine.add_request([9], greedy(9))
+    engine._scheduler.schedule(engine.clock.now(), is_idle=True)
+    assert engine.snapshot().waiting_by_reason == {WaitReason.DEGRADED: 1}

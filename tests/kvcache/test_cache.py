@@ -217,6 +217,50 @@ def test_admission_cost_is_what_a_sequence_takes_from_the_free_blocks() -> None:
     )
 
 
+def test_a_fork_of_a_part_goes_its_own_way() -> None:
+    cache = new_cache()
+    first = computed(cache, PROMPT)
+    child = cache.fork(first, 6)
+    assert (child.ids, child.num_cached) == (first.ids[:2], 1)
+    own = [*PROMPT[:6], 90, 91, 92, 93, 94, 95]
+    copies = cache.extend(child, 6, 12)
+    assert copies == [BlockCopy(first.ids[1], child.ids[1])]
+    cache.release_sources(copies)
+    cache.cache_full_blocks(child, own, 12)
+    assert (found_by(cache, own), found_by(cache, PROMPT)) == (12, 8)
+    cache.check_integrity([first, child])
+
+
+def test_writing_into_blocks_of_its_own_takes_none_from_a_full_pool() -> None:
+    cache = new_cache(1)
+    table = cache.new_table("key")
+    assert cache.extend(table, 0, 1) == []
+    assert cache.blocks_needed(table, 1, 4) == 0
+    assert cache.extend(table, 1, 4) == []
+    assert cache.extend(table, 4, 5) is None
+
+
+def test_what_is_written_again_is_cached_again() -> None:
+    cache = new_cache()
+    table = computed(cache, PROMPT)
+    before = table.ids
+    assert table.num_cached == 2
+    assert cache.extend(table, 5, 10) == [BlockCopy(before[1], table.ids[1])]
+    assert (table.ids[0], table.num_cached) == (before[0], 1)
+    cache.release_sources([BlockCopy(before[1], table.ids[1])])
+    cache.cache_full_blocks(table, PROMPT, 10)
+    assert table.num_cached == 2
+    cache.check_integrity([table])
+
+
+def test_caching_fewer_tokens_than_before_changes_nothing() -> None:
+    cache = new_cache()
+    table = computed(cache, PROMPT)
+    cache.cache_full_blocks(table, PROMPT, 5)
+    assert table.num_cached == 2
+    assert cache.pool.num_cached == 2
+
+
 # ---- faults
 
 

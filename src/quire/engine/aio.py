@@ -125,11 +125,11 @@ class AsyncEngine:
         self._on_stuck = on_stuck
         self._inbox: deque[Command] = deque()
         self._wake = threading.Event()
-        self._streams: dict[str, Stream] = {}  # the thread's alone
-        self._idle_waiters: list[Future[None]] = []  # likewise
+        self._streams: dict[str, Stream] = {}  # of the engine's thread alone
+        self._idle_waiters: list[Future[None]] = []  # of the engine's thread alone
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # guards what several event loops write
-        self._turns: dict[asyncio.AbstractEventLoop, list[Command]] = {}  # arrivals so far
+        self._arrivals: dict[asyncio.AbstractEventLoop, list[Command]] = {}  # of this iteration
         self._is_closed = False
 
     # ---- on the event loop
@@ -150,7 +150,7 @@ class AsyncEngine:
 
         def add() -> None:
             if not accepted.set_running_or_notify_cancel():
-                return  # its caller went away before its turn came
+                return  # its caller was cancelled
             try:
                 request = self.engine.add_request(
                     prompt, params, stream=stream, arrived_at=arrived_at, **options
@@ -162,7 +162,7 @@ class AsyncEngine:
                 self._streams[request.id] = handle
                 accepted.set_result(request)
 
-        self._post_at_end_of_turn(add, loop)
+        self._post_after_iteration(add, loop)
         try:
             await asyncio.wrap_future(accepted)
         except asyncio.CancelledError:
@@ -177,18 +177,18 @@ class AsyncEngine:
         handle = await self.submit(prompt, params, stream=False, **options)
         return await handle.output()
 
-    def _post_at_end_of_turn(self, command: Command, loop: asyncio.AbstractEventLoop) -> None:
+    def _post_after_iteration(self, command: Command, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
             if self._is_closed:
                 raise ExecutorError("the engine is closed")
-            if loop not in self._turns:
-                self._turns[loop] = []
-                loop.call_soon(self._end_turn, loop)
-            self._turns[loop].append(command)
+            if loop not in self._arrivals:
+                self._arrivals[loop] = []
+                loop.call_soon(self._post_arrivals, loop)
+            self._arrivals[loop].append(command)
 
-    def _end_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _post_arrivals(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            arrivals = self._turns.pop(loop, [])
+            arrivals = self._arrivals.pop(loop, [])
         self.post(lambda: _do_all(arrivals))
 
     async def drain(self, timeout_s: float | None = None) -> None:
@@ -211,8 +211,10 @@ class AsyncEngine:
     async def close(self) -> None:
         """End every request and the thread."""
         with self._lock:
-            self._inbox.extend(arrival for turn in self._turns.values() for arrival in turn)
-            self._turns.clear()
+            self._inbox.extend(
+                arrival for arrivals in self._arrivals.values() for arrival in arrivals
+            )
+            self._arrivals.clear()
             self._is_closed = True
         thread = self._start_and_wake()  # also if nothing ever ran: it closes the executor
         await asyncio.to_thread(thread.join)
@@ -283,7 +285,7 @@ class AsyncEngine:
     def _resolve_idle_waiters(self) -> None:
         waiters, self._idle_waiters = self._idle_waiters, []
         for waiter in waiters:
-            if waiter.set_running_or_notify_cancel():  # else it waits no longer
+            if waiter.set_running_or_notify_cancel():  # else its caller was cancelled
                 waiter.set_result(None)
 
     def _report_stuck(self) -> None:

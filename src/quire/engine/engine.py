@@ -286,7 +286,7 @@ class Engine:
             self._runner.cancel(flight)
         while self._flights:
             flight = self._flights.popleft()
-            with suppress(ExecutorError):  # its rows are run again whatever became of them
+            with suppress(ExecutorError):  # its rows are run again in any case
                 self._runner.collect(flight, self.config.step_timeout_s)
             for row in flight.step.rows:
                 self._roll_back(row)
@@ -313,7 +313,7 @@ class Engine:
         again = [row._replace(plan=_resolved(row)) for row in rows]
         part = Step(self._scheduler.new_step_id(), again)
         timeout_s = self.config.step_timeout_s
-        if timeout_s is not None and is_hung:  # a part takes less; do not wait as long for each
+        if timeout_s is not None and is_hung:  # a part takes less than the whole step
             timeout_s = min(timeout_s, self.config.step_grace_s)
         return self._runner.collect(self._runner.submit(part, part.plan()), timeout_s).sequences
 

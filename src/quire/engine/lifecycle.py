@@ -113,7 +113,7 @@ class Lifecycle:
         if sequence.transcript is not None:
             try:
                 text, reason = self._detokenize(sequence, token, reason)
-            except Exception as error:  # one odd token must not end everybody's step
+            except Exception as error:  # fails this request alone
                 self.fail(live, RowFaultError(f"the detokenizer failed: {error!r}"), now)
                 return
         if live.wants_pieces:
@@ -215,7 +215,7 @@ class Lifecycle:
                 continue
             sequence.ended(_REASONS[status])
             if sequence.transcript is not None:
-                with suppress(Exception):  # what failed before may fail again
+                with suppress(Exception):  # the detokenizer may be what failed
                     sequence.add_text(sequence.transcript.finish().text)
             self._scheduler.remove(sequence, now, faulted=status is Status.FAILED)
         self._end(live, status, error, now)
