@@ -1,7 +1,6 @@
 """Native paged attention: against float64, and the same bits however the rows are grouped."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +44,7 @@ class Sequence:
         num_blocks = -(-shape.context // BLOCK_SIZE)
         self.block_table = random.permutation(num_blocks + 3)[:num_blocks].astype(np.int32)
 
-    def cache(self, unit: str, stored: int | None = None) -> Any:
+    def cache(self, unit: str, stored: int | None = None) -> "native.Cache":
         """All keys and values written, or those of the first positions alone."""
         shape = self.shape
         cache = native.Cache(
@@ -63,7 +62,7 @@ class Sequence:
             cache.store(position, self.keys[position].ravel(), self.values[position].ravel())
         return cache
 
-    def attended(self, cache: Any, position: int, num_rows: int = 1) -> Floats:
+    def attended(self, cache: "native.Cache", position: int, num_rows: int = 1) -> Floats:
         queries = self.queries[position : position + num_rows].ravel()
         out = np.empty_like(queries)
         cache.attend(position, num_rows, queries, out)

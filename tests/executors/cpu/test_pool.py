@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from typing import Any
+from typing import TypeAlias
 
 import pytest
 from hypothesis import given
@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from quire.executors.cpu.native import native
 
+# ConditionPool has the same methods.
+Kind: TypeAlias = "type[native.FutexPool]"
 KINDS = [kind for kind in ("FutexPool", "ConditionPool") if hasattr(native, kind)]
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Any:
-    return getattr(native, request.param)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = getattr(native, request.param)
+    return found
 
 
 @given(
@@ -40,7 +43,7 @@ def test_every_task_runs_once_in_the_same_chunks(
 @pytest.mark.parametrize("may_spin", [True, False])
 @pytest.mark.parametrize(("num_stages", "rest"), [(3000, 0), (40, 200)])
 def test_stages_wait_for_each_other_with_any_number_of_threads(
-    kind: Any, may_spin: bool, num_stages: int, rest: int
+    kind: Kind, may_spin: bool, num_stages: int, rest: int
 ) -> None:
     alone = kind(1).run_stages(num_stages, 23, 2)
     for num_threads in (2, 3, 5):
@@ -48,12 +51,12 @@ def test_stages_wait_for_each_other_with_any_number_of_threads(
 
 
 @pytest.mark.parametrize("may_spin", [True, False])
-def test_all_threads_take_part(kind: Any, may_spin: bool) -> None:
+def test_all_threads_take_part(kind: Kind, may_spin: bool) -> None:
     assert kind(3, may_spin).count_threads(wait_milliseconds=10_000) == 3
 
 
 @pytest.mark.parametrize("may_spin", [True, False])
-def test_a_thread_that_is_done_steals_from_the_ends_of_others(kind: Any, may_spin: bool) -> None:
+def test_a_thread_that_is_done_steals_from_the_ends_of_others(kind: Kind, may_spin: bool) -> None:
     pool = kind(2, may_spin)
     for _ in range(50):
         ran = pool.trace_stealing(10, wait_milliseconds=60_000)
@@ -63,7 +66,7 @@ def test_a_thread_that_is_done_steals_from_the_ends_of_others(kind: Any, may_spi
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("may_spin", [True, False])
 def test_the_earliest_failure_reaches_the_caller_and_the_pool_lives_on(
-    kind: Any, num_threads: int, may_spin: bool
+    kind: Kind, num_threads: int, may_spin: bool
 ) -> None:
     pool = kind(num_threads, may_spin)
     for _ in range(50):
@@ -74,7 +77,7 @@ def test_the_earliest_failure_reaches_the_caller_and_the_pool_lives_on(
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_nested_stage_is_refused(kind: Any, num_threads: int) -> None:
+def test_a_nested_stage_is_refused(kind: Kind, num_threads: int) -> None:
     pool = kind(num_threads)
     with pytest.raises(RuntimeError, match="running another stage"):
         pool.run_nested()
@@ -82,19 +85,19 @@ def test_a_nested_stage_is_refused(kind: Any, num_threads: int) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [0, -1])
-def test_a_pool_needs_a_thread(kind: Any, num_threads: int) -> None:
+def test_a_pool_needs_a_thread(kind: Kind, num_threads: int) -> None:
     with pytest.raises(ValueError, match=f"at least 1 thread, got {num_threads}"):
         kind(num_threads)
 
 
 @pytest.mark.parametrize(("num_tasks", "chunk"), [(-1, 1), (4, 0)])
-def test_a_stage_of_impossible_size_is_refused(kind: Any, num_tasks: int, chunk: int) -> None:
+def test_a_stage_of_impossible_size_is_refused(kind: Kind, num_tasks: int, chunk: int) -> None:
     with pytest.raises(ValueError, match=f"got {num_tasks} and {chunk}"):
         kind(2).trace(num_tasks, chunk)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="no list of threads here")
-def test_a_pool_takes_its_threads_with_it(kind: Any) -> None:
+def test_a_pool_takes_its_threads_with_it(kind: Kind) -> None:
     def threads() -> set[str]:
         return set(os.listdir("/proc/self/task"))
 
@@ -111,7 +114,7 @@ def test_a_pool_takes_its_threads_with_it(kind: Any) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no cores to bind to here")
-def test_only_workers_of_a_pinned_pool_are_bound(kind: Any) -> None:
+def test_only_workers_of_a_pinned_pool_are_bound(kind: Kind) -> None:
     usable = os.sched_getaffinity(0)
     before = {int(task) for task in os.listdir("/proc/self/task")}
     pool = kind(len(usable), pin=True)
@@ -124,7 +127,7 @@ def test_only_workers_of_a_pinned_pool_are_bound(kind: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_of_fork_gets_an_error_and_can_make_a_pool_of_its_own(kind: Any) -> None:
+def test_a_child_of_fork_gets_an_error_and_can_make_a_pool_of_its_own(kind: Kind) -> None:
     pool = kind(2)
     pool.trace(8, 1)
     time.sleep(0.05)  # so that the worker is asleep: destroying what it sleeps on is the hard case
