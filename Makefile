@@ -123,7 +123,8 @@ check: $(READY)  ## lint, formatting, types, layers, figures that match their re
 	$(BIN)/clang-format --dry-run --Werror native/*.h native/*.cpp native/checks/*.cpp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/quire bench report receipts --markdown docs/performance.md --check
+	$(BIN)/quire bench report receipts --markdown docs/performance.md \
+	  --markdown docs/performance-tables.md --check
 
 format: $(READY)  ## format and mend what can be mended
 	$(BIN)/ruff check --fix .

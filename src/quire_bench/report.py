@@ -13,13 +13,14 @@ from quire_bench.charts import DARK, LIGHT, Chart, png, svg, variables
 from quire_bench.receipts import Receipt, read, read_folder
 from quire_bench.report_compare import compare_charts
 from quire_bench.report_data import model_charts
+from quire_bench.report_headline import headline
 from quire_bench.report_serving import serving_charts
 from quire_bench.report_tables import Table, tables
 
 TEMPLATE = Path(__file__).with_name("report.html")
 TITLE = "quire, measured"
-BEGIN = "<!-- receipts: begin -->"
-END = "<!-- receipts: end -->"
+BEGIN, END = "<!-- receipts: begin -->", "<!-- receipts: end -->"  # between them all tables go,
+HEADLINE_BEGIN, HEADLINE_END = "<!-- headline: begin -->", "<!-- headline: end -->"  # and one here
 _GENERATED = "<!-- made by `quire bench report --markdown`; edit nothing between the marks -->"
 
 
@@ -78,14 +79,24 @@ def markdown(receipts: Sequence[Receipt]) -> str:
 
 
 def with_tables(document: str, receipts: Sequence[Receipt], name: str = "the file") -> str:
-    """The document with the tables between its marks."""
-    if document.count(BEGIN) != 1 or document.count(END) != 1:
-        raise ConfigError(f"{name} must have the lines {BEGIN} and {END} once each")
-    before, _, rest = document.partition(BEGIN)
-    _, mark, after = rest.partition(END)
+    """The document with the tables, the headline or both between their marks."""
+    has_headline = HEADLINE_BEGIN in document or HEADLINE_END in document
+    if has_headline:
+        rows = "\n".join(_markdown_table(headline(receipts)))
+        document = _between(document, HEADLINE_BEGIN, HEADLINE_END, rows, name)
+    if has_headline and BEGIN not in document and END not in document:
+        return document
+    return _between(document, BEGIN, END, markdown(receipts), name)
+
+
+def _between(document: str, begin: str, end: str, text: str, name: str) -> str:
+    if document.count(begin) != 1 or document.count(end) != 1:
+        raise ConfigError(f"{name} must have the lines {begin} and {end} once each")
+    before, _, rest = document.partition(begin)
+    _, mark, after = rest.partition(end)
     if not mark:
-        raise ConfigError(f"{name}: {END} comes before {BEGIN}")
-    return f"{before}{BEGIN}\n{_GENERATED}\n\n{markdown(receipts)}\n{END}{after}"
+        raise ConfigError(f"{name}: {end} comes before {begin}")
+    return f"{before}{begin}\n{_GENERATED}\n\n{text}\n{end}{after}"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -119,7 +130,8 @@ def _summary(receipts: Sequence[Receipt]) -> str:
 
 def _markdown_table(table: Table) -> list[str]:
     ruler = ["---" if place < table.text_columns else "---:" for place in range(len(table.columns))]
-    lines = [f"### {table.title}", "", _markdown_row(table.columns), _markdown_row(ruler)]
+    lines = [f"### {table.title}", ""] if table.title else []
+    lines += [_markdown_row(table.columns), _markdown_row(ruler)]
     lines += [_markdown_row([_escaped(cell) for cell in row]) for row in table.rows]
     return [*lines, "", *([table.note, ""] if table.note else [])]
 

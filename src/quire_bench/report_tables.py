@@ -11,7 +11,7 @@ from quire_bench.receipts import Facts, Receipt, deviation, listed, number
 from quire_bench.report_compare import engine_name
 from quire_bench.report_data import by_place, title_of
 
-_NONE = "–"
+NONE = "–"
 _KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve", "compare")
 
 
@@ -55,7 +55,7 @@ def _throughput_table(receipts: Sequence[Receipt]) -> Table:
             results = receipt.results
             sizes = [str(place.batch), str(place.prompt_tokens), str(place.new_tokens)]
             own = _completion_rate([receipt])
-            scaling = _NONE if not own or not alone else _short(own / alone)
+            scaling = NONE if not own or not alone else short(own / alone)
             rates = [_rate(results, "prompt"), _rate(results, "completion"), scaling]
             times = [
                 _milliseconds(number(results, "time_to_first_token_s", "p50")),
@@ -95,8 +95,8 @@ def _rate(results: Facts, name: str) -> str:
     value = number(results, name)
     low, high = (number(results, "spread", name, end) for end in ("low", "high"))
     if value is None:
-        return _NONE
-    return _short(value) + (f" ({_short(low)}–{_short(high)})" if low and high else "")
+        return NONE
+    return short(value) + (f" ({short(low)}–{short(high)})" if low and high else "")
 
 
 def _latency_table(receipts: Sequence[Receipt]) -> Table:
@@ -126,7 +126,7 @@ def _compare_table(receipts: Sequence[Receipt]) -> Table:
         for one in measured(receipt.results) if receipt.kind == KIND else ():
             kind = one.metric.removesuffix("_tokens_per_second")
             names = [str(receipt.model["name"]), engine_name(receipt, one.engine), kind]
-            shown = [_ranged(one.rate), _ranged(one.ratio)]
+            shown = [ranged(one.rate), ranged(one.ratio)]
             rows.append([*names, str(one.batch), *sizes, *shown])
     return Table(
         title="Beside other engines",
@@ -142,11 +142,11 @@ def _compare_table(receipts: Sequence[Receipt]) -> Table:
     )
 
 
-def _ranged(spread: Facts) -> str:
+def ranged(spread: Facts) -> str:
     middle, low, high = (number(spread, name) for name in ("median", "low", "high"))
     if middle is None or low is None or high is None:
-        return _NONE
-    return f"{_short(middle)} ({_short(low)}–{_short(high)})"
+        return NONE
+    return f"{short(middle)} ({short(low)}–{short(high)})"
 
 
 def _serve_table(receipts: Sequence[Receipt]) -> Table:
@@ -163,7 +163,7 @@ def _serve_table(receipts: Sequence[Receipt]) -> Table:
             scenario = str(receipt.settings.get("scenario", ""))
             mix = str(receipt.settings.get("mix", ""))
             names = [title_of(receipt), scenario, mix, _load_name(receipt, name)]
-            rows.append([*names, *counts, _NONE if rate is None else _short(rate), *times])
+            rows.append([*names, *counts, NONE if rate is None else short(rate), *times])
     return Table(
         title="Serving",
         columns=(
@@ -198,7 +198,7 @@ def _limits_table(receipts: Sequence[Receipt]) -> Table:
         kernels.append(str(receipt.settings.get("integer_kernel", "an unnamed kernel")))
         for count in map(str, listed(receipt.settings, "threads")):
             values = [number(receipt.results, name, count) for name in names]
-            shown = [_NONE if value is None else _short(value / 1e9) for value in values]
+            shown = [NONE if value is None else short(value / 1e9) for value in values]
             rows.append([str(receipt.machine["cpu"]), count, *shown])
     return Table(
         title="Limits of the machine",
@@ -211,7 +211,7 @@ def _limits_table(receipts: Sequence[Receipt]) -> Table:
 def _other_table(receipts: Sequence[Receipt]) -> Table:
     """Numbers of receipts of a kind that has no table of its own."""
     rows = [
-        [receipt.kind, title_of(receipt), name, _short(float(value))]
+        [receipt.kind, title_of(receipt), name, short(float(value))]
         for receipt in receipts
         if receipt.kind not in _KNOWN_KINDS
         for name, value in receipt.results.items()
@@ -226,7 +226,7 @@ def _origin_table(receipts: Sequence[Receipt]) -> Table:
     for receipt in receipts:
         machine = receipt.machine
         gpu = f", {machine['gpu']}" if machine["gpu"] else ""
-        kernels = ", ".join(map(str, receipt.executed["kernels"])) or _NONE
+        kernels = ", ".join(map(str, receipt.executed["kernels"])) or NONE
         row = (
             receipt.kind,
             title_of(receipt),
@@ -245,7 +245,7 @@ def _origin_table(receipts: Sequence[Receipt]) -> Table:
     )
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Three digits or more, without an exponent."""
     if abs(value) >= 100 or value == 0:
         return f"{value:,.0f}"
@@ -253,16 +253,16 @@ def _short(value: float) -> str:
 
 
 def _count(value: float | None) -> str:
-    return _NONE if value is None else f"{value:,.0f}"
+    return NONE if value is None else f"{value:,.0f}"
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return _NONE if seconds is None else _short(1000 * seconds)
+    return NONE if seconds is None else short(1000 * seconds)
 
 
 def _mib(size: float | None) -> str:
-    return _NONE if size is None else _short(size / (1 << 20))
+    return NONE if size is None else short(size / (1 << 20))
 
 
 def _percent(share: float | None) -> str:
-    return _NONE if share is None else f"{share:.1%}"
+    return NONE if share is None else f"{share:.1%}"

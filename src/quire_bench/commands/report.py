@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quire.cli.program import print_error, print_status
 from quire.core.errors import ConfigError
+from quire_bench.receipts import Receipt
 from quire_bench.report import TITLE, gather, html, read_text, with_tables, write_pngs, write_text
 
 STALE = 1  # the exit code of --check
@@ -18,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "examples: quire bench report receipts --out report.html --png pictures;  "
-        "quire bench report receipts --markdown docs/performance.md --check"
+        "quire bench report receipts --markdown docs/performance-tables.md --check"
     )
     parser.add_argument(
         "receipts", nargs="+", type=Path, metavar="RECEIPTS", help="files, or folders of them"
@@ -29,21 +30,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--markdown",
         type=Path,
+        action="append",
+        default=[],
         metavar="FILE",
         help="a file with the lines <!-- receipts: begin --> and <!-- receipts: end -->, between "
-        "which the tables go",
+        "which the tables go, or <!-- headline: begin --> and <!-- headline: end --> for one of "
+        "ratios and floors; may be repeated",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; exit 1 unless the Markdown file holds these receipts' tables",
+        help="write nothing; exit 1 unless the Markdown files hold these receipts' tables",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.check and (args.markdown is None or args.out or args.png):
+    if args.check and (not args.markdown or args.out or args.png):
         raise ConfigError("--check goes with --markdown alone")
-    if args.out is None and args.png is None and args.markdown is None:
+    if args.out is None and args.png is None and not args.markdown:
         raise ConfigError("say what to make: --out FILE, --png FOLDER or --markdown FILE")
     if args.title is not None and args.out is None:
         raise ConfigError("--title is of the page: it goes with --out")
@@ -53,21 +57,20 @@ def run(args: argparse.Namespace) -> int:
         print_status(f"wrote {args.out}")
     if args.png is not None:
         print_status(f"wrote {len(write_pngs(receipts, args.png))} pictures to {args.png}")
-    return 0 if args.markdown is None else _markdown(args)
+    return max([_markdown(args, path, receipts) for path in args.markdown], default=0)
 
 
-def _markdown(args: argparse.Namespace) -> int:
-    document = read_text(args.markdown)
-    wanted = with_tables(document, gather(args.receipts), str(args.markdown))
+def _markdown(args: argparse.Namespace, path: Path, receipts: list[Receipt]) -> int:
+    document = read_text(path)
+    wanted = with_tables(document, receipts, str(path))
     if document == wanted:
         return 0
     if args.check:
         words = " ".join(map(str, args.receipts))
         print_error(
-            f"{args.markdown} does not match its receipts: run "
-            f"quire bench report {words} --markdown {args.markdown}"
+            f"{path} does not match its receipts: run quire bench report {words} --markdown {path}"
         )
         return STALE
-    write_text(args.markdown, wanted)
-    print(f"wrote the tables of {args.markdown}", file=sys.stderr)
+    write_text(path, wanted)
+    print(f"wrote the tables of {path}", file=sys.stderr)
     return 0
