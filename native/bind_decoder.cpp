@@ -412,6 +412,7 @@ void bind_steps(nb::class_<Runner>& decoder) {
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
+  m.attr("block_size") = block_size;  // tokens of a KV cache block
   m.def("bind_plan_types", &bind_plan_types, "sequence_plan"_a, "want"_a, "token_logprob"_a,
         nb::sig("def bind_plan_types(sequence_plan: type[tuple[object, ...]], "
                 "want: type[enum.IntEnum], token_logprob: type[tuple[object, ...]]) -> None"));

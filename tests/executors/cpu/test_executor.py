@@ -15,9 +15,11 @@ from tests.llm.text_models import write_changed_model
 
 from quire.core.errors import ConfigError, ExecutorError, StepCancelledError, StepTimeoutError
 from quire.core.plan import BlockCopy, StepPlan, Want
+from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu import executor as executor_module
 from quire.executors.cpu import lowering
 from quire.executors.cpu.lowering import Threads, workspace_bytes
+from quire.executors.cpu.native import native
 from quire.llm import devices
 from quire.llm.devices import CpuDevice, Options
 from quire.model.dummy import SHAPES
@@ -204,6 +206,10 @@ def test_kernels_are_named_by_unit_and_format_and_counted() -> None:
             of_prompt = len(PROMPT) * (2 * first + second)
             assert counted["multiplications"] == of_prompt + second + 512 * 256
             assert 0 < counted["gemm_seconds"] <= counted["seconds"]
+
+
+def test_native_code_and_the_executors_have_one_block_size() -> None:
+    assert native.block_size == BLOCK_SIZE
 
 
 def test_a_unit_that_does_not_run_here_is_refused() -> None:
