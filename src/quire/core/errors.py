@@ -35,7 +35,7 @@ class UnsupportedModelError(QuireError):
 class RequestError(QuireError, ValueError):
     """One request asks for something impossible; the others go on.
 
-    `param` is the parameter at fault, where it is one, as the call that was made names it.
+    `param` is the name of the wrong parameter in the call that was made, if one is wrong.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:

@@ -23,7 +23,7 @@ _OWN = ("seq", "prev", "hash", "alg")  # fields that the chain adds
 
 @dataclass(slots=True)
 class Chain:
-    """How far a chain has come, and how it goes on."""
+    """The end of a chain; `append` makes its next line."""
 
     secret: bytes | None = None
     seq: int = 0  # of the last line
@@ -115,9 +115,9 @@ class Verdict:
     problem: str | None = None
     file: str | None = None  # where the problem is
     line: int | None = None
-    lines_after_expected: int | None = None  # that follow the line whose hash was expected
+    lines_after_expected: int | None = None  # after the line with the expected hash
     events: dict[str, int] = field(default_factory=dict)  # lines by event
-    num_lost_events: int = 0  # that the chain itself says were not written
+    num_lost_events: int = 0  # by the chain's own gap lines
 
     @property
     def is_sound(self) -> bool:
@@ -167,7 +167,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _follow(verdict: Verdict, line: ChainLine) -> None:
-    """Take a sound line as the next one; raises where it is not."""
+    """Add the next line to the verdict; raises where it does not follow the last."""
     seq = line.seq
     if verdict.last_seq is None:
         if (seq == 1) != (line.prev == GENESIS) or seq < 1:

@@ -59,7 +59,7 @@ _CALLS = {  # by name: the number on x86_64 and on aarch64
     "nanosleep": (35, 101),
     "getpid": (39, 172),
     "exit": (60, 93),
-    "setitimer": (38, 103),  # for a process that is given time again and again
+    "setitimer": (38, 103),  # for a process with a CPU budget for each request
     "gettimeofday": (96, 169),
     "getrusage": (98, 165),
     "sysinfo": (99, 179),
@@ -83,7 +83,7 @@ _CALL_NUMBER_AT, _ARCHITECTURE_AT = 0, 4  # offsets in what the filter looks at
 
 
 def lock_down(cpu_s: int | None, memory: int, *, dies_with_parent: bool = True) -> list[str]:
-    """Give up what can be given up; what is in force then, in words.
+    """Give up all privileges that the system lets us give up; the measures in force, as text.
 
     `cpu_s` (None: no limit) and `memory` (bytes of addresses) are the process's from its start.
     Call it while there is one thread: others would keep what they have. To die with its parent is

@@ -43,7 +43,7 @@ class WaitReason(StrEnum):
     BATCHING_DELAY = "batching_delay"  # the engine waits for more arrivals to batch
     BATCH_FULL = "batch_full"
     NO_BLOCKS = "no_blocks"
-    PACING = "pacing"  # joining would break the inter-token target
+    PACING = "pacing"  # joining would miss the inter-token target
     PREEMPTED = "preempted"
     UNREAD = "unread"  # its reader does not keep up
     DEGRADED = "degraded"  # batches kept failing; requests run a few at a time
@@ -83,7 +83,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class Request:
-    """One caller's wish. `priority`: lower is more urgent, as in vLLM; `key`: whose it is."""
+    """One request. `priority`: lower is more urgent, as in vLLM; `key`: whose it is."""
 
     id: str
     prompt: tuple[int, ...]

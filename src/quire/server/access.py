@@ -9,9 +9,9 @@ from quire.server.keys import ApiKey, KeyChanges, KeyRing, KeyScope
 
 
 class RequiredScope(Enum):
-    """What a route wants of its callers where keys are set."""
+    """What a route needs where keys are set."""
 
-    NO_KEY = None  # for whoever watches over the process
+    NO_KEY = None  # for health checks
     ANY_KEY = "any"
     INFERENCE = KeyScope.INFERENCE
     STATS = KeyScope.STATS
@@ -26,7 +26,7 @@ ROUTES: Mapping[str, RequiredScope] = {
     "/openapi.json": RequiredScope.ANY_KEY,
     "/v1/models": RequiredScope.ANY_KEY,
     "/v1/models/{name:path}": RequiredScope.ANY_KEY,
-    "/v1/stats": RequiredScope.ANY_KEY,  # its own figures; more with the scope
+    "/v1/stats": RequiredScope.ANY_KEY,  # its own figures; those of all with the scope stats
     "/v1/chat/completions": RequiredScope.INFERENCE,
     "/v1/completions": RequiredScope.INFERENCE,
     "/v1/embeddings": RequiredScope.INFERENCE,
@@ -39,7 +39,7 @@ ROUTES: Mapping[str, RequiredScope] = {
 
 
 def check_routes(paths: Iterable[str]) -> None:
-    """Every route says what it wants; those with a part that varies can want no scope."""
+    """Every route is in the table; `required_scope` cannot look up a path with a variable part."""
     for path in paths:
         assert path in ROUTES, f"{path} is not in the table of routes: say what scope it wants"
         assert "{" not in path or ROUTES[path] is RequiredScope.ANY_KEY, (
@@ -48,14 +48,14 @@ def check_routes(paths: Iterable[str]) -> None:
 
 
 class Access:
-    """The keys in force. An empty ring lets everybody do everything."""
+    """The keys in force. Without keys, everything is allowed to everybody."""
 
     def __init__(self, ring: KeyRing, now: Callable[[], float] = time.time) -> None:
         self.ring = ring
         self._now = now
 
     def key_of(self, authorization: str) -> ApiKey | None:
-        """Whose request this is by its Authorization header; a 401 where it is nobody's."""
+        """The key in an Authorization header; a 401 where it is none of ours."""
         if not self.ring:
             return None
         scheme, _, presented = authorization.partition(" ")
@@ -81,7 +81,7 @@ class Access:
             )
 
     def replace(self, ring: KeyRing) -> KeyChanges:
-        """Put other keys in force. What runs goes on; new requests need the new ones."""
+        """Put other keys in force. Running requests finish; new ones need the new keys."""
         assert ring, "a server with keys would let everybody in"
         changes = KeyChanges(self.ring, ring)
         self.ring = ring

@@ -65,10 +65,10 @@ from quire.server.tracing import Tracing, open_tracing
 
 
 class _Endpoint(NamedTuple):
-    """A route with a body of its own schema."""
+    """A POST route: its schemas and its handler."""
 
     path: str
-    name: str  # in the description
+    name: str  # of the operation, in /openapi.json
     summary: str
     body: type[Strict]
     reply: type[BaseModel]
@@ -123,7 +123,7 @@ _ENDPOINTS = (
 
 
 def create_app(service: Service) -> Middleware:
-    """The whole server as an ASGI application; its lifespan loads the model and lets it go."""
+    """The whole server as an ASGI application; its lifespan covers what saves and logs."""
     settings = service.settings
     endpoint = settings.otlp_endpoint
     tracing = None if endpoint is None else open_tracing(endpoint, service.name)
@@ -205,13 +205,13 @@ def _add_error_handlers(app: FastAPI) -> None:
             405: f"{request.method} is not for {path}; see /docs",
         }
         message = messages.get(error.status_code, str(error.detail))
-        headers = tuple((error.headers or {}).items())  # which methods are
+        headers = tuple((error.headers or {}).items())  # Allow, of a 405
         return _reply(request, ApiError(error.status_code, message, headers=headers))
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, _: ClientGoneError) -> Response:
         request.scope[SCOPE_KEY].error = CLIENT_GONE
-        return Response(status_code=499)  # which nobody will read
+        return Response(status_code=499)  # for the log: the client is gone
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, _: Exception) -> Response:  # uvicorn logs it

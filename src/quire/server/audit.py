@@ -51,11 +51,11 @@ Fields = Mapping[str, object]
 class _Repeats:
     since: float
     group: Fields
-    count: int = 0  # beside the first, which was written
+    count: int = 0  # without the first, which was written
 
 
 class AuditLog:
-    """Continues the chain in the file where there is one. `record` never waits."""
+    """Continues the chain of an existing file. `record` never blocks."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class AuditLog:
         self._max_queued = max_queued
         self._queue: deque[Fields] = deque()
         self._repeats: dict[tuple[object, ...], _Repeats] = {}
-        self._num_lost = 0  # since the last line that said so
+        self._num_lost = 0  # events, since the last gap line
         self._wake = threading.Condition()  # guards all of the above
         self.num_dropped = 0
         self._wants_reopening = False
         self._is_closed = False
         self._failure: str | None = None  # why the last attempt to write failed
-        self._cut_to: int | None = None  # where a write began that failed and could not be undone
+        self._cut_to: int | None = None  # truncate to this size before the next write
         self._file = _open_file(path)
         try:
             self._chain = self._read_tail(secret)
@@ -88,10 +88,10 @@ class AuditLog:
         if start:
             self._thread.start()
 
-    # ---- from anywhere
+    # ---- from any thread
 
     def record(self, event: str, **about: object) -> None:
-        """Write an event; texts that clients chose are cut to a length."""
+        """Queue an event; long texts are truncated."""
         with self._wake:
             self._enqueue(event, about)
             self._wake.notify()
@@ -99,7 +99,7 @@ class AuditLog:
     def record_repeated(
         self, event: str, group: Fields, about: Fields, *, max_groups: int = 256
     ) -> None:
-        """An event that may come in floods: the first of its group is written, the others are
+        """Queue an event that may be frequent: the first of its group is written, the others are
         counted. Beyond `max_groups` at a time, all others are one group."""
         with self._wake:
             found = self._repeats.get((event, *group.values()))
@@ -114,7 +114,7 @@ class AuditLog:
             self._wake.notify()
 
     def reopen(self) -> None:
-        """Go on in a new file, if the old one was moved away."""
+        """Continue in a new file if the old one was renamed (log rotation)."""
         with self._wake:
             self._wants_reopening = True
             self._wake.notify()
@@ -125,7 +125,7 @@ class AuditLog:
         return self._chain.seq, self._chain.last
 
     def close(self, timeout_s: float = 5.0, **about: object) -> None:
-        """Write what is left, and a last line, if the disk takes them in time."""
+        """Write what is queued and a last line, at most for `timeout_s`."""
         with self._wake:
             self._close_repeats(at_end=True)
             self._enqueue("stop", about)
@@ -153,7 +153,7 @@ class AuditLog:
             lost, self._num_lost = self._num_lost, 0
             self._enqueue("gap", {"lost": lost})
 
-    # ---- on its thread
+    # ---- on the writer's thread
 
     def _run(self) -> None:
         while True:
@@ -170,7 +170,7 @@ class AuditLog:
                 time.sleep(_RETRY_S)
 
     def write(self) -> bool:
-        """Write all that waits; False where the disk did not take it."""
+        """Write all that is queued; False where that failed."""
         try:
             self._close_repeats()
             self._reopen_where_moved()
@@ -182,7 +182,7 @@ class AuditLog:
         except OSError as error:
             self._report(str(error.strerror or error))
             return False
-        except Exception:  # a bug of ours; the next time may go well
+        except Exception:  # a bug: log it, and try again
             LOGGER.exception("audit_failed")
             return False
         self._report(None)
@@ -201,7 +201,7 @@ class AuditLog:
                     self._enqueue(str(key[0]), about)
 
     def _batch(self) -> list[Fields]:
-        """What is next; it stays in the queue until it is written."""
+        """The next events; they stay queued until they are written."""
         with self._wake:
             if not self._queue:
                 self._record_gap()
@@ -246,7 +246,7 @@ class AuditLog:
         self._wants_reopening = False
 
     def _move_to(self, descriptor: int) -> None:
-        """The old file ends with a line that says so, and the new one begins behind it."""
+        """End the old file with a line `rotated`; the chain goes on in the new one."""
         try:
             self._append([self._record_of("rotated", {})])
         except OSError:
@@ -258,8 +258,8 @@ class AuditLog:
             self._queue.appendleft(self._record_of("continued", {}))
 
     def _read_tail(self, secret: bytes | None) -> Chain:
-        """Where the chain in the file has got to. A last line that is cut off, as a crash leaves
-        it, is taken out, which the next line records."""
+        """The end of the chain in the file. A partial last line, left by a crash, is removed, and
+        the next line records that."""
         size = os.fstat(self._file).st_size
         start = max(0, size - 2 * MAX_LINE_BYTES)
         tail = os.pread(self._file, size - start, start)
@@ -281,7 +281,7 @@ class AuditLog:
         return Chain(secret, last.seq, last.hash)
 
     def _report(self, failure: str | None) -> None:
-        """Once when writing begins to fail, and once when it works again."""
+        """Log when writing begins to fail, and when it works again."""
         if failure is not None and failure != self._failure:
             log("audit_unwritten", logging.ERROR, error=failure, file=str(self._path))
         elif failure is None and self._failure is not None:
@@ -300,7 +300,7 @@ def open_audit_log(settings: ServerSettings) -> AuditLog | None:
 
 
 def record_call(audit: AuditLog, call: Call, *, every_request: bool) -> None:
-    """What of a call that has ended belongs into the log; nothing of its contents does."""
+    """Record an ended call if it matters to security; never its contents."""
     client = {"client": call.client or ""}
     about = {"request_id": call.id, "path": call.path}
     name = None if call.key is None else call.key.name
@@ -309,7 +309,7 @@ def record_call(audit: AuditLog, call: Call, *, every_request: bool) -> None:
             "authentication_failed",
             {"code": call.error, "key": name, **client},
             about,
-            max_groups=16,  # anybody can come from as many addresses as they like
+            max_groups=16,  # the client chooses the address
         )
         return
     if call.error == "insufficient_scope":
@@ -348,7 +348,7 @@ def settings_digest(settings: ServerSettings) -> str:
 
 
 def _open_file(path: Path) -> int:
-    """Open for this process alone to write."""
+    """Open and lock: one process writes."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -368,7 +368,7 @@ def _open_file(path: Path) -> int:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file is the one that the path names now."""
+    """Whether the path still names the open file."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

@@ -17,13 +17,13 @@ from quire.server.middleware import ClientGoneError
 from quire.server.schemas import Strict
 from quire.server.service import Service
 
-_SOON_S = 0.02  # most work has ended by then, before it is worth a look whether the client waits
+_WATCH_AFTER_S = 0.02  # most work has ended by then, and needs no watch for a disconnect
 B = TypeVar("B", bound=Strict)
 T = TypeVar("T")
 
 
 def parse_body(body: bytes, schema: type[B], limits: BodyLimits) -> B:
-    """What a body says, in the form of its endpoint; an ApiError about the first field at fault."""
+    """A body as its schema; an ApiError about the first field that is wrong."""
     found = read_json(body, limits)
     try:
         return schema.model_validate(found)
@@ -34,8 +34,8 @@ def parse_body(body: bytes, schema: type[B], limits: BodyLimits) -> B:
 async def prepare_body(
     service: Service, request: Request, prepare: Callable[[bytes], T], *, is_quick: bool
 ) -> T:
-    """What `prepare` makes of the body. It runs in the pool; a small body that `is_quick` to
-    prepare is not worth the change of threads."""
+    """What `prepare` makes of the body. It runs in the pool, unless the body is small and
+    `is_quick` to prepare."""
     message = await request.receive()  # the middleware gives it in one piece
     if message["type"] != "http.request":
         raise ClientGoneError
@@ -57,7 +57,7 @@ async def run_in_pool(
         leaving = asyncio.ensure_future(wait_for_disconnect(request))
         leaving.add_done_callback(lambda _: working.cancel())
 
-    watching = asyncio.get_running_loop().call_later(_SOON_S, watch)
+    watching = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, watch)
     try:
         return await working
     except asyncio.CancelledError:
@@ -87,7 +87,7 @@ def _queue_of(request: Request) -> str:
 # ---- what is wrong with a body
 
 
-_NAMES_OF_KINDS = ("str", "int", "float", "bool", "none")  # what a union was tried as
+_UNION_MEMBERS = ("str", "int", "float", "bool", "none")  # as pydantic's paths name them
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:
@@ -110,7 +110,7 @@ def _field(error: Any) -> str | None:
             for number, step in enumerate(steps)
             if isinstance(step, int)
             or (is_unknown and number == len(steps) - 1)
-            or (step.isidentifier() and step not in _NAMES_OF_KINDS)
+            or (step.isidentifier() and step not in _UNION_MEMBERS)
         ]
     )
 

@@ -11,19 +11,19 @@ from quire.server.keys import ApiKey
 from quire.server.quotas import Admission
 
 SCOPE_KEY = "quire.call"  # of a call in its ASGI scope
-CLIENT_GONE = "client_gone"  # the error of a call whose client did not wait
-_LOGGED_PATH = 200  # characters of it
+CLIENT_GONE = "client_gone"  # the error of a call whose client disconnected
+_LOGGED_PATH = 200  # characters
 _SOUND_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @dataclass(slots=True)
 class Call:
-    """What is known of a call so far; the parts of the server write into it as they learn more."""
+    """The state of a call; each stage of the server adds what it finds out."""
 
     method: str
     path: str
     id: str
-    client: str = ""  # the address it comes from, behind proxies that are trusted
+    client: str = ""  # the client's address, behind trusted proxies
     wants_trace: bool = False
     traceparent: str | None = None
     key: ApiKey | None = None
@@ -38,7 +38,7 @@ class Call:
 
     @property
     def key_name(self) -> str:
-        """Whose share of the engine it uses; everybody's where there are no keys."""
+        """The key that the engine accounts it to; without keys, one for all."""
         return "" if self.key is None else self.key.name
 
     @property
@@ -46,7 +46,7 @@ class Call:
         return time.perf_counter() - self.started_tick
 
     def summary(self) -> dict[str, object]:
-        """A line of the log: what was asked and what became of it, nothing of its contents."""
+        """The fields of its log line; nothing of its contents."""
         line: dict[str, object] = {
             "request_id": self.id,
             "method": self.method,
@@ -68,7 +68,7 @@ class Call:
 
 
 def new_call(method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Call:
-    """A call as its head describes it; a sound id that the client gave is kept."""
+    """A call from its request head; a well-formed x-request-id is kept."""
     found = dict(headers)
     given = found.get(b"x-request-id", b"").decode("latin-1")
     name = given if _SOUND_ID.fullmatch(given) else uuid.uuid4().hex

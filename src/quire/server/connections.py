@@ -23,10 +23,10 @@ from quire.server.settings import Network, ServerSettings
 # ---- addresses
 
 
-_IPV6_PREFIX = 64  # what one subscriber commonly has to itself
-_MAX_HOPS = 32  # of a list that are looked at, from the right
+_IPV6_PREFIX = 64  # commonly one subscriber's
+_MAX_HOPS = 32  # that are read of a list, from the right
 
-_FREE_FAILURES = 10  # wrong keys that are only that ...
+_FREE_FAILURES = 10  # wrong keys without a penalty ...
 _FORGOTTEN_S = 6.0  # ... and of which one is forgotten each 6 s
 _MAX_PENALTY_S = 60.0
 _MAX_ADDRESSES = 4096
@@ -44,11 +44,11 @@ def read_networks(listed: Iterable[str]) -> tuple[Network, ...]:
 
 
 def address_group(address: str) -> str | None:
-    """Whose limits an address falls under: its own, for IPv6 its /64; nobody's on loopback."""
+    """The group that an address is counted in: itself, or its /64 for IPv6; None on loopback."""
     try:
         found = ip_address(address)
     except ValueError:
-        return None  # no address: a socket of the file system
+        return None  # a Unix socket
     if isinstance(found, IPv6Address):
         found = found.ipv4_mapped or found
     if found.is_loopback:
@@ -59,7 +59,7 @@ def address_group(address: str) -> str | None:
 
 
 class Proxies:
-    """Those who may speak for others."""
+    """Trusted proxies: their forwarding headers are believed."""
 
     def __init__(self, networks: Iterable[Network] = ()) -> None:
         self._networks = tuple(networks)
@@ -76,14 +76,14 @@ class Proxies:
         return any(found in network for network in self._networks)
 
     def client_of(self, peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The address that a request comes from, as far as it can be trusted."""
+        """The client's address: the right-most that is not a trusted proxy's."""
         if peer not in self:
             return peer
         client = peer
         for hop in _hops(headers):
             address = _address_of(hop)
             if address is None:
-                break  # "unknown", or made up: its proxy is the last that is known
+                break  # "unknown", or malformed
             client = address
             if client not in self:
                 break
@@ -91,7 +91,7 @@ class Proxies:
 
 
 def _hops(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    """Whom each proxy heard from, the last one's first."""
+    """The hops of the forwarding headers, the nearest first."""
     plain = [value for name, value in headers if name == b"x-forwarded-for"]
     if plain:
         text = b",".join(plain).decode("latin-1")
@@ -117,15 +117,15 @@ def _address_of(hop: str) -> str | None:
 
 
 class FailedKeys:
-    """How often each address sent a wrong key: the first ten are free, and from there on each
-    doubles the time until the next is answered. Those that failed longest ago are forgotten."""
+    """Wrong keys by address: the first ten have no penalty, from there on each doubles it. The
+    addresses that failed longest ago are evicted."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._failures: OrderedDict[str, tuple[float, float]] = OrderedDict()  # how many, when
+        self._failures: OrderedDict[str, tuple[float, float]] = OrderedDict()  # count, last at
 
     def add(self, group: str) -> float:
-        """Book a wrong key; how long its sender should wait, in seconds."""
+        """Count a wrong key; the penalty in seconds."""
         now = self._now()
         count, last = self._failures.pop(group, (0.0, now))
         count = max(0.0, count - (now - last) / _FORGOTTEN_S) + 1
@@ -146,7 +146,7 @@ class FailedKeys:
 _ADDRESS_SHARE = 8  # an address may have an eighth of all connections ...
 _MIN_PER_ADDRESS = 8  # ... and these in any case
 _RETRY_S = 1.0
-_MAX_REFUSED = 16  # connections beyond the limits that may stay until they have read so
+_MAX_REFUSED = 16  # connections beyond the limits that stay open to read their refusal
 _RESERVED_DESCRIPTORS = 32  # for the model's files, and for connections that are being refused
 
 
@@ -156,8 +156,8 @@ class Connection(Protocol):
 
 
 class Connections:
-    """The open connections of a server. Those between requests, or whose request still comes, may
-    be closed for a newcomer; those that compute an answer may not."""
+    """The open connections of a server. An idle one (between requests, or still receiving) may be
+    closed for a new one; one with a running request may not."""
 
     def __init__(
         self,
@@ -171,16 +171,16 @@ class Connections:
         )
         self.num_open = 0
         self.refused: Counter[str] = Counter()  # by which limit
-        self.cut: Counter[str] = Counter()  # connections closed by a deadline or bound, by which
+        self.cut: Counter[str] = Counter()  # connections that were closed, by deadline or limit
         self._proxies = proxies or Proxies()
         self._by_group: Counter[str] = Counter()
         self._idle: dict[Connection, None] = {}  # longest idle first
         self._lingering: dict[Connection, None] = {}  # answered, and waiting to be closed
-        self._refused: dict[Connection, None] = {}  # not counted: they read their refusal
+        self._refused: dict[Connection, None] = {}  # not counted in num_open
 
     def enter(self, connection: Connection, address: str) -> str | None:
-        """Count a connection in as idle, with the group that it must leave with; an ApiError for
-        one too many, which may stay to read it until more of its kind come."""
+        """Count a connection as idle; its group, for `leave`. An ApiError where there are too many:
+        the connection may stay open to read that, until `_MAX_REFUSED` others do."""
         group = None if address in self._proxies else address_group(address)
         if group is not None and self._by_group[group] >= self.max_per_address:
             raise self._refusal(connection, "address", 429, f"{group} has too many connections")
@@ -227,7 +227,7 @@ class Connections:
         self._idle.pop(connection, None)
 
     def set_idle(self, connection: Connection) -> None:
-        """It becomes the last to be closed for a newcomer."""
+        """It becomes the last that is closed for a new one."""
         self._idle.pop(connection, None)
         self._lingering.pop(connection, None)
         self._idle[connection] = None
@@ -260,7 +260,7 @@ class Connections:
 
 
 def open_connections(settings: ServerSettings) -> Connections:
-    """As many as the settings allow, as far as there are descriptors for them."""
+    """With the limit of the settings, or of the file descriptors if that is lower."""
     room = settings.max_connections
     descriptors = _num_descriptors()
     if descriptors is not None and descriptors - _RESERVED_DESCRIPTORS < room:

@@ -36,8 +36,8 @@ from quire.tokenizer import Tokenizer
 # ---- embeddings
 
 
-_NO_TOKENS = SamplingParams(max_tokens=1)  # of which none is computed
-_MANY_NUMBERS = 4096  # some milliseconds of writing
+_NO_TOKENS = SamplingParams(max_tokens=1)  # the least there is; pooling samples nothing
+_MANY_NUMBERS = 4096  # take some milliseconds to write: not on the event loop
 
 
 async def embed(service: Service, request: Request) -> Response:
@@ -67,7 +67,7 @@ def _prepare(service: Service, llm: AsyncLLM, errors: ErrorMapper, data: bytes) 
 
 
 def _written(model: str, outputs: list[RequestOutput], encoding: str | None) -> bytes:
-    """The answer as JSON, one vector at a time; as log-probabilities are."""
+    """The answer as JSON, one vector at a time, so that no call holds the interpreter for long."""
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
     head = EmbeddingList(data=[], model=model, usage=usage).model_dump_json(exclude={"data"})
@@ -88,7 +88,7 @@ def _vector(pooled: Any, encoding: str | None) -> list[float] | str:
     return [float(value) for value in unit]
 
 
-# ---- tokens of texts, texts of tokens
+# ---- /tokenize and /detokenize
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -102,7 +102,7 @@ async def detokenize(service: Service, request: Request) -> Response:
 async def _answered(
     service: Service, request: Request, answer: Callable[[Service, Call, AsyncLLM, bytes], str]
 ) -> Response:
-    """From the body to the answer in one go, in the pool."""
+    """From the body to the answer in one job of the pool."""
     call, llm = call_and_model(service, request)
     content = await prepare_body(
         service, request, partial(answer, service, call, llm), is_quick=False

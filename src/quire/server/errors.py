@@ -24,7 +24,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
-RESTART_S = 5.0  # what a supervisor commonly takes to start another process
+RESTART_S = 5.0  # a supervisor's usual time to restart the process
 
 
 class ApiError(Exception):
@@ -54,7 +54,7 @@ class ApiError(Exception):
 
     @property
     def frame(self) -> bytes:
-        """As an event of a stream, whose headers are gone: it says itself when to come again."""
+        """As an event of a stream, whose headers were sent: retry_after_ms is in the event."""
         fields = self._fields()
         if self.retry_after_s is not None:
             fields["retry_after_ms"] = max(1, round(1000 * self.retry_after_s))
@@ -66,7 +66,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> list[tuple[str, str]]:
-        """Retry-After counts in whole seconds; OpenAI's clients heed the finer header first."""
+        """Retry-After has whole seconds; OpenAI's clients read retry-after-ms first."""
         found = list(self._headers)
         if self.retry_after_s is not None:
             found.append(("retry-after", str(max(1, math.ceil(self.retry_after_s)))))
@@ -75,7 +75,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool) -> ApiError:
-    """What a request's error means to its client; `fields` are those the client could have set."""
+    """The HTTP error of a request's error; `fields` are those of the request's schema."""
     text = str(error)
     match error:
         case DeadlineError():
@@ -102,7 +102,7 @@ def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool
     return ApiError(500, text, code="engine")
 
 
-# What bodies call a parameter of the engine or the tokenizer, the first that a body has.
+# Fields that set a parameter of the engine or the tokenizer; the first in the schema counts.
 _FIELD_NAMES = {
     "prompt": ("prompt", "messages", "input"),
     "text": ("prompt",),
@@ -111,7 +111,7 @@ _FIELD_NAMES = {
 
 
 def _field_of(param: str | None, fields: Container[str]) -> str | None:
-    """The field of the body that a parameter was set by, if it was set by one."""
+    """The field that sets a parameter, or None."""
     if param is None:
         return None
     names = _FIELD_NAMES.get(param, (param,))

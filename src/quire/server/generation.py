@@ -45,17 +45,16 @@ from quire.server.streaming import ChatFrames, Frames, StreamReply, TextFrames
 
 T = TypeVar("T")
 FINGERPRINT = f"quire-{own_version()}"
-_USUAL_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
-_MANY_SCORES = 1000  # some milliseconds of writing
+_USUAL_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions
+_MANY_SCORES = 1000  # take some milliseconds to write: not on the event loop
 
 
 Prompts = list[tuple[Prepared, SamplingParams]]
 
 
 class PreparedBody(NamedTuple):
-    """A body that was read: what it says beside its text, and its prompts as the engine takes them.
-
-    The text is let go of: a body may be large, and its answer may take long.
+    """A body and the tokens of its prompts. The text is dropped from the body: it may be large, and
+    the answer may take long.
     """
 
     body: Any
@@ -164,9 +163,8 @@ def call_and_model(service: Service, request: Request) -> tuple[Call, AsyncLLM]:
 
 
 class ErrorMapper:
-    """Turns quire's errors into answers that name the fields of this kind of body.
-
-    Around what raises them it is a context manager.
+    """Turns quire's errors into ApiErrors that name fields of this schema; also a context manager
+    that does so.
     """
 
     def __init__(self, service: Service, schema: type[Strict]) -> None:
@@ -217,7 +215,7 @@ async def submit_all(
     stream: bool,
     pooling: bool = False,
 ) -> list[Stream]:
-    """Queue every prompt that the key's quota admits, all in one turn of the loop; all or none."""
+    """Queue all prompts in one turn of the event loop, if the key's quota admits them; or none."""
     call.admission = service.meter.admit(call.key, demand_of(prompts, pooling=pooling))
     submit = partial(
         llm.submit,
@@ -242,7 +240,7 @@ async def submit_all(
 async def outputs_of(
     request: Request, call: Call, streams: Sequence[Stream]
 ) -> list[RequestOutput]:
-    """Wait for the requests' ends while their client does; else end them."""
+    """Wait for all outputs; cancel the requests if the client disconnects."""
     working = asyncio.create_task(_all_ends(streams))
     leaving = asyncio.create_task(wait_for_disconnect(request))
     try:
@@ -251,7 +249,7 @@ async def outputs_of(
         if is_gone:
             for stream in streams:
                 stream.cancel()
-        outputs = await working  # also of those that nobody waits for: they are paid for
+        outputs = await working  # also after a disconnect: quotas count them
         call.outputs += outputs
         if is_gone:
             raise ClientGoneError
@@ -264,7 +262,7 @@ async def outputs_of(
 
 
 async def _all_ends(streams: Sequence[Stream]) -> list[RequestOutput]:
-    """In a task of its own: gathered futures that are cancelled complain that nobody looked."""
+    """A coroutine to make a task of: a gather() that is cancelled logs unread exceptions."""
     return await asyncio.gather(*(stream.output() for stream in streams))
 
 
@@ -274,7 +272,7 @@ async def _all_ends(streams: Sequence[Stream]) -> list[RequestOutput]:
 async def _run(
     service: Service, generation: GenerationCall, errors: ErrorMapper, request: Request
 ) -> list[RequestOutput]:
-    """Every prompt to its end; the first error is the answer's."""
+    """All outputs; the first error is raised."""
     streams = await errors.of(generation.submit(service, stream=False))
     outputs = await outputs_of(request, generation.call, streams)
     for output in outputs:
@@ -389,13 +387,14 @@ def _text_reply(
 
 
 def _with_scores(choice: ChatChoice | CompletionChoice, scores: str | None) -> str:
-    """A choice as JSON; its scores are written beforehand, token by token."""
+    """A choice as JSON, with its log-probabilities, which are JSON already."""
     absent = {"logprobs"} if choice.token_ids is not None else {"logprobs", "token_ids"}
     return f'{choice.model_dump_json(exclude=absent)[:-1]},"logprobs":{scores or "null"}}}'
 
 
 def _with_choices(reply: ChatCompletion | TextCompletion, choices: Sequence[str]) -> bytes:
-    """Fields of ours that nobody asked for are left out; OpenAI's nulls stay."""
+    """The reply as JSON. Fields of ours are left out where they were not asked for; OpenAI's nulls
+    stay."""
     absent = {"choices"} if reply.quire_trace is not None else {"choices", "quire_trace"}
     head = reply.model_dump_json(exclude=absent)[:-1]
     return f'{head},"choices":[{",".join(choices)}]}}'.encode()
@@ -425,7 +424,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
 
 
 def traces_of(call: Call, outputs: Sequence[RequestOutput]) -> list[TraceReport] | None:
-    """Where the time of each prompt's request went, if the client wants to know."""
+    """Timings of each prompt's request, if the client asked for them."""
     return [trace_of(output) for output in outputs] if call.wants_trace else None
 
 

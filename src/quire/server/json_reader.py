@@ -16,32 +16,32 @@ from typing import Any, Never
 
 from quire.server.errors import ApiError
 
-SMALL_BYTES = 8 << 10  # some hundred microseconds for the decoder, whatever they hold
+SMALL_BYTES = 8 << 10  # the C decoder takes some hundred microseconds at most
 MAX_DEPTH = 64
 MAX_NAME = 1024  # characters of a field's name
 MAX_NUMBER = 400  # characters: a float written out in full has fewer
 _MAX_PARAM = 200
 _SLICE = 16 << 10  # characters of integers that are decoded at once
-_ITEMS_A_TURN = 512  # some hundred microseconds; then other threads have theirs
-_PAUSE_S = 50e-6  # long enough for one that waits for the interpreter to take it
+_ITEMS_A_TURN = 512  # read in some hundred microseconds, between pauses
+_PAUSE_S = 50e-6  # long enough for a waiting thread to take the GIL
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _INTEGERS = re.compile(r"[0-9, \t\n\r]+")
-_STRINGS = json.JSONDecoder()  # asked for one string at a time
+_STRINGS = json.JSONDecoder()  # decodes one string at a time
 _WORDS = {"t": ("true", True), "f": ("false", False), "n": ("null", None)}
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How much a body may hold, from what the largest request for the model could need.
+    """How much a body may contain, from the largest request that the model can take.
 
     Integers in lists are token ids; there can be a context of them for each prompt. Everything
     else that JSON has (names, strings, lists, objects, other numbers) counts as an item.
     """
 
     max_items: int
-    max_length: int  # of one list, integers apart, or object
+    max_length: int  # of one object, or of one list without its integers
     max_integers: int
 
 
@@ -65,7 +65,7 @@ def read_json(body: bytes, limits: BodyLimits) -> Any:
         try:
             return _DECODER.decode(text)
         except (ValueError, RecursionError):
-            pass  # read once more, to name the field
+            pass  # read again below, to name the field
     return _Reader(text, limits).read()
 
 
@@ -219,26 +219,26 @@ class _Reader:
             self._refuse(f"nested more than {MAX_DEPTH} deep")
 
     def _refuse(self, what: str) -> Never:
-        """For JSON that no endpoint takes."""
+        """Raise for JSON beyond the limits."""
         field = name_of(self._path)
         raise ApiError(400, f"{field or 'the body'}: {what}", param=field, code="invalid_body")
 
 
 def _pause() -> None:
-    """Let the event loop and the engine have the interpreter, which they would otherwise wait for
-    as long as a thread may keep it: 5 ms, at every token of every stream."""
+    """Release the GIL: the event loop and the engine would otherwise wait a whole switch interval
+    for it, at every token of every stream."""
     time.sleep(_PAUSE_S)
 
 
 def _refusal(what: str, path: Sequence[str | int] = ()) -> ApiError:
-    """For what is no JSON."""
+    """The error for what is no JSON."""
     field = name_of(path)
     reason = f"{field}: {what}" if field else what
     return ApiError(400, f"the body is no JSON: {reason}", param=field, code="invalid_json")
 
 
 def name_of(path: Sequence[str | int]) -> str | None:
-    """A field such as messages[0].content; of a long path its beginning."""
+    """A path as messages[0].content; a long one is truncated."""
     found = ""
     for step in path:
         if isinstance(step, int):

@@ -28,11 +28,11 @@ from quire.core.errors import ConfigError
 KEY_VARIABLE = "QUIRE_API_KEY"
 MAX_FILE_BYTES = 16 << 20  # some 100,000 keys
 MIN_KEY_LENGTH = 16
-_NAMES_TOLD = 100
+_MAX_LOGGED_NAMES = 100
 
 
 class KeyScope(StrEnum):
-    """What a key is for; the routes that want which are in access.py."""
+    """What a key may do; access.py has the routes that need each."""
 
     INFERENCE = "inference"
     STATS = "stats"  # totals, and the figures of all keys
@@ -41,7 +41,7 @@ class KeyScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Somebody who may use the server; only the digest of what they send is kept."""
+    """An API key; of the secret itself only the digest is kept."""
 
     name: str
     digest: bytes
@@ -64,7 +64,7 @@ class ApiKey:
 
 
 class KeyChanges:
-    """What a new ring has that the old one had not, by the keys' names."""
+    """The difference of two rings, by the keys' names."""
 
     def __init__(self, old: "KeyRing", new: "KeyRing") -> None:
         before = {key.name: key for key in old}
@@ -75,17 +75,17 @@ class KeyChanges:
         self.changed = sorted(name for name in both if before[name] != after[name])
 
     def summary(self) -> dict[str, object]:
-        """For a line of a log: all counts, and as many names as are good to read."""
+        """For a log line: all counts, and the first names."""
         found: dict[str, object] = {}
         for what in ("added", "removed", "changed"):
             names: list[str] = getattr(self, what)
             found[f"num_{what}"] = len(names)
-            found[what] = names[:_NAMES_TOLD]
+            found[what] = names[:_MAX_LOGGED_NAMES]
         return found
 
 
 class KeyRing:
-    """All the keys. One that is empty lets everybody in (see ServerSettings)."""
+    """All keys. An empty ring lets everybody in (see ServerSettings)."""
 
     def __init__(
         self, keys: Iterable[ApiKey] = (), read_again: "Callable[[], KeyRing] | None" = None
@@ -107,11 +107,11 @@ class KeyRing:
             names.add(key.name)
 
     def find(self, presented: str) -> ApiKey | None:
-        """Whose key this is, in a time that tells nothing of how near it came.
+        """The key of a presented secret, in a time that does not depend on how similar they are.
 
-        It is looked up by its SHA-256: who does not know a key cannot choose where its digest
-        lands, so what the lookup's time depends on is of no use. The comparison that decides is in
-        constant time, and is made whether or not something was found.
+        The lookup is by SHA-256: whoever does not know a key cannot choose its digest, so the time
+        of the lookup reveals nothing. The final comparison takes constant time, and is made whether
+        or not a key was found.
         """
         digest = digest_of(presented)
         key = self._by_digest.get(digest)
@@ -119,7 +119,7 @@ class KeyRing:
         return key if is_equal else None
 
     def read_again(self) -> "KeyRing":
-        """The keys as their file says now; raises where it cannot be used."""
+        """The keys from their file as it is now; raises where it cannot be used."""
         return self if self._read_again is None else self._read_again()
 
     @property
@@ -142,13 +142,13 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-_NO_DIGEST = bytes(32)  # of no key that anybody knows
+_NO_DIGEST = bytes(32)  # compared with where no key was found
 
 
 def read_keys(path: str | Path | None, environment: Mapping[str, str]) -> KeyRing:
     """The keys of a file and of QUIRE_API_KEY, either of which may be missing.
 
-    The key of the environment may read the totals too: who sets it has no other way to say so.
+    The key of the environment has the scope `stats` too: it cannot name scopes.
     """
     keys = [] if path is None else _read_file(Path(path))
     if KEY_VARIABLE in environment:
@@ -209,7 +209,7 @@ def _digest(where: str, table: Mapping[str, Any]) -> bytes:
 
 
 def _checked_digest(value: Any, where: str) -> bytes:
-    """The digest of a key; what is wrong is said without repeating the key."""
+    """The digest of a secret; errors do not repeat the secret."""
     if not isinstance(value, str) or len(value) < MIN_KEY_LENGTH:
         raise ConfigError(f"{where} must be a string of at least {MIN_KEY_LENGTH} characters")
     if not all("!" <= mark <= "~" for mark in value):
@@ -247,7 +247,7 @@ def _scopes(where: str, value: Any) -> frozenset[KeyScope]:
 
 
 def _moment(where: str, value: Any) -> float:
-    """A date is its first instant; what names no zone is in UTC."""
+    """Seconds since the epoch. A date means its first instant; without a zone it is UTC."""
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime.combine(value, time())
     if not isinstance(value, datetime):

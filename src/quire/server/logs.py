@@ -22,7 +22,7 @@ from typing import Any, Literal, TextIO
 LogFormat = Literal["json", "text"]
 LOGGER = logging.getLogger("quire.server")
 MAX_QUEUED_BYTES = 4 << 20
-MAX_EXIT_S = 1.0  # what each destination gets at exit for the lines that are left
+MAX_EXIT_S = 1.0  # for each destination, to write the queued lines at exit
 _BATCH_BYTES = 64 << 10  # lines that are written together
 
 
@@ -41,9 +41,9 @@ class LineWriter:
         self._write = write
         self._announce = announce
         self._lines: deque[bytes] = deque()
-        self._num_bytes = 0  # in the queue and in the thread's hands
+        self._num_bytes = 0  # queued or being written
         self._num_announced = 0
-        self._is_mid_line = False  # a line was cut by an error
+        self._is_mid_line = False  # an error left half a line
         self._is_closed = False
         self._changed = threading.Condition()  # re-entrant: a finaliser may log inside put()
         self._thread: threading.Thread | None = None
@@ -67,7 +67,7 @@ class LineWriter:
             return self._changed.wait_for(lambda: not self._num_bytes, timeout_s)
 
     def close(self, timeout_s: float = MAX_EXIT_S) -> None:
-        """Write what is left within the time, and take nothing more."""
+        """Write what is queued, at most for `timeout_s`, and take nothing more."""
         self.flush(timeout_s)
         with self._changed:
             self._is_closed = True
@@ -109,14 +109,14 @@ class LineWriter:
             self._is_mid_line = not content[:written].endswith(b"\n")
 
     def _count_unwritten(self, lines: list[bytes], written: int) -> None:
-        """Those of `lines` that do not lie within the bytes that were written."""
+        """Count the lines that are not wholly among the bytes that were written."""
         ends = accumulate(map(len, lines))
         with self._changed:
             self.num_dropped += sum(end > written for end in ends)
 
 
 class QueuedStream(io.TextIOBase):
-    """Standard output or error whose writes never wait and never fail."""
+    """Standard output or error whose writes never block and never fail."""
 
     def __init__(self, writer: LineWriter, descriptor: int) -> None:
         self._writer = writer
@@ -163,7 +163,7 @@ class LineHandler(logging.Handler):
         try:
             self.writer.put(self.format(record).encode("utf-8", "backslashreplace") + b"\n")
         except Exception:
-            self.writer.num_dropped += 1  # a record that cannot be worded harms nobody else
+            self.writer.num_dropped += 1  # a record that cannot be formatted
 
 
 class JsonLines(logging.Formatter):
@@ -176,7 +176,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)  # escapes line breaks: nobody can forge a second line
+        return json.dumps(line, default=str)  # escapes line breaks: no field can forge a line
 
 
 class PlainLines(logging.Formatter):
@@ -197,7 +197,7 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 
 def set_up_logs(form: LogFormat, level: str, stream: TextIO | None = None) -> LineWriter:
-    """Send the server's lines, and every library's warnings, to one place."""
+    """Send the server's lines and the libraries' warnings to one writer."""
     formatter = JsonLines() if form == "json" else PlainLines()
 
     def announce(count: int) -> bytes:
@@ -234,14 +234,14 @@ def _write_to(descriptor: int, content: bytes) -> int:
     while True:
         try:
             return os.write(descriptor, content)
-        except BlockingIOError:  # whoever started the process made its end a non-blocking one
+        except BlockingIOError:  # the descriptor was inherited as non-blocking
             waiting = select.poll()
             waiting.register(descriptor, select.POLLOUT)
             waiting.poll()
 
 
 def take_over_standard_streams(log_writer: LineWriter) -> None:
-    """From here on nothing that is printed can stop the process, at its end either.
+    """From here on printing cannot block the process, nor its exit.
 
     What libraries print on standard error goes through the log's queue; standard output has a
     queue of its own, so that neither's reader blocks the other.
@@ -255,7 +255,7 @@ def take_over_standard_streams(log_writer: LineWriter) -> None:
 
 
 def num_dropped_lines() -> int:
-    """Lines of the log that nobody took."""
+    """Log lines that were dropped."""
     handlers = logging.getLogger().handlers
     return sum(
         handler.writer.num_dropped for handler in handlers if isinstance(handler, LineHandler)

@@ -24,7 +24,7 @@ _FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
 def exposition(service: Service, snapshot: Snapshot, rejected: Mapping[str, int]) -> str:
-    """Everything the engine knows of itself, what the server turned away, what keys used."""
+    """The engine's figures, refused requests and connections, usage by key."""
     writer = _Writer(service.name)
     _write_moment(writer, snapshot, service.num_streams)
     _write_counters(writer, snapshot)
@@ -131,7 +131,7 @@ class _Writer:
         self._family(name, text, "counter", _labelled(label, values))
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
-        counts = list(histogram.counts)  # a copy: the engine goes on counting
+        counts = list(histogram.counts)  # a copy: the engine's thread goes on counting
         self._head(name, text, "histogram")
         total = 0
         for bound, count in zip((*map(repr, histogram.bounds), "+Inf"), counts, strict=True):
@@ -171,7 +171,7 @@ def _escaped(text: str) -> str:
 def stats_for(
     service: Service, snapshot: Snapshot, key: ApiKey | None
 ) -> OwnStatsReply | StatsReply:
-    """Where no keys are set, everybody may know everything."""
+    """A key's own figures, or all with the scope `stats` or without keys."""
     own = OwnStatsReply(
         status=service.state.value,
         model=service.name,

@@ -38,7 +38,7 @@ _LOOPBACK_DELAY_S = 0.1
 
 
 class ClientGoneError(Exception):
-    """Nobody is there to answer."""
+    """The client disconnected."""
 
 
 class Middleware:
@@ -62,14 +62,14 @@ class Middleware:
         self._connections = connections
         self._proxies = Proxies(settings.trusted_proxies)
         self._failed_keys = FailedKeys()
-        self._num_delayed = 0  # refusals of wrong keys that wait
+        self._num_delayed = 0  # answers to wrong keys that wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await self._serve(scope, receive, send)
-        # There are no web sockets: uvicorn answers those itself.
+        # No web sockets: uvicorn refuses those.
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
@@ -140,9 +140,9 @@ class Middleware:
             raise
 
     async def _slow_down(self, call: Call, error: ApiError) -> None:
-        """Answer late, and as too many, whoever keeps sending wrong keys. Right keys are never
-        held up: their address may be that of many. On loopback, which is anybody's on this machine,
-        the answer stays what it is. Only so many answers wait at a time."""
+        """Delay answers to an address that keeps sending wrong keys, and make them 429s. Right keys
+        are never delayed: many clients may share the address. On loopback, which all users of the
+        machine share, the answer stays a 401. The number of delayed answers is bounded."""
         group = address_group(call.client)
         wait_s = self._failed_keys.add(group or "loopback")
         if not wait_s:
@@ -215,8 +215,8 @@ async def _parts(receive: Receive) -> Any:
 
 
 def _replay(body: list[bytes], receive: Receive) -> Receive:
-    """Receive for the application: the body in one piece, which it then holds alone; then whatever
-    comes."""
+    """The application's `receive`: the body in one piece, to which no reference is kept here; then
+    whatever follows."""
 
     async def replay() -> Message:
         if not body:
@@ -236,7 +236,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _check_content_type(headers: Headers) -> None:
-    """JSON alone: a web page can post forms and plain text to anywhere without asking."""
+    """JSON alone: web pages can post forms and plain text across origins without a preflight."""
     kind = _header(headers, b"content-type").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
@@ -308,14 +308,14 @@ def check_origin(headers: Headers, settings: ServerSettings) -> None:
 
 
 def is_preflight(method: str, headers: Headers, settings: ServerSettings) -> bool:
-    """A browser asks whether a page that is named may send what it wants to send."""
+    """Whether it is a CORS preflight of an allowed origin."""
     if method != "OPTIONS" or _origin(headers) not in settings.cors_origins:
         return False
     return any(name == b"access-control-request-method" for name, _ in headers)
 
 
 def cors_headers(headers: Headers, settings: ServerSettings) -> Headers:
-    """What lets a named page read the answer; nothing for all others."""
+    """CORS headers for an allowed origin; none for others."""
     origin = _origin(headers)
     if origin is None or origin not in settings.cors_origins:
         return []

@@ -33,11 +33,11 @@ Headers = list[tuple[bytes, bytes]]
 
 _FRAMING = frozenset((b"content-length", b"transfer-encoding"))
 _UPGRADE_HEADERS = frozenset((b"upgrade", b"connection", b"http2-settings"))
-MAX_PIPELINED = 8  # requests that wait for their turn on one connection
+MAX_PIPELINED = 8  # requests that wait on one connection
 MAX_HEADERS = 256
-MAX_CHUNKS = 16_384  # of a body, and one more for each of its 64 bytes
-MAX_KEPT_BODY = 64 << 10  # a body up to this is read to its end after an early answer
-MIN_PROGRESS_BYTES = 4096  # that a client must take in unread_timeout_s
+MAX_CHUNKS = 16_384  # of a body, and one more for each 64 bytes
+MAX_KEPT_BODY = 64 << 10  # bytes that are read after an early answer to keep the connection
+MIN_PROGRESS_BYTES = 4096  # that a client must read in unread_timeout_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._is_in_head = True
         self._wants_keep_alive = True
-        self._is_discarding = False  # nothing more is understood
+        self._is_discarding = False  # what comes is not parsed any more
         self._num_discarded = 0
         self._is_lingering = False
         self._is_shutting_down = False
-        self._deadline: asyncio.TimerHandle | None = None  # of what should come
-        self._unread_deadline: asyncio.TimerHandle | None = None  # of what should be taken
+        self._deadline: asyncio.TimerHandle | None = None  # for receiving
+        self._unread_deadline: asyncio.TimerHandle | None = None  # for the client to read
         self._num_unread = 0
 
     # ---- the connection
@@ -177,7 +177,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_discarding:
             return
         self._num_parsed_bytes = 0
-        self._num_head_bytes = self._num_head_bytes or 1  # at least: it may follow another's end
+        # A head has begun, maybe in the same packet as the end of the last body.
+        self._num_head_bytes = self._num_head_bytes or 1
         self._num_chunks = self._num_body_bytes = 0
         super().on_message_begin()
 
@@ -188,7 +189,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Also of the trailers that may follow a body in chunks."""
+        """Trailers after a chunked body are headers too."""
         if self._is_discarding:
             return
         self._num_parsed_bytes += len(name) + len(value) + 4
@@ -222,7 +223,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._set_up(self.cycle, framing)
 
     def _take_host_from_url(self) -> None:
-        """Where a URL is a whole one, its host goes before the header (RFC 9112, 3.2.2)."""
+        """The host of an absolute URL replaces the header (RFC 9112, 3.2.2)."""
         _, separator, rest = self.url.partition(b"://")
         if separator:
             host = rest.partition(b"/")[0].partition(b"?")[0]
@@ -231,14 +232,14 @@ class HttpProtocol(HttpToolsProtocol):
             ]
 
     def _set_up(self, cycle: RequestResponseCycle, framing: Headers) -> None:
-        """Until its body has come, an answer closes the connection, unless little is missing."""
+        """An answer before the end of the body closes the connection, unless the body is small."""
         cycle.transport = self._cycle_transport  # type: ignore[assignment]
         self._wants_keep_alive = cycle.keep_alive
         if framing:
             self.limits.connections.set_idle(self)
             if cycle.waiting_for_100_continue or any(map(_announces_much, framing)):
                 cycle.keep_alive = False
-        if cycle.scope["http_version"] == "1.0":  # which knows no chunks: the end is the close
+        if cycle.scope["http_version"] == "1.0":  # no chunked encoding: closing ends the body
             cycle.chunked_encoding = False
             cycle.expected_content_length = _UNKNOWN_LENGTH
 
@@ -262,7 +263,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_head = True
         super().on_message_complete()
         cycle = self.cycle
-        if cycle.response_complete:  # it was answered before; now the next may come
+        if cycle.response_complete:  # it was answered early; the next may come now
             self._stop_deadline()
             self._wait_for_next()
             return
@@ -307,7 +308,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop_unread_deadline()
 
     def _watch_reader(self) -> None:
-        """Close the connection unless the client takes something until then, and then again."""
+        """Close the connection unless the client reads something in unread_timeout_s; repeat."""
         self._num_unread = self.transport.get_write_buffer_size()
         self._unread_deadline = self.loop.call_later(
             self.limits.unread_timeout_s, self._on_unread_deadline
@@ -326,7 +327,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._unread_deadline.cancel()
             self._unread_deadline = None
 
-    # ---- deadlines and ends
+    # ---- deadlines and closing
 
     def _set_deadline(self, seconds: float, then: Callable[[], None]) -> None:
         self._stop_deadline()
@@ -357,8 +358,8 @@ class HttpProtocol(HttpToolsProtocol):
         raise AssertionError("parse errors are answered by _refuse")
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is no request and close. An answer under way is never written into: it is
-        finished, and the connection closed after it."""
+        """Answer an invalid request and close. A running answer is never written into: it is
+        finished first, and the connection is closed without this one."""
         if self._is_discarding or self.transport.is_closing():
             return
         self._stop_deadline()
@@ -368,16 +369,16 @@ class HttpProtocol(HttpToolsProtocol):
             if not is_own:
                 self._answer_no_more()
                 return
-            cycle.disconnected = True  # its body will not come: whoever waits for it stops
+            cycle.disconnected = True  # whoever waits for its body stops
             cycle.message_event.set()
         elif not self._is_in_head and self.cycle is not None and self.cycle.response_complete:
-            self._linger()  # what is wrong is the rest of a body that was answered
+            self._linger()  # the error is in the rest of a body that was answered
             return
         self.transport.write(refusal_bytes(error))
         self._linger()
 
     def _answer_no_more(self) -> None:
-        """Finish what was asked so far, take nothing more, and close after it."""
+        """Finish the requests so far, accept no more, then close."""
         self._is_discarding = True
         self._stop_deadline()
         last = self.pipeline[0][0] if self.pipeline else self._answering
@@ -385,7 +386,7 @@ class HttpProtocol(HttpToolsProtocol):
             last.keep_alive = False
 
     def _close_gently(self) -> None:
-        """Close once everything is written and, for some time, once the client has closed."""
+        """Close once everything is written; linger if the client may still be sending."""
         if self.transport.is_closing() or self._is_lingering:
             return
         if self._is_in_head and not self._num_head_bytes and not self._is_discarding:
@@ -421,7 +422,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _CycleTransport:
-    """A connection's transport as an answer sees it: its close lingers where it must."""
+    """The transport that a cycle writes to; closing it may linger."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -432,7 +433,7 @@ class _CycleTransport:
 
 
 class _UnknownLength(int):
-    """As many bytes as come: the length of an answer that ends with its connection."""
+    """An expected length that every length satisfies: the body ends with the connection."""
 
     def __lt__(self, _: object) -> bool:
         return False
@@ -460,7 +461,7 @@ def _announces_much(header: tuple[bytes, bytes]) -> bool:
 
 
 def refusal_bytes(error: ApiError) -> bytes:
-    """An error as an answer of its own, after which the connection is closed."""
+    """An error as a whole response with connection: close."""
     body = error.body
     head = [STATUS_LINE[error.status], b"content-type: application/json\r\n"]
     head += [b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers]

@@ -2,14 +2,14 @@
 
     read the body, tokenise -> Meter.admit(key, demand) -> engine -> Admission.settle(outputs)
 
-A call is booked with the most it can use before it is queued, and with what it used at its end.
+A call reserves the most that it can use before it is queued; its usage replaces that at its end.
 `settle` is called exactly once for every admission, whatever became of the call: with the outputs
 of all its requests, or with none where the engine refused them. A request that was cut off has an
 output too, with the tokens it got.
 
 A minute's quota is a bucket that holds a minute's tokens and refills steadily. One call may ask for
-more than it holds: it waits for a full bucket, and what it overdraws is waited for by the next. A
-day's quota is never overdrawn, and counts from midnight to midnight in UTC.
+more than it holds: it waits for a full bucket and overdraws it; the next call waits longer. A day's
+quota is never overdrawn, and counts from midnight to midnight in UTC.
 """
 
 import logging
@@ -41,14 +41,14 @@ class Demand:
 
 
 class Admission(Protocol):
-    """What a call was let in with."""
+    """The reservation of an admitted call."""
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """What the answer says of the key's limits."""
+        """Rate-limit headers of the answer."""
 
     def settle(self, outputs: Sequence[RequestOutput]) -> None:
-        """Replace the demand by what was really used."""
+        """Replace the demand by the actual usage."""
 
 
 class Meter(Protocol):
@@ -72,12 +72,12 @@ def demand_of(
 # ---- requests
 
 
-_LONGEST_BURST_S = 10.0  # of its rate, a key can use so much at once
+_LONGEST_BURST_S = 10.0  # a bucket holds this many seconds of its rate
 
 
 @dataclass(slots=True)
 class _Account:
-    """What a key has left and has open. The bucket refills at its rate."""
+    """A key's token bucket, which refills at its rate, and its open requests."""
 
     tokens: float
     filled_at: float
@@ -91,7 +91,7 @@ class KeyLimits:
         self._accounts: dict[str, _Account] = {}
 
     def enter(self, key: ApiKey) -> None:
-        """Count a request in, or raise a 429 that says when it may come again."""
+        """Count a request, or raise a 429 with the time to retry."""
         now = self._now()
         account = self._account(key, now)
         if key.max_concurrent is not None and account.num_open >= key.max_concurrent:
@@ -109,10 +109,10 @@ class KeyLimits:
         account.num_open += 1
 
     def count_prompts(self, key: ApiKey, num_prompts: int) -> None:
-        """Count all prompts of a body whose request was counted in as one.
+        """Count all prompts of a body; its request was counted as one.
 
-        A body may have more than the key can send at once: it is let through where nothing is
-        owed, and what it overdraws is waited for by the next.
+        A body may have more prompts than the bucket holds: it is admitted unless the bucket is
+        overdrawn, and overdraws it; the next request waits.
         """
         if key.requests_per_minute is None or num_prompts <= 1:
             return
@@ -158,31 +158,31 @@ def _burst(rate: float) -> float:
 # ---- tokens
 
 
-SAVE_INTERVAL_S = 1.0  # the most that a kill -9 forgets
+SAVE_INTERVAL_S = 1.0  # the most that a kill -9 loses
 
 Now = Callable[[], float]
 
 
 @dataclass(slots=True)
 class Usage:
-    """What a key has used. `owed` flows off at the rate of its minute's quota."""
+    """What a key has used. `owed` decreases at the rate of its quota by the minute."""
 
     prompt_tokens: int = 0  # since the server started, as are completions
     completion_tokens: int = 0
-    today: int = 0  # of all processes with the same state; what runs is in it in full
+    today: int = 0  # of all processes with the same state; running calls count with their demand
     unsaved: int = 0  # of today, not in the file yet
     owed: float = 0.0
     owed_at: float = 0.0
 
     def take(self, tokens: int) -> None:
-        """Book tokens, or give back (below zero) what was booked too many."""
+        """Add tokens; a negative number gives back what was reserved and not used."""
         self.today = max(0, self.today + tokens)
         self.unsaved += tokens
         self.owed = max(0.0, self.owed + tokens)
 
 
 class Charge:
-    """What a call was booked with."""
+    """The reservation of a call."""
 
     def __init__(self, quotas: "Quotas", key: ApiKey | None, tokens: int, day: str) -> None:
         self._quotas = quotas
@@ -205,7 +205,7 @@ class Charge:
 
 
 class Quotas:
-    """A meter (see metering.py) for the keys in force. Used on the event loop; `save` anywhere."""
+    """The meter for the keys in force. Used on the event loop; `save` on any thread."""
 
     def __init__(
         self,
@@ -222,14 +222,14 @@ class Quotas:
         self._day = self._today()
         self._usage: dict[str, Usage] = {}
         self._is_open = False  # the file was read, and is written to
-        self._wants_news = False  # somebody was refused by what others may have given back
+        self._wants_news = False  # a call was refused; other processes may have given tokens back
         self._lock = threading.Lock()  # guards all of the above
         self._failure: str | None = None  # why it could not be saved the last time
 
     # ---- the meter
 
     def admit(self, key: ApiKey | None, demand: Demand) -> Admission:
-        """Book the most that a call can use; a 429 where the key's quotas have not that much."""
+        """Reserve the most that a call can use; a 429 where that exceeds the key's quotas."""
         tokens = demand.num_prompt_tokens + demand.max_new_tokens
         with self._lock:
             usage = self._usage_of(key)
@@ -243,7 +243,7 @@ class Quotas:
     def settle(
         self, key: ApiKey | None, booked: int, prompt: int, completion: int, day: str
     ) -> None:
-        """Replace what was booked by what was used; a day that is over is left as it was."""
+        """Replace a reservation by the usage; a day that is over is not changed."""
         with self._lock:
             usage = self._usage_of(key)
             usage.prompt_tokens += prompt
@@ -293,7 +293,7 @@ class Quotas:
             headers=self._headers(key, usage),
         )
 
-    # ---- looking at it
+    # ---- figures
 
     def headers(self, key: ApiKey | None) -> tuple[tuple[str, str], ...]:
         """What is left of the minute, in OpenAI's headers."""
@@ -318,7 +318,7 @@ class Quotas:
             return replace(self._usage_of(key))
 
     def by_key(self) -> Mapping[str, Usage]:
-        """What every key has used that used something since the start or, by the file, today."""
+        """The usage of every key that used something, since the start or today."""
         with self._lock:
             self._roll()
             return {name: replace(usage) for name, usage in sorted(self._usage.items())}
@@ -326,7 +326,7 @@ class Quotas:
     # ---- the day
 
     def open(self, ring: KeyRing) -> None:
-        """Read today's figures, where a key has a quota of the day; raises a ConfigError."""
+        """Read today's usage if a key has a quota by the day; raises a ConfigError."""
         if self._is_open or all(key.tokens_per_day is None for key in ring):
             return
         if self._file is None:
@@ -339,7 +339,7 @@ class Quotas:
             self._is_open = True
 
     def save(self) -> None:
-        """Write what is new, and learn what other processes wrote. What fails is tried again."""
+        """Write new usage, read that of other processes. The next call retries a failure."""
         with self._lock:
             self._roll()
             day = self._day
@@ -362,7 +362,7 @@ class Quotas:
                 usage.today = max(0, known.get(name, 0) + usage.unsaved)
 
     def _report(self, failure: str | None) -> None:
-        """Once when saving begins to fail, and once when it works again."""
+        """Log when saving begins to fail, and when it works again."""
         if failure is not None and failure != self._failure:
             log("quota_state_unsaved", logging.WARNING, error=failure, retry_s=SAVE_INTERVAL_S)
         elif failure is None and self._failure is not None:
@@ -382,7 +382,7 @@ class Quotas:
         return usage
 
     def _roll(self) -> None:
-        """Begin a new day when it comes."""
+        """Start a new day at midnight UTC."""
         today = self._today()
         if today == self._day:
             return
@@ -402,7 +402,7 @@ class Quotas:
 
 
 class Saver:
-    """Saves on a thread of its own, as disks may be slow, and a last time when it is closed."""
+    """Saves on a thread, as disks may be slow, and once more when it is closed."""
 
     def __init__(self, quotas: Quotas, interval_s: float = SAVE_INTERVAL_S) -> None:
         self._quotas = quotas
@@ -419,7 +419,7 @@ class Saver:
     def _save(self) -> None:
         try:
             self._quotas.save()
-        except Exception:  # a bug of ours: the next time may go well
+        except Exception:  # a bug: log it, and try again
             LOGGER.exception("quota_state_unsaved")
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -174,7 +174,7 @@ class Readiness(BaseModel):
 class QuotaFigures(BaseModel):
     limit: int
     left: int
-    resets_in_s: float  # until all of it is there again
+    resets_in_s: float  # until the whole quota is available
 
 
 class KeyFigures(BaseModel):
@@ -184,13 +184,13 @@ class KeyFigures(BaseModel):
     num_waiting: int
     prompt_tokens: int
     completion_tokens: int
-    tokens_today: int  # since midnight UTC; what runs counts with the most it can use
+    tokens_today: int  # since midnight UTC; running calls count with the most they can use
     tokens_per_minute: QuotaFigures | None = None
     tokens_per_day: QuotaFigures | None = None
 
 
 class OwnStatsReply(BaseModel):
-    """What every key may know."""
+    """What every key may read."""
 
     status: str
     model: str
@@ -200,7 +200,7 @@ class OwnStatsReply(BaseModel):
 
 
 class AuditFigures(BaseModel):
-    """The audit log's last line: note it elsewhere, and `quire audit --expect` finds cuts."""
+    """The audit log's last line: with a copy, `quire audit --expect` finds a missing end."""
 
     seq: int
     hash: str
@@ -208,7 +208,7 @@ class AuditFigures(BaseModel):
 
 
 class StatsReply(OwnStatsReply):
-    """The moment, and the counters since the model was loaded."""
+    """Gauges, and counters since the model was loaded."""
 
     audit: AuditFigures | None = None
     keys: dict[str, KeyFigures]  # those in force that have used something
@@ -231,7 +231,7 @@ class StatsReply(OwnStatsReply):
 
 
 class KeyCard(BaseModel):
-    """A key as its file describes it; neither itself nor its digest."""
+    """A key's settings; neither its secret nor its digest."""
 
     name: str
     scopes: list[str]
@@ -249,7 +249,7 @@ class KeyList(BaseModel):
 
 
 class ReloadReply(BaseModel):
-    """The names of keys that are new, gone, or not what they were."""
+    """Names of keys."""
 
     added: list[str]
     removed: list[str]
@@ -259,7 +259,7 @@ class ReloadReply(BaseModel):
 # ---- log-probabilities
 
 
-_LEAST = -9999.0  # JSON has no infinity
+_MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class TextScores(NamedTuple):
@@ -270,7 +270,7 @@ class TextScores(NamedTuple):
 
 
 class ScoreWriter:
-    """Spells tokens; a model without a tokenizer has their numbers alone."""
+    """Log-probabilities as JSON; without a tokenizer, tokens are written as token_id:N."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -310,7 +310,7 @@ class ScoreWriter:
         return f'{{"token":{json.dumps(self._text(token))},"bytes":{spelled}'
 
     def _top_by_text(self, score: TokenLogprob) -> str:
-        """By their texts, of which two tokens may have the same: the likelier one stays."""
+        """By text; of two tokens with the same text the last, less likely one counts."""
         found = {self._text(token): _finite(logprob) for token, logprob in score.top}
         return json.dumps(found)
 
@@ -324,4 +324,4 @@ class ScoreWriter:
 
 
 def _finite(logprob: float) -> float:
-    return max(_LEAST, logprob)
+    return max(_MIN_LOGPROB, logprob)

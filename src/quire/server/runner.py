@@ -33,7 +33,7 @@ Reload = Callable[[], None]  # reads a file again; raises a QuireError where it 
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: a drain goes on answering until it is done."""
+    """uvicorn without its signal handlers: while draining, the server goes on answering."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -45,9 +45,9 @@ def serve(
 ) -> None:
     """Serve until a signal ends it; raises what ended it otherwise.
 
-    SIGTERM and SIGINT drain; a second one ends what is left at once. SIGHUP reads the keys and the
-    certificate again and calls each of `on_hangup` on the event loop; where there is none of all
-    these, it ends the process, as the system has it.
+    SIGTERM and SIGINT drain; a second one ends all requests at once. SIGHUP reads the keys and the
+    certificate again and calls each of `on_hangup` on the event loop; without any of these it has
+    its default effect and ends the process.
     """
     certificate = read_certificate(settings)
     if certificate is not None:
@@ -122,7 +122,7 @@ async def _serve(
 def _handle_signals(
     loop: asyncio.AbstractEventLoop, service: Service, reloads: Sequence[Reload]
 ) -> None:
-    drains: set[asyncio.Task[None]] = set()  # kept from the collector
+    drains: set[asyncio.Task[None]] = set()  # asyncio keeps weak references alone
 
     def drain(name: str) -> None:
         log("signal", signal=name, state=service.state.value)
@@ -135,7 +135,7 @@ def _handle_signals(
 
 
 def _reload_all(reloads: Sequence[Reload]) -> None:
-    """One that fails leaves what was there in use, and the others are still called."""
+    """A failed reload keeps the old state; the others are still called."""
     log("signal", signal="SIGHUP")
     for reload in reloads:
         try:

@@ -48,7 +48,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, data: Any) -> Any:
-        """Refuse the first of many unknown fields, instead of counting them all up."""
+        """Refuse the first of many unknown fields, without an error for each."""
         if isinstance(data, dict) and len(data) > len(cls.model_fields):
             unknown = next(name for name in data if name not in cls.model_fields)
             raise _error("extra_forbidden", unknown)
@@ -76,7 +76,7 @@ def _in_slices(ids: Any, check: Callable[[Any], list[int]]) -> list[int]:
 
 
 def _few_biases(biases: Any) -> Any:
-    """The length before the entries, each of which may be an error."""
+    """Check the length first: each entry may be an error."""
     if isinstance(biases, dict) and len(biases) > MAX_BIASES:
         context = {
             "field_type": "Dictionary",
@@ -101,7 +101,7 @@ def _kind_of_prompts(given: Any) -> str | None:
     )
 
 
-# Tags are no identifiers: errors name fields, not these.
+# Tags are no identifiers, so that bodies.py can leave them out of the field's name.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), WrapValidator(_in_slices)]
 _WhichPrompts = Discriminator(
     _kind_of_prompts,
@@ -120,7 +120,7 @@ class TextFormat(Strict):
 
 
 class CommonFields(Strict):
-    """What every request says of itself, beside what it wants."""
+    """Fields of every request to the model."""
 
     model: str | None = Field(default=None, description="may be left out: there is one")
     user: str | None = Field(default=None, max_length=256, description="written to the log")
@@ -171,7 +171,7 @@ class Generation(CommonFields):
     store: Literal[False] | None = None
 
     def sampling(self, usual_max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """How tokens are to be chosen, with room for so many where the client does not say."""
+        """The engine's parameters; `usual_max_tokens` where the client gives no max_tokens."""
         given: dict[str, Any] = {
             name: value for name in _SAMPLED if (value := getattr(self, name)) is not None
         }

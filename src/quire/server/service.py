@@ -41,7 +41,7 @@ class State(StrEnum):
 
 
 class Service:
-    """Says whether requests can be taken, and gives the model to those that are."""
+    """The model and its state, and all that requests share."""
 
     def __init__(self, settings: ServerSettings, load: Load) -> None:
         self.settings = settings
@@ -73,10 +73,10 @@ class Service:
         self._hurry = asyncio.Event()
 
     async def open(self) -> None:
-        """Load the model while the event loop goes on; returns early if the end comes before."""
+        """Load the model off the event loop; returns early if the service ends before."""
         self._loop = asyncio.get_running_loop()
         loading: Future[AsyncLLM] = Future()
-        # A daemon, unlike asyncio's own threads: who ends the server need not wait for the model.
+        # A daemon, unlike asyncio's threads: the process can end while the model is loaded.
         threading.Thread(
             target=self._load_on_thread, args=[loading], name=LOADING_THREAD, daemon=True
         ).start()
@@ -152,11 +152,11 @@ class Service:
 
     @property
     def loaded(self) -> AsyncLLM | None:
-        """The model whatever its state, to look at."""
+        """The model in any state, for figures."""
         return self._llm
 
     def parses_control_tokens(self, key: ApiKey | None) -> bool:
-        """Whether the chat messages of a key, or of anybody, may write control tokens."""
+        """Whether a key's chat messages, or without keys all, may write control tokens."""
         return (self.settings if key is None else key).parse_control_tokens
 
     def check_model(self, name: str | None) -> None:
@@ -171,7 +171,7 @@ class Service:
             )
 
     async def reload_keys(self) -> KeyChanges:
-        """Read the keys again and hold new requests to them; what runs goes on.
+        """Read the keys again, for new requests; running ones finish.
 
         Raises a ConfigError where the file cannot be used; the keys are then as they were.
         """
@@ -196,7 +196,7 @@ class Service:
             self.audit.record(event, **about)
 
     def _start_reloading_keys(self) -> None:
-        """However often it is asked for, one reading runs and one more follows it."""
+        """At most one reload runs, and at most one more is pending."""
         self._wants_reload = True
         if self._reloading is None or self._reloading.done():
             self._reloading = asyncio.ensure_future(self._reload_while_wanted())
@@ -212,7 +212,8 @@ class Service:
                 LOGGER.exception("reload_failed")
 
     async def drain(self) -> None:
-        """Take nothing new; give what runs until the deadline, then end it with an error each."""
+        """Take no new requests; let running ones finish until the deadline, then end each with an
+        error."""
         if self.state is State.DRAINING:
             self._hurry.set()  # asked twice: do not wait
             return

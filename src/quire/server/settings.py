@@ -33,26 +33,26 @@ class ServerSettings:
     keys: KeyRing = field(default_factory=KeyRing)
     no_auth: bool = False  # listen beyond loopback although there are no keys
     parse_control_tokens: bool = False  # in chat messages, where no key says whether
-    allowed_hosts: tuple[str, ...] = ()  # names the server goes by, beside addresses and localhost
+    allowed_hosts: tuple[str, ...] = ()  # in Host, beside addresses and localhost
     cors_origins: tuple[str, ...] = ()  # web pages that may use it, as scheme://host[:port]
     max_body_bytes: int = 4 << 20
     max_buffered_bytes: int = 256 << 20  # of all bodies together, while they come
     max_header_bytes: int = 64 << 10
     max_connections: int = 4096
-    max_connections_per_address: int | None = None  # an eighth of all; none of loopback's
-    trusted_proxies: tuple[Network, ...] = ()  # who may say whom they speak for
+    max_connections_per_address: int | None = None  # an eighth of all; no limit on loopback
+    trusted_proxies: tuple[Network, ...] = ()  # whose forwarding headers are believed
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
-    unread_timeout_s: float = 60.0  # for a client that does not take its answer
-    linger_timeout_s: float = 5.0  # for the rest of what was answered before it was read
-    keep_alive_s: float = 65.0  # longer than the 60 s at which proxies commonly let go
+    unread_timeout_s: float = 60.0  # for a client that does not read its answer
+    linger_timeout_s: float = 5.0  # for the rest of a body that was answered early
+    keep_alive_s: float = 65.0  # longer than the usual 60 s of proxies
     drain_timeout_s: float = 30.0
-    ping_interval_s: float = 15.0  # a comment in streams that are silent for so long
+    ping_interval_s: float = 15.0  # of comments in silent streams
     otlp_endpoint: str | None = None  # where traces go
-    audit_log: Path | None = None  # where what matters to security is written
+    audit_log: Path | None = None  # the file of security events
     audit_key: Path | None = None  # a file with the key of the hashes in it
     audit_requests: bool = False  # one line a request as well
-    state_folder: Path | None = None  # where the day's quotas outlive the process; none: nowhere
+    state_folder: Path | None = None  # keeps quotas by the day across restarts
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

@@ -69,12 +69,12 @@ class Frames:
         raise NotImplementedError
 
     def chunk(self, index: int, pieces: Sequence[Piece]) -> bytes:
-        """One chunk of all these pieces of a choice; nothing where they hold nothing yet."""
+        """One chunk of all these pieces of a choice; nothing where they have no text yet."""
         reason = pieces[-1].finish_reason
         text = "".join([piece.text for piece in pieces])
         scores = [score for piece in pieces for score in piece.logprobs]
         if not text and reason is None and not scores and not self._with_token_ids:
-            return b""  # half a character, or what may begin a stop string
+            return b""  # half a character, or the possible begin of a stop string
         parts = [self._head, self._choice(index, text, scores)]
         if self._with_token_ids:
             token_ids = [token for piece in pieces for token in piece.token_ids]
@@ -211,7 +211,7 @@ class StreamReply(Response):
         not_before = 0.0
         try:
             while pieces := await stream.take(not_before):
-                if not opened:  # those that wait for their turn take no frames from the others
+                if not opened:  # a queued request does not count: it needs no frames
                     self._service.num_streams += 1
                 content = b""
                 for index, some in _by_choice(pieces).items():
@@ -225,7 +225,7 @@ class StreamReply(Response):
         finally:
             self._service.num_streams -= bool(opened)
         output = await stream.output()
-        if output.error is not None:  # the others of this answer are of no use any more
+        if output.error is not None:  # the answer has failed: cancel its other requests
             for other in self._streams:
                 other.cancel()
         return output
@@ -244,7 +244,7 @@ class StreamReply(Response):
         await self._send({"type": "http.response.body", "body": content, "more_body": more})
 
     async def _ping(self) -> None:
-        """Keep proxies and clients from giving a silent stream up."""
+        """Write comments, so that proxies and clients do not time out."""
         interval_s = self._service.settings.ping_interval_s
         while True:
             silent_s = self._loop.time() - self._sent_at
@@ -254,7 +254,7 @@ class StreamReply(Response):
                     await self._write(PING)
 
     async def _watch(self, receive: Receive) -> None:
-        """End the requests when nobody reads them any more."""
+        """Cancel the requests when the client disconnects."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._call.error = CLIENT_GONE
@@ -263,7 +263,7 @@ class StreamReply(Response):
 
 
 def cause_of(outputs: Sequence[RequestOutput]) -> QuireError | None:
-    """The error of an answer; those that were ended because of another's do not count."""
+    """The error of an answer: the first that is not a cancellation, if there is one."""
     errors = [output.error for output in outputs if output.error is not None]
     own = [error for error in errors if not isinstance(error, RequestCancelledError)]
     return next(iter([*own, *errors]), None)
@@ -277,7 +277,7 @@ def _by_choice(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
 
 
 async def _all(pumps: list[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
-    """Side by side; one, as nearly always, without a task of its own."""
+    """Concurrently; a single one, the usual case, without a task."""
     if len(pumps) == 1:
         return [await pumps[0]]
     return list(await asyncio.gather(*pumps))

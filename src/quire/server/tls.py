@@ -19,8 +19,8 @@ from quire.server.protocol import HttpProtocol, refusal_bytes
 from quire.server.settings import ServerSettings
 
 PASSWORD_VARIABLE = "QUIRE_TLS_KEY_PASSWORD"
-_SHUTDOWN_S = 5.0  # for the client's part of a farewell
-_BUFFER_BYTES = 32 << 10  # of each connection; asyncio's 256 KiB are dear where there are thousands
+_SHUTDOWN_S = 5.0  # for the client's close_notify
+_BUFFER_BYTES = 32 << 10  # of each connection; asyncio's 256 KiB add up over thousands
 
 
 class Certificate:
@@ -33,7 +33,7 @@ class Certificate:
         self.context = self._read()
 
     def reload(self) -> None:
-        """Read the files again; if they cannot be used, what was there stays."""
+        """Read the files again; raises, and keeps the old context, if they cannot be used."""
         self.context = self._read()
         log("reloaded", certificate=str(self._certificate))
 
@@ -108,7 +108,7 @@ class TlsProtocol(SSLProtocol):
         try:
             self._carried.enter(self._plain)
         except ApiError:
-            self._plain.abort()  # what it was refused for cannot be said before the handshake
+            self._plain.abort()  # no answer can be sent before the handshake
         else:
             super().connection_made(transport)
 
@@ -117,7 +117,7 @@ class TlsProtocol(SSLProtocol):
         self._carried.leave()
 
     def _fatal_error(self, exc: BaseException, *_: object) -> None:
-        """A client's mistake is no news for the log."""
+        """A client's mistake is not logged."""
         if isinstance(exc, ssl.SSLError) and exc.reason == "HTTP_REQUEST":
             refusal = ApiError(400, "this port speaks TLS: use https", code="http")
             self._plain.write(refusal_bytes(refusal))

@@ -105,7 +105,7 @@ class UsageFile:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, self.path)
-        with suppress(OSError):  # it is in place; that it lasts is all this adds
+        with suppress(OSError):  # the file is in place; this makes the rename durable
             folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(folder)
@@ -126,7 +126,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _checked(content: bytes) -> _State:
-    """The state, if every part of it is what it should be."""
+    """The state; a ValueError where it is malformed."""
     if len(content) > _MAX_BYTES:
         raise ValueError(f"it is longer than {_MAX_BYTES} bytes")
     state = json.loads(content)

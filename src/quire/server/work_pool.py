@@ -72,7 +72,7 @@ class WorkPool:
         self._threads = ThreadPoolExecutor(
             self._limits.num_threads, "quire-request", initializer=_lower_priority
         )
-        self._queues: OrderedDict[str, _Queue] = OrderedDict()  # that have jobs; the next one first
+        self._queues: OrderedDict[str, _Queue] = OrderedDict()  # with jobs; the next one first
         self._running: Counter[str] = Counter()
         self._total_bytes = 0
 
@@ -87,8 +87,8 @@ class WorkPool:
     def submit(self, key: str, work: Callable[[], T], size: int = 0) -> "asyncio.Future[T]":
         """Have a key's work done; `size`: the bytes it holds while it waits.
 
-        Raises a 429 where the key's queue is full. Cancelling the future takes the work out of the
-        queue; work that a thread has begun is finished, for nobody.
+        Raises a 429 where the key's queue is full. Cancelling the future removes the work from the
+        queue; work that a thread has begun is finished and its result dropped.
         """
         queue = self._queues.get(key) or _Queue()
         self._check(queue, size)
@@ -192,5 +192,5 @@ class WorkPool:
             )
 
     def close(self) -> None:
-        """Take no more work; what runs is left to end by itself."""
+        """Take no more work; running work is not waited for."""
         self._threads.shutdown(wait=False, cancel_futures=True)
