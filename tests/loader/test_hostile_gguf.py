@@ -97,7 +97,7 @@ LIES = {
     ),
     "a key twice": (
         build.Parts([build.unsigned("k", 1), build.unsigned("k", 1)]),
-        r"metadata field 'k' stands there twice",
+        r"metadata field 'k' appears twice",
     ),
     "an unknown value type": (
         build.Parts([build.pair("k", 13, bytes(8))]),
@@ -159,7 +159,7 @@ LIES = {
         build.Parts([build.unsigned("general.alignment", 2**31)], [W], F32_BYTES),
         r"'w' ends at byte 2147483680",
     ),
-    "a tensor twice": (build.Parts((), [W, W], F32_BYTES), r"'w' stands there twice"),
+    "a tensor twice": (build.Parts((), [W, W], F32_BYTES), r"'w' appears twice"),
     "a name too long": (
         build.Parts((), [build.tensor_info("w" * 65, [8])], F32_BYTES),
         r"name of tensor 0 must have 1 to 64 bytes, got 65",

@@ -72,7 +72,7 @@ LIES: dict[str, tuple[object, str]] = {
     "an unknown type": ({NAME: entry("F33", [4], [0, 16])}, "has type F33; of safetensors"),
     "three offsets": ({NAME: entry("F32", [4], [0, 8, 16])}, "data_offsets must be where"),
     "a shape of many axes": ({NAME: entry("F32", [1] * 9, [0, 16])}, "shape must be up to 8"),
-    "a negative place": ({NAME: entry("F32", [4], [-16, 0])}, "lies at bytes"),
+    "a negative place": ({NAME: entry("F32", [4], [-16, 0])}, "is at bytes"),
     "an end before the file's": ({NAME: entry("F32", [2], [0, 8])}, "end at byte"),
     "a list": ([1, 2], r"must begin with '\{', not with b'\['"),
     "notes that are no text": ({"__metadata__": {"a": 1}}, "__metadata__ must be"),

@@ -115,7 +115,7 @@ def test_another_type_is_named_with_what_is_supported(tmp_path: Path) -> None:
 
 def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
     content = file_bytes({"norm.weight": weights(2), NORM: weights(2)})
-    with pytest.raises(ModelFileError, match=r"'output_norm.weight' stands there twice"):
+    with pytest.raises(ModelFileError, match=r"'output_norm.weight' appears twice"):
         SafetensorsFolder(write_folder(tmp_path, content))
 
 
@@ -176,7 +176,7 @@ def test_a_broken_index_is_refused(tmp_path: Path, weight_map: object, message: 
     [
         ("", "config.json does not hold sound JSON"),
         ("[1]", "config.json must hold a JSON object, not list"),
-        ('{"a": 1, "a": 2}', "key 'a' stands there twice"),
+        ('{"a": 1, "a": 2}', "key 'a' appears twice"),
         ("[" * 100_000, "config.json does not hold sound JSON"),
         ('{"a": ' + "1" * 5000 + "}", "config.json does not hold sound JSON"),
         (" " * (1 << 20) + "{}", "at most 1048576"),

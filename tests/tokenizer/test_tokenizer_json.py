@@ -364,7 +364,7 @@ def test_a_key_that_stands_twice_is_refused(llama: Path) -> None:
     """The library might take the one that was not looked at."""
     text = llama.read_text()
     llama.write_text(text.replace('"normalizer":', '"normalizer": null, "normalizer":', 1))
-    with pytest.raises(ModelFileError, match="a key stands in an object twice"):
+    with pytest.raises(ModelFileError, match="an object has a key twice"):
         Tokenizer.from_file(llama)
 
 

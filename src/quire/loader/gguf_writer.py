@@ -20,7 +20,7 @@ Field = Scalar | Sequence[Scalar]
 
 
 class Writable(Protocol):
-    """A tensor to be written; its data are asked for once, when their turn comes."""
+    """A tensor to write; `data` is read once, when it is written."""
 
     @property
     def name(self) -> str: ...

@@ -14,7 +14,7 @@ from quire.core.errors import ModelFileError, UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class Lazy:
-    """A value that is decoded each time it is asked for, because it may be large."""
+    """A value that is decoded at each access, because it may be large."""
 
     decode: Callable[[], object]
 
@@ -121,7 +121,7 @@ class Metadata(Mapping[str, object]):
         return Metadata(f"{self._source}: {key}", value)
 
     def error(self, key: str, message: str) -> ModelFileError:
-        """The error to raise for a field that is wrong in a way only its reader knows."""
+        """An error about a field, for checks beyond the getters."""
         return ModelFileError(f"{self._source}: {key} {message}")
 
     def _present(self, key: str, default: object) -> object:
@@ -172,7 +172,7 @@ class Fields:
         self._prefix = prefix
 
     def get(self, key: str) -> object:
-        """The value as it stands in the file, or None."""
+        """The value as in the file, or None."""
         return self._metadata.get(self._prefix + key)
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
@@ -201,7 +201,7 @@ class Fields:
         return Fields(self._metadata.section(self._prefix + key), where)
 
     def refuse(self, neutral: Mapping[str, Collection[object]]) -> None:
-        """Raise where a field that we do not compute would change the results."""
+        """Raise where a field that quire does not compute has another value than these."""
         for key, values in neutral.items():
             value = self.get(key)
             if value is not None and (isinstance(value, np.ndarray) or value not in values):

@@ -26,7 +26,7 @@ class FileBytes(Protocol):
     def size(self) -> int: ...
 
     def read(self, start: int, stop: int) -> Bytes:
-        """The bytes from `start` to `stop`, both within the size, in memory of their own."""
+        """The bytes from `start` to `stop`, both within the size, in a new buffer."""
 
 
 class Files(Protocol):
@@ -40,7 +40,7 @@ class Files(Protocol):
     def is_folder(self, path: Path) -> bool: ...
 
     def names(self, folder: Path) -> list[str]:
-        """What lies in a folder, sorted."""
+        """The names in a folder, sorted."""
 
 
 class Region(NamedTuple):
@@ -51,15 +51,15 @@ class Region(NamedTuple):
     nbytes: int
 
     def read(self, start: int, stop: int) -> Bytes:
-        """Some of its bytes, counted from where it begins."""
+        """Bytes by their offsets in the region."""
         return self.file.read(self.start + start, self.start + stop)
 
 
 class OpenFile:
-    """A regular file that is open for reading, until nobody holds it any more.
+    """A regular file that is open for reading, closed with the last reference.
 
-    A file that changes between two reads would give half of one model and half of another, so that
-    is refused: its size and its time of modification must stay what they were when it was opened.
+    A file that changes between two reads would give parts of two models, so that is refused: its
+    size and its time of modification must not change.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -88,7 +88,7 @@ class OpenFile:
         """Read until the buffer is full; False where the file ends before that."""
         rest = content.data
         while len(rest):
-            count = os.preadv(self._descriptor, [rest], start)  # the system may give a part of it
+            count = os.preadv(self._descriptor, [rest], start)  # may read less than asked
             if count == 0:
                 return False
             rest, start = rest[count:], start + count
@@ -109,11 +109,11 @@ class OpenFile:
 
 
 class DiskFiles:
-    """The files that paths lead to."""
+    """Files of the file system."""
 
     def open(self, path: Path) -> OpenFile:
         try:
-            # Without waiting, where the path is a pipe that nobody writes to.
+            # Non-blocking: the path may be a pipe without a writer.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
             raise _unreadable(path, error) from error
@@ -136,7 +136,7 @@ DISK = DiskFiles()
 
 
 def read_capped(path: Path, limit: int, files: Files = DISK) -> bytes:
-    """A small file's content, or an error if it is larger than such a file can sensibly be."""
+    """A file's content; an error if it is longer than `limit`."""
     file = files.open(path)
     if file.size > limit:
         raise ModelFileError(f"{path} has {file.size} bytes; quire reads at most {limit} of it")
@@ -157,7 +157,7 @@ def read_json_object(path: Path, limit: int, files: Files = DISK) -> dict[str, o
 
 
 def parse_json_object(content: bytes, source: str) -> dict[str, object]:
-    """The object that JSON text holds; a key that stands twice is refused as ambiguous."""
+    """The object in a JSON text; duplicate keys are refused."""
     try:
         value = json.loads(content, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:  # ValueError: also bad UTF-8 and huge numbers
@@ -172,5 +172,5 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(fields) < len(pairs):
         left = dict.fromkeys(fields)
         twice = next(name for name, _ in pairs if left.pop(name, True) is not None)
-        raise ValueError(f"key {twice!r:.100} stands there twice")
+        raise ValueError(f"key {twice!r:.100} appears twice")
     return fields

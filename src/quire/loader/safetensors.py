@@ -45,14 +45,14 @@ _LENGTH_BYTES = 8
 class SafetensorsFolder:
     """An open folder: its configuration, and its tensors under our names, read on access.
 
-    Use it as a context manager or call close(). Tensors taken before stay valid: a file is closed
-    when the last of its tensors goes.
+    Use it as a context manager or call close(). Tensors stay valid: a file is closed with the last
+    of its tensors.
     """
 
     def __init__(self, path: str | Path, files: Files = DISK) -> None:
         self.path = Path(path)
         self._files = files
-        # As it stands, and without what is null.
+        # With nulls, which `config` leaves out.
         self.whole_config = read_json_object(self.path / CONFIG, MAX_CONFIG_BYTES, files)
         self.config = Metadata(CONFIG, self.whole_config)
         self.tensors: dict[str, Tensor] = {}
@@ -70,7 +70,7 @@ class SafetensorsFolder:
             raise ModelFileError(f"{shard.name} and {INDEX} disagree: tensor {odd!r} is {where}")
         for tensor in _tensors(entries, file):
             if tensor.name in self.tensors:
-                raise ModelFileError(f"{shard.name}: tensor {tensor.name!r} stands there twice")
+                raise ModelFileError(f"{shard.name}: tensor {tensor.name!r} appears twice")
             self.tensors[tensor.name] = tensor
 
     def read_beside(self, name: str, limit: int) -> bytes | None:
@@ -79,7 +79,7 @@ class SafetensorsFolder:
         return read_capped(path, limit, self._files) if self._files.has(path) else None
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Release the files."""
         self.tensors = {}
 
     def __enter__(self) -> Self:
@@ -182,7 +182,7 @@ def _check_offsets(path: Path, entries: dict[str, _Entry], begin: int, file_byte
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end or entry.stop < entry.start:
             raise ModelFileError(
-                f"{path.name} is not a sound safetensors file: tensor {name!r} lies at bytes "
+                f"{path.name} is not a sound safetensors file: tensor {name!r} is at bytes "
                 f"{entry.start} to {entry.stop}, and the one before it ends at {end}"
             )
         end = entry.stop

@@ -1,4 +1,4 @@
-"""Tensor: a named array of weights as it lies in its file, packed, and how to unpack it."""
+"""Tensor: a named array of weights, packed as in its file, and how to unpack it."""
 
 import math
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Tensor:
         num_blocks = (stop - start) // block_bytes
         weights = np.empty((num_blocks, block_size), dtype=np.float32)
         step = _WEIGHTS_AT_ONCE // block_size
-        # A broken file may hold scales of infinity: what comes of them is for executors to refuse.
+        # A broken file may have infinite scales; executors refuse what they give.
         with np.errstate(invalid="ignore", over="ignore"):
             for first in range(0, num_blocks, step):
                 last = min(first + step, num_blocks)

@@ -9,7 +9,7 @@ from quire.model.spec import CONFIG_FAMILIES, MAX_SIZES, Activation, Family, Mod
 
 _FILE = "config.json"
 _CONTEXT_LIMIT = MAX_SIZES["context_length"]
-_WINDOW_LIMIT = 1 << 62  # a window beyond the context is none
+_WINDOW_LIMIT = 1 << 62  # ModelSpec takes a window beyond the context for none
 _DEFAULTS: Mapping[str, object] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 _ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "relu2": Activation.RELU2}
 

@@ -36,7 +36,7 @@ from quire.quant.formats import Format, format_named
 
 _MAX_SEED = (1 << 32) - 1
 _NORM_SPREAD = 0.1  # norm weights lie around one
-_NORM_EPSILON = float(np.float32(1e-5))  # as a file gives it back, which keeps float32
+_NORM_EPSILON = float(np.float32(1e-5))  # GGUF keeps float32
 _QUANTIZATION_VERSION = 2  # of the block formats, as files say it
 
 
@@ -158,7 +158,7 @@ class PlannedTensor:
         if len(self.shape) == 1:
             spread = _NORM_SPREAD * rng.standard_normal(self.shape, dtype=np.float32)
             return (1 + spread).astype("<f4").view(np.uint8)
-        # Sums over a row of this size keep the size of what comes in.
+        # With this scale a product has about the scale of its input.
         return random_blocks(self.format, math.prod(self.shape), self.shape[-1] ** -0.5, rng)
 
 
@@ -229,7 +229,7 @@ def _planned(shape: Shape, metadata: Metadata, asked: DummyName) -> Iterator[Pla
 
 
 def _spec(shape: Shape, metadata: Metadata) -> ModelSpec:
-    """As of a file: what it is tied to shows in which tensors there are."""
+    """As of a file: the head is tied where there is no output.weight."""
     size = (shape.vocabulary_size, shape.hidden_size)
     names = ["token_embd.weight"] + ([] if shape.tied_head else ["output.weight"])
     nothing = np.empty(0, np.uint8)
@@ -238,7 +238,7 @@ def _spec(shape: Shape, metadata: Metadata) -> ModelSpec:
 
 
 def _check_memory(name: str, num_bytes: int) -> None:
-    """Refuse what this machine could never hold, before it tries."""
+    """Refuse a model that is larger than the machine's memory."""
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -272,7 +272,7 @@ _SCALES: dict[str, dict[int, float]] = {
 }
 # By float format: its integer type, and the bits of its fraction and its exponent.
 _FLOATS = {"F32": ("<u4", 23, 8), "F16": ("<u2", 10, 5), "BF16": ("<u2", 7, 8)}
-_MEAN_SIZE = math.sqrt(7 / 3)  # root mean square of what is even from 1 to 2
+_MEAN_SIZE = math.sqrt(7 / 3)  # root mean square of uniform numbers from 1 to 2
 _SAMPLE_BLOCKS = 256
 
 
@@ -296,8 +296,8 @@ def random_blocks(
 
 
 def _jitter(bits: int) -> int:
-    """The bits of a float16 that may stay random: it grows by an eighth at most, as integers grow
-    where it is subnormal."""
+    """A mask of the low bits of a float16 that may be random: they change it by an eighth at most.
+    Subnormal numbers are spaced as integers are."""
     return 0x7F if bits >= 1 << 10 else (1 << max(0, bits.bit_length() - 4)) - 1
 
 
@@ -307,7 +307,7 @@ def _random_bytes(count: int, rng: np.random.Generator) -> Bytes:
 
 
 def _set_exponents(data: Bytes, block_format: Format, size: float) -> None:
-    """Keep the random signs and fractions; numbers of one exponent are even in one octave."""
+    """Keep the random signs and fractions, and set one exponent for all."""
     kind, fraction_bits, exponent_bits = _FLOATS[block_format.name]
     exponent = round(math.log2(size / _MEAN_SIZE)) + (1 << (exponent_bits - 1)) - 1
     words = data.view(kind)
@@ -316,8 +316,8 @@ def _set_exponents(data: Bytes, block_format: Format, size: float) -> None:
 
 
 def _keep_to_the_format(blocks: Bytes, block_format: Format) -> None:
-    """Undo what no quantiser writes."""
-    if block_format.name == "TQ2_0":  # the field 3 stands for no ternary digit: make it 1, a zero
+    """Change bit patterns that no quantiser writes."""
+    if block_format.name == "TQ2_0":  # 3 is no ternary digit: make it 1, which means zero
         packed = blocks[:, :64]
         packed &= ~((packed & (packed >> 1) & 0x55) << 1)
     elif block_format.name == "Q6_K":  # full-range group scales would need a subnormal float16

@@ -117,7 +117,7 @@ def _vocabulary_size(fields: Fields, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _window(fields: Fields) -> int | None:
-    """Zero means none, as does what is beyond the context."""
+    """Zero means none."""
     return fields.integer("attention.sliding_window", 0, low=0, high=_WINDOW_LIMIT) or None
 
 

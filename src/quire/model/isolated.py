@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 USUAL_LIMITS = Limits(cpu_s=60, memory=4 << 30)
 _USUAL_ENTRY = "quire.model.isolated_reader:read"
-_TIMES_SLOWER = 5  # than its processor time, on a machine that is busy
+_TIMES_SLOWER = 5  # wall-clock limit over processor time, for busy machines
 _MAX_REPLY_BYTES = 1 << 16
 _MAX_REMEMBERED = 64
 # The process gets no other variables: no keys, no settings of Python.
@@ -53,10 +53,10 @@ main(request)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a model file was read, and what came of it."""
+    """How a model file was read, and the result."""
 
-    in_force: tuple[str, ...] = ()  # what was taken from the process that read it
-    why_not: str | None = None  # why there was none
+    in_force: tuple[str, ...] = ()  # restrictions of the process that read it
+    why_not: str | None = None  # why there was no such process
     refusal: ModelFileError | UnsupportedModelError | None = None  # what is wrong with the file
 
     @property
@@ -92,17 +92,17 @@ class PendingVerdict:
             self._process.stdin.write(json.dumps(request).encode())
             self._process.stdin.close()
         except BrokenPipeError:
-            pass  # it has ended already, which is seen when its answer is asked for
+            pass  # it has ended already; `result` reports that
 
     def result(self) -> Verdict:
-        """What came of it. A ModelFileError where the process had to be ended, or ended itself."""
+        """The verdict. A ModelFileError where the process was killed or died."""
         if self._process is None:
             return Verdict(why_not=self._why_not)
         try:
             lines = self._lines()
         finally:
             self.close()
-        if not lines:  # it never came to the file
+        if not lines:  # it ended before it opened the file
             code = self._process.returncode
             return Verdict(why_not=f"the process to read it in ended at its start, with {code}")
         in_force = tuple(str(measure) for measure in lines[0]["in_force"])
@@ -121,7 +121,7 @@ class PendingVerdict:
             self._process.wait()
 
     def _lines(self) -> list[dict[str, Any]]:
-        """What it said, up to two lines; waits for its end."""
+        """Its output, up to two lines; waits for its end."""
         assert self._process is not None
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
@@ -161,7 +161,7 @@ def _start() -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=inherited | _ENVIRONMENT,
-        start_new_session=True,  # Ctrl-C is its owner's affair
+        start_new_session=True,  # Ctrl-C goes to the parent alone
     )
 
 
@@ -193,12 +193,12 @@ def _refusal(outcome: dict[str, Any]) -> ModelFileError | UnsupportedModelError 
 
 
 def _plain(text: str) -> str:
-    """Text that a terminal can be given: it comes from a process that may not be its own master."""
+    """Printable text alone: the process may be under a file's control."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def probe() -> Verdict:
-    """What would be in force here, tried with a file that is empty."""
+    """The restrictions that this system supports, tried with an empty file."""
     return PendingVerdict(Path(os.devnull)).result()
 
 
@@ -206,7 +206,7 @@ def probe() -> Verdict:
 
 _remembered: dict[object, Verdict] = {}
 _begun: dict[object, PendingVerdict] = {}
-_lock = threading.Lock()  # of both
+_lock = threading.Lock()  # guards both
 
 
 def examine(model: str | Path, path: Path, *, trusted: bool) -> Verdict:
@@ -224,7 +224,7 @@ def examine(model: str | Path, path: Path, *, trusted: bool) -> Verdict:
 
 
 def begin(model: str) -> None:
-    """Start what `examine` will want to know of this model, to go on while others are imported."""
+    """Start reading a model's file for a later `examine`, while modules are imported."""
     path = Path(model)
     if model in DEFAULT_MODELS or not os.path.exists(path):
         return
@@ -235,7 +235,7 @@ def begin(model: str) -> None:
 
 
 def _read_once(path: Path) -> Verdict:
-    """What came of reading it, now or before, if its files are the same as then."""
+    """The verdict, from an earlier call if the files have not changed."""
     identity = _identity(path)
     with _lock:
         known, pending = _remembered.get(identity), _begun.pop(identity, None)
@@ -251,7 +251,7 @@ def _read_once(path: Path) -> Verdict:
 
 
 def _identity(path: Path) -> object:
-    """What changes when a file of the model does."""
+    """A value that changes when a file of the model does."""
     try:
         if path.is_dir():
             paths = sorted(path.iterdir())
@@ -260,7 +260,7 @@ def _identity(path: Path) -> object:
             paths = sorted(path.parent.glob(f"{glob.escape(start)}*"))
         states = [(str(one), os.stat(one)) for one in paths]
     except (OSError, ValueError):
-        return object()  # never the same; what is wrong is said when it is read
+        return object()  # equal to nothing: read it, which reports the error
     return tuple(
         (name, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
         for name, state in states

@@ -30,7 +30,7 @@ _MESSAGE_LENGTH = 4000
 
 
 class OpenedFiles:
-    """The files of one model, opened before privileges are given up. There are no others."""
+    """The files of one model, opened before privileges are given up; no other can be opened."""
 
     def __init__(self, path: Path) -> None:
         self._model = path
@@ -78,7 +78,7 @@ class OpenedFiles:
 
 
 def read(path: Path, files: Files) -> None:
-    """Read all of a model that is not plain numbers; raises what is wrong with it."""
+    """Read header, spec and tokenizer; raises what is wrong with them."""
     with load_model(path, files) as model:
         model.spec.rope.frequencies()
         tokenizer = read_tokenizer(model)
@@ -104,7 +104,7 @@ def _function(entry: str) -> Callable[[Path, Files], None]:
 
 
 def _warm_up() -> None:
-    """Have Python load what it loads late, as long as files can be opened."""
+    """Make Python load what it loads late while files can be opened."""
     for codec in ("ascii", "latin-1", "utf-8", "utf-8-sig", "utf-16", "utf-32"):
         b"".decode(codec)
     str(b"\xff", "utf-8", "surrogateescape")
@@ -120,7 +120,7 @@ def _outcome(reader: Callable[[Path, Files], None], path: Path, files: Files) ->
         return {"refusal": "broken", "message": str(error)[:_MESSAGE_LENGTH]}
     except MemoryError:
         return {"failure": "memory"}
-    except Exception as error:  # a fault of ours, which a hostile file may have found
+    except Exception as error:  # a bug, maybe triggered by a hostile file
         return {"failure": f"{type(error).__name__}: {error}"[:_MESSAGE_LENGTH]}
     return {}
 

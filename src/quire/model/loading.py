@@ -41,12 +41,12 @@ class Model:
 
     @property
     def metadata(self) -> Metadata:
-        """GGUF's metadata, tokenizer and all, or the fields of config.json."""
+        """GGUF's metadata, with the tokenizer's, or the fields of config.json."""
         source = self.source
         return source.config if isinstance(source, SafetensorsFolder) else source.metadata
 
     def close(self) -> None:
-        """Let go of the files; they are closed when the last tensor in use goes."""
+        """Release the files; they are closed with the last tensor in use."""
         self.source.close()
 
     def __enter__(self) -> Self:
@@ -120,7 +120,7 @@ class NormHealth(NamedTuple):
 
 
 def norm_health(model: Model) -> list[NormHealth]:
-    """Look at every norm: a broken conversion shows there first."""
+    """Check every norm: broken conversions show there first."""
     return [
         _health(tensor) for name, tensor in model.tensors.items() if name.endswith("_norm.weight")
     ]

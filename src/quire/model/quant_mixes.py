@@ -108,14 +108,14 @@ def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
 
 
 def _layer_and_kind(name: str) -> tuple[int, str]:
-    """The layer of a layer's tensor, and which it is there."""
+    """The layer and the kind of a tensor, such as (3, "attn_v")."""
     matched = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     assert matched is not None, f"{name} is no matrix of a layer"
     return int(matched[1]), matched[2]
 
 
 def _values(mix: Mix, spec: ModelSpec, layer: int) -> str:
-    shares_much = spec.num_heads // spec.num_kv_heads >= 4  # such a small matrix may be large
+    shares_much = spec.num_heads // spec.num_kv_heads >= 4  # attn_v is small: more bits cost little
     match mix.name:
         case "Q2_K":
             return "Q4_K" if shares_much else "Q3_K"

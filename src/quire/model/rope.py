@@ -10,7 +10,7 @@ from quire.core.errors import ModelFileError
 
 MAX_BASE = 1e12
 MAX_MAGNITUDE = 1e6  # of cosines and sines, which are kept in single precision
-MAX_BETA = 1e6  # turns within the original context; the paper has 32
+MAX_BETA = 1e6  # rotations within the original context; the paper has 32
 
 Frequencies = npt.NDArray[np.float64]
 
@@ -30,7 +30,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
 
     factor: float
     low_frequency_factor: float
@@ -48,15 +48,15 @@ class Llama3Scaling:
             )
 
     def scale(self, frequencies: Frequencies) -> Frequencies:
-        turns = self.original_context * frequencies / (2 * math.pi)  # within the original context
+        rotations = self.original_context * frequencies / (2 * math.pi)
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
         return (1.0 - kept) * frequencies / self.factor + kept * frequencies
 
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """As Peng et al. 2023: blended by dimension, and the rotated vectors made a little longer."""
+    """As Peng et al. 2023: interpolated by dimension, and the rotated vectors scaled."""
 
     factor: float
     original_context: int
@@ -80,9 +80,9 @@ class YarnScaling:
         stretched = np.clip((np.arange(len(frequencies)) - low) / span, 0.0, 1.0)
         return stretched * frequencies / self.factor + (1.0 - stretched) * frequencies
 
-    def _dimension(self, turns: float, dims: int, base: float) -> float:
-        """The dimension that makes so many turns within the original context."""
-        waves = self.original_context / (turns * 2 * math.pi)
+    def _dimension(self, rotations: float, dims: int, base: float) -> float:
+        """The dimension that makes so many rotations within the original context."""
+        waves = self.original_context / (rotations * 2 * math.pi)
         return dims * math.log(waves) / (2 * math.log(base))
 
     @property
@@ -114,7 +114,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DivisorScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How queries and keys are turned by their position; only the first `dims` of a head turn.
+    """Rotary position embedding of queries and keys; only the first `dims` of a head are rotated.
 
     Pair i is dimensions (2i, 2i + 1) where `interleaved`, else (i, i + dims / 2).
     """
@@ -138,7 +138,7 @@ class Rope:
             )
 
     def frequencies(self) -> Frequencies:
-        """Radians a position turns each pair by: [dims / 2], float64."""
+        """Radians by which a position rotates each pair: [dims / 2], float64."""
         plain: Frequencies = self.base ** (
             -np.arange(0, self.dims, 2, dtype=np.float64) / self.dims
         )

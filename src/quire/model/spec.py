@@ -10,8 +10,8 @@ from typing import Protocol
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model.rope import Rope
 
-# Far beyond any model, and small enough that a lying file cannot make us count for long and that no
-# executor's integers overflow. The CPU executor's constructor has the same bounds (native/sizes.h).
+# Far beyond any model. Small enough to bound the work for a broken file, and that no executor's
+# integers overflow. The CPU executor's constructor has the same bounds (native/sizes.h).
 MAX_SIZES = {
     "hidden_size": 1 << 20,
     "ffn_size": 1 << 22,
@@ -23,11 +23,11 @@ MAX_SIZES = {
     "context_length": 1 << 30,
 }
 MAX_QUERY_SIZE = 1 << 22  # all query heads together
-SOFT_CAPS = (1e-6, 1e9)  # beyond, single precision does not hold what a score is divided by
+SOFT_CAPS = (1e-6, 1e9)  # beyond, a score divided by it is not a float32
 
 
 class Activation(StrEnum):
-    """What the gate of the feed-forward layer goes through."""
+    """The activation of the feed-forward gate."""
 
     SILU = "silu"
     RELU2 = "relu2"  # the square of the positive part
@@ -63,10 +63,10 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False  # of the attention's output projection
     ffn_bias: bool = False
-    qk_norm: bool = False  # queries and keys are normed per head before they turn
+    qk_norm: bool = False  # an RMS norm of queries and keys per head, before rope
     sub_norms: bool = False  # norms before the output and the down projection
-    linear_scales: bool = False  # each layer's products are multiplied by a number of their own
-    attention_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
+    linear_scales: bool = False  # each linear's output is multiplied by a scalar (its .scale)
+    attention_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: off
     logit_soft_cap: float = 0.0  # likewise
     tied_head: bool = False  # logits come from the embedding matrix
 
@@ -201,16 +201,16 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, Shaped]) -> None:
 class Family:
     """What the files of one family do not say themselves.
 
-    `config_defaults` are what the family's config.json means by leaving a field out.
+    `config_defaults` are the values of fields that the family's config.json leaves out.
     """
 
     name: str
-    interleaved_in_gguf: bool = False  # GGUF keeps q and k rows so that neighbours turn together
+    interleaved_in_gguf: bool = False  # GGUF's q and k rows are in interleaved rope order
     gguf_activation: Activation = Activation.SILU
-    qkv_bias: bool = False  # always, whatever config.json says of biases
+    qkv_bias: bool = False  # whatever config.json says
     qk_norm: bool = False
     sub_norms: bool = False
-    window: str = "none"  # config.json's sliding_window holds for: none, every, or later layers
+    window: str = "none"  # sliding_window applies to none, every, or later layers
     config_defaults: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ __all__ = ["ChatTemplate", "IncrementalDetokenizer", "Tokenizer", "check_vocabul
 
 
 def __getattr__(name: str) -> object:
-    """ChatTemplate, imported when first used: whoever reads a model file first needs no jinja."""
+    """ChatTemplate, imported when first used: reading a model file needs no jinja."""
     if name != "ChatTemplate":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from quire.tokenizer.chat_template import ChatTemplate

@@ -26,9 +26,9 @@ def byte_level_backend(
     """A tokenizer of the `tokenizers` library, without special tokens.
 
     Some vocabularies lack bytes that their training never saw. Such a byte has no token, yet its
-    neighbours must not merge across it, so the library is given the id after the last for it.
+    neighbours must not merge across it, so it gets a placeholder: the id after the last.
     """
-    placeholder = "\0"  # no word holds it: in the byte alphabet every letter is printable
+    placeholder = "\0"  # in no token: the byte alphabet is printable
     while placeholder in ids:
         placeholder += "\0"
     model = models.BPE(

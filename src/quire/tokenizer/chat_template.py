@@ -26,7 +26,7 @@ class RenderedChat(NamedTuple):
     """A prompt, and which of its characters the template wrote; all others are the request's."""
 
     text: str
-    own_spans: Sequence[tuple[int, int]]  # in order; two that touch were not written as one
+    own_spans: Sequence[tuple[int, int]]  # in order; two that touch are separate
 
 
 class ChatTemplate:
@@ -59,7 +59,7 @@ class ChatTemplate:
         """The prompt for a conversation.
 
         A RequestError means that these messages are wrong, or that the template refuses them; a
-        ModelFileError that the template does what templates may not, such as to loop for ever.
+        ModelFileError that the template exceeds its limits, such as by an endless loop.
         """
         for name in variables:
             if name in _RESERVED:
@@ -69,7 +69,7 @@ class ChatTemplate:
         return self._rendered(encoded(values))
 
     def close(self) -> None:
-        """Let the processes go, if no other template wants them."""
+        """End the processes, if no other template uses them."""
         PROCESSES.close(self)
 
     def _compile(self) -> None:
@@ -90,7 +90,7 @@ class ChatTemplate:
         }
         try:
             reply = PROCESSES.ask(head, values)
-            if reply.get("error") == "unknown":  # to this process, which has not compiled it
+            if reply.get("error") == "unknown":  # this process has not compiled it
                 head |= {"source": self.source, "seconds": head["seconds"] + COMPILE_SECONDS}
                 reply = PROCESSES.ask(head, values)
         except TemplateProcessError as error:
@@ -132,7 +132,7 @@ def _wrong(where: str, reason: str) -> RequestError:
 
 
 class _InvalidValueError(Exception):
-    """What is wrong with a value, and the way to it, the last step first."""
+    """What is wrong with a value, and the path to it, the last step first."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -142,7 +142,7 @@ class _InvalidValueError(Exception):
 class _Copier:
     """Copies in JSON's types alone, so that a template gets no object with methods of its own.
 
-    The way to a value is put into words only where the value is wrong.
+    Paths are written only for values that are wrong.
     """
 
     def __init__(self) -> None:

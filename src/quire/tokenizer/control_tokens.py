@@ -49,7 +49,7 @@ class _MarkReader(NamedTuple):
 
 
 class ControlTokens:
-    """A vocabulary's control tokens, and the encoders that find them by marks alone."""
+    """A vocabulary's control tokens, and encoders that find them only by their marks."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ControlTokens:
     ) -> None:
         self._encoder = encoder
         self._tokens = tokens
-        # A file may call a single letter a control token; text cannot do without it.
+        # A single letter may be a control token by the file, and must stay possible in text.
         self._forbidden = frozenset(
             token for token, text in tokens.items() if len(text) > 1 and token != unknown
         )
@@ -69,7 +69,7 @@ class ControlTokens:
         self._with_mark = lru_cache(maxsize=len(_MARKS))(self._made_reader)
 
     def marked(self, text: str, spans: Sequence[Span]) -> tuple[str, TextEncoder]:
-        """The text with marks for the control tokens inside of the spans, and who reads them."""
+        """The text with marks for the control tokens inside the spans, and the encoder for it."""
         mark = next((mark for mark in _MARKS if mark not in text), None)
         if mark is None:
             raise RequestError(
@@ -86,7 +86,7 @@ class ControlTokens:
         return "".join(pieces), reader.encoder
 
     def _found_in(self, text: str) -> tuple[_Found, ...]:
-        """As in any text of a completion; tokens may take in the blanks around them."""
+        """Control tokens in a text as the encoder finds them; one may include blanks around it."""
         with library_errors("the tokenizer cannot encode"):
             encoding = self._encoder.backend.encode(text, add_special_tokens=False)
         found = []

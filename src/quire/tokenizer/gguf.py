@@ -40,7 +40,7 @@ _WITHOUT_TEXT = (TokenKind.UNUSED, TokenKind.UNDEFINED)
 
 
 class _Family(NamedTuple):
-    """What is left of a kind of vocabulary once its tokens are read."""
+    """What a kind of vocabulary (byte-level or SentencePiece) decides."""
 
     backend: Any  # tokenizers.Tokenizer without special tokens
     piece_bytes: PieceBytes
@@ -73,7 +73,7 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: Vocabulary) -> _Fami
         with library_errors(f"{PREFIX}merges cannot be used"):
             backend = byte_level_backend(vocabulary.ids, merges, kind)
     except ModelFileError:
-        check_merges(merges, vocabulary.ids)  # says more than the library
+        check_merges(merges, vocabulary.ids)  # its error says more than the library's
         raise
     return _Family(
         backend,
@@ -153,7 +153,7 @@ def _special_tokens(
 
 
 def _lenient_token_id(metadata: Mapping[str, object], name: str, count: int) -> int | None:
-    """A token id that nothing hangs on, so that one out of range is as good as none."""
+    """An optional token id; None where it is missing or out of range."""
     try:
         return read_token_id(metadata, name, count)
     except ModelFileError:

@@ -29,13 +29,13 @@ from quire.tokenizer import template_worker
 from quire.tokenizer.template_worker import ENDLESS, HEADER, decoded, encoded, read_frame
 
 MAX_PROCESSES = 4
-_END_S = 5.0  # for a process to be gone that has closed its socket
+_END_S = 5.0  # for a process to exit after it closed its socket
 WAIT_S = 60.0  # for an answer, whatever the processor time: the machine may be busy
 _MAX_REPLY_BYTES = 256 << 20
-_ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")  # all that a renderer sees of ours
+_ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")  # all that the process gets
 
 
-# What the process runs: the worker, in packages of which it imports nothing else.
+# What the process runs: the worker. Packages are stubs, so that nothing else of them is imported.
 _BOOTSTRAP = """
 import sys, types
 for name, folder in (("quire", sys.argv[1]), ("quire.tokenizer", sys.argv[2])):
@@ -66,7 +66,7 @@ class _TemplateProcess:
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
                 cwd="/",
-                start_new_session=True,  # Ctrl-C is its owner's affair
+                start_new_session=True,  # Ctrl-C goes to the parent alone
             )
         self._socket = ours
         self.is_sound = True
@@ -109,7 +109,7 @@ class _TemplateProcess:
         self._process.wait()
 
     def forget(self) -> None:
-        """In a fork of our process: the renderer stays our parent's."""
+        """After a fork, in the child: the process belongs to the parent."""
         self._socket.close()
         self._process.returncode = 0
 

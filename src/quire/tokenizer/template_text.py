@@ -20,7 +20,7 @@ Span = tuple[int, int]
 class TemplateText(str):
     """A string some of whose characters, in `_spans`, were written in the template.
 
-    Spans are in order and apart, or touch where request text, be it empty, stood between them.
+    Spans are in order and disjoint; two may touch where (even empty) request text was between them.
     """
 
     __slots__ = ("_spans",)
@@ -39,10 +39,10 @@ class TemplateText(str):
         return self._spans == ((0, len(self)),)
 
     def __str__(self) -> str:
-        return self  # str(x) keeps what x knows
+        return self  # str(x) keeps the marks
 
     def __add__(self, other: Any) -> Any:
-        """What templates do most, and so by the shortest way."""
+        """The most frequent operation, so it has a fast path."""
         if type(other) is str:
             return _made(str.__add__(self, other), self._spans)
         return joined((self, other)) if type(other) is TemplateText else NotImplemented
@@ -130,7 +130,7 @@ def joined(pieces: Iterable[str]) -> str:
     listed = pieces if isinstance(pieces, tuple | list) else list(pieces)
     spans: list[Span] = []
     position = 0
-    opened = -1  # where a mark begins that the piece before ended with, if it did
+    opened = -1  # the start of a span that reaches the end of the piece before; -1: none
     for piece in listed:
         length = len(piece)
         if type(piece) is not TemplateText or not piece._spans:

@@ -34,16 +34,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quire.core.lockdown import lock_down
 from quire.tokenizer.template_text import MarkingFormatter, TemplateText, joined, marks_of
 
-MEMORY_BYTES = 512 << 20  # of addresses, Python's own included
-RESIDENT_BYTES = 128 << 20  # a process that held more is replaced after its answer
+MEMORY_BYTES = 512 << 20  # of address space, Python's own included
+RESIDENT_BYTES = 128 << 20  # a process that uses more is replaced after its answer
 MAX_TEMPLATES = 16  # that a process keeps compiled
 MAX_RECURSION = 2000  # of calls; transformers' templates have the interpreter's thousand
 ENDLESS = "it loops or grows without end"
 _CHUNK_BYTES = 1 << 15
 HEADER = struct.Struct("<II")  # the lengths of what follows: JSON, and the values in JSON
 
-# What a request may call a speaker and still be taken at its word: templates write <|user|> as
-# '<|' + role + '|>'. Any other role is text of the request.
+# Roles that count as the template's own text: templates write <|user|> as '<|' + role + '|>'. Any
+# other role is text of the request.
 ROLES = frozenset(
     {"system", "developer", "user", "assistant", "tool", "function", "model", "ipython"}
 )
@@ -223,7 +223,7 @@ def _reason(error: Exception) -> str:
 
 
 def _marked_values(values: dict[str, Any], tokens: Mapping[str, str]) -> dict[str, Any]:
-    """What the template reads: the request's data, and what is as good as the template's own."""
+    """The template's variables: the request's data; tokens and roles as the template's own text."""
     for message in values["messages"]:
         if message["role"] in ROLES:
             message["role"] = TemplateText.whole(message["role"])
@@ -259,7 +259,7 @@ def _line(template: Template, traceback: TracebackType | None) -> str:
 def read_frame(receive: Callable[[int], bytes], max_bytes: int) -> tuple[bytes, bytes]:
     """The two parts of the next frame; ConnectionError where the other side has closed.
 
-    Questions and answers take turns, so that nothing follows a frame until it is answered.
+    One request at a time: nothing follows a frame until it is answered.
     """
     buffer = bytearray()
     size = HEADER.size
@@ -317,8 +317,8 @@ def decoded(content: bytes) -> Any:
     return json.loads(content.decode("utf-8", "surrogatepass"))
 
 
-def _import_what_is_imported_late() -> None:
-    """Modules that jinja imports in its functions, codecs, the time zone: files can be read yet."""
+def _import_eagerly() -> None:
+    """Load what is otherwise loaded late (modules, codecs, time zone) while files can be read."""
     for module in ("html", "jinja2.debug", "jinja2.constants", "logging", "pprint", "textwrap"):
         importlib.import_module(module)
     for codec in ("ascii", "latin-1", "unicode_escape", "utf-16", "utf-32", "idna"):
@@ -338,14 +338,14 @@ def main() -> None:
         statm = os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:  # not Linux
         statm = None
-    _import_what_is_imported_late()
+    _import_eagerly()
     lock_down(None, MEMORY_BYTES, dies_with_parent=False)
     sys.setrecursionlimit(MAX_RECURSION)
     templates = _Templates()
     while True:
         try:
             head, values = read_frame(partial(os.read, 0), sys.maxsize)
-        except ConnectionError:  # nobody asks any more
+        except ConnectionError:  # the parent closed the socket
             return
         request = decoded(head)
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # of processor time; it kills

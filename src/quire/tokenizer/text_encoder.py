@@ -27,8 +27,8 @@ class TextEncoder(NamedTuple):
     backend: Any  # tokenizers.Tokenizer
     longest_special: int  # of the tokens it finds in text before it splits words, in characters
     longest_token: int | None  # no token covers more characters; None: not known
-    in_windows: bool = True  # false: some token takes in whitespace without end
-    placeholder: int | None = None  # what it makes of bytes that have no token; left out
+    in_windows: bool = True  # false: some token may include any amount of whitespace
+    placeholder: int | None = None  # its id for bytes without a token; left out of results
     marked: Mapping[int, int] = MappingProxyType({})  # the control tokens that its marks stand for
     forbidden: frozenset[int] = frozenset()  # control tokens that no text may become
 
@@ -41,7 +41,7 @@ def encode_text(encoder: TextEncoder, text: str, limit: int | None, window: int)
     window = max(window, 2 * margin) if encoder.in_windows else len(text)
     ids: list[int] = []
     start, size = 0, window
-    known = 0  # characters at the window's start that the window before has covered
+    known = 0  # characters at the window's start that the window before covered
     while True:
         piece = text[start : start + size]
         with library_errors("the tokenizer cannot encode"):
@@ -60,7 +60,7 @@ def encode_text(encoder: TextEncoder, text: str, limit: int | None, window: int)
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turns what the library raises over a bad tokenizer.json into errors of ours.
+    """Turns the library's errors over a bad tokenizer.json into ModelFileErrors.
 
     It raises bare exceptions, and panics, which are no `Exception`.
     """
@@ -88,7 +88,7 @@ def _first_new_token(encoding: Any, known: int) -> int:
 
 
 def _last_certain_cut(encoding: Any, first: int, bound: int) -> _Cut | None:
-    """The last place within the bound at which a word ends, a new word being before it."""
+    """The last end of a word within the bound, after at least one new word."""
     words, offsets = encoding.word_ids, encoding.offsets
     for token in range(len(words) - 1, first, -1):
         if words[token] != words[token - 1] and offsets[token][0] <= bound:

@@ -111,7 +111,7 @@ class Tokenizer:
         return IncrementalDetokenizer(pieces, strip_space=strip_space)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token stands for; nothing for an id past the vocabulary, in a model's padding."""
+        """A token's bytes; none for an id beyond the vocabulary (padding of the embedding)."""
         if token >= self.vocabulary_size:
             return b""
         if token < 0:
@@ -126,7 +126,7 @@ class Tokenizer:
         return self.token_bytes(token).decode(errors="replace")
 
     def token_id(self, text: str) -> int | None:
-        """The token that the vocabulary writes this way, such as <|im_end|>, if there is one."""
+        """The id of a token by its text in the vocabulary, such as <|im_end|>, if it exists."""
         return self._spec.ids.get(text)
 
     def _visible_bytes(self, token: int) -> bytes:

@@ -36,7 +36,7 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 _CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 _MAX_GROWTH = 256
-_WITHOUT_PATTERNS = ("model", "added_tokens")  # and the largest parts of a file
+_WITHOUT_PATTERNS = ("model", "added_tokens")  # the largest parts of a file
 
 Config = Mapping[str, object]
 
@@ -102,10 +102,10 @@ def _parse(content: bytes, name: str) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that stands twice, the library may take the other value than was checked."""
+    """Refuse duplicate keys: the library may use another value than was checked."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a key stands in an object twice")
+        raise ValueError("an object has a key twice")
     return fields
 
 
@@ -121,7 +121,7 @@ def _steps(component: Any, plural: str) -> Iterator[dict[str, Any]]:
 
 def _refuse_unknown_patterns(description: Mapping[str, Any], name: str) -> None:
     """A pattern from a file could keep the library busy for hours, on a short text or when it is
-    compiled; so it is refused wherever it stands."""
+    compiled; so an unknown one is refused anywhere."""
     left = [value for key, value in description.items() if key not in _WITHOUT_PATTERNS]
     while left:
         value = left.pop()
@@ -183,7 +183,7 @@ def _load_backend(content: bytes, name: str) -> Any:
     backend.no_padding()
     backend.no_truncation()
     if getattr(backend.model, "dropout", None) is not None:
-        backend.model.dropout = None  # for training: it would make tokens a matter of chance
+        backend.model.dropout = None  # for training: it makes tokens random
     return backend
 
 

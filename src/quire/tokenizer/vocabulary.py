@@ -55,10 +55,10 @@ MIDDLE_END_NAMES: Mapping[str, tuple[str, ...]] = {
     "fim_sep_token_id": ("<|file_sep|>",),
 }
 
-# A token of one of these names is a control token even where the file forgot to say so.
+# A token of one of these names is a control token, whatever its type in the file.
 CONTROL_NAMES = END_NAMES.union(*MIDDLE_END_NAMES.values())
 
-# Where all of the first are end tokens, the second is a mere separator.
+# Where all of the first are in the vocabulary, the second is a separator and ends nothing.
 _NOT_AN_END = (
     (frozenset({"<|return|>", "<|call|>"}), "<|end|>"),
     (frozenset({"<|calls|>", "<|flush|>"}), "<|end|>"),
@@ -98,7 +98,7 @@ class TokenKind(IntEnum):
 
     UNDEFINED = 0
     NORMAL = 1
-    UNKNOWN = 2  # stands for text without a token
+    UNKNOWN = 2  # replaces text without a token
     CONTROL = 3  # never text
     USER_DEFINED = 4  # found in text before anything else
     UNUSED = 5
@@ -235,7 +235,7 @@ def read_strings(metadata: Mapping[str, object], name: str) -> list[str]:
             )
     try:
         "".join(values).encode()
-    except UnicodeEncodeError:  # how readers keep bytes that are not UTF-8: as lone surrogates
+    except UnicodeEncodeError:  # readers keep bytes that are not UTF-8 as lone surrogates
         index = next(n for n, value in enumerate(values) if not _is_utf8(value))
         raise ModelFileError(f"{PREFIX}{name}[{index}] is not UTF-8: {values[index]!r}") from None
     return values
@@ -264,12 +264,12 @@ def _check_length(name: str, length: int, count: int) -> None:
         )
 
 
-# ---- all of it
+# ---- TokenizerSpec
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:
-    """Plain data and two functions; `Tokenizer` is what gives them their meaning."""
+    """All that a Tokenizer is made of."""
 
     encoder: TextEncoder  # finds special tokens in text
     control: ControlTokens  # ... and those that only a template may write
