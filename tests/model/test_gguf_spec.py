@@ -141,12 +141,12 @@ def test_rope_scaling_is_read() -> None:
     assert spec(rope__scaling__factor=2.0).rope.scaling == linear
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
     assert spec("qwen2", **yarn).rope.scaling == YarnScaling(4.0, 512)
-    told = {
+    fields = {
         **yarn,
         "rope.scaling.original_context_length": 128,
         "rope.scaling.yarn_beta_fast": 16.0,
     }
-    assert spec("qwen2", **told).rope.scaling == YarnScaling(4.0, 128, beta_fast=16.0)
+    assert spec("qwen2", **fields).rope.scaling == YarnScaling(4.0, 128, beta_fast=16.0)
 
 
 def test_frequency_divisors_are_read_from_their_tensor() -> None:

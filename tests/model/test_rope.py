@@ -61,8 +61,8 @@ def test_yarn_lengthens_the_rotated_vectors() -> None:
     yarn = YarnScaling(4.0, 4096)
     rope = Rope(10000.0, 8, interleaved=False, scaling=yarn)
     assert rope.magnitude == pytest.approx(1 + 0.1 * math.log(4))
-    told = YarnScaling(4.0, 4096, attention_factor=1.5)
-    assert Rope(10000.0, 8, interleaved=False, scaling=told).magnitude == 1.5
+    given = YarnScaling(4.0, 4096, attention_factor=1.5)
+    assert Rope(10000.0, 8, interleaved=False, scaling=given).magnitude == 1.5
     assert Rope(10000.0, 8, interleaved=False).magnitude == 1.0
 
 

@@ -143,7 +143,7 @@ def wait_until(is_reached: Callable[[], bool]) -> None:
 
 
 class PacedExecutor(FakeExecutor):
-    """The hash model in real time: a step takes as long as it is told to."""
+    """The hash model in real time: a step takes `step_s`."""
 
     def __init__(self, step_s: float = 0.0, **options: Any) -> None:
         super().__init__(**{"vocabulary_size": 512, "max_context": 512, **options})

@@ -159,7 +159,7 @@ def test_a_full_disk_loses_nothing_that_fits_the_queue(
     with caplog.at_level("ERROR", "quire.server"):
         assert not log.write()
         assert not log.write()
-    assert caplog.text.count("audit_unwritten") == 1, "told once"
+    assert caplog.text.count("audit_unwritten") == 1, "reported once"
     assert events(path) == ["start"], "what was written in part is undone"
     disk.room = 1 << 20
     assert log.write()
@@ -352,13 +352,13 @@ def test_the_digest_of_the_settings_knows_every_one_of_them() -> None:
     def ring(**fields: Any) -> KeyRing:
         return KeyRing([ApiKey("a", digest_of("a" * 20), **fields)])
 
-    told = [
+    variants = [
         settings_of(),
         settings_of(max_body_bytes=5),
         settings_of(keys=ring()),
         settings_of(keys=ring(scopes=frozenset(KeyScope))),
     ]
-    assert len({settings_digest(settings) for settings in told}) == len(told)
+    assert len({settings_digest(settings) for settings in variants}) == len(variants)
     assert settings_digest(settings_of()) == settings_digest(settings_of())
 
 

@@ -1,4 +1,4 @@
-"""Whose line of the work pool a request stands in."""
+"""Which queue of the work pool a request is in."""
 
 from starlette.requests import Request
 

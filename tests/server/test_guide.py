@@ -121,8 +121,10 @@ def test_every_option_is_in_the_guide_and_no_other() -> None:
     help_text = quire("serve", "--help").out
     options = set(re.findall(r"^  (--[a-z-]+)", help_text, re.M))
     assert len(options) > 20
-    told = set(re.findall(r"^\| `(--[a-z-]+)`", (GUIDE / "configuration.md").read_text(), re.M))
-    assert told == options
+    documented = set(
+        re.findall(r"^\| `(--[a-z-]+)`", (GUIDE / "configuration.md").read_text(), re.M)
+    )
+    assert documented == options
 
 
 def test_every_metric_is_in_the_guide(text_model: Path) -> None:
@@ -133,9 +135,9 @@ def test_every_metric_is_in_the_guide(text_model: Path) -> None:
         while piece := raw.recv(1 << 16):
             answer += piece
     names = set(re.findall(r"# TYPE quire:(\w+)", answer.decode()))
-    told = set(re.findall(r"`(\w+)`", (GUIDE / "metrics.md").read_text()))
+    documented = set(re.findall(r"`(\w+)`", (GUIDE / "metrics.md").read_text()))
     assert len(names) > 25
-    assert names <= told
+    assert names <= documented
 
 
 def test_the_digest_of_the_keys_page_is_that_of_its_key() -> None:

@@ -84,7 +84,7 @@ def test_what_is_no_json_is_refused_by_both_readers(text: str) -> None:
 
 @pytest.mark.parametrize("padding", [b"", BEYOND_SMALL])
 @pytest.mark.parametrize(
-    ("body", "param", "told"),
+    ("body", "param", "message"),
     [
         (b'{"temperature": NaN}', "temperature", "Expecting value"),
         (b'{"a": [1, -Infinity]}', "a[1]", "Expecting value"),
@@ -107,10 +107,10 @@ def test_what_is_no_json_is_refused_by_both_readers(text: str) -> None:
     ],
 )
 def test_what_is_wrong_is_told_with_its_field(
-    body: bytes, param: str | None, told: str, padding: bytes
+    body: bytes, param: str | None, message: str, padding: bytes
 ) -> None:
     error = refusal(body + padding)
-    assert told in error.message
+    assert message in error.message
     if param is not None:
         assert error.param == param
 

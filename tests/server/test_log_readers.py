@@ -20,7 +20,7 @@ UNREAD = 400  # requests; a line each is more than a pipe of one page and its qu
 
 @contextmanager
 def process(model: Path, port: int, redirection: str = "", **streams: Any) -> Iterator[Any]:
-    """`quire serve` with its streams as told; a shell closes or redirects them."""
+    """`quire serve` with these streams; a shell closes or redirects them."""
     command = [*COMMAND, "serve", str(model), "--device", "reference", "--kv-memory", "4MiB"]
     command += ["--port", str(port), "--log-level", "debug"]
     shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *command]

@@ -1,4 +1,4 @@
-"""The log's queue: what fits is written in order, what does not is counted and told."""
+"""The log's queue: what fits is written in order, what does not is counted and reported."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from quire.server.logs import LineWriter, log, num_dropped_lines, set_up_logs
 
 
 class StalledReader:
-    """Takes nothing until it is told to."""
+    """Blocks until it is released."""
 
     def __init__(self) -> None:
         self.may_read = threading.Event()
@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_dropped_counted_and_told(monkeypatch: pytest.Monke
     assert reader.content.split() == [b"0" * 49, b"missed", b"2", b"1" * 49]
     writer.put(b"next\n")
     assert writer.flush(PATIENCE_S)
-    assert reader.content.endswith(b"1\nnext\n"), "told once"
+    assert reader.content.endswith(b"1\nnext\n"), "reported once"
 
 
 def test_a_full_disk_costs_lines_and_no_order(monkeypatch: pytest.MonkeyPatch) -> None:

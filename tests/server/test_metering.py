@@ -40,7 +40,7 @@ class Entry:
 
 
 class Book:
-    """A meter that admits everything but what is told to be too much."""
+    """A meter that admits everything up to a limit."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []

@@ -312,7 +312,7 @@ def test_a_disk_that_fails_is_tried_again(
     with caplog.at_level("INFO", "quire.server"):
         quotas.save()
         quotas.save()
-        assert caplog.text.count("quota_state_unsaved") == 1, "told once"
+        assert caplog.text.count("quota_state_unsaved") == 1, "reported once"
         refusal(quotas, key, Demand(1, 991, 0))
         (tmp_path / "away").rename(tmp_path / "state")
         quotas.save()

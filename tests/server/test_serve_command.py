@@ -27,7 +27,7 @@ from quire.server.runner import SWITCH_INTERVAL_S
 
 SMALL = ("--device", "reference", "--kv-memory", "4MiB")
 SLOWLY = (sys.executable, "-m", "tests.server.paced_program")
-LONG = 480  # tokens: over a minute and a half, unless told to hurry
+LONG = 480  # tokens: over a minute and a half, unless it is ended early
 
 
 def ask(server: ServeProcess, method: str, path: str, body: object = None) -> tuple[int, bytes]:
@@ -264,9 +264,9 @@ def test_a_model_whose_template_does_not_compile_is_not_served(tmp_path: Path) -
     path = write_text_model(tmp_path / "broken.gguf", chat_template=BROKEN)
     run = quire("serve", path, *SMALL, "--port", "0")
     assert (run.code, run.out) == (1, "")
-    told = run.err.splitlines()[-1]
-    assert told.startswith("quire: the chat template does not compile: line 2: ")
-    assert "--chat-template FILE takes another one, --no-chat-template serves" in told
+    message = run.err.splitlines()[-1]
+    assert message.startswith("quire: the chat template does not compile: line 2: ")
+    assert "--chat-template FILE takes another one, --no-chat-template serves" in message
     assert '"ready"' not in run.err
 
 
@@ -307,7 +307,7 @@ def test_a_model_that_is_not_there_ends_it(tmp_path: Path) -> None:
 
 def test_without_the_servers_packages_it_says_what_to_install() -> None:
     without = "import sys; sys.modules['fastapi'] = None; from quire.cli import main; "
-    for arguments, code, told in (
+    for arguments, code, message in (
         (["serve"], 1, "quire: quire serve needs fastapi: pip install 'quire[server]'\n"),
         (["serve", "--help"], 0, ""),
     ):
@@ -318,4 +318,4 @@ def test_without_the_servers_packages_it_says_what_to_install() -> None:
             timeout=PATIENCE_S,
             check=False,
         )
-        assert (run.returncode, run.stderr) == (code, told)
+        assert (run.returncode, run.stderr) == (code, message)

@@ -1,4 +1,4 @@
-"""No key fills the pool: lines take turns, are bounded, and forget those who left."""
+"""No key fills the pool: queues take turns, are bounded, and drop cancelled work."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ def test_a_key_runs_on_half_of_the_threads() -> None:
     on_loop(test)
 
 
-def test_lines_take_turns() -> None:
+def test_queues_take_turns() -> None:
     async def test(work: Blocking) -> None:
         pool = WorkPool(PoolLimits(num_threads=1))
         jobs = [pool.submit("x", partial(work, "x"))]
@@ -78,7 +78,7 @@ def test_lines_take_turns() -> None:
     on_loop(test)
 
 
-def test_a_line_is_bounded_and_says_when_to_come_back() -> None:
+def test_a_queue_is_bounded_and_says_when_to_retry() -> None:
     async def test(work: Blocking) -> None:
         pool = WorkPool(PoolLimits(num_threads=2, max_waiting=3))
         jobs = [pool.submit("a", partial(work, "a")) for _ in range(4)]
@@ -94,7 +94,7 @@ def test_a_line_is_bounded_and_says_when_to_come_back() -> None:
     on_loop(test)
 
 
-def test_a_line_is_bounded_by_what_its_bodies_weigh() -> None:
+def test_a_queue_is_bounded_by_the_bytes_of_its_bodies() -> None:
     async def test(work: Blocking) -> None:
         limits = PoolLimits(num_threads=2, max_waiting_bytes=100, max_total_bytes=150)
         pool = WorkPool(limits)
@@ -111,7 +111,7 @@ def test_a_line_is_bounded_by_what_its_bodies_weigh() -> None:
     on_loop(test)
 
 
-def test_who_leaves_the_line_is_not_worked_for() -> None:
+def test_cancelled_work_leaves_the_queue() -> None:
     async def test(work: Blocking) -> None:
         pool = WorkPool(PoolLimits(num_threads=2, max_waiting=2, max_waiting_bytes=10))
         running = pool.submit("a", partial(work, "running"))

@@ -141,8 +141,8 @@ def test_what_the_model_wrote_may_be_marked() -> None:
 def test_the_time_is_that_of_the_day() -> None:
     before = datetime.now()
     text = ChatTemplate("{{ strftime_now('%Y-%m-%d %H:%M:%S %b') }}").render(USER).text
-    told = datetime.strptime(text, "%Y-%m-%d %H:%M:%S %b")
-    assert before - timedelta(seconds=1) <= told <= datetime.now()
+    rendered = datetime.strptime(text, "%Y-%m-%d %H:%M:%S %b")
+    assert before - timedelta(seconds=1) <= rendered <= datetime.now()
 
 
 def test_a_templates_refusal_is_a_request_error_in_its_words() -> None:
