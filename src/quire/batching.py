@@ -4,7 +4,7 @@ import asyncio
 import inspect
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, ExecutorError, RequestError
 from quire.core.plan import Capacity
-from quire.core.request import RequestOutput
+from quire.core.request import RequestOptions, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.aio import AsyncEngine
 from quire.engine.engine import Engine
@@ -69,13 +69,19 @@ class BatchProcessor:
         self._engine = AsyncEngine(Engine(executor, config, end_token_ids=end_token_ids))
 
     async def process_request(
-        self, prompt: Iterable[int], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> int:
         """The one token after the prompt: greedy, or as the params say."""
         return (await self.generate(prompt, _one_token(params or _GREEDY), **options))[0]
 
     async def generate(
-        self, prompt: Iterable[int], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[int]:
         """The completion's tokens; options as for Engine.add_request (key, priority, timeout_s)."""
         output = await self.complete(prompt, params, **options)
@@ -84,7 +90,10 @@ class BatchProcessor:
         return output.token_ids
 
     async def complete(
-        self, prompt: Iterable[int], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """All that is known of the finished request: completions, log-probabilities, metrics."""
         if params is not None and params.prompt_logprobs is not None:

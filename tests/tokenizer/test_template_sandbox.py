@@ -28,7 +28,7 @@ from quire.tokenizer.template_process import (
     TemplateProcesses,
     _TemplateProcess,
 )
-from quire.tokenizer.template_worker import MEMORY_BYTES, TemplateEnvironment
+from quire.tokenizer.template_worker import MEMORY_BYTES, Question, TemplateEnvironment
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 PLAIN = "{{ messages[0].content }}"
@@ -390,13 +390,12 @@ def test_a_process_that_answers_nonsense_is_ended(answer: bytes) -> None:
 
 def test_threads_that_render_at_once_use_no_more_processes_than_are_allowed() -> None:
     processes = TemplateProcesses(2)
-    template = {"key": "x", "source": PLAIN, "seconds": 5}
+    question = Question(key="x", source=PLAIN, seconds=5, tokens={}, max_characters=100)
     values = b'{"messages": [{"role": "user", "content": "hi"}]}'
-    asked = template | {"tokens": {}, "max_characters": 100}
     texts: list[str] = []
 
     def ask() -> None:
-        texts.extend(processes.ask(asked, values)["text"] for _ in range(5))
+        texts.extend(processes.ask(question, values)["text"] for _ in range(5))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:

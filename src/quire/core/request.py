@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from quire.core.errors import QuireError
 from quire.core.plan import TokenLogprob
@@ -47,6 +47,16 @@ class WaitReason(StrEnum):
     PREEMPTED = "preempted"
     UNREAD = "unread"  # its reader does not keep up
     DEGRADED = "degraded"  # batches kept failing; requests run a few at a time
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a caller may say of any request beside its prompt and its SamplingParams."""
+
+    request_id: str | None  # default: a new one
+    key: str  # whose it is: fairness and prefix reuse
+    priority: int  # lower is more urgent
+    timeout_s: float | None
+    pooling: bool  # compute the hidden state after the prompt, and no tokens
 
 
 class Transition(NamedTuple):

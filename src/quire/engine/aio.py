@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Unpack
 
 from quire.core.errors import ExecutorError
-from quire.core.request import Ended, Event, Piece, Request, RequestOutput
+from quire.core.request import Ended, Event, Piece, Request, RequestOptions, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine, Health
 
@@ -140,7 +140,7 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         *,
         stream: bool = True,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """Queue a request (options as for Engine.add_request); raises if it is refused."""
         loop = asyncio.get_running_loop()
@@ -171,7 +171,10 @@ class AsyncEngine:
         return handle
 
     async def generate(
-        self, prompt: Iterable[int], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Run a request to its end; an error of the request is in the output."""
         handle = await self.submit(prompt, params, stream=False, **options)

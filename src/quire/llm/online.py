@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from quire.core.errors import RequestError
-from quire.core.request import Piece, RequestOutput
+from quire.core.request import Piece, RequestOptions, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.aio import AsyncEngine, Stream
 from quire.engine.stats import Snapshot
@@ -72,7 +72,10 @@ class AsyncLLM:
         self._is_closed = False
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[Piece]:
         """The completion as it comes; leaving the loop ends the request.
 
@@ -92,7 +95,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         parse_control_tokens: bool = False,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[Piece]:
         """The answer to a conversation as it comes; see `stream` and `read_chat`."""
         prepared = await self._read_chat(messages, parse_control_tokens)
@@ -104,7 +107,10 @@ class AsyncLLM:
             handle.cancel()
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Complete one prompt; for many, gather many calls.
 
@@ -118,14 +124,19 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         parse_control_tokens: bool = False,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Answer one conversation; see `generate` and `read_chat`."""
         prepared = await self._read_chat(messages, parse_control_tokens)
         return await self._complete(prepared, params, options)
 
     async def submit(
-        self, prompt: Prompt | Prepared, params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt | Prepared,
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = True,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """Queue a request and give its stream, to be read, awaited or cancelled by the caller.
 
@@ -135,7 +146,7 @@ class AsyncLLM:
         `pooling=True` for the hidden state after the prompt instead of tokens.
         """
         prepared = await self._read(prompt)
-        return await self._engine.submit(prepared.tokens, params, **options)
+        return await self._engine.submit(prepared.tokens, params, stream=stream, **options)
 
     async def read(self, prompt: Prompt) -> Prepared:
         """The tokens of a prompt, without blocking the event loop."""
@@ -211,7 +222,7 @@ class AsyncLLM:
             raise RequestError("this AsyncLLM is closed")
 
     async def _complete(
-        self, prepared: Prepared, params: SamplingParams | None, options: dict[str, Any]
+        self, prepared: Prepared, params: SamplingParams | None, options: RequestOptions
     ) -> RequestOutput:
         output = await self._engine.generate(prepared.tokens, params, **options)
         output.prompt = prepared.text

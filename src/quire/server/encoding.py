@@ -58,7 +58,9 @@ async def embed(service: Service, request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-def _prepare(service: Service, llm: AsyncLLM, errors: ErrorMapper, data: bytes) -> PreparedBody:
+def _prepare(
+    service: Service, llm: AsyncLLM, errors: ErrorMapper, data: bytes
+) -> PreparedBody[EmbeddingRequest]:
     body = parse_body(data, EmbeddingRequest, service.body_limits)
     service.check_model(body.model)
     with errors:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -44,6 +44,8 @@ from quire.server.service import Service
 from quire.server.streaming import ChatFrames, Frames, StreamReply, TextFrames
 
 T = TypeVar("T")
+B = TypeVar("B", bound=CommonFields)
+G = TypeVar("G", bound=Generation)
 FINGERPRINT = f"quire-{own_version()}"
 _USUAL_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions
 _MANY_SCORES = 1000  # take some milliseconds to write: not on the event loop
@@ -52,12 +54,12 @@ _MANY_SCORES = 1000  # take some milliseconds to write: not on the event loop
 Prompts = list[tuple[Prepared, SamplingParams]]
 
 
-class PreparedBody(NamedTuple):
+class PreparedBody(NamedTuple, Generic[B]):
     """A body and the tokens of its prompts. The text is dropped from the body: it may be large, and
     the answer may take long.
     """
 
-    body: Any
+    body: B
     prompts: Prompts
 
 
@@ -107,7 +109,7 @@ async def complete_text(service: Service, request: Request) -> Response:
 
 
 def _generation_call(
-    call: Call, llm: AsyncLLM, prepared: PreparedBody, kind: str
+    call: Call, llm: AsyncLLM, prepared: PreparedBody[G], kind: str
 ) -> GenerationCall:
     call.user = prepared.body.user
     answer_id = f"{kind}-{call.id}"
@@ -119,7 +121,7 @@ def _generation_call(
 
 def _prepare_chat(
     service: Service, llm: AsyncLLM, call: Call, errors: "ErrorMapper", data: bytes
-) -> PreparedBody:
+) -> PreparedBody[ChatRequest]:
     body = parse_body(data, ChatRequest, service.body_limits)
     service.check_model(body.model)
     _check_chat(body)
@@ -139,7 +141,7 @@ def _prepare_chat(
 
 def _prepare_text(
     service: Service, llm: AsyncLLM, errors: "ErrorMapper", data: bytes
-) -> PreparedBody:
+) -> PreparedBody[CompletionRequest]:
     body = parse_body(data, CompletionRequest, service.body_limits)
     service.check_model(body.model)
     _check_streaming(body)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from quire.core.errors import ModelFileError, QuireError, RequestError
 from quire.tokenizer.template_process import PROCESSES, TemplateProcessError
-from quire.tokenizer.template_worker import encoded
+from quire.tokenizer.template_worker import Question, encoded
 
 MAX_SOURCE_LENGTH = 256 * 1024  # characters; the largest in use have some seventeen thousand
 COMPILE_SECONDS = 10.0  # of processor time
@@ -73,7 +73,7 @@ class ChatTemplate:
         PROCESSES.close(self)
 
     def _compile(self) -> None:
-        head = {"key": self._key, "source": self.source, "seconds": COMPILE_SECONDS}
+        head = Question(key=self._key, source=self.source, seconds=COMPILE_SECONDS)
         try:
             reply = PROCESSES.ask(head)
         except TemplateProcessError as error:
@@ -82,7 +82,7 @@ class ChatTemplate:
             raise ModelFileError(f"the chat template does not compile: {reply['reason']}")
 
     def _rendered(self, values: bytes) -> RenderedChat:
-        head: dict[str, Any] = {
+        head: Question = {
             "key": self._key,
             "tokens": self._tokens,
             "seconds": RENDER_SECONDS + RENDER_SECONDS_PER_BYTE * len(values),

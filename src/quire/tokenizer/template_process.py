@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,15 @@ import markupsafe
 
 from quire.core.errors import OverloadedError
 from quire.tokenizer import template_worker
-from quire.tokenizer.template_worker import ENDLESS, HEADER, decoded, encoded, read_frame
+from quire.tokenizer.template_worker import (
+    ENDLESS,
+    HEADER,
+    Answer,
+    Question,
+    decoded,
+    encoded,
+    read_frame,
+)
 
 MAX_PROCESSES = 4
 _END_S = 5.0  # for a process to exit after it closed its socket
@@ -71,7 +79,7 @@ class _TemplateProcess:
         self._socket = ours
         self.is_sound = True
 
-    def ask(self, head: Mapping[str, Any], values: bytes) -> dict[str, Any]:
+    def ask(self, head: Question, values: bytes) -> Answer:
         self.is_sound = False  # until it has answered
         content = encoded(head)
         self._deadline = time.monotonic() + WAIT_S
@@ -79,7 +87,7 @@ class _TemplateProcess:
             self._socket.settimeout(WAIT_S)
             self._socket.sendall(HEADER.pack(len(content), len(values)) + content + values)
             answer, _ = read_frame(self._receive, _MAX_REPLY_BYTES)
-            reply: dict[str, Any] = decoded(answer)
+            reply: Answer = decoded(answer)
             self.is_sound = not reply["last"]
         except TimeoutError:
             raise TemplateProcessError(f"it did not end within {WAIT_S:g} s") from None
@@ -127,7 +135,7 @@ class TemplateProcesses:
         self._idle: list[_TemplateProcess] = []
         self._slots = threading.BoundedSemaphore(self._max_processes)
 
-    def ask(self, head: Mapping[str, Any], values: bytes = b"") -> dict[str, Any]:
+    def ask(self, head: Question, values: bytes = b"") -> Answer:
         """The answer of whichever process is free; TemplateProcessError where it gives none."""
         with self._one() as process:
             return process.ask(head, values)

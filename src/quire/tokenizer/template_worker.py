@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
 from jinja2 import nodes, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
@@ -32,7 +32,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.core.lockdown import lock_down
-from quire.tokenizer.template_text import MarkingFormatter, TemplateText, joined, marks_of
+from quire.tokenizer.template_text import MarkingFormatter, Span, TemplateText, joined, marks_of
 
 MEMORY_BYTES = 512 << 20  # of address space, Python's own included
 RESIDENT_BYTES = 128 << 20  # a process that uses more is replaced after its answer
@@ -165,6 +165,26 @@ def _strftime_now(format: str) -> str:  # noqa: A002 - templates may name it
 # ---- answering
 
 
+class Question(TypedDict, total=False):
+    """What the parent asks: to compile `source`, and to render the values that follow, if any."""
+
+    key: str  # of the template
+    source: str  # where this process may not have compiled it
+    seconds: float  # of processor time
+    tokens: dict[str, str]  # bos_token and eos_token
+    max_characters: int  # of the prompt
+
+
+class Answer(TypedDict, total=False):
+    """Text and marks, or the kind of an error and its reason; nothing where it only compiled."""
+
+    text: str
+    spans: list[Span]  # of the text that the template wrote
+    error: str  # syntax, unknown (not compiled), refused, failed or stopped
+    reason: str
+    last: bool  # the process ends after it
+
+
 class _OutputLimitError(Exception):
     """The template has written more than it may."""
 
@@ -185,7 +205,7 @@ class _Templates:
         return self._compiled.get(key)
 
 
-def answer(templates: _Templates, head: Mapping[str, Any], values: bytes) -> dict[str, Any]:
+def answer(templates: _Templates, head: Question, values: bytes) -> Answer:
     """The reply to one request: text and marks, or the kind of an error and its reason."""
     try:
         template = templates.get(head["key"], head.get("source"))
@@ -214,7 +234,7 @@ def answer(templates: _Templates, head: Mapping[str, Any], values: bytes) -> dic
         return _error("failed", f"{line}{type(error).__name__}: {str(error)[:1000]}")
 
 
-def _error(kind: str, reason: str, *, last: bool = False) -> dict[str, Any]:
+def _error(kind: str, reason: str, *, last: bool = False) -> Answer:
     return {"error": kind, "reason": reason[:2000], "last": last}
 
 
