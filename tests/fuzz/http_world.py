@@ -1,7 +1,7 @@
 """A whole server in this process, its connections made by hand, and what must hold of it.
 
 Connections are fake transports under the real protocol class: no port, no descriptor, no wait.
-Everything above them is the real thing: gate, application, engine, the tiny model.
+Everything above them is the real thing: middleware, application, engine, the tiny model.
 """
 
 import asyncio

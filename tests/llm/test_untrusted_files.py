@@ -11,7 +11,7 @@ from quire.core.errors import ConfigError, ModelFileError, RequestError
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM, AsyncLLM
 from quire.model import isolated
-from quire.model.isolated import Limits, PendingVerdict
+from quire.model.isolated import PendingVerdict, ProcessLimits
 
 SMALL: dict[str, Any] = {"device": "reference", "kv_memory": "1MiB", "max_batch_size": 2}
 ARGUMENTS = ("--device", "reference", "--kv-memory", "1MiB")
@@ -23,7 +23,7 @@ def breaking(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     original = PendingVerdict
 
     def pending(path: Path) -> PendingVerdict:
-        return original(path, "tests.model.hostile_readers:crash", Limits(30, 1 << 30))
+        return original(path, "tests.model.hostile_readers:crash", ProcessLimits(30, 1 << 30))
 
     monkeypatch.setattr(isolated, "_remembered", {})
     monkeypatch.setattr(isolated, "PendingVerdict", pending)

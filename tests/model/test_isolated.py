@@ -13,10 +13,10 @@ from tests.fixture_files import FIXTURES, fixture_file
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model import isolated
-from quire.model.isolated import Limits, PendingVerdict, Verdict, begin, examine, probe
+from quire.model.isolated import PendingVerdict, ProcessLimits, Verdict, begin, examine, probe
 
 HOSTILE = "tests.model.hostile_readers"
-SHORT = Limits(cpu_s=5, memory=1 << 30)
+SHORT = ProcessLimits(cpu_s=5, memory=1 << 30)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="not on this system")
 
 
@@ -25,7 +25,7 @@ def path() -> Path:
     return fixture_file("tiny/Q4_0.gguf")
 
 
-def outcome(reader: str, path: Path, limits: Limits = SHORT) -> Verdict:
+def outcome(reader: str, path: Path, limits: ProcessLimits = SHORT) -> Verdict:
     return PendingVerdict(path, f"{HOSTILE}:{reader}", limits).result()
 
 
@@ -140,7 +140,7 @@ def test_without_seccomp_landlock_and_the_limits_hold(tmp_path: Path, path: Path
 
 
 def test_the_limits_are_in_force(path: Path) -> None:
-    lines = json.loads(str(outcome("tell_limits", path, Limits(30, 1 << 30)).refusal))
+    lines = json.loads(str(outcome("tell_limits", path, ProcessLimits(30, 1 << 30)).refusal))
     found = {line[:26].strip(): line[26:].split()[:2] for line in lines}
     assert found["Max cpu time"] == ["30", "35"]
     assert found["Max address space"] == [str(1 << 30)] * 2

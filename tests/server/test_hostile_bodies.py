@@ -17,7 +17,7 @@ from tests.server.servers import PATIENCE_S, PacedExecutor, RunningServer, fake_
 
 from quire.core.errors import RequestError
 from quire.server.keys import ApiKey, KeyRing, digest_of
-from quire.server.replies import ScoreWriter
+from quire.server.replies import LogprobWriter
 from quire.server.work_pool import PoolLimits, WorkPool
 
 HOSTILE, QUIET = "h" * 20, "q" * 20
@@ -210,13 +210,13 @@ def test_many_scores_are_written_off_the_loop(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[str] = set()
-    usual = ScoreWriter.for_chat
+    usual = LogprobWriter.for_chat
 
-    def for_chat(self: ScoreWriter, scores: Any) -> str:
+    def for_chat(self: LogprobWriter, scores: Any) -> str:
         threads.add(threading.current_thread().name)
         return usual(self, scores)
 
-    monkeypatch.setattr(ScoreWriter, "for_chat", for_chat)
+    monkeypatch.setattr(LogprobWriter, "for_chat", for_chat)
     fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": 400, "n": 2, "ignore_eos": True}
     reply = server.chat(**fields)
     assert reply.status == 200

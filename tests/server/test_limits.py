@@ -19,7 +19,7 @@ from tests.server.servers import (
 from quire.core.errors import RequestCancelledError, StepTimeoutError
 from quire.server.errors import ApiError, as_api_error
 from quire.server.keys import ApiKey, KeyRing, digest_of
-from quire.server.quotas import KeyLimits
+from quire.server.quotas import RequestLimits
 from quire.server.service import State
 
 KEY = "k" * 20
@@ -194,7 +194,7 @@ def test_a_key_that_leaves_gives_its_place_back(text_model: Path) -> None:
 
 def test_a_rate_is_kept_and_its_refusal_says_when() -> None:
     now = 0.0
-    limits = KeyLimits(lambda: now)
+    limits = RequestLimits(lambda: now)
     key = ApiKey("a", b"", requests_per_minute=60)
     other = ApiKey("b", b"", requests_per_minute=60)
     for _ in range(10):  # ten seconds' worth at once
@@ -215,7 +215,7 @@ def test_a_rate_is_kept_and_its_refusal_says_when() -> None:
 
 def test_a_concurrency_refusal_says_when_a_place_comes_free() -> None:
     now = 0.0
-    limits = KeyLimits(lambda: now)
+    limits = RequestLimits(lambda: now)
     key = ApiKey("a", b"", max_concurrent=4)
     for _ in range(4):
         limits.enter(key)

@@ -15,7 +15,7 @@ from quire.core.errors import ConfigError
 from quire.core.request import Completion, RequestMetrics, RequestOutput, Status
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, KeyRing, digest_of
-from quire.server.quotas import Demand, KeyLimits, Quotas, Saver
+from quire.server.quotas import Demand, Quotas, QuotaSaver, RequestLimits
 from quire.server.usage_file import FILE_NAME, UsageFile, default_folder
 
 KEY = "k" * 20
@@ -43,7 +43,7 @@ def clock() -> Time:
 
 def quotas_of(clock: Time, folder: Path | None = None) -> Quotas:
     file = None if folder is None else UsageFile(folder)
-    limits = KeyLimits(clock.monotonic)
+    limits = RequestLimits(clock.monotonic)
     return Quotas(limits, file, now=clock.monotonic, wall_now=clock.wall)
 
 
@@ -143,7 +143,7 @@ def test_a_changed_quota_keeps_what_was_used(clock: Time) -> None:
 
 
 def test_a_body_of_many_prompts_counts_as_many(clock: Time) -> None:
-    limits = KeyLimits(clock.monotonic)
+    limits = RequestLimits(clock.monotonic)
     key = key_of(requests_per_minute=600)  # a hundred at once
     limits.enter(key)
     limits.count_prompts(key, 256)
@@ -155,7 +155,7 @@ def test_a_body_of_many_prompts_counts_as_many(clock: Time) -> None:
 
 
 def test_bodies_that_came_in_together_do_not_overdraw_together(clock: Time) -> None:
-    limits = KeyLimits(clock.monotonic)
+    limits = RequestLimits(clock.monotonic)
     key = key_of(requests_per_minute=600)
     for _ in range(10):
         limits.enter(key)
@@ -334,7 +334,7 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(clock: Time, tmp_path: 
 def test_the_last_figures_are_saved_at_the_end(clock: Time, tmp_path: Path) -> None:
     key = key_of(tokens_per_day=1000)
     quotas = opened(clock, tmp_path, key)
-    saver = Saver(quotas, interval_s=3600)
+    saver = QuotaSaver(quotas, interval_s=3600)
     quotas.admit(key, Demand(1, 10, 0)).settle([output(10)])
     saver.close()
     assert opened(clock, tmp_path, key).usage_of(key).today == 10

@@ -23,14 +23,14 @@ from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.defaults import DEFAULT_MODELS, DUMMY_PREFIX
 
 
-class Limits(NamedTuple):
+class ProcessLimits(NamedTuple):
     """What the process may take."""
 
     cpu_s: int
     memory: int  # bytes of addresses, the interpreter's included
 
 
-USUAL_LIMITS = Limits(cpu_s=60, memory=4 << 30)
+USUAL_LIMITS = ProcessLimits(cpu_s=60, memory=4 << 30)
 _USUAL_ENTRY = "quire.model.isolated_reader:read"
 _TIMES_SLOWER = 5  # wall-clock limit over processor time, for busy machines
 _MAX_REPLY_BYTES = 1 << 16
@@ -72,7 +72,7 @@ class Verdict:
 class PendingVerdict:
     """A file that is being read in another process. Ask for the result once, or close it."""
 
-    def __init__(self, path: Path, entry: str = _USUAL_ENTRY, limits: Limits = USUAL_LIMITS):
+    def __init__(self, path: Path, entry: str = _USUAL_ENTRY, limits: ProcessLimits = USUAL_LIMITS):
         self._path = path
         self._limits = limits
         self._deadline = time.monotonic() + _TIMES_SLOWER * limits.cpu_s
@@ -171,7 +171,7 @@ def _is_readable(descriptor: int, timeout_s: float) -> bool:
     return bool(poll.poll(min(timeout_s, 3600) * 1000))
 
 
-def _how_it_ended(code: int, limits: Limits) -> str:
+def _how_it_ended(code: int, limits: ProcessLimits) -> str:
     if -code in (signal.SIGXCPU, signal.SIGKILL):
         return f"it took more than {limits.cpu_s} s of processor time, or was killed"
     if code < 0:
@@ -179,7 +179,7 @@ def _how_it_ended(code: int, limits: Limits) -> str:
     return f"it ended with {code}"
 
 
-def _how_it_failed(failure: str, limits: Limits) -> str:
+def _how_it_failed(failure: str, limits: ProcessLimits) -> str:
     if failure == "memory":
         return f"it took more than {limits.memory >> 20} MiB of memory"
     return _plain(failure)

@@ -35,7 +35,7 @@ from quire.server.openapi import (
     post_error_responses,
     request_body,
 )
-from quire.server.quotas import Saver
+from quire.server.quotas import QuotaSaver
 from quire.server.replies import (
     Alive,
     ChatCompletion,
@@ -158,7 +158,7 @@ def _lifespan(
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        saver = Saver(service.quotas)
+        saver = QuotaSaver(service.quotas)
         service.record("start", version=own_version(), settings=settings_digest(service.settings))
         yield
         await asyncio.to_thread(saver.close)

@@ -27,8 +27,8 @@ from quire.server.replies import (
     ChatCompletion,
     ChatMessage,
     CompletionChoice,
+    LogprobWriter,
     PromptDetails,
-    ScoreWriter,
     TextCompletion,
     TraceReport,
     Usage,
@@ -48,7 +48,7 @@ B = TypeVar("B", bound=CommonFields)
 G = TypeVar("G", bound=Generation)
 FINGERPRINT = f"quire-{own_version()}"
 _USUAL_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions
-_MANY_SCORES = 1000  # take some milliseconds to write: not on the event loop
+_MANY_LOGPROBS = 1000  # take some milliseconds to write: not on the event loop
 
 
 Prompts = list[tuple[Prepared, SamplingParams]]
@@ -293,7 +293,7 @@ async def _stream(
         generation.created,
         service.name,
         FINGERPRINT,
-        ScoreWriter(generation.llm.tokenizer),
+        LogprobWriter(generation.llm.tokenizer),
         with_usage=bool(options and options.include_usage),
         with_token_ids=bool(generation.body.return_token_ids),
     )
@@ -319,13 +319,13 @@ async def _answer(
     write: Callable[[], bytes],
 ) -> Response:
     """Written in the pool where it has many log-probabilities."""
-    num_scores = sum(
+    num_logprobs = sum(
         (1 + len(completion.logprobs[0].top)) * len(completion.logprobs)
         for output in outputs
         for completion in output.completions
         if completion.logprobs
     )
-    is_long = num_scores > _MANY_SCORES
+    is_long = num_logprobs > _MANY_LOGPROBS
     content = await run_in_pool(service, request, write) if is_long else write()
     return Response(content, media_type="application/json")
 
@@ -333,7 +333,7 @@ async def _answer(
 def _chat_reply(
     service: Service, generation: GenerationCall, outputs: Sequence[RequestOutput]
 ) -> bytes:
-    scores = ScoreWriter(generation.llm.tokenizer)
+    writer = LogprobWriter(generation.llm.tokenizer)
     choices = []
     for index, completion in _all_completions(outputs):
         choice = ChatChoice(
@@ -345,8 +345,8 @@ def _chat_reply(
             token_ids=completion.token_ids if generation.body.return_token_ids else None,
         )
         logprobs = completion.logprobs
-        written = None if logprobs is None else scores.for_chat(logprobs)
-        choices.append(_with_scores(choice, written))
+        written = None if logprobs is None else writer.for_chat(logprobs)
+        choices.append(_with_logprobs(choice, written))
     reply = ChatCompletion(
         id=generation.answer_id,
         created=generation.created,
@@ -362,7 +362,7 @@ def _chat_reply(
 def _text_reply(
     service: Service, generation: GenerationCall, outputs: Sequence[RequestOutput]
 ) -> bytes:
-    scores = ScoreWriter(generation.llm.tokenizer)
+    writer = LogprobWriter(generation.llm.tokenizer)
     choices = []
     for index, completion in _all_completions(outputs):
         choice = CompletionChoice(
@@ -374,8 +374,8 @@ def _text_reply(
             token_ids=completion.token_ids if generation.body.return_token_ids else None,
         )
         logprobs = completion.logprobs
-        written = None if logprobs is None else scores.for_text(logprobs).json
-        choices.append(_with_scores(choice, written))
+        written = None if logprobs is None else writer.for_text(logprobs).json
+        choices.append(_with_logprobs(choice, written))
     reply = TextCompletion(
         id=generation.answer_id,
         created=generation.created,
@@ -388,10 +388,10 @@ def _text_reply(
     return _with_choices(reply, choices)
 
 
-def _with_scores(choice: ChatChoice | CompletionChoice, scores: str | None) -> str:
+def _with_logprobs(choice: ChatChoice | CompletionChoice, logprobs: str | None) -> str:
     """A choice as JSON, with its log-probabilities, which are JSON already."""
     absent = {"logprobs"} if choice.token_ids is not None else {"logprobs", "token_ids"}
-    return f'{choice.model_dump_json(exclude=absent)[:-1]},"logprobs":{scores or "null"}}}'
+    return f'{choice.model_dump_json(exclude=absent)[:-1]},"logprobs":{logprobs or "null"}}}'
 
 
 def _with_choices(reply: ChatCompletion | TextCompletion, choices: Sequence[str]) -> bytes:

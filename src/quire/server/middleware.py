@@ -22,7 +22,7 @@ from quire.server.access import Access, RequiredScope, required_scope
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, new_call
 from quire.server.connections import Connections, FailedKeys, Proxies, address_group
 from quire.server.errors import ApiError
-from quire.server.quotas import KeyLimits
+from quire.server.quotas import RequestLimits
 from quire.server.settings import ServerSettings
 
 Message = MutableMapping[str, Any]
@@ -49,7 +49,7 @@ class Middleware:
         app: App,
         settings: ServerSettings,
         access: Access,
-        limits: KeyLimits,
+        limits: RequestLimits,
         connections: Connections,
         on_done: Callable[[Call], None],
     ) -> None:
@@ -100,14 +100,16 @@ class Middleware:
         peer = (scope.get("client") or ("", 0))[0]
         if peer not in self._proxies:
             call.client = peer
-            await self._pass(scope, receive, send, call)
+            await self._check_and_forward(scope, receive, send, call)
             return
         call.client = self._proxies.client_of(peer, scope["headers"])
         group = None if call.client in self._proxies else address_group(call.client)
         with self._connections.proxied_request(group):
-            await self._pass(scope, receive, send, call)
+            await self._check_and_forward(scope, receive, send, call)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
+    async def _check_and_forward(
+        self, scope: Scope, receive: Receive, send: Send, call: Call
+    ) -> None:
         headers: Headers = scope["headers"]
         check_host(headers, self._settings)
         check_origin(headers, self._settings)

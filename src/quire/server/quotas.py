@@ -85,7 +85,7 @@ class _Account:
     completion_rate: CompletionRate = field(default_factory=CompletionRate)
 
 
-class KeyLimits:
+class RequestLimits:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._accounts: dict[str, _Account] = {}
@@ -103,7 +103,7 @@ class KeyLimits:
                 retry_after_s=account.completion_rate.interval_s(now),
             )
         if key.requests_per_minute is not None:
-            self._pay(key, account)
+            self._take_one(key, account)
         if not account.num_open:
             account.completion_rate.busy_from(now)
         account.num_open += 1
@@ -135,7 +135,7 @@ class KeyLimits:
         account.filled_at = now
         return account
 
-    def _pay(self, key: ApiKey, account: _Account) -> None:
+    def _take_one(self, key: ApiKey, account: _Account) -> None:
         if account.tokens < 1:
             self._refuse(key, account)
         account.tokens -= 1
@@ -181,7 +181,7 @@ class Usage:
         self.owed = max(0.0, self.owed + tokens)
 
 
-class Charge:
+class Reservation:
     """The reservation of a call."""
 
     def __init__(self, quotas: "Quotas", key: ApiKey | None, tokens: int, day: str) -> None:
@@ -209,7 +209,7 @@ class Quotas:
 
     def __init__(
         self,
-        limits: KeyLimits,
+        limits: RequestLimits,
         file: UsageFile | None = None,
         *,
         now: Now = time.monotonic,
@@ -238,7 +238,7 @@ class Quotas:
                 self._check_minute(key, usage, tokens)
                 self._limits.count_prompts(key, demand.num_prompts)
             usage.take(tokens)
-            return Charge(self, key, tokens, self._day)
+            return Reservation(self, key, tokens, self._day)
 
     def settle(
         self, key: ApiKey | None, booked: int, prompt: int, completion: int, day: str
@@ -401,7 +401,7 @@ class Quotas:
         return (midnight - now).total_seconds()
 
 
-class Saver:
+class QuotaSaver:
     """Saves on a thread, as disks may be slow, and once more when it is closed."""
 
     def __init__(self, quotas: Quotas, interval_s: float = SAVE_INTERVAL_S) -> None:

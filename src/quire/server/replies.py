@@ -262,14 +262,14 @@ class ReloadReply(BaseModel):
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
-class TextScores(NamedTuple):
+class TextLogprobs(NamedTuple):
     """CompletionLogprobs as JSON, and how many characters their tokens have together."""
 
     json: str
     num_characters: int
 
 
-class ScoreWriter:
+class LogprobWriter:
     """Log-probabilities as JSON; without a tokenizer, tokens are written as token_id:N."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -281,7 +281,7 @@ class ScoreWriter:
         content = ",".join([self._score(score) for score in scores])
         return f'{{"content":[{content}],"refusal":null}}'
 
-    def for_text(self, scores: Sequence[TokenLogprob], offset: int = 0) -> TextScores:
+    def for_text(self, scores: Sequence[TokenLogprob], offset: int = 0) -> TextLogprobs:
         """`offset`: characters of the completion before the first of these tokens."""
         tokens = [self._text(score.token) for score in scores]
         offsets = []
@@ -295,7 +295,7 @@ class ScoreWriter:
             f'{{"tokens":{json.dumps(tokens)},"token_logprobs":[{logprobs}],'
             f'"top_logprobs":[{tops}],"text_offset":{json.dumps(offsets)}}}'
         )
-        return TextScores(written, offset - start)
+        return TextLogprobs(written, offset - start)
 
     def _score(self, score: TokenLogprob) -> str:
         top = ",".join([f"{self._entry(token, logprob)}}}" for token, logprob in score.top])

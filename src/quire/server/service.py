@@ -19,7 +19,7 @@ from quire.server.errors import RESTART_S, ApiError
 from quire.server.json_reader import BodyLimits, body_limits
 from quire.server.keys import ApiKey, KeyChanges
 from quire.server.logs import LOGGER, log
-from quire.server.quotas import KeyLimits, Meter, Quotas
+from quire.server.quotas import Meter, Quotas, RequestLimits
 from quire.server.schemas import MAX_MESSAGES, MAX_PROMPTS
 from quire.server.settings import ServerSettings
 from quire.server.usage_file import UsageFile
@@ -52,7 +52,7 @@ class Service:
         self.has_ended = asyncio.Event()  # drained, stuck or failed: nothing more will come
         self.num_streams = 0  # being written right now
         self.connections = open_connections(settings)
-        self.limits = KeyLimits()
+        self.limits = RequestLimits()
         folder = settings.state_folder
         self.quotas = Quotas(self.limits, None if folder is None else UsageFile(folder))
         self.quotas.open(settings.keys)

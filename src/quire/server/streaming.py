@@ -20,7 +20,7 @@ from quire.engine.aio import Stream
 from quire.server.calls import CLIENT_GONE, Call
 from quire.server.errors import ApiError
 from quire.server.middleware import Receive, Scope, Send, send_error
-from quire.server.replies import ScoreWriter, TraceReport, Usage
+from quire.server.replies import LogprobWriter, TraceReport, Usage
 from quire.server.service import Service
 
 # ---- frames
@@ -41,7 +41,7 @@ class Frames:
         created: int,
         model: str,
         fingerprint: str,
-        scores: ScoreWriter,
+        logprobs: LogprobWriter,
         *,
         with_usage: bool,
         with_token_ids: bool,
@@ -55,7 +55,7 @@ class Frames:
         }
         self._head = "data: " + json.dumps(shared)[:-1] + ', "choices": ['
         self._tail = '], "usage": null}\n\n' if with_usage else "]}\n\n"
-        self._scores = scores
+        self._logprobs = logprobs
         self._with_usage = with_usage
         self._with_token_ids = with_token_ids
         self._num_spelled: dict[int, int] = {}  # characters of each choice's tokens so far
@@ -104,7 +104,7 @@ class ChatFrames(Frames):
         return f'{self._head}{choice}"logprobs": null, "finish_reason": null}}{self._tail}'.encode()
 
     def _choice(self, index: int, text: str, scores: Sequence[TokenLogprob]) -> str:
-        logprobs = self._scores.for_chat(scores) if scores else "null"
+        logprobs = self._logprobs.for_chat(scores) if scores else "null"
         delta = f'{{"content": {json.dumps(text)}}}' if text else "{}"
         return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}'
 
@@ -116,7 +116,7 @@ class TextFrames(Frames):
         logprobs = "null"
         if scores:
             offset = self._num_spelled.get(index, 0)
-            written = self._scores.for_text(scores, offset)
+            written = self._logprobs.for_text(scores, offset)
             self._num_spelled[index] = offset + written.num_characters
             logprobs = written.json
         return f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {logprobs}'
