@@ -1,7 +1,7 @@
 """CpuExecutor: one native call a step, over weights in their packed form."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,6 @@ class CpuExecutor(ThreadedExecutor):
         max_batch_size: int = 256,
         max_step_tokens: int = 512,
         clock: Clock | None = None,
-        on_progress: Callable[[str], None] | None = None,
     ) -> None:
         self._spec = model.spec
         capacity = model_capacity(model.spec, num_blocks, max_batch_size, max_step_tokens)
@@ -49,7 +48,6 @@ class CpuExecutor(ThreadedExecutor):
             threads,
             unit=check_unit(unit) if unit else units()[-1],
             per_token_scale=per_token_scale,
-            on_progress=on_progress,
         )
         self._decoder.allocate_cache(num_blocks, kv_int8, prefault_bytes)
         self._running: CancelFlag | None = None  # of the step that computes

@@ -1,7 +1,7 @@
 """Lowers a ModelSpec and its tensors to a native decoder: weights packed, stages listed once; and
 says beforehand what memory that takes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +43,6 @@ def lower(
     *,
     unit: str = "",
     per_token_scale: bool = True,
-    on_progress: Callable[[str], None] | None = None,
 ) -> "native.Decoder":
     """Pack every tensor and list the stages of a step.
 
@@ -55,8 +54,6 @@ def lower(
         lowering = _Lowering(spec, tensors, threads, unit, per_token_scale)
         for layer in range(spec.num_layers):
             lowering.add_layer(layer)
-            if on_progress is not None:
-                on_progress(f"packing weights: layer {layer + 1} of {spec.num_layers}")
         lowering.add_embedding_and_head()
     except (ValueError, OverflowError) as error:  # native code checks what it is given once more
         raise UnsupportedModelError(f"the CPU kernels cannot hold this model: {error}") from error
