@@ -82,10 +82,10 @@ def test_penalties_see_the_sample_that_is_followed(executor: Executor) -> None:
             history=History(PROMPT, (first.token,)),
         ),
     ]
-    [follower], [told] = (
+    [follower], [given] = (
         run(executor, plan._replace(sampling=sampling), step_id=2) for plan in rows
     )
-    assert follower.token == told.token
+    assert follower.token == given.token
 
 
 def test_a_step_run_again_in_parts_keeps_the_samples_of_all_parts(

@@ -51,8 +51,8 @@ def test_exp_leaves_its_argument_and_does_not_warn() -> None:
 
 def plain_sum(values: list[float]) -> float:
     lanes = [0.0] * NUM_LANES
-    for place, value in enumerate(values):
-        lanes[place % NUM_LANES] += value
+    for index, value in enumerate(values):
+        lanes[index % NUM_LANES] += value
     while len(lanes) > 1:
         half = len(lanes) // 2
         lanes = [low + high for low, high in zip(lanes[:half], lanes[half:], strict=True)]

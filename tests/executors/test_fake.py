@@ -1,4 +1,4 @@
-"""FakeExecutor: tokens depend on what stands in the blocks, time is virtual, faults are as told."""
+"""FakeExecutor: tokens depend on what is in the blocks, time is virtual, faults are as set."""
 
 import pytest
 

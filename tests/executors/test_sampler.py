@@ -87,12 +87,12 @@ def kept_weights(scores: Sequence[float], params: SamplingParams) -> list[int]:
 
 
 def drawn(weights: Sequence[int], bits: int) -> int:
-    place = bits * sum(weights) >> 64
+    point = bits * sum(weights) >> 64
     for token, weight in enumerate(weights):
-        if place < weight:
+        if point < weight:
             return token
-        place -= weight
-    raise AssertionError("the place is beyond the weights")
+        point -= weight
+    raise AssertionError("the point is beyond the weights")
 
 
 def chosen(
@@ -275,9 +275,9 @@ def test_draws_follow_the_softmax_over_seeds_completions_and_positions(
     counts: dict[int, int] = {}
     params = SamplingParams(temperature=temperature)
     for number in range(num_draws):
-        place = {"seed": 11, "index": 0, "position": 0} | {varies: number}
-        sampling = sampling_of(params, place["seed"], place["index"])
-        token = sample(logits_of(row), sampling, place["position"]).token
+        draw = {"seed": 11, "index": 0, "position": 0} | {varies: number}
+        sampling = sampling_of(params, draw["seed"], draw["index"])
+        token = sample(logits_of(row), sampling, draw["position"]).token
         counts[token] = counts.get(token, 0) + 1
     weights = [math.exp(value / temperature) for value in row]
     expected = {t: num_draws * weight / sum(weights) for t, weight in enumerate(weights)}

@@ -42,7 +42,7 @@ def test_an_empty_file_is_the_usual_options(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[engine]\nbatch = 3", r"\[engine\] has no 'batch'; there are aging_s, "),
         (
@@ -67,9 +67,9 @@ def test_an_empty_file_is_the_usual_options(file: Path) -> None:
         ("#" * (MAX_CONFIGURATION_BYTES + 1), "is longer than"),
     ],
 )
-def test_what_is_wrong_is_named_with_the_file(text: str, told: str, file: Path) -> None:
+def test_what_is_wrong_is_named_with_the_file(text: str, message: str, file: Path) -> None:
     file.write_text(text)
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         read_configuration(file)
     assert str(file) in str(caught.value)
 

@@ -71,8 +71,8 @@ def test_auto_says_why_it_leaves_a_gpu_alone(
         found = auto_on_a_gpu(monkeypatch, "its weights have no room")
         found.executor.close()
         assert found.options.device in ("cpu", "reference")
-        told = capsys.readouterr().err
-        assert ("executor: its weights have no room" in told) == has_driver
+        printed = capsys.readouterr().err
+        assert ("executor: its weights have no room" in printed) == has_driver
 
 
 def test_auto_stays_where_options_of_the_processor_are_understood(

@@ -151,9 +151,9 @@ def test_a_context_that_the_cache_cannot_hold_is_refused_with_figures() -> None:
     assert PLAN.num_blocks(4 * MIB, 64) == 4
     with pytest.raises(
         ConfigError, match=r"max_context is 65 .* holds 64: .* 5\.0 MiB \(5242880"
-    ) as told:
+    ) as caught:
         PLAN.num_blocks(4 * MIB, 65)
-    assert str(told.value).endswith("or lower max_context to 64")
+    assert str(caught.value).endswith("or lower max_context to 64")
     with pytest.raises(ConfigError, match=r"at least 5\.0 MiB \(5242880 bytes\)$"):
         PLAN.num_blocks(0, 65)
 

@@ -65,17 +65,17 @@ def test_no_command_reads_it_unless_it_is_trusted(
 ) -> None:
     words = [word.format(folder=tmp_path) for word in command] + [str(breaking)]
     assert main(words) == 1
-    told = capsys.readouterr()
-    assert "ended by SIGSEGV" in told.err
-    assert '"tensors"' not in told.out
+    printed = capsys.readouterr()
+    assert "ended by SIGSEGV" in printed.err
+    assert '"tensors"' not in printed.out
     assert main([*words, "--trust-model-file"]) == 0
 
 
 def test_the_server_does_not_start_with_it(breaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("quire.cli.program.print_error", told.append)
+    complaints: list[str] = []
+    monkeypatch.setattr("quire.cli.program.print_error", complaints.append)
     assert main(["serve", str(breaking), *ARGUMENTS, "--port", "0"]) == 1
-    assert "ended by SIGSEGV" in told[0]
+    assert "ended by SIGSEGV" in complaints[0]
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])

@@ -75,8 +75,8 @@ def _add_tensors(
     for tensor in gguf.GGUFReader(fixture_file(source)).tensors:
         data = np.array(tensor.data)
         if tensor.name in changes:
-            place, value = changes[tensor.name]
-            data[place] = value
+            index, value = changes[tensor.name]
+            data[index] = value
         writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
 
 

@@ -1,4 +1,4 @@
-"""A row depends on itself alone: not on company, chunking, blocks, or what lay in them before."""
+"""A row depends on itself alone: not on the batch, chunking, blocks, or what lay in them before."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def stored(executor: ReferenceExecutor, table: tuple[int, ...], end: int) -> byt
 
 
 def alone(executor: ReferenceExecutor) -> tuple[npt.NDArray[np.float32], bytes]:
-    """The prompt in one chunk, in an empty cache, without company."""
+    """The prompt in one chunk, in an empty cache, alone in its batch."""
     fill_blocks(executor, 0.0)
     found = logits(executor, row(prompt(executor), TABLE))
     return found, stored(executor, TABLE, len(PROMPT))
@@ -75,11 +75,11 @@ def test_chunking_changes_no_bit(executor: ReferenceExecutor, cuts: list[int]) -
 
 
 @given(
-    blocks=st.permutations(range(NUM_BLOCKS)), num_others=st.integers(1, 5), place=st.integers(0, 5)
+    blocks=st.permutations(range(NUM_BLOCKS)), num_others=st.integers(1, 5), index=st.integers(0, 5)
 )
 @settings(max_examples=20, deadline=None)
-def test_company_and_blocks_change_no_bit(
-    executor: ReferenceExecutor, blocks: list[int], num_others: int, place: int
+def test_batch_and_blocks_change_no_bit(
+    executor: ReferenceExecutor, blocks: list[int], num_others: int, index: int
 ) -> None:
     expected, kept = alone(executor)
     fill_blocks(executor, np.nan)
@@ -88,7 +88,7 @@ def test_company_and_blocks_change_no_bit(
         row(prompt(executor, salt)[: 3 * salt + 1], tables[salt], sequence_id=salt)
         for salt in range(1, num_others + 1)
     ]
-    plans.insert(min(place, num_others), row(prompt(executor), tables[0], sequence_id=0))
+    plans.insert(min(index, num_others), row(prompt(executor), tables[0], sequence_id=0))
     results = {result.sequence_id: result for result in run(executor, *plans)}
     assert results[0].logits.tobytes() == expected.tobytes()
     assert stored(executor, tables[0], len(PROMPT)) == kept

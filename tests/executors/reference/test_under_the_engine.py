@@ -1,4 +1,4 @@
-"""The engine over the reference executor: a request's tokens do not depend on its company."""
+"""The engine over the reference executor: a request's tokens do not depend on its batch."""
 
 import itertools
 from collections.abc import Iterator

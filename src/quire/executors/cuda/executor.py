@@ -136,11 +136,11 @@ class CudaExecutor(ExecutorBase):
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
-        held = {"weights": self._weights.num_bytes, "kv": self._blocks.num_bytes}
+        in_use = {"weights": self._weights.num_bytes, "kv": self._blocks.num_bytes}
         if self._is_gpu:
             reserved = int(torch.cuda.memory_reserved(self._device))
-            held["workspace"] = max(0, reserved - sum(held.values()))
-        return held
+            in_use["workspace"] = max(0, reserved - sum(in_use.values()))
+        return in_use
 
     def warm_up(self) -> None:
         """Compile every kernel and capture every graph."""
@@ -149,7 +149,7 @@ class CudaExecutor(ExecutorBase):
             super().warm_up()
 
     def _rehearse_sampling(self) -> None:
-        """Take the memory, and compile the kernels, that the most demanding rows will want."""
+        """Allocate the memory, and compile the kernels, that the most demanding rows need."""
         count = self._rows_sampled_at_once
         logits = self._decoder.logits[self._integers(range(count))]
         row = sampling.most_demanding_row(self._spec.vocabulary_size)
@@ -261,63 +261,69 @@ class CudaExecutor(ExecutorBase):
         ticket.answers, ticket.finite = self._runner.fetch(len(sampled), num_tokens)
 
     def _sample(self, rows: list[StepRow], slots: list[int]) -> bool:
-        """Overwrite the likeliest tokens of rows that are not greedy and plain; whether all are."""
-        asked = []
+        """Overwrite the likeliest tokens of rows that are not plain; whether all are."""
+        requests = []
         for index, row in enumerate(rows):
             plan = row.plan
-            assert plan.sampling is not None and row.packed is not None, "a sample without a how"
+            assert plan.sampling is not None and row.packed is not None, (
+                "a sample was wanted without saying how"
+            )
             if not is_plain(plan):
-                how = SampleRow(
+                request = SampleRow(
                     plan.sampling,
                     plan.completion_position,
                     plan.history,
                     row.packed.source,
                     plan.allowed,
                 )
-                asked.append((index, how))
-        if not asked:
+                requests.append((index, request))
+        if not requests:
             return not any(row.plan.prompt_targets for row in rows)
-        for index, how in asked:
-            self._check_sampling(rows[index], how)
-        asked = [entry for entry in asked if rows[entry[0]].fault is None]
-        for start in range(0, len(asked), self._rows_sampled_at_once):
-            self._sample_some(rows, slots, asked[start : start + self._rows_sampled_at_once])
+        for index, request in requests:
+            self._check_sampling(rows[index], request)
+        requests = [entry for entry in requests if rows[entry[0]].fault is None]
+        for start in range(0, len(requests), self._rows_sampled_at_once):
+            self._sample_some(rows, slots, requests[start : start + self._rows_sampled_at_once])
         return False
 
     def _sample_some(
-        self, rows: list[StepRow], slots: list[int], asked: list[tuple[int, SampleRow]]
+        self, rows: list[StepRow], slots: list[int], requests: list[tuple[int, SampleRow]]
     ) -> None:
         """So few rows that the sampler's arrays fit the memory set aside for them."""
-        indices = self._integers([index for index, _ in asked])
+        indices = self._integers([index for index, _ in requests])
         logits = self._decoder.logits[indices]
-        tokens, outcome = sampling.choose(logits, [how for _, how in asked], self._samples.tokens)
-        own_slots = self._integers([slots[index] for index, _ in asked])
+        tokens, outcome = sampling.choose(
+            logits, [request for _, request in requests], self._samples.tokens
+        )
+        own_slots = self._integers([slots[index] for index, _ in requests])
         self._samples.tokens[own_slots] = tokens.to(torch.int32)
         self._decoder.answers[indices, 0] = tokens.to(torch.int32)
         self._decoder.answers[indices, 1] = outcome.to(torch.int32)
         scored = [
-            at for at, (_, how) in enumerate(asked) if how.sampling.params.logprobs is not None
+            at
+            for at, (_, request) in enumerate(requests)
+            if request.sampling.params.logprobs is not None
         ]
         if scored:
             chosen = self._integers(scored)
-            most = max(asked[at][1].sampling.params.logprobs or 0 for at in scored)
+            most = max(requests[at][1].sampling.params.logprobs or 0 for at in scored)
             scores = sampling.score(logits[chosen], tokens[chosen], most).on_host()
             for index, at in enumerate(scored):
-                rows[asked[at][0]].scores = (scores, index)
+                rows[requests[at][0]].scores = (scores, index)
 
     def _integers(self, values: Sequence[int]) -> Array:
         """On the device, without waiting for what runs there."""
         return torch.from_numpy(np.array(values, np.int64)).to(self._device, non_blocking=True)
 
-    def _check_sampling(self, row: StepRow, how: SampleRow) -> None:
+    def _check_sampling(self, row: StepRow, request: SampleRow) -> None:
         """Token ids that the sampler would write to must be in the vocabulary."""
         size = self.capacity.vocabulary_size
-        params = how.sampling.params
+        params = request.sampling.params
         named = list(params.logit_bias)
-        if how.completion_position < params.min_tokens:
-            named += how.sampling.end_token_ids
-        if how.history is not None:
-            named += [*how.history.prompt, *how.history.completion]
+        if request.completion_position < params.min_tokens:
+            named += request.sampling.end_token_ids
+        if request.history is not None:
+            named += [*request.history.prompt, *request.history.completion]
         if any(not 0 <= token < size for token in named):
             row.fault = f"a token id is beyond the {size} logits"
 

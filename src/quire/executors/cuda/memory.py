@@ -1,4 +1,4 @@
-"""GPU memory: measured, not guessed. What a step can take is set aside, the cache has the rest."""
+"""GPU memory, measured: what a step can take is set aside, the KV cache gets the rest."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,15 +11,17 @@ from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.decoder import KVBlocks, kv_block_bytes
 from quire.model.spec import ModelSpec
 
-_KEPT_FREE = 1 << 30  # for graphs, kernels' code and whoever else uses the GPU
-_SAMPLING_ROOM = 4 << 30  # at most: rows are sampled in groups that need no more
-_SAMPLING_SHARE = 32  # and at most this part of the device's memory
-_SAMPLING_BYTES = 96  # a logit, while its row is sampled with every option: 84 were measured
-_FRAGMENTS = 1.25  # of what was measured: torch's pieces do not fit together without gaps
-_MOST_BLOCKS = (1 << 31) // BLOCK_SIZE - 1  # kernels count slots in 32 bits
-_REORDER_ROOM = 1 << 30  # while a matrix is reordered
+_KEPT_FREE = 1 << 30  # for graphs, kernels' code and other users of the GPU
+_SAMPLING_BYTES_LIMIT = 4 << 30  # rows are sampled in groups that need no more
+_SAMPLING_SHARE = 32  # and no more than the device's memory divided by this
+_SAMPLING_BYTES_PER_LOGIT = (
+    96  # a logit, while its row is sampled with every option: 84 were measured
+)
+_FRAGMENTATION = 1.25  # times what was measured: torch's allocator leaves gaps
+_MAX_BLOCKS = (1 << 31) // BLOCK_SIZE - 1  # kernels count slots in 32 bits
+_REORDER_BYTES = 1 << 30  # while a matrix is reordered
 _SHRINK = 0.9
-_SMALLEST_BLOCKS = 1
+_MIN_BLOCKS = 1
 
 
 def gibibytes(size: float) -> str:
@@ -27,16 +29,16 @@ def gibibytes(size: float) -> str:
 
 
 def free_bytes(device: str) -> int:
-    """What a new allocation can get: what the driver has, and what torch holds unused."""
+    """What a new allocation can get: what the driver has, and what torch has reserved unused."""
     free, _ = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free) + int(held)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free) + int(unused)
 
 
 def check_weights(packed_bytes: int, device: str) -> None:
     """Say before loading that weights cannot fit, with the figures."""
     free = free_bytes(device)
-    needed = packed_bytes + _REORDER_ROOM
+    needed = packed_bytes + _REORDER_BYTES
     if needed > free:
         raise _too_large(packed_bytes, free)
 
@@ -44,7 +46,7 @@ def check_weights(packed_bytes: int, device: str) -> None:
 def _too_large(packed_bytes: int, free: int) -> ConfigError:
     return ConfigError(
         f"the model's weights take {gibibytes(packed_bytes)} on the GPU and "
-        f"{gibibytes(_REORDER_ROOM)} more while they are loaded, but {gibibytes(free)} are free: "
+        f"{gibibytes(_REORDER_BYTES)} more while they are loaded, but {gibibytes(free)} are free: "
         "use a file of fewer bits, a larger GPU, or device='cpu'"
     )
 
@@ -73,24 +75,24 @@ def buffers_memory(device: str) -> Iterator[None]:
 
 
 def rows_sampled_at_once(vocabulary_size: int, max_rows: int, device: str) -> int:
-    """How many rows the sampler takes at once, so that its arrays stay within their room."""
-    room = _SAMPLING_ROOM
+    """How many rows the sampler takes at once, so that its arrays stay within their limit."""
+    limit = _SAMPLING_BYTES_LIMIT
     if device != "cpu":
-        room = min(room, torch.cuda.mem_get_info(device)[1] // _SAMPLING_SHARE)
-    return int(max(1, min(max_rows, room // (_SAMPLING_BYTES * vocabulary_size))))
+        limit = min(limit, torch.cuda.mem_get_info(device)[1] // _SAMPLING_SHARE)
+    return int(max(1, min(max_rows, limit // (_SAMPLING_BYTES_PER_LOGIT * vocabulary_size))))
 
 
 @contextmanager
 def memory_set_aside(work: Callable[[], None], device: str, stream: Any) -> Iterator[None]:
-    """Do `work` once on the stream, and hold as much memory as it took while the body allocates
+    """Do `work` once on the stream, and reserve as much memory as it took while the body allocates
     what stays. Afterwards torch has it for the stream's next arrays."""
     if device == "cpu":
         yield
         return
     with buffers_memory(device), torch.cuda.stream(stream):
-        held = torch.empty(_peak_bytes(work, device), dtype=torch.uint8, device=device)
+        reserved = torch.empty(_peak_bytes(work, device), dtype=torch.uint8, device=device)
     yield
-    del held
+    del reserved
 
 
 def _peak_bytes(work: Callable[[], None], device: str) -> int:
@@ -101,7 +103,7 @@ def _peak_bytes(work: Callable[[], None], device: str) -> int:
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    return int(taken * _FRAGMENTS)
+    return int(taken * _FRAGMENTATION)
 
 
 def max_context(spec: ModelSpec, num_blocks: int | None, kv_bytes: int | None, device: str) -> int:
@@ -123,11 +125,11 @@ def allocate_blocks(
             if device == "cpu":
                 raise ConfigError("on a CPU the number of blocks must be given")
             kv_bytes = free_bytes(device) - _KEPT_FREE
-        num_blocks = min(kv_bytes // block_bytes, _MOST_BLOCKS)
-    if num_blocks > _MOST_BLOCKS:
-        raise ConfigError(f"num_blocks is {num_blocks}; the limit is {_MOST_BLOCKS}")
+        num_blocks = min(kv_bytes // block_bytes, _MAX_BLOCKS)
+    if num_blocks > _MAX_BLOCKS:
+        raise ConfigError(f"num_blocks is {num_blocks}; the limit is {_MAX_BLOCKS}")
     wanted = num_blocks
-    while num_blocks >= _SMALLEST_BLOCKS:
+    while num_blocks >= _MIN_BLOCKS:
         try:
             return KVBlocks(spec, num_blocks, device)
         except torch.OutOfMemoryError:

@@ -2,11 +2,11 @@
 
     head rows [rows] | head slots [rows]
     tokens | sources | positions | slots [tokens each]
-    tiles' rows | counts | positions | tables | starts [tokens each]
+    tiles' rows | counts | positions | table offsets | starts [tokens each]
     block tables, one after the other
 
-A graph is captured for a number of tokens, so everything behind the head lies where that number
-puts it. The buffer is sent with one copy.
+A graph is captured for a number of tokens, which fixes the offset of everything behind the head.
+The buffer is sent with one copy.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,15 @@ from quire.executors.cuda.planes import Array
 
 Integers = npt.NDArray[np.int32]
 
-_FIELDS = 9  # a token
+# The rows of BodyInput.fields, in its order.
+_TOKEN, _SOURCE, _POSITION, _SLOT = range(4)
+_TILE_ROW, _TILE_COUNT, _TILE_POSITION, _TILE_TABLE, _TILE_START = range(4, 9)
+_FIELDS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things lie in the buffer."""
+    """Offsets in the buffer."""
 
     max_rows: int
 
@@ -47,16 +50,16 @@ class Layout:
 
 
 class PackedRow(NamedTuple):
-    """A sequence's place in the step: its tokens are rows first to last."""
+    """A sequence's tokens in the step: rows `first` to `last` of the body."""
 
     plan: SequencePlan
     first: int
     last: int
-    source: int | None = None  # where its pending token is, among the samples
+    source: int | None = None  # the slot among the samples of its pending token
 
 
 def pack_body(rows: Sequence[PackedRow], num_tokens: int, tile_tokens: int) -> Integers:
-    """The body's part of the buffer for these rows, padded to so many tokens."""
+    """The body's share of the buffer for these rows, padded to so many tokens."""
     if not rows or rows[-1].last == len(rows) - 1:  # one new token each
         return _pack_single(rows, num_tokens)
     fields = _padding(num_tokens)
@@ -67,20 +70,20 @@ def pack_body(rows: Sequence[PackedRow], num_tokens: int, tile_tokens: int) -> I
         count = plan.num_new_tokens
         span = slice(row.first, row.first + count)
         used = plan.block_table[: -(-plan.end // BLOCK_SIZE)]
-        fields[0, row.first : row.first + len(plan.tokens)] = plan.tokens
+        fields[_TOKEN, row.first : row.first + len(plan.tokens)] = plan.tokens
         if row.source is not None:
-            fields[1, row.last] = row.source
-        places = np.arange(plan.start, plan.end, dtype=np.int32)
-        fields[2, span] = places
+            fields[_SOURCE, row.last] = row.source
+        positions = np.arange(plan.start, plan.end, dtype=np.int32)
+        fields[_POSITION, span] = positions
         blocks = np.array(used, dtype=np.int32)
-        fields[3, span] = blocks[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+        fields[_SLOT, span] = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         starts = np.arange(0, count, tile_tokens, dtype=np.int32)
         tiles = slice(tile, tile + len(starts))
-        fields[4, tiles] = row.first + starts
-        fields[5, tiles] = np.minimum(tile_tokens, count - starts)
-        fields[6, tiles] = plan.start + starts
-        fields[7, tiles] = offset
-        fields[8, tiles] = plan.start
+        fields[_TILE_ROW, tiles] = row.first + starts
+        fields[_TILE_COUNT, tiles] = np.minimum(tile_tokens, count - starts)
+        fields[_TILE_POSITION, tiles] = plan.start + starts
+        fields[_TILE_TABLE, tiles] = offset
+        fields[_TILE_START, tiles] = plan.start
         tile += len(starts)
         tables.append(used)
         offset += len(used)
@@ -90,13 +93,13 @@ def pack_body(rows: Sequence[PackedRow], num_tokens: int, tile_tokens: int) -> I
 
 def _padding(num_tokens: int) -> Integers:
     fields = np.zeros((_FIELDS, num_tokens), np.int32)
-    fields[1] = -1
-    fields[3] = -1
+    fields[_SOURCE] = -1
+    fields[_SLOT] = -1
     return fields
 
 
 def _pack_single(rows: Sequence[PackedRow], num_tokens: int) -> Integers:
-    """The same where every sequence has one new token, without a look at each."""
+    """The same where every sequence has one new token, without a loop over them."""
     count = len(rows)
     fields = _padding(num_tokens)
     starts = np.fromiter((row.plan.start for row in rows), np.int32, count)
@@ -104,13 +107,13 @@ def _pack_single(rows: Sequence[PackedRow], num_tokens: int) -> Integers:
     lengths = np.fromiter(map(len, tables), np.int32, count)
     flat = np.fromiter(chain.from_iterable(tables), np.int32, int(lengths.sum()))
     ends = np.cumsum(lengths, dtype=np.int32)
-    fields[0, :count] = [row.plan.tokens[0] if row.plan.tokens else 0 for row in rows]
-    fields[1, :count] = [-1 if row.source is None else row.source for row in rows]
-    fields[2, :count] = starts
-    fields[3, :count] = flat[ends - 1] * BLOCK_SIZE + starts % BLOCK_SIZE
-    fields[4, :count] = np.arange(count)
-    fields[5, :count] = 1
-    fields[6, :count] = starts
-    fields[7, :count] = ends - lengths
-    fields[8, :count] = starts
+    fields[_TOKEN, :count] = [row.plan.tokens[0] if row.plan.tokens else 0 for row in rows]
+    fields[_SOURCE, :count] = [-1 if row.source is None else row.source for row in rows]
+    fields[_POSITION, :count] = starts
+    fields[_SLOT, :count] = flat[ends - 1] * BLOCK_SIZE + starts % BLOCK_SIZE
+    fields[_TILE_ROW, :count] = np.arange(count)
+    fields[_TILE_COUNT, :count] = 1
+    fields[_TILE_POSITION, :count] = starts
+    fields[_TILE_TABLE, :count] = ends - lengths
+    fields[_TILE_START, :count] = starts
     return np.concatenate([fields.ravel(), flat])
