@@ -47,7 +47,7 @@ class Series:
 class Chart:
     """What to draw: axes begin at zero, or are logarithmic and say so in their labels.
 
-    With `x_names` it is a chart of bars: a point's x is the place of its name.
+    With `x_names` it is a chart of bars: a point's x is the index of its name.
     """
 
     slug: str
@@ -94,7 +94,7 @@ _PLACES = Theme(
     ink="#000002",
     muted="#000003",
     grid="#000004",
-    series=[f"#0000{place:02x}" for place in range(0x10, 0x10 + MAX_SERIES)],
+    series=[f"#0000{index:02x}" for index in range(0x10, 0x10 + MAX_SERIES)],
 )
 _MARKERS = "osD^vPX*"
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
@@ -103,7 +103,7 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 def variables(theme: Theme) -> str:
     """A theme as CSS variables, by the names that the SVG uses."""
     named = {"page": theme.page, "ink": theme.ink, "muted": theme.muted, "grid": theme.grid}
-    named |= {f"series-{place}": color for place, color in enumerate(theme.series)}
+    named |= {f"series-{index}": color for index, color in enumerate(theme.series)}
     return " ".join(f"--{name}: {color};" for name, color in named.items())
 
 
@@ -162,13 +162,13 @@ def _draw(chart: Chart, theme: Theme, *, with_title: bool) -> Any:
         axis = figure.subplots()
         axis.set_facecolor("none")
         shown = set(legend.names)
-        for place, (series, look) in enumerate(
+        for index, (series, look) in enumerate(
             zip(chart.series, _looks(chart, theme), strict=True)
         ):
             label = _clean(series.name) if series.name in shown else "_"
             shown.discard(series.name)
             if chart.x_names:
-                _draw_bars(axis, chart, place, label, look[0], theme)
+                _draw_bars(axis, chart, index, label, look[0], theme)
             else:
                 _draw_series(axis, series, label, look, theme)
         _shape_axes(axis, chart, theme)
@@ -186,7 +186,7 @@ def _looks(chart: Chart, theme: Theme) -> list[tuple[str, str]]:
     own = [series.name for series in chart.series if _is_own(series)]
     if len(own) > MAX_SERIES:
         raise ConfigError(f"chart {chart.slug!r} has {len(own)} series; {MAX_SERIES} fit")
-    found = {name: (theme.series[place], _MARKERS[place]) for place, name in enumerate(own)}
+    found = {name: (theme.series[index], _MARKERS[index]) for index, name in enumerate(own)}
     return [
         limit if series.style == "limit" else found[series.like or series.name]
         for series in chart.series
@@ -230,11 +230,11 @@ def _draw_series(
             )
 
 
-def _draw_bars(axis: Any, chart: Chart, place: int, label: str, color: str, theme: Theme) -> None:
+def _draw_bars(axis: Any, chart: Chart, index: int, label: str, color: str, theme: Theme) -> None:
     """A series' bars, beside those of the others at each name, with their values above."""
-    points = chart.series[place].points
+    points = chart.series[index].points
     width = 0.8 / len(chart.series)
-    shift = (place - (len(chart.series) - 1) / 2) * width
+    shift = (index - (len(chart.series) - 1) / 2) * width
     middles = [point.x + shift for point in points]
     axis.bar(middles, [point.y for point in points], 0.94 * width, color=color, label=label)
     for middle, point in zip(middles, points, strict=True):

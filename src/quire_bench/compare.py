@@ -2,7 +2,7 @@
 
 A machine's speed drifts, so neighbours in time are compared: in every round each engine runs the
 same batch, one after the other, and a round gives one ratio, quire by rival (above 1: quire is
-faster). The median of the ratios and their range are told, not the ratio of two medians.
+faster). The median of the ratios and their range are reported, not the ratio of two medians.
 
 Rates: `output` is completion tokens by the time of the whole batch, prompts and all. `prompt` and
 `completion` are those of each phase, all prompts first and then all sequences together.
@@ -105,7 +105,7 @@ def compare(
     subject: Subject,
     rivals: Sequence[Rival],
     wanted: Comparison,
-    tell: Callable[[str], None] = lambda _: None,
+    on_begin: Callable[[str], None] = lambda _: None,
 ) -> Findings:
     """Measure in turn; a rival that fails is left out from there on, with its reason."""
     wanted.check(subject.assembly.executor.capacity.max_context)
@@ -117,7 +117,7 @@ def compare(
         _round(assembly, rivals, load, wanted.seed, findings, with_quire=False)  # warms them
         findings.rounds[batch] = []
         for repeat in range(wanted.repeats):
-            tell(f"batch {batch}, round {repeat + 1} of {wanted.repeats}")
+            on_begin(f"batch {batch}, round {repeat + 1} of {wanted.repeats}")
             seed = wanted.seed + 1 + repeat
             findings.rounds[batch].append(_round(assembly, rivals, load, seed, findings))
     for found in (found for rounds in findings.rounds.values() for found in rounds):
@@ -203,8 +203,8 @@ def measured(results: Facts) -> list[Measured]:
     found = []
     for name in results:
         for engine, rates in section(results, name).items() if name.startswith("batch_") else ():
-            for metric, told in section(rates).items():
+            for metric, compared in section(rates).items():
                 batch = int(name.removeprefix("batch_"))
-                rate, ratio = section(told, "rate"), section(told, "quire_by_rival")
+                rate, ratio = section(compared, "rate"), section(compared, "quire_by_rival")
                 found.append(Measured(batch, engine, metric, rate, ratio))
     return found

@@ -116,8 +116,8 @@ class Client:
         try:
             response = await self._session.request(method, url, allow_redirects=False, **more)
         except aiohttp.ClientConnectorError as error:
-            told = f"no connection to {self._endpoint.url}: {error}"
-            raise ExchangeError("connect", told) from error
+            text = f"no connection to {self._endpoint.url}: {error}"
+            raise ExchangeError("connect", text) from error
         except (aiohttp.ServerDisconnectedError, OSError) as error:
             raise ExchangeError("disconnected", f"the server hung up: {error}") from error
         except aiohttp.ClientError as error:
@@ -187,11 +187,11 @@ async def _events(body: AsyncIterator[bytes]) -> AsyncIterator[str]:
 
 async def _refusal(response: aiohttp.ClientResponse) -> ExchangeError:
     """What a status other than 200 says."""
-    told = "unreadable"
+    text = "unreadable"
     with suppress(ExchangeError):
-        told = _message(await _read(response, MAX_ERROR_BYTES))
+        text = _message(await _read(response, MAX_ERROR_BYTES))
     status = response.status
-    return ExchangeError(f"http {status}", f"HTTP {status}: {told}", status)
+    return ExchangeError(f"http {status}", f"HTTP {status}: {text}", status)
 
 
 def _message(content: bytes) -> str:

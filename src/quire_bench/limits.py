@@ -202,12 +202,12 @@ def _works(kind: str, count: int, plan: LimitsPlan) -> list[Work]:
 def _reading(num_bytes: int) -> Work:
     buffer = np.ones(num_bytes // 4, np.float32)
     pieces = _pieces(buffer)
-    place = 0
+    position = 0
 
     def work() -> float:
-        nonlocal place
-        piece = pieces[place % len(pieces)]
-        place += 1
+        nonlocal position
+        piece = pieces[position % len(pieces)]
+        position += 1
         np.dot(piece, piece)
         return float(piece.nbytes)
 
@@ -217,12 +217,12 @@ def _reading(num_bytes: int) -> Work:
 def _copying(num_bytes: int) -> Work:
     source = _pieces(np.ones(num_bytes // 4, np.float32))
     target = _pieces(np.zeros(num_bytes // 4, np.float32))
-    place = 0
+    position = 0
 
     def work() -> float:
-        nonlocal place
-        index = place % len(source)
-        place += 1
+        nonlocal position
+        index = position % len(source)
+        position += 1
         np.copyto(target[index], source[index])
         return 2.0 * float(source[index].nbytes)
 

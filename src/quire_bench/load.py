@@ -28,7 +28,7 @@ PAUSE_AFTER_ERROR_S = 0.1  # of a closed loop's client, so that a dead server is
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlannedRequest:
     """A request to send; `due_s` is its time of arrival where the loop is open."""
 
     prompt: str
@@ -68,7 +68,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and how to ask it."""
+    """A server and how to request it."""
 
     endpoint: Endpoint
     api: Api = "completions"
@@ -78,16 +78,16 @@ class Target:
     timeout_s: float = 300.0
     temperature: float = 0.0
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, request: PlannedRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "max_tokens": ask.max_tokens,
+            "max_tokens": request.max_tokens,
             "temperature": self.temperature,
             "stream": True,
         }
         if self.api == "chat":
-            body["messages"] = [{"role": "user", "content": ask.prompt}]
+            body["messages"] = [{"role": "user", "content": request.prompt}]
         else:
-            body["prompt"] = ask.prompt
+            body["prompt"] = request.prompt
         if self.model is not None:
             body["model"] = self.model
         if self.wants_usage:
@@ -97,15 +97,15 @@ class Target:
         return body
 
 
-def draw_asks(
+def draw_requests(
     rng: Random, mix: Mix, bounds: Bounds, count: int, label: str = "request"
-) -> list[Ask]:
+) -> list[PlannedRequest]:
     """So many requests of a mix, the same for the same generator."""
-    asks = []
+    requests = []
     for _ in range(count):
         prompt_tokens, new_tokens = mix.scaled_draw(rng, bounds)
-        asks.append(Ask(prompt_text(rng, prompt_tokens), new_tokens, label=label))
-    return asks
+        requests.append(PlannedRequest(prompt_text(rng, prompt_tokens), new_tokens, label=label))
+    return requests
 
 
 def draw_arrivals(rng: Random, rate: float, duration_s: float) -> list[float]:
@@ -135,7 +135,9 @@ async def find_model(target: Target) -> str | None:
 async def check_server(target: Target) -> Outcome:
     """Send one short request, which also warms the server; ConfigError where it cannot answer."""
     async with connect(target.endpoint) as client:
-        outcome = await perform(client, target, Ask("Once upon a time", 2), time.perf_counter())
+        outcome = await perform(
+            client, target, PlannedRequest("Once upon a time", 2), time.perf_counter()
+        )
     if outcome.error is not None:
         raise _cannot_use(target, ExchangeError(outcome.error, outcome.detail))
     return outcome
@@ -158,12 +160,14 @@ def _cannot_use(target: Target, error: Exception) -> ConfigError:
     return ConfigError(reasons.get(kind, f"the server at {url} failed, {kind}: {error}"))
 
 
-async def perform(client: Client, target: Target, ask: Ask, due_at: float) -> Outcome:
+async def perform(
+    client: Client, target: Target, request: PlannedRequest, due_at: float
+) -> Outcome:
     """Send one request and follow its stream to the end; errors become its outcome."""
-    outcome = Outcome(ask.label, due_at, time.perf_counter())
+    outcome = Outcome(request.label, due_at, time.perf_counter())
     try:
         async with asyncio.timeout(target.timeout_s):
-            await _follow(client, target, ask, outcome)
+            await _follow(client, target, request, outcome)
     except ExchangeError as error:
         outcome.error, outcome.detail = error.kind, str(error)
     except TimeoutError:
@@ -172,8 +176,10 @@ async def perform(client: Client, target: Target, ask: Ask, due_at: float) -> Ou
     return outcome
 
 
-async def _follow(client: Client, target: Target, ask: Ask, outcome: Outcome) -> None:
-    events = client.post_for_events(_PATHS[target.api], target.body(ask))
+async def _follow(
+    client: Client, target: Target, request: PlannedRequest, outcome: Outcome
+) -> None:
+    events = client.post_for_events(_PATHS[target.api], target.body(request))
     async with aclosing(events):
         async for event in events:
             now = time.perf_counter()
@@ -244,7 +250,7 @@ class Load:
 
 async def closed_loop(
     target: Target,
-    asks: Iterator[Ask],
+    requests: Iterator[PlannedRequest],
     num_clients: int,
     *,
     until_s: float | None = None,
@@ -255,10 +261,10 @@ async def closed_loop(
     outcomes: list[Outcome] = []
 
     async def send_in_turn(client: Client) -> None:
-        for ask in asks:  # one iterator: whoever is free takes the next
+        for request in requests:  # one iterator: whoever is free takes the next
             if until_s is not None and time.perf_counter() - started_at >= until_s:
                 return
-            outcome = await perform(client, target, ask, time.perf_counter())
+            outcome = await perform(client, target, request, time.perf_counter())
             outcomes.append(outcome)
             on_outcome(outcome)
             if outcome.error is not None:
@@ -271,18 +277,21 @@ async def closed_loop(
 
 
 async def open_loop(
-    target: Target, asks: Sequence[Ask], *, on_outcome: Callable[[Outcome], None] = lambda _: None
+    target: Target,
+    requests: Sequence[PlannedRequest],
+    *,
+    on_outcome: Callable[[Outcome], None] = lambda _: None,
 ) -> Load:
     """Send each request when it is due, whatever became of the others."""
     started_at = time.perf_counter()
 
-    async def arrive(client: Client, ask: Ask) -> Outcome:
-        due_at = started_at + ask.due_s
+    async def arrive(client: Client, request: PlannedRequest) -> Outcome:
+        due_at = started_at + request.due_s
         await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
-        outcome = await perform(client, target, ask, due_at)
+        outcome = await perform(client, target, request, due_at)
         on_outcome(outcome)
         return outcome
 
     async with connect(target.endpoint) as client:
-        outcomes = await asyncio.gather(*(arrive(client, ask) for ask in asks))
+        outcomes = await asyncio.gather(*(arrive(client, request) for request in requests))
     return Load(list(outcomes), started_at, time.perf_counter())

@@ -27,13 +27,13 @@ from typing import Literal
 from quire.core.errors import ConfigError
 from quire_bench.lengths import Bounds, Mix, fixed
 from quire_bench.load import (
-    Ask,
     Load,
     Outcome,
+    PlannedRequest,
     Target,
     closed_loop,
     draw_arrivals,
-    draw_asks,
+    draw_requests,
     open_loop,
 )
 from quire_bench.load_summary import LoadFigures, errors, figures, first_token_times, samples
@@ -113,11 +113,13 @@ async def plain(target: Target, settings: LoadSettings, on_outcome: OnOutcome) -
     rng = Random(settings.seed)
     if settings.rate is None:
         count = settings.num_clients * settings.num_requests
-        asks = draw_asks(rng, settings.mix, settings.bounds, count)
-        load = await closed_loop(target, iter(asks), settings.num_clients, on_outcome=on_outcome)
+        requests = draw_requests(rng, settings.mix, settings.bounds, count)
+        load = await closed_loop(
+            target, iter(requests), settings.num_clients, on_outcome=on_outcome
+        )
     else:
-        asks = _arriving(rng, settings, settings.rate)
-        load = await open_loop(target, asks, on_outcome=on_outcome)
+        requests = _arriving(rng, settings, settings.rate)
+        load = await open_loop(target, requests, on_outcome=on_outcome)
     return Finding(figures(load), samples(load.outcomes), load.outcomes)
 
 
@@ -127,8 +129,8 @@ async def convoy(target: Target, settings: LoadSettings, on_outcome: OnOutcome) 
     short = _arriving(rng, settings, settings.rate or DEFAULT_RATES["convoy"], "short")
     bounds = replace(settings.bounds, scale=1.0, max_prompt_tokens=settings.long_prompt_tokens)
     times = draw_arrivals(rng, settings.long_rate, settings.duration_s)
-    drawn = draw_asks(rng, fixed(settings.long_prompt_tokens, 16), bounds, len(times), "long")
-    long = [replace(ask, due_s=at) for ask, at in zip(drawn, times, strict=True)]
+    drawn = draw_requests(rng, fixed(settings.long_prompt_tokens, 16), bounds, len(times), "long")
+    long = [replace(request, due_s=at) for request, at in zip(drawn, times, strict=True)]
     alone = await open_loop(target, short, on_outcome=on_outcome)
     beside = await open_loop(target, short + long, on_outcome=on_outcome)
     shorts = _labelled(beside, "short")
@@ -149,9 +151,9 @@ async def convoy(target: Target, settings: LoadSettings, on_outcome: OnOutcome) 
 async def neighbour(target: Target, settings: LoadSettings, on_outcome: OnOutcome) -> Finding:
     """One key's requests alone, then beside another key that is busy, and that floods."""
     rate = settings.rate or DEFAULT_RATES["neighbour"]
-    asks = _arriving(Random(settings.seed), settings, rate)
+    requests = _arriving(Random(settings.seed), settings, rate)
     other = replace(target, endpoint=replace(target.endpoint, api_key=settings.neighbour_key))
-    own = {"alone": await open_loop(target, asks, on_outcome=on_outcome)}
+    own = {"alone": await open_loop(target, requests, on_outcome=on_outcome)}
     others: dict[str, Load] = {}
     for name, clients in (
         ("beside_full", settings.num_clients),
@@ -162,7 +164,7 @@ async def neighbour(target: Target, settings: LoadSettings, on_outcome: OnOutcom
             closed_loop(other, _endless(settings), clients, on_outcome=others[name].outcomes.append)
         )
         await asyncio.sleep(LEAD_S)
-        own[name] = await open_loop(target, asks, on_outcome=on_outcome)
+        own[name] = await open_loop(target, requests, on_outcome=on_outcome)
         crowd.cancel()
         await asyncio.wait([crowd])
         others[name] = replace(others[name], ended_at=time.perf_counter())
@@ -192,9 +194,9 @@ async def saturation(target: Target, settings: LoadSettings, on_outcome: OnOutco
     rate = settings.rate or DEFAULT_RATES["saturation"]
     for number in range(settings.max_steps):
         rng = Random(settings.seed + number)
-        asks = _arriving(rng, settings, rate)
-        load = await open_loop(target, asks, on_outcome=on_outcome)
-        offered = sum(ask.max_tokens for ask in asks) / settings.duration_s
+        requests = _arriving(rng, settings, rate)
+        load = await open_loop(target, requests, on_outcome=on_outcome)
+        offered = sum(request.max_tokens for request in requests) / settings.duration_s
         found = figures(load)
         is_past = _is_past_knee(found, steps[0] if steps else found)
         steps.append(
@@ -284,7 +286,7 @@ async def _watch_memory(pid: int | None, found: list[tuple[float, float]]) -> No
         try:
             found.append((time.perf_counter(), float(memory_of(pid))))
         except ConfigError:
-            return  # the process has ended; its requests tell
+            return  # the process has ended; its requests fail
         await asyncio.sleep(MEMORY_INTERVAL_S)
 
 
@@ -317,9 +319,9 @@ def _windows(
 
 
 def _drift(windows: list[dict[str, float | None]], name: str) -> float | None:
-    """The Theil-Sen slope over the whole run as a share of the median; None: nothing to tell."""
-    points = [(place, window[name]) for place, window in enumerate(windows)]
-    known = [(place, value) for place, value in points if value is not None]
+    """The Theil-Sen slope over the whole run as a share of the median; None: too few windows."""
+    points = [(index, window[name]) for index, window in enumerate(windows)]
+    known = [(index, value) for index, value in points if value is not None]
     if len(known) < 3 or median(value for _, value in known) <= 0:
         return None
     slope = median((b - a) / (y - x) for (x, a), (y, b) in combinations(known, 2))
@@ -328,16 +330,16 @@ def _drift(windows: list[dict[str, float | None]], name: str) -> float | None:
 
 def _arriving(
     rng: Random, settings: LoadSettings, rate: float, label: str = "request"
-) -> list[Ask]:
+) -> list[PlannedRequest]:
     times = draw_arrivals(rng, rate, settings.duration_s)
-    asks = draw_asks(rng, settings.mix, settings.bounds, len(times), label)
-    return [replace(ask, due_s=at) for ask, at in zip(asks, times, strict=True)]
+    requests = draw_requests(rng, settings.mix, settings.bounds, len(times), label)
+    return [replace(request, due_s=at) for request, at in zip(requests, times, strict=True)]
 
 
-def _endless(settings: LoadSettings) -> Iterator[Ask]:
+def _endless(settings: LoadSettings) -> Iterator[PlannedRequest]:
     rng = Random(settings.seed)
     while True:
-        yield from draw_asks(rng, settings.mix, settings.bounds, 1)
+        yield from draw_requests(rng, settings.mix, settings.bounds, 1)
 
 
 def _labelled(load: Load, label: str) -> Load:

@@ -5,7 +5,7 @@ name says which way is better is judged (`…_s` and `…_bytes`: less; `…_per
 
 1. Samples that follow one another in a run resemble one another, so more than MAX_BLOCKS of them
    are folded into MAX_BLOCKS medians of consecutive ones; these are compared.
-2. Effect: the ratio of the medians. Below the least effect (5% unless told) it is no change; a
+2. Effect: the ratio of the medians. Below the least effect (5% by default) it is no change; a
    rate's fall to 1/1.05 counts as a time's rise by 5%.
 3. Chance: a two-sided permutation test of the rank sum (Mann and Whitney's), with a seed; exact
    where there are few samples. Of all p-values together, those pass that Benjamini and Hochberg's

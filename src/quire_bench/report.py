@@ -129,7 +129,7 @@ def _summary(receipts: Sequence[Receipt]) -> str:
 
 
 def _markdown_table(table: Table) -> list[str]:
-    ruler = ["---" if place < table.text_columns else "---:" for place in range(len(table.columns))]
+    ruler = ["---" if index < table.text_columns else "---:" for index in range(len(table.columns))]
     lines = [f"### {table.title}", ""] if table.title else []
     lines += [_markdown_row(table.columns), _markdown_row(ruler)]
     lines += [_markdown_row([_escaped(cell) for cell in row]) for row in table.rows]

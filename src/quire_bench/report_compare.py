@@ -15,7 +15,7 @@ _WORDS = {
 
 
 def engine_name(receipt: Receipt, engine: str) -> str:
-    """An engine with its version or executor, and its threads where they were told."""
+    """An engine with its version or executor, and its threads where they are known."""
     if engine == QUIRE:
         return f"quire, {receipt.executed['device']}{_threads(receipt.asked.get('threads'))}"
     version = receipt.versions.get(engine)

@@ -20,7 +20,7 @@ _FLAT = 20  # a series so many times lower than another is a flat line
 _OWN_KINDS = ("throughput", "grid-cell")
 
 
-class Place(NamedTuple):
+class Configuration(NamedTuple):
     """Where in the charts a throughput receipt belongs."""
 
     name: str  # model and device
@@ -29,12 +29,12 @@ class Place(NamedTuple):
     batch: int
 
 
-Groups = dict[Place, list[Receipt]]
+Groups = dict[Configuration, list[Receipt]]
 
 
 def model_charts(receipts: Sequence[Receipt]) -> list[Chart]:
     """Every chart that throughput receipts and grid cells have figures for."""
-    groups = by_place(receipts)
+    groups = by_configuration(receipts)
     return [
         *_throughput_charts(groups),
         *_inter_token_charts(groups),
@@ -43,13 +43,13 @@ def model_charts(receipts: Sequence[Receipt]) -> list[Chart]:
     ]
 
 
-def by_place(receipts: Sequence[Receipt]) -> Groups:
-    """Throughput receipts and grid cells by their place, in order."""
+def by_configuration(receipts: Sequence[Receipt]) -> Groups:
+    """Throughput receipts and grid cells by their configuration, in order."""
     groups: Groups = defaultdict(list)
     for receipt in receipts:
-        place = _place(receipt) if receipt.kind in _OWN_KINDS else None
-        if place is not None:
-            groups[place].append(receipt)
+        configuration = _configuration_of(receipt) if receipt.kind in _OWN_KINDS else None
+        if configuration is not None:
+            groups[configuration].append(receipt)
     return dict(sorted(groups.items()))
 
 
@@ -62,7 +62,7 @@ def title_of(receipt: Receipt) -> str:
     return f"{shown} on {ran_on}" if ran_on else shown
 
 
-def _place(receipt: Receipt) -> Place | None:
+def _configuration_of(receipt: Receipt) -> Configuration | None:
     settings = receipt.settings
     batch = number(settings, "batch")
     if batch is None:
@@ -71,7 +71,7 @@ def _place(receipt: Receipt) -> Place | None:
     prompt, new = number(settings, "prompt_tokens"), number(settings, "new_tokens")
     if batch is None or prompt is None or new is None:
         return None
-    return Place(title_of(receipt), int(prompt), int(new), int(batch))
+    return Configuration(title_of(receipt), int(prompt), int(new), int(batch))
 
 
 def _throughput_charts(groups: Groups) -> list[Chart]:
@@ -85,7 +85,7 @@ def _throughput_charts(groups: Groups) -> list[Chart]:
             y_label="completion tokens a second",
             series=_against_batch(members, (rate,), samples=rate),
             x_scale="log",
-            x_ticks=sorted({place.batch for place in members}),
+            x_ticks=sorted({configuration.batch for configuration in members}),
             note="Decode steps alone. Dots are medians of the runs, bars the slowest and fastest.",
         )
         found += map(_fitting_scale, _split(chart))
@@ -102,7 +102,7 @@ def _inter_token_charts(groups: Groups) -> list[Chart]:
             y_label="median time between tokens, ms",
             series=_against_batch(members, ("inter_token_s", "p50"), factor=1000.0),
             x_scale="log",
-            x_ticks=sorted({place.batch for place in members}),
+            x_ticks=sorted({configuration.batch for configuration in members}),
         )
         found += map(_fitting_scale, _split(chart))
     return found
@@ -111,14 +111,14 @@ def _inter_token_charts(groups: Groups) -> list[Chart]:
 def _memory_charts(groups: Groups) -> list[Chart]:
     """Of each model and batch the receipt with the longest prompts."""
     longest: Groups = {}
-    for place, members in groups.items():  # in order: later ones have longer prompts
-        longest[Place(place.name, 0, 0, place.batch)] = members
+    for configuration, members in groups.items():  # in order: later ones have longer prompts
+        longest[Configuration(configuration.name, 0, 0, configuration.batch)] = members
     peak = _against_batch(longest, ("memory", "peak_rss_bytes"), factor=1 / GIB)
-    held = _against_batch(longest, ("memory", "held_bytes"), factor=1 / GIB)
+    allocated = _against_batch(longest, ("memory", "allocated_bytes"), factor=1 / GIB)
     named = {series.name for series in peak}
     dashed = [
         replace(series, name="weights and KV cache", style="dashed", like=series.name)
-        for series in held
+        for series in allocated
         if series.name in named
     ]
     chart = Chart(
@@ -128,7 +128,7 @@ def _memory_charts(groups: Groups) -> list[Chart]:
         y_label="memory, GiB",
         series=[*peak, *dashed],
         x_scale="log",
-        x_ticks=sorted({place.batch for place in longest}),
+        x_ticks=sorted({configuration.batch for configuration in longest}),
         note="Solid: largest resident size of the process. Dashed: weights and KV cache alone.",
     )
     return _split(chart)
@@ -136,8 +136,8 @@ def _memory_charts(groups: Groups) -> list[Chart]:
 
 def _by_lengths(groups: Groups) -> dict[tuple[int, int], Groups]:
     found: dict[tuple[int, int], Groups] = defaultdict(dict)
-    for place, members in groups.items():
-        found[place.prompt_tokens, place.new_tokens][place] = members
+    for configuration, members in groups.items():
+        found[configuration.prompt_tokens, configuration.new_tokens][configuration] = members
     return dict(sorted(found.items()))
 
 
@@ -145,18 +145,18 @@ def _against_batch(
     groups: Groups, path: tuple[str, ...], *, samples: str | None = None, factor: float = 1.0
 ) -> list[Series]:
     points: dict[str, list[Point]] = defaultdict(list)
-    for place, members in groups.items():
+    for configuration, members in groups.items():
         values = [factor * value for receipt in members for value in _figure(receipt, path)]
         if not values:
             continue
         every = [value for receipt in members for value in receipt.samples.get(samples or "", ())]
         ends = (min(every), max(every)) if len(every) > 1 else (None, None)
-        points[place.name].append(Point(place.batch, median(values), *ends))
+        points[configuration.name].append(Point(configuration.batch, median(values), *ends))
     return [Series(name, found) for name, found in points.items()]
 
 
 def _figure(receipt: Receipt, path: tuple[str, ...]) -> list[float]:
-    if path == ("memory", "held_bytes"):
+    if path == ("memory", "allocated_bytes"):
         parts = [number(receipt.results, "memory", f"{part}_bytes") for part in ("weights", "kv")]
         known = [part for part in parts if part is not None]
         return [sum(known)] if len(known) == len(parts) else []
@@ -224,8 +224,8 @@ def _rooflines(groups: Groups, receipts: Sequence[Receipt]) -> list[Chart]:
     for cpu in dict.fromkeys(str(receipt.machine["cpu"]) for receipt in receipts):
         bounds = _limits(receipts, cpu)
         own = {
-            place: [receipt for receipt in members if str(receipt.machine["cpu"]) == cpu]
-            for place, members in groups.items()
+            configuration: [receipt for receipt in members if str(receipt.machine["cpu"]) == cpu]
+            for configuration, members in groups.items()
         }
         series = _roofline_points(_longest_prompts(own))
         if bounds is not None and series:
@@ -238,13 +238,15 @@ def _rooflines(groups: Groups, receipts: Sequence[Receipt]) -> list[Chart]:
 def _longest_prompts(groups: Groups) -> Groups:
     """Each model's cells of the longest prompts; other lengths would lie on top of them."""
     longest: dict[str, int] = {}
-    for place, found in groups.items():
+    for configuration, found in groups.items():
         if found:
-            longest[place.name] = max(place.prompt_tokens, longest.get(place.name, 0))
+            longest[configuration.name] = max(
+                configuration.prompt_tokens, longest.get(configuration.name, 0)
+            )
     return {
-        place: found
-        for place, found in groups.items()
-        if place.prompt_tokens == longest.get(place.name)
+        configuration: found
+        for configuration, found in groups.items()
+        if configuration.prompt_tokens == longest.get(configuration.name)
     }
 
 
@@ -275,15 +277,15 @@ def _limits(receipts: Sequence[Receipt], cpu: str) -> tuple[float, float] | None
 def _roofline_points(groups: Groups) -> list[Series]:
     """Decode steps: operations a byte, and operations a second."""
     points: dict[str, list[Point]] = defaultdict(list)
-    for place, members in groups.items():
+    for configuration, members in groups.items():
         for receipt in members[-1:]:
             achieved = receipt.results.get("achieved")
             bytes_rate = number(achieved, "decode_bytes_per_second")
             rate = number(achieved, "decode_operations_per_second")
             if bytes_rate and rate:
-                is_first = not points or place.name in list(points)[:1]
-                label = str(place.batch) if is_first else ""  # all series' would collide
-                points[place.name].append(Point(rate / bytes_rate, rate / 1e9, label=label))
+                is_first = not points or configuration.name in list(points)[:1]
+                label = str(configuration.batch) if is_first else ""  # all series' would collide
+                points[configuration.name].append(Point(rate / bytes_rate, rate / 1e9, label=label))
     return [Series(name, found) for name, found in points.items()]
 
 

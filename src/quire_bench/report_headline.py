@@ -33,9 +33,9 @@ def headline(receipts: Sequence[Receipt]) -> Table:
     floors = _floors(ordered)
     batches = sorted({cell.batch for cells in found.values() for cell in cells})
     rows = [
-        [title if place == 0 else "", *row]
+        [title if index == 0 else "", *row]
         for title, cells in sorted(found.items())
-        for place, row in enumerate(_rows(cells, floors.get(title, {}), names, batches))
+        for index, row in enumerate(_rows(cells, floors.get(title, {}), names, batches))
     ]
     return Table("", ("model", "batch", *map(str, batches)), rows, _note(ordered), text_columns=2)
 

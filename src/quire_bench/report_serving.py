@@ -67,8 +67,8 @@ def _convoy_charts(receipt: Receipt, ending: str) -> Iterator[Chart]:
         return
     length = number(receipt.settings, "long_prompt_tokens")
     rate = number(receipt.settings, "long_rate")
-    told = f" of {length:g} tokens, {rate:g} a second" if length and rate else ""
-    note = f"The same short requests at the same times; long prompts{told}."
+    arrivals = f" of {length:g} tokens, {rate:g} a second" if length and rate else ""
+    note = f"The same short requests at the same times; long prompts{arrivals}."
     yield from _beside_charts(receipt, "convoy", ending, "of short requests", _SHORTS, note)
 
 
@@ -105,7 +105,7 @@ def _beside_charts(
 
 def _share_points(figures: object, name: str) -> list[Point]:
     values = [number(figures, name, share) for share in _SHARES]
-    return [Point(place, 1000 * y) for place, y in enumerate(values) if y is not None]
+    return [Point(index, 1000 * y) for index, y in enumerate(values) if y is not None]
 
 
 def _soak_charts(receipt: Receipt, ending: str) -> Iterator[Chart]:

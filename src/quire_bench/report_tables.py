@@ -9,7 +9,7 @@ from quire_bench.compare import KIND, measured
 from quire_bench.load_tables import loads
 from quire_bench.receipts import Facts, Receipt, deviation, listed, number
 from quire_bench.report_compare import engine_name
-from quire_bench.report_data import by_place, title_of
+from quire_bench.report_data import by_configuration, title_of
 
 NONE = "–"
 _KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve", "compare")
@@ -48,12 +48,16 @@ def _order(receipt: Receipt) -> tuple[str, ...]:
 
 def _throughput_table(receipts: Sequence[Receipt]) -> Table:
     rows = []
-    groups = by_place(receipts)
-    for place, members in groups.items():
-        alone = _completion_rate(groups.get(place._replace(batch=1), ()))
+    groups = by_configuration(receipts)
+    for configuration, members in groups.items():
+        alone = _completion_rate(groups.get(configuration._replace(batch=1), ()))
         for receipt in members:
             results = receipt.results
-            sizes = [str(place.batch), str(place.prompt_tokens), str(place.new_tokens)]
+            sizes = [
+                str(configuration.batch),
+                str(configuration.prompt_tokens),
+                str(configuration.new_tokens),
+            ]
             own = _completion_rate([receipt])
             scaling = NONE if not own or not alone else short(own / alone)
             rates = [_rate(results, "prompt"), _rate(results, "completion"), scaling]
@@ -67,7 +71,7 @@ def _throughput_table(receipts: Sequence[Receipt]) -> Table:
                 for part in ("weights", "kv", "peak_rss")
             ]
             share = _percent(number(results, "utilisation", "decode_memory_share"))
-            rows.append([place.name, *sizes, *rates, *times, *memory, share])
+            rows.append([configuration.name, *sizes, *rates, *times, *memory, share])
     return Table(
         title="Throughput",
         columns=(
@@ -84,7 +88,7 @@ def _throughput_table(receipts: Sequence[Receipt]) -> Table:
 
 
 def _completion_rate(members: Sequence[Receipt]) -> float | None:
-    """The median of receipts of one place."""
+    """The median of receipts of one configuration."""
     rates = [number(receipt.results, "completion_tokens_per_second") for receipt in members]
     known = [rate for rate in rates if rate is not None]
     return median(known) if known else None

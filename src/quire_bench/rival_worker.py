@@ -1,4 +1,4 @@
-"""Runs another engine in a process of its own, told what to do by lines of JSON.
+"""Runs another engine in a process of its own, driven by lines of JSON.
 
     python rival_worker.py llama.cpp
 
@@ -76,9 +76,9 @@ class LlamaCpp:
 
     def _run(self, batch: Any, size: int, prompts: "list[list[int]]", new_tokens: int) -> Times:
         rows = [
-            (token, place, number, place == len(prompt) - 1)
+            (token, position, number, position == len(prompt) - 1)
             for number, prompt in enumerate(prompts)
-            for place, token in enumerate(prompt)
+            for position, token in enumerate(prompt)
         ]
         tokens: list[list[int]] = [[] for _ in prompts]
         started = time.perf_counter()
@@ -98,9 +98,9 @@ class LlamaCpp:
     ) -> None:
         """Compute the rows; the likeliest token after each that ends its sequence joins it."""
         batch.n_tokens = len(rows)
-        for row, (token, place, number, is_last) in enumerate(rows):
+        for row, (token, position, number, is_last) in enumerate(rows):
             batch.token[row] = token
-            batch.pos[row] = place
+            batch.pos[row] = position
             batch.n_seq_id[row] = 1
             batch.seq_id[row][0] = number
             batch.logits[row] = is_last
@@ -251,7 +251,7 @@ def _answer(engines: "dict[str, Any]", name: str, line: str) -> "dict[str, Any]"
         times = engines[name].run(**asked["run"])
     except ModuleNotFoundError as error:
         return {"missing": error.name or str(error)}
-    except Exception as error:  # whatever goes wrong in there is told, not lost
+    except Exception as error:  # whatever goes wrong in there is reported
         return {"error": f"{type(error).__name__}: {error}"}
     prompts_read = times.prompts_read
     return {

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 from quire.core.errors import ConfigError, ExecutorError
 from quire_bench.lengths import prompt_text
-from quire_bench.load import Ask, Target, check_server, closed_loop, find_model, run
+from quire_bench.load import PlannedRequest, Target, check_server, closed_loop, find_model, run
 from quire_bench.receipts import RivalFacts
 
 WORKER = Path(__file__).with_name("rival_worker.py")
@@ -41,7 +41,7 @@ class RivalFailedError(ExecutorError):
 
 
 class Timing(NamedTuple):
-    """What one batch took a rival; None where it cannot tell."""
+    """What one batch took a rival; None where it is not known."""
 
     seconds: float
     num_prompt_tokens: int
@@ -221,7 +221,7 @@ class PackageRival:
 class ServerRival:
     """An OpenAI-compatible server: as many clients as sequences, each with one request.
 
-    It gets words, not token ids, and its time includes HTTP: it is told apart in the receipt.
+    It gets words, not token ids, and its time includes HTTP: the receipt says so.
     """
 
     def __init__(self, url: str, target: Target, seed: int = 0) -> None:
@@ -239,8 +239,10 @@ class ServerRival:
         }
 
     def measure(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
-        asks = [Ask(prompt_text(self._rng, len(prompt)), new_tokens) for prompt in prompts]
-        load = run(closed_loop(self._target, iter(asks), len(asks)))
+        requests = [
+            PlannedRequest(prompt_text(self._rng, len(prompt)), new_tokens) for prompt in prompts
+        ]
+        load = run(closed_loop(self._target, iter(requests), len(requests)))
         for outcome in load.outcomes:
             if outcome.error is not None:
                 raise RivalFailedError(f"{self.name} failed, {outcome.error}: {outcome.detail}")

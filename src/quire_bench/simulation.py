@@ -108,13 +108,13 @@ def _take_events(engine: Engine, run: Run, last_token_at: dict[tuple[str, int], 
         if isinstance(event, Ended):
             run.outputs[event.request_id] = event.output
         elif isinstance(event, Piece):
-            place = (event.request_id, event.completion_index)
-            if place in last_token_at:
-                run.gaps.append(now - last_token_at[place])
+            sequence = (event.request_id, event.completion_index)
+            if sequence in last_token_at:
+                run.gaps.append(now - last_token_at[sequence])
                 run.served[run.key_of[event.request_id]] += 1
             else:  # the first token: the prompt was served as well
                 run.served[run.key_of[event.request_id]] += 1
-            last_token_at[place] = now
+            last_token_at[sequence] = now
 
 
 def percentile(values: Iterable[float], share: float) -> float:

@@ -14,7 +14,7 @@ from quire_bench.utilisation import Cost, achieved, limits_of, shares
 
 _WARM_UP_TOKENS = 2
 
-OnRun = Callable[[str], None]  # told which one begins
+OnRun = Callable[[str], None]  # called with the run that begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,13 +98,13 @@ def try_settings(
     subject: Subject,
     wanted: Tuning,
     threads: int | None,
-    tell: Callable[[str], None] = lambda _: None,
+    on_begin: Callable[[str], None] = lambda _: None,
 ) -> list[Trial]:
     """Measure each setting on a model loaded for so many threads."""
     wanted.check(subject.assembly.executor.capacity.max_context)
     trials = []
     for setting in wanted.settings(subject, threads):
-        tell(f"batch {setting.max_batch_size}, {setting.max_step_tokens} tokens a step")
+        on_begin(f"batch {setting.max_batch_size}, {setting.max_step_tokens} tokens a step")
         trials.append(_try(subject, wanted, setting))
     return trials
 

@@ -34,10 +34,10 @@ class Cost:
     @classmethod
     def of(cls, subject: Subject) -> "Cost":
         spec, facts = subject.assembly.spec, subject.facts
-        held = subject.assembly.executor.memory_bytes["weights"]
+        packed_bytes = subject.assembly.executor.memory_bytes["weights"]
         head = spec.vocabulary_size * spec.hidden_size
         return cls(
-            weight_bytes=round(held * facts.matrix_weights / facts.num_weights),
+            weight_bytes=round(packed_bytes * facts.matrix_weights / facts.num_weights),
             kv_bytes=subject.assembly.memory.kv_per_token,
             layer_weights=facts.matrix_weights - head,
             head_weights=head,

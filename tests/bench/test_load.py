@@ -13,13 +13,13 @@ from quire_bench.http_client import connect, parse_endpoint
 from quire_bench.lengths import MIXES, Bounds, fixed
 from quire_bench.load import (
     Api,
-    Ask,
     Outcome,
+    PlannedRequest,
     Target,
     check_server,
     closed_loop,
     draw_arrivals,
-    draw_asks,
+    draw_requests,
     find_model,
     open_loop,
     perform,
@@ -31,9 +31,9 @@ def target_of(server: OpenAILikeServer, timeout_s: float = 20.0) -> Target:
     return Target(parse_endpoint(server.url), timeout_s=timeout_s)
 
 
-async def performed(target: Target, ask: Ask) -> Outcome:
+async def performed(target: Target, request: PlannedRequest) -> Outcome:
     async with connect(target.endpoint) as client:
-        return await perform(client, target, ask, time.perf_counter())
+        return await perform(client, target, request, time.perf_counter())
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
@@ -41,7 +41,7 @@ async def performed(target: Target, ask: Ask) -> Outcome:
 def test_a_stream_is_timed_and_its_tokens_are_counted(api: Api, is_chunked: bool) -> None:
     with serving(Behaviour(first_delay_s=0.05, gap_s=0.02, is_chunked=is_chunked)) as server:
         target = replace(target_of(server), api=api, model="tiny", ignore_eos=True)
-        outcome = asyncio.run(performed(target, Ask("one two three", 4)))
+        outcome = asyncio.run(performed(target, PlannedRequest("one two three", 4)))
     assert outcome.error is None
     assert (outcome.prompt_tokens, outcome.usage_tokens, outcome.completion_tokens) == (3, 4, 4)
     assert outcome.first_token_s is not None
@@ -59,7 +59,7 @@ def test_a_stream_is_timed_and_its_tokens_are_counted(api: Api, is_chunked: bool
 def test_what_was_not_asked_for_is_not_sent() -> None:
     with serving(Behaviour()) as server:
         target = replace(target_of(server), wants_usage=False)
-        outcome = asyncio.run(performed(target, Ask("one", 3)))
+        outcome = asyncio.run(performed(target, PlannedRequest("one", 3)))
     assert set(server.behaviour.bodies[0]) == {"prompt", "max_tokens", "temperature", "stream"}
     assert outcome.usage_tokens is None
     assert outcome.completion_tokens == 3  # pieces
@@ -68,7 +68,7 @@ def test_what_was_not_asked_for_is_not_sent() -> None:
 
 def test_a_server_that_sends_several_tokens_a_piece_is_seen_to() -> None:
     with serving(Behaviour(tokens_per_piece=3)) as server:
-        load = asyncio.run(closed_loop(target_of(server), iter([Ask("one", 4)]), 1))
+        load = asyncio.run(closed_loop(target_of(server), iter([PlannedRequest("one", 4)]), 1))
     assert figures(load)["completion_tokens"] == 12
     assert figures(load)["tokens_per_piece"] == 3
 
@@ -77,8 +77,8 @@ def test_errors_are_counted_by_kind_and_the_other_requests_go_on() -> None:
     behaviour = Behaviour(statuses={1: 503, 2: 429, 3: 503}, breaks={4}, hangs={5}, says_error={6})
     with serving(behaviour) as server:
         target = target_of(server, timeout_s=3.0)
-        asks = [Ask("one", 3) for _ in range(9)]
-        load = asyncio.run(closed_loop(target, iter(asks), 1))
+        requests = [PlannedRequest("one", 3) for _ in range(9)]
+        load = asyncio.run(closed_loop(target, iter(requests), 1))
     assert errors(load.outcomes) == {
         "http 503": 2,
         "http 429": 1,
@@ -94,9 +94,9 @@ def test_errors_are_counted_by_kind_and_the_other_requests_go_on() -> None:
 
 
 def test_prompts_within_a_spread_are_of_every_length_in_it_and_of_no_other() -> None:
-    asks = draw_asks(Random(1), fixed(70, 64, prompt_spread=40), Bounds(1.0, 110, 64), 2000)
-    assert {len(ask.prompt.split()) for ask in asks} == set(range(30, 111))
-    assert {ask.max_tokens for ask in asks} == {64}
+    requests = draw_requests(Random(1), fixed(70, 64, prompt_spread=40), Bounds(1.0, 110, 64), 2000)
+    assert {len(request.prompt.split()) for request in requests} == set(range(30, 111))
+    assert {request.max_tokens for request in requests} == {64}
     with pytest.raises(
         ConfigError, match=r"--prompt-spread must be from 0 to below .*\(5\), got 5"
     ):
@@ -105,11 +105,11 @@ def test_prompts_within_a_spread_are_of_every_length_in_it_and_of_no_other() -> 
 
 def test_a_closed_loop_keeps_so_many_requests_running_and_sends_each_once() -> None:
     with serving(Behaviour(first_delay_s=0.1, gap_s=0.005, together=3)) as server:
-        asks = draw_asks(Random(1), fixed(5, 3), Bounds(), 12)
-        load = asyncio.run(closed_loop(target_of(server), iter(asks), 3))
+        requests = draw_requests(Random(1), fixed(5, 3), Bounds(), 12)
+        load = asyncio.run(closed_loop(target_of(server), iter(requests), 3))
         assert server.behaviour.most_present == 3
     assert sorted(body["prompt"] for body in server.behaviour.bodies) == sorted(
-        ask.prompt for ask in asks
+        request.prompt for request in requests
     )
     assert len(load.outcomes) == 12
     assert load.seconds >= 4 * 0.11
@@ -117,8 +117,8 @@ def test_a_closed_loop_keeps_so_many_requests_running_and_sends_each_once() -> N
 
 def test_an_open_loop_counts_from_when_a_request_was_due_and_waits_for_none() -> None:
     with serving(Behaviour(max_running=1, first_delay_s=0.5, together=4)) as server:
-        asks = [Ask("one", 1, due_s=0.001 * place) for place in range(4)]
-        load = asyncio.run(open_loop(target_of(server), asks))
+        requests = [PlannedRequest("one", 1, due_s=0.001 * place) for place in range(4)]
+        load = asyncio.run(open_loop(target_of(server), requests))
     waits = sorted(outcome.first_token_s or 0.0 for outcome in load.outcomes)
     assert waits[-1] >= 4 * 0.5 - 0.003  # it queued behind three, and that is told
     assert all(outcome.sent_at >= outcome.due_at for outcome in load.outcomes)
@@ -190,7 +190,7 @@ async def _answered(reply: bytes) -> tuple[str | None, str]:
     async with await asyncio.start_server(handle, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
         target = Target(parse_endpoint(f"http://127.0.0.1:{port}"), timeout_s=5.0)
-        outcome = await performed(target, Ask("one", 3))
+        outcome = await performed(target, PlannedRequest("one", 3))
         return outcome.error, outcome.detail
 
 
@@ -231,9 +231,9 @@ def test_lengths_are_seeded_bounded_and_of_the_published_middle() -> None:
     small = [MIXES["code"].scaled_draw(Random(seed), tight) for seed in range(50)]
     assert {prompt for prompt, _ in small} <= set(range(1, 10))
     assert {new for _, new in small} <= set(range(1, 8))
-    first, second = (draw_asks(Random(5), MIXES["chat"], bounds, 3) for _ in range(2))
+    first, second = (draw_requests(Random(5), MIXES["chat"], bounds, 3) for _ in range(2))
     assert first == second
-    assert len({ask.prompt for ask in first}) == 3
+    assert len({request.prompt for request in first}) == 3
     with pytest.raises(ConfigError, match="--scale"):
         Bounds(scale=0.0)
 

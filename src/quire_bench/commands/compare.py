@@ -44,7 +44,7 @@ examples:
   quire bench compare --model smollm2 --rivals openvino --python-for openvino=venv/bin/python
 
 Engines take turns, round by round, on the same prompts; a round gives one ratio, and the median and
-range of the ratios are told. A dummy model is written to a file for the rivals, and removed. A
+range of the ratios are reported. A dummy model is written to a file for the rivals, and removed. A
 server gets words for tokens, asks and answers over HTTP, takes a key from QUIRE_API_KEY, and must
 heed ignore_eos. A rival that is missing or fails is named and left out; with --strict that is an
 exit of 1.
@@ -233,9 +233,9 @@ def _receipt(
 ) -> Receipt:
     figures = findings.figures()
     # Where an interpreter lies on this machine is nobody's business, and nobody else's path.
-    spoken = argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "python_for"})
+    recorded = argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "python_for"})
     receipt = make_receipt(
-        spoken,
+        recorded,
         subject,
         KIND,
         settings={
@@ -257,5 +257,5 @@ def _receipt(
         "fallback": "; ".join(reasons) or None,
         "rivals": facts,
     }
-    versions = {name: told["version"] for name, told in facts.items()}
+    versions = {name: rival["version"] for name, rival in facts.items()}
     return replace(receipt, executed=executed, versions={**receipt.versions, **versions})

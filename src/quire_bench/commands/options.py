@@ -13,7 +13,7 @@ from quire_bench.receipts import Asked, Receipt, as_data, deviation, now, write
 from quire_bench.subject import Subject
 
 DEFAULT_MODEL = "dummy:smollm2-135m"
-_UNSPOKEN = ("command", "bench", "json")  # of the parsed arguments: no part of what was measured
+_NOT_RECORDED = ("command", "bench", "json")  # parsed arguments that are no part of a measurement
 
 
 def add_subject_options(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def command_line(args: argparse.Namespace) -> list[str]:
     words = ["quire", "bench", args.bench]
     for name, value in sorted(vars(args).items()):
         flag = "--" + name.replace("_", "-")
-        if name in _UNSPOKEN or value is None or value is False:
+        if name in _NOT_RECORDED or value is None or value is False:
             continue
         if value is True:
             words.append(flag)
@@ -126,14 +126,14 @@ def make_receipt(args: argparse.Namespace, subject: Subject, kind: str, **more: 
 
 def finish(args: argparse.Namespace, receipts: Sequence[Receipt]) -> int:
     """Say where a run left the path asked for; with --strict that is a failure."""
-    told = {told for receipt in receipts if (told := deviation(receipt)) is not None}
-    for line in sorted(told):
+    deviations = set(filter(None, map(deviation, receipts)))
+    for line in sorted(deviations):
         print_error(f"not what was asked for: {line}")
-    return 1 if told and args.strict else 0
+    return 1 if deviations and args.strict else 0
 
 
 def keep(args: argparse.Namespace, receipt: Receipt) -> Path:
-    """Write a receipt and tell where it is; print it with --json."""
+    """Write a receipt and say where it is; print it with --json."""
     path = write(receipt, args.receipts)
     print_status(f"receipt: {path}")
     if args.json:

@@ -1,4 +1,4 @@
-"""`quire bench serve`: loads an OpenAI-compatible server and tells what it gave."""
+"""`quire bench serve`: loads an OpenAI-compatible server and reports what it measured."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from quire_bench.commands.serve_options import (
     add_load_options,
     add_server_options,
     fill,
-    heeded,
+    used_options,
     value,
 )
 from quire_bench.http_client import parse_endpoint
@@ -47,7 +47,7 @@ length mixes (log-normal; `fixed` takes --prompt-tokens and --new-tokens as they
   conversation medians 1020 and 129 (Azure's trace of 2023)
   code         medians 1500 and 13 (the same)
 
-A prompt of n tokens is n common English words: the server's own count is told where it gives one.
+A prompt of n tokens is n common English words; the server's own count is shown where it gives one.
 Open loops count times from when a request was due. One short request warms the server first.
 
 example: quire bench serve http://127.0.0.1:8000 --mix chat --rate 2 --duration 60
@@ -226,8 +226,8 @@ def _shortfall(args: argparse.Namespace, finding: Finding) -> str | None:
 
 
 def _settings_data(args: argparse.Namespace) -> dict[str, Any]:
-    """What was asked of the load; only what the scenario heeds."""
-    names = ["scenario", "api", "mix", "ignore_eos", *heeded(args)]
+    """What was asked of the load; only what the scenario uses."""
+    names = ["scenario", "api", "mix", "ignore_eos", *used_options(args)]
     return {name: getattr(args, name) for name in names}
 
 

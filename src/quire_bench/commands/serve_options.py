@@ -1,4 +1,4 @@
-"""The options of `quire bench serve`: what each is for, and which of them a scenario heeds."""
+"""The options of `quire bench serve`: what each is for, and which of them a scenario uses."""
 
 import argparse
 from typing import Any
@@ -26,7 +26,7 @@ _NUMBERS: dict[str, tuple[int | float | None, str]] = {
     "rate_factor": (1.5, "saturation: by which the rate rises"),
     "max_steps": (12, "saturation: at most so many steps"),
 }
-_HEEDED = {
+_USED_BY = {
     "closed": ("clients", "requests"),
     "open": ("rate", "duration"),
     "convoy": ("rate", "duration", "long_prompt_tokens", "long_rate"),
@@ -67,7 +67,7 @@ def add_load_options(group: "argparse._ArgumentGroup") -> None:
 
 def fill(args: argparse.Namespace) -> None:
     """Give the options that count their usual values; refuse those that would not count."""
-    counting = heeded(args)
+    counting = used_options(args)
     for name, (usual, _) in _NUMBERS.items():
         given = getattr(args, name)
         if given is not None and name not in counting:
@@ -79,12 +79,12 @@ def fill(args: argparse.Namespace) -> None:
             setattr(args, name, DEFAULT_RATES[args.scenario] if name == "rate" else usual)
 
 
-def heeded(args: argparse.Namespace) -> list[str]:
+def used_options(args: argparse.Namespace) -> list[str]:
     """The names of the numbers that count for this load."""
     lengths = ["prompt_tokens", "prompt_spread", "new_tokens"]
     if args.mix != "fixed":
         lengths = ["scale", "max_prompt_tokens", "max_new_tokens"]
-    return [*lengths, *_HEEDED[_loop(args)]]
+    return [*lengths, *_USED_BY[_loop(args)]]
 
 
 def value(args: argparse.Namespace, name: str) -> Any:

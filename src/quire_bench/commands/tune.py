@@ -138,8 +138,10 @@ def _measured(args: argparse.Namespace, wanted: Tuning) -> tuple[Receipt, list[T
     trials: list[Trial] = []
     for threads in args.try_threads or (args.threads,):
         print_status("loading the model …")
-        spoken = argparse.Namespace(**{**vars(args), "threads": threads})
-        subject = open_subject(args.model, args.quant, load_options(spoken, max(args.batches)))
+        with_threads = argparse.Namespace(**{**vars(args), "threads": threads})
+        subject = open_subject(
+            args.model, args.quant, load_options(with_threads, max(args.batches))
+        )
         try:
             works = [s.max_batch_size for s in wanted.settings(subject, threads)]
             progress = Progress(works, "settings" if threads is None else f"on {threads} threads")
