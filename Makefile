@@ -64,7 +64,7 @@ $(CUDA_VENV)/.ready: pyproject.toml
 test-cuda: $(CUDA_VENV)/.ready  ## run the CUDA executor's tests: interpreted, emulated, compiled
 	TRITON_INTERPRET=1 PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q \
 	  -W ignore::DeprecationWarning:triton tests/executors/cuda
-	PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q tests/executors/cuda/test_wgmma_compiles.py
+	PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q tests/executors/cuda/test_hopper_compiles.py
 
 test-long: $(READY) $(NATIVE)  ## run the long random tests
 	QUIRE_HYPOTHESIS=random $(BIN)/python -m pytest -q -n $(WORKERS) -m long

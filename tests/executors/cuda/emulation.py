@@ -114,7 +114,7 @@ def decoded(planes: Planes) -> Array:
 
 
 class Cut(NamedTuple):
-    """Positions a tile and a part."""
+    """Positions a tile and a split."""
 
     tile: int
     split: int
@@ -124,7 +124,7 @@ def attended(
     queries: Array, keys: Array, values: Array, first: int, scale: float, window: int, cut: Cut
 ) -> Array:
     """Rows [tokens, heads, dim] at positions from `first` on, over one key head's keys and values
-    [positions, dim], of which those behind the last row are nobody's: [tokens, heads, dim]."""
+    [positions, dim], of which those behind the last row are stale: [tokens, heads, dim]."""
     tokens, heads, dims = queries.shape
     end = first + tokens
     rows = queries.reshape(-1, dims).to(torch.float64)
@@ -132,28 +132,28 @@ def attended(
     merged = _Running(len(rows), dims)
     begin = max(first + 1 - window, 0) // cut.split * cut.split
     for start in range(begin, end, cut.split):
-        merged.merge(_part(rows, keys, values, position, start, end, scale, window, cut))
-    return (merged.mix / merged.total[:, None]).to(torch.float16).view(tokens, heads, dims)
+        merged.merge(_split(rows, keys, values, position, start, end, scale, window, cut))
+    return (merged.acc / merged.total[:, None]).to(torch.float16).view(tokens, heads, dims)
 
 
 class _Running:
-    """A softmax under way: largest score, sum and mix so far, float32."""
+    """A softmax under way: largest score, sum and weighted values so far, float32."""
 
     def __init__(self, rows: int, dims: int) -> None:
         self.largest = torch.full((rows,), float("-inf"))
         self.total = torch.zeros(rows)
-        self.mix = torch.zeros(rows, dims)
+        self.acc = torch.zeros(rows, dims)
 
     def merge(self, other: "_Running") -> None:
         largest = torch.maximum(self.largest, other.largest)
         safe = torch.where(largest == float("-inf"), 0.0, largest)
         own, others = torch.exp2(self.largest - safe), torch.exp2(other.largest - safe)
         self.total = self.total * own + other.total * others
-        self.mix = self.mix * own[:, None] + other.mix * others[:, None]
+        self.acc = self.acc * own[:, None] + other.acc * others[:, None]
         self.largest = largest
 
 
-def _part(
+def _split(
     rows: Array,
     keys: Array,
     values: Array,
@@ -164,8 +164,8 @@ def _part(
     window: int,
     cut: Cut,
 ) -> _Running:
-    """One part of the context. Sums are kept by place in the tile until the part's end."""
-    part = _Running(len(rows), rows.shape[1])
+    """One split of the context. Sums stay apart by place in the tile until the split's end."""
+    split = _Running(len(rows), rows.shape[1])
     sums = torch.zeros(cut.tile, len(rows))
     for at in range(start, min(start + cut.split, end), cut.tile):
         n = torch.arange(at, at + cut.tile)[:, None]
@@ -173,18 +173,18 @@ def _part(
         scores = (brought[:, None] * rows).sum(-1).to(torch.float32) * scale
         seen = (n <= position) & (n > position - window)
         scores = torch.where(seen, scores, float("-inf"))
-        largest = torch.maximum(part.largest, scores.max(0).values)
+        largest = torch.maximum(split.largest, scores.max(0).values)
         safe = torch.where(largest == float("-inf"), 0.0, largest)
         weights = torch.exp2(scores - safe)
-        shrink = torch.exp2(part.largest - safe)
+        shrink = torch.exp2(split.largest - safe)
         sums = sums * shrink + weights
         clean = torch.where(n < end, _tile(values, at, cut.tile), 0.0)
         rounded = weights.to(torch.bfloat16).to(torch.float64)
         added = (rounded[:, :, None] * clean[:, None]).sum(0)
-        part.mix = (part.mix * shrink[:, None] + added).to(torch.float32)
-        part.largest = largest
-    part.total = sums.sum(0)
-    return part
+        split.acc = (split.acc * shrink[:, None] + added).to(torch.float32)
+        split.largest = largest
+    split.total = sums.sum(0)
+    return split
 
 
 def _tile(kept: Array, start: int, size: int) -> Array:

@@ -1,4 +1,4 @@
-"""Attention is one function of a row: alone or in a tile, its parts together or apart."""
+"""Attention is one function of a row: alone or in a tile, with one program a split or for all."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from tests.executors.cuda import emulation  # noqa: E402
 
-from quire.executors.cuda.kernels import attention  # noqa: E402
+from quire.executors.cuda.kernels import attention as kernels  # noqa: E402
 from quire.executors.cuda.planes import to_natural_order  # noqa: E402
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
@@ -39,44 +39,47 @@ def _integers(values: list[int]) -> Any:
 
 
 def attended(
-    cache: dict[str, Any], positions: range, tokens: int, *, window: int = NO_WINDOW, parts: int = 0
+    cache: dict[str, Any],
+    positions: range,
+    tokens: int,
+    *,
+    window: int = NO_WINDOW,
+    splits: int = 0,
 ) -> Any:
     """Rows at these positions, so many tokens a program, in operand order."""
     starts = list(positions)[::tokens]
-    tiles = [
-        _integers([start - positions[0] for start in starts]),
-        _integers([min(tokens, positions[-1] + 1 - start) for start in starts]),
-        _integers(starts),
-        _integers([0] * len(starts)),
-    ]
+    tiles = kernels.TokenTiles(
+        rows=_integers([start - positions[0] for start in starts]),
+        counts=_integers([min(tokens, positions[-1] + 1 - start) for start in starts]),
+        positions=_integers(starts),
+        tables=_integers([0] * len(starts)),
+        starts=_integers(starts),
+    )
     out = torch.full((len(positions), 128), float("nan"), dtype=torch.float16)
-    count = max(1, parts) * len(starts) * HEADS
-    partial = [torch.zeros(count), torch.zeros(count), torch.zeros(count, DIM)]
-    shared = {"NUM_HEADS": HEADS, "HEAD_DIM": DIM, "DIMS": DIM, "SPLIT": SPLIT, "PDL": False}
-    attention.attend[(len(starts), KV_HEADS, max(1, parts))](
+    count = max(1, splits) * len(starts) * HEADS
+    buffers = kernels.SplitBuffers(torch.zeros(count), torch.zeros(count), torch.zeros(count, DIM))
+    shape = kernels.AttentionShape(HEADS, KV_HEADS, DIM, BLOCK, 16, 2, SPLIT, TILE)
+    kernels.attend[(len(starts), KV_HEADS, max(1, splits))](
         cache["queries"][positions[0] :],
         cache["keys"],
         cache["values"],
         cache["table"],
-        *tiles,
+        tiles,
         out,
-        *partial,
+        buffers,
         DIM**-0.5 * np.log2(np.e),
         window,
         128,
-        NUM_KV_HEADS=KV_HEADS,
-        BLOCK_SIZE=BLOCK,
-        ROWS=16,
-        GROUP=2,
-        TILE=TILE,
-        PARTS_APART=parts > 0,
+        SHAPE=shape,
+        DIMS=DIM,
+        SPLIT_PROGRAMS=splits > 0,
         LARGE=False,
         EXACT=True,
-        **shared,
+        PDL=False,
     )
-    if parts:
-        attention.merge_parts[(len(starts), 1)](
-            *tiles[:3], out, *partial, window, 128, len(starts), HEADS=4, **shared
+    if splits:
+        kernels.merge_splits[(len(starts), 1)](
+            tiles, out, buffers, window, 128, len(starts), SHAPE=shape, DIMS=DIM, HEADS=4, PDL=False
         )
     return out
 
@@ -106,19 +109,19 @@ def test_rows_are_softmax_attention(cache: dict[str, Any], window: int) -> None:
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 20])
 @pytest.mark.parametrize("positions", [range(5), range(60, 68), range(85, 90)])
-def test_a_row_has_the_same_bits_alone_in_company_and_in_parts(
+def test_a_row_has_the_same_bits_alone_in_a_tile_and_in_splits(
     cache: dict[str, Any], positions: range, window: int
 ) -> None:
     together = attended(cache, positions, 8, window=window)
     assert together.isfinite().all()
-    for tokens, parts in ((1, 0), (3, 0), (1, 4)):
-        found = attended(cache, positions, tokens, window=window, parts=parts)
-        assert torch.equal(found, together), (tokens, parts)
+    for tokens, splits in ((1, 0), (3, 0), (1, 4)):
+        found = attended(cache, positions, tokens, window=window, splits=splits)
+        assert torch.equal(found, together), (tokens, splits)
 
 
 def emulated(cache: dict[str, Any], positions: range, window: int = NO_WINDOW) -> Any:
     """What a program of the Hopper kernel makes of rows at these positions: [rows, heads * dims],
-    with its own tiles and parts cut as small as here."""
+    with tiles and splits of its own, as small as here."""
     table = cache["table"]
     group = HEADS // KV_HEADS
     rows = cache["queries"][positions[0] : positions[-1] + 1]

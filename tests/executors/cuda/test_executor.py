@@ -245,13 +245,13 @@ def test_sizes_must_be_positive() -> None:
 
 def test_without_invariance_large_steps_are_summed_in_one_part(executor: CudaExecutor) -> None:
     decoder = executor._decoder
-    linear = replace(executor._weights.layers[0].down, num_parts=4)
-    assert decoder._parts_of(linear, 4096) == 4
+    linear = replace(executor._weights.layers[0].down, num_splits=4)
+    assert decoder._num_splits(linear, 4096) == 4
     free = replace(decoder._limits, invariant=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder, "_limits", free)
-        assert decoder._parts_of(linear, 4096) == 1
-        assert decoder._parts_of(linear, 64) == 4
+        assert decoder._num_splits(linear, 4096) == 1
+        assert decoder._num_splits(linear, 64) == 4
 
 
 def test_rows_sampled_in_groups_are_the_same(executor: CudaExecutor, monkeypatch: Any) -> None:

@@ -19,7 +19,7 @@ from quire.executors.cuda.planes import (  # noqa: E402
     to_operand_order,
 )
 from quire.executors.cuda.products import PlainProducts, factors, plane_pointers  # noqa: E402
-from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_parts  # noqa: E402
+from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_splits  # noqa: E402
 from quire.model.dummy import random_blocks  # noqa: E402
 from quire.quant.formats import format_named  # noqa: E402
 
@@ -42,7 +42,7 @@ def relative(found: Any, wanted: Any) -> float:
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_parts_of_a_product_come_to_weights_times_tokens(format_name: str) -> None:
+def test_splits_of_a_product_add_up_to_weights_times_tokens(format_name: str) -> None:
     planes, x = made(format_name), tokens()
     bias = torch.arange(ROWS, dtype=torch.float32)
     linear = Linear((Segment(planes, 0, bias),), ROWS, 2, tokens_shrunk=4.0)
@@ -70,15 +70,15 @@ def test_segments_lie_side_by_side() -> None:
     assert relative(sums[0], wanted) < 1e-5
 
 
-@pytest.mark.parametrize("in_turns", [True, False])
-def test_gates_open_what_stands_beside_them(in_turns: bool) -> None:
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_gates_open_what_stands_beside_them(interleaved: bool) -> None:
     planes, x = made("Q4_0"), tokens()
-    linear = Linear((Segment(planes, 0, None),), ROWS, 1, is_gated=in_turns)
+    linear = Linear((Segment(planes, 0, None),), ROWS, 1, is_gated=interleaved)
     sums = torch.zeros((1, TOKENS, ROWS))
     out = torch.zeros((TOKENS, ROWS // 2), dtype=torch.float16)
     PlainProducts(exact=True).multiply_gated(linear, to_operand_order(x), sums, out, TOKENS)
     rows = x.double() @ decoded(planes).T
-    if in_turns:
+    if interleaved:
         turns = rows.view(TOKENS, -1, 2, 8)
         gates, values = turns[:, :, 0].flatten(1), turns[:, :, 1].flatten(1)
     else:
@@ -109,6 +109,6 @@ def test_tokens_are_their_rows_of_the_embedding_given_or_sampled(format_name: st
     assert relative(to_natural_order(out), decoded(planes)[[5, 9]]) < 1e-4
 
 
-def test_parts_depend_on_the_matrix_alone() -> None:
+def test_the_number_of_splits_depends_on_the_matrix_alone() -> None:
     shapes = {(6144, 16): 2, (4096, 16): 2, (4096, 56): 4, (28672, 16): 1, (128256, 16): 1}
-    assert {shape: num_parts(*shape) for shape in shapes} == shapes
+    assert {shape: num_splits(*shape) for shape in shapes} == shapes

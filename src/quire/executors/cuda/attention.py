@@ -1,7 +1,7 @@
-"""Attention: how a layer's attention is launched, on Hopper's tensor cores or plainly.
+"""Attention: how a layer's is launched, as kernels/hopper_attention.py or as kernels/attention.py.
 
-Both kernels are one function of a token's row; which of them runs is the model's and the GPU's
-affair, and never the batch's.
+Both kernels are one function of a token's row. The model and the GPU decide which of them runs,
+never the batch.
 """
 
 import math
@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quire.executors.cuda.kernels import attention
+from quire.executors.cuda.kernels.attention import AttentionShape, SplitBuffers, TokenTiles
 from quire.executors.cuda.planes import Array
 
-SPLIT = attention.SPLIT
+SPLIT_SIZE: int = attention.SPLIT_SIZE
 _NO_WINDOW = 1 << 30
-_LEAST_DIMS = 16  # that the matrix instruction multiplies
-_HEADS_AT_ONCE = 8  # of a token, while its parts are merged
+_MIN_DIMS = 16  # that the matrix instruction multiplies
+_MERGE_HEADS = 8  # of a token, in one program of merge_splits
 _QUERY_ROWS = 16  # of a program: tokens times the heads of a group
 _SMALL_STEP = 256  # tokens; larger steps hold prompts, whose tokens share keys
 _SMALL_STEP_ROWS = 8
@@ -37,19 +38,7 @@ class Heads(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenTiles:
-    """Of each tile of tokens, int32: its first row, their count, first position, where their
-    sequence's block table starts, and the first position that the step computes of it."""
-
-    rows: Array
-    counts: Array
-    positions: Array
-    tables: Array
-    starts: Array
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Attended:
+class AttentionInput:
     """What attention reads and writes in every layer."""
 
     queries: Array  # [tokens, heads, head_dim], bfloat16
@@ -58,7 +47,7 @@ class Attended:
     out: Array  # [tokens, heads * head_dim], float16 in operand order
 
 
-class Layer(NamedTuple):
+class LayerCache(NamedTuple):
     """What differs from layer to layer."""
 
     keys: Array  # [block, kv head, slot, head_dim]
@@ -67,44 +56,48 @@ class Layer(NamedTuple):
 
 
 class Attention(Protocol):
-    def tokens_a_tile(self, num_tokens: int, num_parts: int) -> int:
+    def tokens_per_tile(self, num_tokens: int, num_splits: int) -> int:
         """Tokens of one sequence that a program takes in steps of that shape."""
 
-    def attend(self, given: Attended, layer: Layer, num_parts: int) -> None:
-        """One layer's. `num_parts`: parts of the context with a program of their own, or 0."""
+    def attend(self, inputs: AttentionInput, layer: LayerCache, num_splits: int) -> None:
+        """One layer's. `num_splits`: splits of the context with a program of their own; 0: one
+        program computes all splits."""
 
 
-class _Parts:
-    """Room for the parts of the context where they have programs of their own."""
+class _Splits:
+    """Scratch memory for splits of the context that have programs of their own."""
 
-    def __init__(self, spec: Heads, num_tokens: int, num_parts: int, device: str) -> None:
+    def __init__(self, spec: Heads, num_tokens: int, num_splits: int, device: str) -> None:
         self._spec = spec
-        count = num_tokens * num_parts * spec.num_heads
-        self.arrays = tuple(
-            torch.zeros(shape, dtype=torch.float32, device=device)
-            for shape in ((count,), (count,), (count, spec.head_dim))
+        count = num_tokens * num_splits * spec.num_heads
+        self.buffers = SplitBuffers(
+            *(
+                torch.zeros(shape, dtype=torch.float32, device=device)
+                for shape in ((count,), (count,), (count, spec.head_dim))
+            )
         )
 
-    def merge(self, given: Attended, num_tiles: int, window: int, chain: dict[str, bool]) -> None:
-        spec = self._spec
-        tiles = given.tiles
-        attention.merge_parts[(num_tiles, -(-spec.num_heads // _HEADS_AT_ONCE))](
-            tiles.rows,
-            tiles.counts,
-            tiles.positions,
-            given.out,
-            *self.arrays,
+    def merge(
+        self,
+        inputs: AttentionInput,
+        num_tiles: int,
+        window: int,
+        shape: AttentionShape,
+        launch_options: dict[str, bool],
+    ) -> None:
+        attention.merge_splits[(num_tiles, -(-shape.num_heads // _MERGE_HEADS))](
+            inputs.tiles,
+            inputs.out,
+            self.buffers,
             window,
-            given.out.stride(0),
+            inputs.out.stride(0),
             num_tiles,
-            NUM_HEADS=spec.num_heads,
-            HEAD_DIM=spec.head_dim,
-            DIMS=_power_of_two(spec.head_dim),
-            HEADS=_HEADS_AT_ONCE,
-            SPLIT=SPLIT,
+            SHAPE=shape,
+            DIMS=_power_of_two(shape.head_dim),
+            HEADS=_MERGE_HEADS,
             num_warps=4,
             enable_fp_fusion=False,
-            **chain,
+            **launch_options,
         )
 
 
@@ -114,144 +107,142 @@ class PlainAttention:
     def __init__(
         self,
         spec: Heads,
-        parts: _Parts,
+        splits: _Splits,
         block_size: int,
-        chain: dict[str, bool],
+        launch_options: dict[str, bool],
         *,
         exact: bool,
     ) -> None:
         self._spec = spec
-        self._parts = parts
-        self._block_size = block_size
-        self._chain = chain
+        self._splits = splits
+        self._launch_options = launch_options
         self._exact = exact
-        self._group = _group(spec)
-        self._rows = max(_QUERY_ROWS, self._group)
+        self._shape = _shape(spec, block_size, max(_QUERY_ROWS, _group(spec)), attention.TILE)
 
-    def tokens_a_tile(self, num_tokens: int, num_parts: int) -> int:
+    def tokens_per_tile(self, num_tokens: int, num_splits: int) -> int:
         del num_tokens
-        return 1 if num_parts else self._rows // self._group
+        return 1 if num_splits else self._shape.rows // self._shape.group
 
-    def attend(self, given: Attended, layer: Layer, num_parts: int) -> None:
-        spec, tiles = self._spec, given.tiles
-        num_tiles = len(tiles.rows)
-        seen = layer.window or _NO_WINDOW
-        attention.attend[(num_tiles, spec.num_kv_heads, max(1, num_parts))](
-            given.queries,
+    def attend(self, inputs: AttentionInput, layer: LayerCache, num_splits: int) -> None:
+        spec = self._spec
+        num_tiles = len(inputs.tiles.rows)
+        window = layer.window or _NO_WINDOW
+        attention.attend[(num_tiles, spec.num_kv_heads, max(1, num_splits))](
+            inputs.queries,
             layer.keys,
             layer.values,
-            given.tables,
-            tiles.rows,
-            tiles.counts,
-            tiles.positions,
-            tiles.tables,
-            given.out,
-            *self._parts.arrays,
+            inputs.tables,
+            inputs.tiles,
+            inputs.out,
+            self._splits.buffers,
             _scale(spec),
-            seen,
-            given.out.stride(0),
-            NUM_HEADS=spec.num_heads,
-            NUM_KV_HEADS=spec.num_kv_heads,
-            HEAD_DIM=spec.head_dim,
-            DIMS=max(_LEAST_DIMS, _power_of_two(spec.head_dim)),
-            BLOCK_SIZE=self._block_size,
-            ROWS=self._rows,
-            GROUP=self._group,
-            SPLIT=SPLIT,
-            TILE=attention.TILE,
-            PARTS_APART=num_parts > 0,
+            window,
+            inputs.out.stride(0),
+            SHAPE=self._shape,
+            DIMS=max(_MIN_DIMS, _power_of_two(spec.head_dim)),
+            SPLIT_PROGRAMS=num_splits > 0,
             LARGE=layer.keys.numel() >= 1 << 31,
             EXACT=self._exact,
             num_warps=attention.WARPS,
             num_stages=attention.STAGES,
             enable_fp_fusion=False,
-            **self._chain,
+            **self._launch_options,
         )
-        if num_parts:
-            self._parts.merge(given, num_tiles, seen, self._chain)
+        if num_splits:
+            self._splits.merge(inputs, num_tiles, window, self._shape, self._launch_options)
 
 
 class HopperAttention:
-    """The copy engine and wgmma, for heads of 64 or 128 numbers."""
+    """TMA and wgmma, for heads of 64 or 128."""
 
     def __init__(
-        self, spec: Heads, parts: _Parts, block_size: int, chain: dict[str, bool], max_rows: int
+        self,
+        spec: Heads,
+        splits: _Splits,
+        block_size: int,
+        launch_options: dict[str, bool],
+        max_sequences: int,
     ) -> None:
-        from quire.executors.cuda.kernels import hopper_attention
+        from quire.executors.cuda.kernels import hopper, hopper_attention
 
         self._kernels: Any = hopper_attention
+        self._descriptor = hopper.descriptor
         self._spec = spec
-        self._parts = parts
+        self._splits = splits
         self._block_size = block_size
-        self._chain = chain
-        self._max_rows = max_rows
+        self._launch_options = launch_options
+        self._max_sequences = max_sequences
         self._group = _group(spec)
 
     def _rows(self, num_tokens: int) -> int:
-        wanted = _LARGE_STEP_ROWS if num_tokens > _SMALL_STEP else _SMALL_STEP_ROWS
-        return max(wanted, self._group)
+        rows = _LARGE_STEP_ROWS if num_tokens > _SMALL_STEP else _SMALL_STEP_ROWS
+        return max(rows, self._group)
 
-    def tokens_a_tile(self, num_tokens: int, num_parts: int) -> int:
-        return 1 if num_parts else self._rows(num_tokens) // self._group
+    def tokens_per_tile(self, num_tokens: int, num_splits: int) -> int:
+        return 1 if num_splits else self._rows(num_tokens) // self._group
 
-    def attend(self, given: Attended, layer: Layer, num_parts: int) -> None:
-        spec, tiles, kernels = self._spec, given.tiles, self._kernels
-        num_tokens = len(tiles.rows)
-        rows = self._rows(num_tokens)
+    def attend(self, inputs: AttentionInput, layer: LayerCache, num_splits: int) -> None:
+        spec, kernels = self._spec, self._kernels
+        num_tokens = len(inputs.tiles.rows)
+        shape = _shape(spec, self._block_size, self._rows(num_tokens), kernels.TILE)
         # Every sequence has at most one tile that is not full.
-        full = num_tokens // self.tokens_a_tile(num_tokens, num_parts)
-        num_tiles = min(num_tokens, full + self._max_rows)
-        seen = layer.window or _NO_WINDOW
+        num_full = num_tokens // self.tokens_per_tile(num_tokens, num_splits)
+        num_tiles = min(num_tokens, num_full + self._max_sequences)
+        window = layer.window or _NO_WINDOW
         box = [self._block_size, kernels.COLUMNS]
-        kernels.attend[(spec.num_kv_heads, num_tiles, max(1, num_parts))](
-            given.queries,
-            kernels.descriptor(layer.keys.view(-1, spec.head_dim), box, 128),
-            kernels.descriptor(layer.values.view(-1, spec.head_dim), box, 128),
-            given.tables,
-            tiles.rows,
-            tiles.counts,
-            tiles.positions,
-            tiles.tables,
-            tiles.starts,
-            given.out,
-            *self._parts.arrays,
+        kernels.attend[(spec.num_kv_heads, num_tiles, max(1, num_splits))](
+            inputs.queries,
+            self._descriptor(layer.keys.view(-1, spec.head_dim), box, 128),
+            self._descriptor(layer.values.view(-1, spec.head_dim), box, 128),
+            inputs.tables,
+            inputs.tiles,
+            inputs.out,
+            self._splits.buffers,
             _scale(spec),
-            seen,
-            given.out.stride(0),
-            NUM_HEADS=spec.num_heads,
-            NUM_KV_HEADS=spec.num_kv_heads,
-            HALVES=spec.head_dim // kernels.COLUMNS,
-            BLOCK_SIZE=self._block_size,
-            ROWS=rows,
-            GROUP=self._group,
-            SPLIT=SPLIT,
-            SLOTS=kernels.slots(num_tokens),
-            PARTS_APART=num_parts > 0,
+            window,
+            inputs.out.stride(0),
+            SHAPE=shape,
+            STAGES=kernels.num_stages(num_tokens),
+            SPLIT_PROGRAMS=num_splits > 0,
             num_warps=kernels.WARPS,
-            maxnreg=kernels.REGISTERS[rows],
+            maxnreg=kernels.REGISTERS[shape.rows],
             enable_fp_fusion=False,
-            **self._chain,
+            **self._launch_options,
         )
-        if num_parts:
-            self._parts.merge(given, num_tiles, seen, self._chain)
+        if num_splits:
+            self._splits.merge(inputs, num_tiles, window, shape, self._launch_options)
 
 
 def attention_for(
     spec: Heads,
     *,
-    parts_apart_tokens: int,
-    max_parts: int,
-    max_rows: int,
+    max_split_tokens: int,
+    max_splits: int,
+    max_sequences: int,
     block_size: int,
-    chain: dict[str, bool],
+    launch_options: dict[str, bool],
     device: str,
 ) -> Attention:
-    """The best this device can run for heads of that size."""
-    parts = _Parts(spec, parts_apart_tokens, max_parts, device)
+    """The best this device can run for heads of that size. Steps of up to `max_split_tokens` may
+    give splits of the context programs of their own."""
+    splits = _Splits(spec, max_split_tokens, max_splits, device)
     is_hopper = device != "cpu" and torch.cuda.get_device_capability(device)[0] == 9
     if is_hopper and spec.head_dim in (64, 128) and _group(spec) <= _LARGE_STEP_ROWS:
-        return HopperAttention(spec, parts, block_size, chain, max_rows)
-    return PlainAttention(spec, parts, block_size, chain, exact=device == "cpu")
+        return HopperAttention(spec, splits, block_size, launch_options, max_sequences)
+    return PlainAttention(spec, splits, block_size, launch_options, exact=device == "cpu")
+
+
+def _shape(spec: Heads, block_size: int, rows: int, tile: int) -> AttentionShape:
+    return AttentionShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        rows=rows,
+        group=_group(spec),
+        split_size=SPLIT_SIZE,
+        tile=tile,
+    )
 
 
 def _group(spec: Heads) -> int:
@@ -260,7 +251,7 @@ def _group(spec: Heads) -> int:
 
 
 def _scale(spec: Heads) -> float:
-    """Of scores, with what turns powers of e into powers of two."""
+    """Of scores, for exp2 in place of exp."""
     return float(spec.head_dim**-0.5 * math.log2(math.e))
 
 

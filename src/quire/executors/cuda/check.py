@@ -18,7 +18,7 @@ import torch
 from quire.executors.cuda import check_attention
 from quire.executors.cuda.planes import PLANE_FORMATS, Array, reorder, to_operand_order
 from quire.executors.cuda.products import Products, products_for
-from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_parts
+from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_splits
 from quire.loader.reading import Bytes
 from quire.model.dummy import random_blocks
 from quire.quant.formats import Format, format_named
@@ -38,7 +38,7 @@ class Case:
         )
         self.exact = _decoded(block_format, raw, rows)
         planes = reorder(format_name, torch.from_numpy(raw).cuda(), rows, columns)
-        self.linear = Linear((Segment(planes, 0, None),), rows, num_parts(rows, planes.num_blocks))
+        self.linear = Linear((Segment(planes, 0, None),), rows, num_splits(rows, planes.num_blocks))
         self.gated = Linear((Segment(planes, 0, None),), rows, 1, is_gated=True)
         generator = torch.Generator("cuda").manual_seed(seed)
         tokens = torch.randn((max(BATCHES), columns), generator=generator, device="cuda")
@@ -62,11 +62,11 @@ def check_sums(products: Products, case: Case) -> tuple[float, bool]:
     rows = case.linear.num_rows
     found = {}
     for batch in BATCHES:
-        sums = torch.full((case.linear.num_parts, batch, rows), float("nan"), device="cuda")
+        sums = torch.full((case.linear.num_splits, batch, rows), float("nan"), device="cuda")
         products.multiply(case.linear, case.tokens[:batch].contiguous(), sums, batch)
         total = sums[0].clone()
-        for part in sums[1:]:
-            total += part
+        for split in sums[1:]:
+            total += split
         found[batch] = total
     return _judged(found, case.wanted)
 

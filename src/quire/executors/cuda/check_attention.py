@@ -1,5 +1,5 @@
 """Attention on this machine's GPU at real shapes: its error against float64, and whether a row's
-bits depend on how many tokens a step has, on its tile, or on parts that are computed apart."""
+bits depend on how many tokens a step has, on its tile, or on splits in programs of their own."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -9,13 +9,13 @@ import torch
 
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.attention import (
-    SPLIT,
-    Attended,
+    SPLIT_SIZE,
     Attention,
-    Layer,
-    TokenTiles,
+    AttentionInput,
+    LayerCache,
     attention_for,
 )
+from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.planes import Array, padded, to_natural_order
 
 LENGTHS = (1, 5, 16, 63, 64, 65, 200, 512, 513, 700, 1100)  # of sequences
@@ -65,18 +65,18 @@ class AttentionCase:
         ).bfloat16()
         return cls(spec, window, kept[0], kept[1], tables, queries)
 
-    def found(self, attention: Attention, num_tokens: int, num_parts: int = 0) -> Array:
+    def found(self, attention: Attention, num_tokens: int, num_splits: int = 0) -> Array:
         """All rows, in a step padded to so many tokens."""
         spec = self.spec
-        tiles = self._tiles(attention.tokens_a_tile(num_tokens, num_parts), num_tokens)
+        tiles = self._tiles(attention.tokens_per_tile(num_tokens, num_splits), num_tokens)
         queries = torch.zeros((num_tokens, *self.queries.shape[1:]), device="cuda").bfloat16()
         queries[: len(self.queries)] = self.queries
         out = torch.full((num_tokens, padded(spec.num_heads * spec.head_dim)), float("nan"))
         out = out.half().cuda()
         blocks = list(chain.from_iterable(self.tables))
         flat = torch.tensor(blocks, dtype=torch.int32, device="cuda")
-        given = Attended(queries, flat, tiles, out)
-        attention.attend(given, Layer(self.keys, self.values, self.window), num_parts)
+        given = AttentionInput(queries, flat, tiles, out)
+        attention.attend(given, LayerCache(self.keys, self.values, self.window), num_splits)
         width = spec.num_heads * spec.head_dim
         return to_natural_order(out[: len(self.queries)])[:, :width]
 
@@ -119,20 +119,20 @@ class AttentionCase:
 def check_attention(spec: AttentionShape, window: int | None) -> tuple[float, bool]:
     """Error and invariance."""
     case = AttentionCase.made(spec, window)
-    parts = -(-max(LENGTHS) // SPLIT)
+    num_splits = -(-max(LENGTHS) // SPLIT_SIZE)
     major = torch.cuda.get_device_capability()[0]
-    chained = major >= 9
+    is_hopper = major >= 9
     attention = attention_for(
         spec,
-        parts_apart_tokens=_MANY,
-        max_parts=parts,
-        max_rows=_MANY,
+        max_split_tokens=_MANY,
+        max_splits=num_splits,
+        max_sequences=_MANY,
         block_size=BLOCK_SIZE,
-        chain={"PDL": chained, "launch_pdl": chained},
+        launch_options={"PDL": is_hopper, "launch_pdl": is_hopper},
         device="cuda",
     )
     found = case.found(attention, _FEW)
-    others = [case.found(attention, _MANY), case.found(attention, _MANY, parts)]
+    others = [case.found(attention, _MANY), case.found(attention, _MANY, num_splits)]
     wanted = case.exact()
     error = float((found.double() - wanted).norm() / wanted.norm())
     return error, all(torch.equal(found, other) for other in others)

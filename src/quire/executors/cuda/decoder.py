@@ -1,24 +1,31 @@
 """Decoder: a step's kernels in order, over buffers that never move, so that graphs can replay them.
 
-A step is two parts: the body takes every token through all layers, the head makes logits of some
-rows and the likeliest token of each.
+A step is a body and a head: the body takes every token through all layers, the head computes logits
+of some rows and the likeliest token of each.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from quire.executors.base import BLOCK_SIZE
-from quire.executors.cuda.attention import SPLIT, Attended, Layer, TokenTiles, attention_for
+from quire.executors.cuda.attention import (
+    SPLIT_SIZE,
+    AttentionInput,
+    LayerCache,
+    attention_for,
+)
 from quire.executors.cuda.kernels import layers
 from quire.executors.cuda.kernels import products as product_kernels
+from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.planes import Array, padded
 from quire.executors.cuda.products import Products, factors, plane_pointers
 from quire.executors.cuda.weights import LayerWeights, Linear, ModelWeights
 from quire.model.spec import ModelSpec
 
-_HEADS_AT_ONCE = 8  # of a token, in one program
+_ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _NORM_COLUMNS = 128  # a warp, up to 32 warps
 _POSITIONS_AT_ONCE = 1 << 16
@@ -38,7 +45,7 @@ class BodyInput:
 
     @property
     def sources(self) -> Array:
-        """Places among the samples, or -1."""
+        """Indices into the samples, or -1: the token is body."""
         return self.fields[1]
 
     @property
@@ -47,7 +54,7 @@ class BodyInput:
 
     @property
     def slots(self) -> Array:
-        """Places in the cache."""
+        """Indices into the cache: block * block size + position in the block."""
         return self.fields[3]
 
     @property
@@ -57,11 +64,11 @@ class BodyInput:
 
 @dataclass(frozen=True, slots=True)
 class BodyShape:
-    """What a graph of the body is captured for. `num_parts`: parts of the context, each with a
-    program of its own; 0: one program does all parts."""
+    """What a graph of the body is captured for. `num_splits`: splits of the context, each with a
+    program of its own; 0: one program computes all splits."""
 
     num_tokens: int
-    num_parts: int
+    num_splits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +77,13 @@ class Limits:
 
     num_tokens: int
     num_rows: int  # with logits
-    parts_apart_tokens: int  # steps of so few tokens compute the parts of the context apart
+    max_split_tokens: int  # steps of so few tokens give splits of the context their own programs
     max_context: int
     invariant: bool = True
 
     @property
-    def max_parts(self) -> int:
-        return -(-self.max_context // SPLIT)
+    def max_splits(self) -> int:
+        return -(-self.max_context // SPLIT_SIZE)
 
 
 class KVBlocks:
@@ -119,14 +126,26 @@ class Decoder:
         self._samples = samples
         self._device = device
         self._is_gpu = device != "cpu"
-        self._chained = self._is_gpu and torch.cuda.get_device_capability(device)[0] >= 9
+        capability = torch.cuda.get_device_capability(device)[0] if self._is_gpu else 0
+        self._has_dependent_launch = capability >= 9
         self.hidden = padded(spec.hidden_size)
+        self._rope_shape = layers.RopeShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rope_dims=spec.rope.dims,
+            is_interleaved=spec.rope.interleaved,
+            has_norm=spec.qk_norm,
+            block_size=BLOCK_SIZE,
+            heads=_ROPE_HEADS,
+            pairs=_power_of_two(spec.head_dim // 2),
+        )
         self._make_buffers()
         self._make_angles()
 
-    def tokens_a_tile(self, shape: BodyShape) -> int:
+    def tokens_per_tile(self, shape: BodyShape) -> int:
         """Tokens of one sequence that an attention program takes."""
-        return self._attention.tokens_a_tile(shape.num_tokens, shape.num_parts)
+        return self._attention.tokens_per_tile(shape.num_tokens, shape.num_splits)
 
     # ---- buffers
 
@@ -136,13 +155,13 @@ class Decoder:
         half = torch.float16
         self.state = self._zeros((tokens, self.hidden), torch.float32)
         self.normed = self._zeros((tokens, self.hidden), half)
-        self.mixed = self._zeros((tokens, padded(spec.query_size)), half)
+        self.attention_output = self._zeros((tokens, padded(spec.query_size)), half)
         self.queries = self._zeros((tokens, spec.num_heads, spec.head_dim), torch.bfloat16)
         self.gated = self._zeros((tokens, padded(spec.ffn_size)), half)
         linears = [
             x for layer in self._weights.layers for x in (layer.qkv, layer.output, layer.down)
         ]
-        most = max(linear.num_parts * linear.num_rows for linear in linears)
+        most = max(linear.num_splits * linear.num_rows for linear in linears)
         self._sums = self._zeros((most * tokens,), torch.float32)
         gates = [layer.gate_up for layer in self._weights.layers]
         self._gate_sums = None
@@ -150,19 +169,21 @@ class Decoder:
             self._gate_sums = self._zeros((1, tokens, gates[0].num_rows), torch.float32)
         self._attention = attention_for(
             spec,
-            parts_apart_tokens=limits.parts_apart_tokens,
-            max_parts=limits.max_parts,
-            max_rows=limits.num_rows,
+            max_split_tokens=limits.max_split_tokens,
+            max_splits=limits.max_splits,
+            max_sequences=limits.num_rows,
             block_size=BLOCK_SIZE,
-            chain=self._chain(),
+            launch_options=self._launch_options(),
             device=self._device,
         )
         self.head_rows = self._zeros((rows, self.hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)
         chunks = -(-spec.vocabulary_size // _ARGMAX_BLOCK)
-        self._best = self._zeros((rows, chunks), torch.float32)
-        self._where = self._zeros((rows, chunks), torch.int32)
-        self._wrong = self._zeros((rows, chunks), torch.int32)
+        self._best = layers.ChunkBest(
+            self._zeros((rows, chunks), torch.float32),
+            self._zeros((rows, chunks), torch.int32),
+            self._zeros((rows, chunks), torch.int32),
+        )
         # What the host waits for, in one piece.
         self.outcome = self._zeros((2 * rows + tokens,), torch.int32)
         self.answers = self.outcome[: 2 * rows].view(rows, 2)
@@ -181,35 +202,35 @@ class Decoder:
         for start in range(0, most, _POSITIONS_AT_ONCE):
             end = min(most, start + _POSITIONS_AT_ONCE)
             angles = np.arange(start, end)[:, None] * frequencies
-            for table, turned in ((self._cosines, np.cos), (self._sines, np.sin)):
-                values = (turned(angles) * rope.magnitude).astype(np.float32)
+            for table, function in ((self._cosines, np.cos), (self._sines, np.sin)):
+                values = (function(angles) * rope.magnitude).astype(np.float32)
                 table[start:end] = torch.from_numpy(values)
 
     # ---- the body
 
-    def run_body(self, shape: BodyShape, given: BodyInput, blocks: KVBlocks) -> None:
+    def run_body(self, shape: BodyShape, body: BodyInput, blocks: KVBlocks) -> None:
         """All tokens through all layers; the normed states are in `normed`, `finite` says of which
         tokens they are finite."""
         count = shape.num_tokens
-        self._embed(count, given)
-        parts: Linear | None = None
+        self._embed(count, body)
+        previous: Linear | None = None
         for index, layer in enumerate(self._weights.layers):
-            self._norm(count, layer.attention_norm, parts)
-            self._attend(shape, given, blocks, index, layer)
-            self._multiply(layer.output, self.mixed, count)
+            self._norm(count, layer.attention_norm, previous)
+            self._attend(shape, body, blocks, index, layer)
+            self._multiply(layer.output, self.attention_output, count)
             self._norm(count, layer.feed_forward_norm, layer.output)
             self._products.multiply_gated(
                 layer.gate_up, self.normed, self._gate_sums, self.gated, count
             )
             self._multiply(layer.down, self.gated, count)
-            parts = layer.down
-        self._norm(count, self._weights.output_norm, parts, is_last=True)
+            previous = layer.down
+        self._norm(count, self._weights.output_norm, previous, is_last=True)
 
-    def _embed(self, count: int, given: BodyInput) -> None:
+    def _embed(self, count: int, body: BodyInput) -> None:
         planes = self._weights.embedding
         product_kernels.embed[(count, planes.num_blocks)](
-            given.tokens,
-            given.sources,
+            body.tokens,
+            body.sources,
             self._samples,
             self.state,
             plane_pointers(planes),
@@ -218,32 +239,33 @@ class Decoder:
             factors(planes),
             FORMAT=planes.layout,
             num_warps=4,
-            **self._chain(),
+            **self._launch_options(),
         )
 
-    def _chain(self) -> dict[str, bool]:
-        """Start a kernel while the one before it ends; it waits for that one's results itself."""
+    def _launch_options(self) -> dict[str, bool]:
+        """Programmatic dependent launch: a kernel starts while the previous one ends, and waits for
+        its results itself."""
         if not self._is_gpu:
             return {"PDL": False}
-        return {"PDL": self._chained, "launch_pdl": self._chained}
+        return {"PDL": self._has_dependent_launch, "launch_pdl": self._has_dependent_launch}
 
-    def _parts_of(self, linear: Linear, count: int) -> int:
-        """In how many parts a product is summed. Where a row's bits may depend on its batch, large
-        steps need no parts to fill the GPU, and spare adding them."""
+    def _num_splits(self, linear: Linear, count: int) -> int:
+        """Splits of a product's columns. Where a row's bits may depend on its batch, large steps
+        need no splits to fill the GPU, and save adding them."""
         if self._limits.invariant or count < _TOKENS_THAT_FILL:
-            return linear.num_parts
+            return linear.num_splits
         return 1
 
     def _multiply(self, linear: Linear, tokens: Array, count: int) -> None:
-        """A product's parts, into `_sums`: [part, token, row]."""
-        parts, room = self._parts_of(linear, count), self._limits.num_tokens
-        size = parts * room * linear.num_rows
-        sums = self._sums[:size].view(parts, room, linear.num_rows)
+        """A product, into `_sums`: [split, token, row]."""
+        shape = (self._num_splits(linear, count), self._limits.num_tokens, linear.num_rows)
+        sums = self._sums[: math.prod(shape)].view(shape)
         self._products.multiply(linear, tokens, sums, count)
 
     def _norm(
-        self, count: int, weight: Array, parts: Linear | None, *, is_last: bool = False
+        self, count: int, weight: Array, product: Linear | None, *, is_last: bool = False
     ) -> None:
+        """Add that product's sums to the state, and norm it."""
         layers.add_and_norm[(count,)](
             self.state,
             self._sums,
@@ -254,61 +276,51 @@ class Decoder:
             self._spec.hidden_size,
             self._spec.norm_epsilon,
             self._limits.num_tokens * self.hidden,
-            PARTS=0 if parts is None else self._parts_of(parts, count),
+            SPLITS=0 if product is None else self._num_splits(product, count),
             BLOCK=_power_of_two(self.hidden),
             FINITE=is_last,
             num_warps=min(32, max(1, _power_of_two(self.hidden) // _NORM_COLUMNS)),
-            **self._chain(),
+            **self._launch_options(),
         )
 
     def _attend(
         self,
         shape: BodyShape,
-        given: BodyInput,
+        body: BodyInput,
         blocks: KVBlocks,
         index: int,
         layer: LayerWeights,
     ) -> None:
         count = shape.num_tokens
         self._multiply(layer.qkv, self.normed, count)
-        self._turn(count, given, blocks, index, layer)
+        self._rope(count, body, blocks, index, layer)
         self._attention.attend(
-            Attended(self.queries, given.tables, given.tiles, self.mixed),
-            Layer(blocks.keys[index], blocks.values[index], self._spec.windows[index]),
-            shape.num_parts,
+            AttentionInput(self.queries, body.tables, body.tiles, self.attention_output),
+            LayerCache(blocks.keys[index], blocks.values[index], self._spec.windows[index]),
+            shape.num_splits,
         )
 
-    def _turn(
-        self, count: int, given: BodyInput, blocks: KVBlocks, index: int, layer: LayerWeights
+    def _rope(
+        self, count: int, body: BodyInput, blocks: KVBlocks, index: int, layer: LayerWeights
     ) -> None:
         spec = self._spec
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        layers.turn_and_store[(count, -(-heads // _HEADS_AT_ONCE))](
+        layers.rope_and_store[(count, -(-heads // _ROPE_HEADS))](
             self._sums,
-            given.positions,
-            given.slots,
+            body.positions,
+            body.slots,
             self._cosines,
             self._sines,
             self._cosines if layer.query_norm is None else layer.query_norm,
             self._cosines if layer.key_norm is None else layer.key_norm,
-            self.queries,
-            blocks.keys[index],
-            blocks.values[index],
+            layers.QueryKeyValue(self.queries, blocks.keys[index], blocks.values[index]),
             self._limits.num_tokens * layer.qkv.num_rows,
             layer.qkv.num_rows,
             spec.norm_epsilon,
-            NUM_HEADS=spec.num_heads,
-            NUM_KV_HEADS=spec.num_kv_heads,
-            HEAD_DIM=spec.head_dim,
-            ROPE_DIMS=spec.rope.dims,
-            INTERLEAVED=spec.rope.interleaved,
-            NORMED=spec.qk_norm,
-            BLOCK_SIZE=BLOCK_SIZE,
-            PARTS=self._parts_of(layer.qkv, count),
-            HEADS=_HEADS_AT_ONCE,
-            PAIRS=_power_of_two(spec.head_dim // 2),
+            SHAPE=self._rope_shape,
+            SPLITS=self._num_splits(layer.qkv, count),
             num_warps=4,
-            **self._chain(),
+            **self._launch_options(),
         )
 
     # ---- the head
@@ -318,29 +330,25 @@ class Decoder:
         (token, whether its logits are finite), and into the samples where its slot is not -1."""
         self.run_logits(count, rows)
         vocabulary = self._spec.vocabulary_size
-        chunks = self._best.shape[1]
+        chunks = self._best.logits.shape[1]
         layers.best_of_chunk[(count, chunks)](
             self.logits,
             self._best,
-            self._where,
-            self._wrong,
             vocabulary,
             vocabulary,
             BLOCK=_ARGMAX_BLOCK,
             num_warps=8,
-            **self._chain(),
+            **self._launch_options(),
         )
         layers.best_of_row[(count,)](
             self._best,
-            self._where,
-            self._wrong,
             slots,
             self._samples,
             self.answers,
             chunks,
             BLOCK=_power_of_two(chunks),
             num_warps=1,
-            **self._chain(),
+            **self._launch_options(),
         )
 
     def run_logits(self, count: int, rows: Array) -> None:
@@ -352,7 +360,7 @@ class Decoder:
             self.hidden,
             BLOCK=1024,
             num_warps=4,
-            **self._chain(),
+            **self._launch_options(),
         )
         head = self._weights.head
         self._products.multiply(head, self.head_rows, self.logits[None], count)

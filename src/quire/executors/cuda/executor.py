@@ -44,7 +44,7 @@ from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, result
 from quire.executors.cuda.weights import Loader, check_model, packed_bytes
 from quire.model.loading import Model
 
-_PARTS_APART_TOKENS = 16
+_MAX_SPLIT_TOKENS = 16
 _POLL_S = 2e-5
 
 
@@ -118,7 +118,7 @@ class CudaExecutor(ExecutorBase):
         return Limits(
             num_tokens=config.max_step_tokens,
             num_rows=config.max_batch_size,
-            parts_apart_tokens=min(_PARTS_APART_TOKENS, config.max_step_tokens),
+            max_split_tokens=min(_MAX_SPLIT_TOKENS, config.max_step_tokens),
             max_context=max_context(self._spec, config.num_blocks, config.kv_bytes, self._device),
             invariant=config.invariant,
         )

@@ -1,6 +1,6 @@
-"""Runner: captures the decoder's parts as CUDA graphs, one a size, and replays them.
+"""Runner: captures the decoder's body and head as CUDA graphs, one a size, and replays them.
 
-Steps are padded to the next size. Where parts of the context have programs of their own (few
+Steps are padded to the next size. Where splits of the context have programs of their own (few
 tokens), there is a graph for each of a few context lengths too. On a CPU the kernels just run.
 """
 
@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from quire.executors.base import BLOCK_SIZE
-from quire.executors.cuda.attention import SPLIT
+from quire.executors.cuda.attention import SPLIT_SIZE
 from quire.executors.cuda.decoder import BodyShape, Decoder, KVBlocks, Limits
 from quire.executors.cuda.planes import Array
 from quire.executors.cuda.step_input import Integers, Layout, PackedRow, pack_body
 
 _HOST_BUFFERS = 4  # copies that may be under way at once
-_PART_STEPS = (0, 4, 16, 64)  # parts of the context that graphs are captured for; 0: only one
+_SPLIT_COUNTS = (0, 4, 16, 64)  # splits of the context that graphs are captured for
 
 # Sizes that steps are padded to: none much larger than the step.
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -94,15 +94,15 @@ class Runner:
 
     def _shapes(self) -> Iterator[BodyShape]:
         for size in reversed(self._token_sizes):
-            if size > self._limits.parts_apart_tokens:
+            if size > self._limits.max_split_tokens:
                 yield BodyShape(size, 0)
             else:
-                for parts in self._part_sizes():
-                    yield BodyShape(size, parts)
+                for num_splits in self._split_counts():
+                    yield BodyShape(size, num_splits)
 
-    def _part_sizes(self) -> tuple[int, ...]:
-        most = self._limits.max_parts
-        return (*(parts for parts in _PART_STEPS if parts < most), most)
+    def _split_counts(self) -> tuple[int, ...]:
+        most = self._limits.max_splits
+        return (*(count for count in _SPLIT_COUNTS if count < most), most)
 
     def _capture_body(self, shape: BodyShape) -> None:
         given = self._layout.body(self._buffer, shape.num_tokens)
@@ -143,7 +143,7 @@ class Runner:
     ) -> int:
         """Compute the rows, and the likeliest tokens after `head_rows`; how many were padding."""
         shape = self._shape_for(rows, num_tokens)
-        body = pack_body(rows, shape.num_tokens, self._decoder.tokens_a_tile(shape))
+        body = pack_body(rows, shape.num_tokens, self._decoder.tokens_per_tile(shape))
         self._send(np.concatenate([*self._head_input(head_rows, slots), body]))
         if self._is_gpu:
             self._bodies[shape].replay()
@@ -164,11 +164,11 @@ class Runner:
         size = num_tokens
         if self._is_gpu:
             size = next(size for size in self._token_sizes if size >= num_tokens)
-        if size > self._limits.parts_apart_tokens:
+        if size > self._limits.max_split_tokens:
             return BodyShape(size, 0)
-        needed = -(-max(row.plan.end for row in rows) // SPLIT)
+        needed = -(-max(row.plan.end for row in rows) // SPLIT_SIZE)
         needed = 0 if needed == 1 else needed
-        return BodyShape(size, next(parts for parts in self._part_sizes() if parts >= needed))
+        return BodyShape(size, next(count for count in self._split_counts() if count >= needed))
 
     def _head_input(self, rows: Sequence[int], slots: Sequence[int]) -> tuple[Integers, Integers]:
         places = np.zeros(self._limits.num_rows, np.int32)

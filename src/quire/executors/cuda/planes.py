@@ -1,13 +1,13 @@
 """Planes: a matrix's block weights laid out for the tensor cores, decoded nowhere but in registers.
 
 A matrix [rows, columns] is cut into column blocks of 256. Within 128 columns the product's operand
-wants another order than the file's, so that one lane of a warp finds all of its weights in one or
-two groups and needs few scales:
+has another order than the file, so that one lane of a warp has all of its weights in one or two
+groups and needs few scales:
 
     natural column  = lane * 32 + step * 4 + half * 2 + pair      lane 0-3, step 0-7
     operand column  = step * 16 + half * 8 + lane * 2 + pair
 
-Activations are kept in operand order throughout; `to_operand_order` and `to_natural_order` turn
+Activations are kept in operand order throughout; `to_operand_order` and `to_natural_order` convert
 vectors. Of a block of a row a lane holds four *quarters* (the block's halves, the steps' halves) of
 sixteen weights, in words of 32 bits, and each plane keeps a lane's words together:
 
@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,7 +53,7 @@ class Scales(Enum):
 @dataclass(frozen=True, slots=True)
 class PlaneFormat:
     """How a format's planes look; kernels take it as a constant. A new format is a row of
-    PLANE_FORMATS and of _REORDERERS, and new cases in the kernels where it decodes otherwise."""
+    PLANE_FORMATS and of _SOURCES, and new cases in the kernels where it decodes otherwise."""
 
     quant_bits: int  # in `quants`; 16: float16 weights, and no other plane
     high_bits: int = 0  # in `high`
@@ -175,7 +175,7 @@ def to_natural_order(x: Array) -> Array:
 
 
 @dataclass(slots=True)
-class _Parts:
+class _Pieces:
     """Pieces of each plane, [blocks, rows, words] each."""
 
     quants: list[Array] = field(default_factory=list)
@@ -191,19 +191,19 @@ def reorder(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Pl
     blocks = _padded_blocks(format_name, raw, num_rows, num_columns)
     num_blocks = padded(num_columns) // BLOCK
     exponent = _exponent(_largest_scale(format_name, blocks), QUANT_SHIFT)
-    parts = _Parts()
+    pieces = _Pieces()
     step = max(1, _WEIGHTS_AT_ONCE // (num_blocks * BLOCK))
     for start in range(0, num_rows, step):
-        _REORDERERS[format_name](blocks[start : start + step], exponent, parts)
+        _SOURCES[format_name].reorder(blocks[start : start + step], exponent, pieces)
     return Planes(
         format=format_name,
         num_rows=num_rows,
         num_blocks=num_blocks,
         exponent=exponent,
-        quants=_joined(parts.quants),
-        high=_joined(parts.high),
-        scales=_joined(parts.scales),
-        deltas=_joined_deltas(parts.deltas),
+        quants=_joined(pieces.quants),
+        high=_joined(pieces.high),
+        scales=_joined(pieces.scales),
+        deltas=_joined_deltas(pieces.deltas),
     )
 
 
@@ -216,8 +216,8 @@ def _joined(pieces: list[Array]) -> Array | None:
 
 
 def _joined_deltas(pieces: list[Array]) -> Array | None:
-    """The same for deltas, which have no words. Each block's begin at a multiple of 16 bytes: the
-    copy engine raises an illegal instruction where a copy along the last axis does not."""
+    """The same for deltas, which have no words. Each block's begin at a multiple of 16 bytes:
+    TMA raises an illegal instruction where a copy along the last axis does not."""
     if not pieces:
         return None
     whole = torch.cat(pieces, dim=1)
@@ -243,15 +243,12 @@ def _reorder_floats(format_name: str, raw: Array, num_rows: int, num_columns: in
     return Planes(format_name, num_rows, width // BLOCK, weights, exponent)
 
 
-_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
-_SMALL_BLOCKS = ("Q4_0", "Q4_1", "Q8_0")  # 32 weights each
-
-
 def _padded_blocks(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Array:
     """Bytes as [rows, blocks of 256, bytes], with blocks of zeros where the columns end early."""
-    size = _BLOCK_BYTES[format_name]
+    source = _SOURCES[format_name]
+    size = source.block_bytes
     rows = raw.view(num_rows, -1, size)
-    if format_name in _SMALL_BLOCKS:
+    if source.block_weights == 32:
         missing = padded(num_columns) // 32 - rows.shape[1]
         if missing:
             zeros = torch.zeros((num_rows, missing, size), dtype=torch.uint8, device=raw.device)
@@ -265,11 +262,11 @@ def _half(blocks: Array, at: int) -> Array:
 
 
 def _largest_scale(format_name: str, blocks: Array) -> float:
-    """At least the largest scale of a group, in size."""
-    match format_name:
-        case "Q4_K" | "Q5_K":
+    """At least the largest absolute scale of a group."""
+    match PLANE_FORMATS[format_name].scales:
+        case Scales.PACKED:
             sizes = _half(blocks, 0).float() * 63
-        case "Q6_K":
+        case Scales.INT8:
             sizes = _half(blocks, 208).float() * 128
         case _:
             sizes = _half(blocks, 0).float()
@@ -277,7 +274,7 @@ def _largest_scale(format_name: str, blocks: Array) -> float:
 
 
 def _largest(values: Array) -> float:
-    """In size; 1 where a broken file holds what is not finite."""
+    """The largest absolute value; 1 where a broken file holds NaN or infinity."""
     largest = float(values.abs().max())
     return largest if math.isfinite(largest) else 1.0
 
@@ -305,8 +302,8 @@ def _in_words(quants: Array, bits: int) -> Array:
     else:
         shifts = [8 * i for i in range(4)]
     words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=quants.device)
-    for place, shift in enumerate(shifts):
-        words |= fields[..., place].to(torch.int32) << shift
+    for index, shift in enumerate(shifts):
+        words |= fields[..., index].to(torch.int32) << shift
     # [rows, blocks, half, lane, steps, words] -> [blocks, rows, lane, half, steps, words]
     return words.permute(1, 0, 3, 2, 4, 5).reshape(blocks, rows, -1)
 
@@ -314,20 +311,20 @@ def _in_words(quants: Array, bits: int) -> Array:
 def _high_words(high: Array, bits: int) -> Array:
     """The upper bits, [rows, blocks, 256], as words [blocks, rows, 8 * bits].
 
-    They lie so that few shifts bring them above their nibbles: those of even pairs of weights to
-    bit 4 of a half word, those of odd pairs, which are decoded four bits further up, to bit 8. A
-    swap of the half words' bytes brings up the second half of them.
+    Few shifts move them above their nibbles: those of even pairs of weights to bit 4 of a half
+    word, those of odd pairs, which are decoded four bits further up, to bit 8. A swap of the half
+    words' bytes moves the second half of them there.
     """
     rows, blocks, _ = high.shape
     fields = high.view(rows, blocks, 2, 4, 2, 16).to(torch.int32)
     words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=high.device)
-    for place in range(16):
-        pair, one = divmod(place, 2)
+    for index in range(16):
+        pair, one = divmod(index, 2)
         if bits == 2:
             at = (4 + 4 * (pair % 2) + pair // 2 % 2 * 2 + pair // 4 * 8) % 16
         else:
             at = 4 + 4 * (pair % 2) + pair // 2
-        words |= fields[..., place] << at + 16 * one
+        words |= fields[..., index] << at + 16 * one
     if bits == 1:  # the second half of the steps eight bits further on, around the half word
         second = words[..., 1]
         swapped = (second & 0x00FF00FF) << 8 | second >> 8 & 0x00FF00FF
@@ -349,24 +346,24 @@ def _group_scales(blocks: Array, exponent: int) -> Array:
     return (bits[..., 0, :] | bits[..., 1, :] << 16).transpose(0, 1)
 
 
-def _reorder_q4_0(blocks: Array, exponent: int, parts: _Parts) -> None:
-    parts.quants.append(_in_words(_nibbles(blocks[..., 2:], 16).flatten(-2), 4))
-    parts.scales.append(_group_scales(blocks, exponent))
+def _reorder_q4_0(blocks: Array, exponent: int, pieces: _Pieces) -> None:
+    pieces.quants.append(_in_words(_nibbles(blocks[..., 2:], 16).flatten(-2), 4))
+    pieces.scales.append(_group_scales(blocks, exponent))
 
 
-def _reorder_q8_0(blocks: Array, exponent: int, parts: _Parts) -> None:
-    parts.quants.append(_in_words((blocks[..., 2:] ^ 128).flatten(-2), 8))
-    parts.scales.append(_group_scales(blocks, exponent))
+def _reorder_q8_0(blocks: Array, exponent: int, pieces: _Pieces) -> None:
+    pieces.quants.append(_in_words((blocks[..., 2:] ^ 128).flatten(-2), 8))
+    pieces.scales.append(_group_scales(blocks, exponent))
 
 
-def _reorder_q4_1(blocks: Array, exponent: int, parts: _Parts) -> None:
+def _reorder_q4_1(blocks: Array, exponent: int, pieces: _Pieces) -> None:
     """Scale and offset of 32 weights in one word: [blocks, rows, lane, half]."""
-    parts.quants.append(_in_words(_nibbles(blocks[..., 4:], 16).flatten(-2), 4))
+    pieces.quants.append(_in_words(_nibbles(blocks[..., 4:], 16).flatten(-2), 4))
     scales = _half(blocks, 0).float() * 2.0 ** (QUANT_SHIFT - exponent)
     offsets = _half(blocks, 2).float() * 2.0**-exponent
     words = _half_bits(scales) | _half_bits(offsets) << 16
     rows, count, _ = words.shape
-    parts.scales.append(words.view(rows, count, 2, 4).permute(1, 0, 3, 2).reshape(count, rows, 8))
+    pieces.scales.append(words.view(rows, count, 2, 4).permute(1, 0, 3, 2).reshape(count, rows, 8))
 
 
 def _packed_scales(blocks: Array) -> Array:
@@ -383,40 +380,48 @@ def _packed_scales(blocks: Array) -> Array:
     return torch.cat(planes, dim=-1).to(torch.int32).transpose(0, 1)
 
 
-def _reorder_q4_k(blocks: Array, exponent: int, parts: _Parts) -> None:
+def _reorder_q4_k(blocks: Array, exponent: int, pieces: _Pieces) -> None:
     del exponent  # the kernel applies it
-    parts.quants.append(_in_words(_nibbles(blocks[..., 16:], 32), 4))
-    parts.scales.append(_packed_scales(blocks))
+    pieces.quants.append(_in_words(_nibbles(blocks[..., 16:], 32), 4))
+    pieces.scales.append(_packed_scales(blocks))
 
 
-def _reorder_q5_k(blocks: Array, exponent: int, parts: _Parts) -> None:
+def _reorder_q5_k(blocks: Array, exponent: int, pieces: _Pieces) -> None:
     del exponent
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
     high = (blocks[..., None, 16:48] >> shifts) & 1  # [rows, blocks, 8, 32]
-    parts.quants.append(_in_words(_nibbles(blocks[..., 48:], 32), 4))
-    parts.high.append(_high_words(high.flatten(-2), 1))
-    parts.scales.append(_packed_scales(blocks))
+    pieces.quants.append(_in_words(_nibbles(blocks[..., 48:], 32), 4))
+    pieces.high.append(_high_words(high.flatten(-2), 1))
+    pieces.scales.append(_packed_scales(blocks))
 
 
-def _reorder_q6_k(blocks: Array, exponent: int, parts: _Parts) -> None:
+def _reorder_q6_k(blocks: Array, exponent: int, pieces: _Pieces) -> None:
     del exponent
     packed = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(4, 1)
     high = ((packed >> shifts) & 3).flatten(2)
-    parts.quants.append(_in_words(_nibbles(blocks[..., :128], 64), 4))
-    parts.high.append(_high_words(high, 2))
+    pieces.quants.append(_in_words(_nibbles(blocks[..., :128], 64), 4))
+    pieces.high.append(_high_words(high, 2))
     # 16 groups of 16: (half, lane, steps' half) -> (lane, half, steps' half), 4 bytes a lane
     rows, count, _ = blocks.shape
     groups = blocks[..., 192:208].reshape(rows, count, 2, 4, 2).permute(1, 0, 3, 2, 4).contiguous()
-    parts.scales.append(groups.view(count, rows, 16).view(torch.int32))
-    parts.deltas.append(_half(blocks, 208).transpose(0, 1))
+    pieces.scales.append(groups.view(count, rows, 16).view(torch.int32))
+    pieces.deltas.append(_half(blocks, 208).transpose(0, 1))
 
 
-_REORDERERS: dict[str, Callable[[Array, int, _Parts], None]] = {
-    "Q4_0": _reorder_q4_0,
-    "Q4_1": _reorder_q4_1,
-    "Q8_0": _reorder_q8_0,
-    "Q4_K": _reorder_q4_k,
-    "Q5_K": _reorder_q5_k,
-    "Q6_K": _reorder_q6_k,
+class _Source(NamedTuple):
+    """How a format's blocks lie in a file, and what turns them into pieces of planes."""
+
+    block_weights: int
+    block_bytes: int
+    reorder: Callable[[Array, int, _Pieces], None]
+
+
+_SOURCES = {
+    "Q4_0": _Source(32, 18, _reorder_q4_0),
+    "Q4_1": _Source(32, 20, _reorder_q4_1),
+    "Q8_0": _Source(32, 34, _reorder_q8_0),
+    "Q4_K": _Source(256, 144, _reorder_q4_k),
+    "Q5_K": _Source(256, 176, _reorder_q5_k),
+    "Q6_K": _Source(256, 210, _reorder_q6_k),
 }

@@ -240,7 +240,7 @@ class HopperProducts:
         return not linear.is_gated
 
     def _tiling(self, segment: Segment, linear: Linear, num_tokens: int) -> Tiling:
-        return tiling(segment.planes.layout, linear.num_rows, linear.num_parts, num_tokens)
+        return tiling(segment.planes.layout, linear.num_rows, linear.num_splits, num_tokens)
 
     def multiply(self, linear: Linear, tokens: Array, sums: Array, num_tokens: int) -> None:
         for index, segment in enumerate(linear.segments):
@@ -275,9 +275,6 @@ class HopperProducts:
         planes = segment.planes
         kernels = self._kernels
         num_splits = 1 if gated else out.shape[0]
-        order = kernels.SERIAL
-        if self._dependent_launch:
-            order = kernels.DEPENDENT if is_first else kernels.CONCURRENT
         out = out if gated else out[:, :, segment.first_row :]
         grid = (-(-num_tokens // shape.tokens), -(-planes.num_rows // shape.rows), num_splits)
         kernels.product[grid](
@@ -296,11 +293,17 @@ class HopperProducts:
             FORMAT=planes.layout,
             GATED=gated,
             BIAS=segment.bias is not None,
-            LAUNCH=order,
+            LAUNCH=self._order(is_first),
             num_warps=shape.warps,
             maxnreg=shape.registers,
             launch_pdl=self._dependent_launch,
         )
+
+    def _order(self, is_first: bool) -> int:
+        kernels = self._kernels
+        if not self._dependent_launch:
+            return int(kernels.SERIAL)
+        return int(kernels.DEPENDENT if is_first else kernels.CONCURRENT)
 
     def _weight_descriptors(self, planes: Planes, shape: Tiling) -> tuple[object, ...]:
         layout = planes.layout

@@ -1,7 +1,7 @@
 """The sampler on the device: what executors/sampler.py does to one row, done to many at once.
 
 Weights are integers here too, so sums come out the same in any order, and the exponential is the
-reference's own. Nothing is brought back to the host: a row may follow a token still on its way.
+reference's own. Nothing is copied to the host: a row may follow a token that is not there yet.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ import torch
 
 from quire.core.plan import History, Sampling, SequencePlan
 from quire.core.sampling import MAX_LOGPROBS, SamplingParams
-from quire.executors.cuda import elementary
-from quire.executors.cuda.kernels import scores as kernels
+from quire.executors import elementary
+from quire.executors.cuda.kernels import layers
 from quire.executors.cuda.planes import Array
 
 FINITE, NOT_FINITE, NOTHING_ALLOWED, TOO_LARGE = 1, 0, 2, 3  # how a row's sampling went
@@ -29,7 +29,7 @@ class SampleRow(NamedTuple):
     sampling: Sampling
     completion_position: int
     history: History | None = None
-    pending: int | None = None  # place among the samples of a token that belongs to the history
+    pending: int | None = None  # index into the samples of a token that belongs to the history
     allowed: bytes | None = None
 
 
@@ -48,7 +48,7 @@ def is_plain(plan: SequencePlan) -> bool:
 
 
 def most_demanding_row(vocabulary_size: int) -> SampleRow:
-    """One that uses every option: no row takes more memory."""
+    """A row that uses every option: no row takes more memory."""
     params = SamplingParams(
         temperature=1.0,
         top_p=0.5,
@@ -95,14 +95,14 @@ def _first_best(scores: Array, best: Array) -> Array:
     return places.min(dim=1).values.clamp(max=scores.shape[1] - 1)  # NaN equals nothing
 
 
-# ---- what does not depend on chance
+# ---- adjusting logits
 
 
 def _adjust(scores: Array, rows: Sequence[SampleRow], samples: Array) -> None:
     _mask(scores, rows)
     bans = [
-        (place, token)
-        for place, row in enumerate(rows)
+        (index, token)
+        for index, row in enumerate(rows)
         if row.completion_position < row.sampling.params.min_tokens
         for token in row.sampling.end_token_ids
     ]
@@ -110,30 +110,30 @@ def _adjust(scores: Array, rows: Sequence[SampleRow], samples: Array) -> None:
         places = _on(np.array(bans, np.int64), scores)
         scores[places[:, 0], places[:, 1]] = float("-inf")
     biases = [
-        (place, token, bias)
-        for place, row in enumerate(rows)
+        (index, token, bias)
+        for index, row in enumerate(rows)
         for token, bias in row.sampling.params.logit_bias.items()
     ]
     if biases:
         places = _on(np.array([entry[:2] for entry in biases], np.int64), scores)
         values = _on(np.array([entry[2] for entry in biases], np.float32), scores)
         scores[places[:, 0], places[:, 1]] += values
-    penalised = [place for place, row in enumerate(rows) if row.history is not None]
+    penalised = [index for index, row in enumerate(rows) if row.history is not None]
     if penalised:
         index = _on(np.array(penalised, np.int64), scores)
-        chosen = [rows[place] for place in penalised]
+        chosen = [rows[index] for index in penalised]
         scores[index] = _penalised(scores[index], chosen, samples)
 
 
 def _mask(scores: Array, rows: Sequence[SampleRow]) -> None:
     width = -(-scores.shape[1] // 8)
-    masked = [place for place, row in enumerate(rows) if row.allowed is not None]
+    masked = [index for index, row in enumerate(rows) if row.allowed is not None]
     if not masked:
         return
     packed = np.zeros((len(masked), width), np.uint8)
-    for place, at in enumerate(masked):
-        bits = np.frombuffer(rows[at].allowed or b"", np.uint8)[:width]
-        packed[place, : len(bits)] = bits
+    for line, index in enumerate(masked):
+        bits = np.frombuffer(rows[index].allowed or b"", np.uint8)[:width]
+        packed[line, : len(bits)] = bits
     shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
     allowed = (_on(packed, scores)[:, :, None] >> shifts & 1).flatten(1)[:, : scores.shape[1]]
     index = _on(np.array(masked, np.int64), scores)
@@ -160,7 +160,7 @@ def _counts(
     rows: Sequence[SampleRow] = (),
     samples: Array | None = None,
 ) -> Array:
-    """How often each token stands in each history, with the tokens still on their way."""
+    """How often each token occurs in each history, with the pending tokens."""
     counts = torch.zeros_like(scores)
     lengths = [len(tokens) for tokens in histories]
     if sum(lengths):
@@ -179,11 +179,32 @@ def _counts(
 # ---- drawing
 
 
+def exp(values: Array) -> Array:
+    """e to each value, float64, for values of at most 0: the steps of executors/elementary.py, each
+    an operation of its own, so that none is fused with another."""
+    bounded = values.clamp(min=elementary.LOWEST_EXPONENT)
+    shifted = bounded * elementary.LOG2_E
+    shifted += elementary.TO_INTEGER
+    power = shifted - elementary.TO_INTEGER
+    rest = bounded - power * elementary.LN2_HIGH
+    rest -= power * elementary.LN2_LOW
+    result = torch.full_like(rest, elementary.EXP_TAIL[-1])
+    for coefficient in reversed(elementary.EXP_TAIL[:-1]):
+        result *= rest
+        result += coefficient
+    result *= rest
+    result *= rest
+    result += rest
+    result += 1.0
+    scaled = (result.view(torch.int64) + (shifted.view(torch.int64) << 52)).view(torch.float64)
+    return torch.where(values < elementary.LOWEST_EXPONENT, 0.0, scaled)
+
+
 def _weights(scores: Array, best: Array, rows: Sequence[SampleRow]) -> Array:
     """Integer weights of the tokens that may be drawn; 0 for the others. Greedy rows: anything."""
     params = [row.sampling.params for row in rows]
     temperature = _on(np.array([[p.temperature or 1.0] for p in params], np.float64), scores)
-    likelihood = elementary.exp((scores.double() - best.double()[:, None]) / temperature)
+    likelihood = exp((scores.double() - best.double()[:, None]) / temperature)
     weights = torch.floor(likelihood * _WEIGHT_ONE).nan_to_num(0.0).to(torch.int64)
     min_p = np.array([[p.min_p] for p in params], np.float64)
     if min_p.any():
@@ -201,8 +222,8 @@ def _weights(scores: Array, best: Array, rows: Sequence[SampleRow]) -> Array:
 def _keep_likeliest(weights: Array, top_k: Array, top_p: Array) -> Array:
     """Zero what top-k and top-p leave out; of equal weights the lower ids stay."""
     ordered, order = torch.sort(weights, dim=1, descending=True, stable=True)
-    place = torch.arange(weights.shape[1], device=weights.device)
-    ordered = torch.where(place < top_k, ordered, 0)
+    rank = torch.arange(weights.shape[1], device=weights.device)
+    ordered = torch.where(rank < top_k, ordered, 0)
     total = ordered.sum(dim=1, keepdim=True).double()
     before = (torch.cumsum(ordered, dim=1) - ordered).double()
     ordered = torch.where((before >= top_p * total) & (top_p < 1.0), 0, ordered)
@@ -231,10 +252,10 @@ def _bits(rows: Sequence[SampleRow]) -> npt.NDArray[np.uint64]:
 
 
 def _draw(weights: Array, bits: npt.NDArray[np.uint64]) -> Array:
-    """The token at a uniformly drawn place among the weights."""
+    """The token at a uniformly drawn point of the cumulative weights."""
     cumulative = torch.cumsum(weights, dim=1)
-    place = _high_product(_on(bits.view(np.int64), weights), cumulative[:, -1])
-    found = torch.searchsorted(cumulative, place[:, None], right=True)[:, 0]
+    point = _high_product(_on(bits.view(np.int64), weights), cumulative[:, -1])
+    found = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
     return found.clamp(max=weights.shape[1] - 1)
 
 
@@ -259,7 +280,7 @@ class Scores(NamedTuple):
     top_logprobs: Array  # float64 [rows, top]
 
     def on_host(self) -> "Scores":
-        """Copies on their way to the host; there once the stream has come so far."""
+        """Asynchronous copies to the host; complete once the stream is."""
         return Scores(*(_to_host(array) for array in self))
 
 
@@ -284,15 +305,15 @@ def score(logits: Array, tokens: Array, num_top: int) -> Scores:
         made(torch.int64, count, num_top),
         made(torch.float64, count, num_top),
     )
-    kernels.score_rows[(count,)](
+    layers.score_rows[(count,)](
         logits,
         tokens.long(),
-        *scores,
+        scores,
         width,
         logits.stride(0),
         num_top,
         num_top,
-        BLOCK=kernels.BLOCK,
-        num_warps=kernels.WARPS,
+        BLOCK=layers.SCORE_BLOCK,
+        num_warps=layers.SCORE_WARPS,
     )
     return scores

@@ -1,8 +1,8 @@
 """A model's weights on the device: every matrix in planes, joined and ordered as the kernels read.
 
 Hidden and feed-forward vectors live in operand order (see planes.py), so the rows of whatever makes
-them are reordered here, once. Gates and what they gate lie in turns of eight rows, so that a thread
-of the product holds both.
+them are reordered here, once. Rows of gates and of their values alternate by eight, so that a
+thread of the product holds both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,14 @@ from quire.model.spec import Activation, ModelSpec
 _SPLIT_TILES = 264  # programs that fill a GPU of 132 multiprocessors, two on each
 _TILE_ROWS = 64
 GATED_SHRINK = 16.0  # gated values reach beyond float16: they are kept divided by this
-_SMALLEST_PART = 8  # blocks of 256 columns
+_MIN_SPLIT_BLOCKS = 8  # of 256 columns
 
 # What launchers can launch. Grids have at most 65535 programs in their second and third direction,
 # a norm's row lies in one program, and so does a tile of the query heads of a key head.
 MAX_HEAD_DIM = 256
 MAX_HIDDEN = 1 << 15
 MAX_PRODUCT_ROWS = 65535 * _TILE_ROWS
-MAX_CONTEXT = 1 << 24  # positions; 512 of them are a part, which has a program
+MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a program
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,12 +47,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """A product of one or more segments. `num_parts`: how many parts its columns are summed in."""
+    """A product of one or more segments; its columns are summed in `num_splits` splits."""
 
     segments: tuple[Segment, ...]
     num_rows: int
-    num_parts: int
-    is_gated: bool = False  # in turns of eight gates and eight values
+    num_splits: int
+    is_gated: bool = False  # eight gates, then their eight values, and so on
     tokens_shrunk: float = 1.0  # what its tokens come divided by
 
     @property
@@ -98,14 +98,14 @@ class ModelWeights:
         return tuple(sorted(names | {self.embedding.format}))
 
 
-def num_parts(num_rows: int, num_blocks: int) -> int:
-    """In how many parts columns are summed: by the matrix's shape and never by the batch."""
-    parts = 1
+def num_splits(num_rows: int, num_blocks: int) -> int:
+    """Splits of the columns: by the matrix's shape and never by the batch."""
+    splits = 1
     for wanted in (2, 4):
         tiles = -(-num_rows // _TILE_ROWS) * wanted
-        if tiles <= _SPLIT_TILES and num_blocks // wanted >= _SMALLEST_PART:
-            parts = wanted
-    return parts
+        if tiles <= _SPLIT_TILES and num_blocks // wanted >= _MIN_SPLIT_BLOCKS:
+            splits = wanted
+    return splits
 
 
 def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
@@ -227,7 +227,7 @@ class Loader:
         return _linear([Segment(planes, 0, bias)], planes.num_rows)
 
     def _gated(self, gate: str, up: str) -> Linear:
-        """Gates and values in turns of eight; one after the other where their formats differ."""
+        """Rows of gates and values alternate by eight; with two formats, gates come first."""
         size = self._tensors[f"{gate}.weight"].shape[0]
         order = operand_order(padded(size))
         names = [f"{gate}.weight", f"{up}.weight"]
@@ -244,11 +244,11 @@ class Loader:
             return Linear((Segment(planes, 0, bias),), planes.num_rows, 1, is_gated=True)
         rows = _with_padding(order, size)
         segments = []
-        for place, name in enumerate(names):
-            bias = biases[place]
+        for index, name in enumerate(names):
+            bias = biases[index]
             if bias is not None:
                 bias = torch.cat([bias, bias.new_zeros(1)])[rows.to(bias.device)]
-            segments.append(Segment(self._planes([name], rows), place * len(rows), bias))
+            segments.append(Segment(self._planes([name], rows), index * len(rows), bias))
         return Linear(tuple(segments), 2 * len(rows), 1)
 
     # ---- tensors
@@ -291,5 +291,5 @@ def _with_padding(rows: Array, size: int, zero_row: int | None = None) -> Array:
 
 
 def _linear(segments: Sequence[Segment], num_rows: int) -> Linear:
-    parts = num_parts(num_rows, segments[0].planes.num_blocks)
-    return Linear(tuple(segments), num_rows, parts)
+    splits = num_splits(num_rows, segments[0].planes.num_blocks)
+    return Linear(tuple(segments), num_rows, splits)

@@ -1,1 +1,7 @@
-"""The kernels, one module a kind; each launches on whatever stream is current."""
+"""The kernels. cuda/products.py launches products.py or, on Hopper, hopper_products.py (with
+dequantize.py); cuda/attention.py launches attention.py or hopper_attention.py; cuda/decoder.py
+launches layers.py. Each runs on the current stream.
+
+Arguments that belong together are named tuples. A field of one cannot be called `values` or `type`:
+Triton's own tuples have these attributes.
+"""

@@ -1,37 +1,128 @@
 """Paged attention: one function of a token's row, whether it comes in a prompt or alone.
 
-Positions are cut at absolute multiples of SPLIT. Each part of a row is computed in tiles of TILE
-positions, and parts are merged from the first to the last. Whether one program does all parts of a
-row or each has a program of its own (`PARTS_APART`) changes nothing in the arithmetic, and neither
-do the other rows of a program: what is masked for a row changes none of its bits.
+The context is split at absolute multiples of SPLIT_SIZE positions. Each split of a row is computed
+in tiles of TILE positions, and splits are merged from the first to the last. Whether one program
+does all splits of a row or each split has its own program (SPLIT_PROGRAMS) changes nothing in the
+arithmetic, and neither do the other rows of a program: what is masked for a row changes none of its
+bits.
 """
 
 # ruff: noqa: N803, N806
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-SPLIT = 512  # positions
-TILE = 128
+SPLIT_SIZE = 512  # positions
+TILE = 128  # positions
 WARPS = 4
 STAGES = 3
 
 
-@triton.jit
-def _merged(m0, l0, acc0, m1, l1, acc1):
-    """Two parts' maxima, sums and weighted values as one; a part of nothing changes no bit."""
-    m = tl.maximum(m0, m1)
-    safe = tl.where(m == float("-inf"), 0.0, m)
-    a = tl.exp2(m0 - safe)
-    b = tl.exp2(m1 - safe)
-    return m, l0 * a + l1 * b, acc0 * a[:, None] + acc1 * b[:, None]
+class TokenTiles(NamedTuple):
+    """Of each tile of tokens of one sequence, int32."""
+
+    rows: Any  # its first row
+    counts: Any  # tokens; 0: nothing to do
+    positions: Any  # of its first token
+    tables: Any  # where the sequence's block table starts
+    starts: Any  # the first position that this step computes of the sequence
+
+
+class SplitBuffers(NamedTuple):
+    """What SPLIT_PROGRAMS leave for `merge_splits`: float32, [split, tile, head] each."""
+
+    maxima: Any
+    sums: Any
+    outputs: Any  # [split, tile, head, head_dim], not divided by the sums
+
+
+class AttentionShape(NamedTuple):
+    """Sizes of a launch, known when a kernel is compiled."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    rows: int  # of a program: tokens times `group`
+    group: int  # query heads of a key head, up to a power of two
+    split_size: int
+    tile: int
 
 
 @triton.jit
-def _operand_place(column):
-    """Where a product finds a column, within 128."""
+def _merged(max0, sum0, acc0, max1, sum1, acc1):
+    """Two splits' maxima, sums and weighted values as one; an empty split changes no bit."""
+    largest = tl.maximum(max0, max1)
+    safe = tl.where(largest == float("-inf"), 0.0, largest)
+    a = tl.exp2(max0 - safe)
+    b = tl.exp2(max1 - safe)
+    return largest, sum0 * a + sum1 * b, acc0 * a[:, None] + acc1 * b[:, None]
+
+
+@triton.jit
+def operand_column(column):
+    """A column's index in operand order (see planes.py)."""
     inner = column % 128
     return column - inner + inner % 32 // 4 * 16 + inner % 4 // 2 * 8 + inner // 32 * 2 + inner % 2
+
+
+@triton.jit
+def _attend_split(
+    q,
+    keys,
+    values,
+    table,
+    kv_head,
+    position,
+    start,
+    stop,
+    end,
+    scale,
+    window,
+    DIMS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    LARGE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Online softmax over the positions of one split: maxima, sums and weighted values."""
+    ROWS: tl.constexpr = SHAPE.rows
+    d = tl.arange(0, DIMS)
+    is_dim = d < SHAPE.head_dim
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for first in range(start, stop, SHAPE.tile):
+        n = first + tl.arange(0, SHAPE.tile)
+        is_there = n < end
+        block = tl.load(table + n // SHAPE.block_size, mask=is_there, other=0)
+        if LARGE:
+            block = block.to(tl.int64)
+        slot = (block * SHAPE.num_kv_heads + kv_head) * SHAPE.block_size + n % SHAPE.block_size
+        index = slot * SHAPE.head_dim
+        mask = is_there[:, None] & is_dim[None, :]
+        k = tl.load(keys + index[:, None] + d[None, :], mask=mask, other=0.0)
+        if EXACT:
+            s = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
+        else:
+            s = tl.dot(q, tl.trans(k))
+        is_seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
+        s = tl.where(is_seen, s * scale, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, axis=1))
+        safe = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(s - safe[:, None])
+        shrink = tl.exp2(row_max - safe)
+        row_sum = row_sum * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None]
+        v = tl.load(values + index[:, None] + d[None, :], mask=mask, other=0.0)
+        if EXACT:
+            weights = p.to(tl.bfloat16).to(tl.float32)
+            acc += tl.dot(weights, v.to(tl.float32), input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(tl.bfloat16), v, acc)
+        row_max = new_max
+    return row_max, row_sum, acc
 
 
 @triton.jit
@@ -40,170 +131,143 @@ def attend(
     keys,
     values,
     tables,
-    tile_rows,
-    tile_counts,
-    tile_positions,
-    tile_tables,
+    tiles,
     out,
-    part_max,
-    part_sum,
-    part_mix,
+    splits,
     scale,
     window,
     out_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    SHAPE: tl.constexpr,
     DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS_APART: tl.constexpr,
+    SPLIT_PROGRAMS: tl.constexpr,
     LARGE: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: up to ROWS / GROUP tokens of one sequence, one key head, its query heads.
+    """One program: up to rows / group tokens of one sequence, one key head, its query heads.
 
-    Tiles of tokens: first row, number of tokens (0: nothing to do), first position, and where their
-    sequence's block table starts. LARGE: a layer has more keys than an int32 counts. `scale`
-    includes log2(e). GROUP is a power of two.
+    `tiles` are TokenTiles, `splits` SplitBuffers. DIMS: head_dim up to a power of two. LARGE: a
+    layer has more keys than an int32 counts. EXACT: float32 operands, for Triton's interpreter.
+    `scale` includes log2(e).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    count = tl.load(tile_counts + tile)
+    count = tl.load(tiles.counts + tile)
     if count == 0:
         return
-    HEADS_EACH: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    first_row = tl.load(tile_rows + tile)
-    first_position = tl.load(tile_positions + tile)
-    table = tables + tl.load(tile_tables + tile)
+    ROWS: tl.constexpr = SHAPE.rows
+    GROUP: tl.constexpr = SHAPE.group
+    HEADS_EACH: tl.constexpr = SHAPE.num_heads // SHAPE.num_kv_heads
+    first_row = tl.load(tiles.rows + tile)
+    first_position = tl.load(tiles.positions + tile)
+    table = tables + tl.load(tiles.tables + tile)
     r = tl.arange(0, ROWS)
     token = r // GROUP
     head = kv_head * HEADS_EACH + r % GROUP
     is_row = (token < count) & (r % GROUP < HEADS_EACH)
     position = first_position + token
     d = tl.arange(0, DIMS)
-    is_dim = d < HEAD_DIM
-    row = (first_row + token).to(tl.int64) * NUM_HEADS + head
+    is_dim = d < SHAPE.head_dim
+    row = (first_row + token).to(tl.int64) * SHAPE.num_heads + head
     q = tl.load(
-        queries + row[:, None] * HEAD_DIM + d[None, :],
+        queries + row[:, None] * SHAPE.head_dim + d[None, :],
         mask=is_row[:, None] & is_dim[None, :],
         other=0.0,
     )
     end = first_position + count
     begin = tl.maximum(first_position + 1 - window, 0)
-    if PARTS_APART:
-        first_part = tl.program_id(2)
-        last_part = tl.minimum(first_part + 1, tl.cdiv(end, SPLIT))
-        if first_part >= tl.cdiv(end, SPLIT):
+    if SPLIT_PROGRAMS:
+        first_split = tl.program_id(2)
+        last_split = tl.minimum(first_split + 1, tl.cdiv(end, SHAPE.split_size))
+        if first_split >= tl.cdiv(end, SHAPE.split_size):
             return
     else:
-        first_part = begin // SPLIT
-        last_part = tl.cdiv(end, SPLIT)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+        first_split = begin // SHAPE.split_size
+        last_split = tl.cdiv(end, SHAPE.split_size)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    for part in range(first_part, last_part):
-        mp = tl.full([ROWS], float("-inf"), tl.float32)
-        lp = tl.zeros([ROWS], tl.float32)
-        ap = tl.zeros([ROWS, DIMS], tl.float32)
-        stop = tl.minimum((part + 1) * SPLIT, end)
-        for start in range(part * SPLIT, stop, TILE):
-            n = start + tl.arange(0, TILE)
-            is_there = n < end
-            block = tl.load(table + n // BLOCK_SIZE, mask=is_there, other=0)
-            if LARGE:
-                block = block.to(tl.int64)
-            cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * HEAD_DIM
-            both = is_there[:, None] & is_dim[None, :]
-            k = tl.load(keys + cell[:, None] + d[None, :], mask=both, other=0.0)
-            if EXACT:
-                s = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
-            else:
-                s = tl.dot(q, tl.trans(k))
-            seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
-            s = tl.where(seen, s * scale, float("-inf"))
-            mn = tl.maximum(mp, tl.max(s, axis=1))
-            safe = tl.where(mn == float("-inf"), 0.0, mn)
-            p = tl.exp2(s - safe[:, None])
-            a = tl.exp2(mp - safe)
-            lp = lp * a + tl.sum(p, axis=1)
-            ap = ap * a[:, None]
-            v = tl.load(values + cell[:, None] + d[None, :], mask=both, other=0.0)
-            if EXACT:
-                ap += tl.dot(
-                    p.to(tl.bfloat16).to(tl.float32), v.to(tl.float32), input_precision="ieee"
-                )
-            else:
-                ap = tl.dot(p.to(tl.bfloat16), v, ap)
-            mp = mn
-        m, total, acc = _merged(m, total, acc, mp, lp, ap)
-    if PARTS_APART:
-        place = (
-            tl.program_id(2).to(tl.int64) * tl.num_programs(0) * NUM_HEADS + tile * NUM_HEADS + head
+    for split in range(first_split, last_split):
+        stop = tl.minimum((split + 1) * SHAPE.split_size, end)
+        split_max, split_sum, split_acc = _attend_split(
+            q,
+            keys,
+            values,
+            table,
+            kv_head,
+            position,
+            split * SHAPE.split_size,
+            stop,
+            end,
+            scale,
+            window,
+            DIMS,
+            SHAPE,
+            LARGE,
+            EXACT,
         )
-        kept = is_row & (token == 0)
-        tl.store(part_max + place, m, mask=kept)
-        tl.store(part_sum + place, total, mask=kept)
+        row_max, row_sum, acc = _merged(row_max, row_sum, acc, split_max, split_sum, split_acc)
+    if SPLIT_PROGRAMS:
+        split = tl.program_id(2).to(tl.int64)
+        index = split * tl.num_programs(0) * SHAPE.num_heads + tile * SHAPE.num_heads + head
+        is_kept = is_row & (token == 0)
+        tl.store(splits.maxima + index, row_max, mask=is_kept)
+        tl.store(splits.sums + index, row_sum, mask=is_kept)
         tl.store(
-            part_mix + place[:, None] * HEAD_DIM + d[None, :],
+            splits.outputs + index[:, None] * SHAPE.head_dim + d[None, :],
             acc,
-            mask=kept[:, None] & is_dim[None, :],
+            mask=is_kept[:, None] & is_dim[None, :],
         )
     else:
-        mixed = acc / total[:, None]
-        place = _operand_place(head[:, None] * HEAD_DIM + d[None, :])
-        at = (first_row + token).to(tl.int64)[:, None] * out_stride + place
-        tl.store(out + at, mixed.to(tl.float16), mask=is_row[:, None] & is_dim[None, :])
+        output = acc / row_sum[:, None]
+        column = operand_column(head[:, None] * SHAPE.head_dim + d[None, :])
+        index = (first_row + token).to(tl.int64)[:, None] * out_stride + column
+        tl.store(out + index, output.to(tl.float16), mask=is_row[:, None] & is_dim[None, :])
 
 
 @triton.jit
-def merge_parts(
-    tile_rows,
-    tile_counts,
-    tile_positions,
+def merge_splits(
+    tiles,
     out,
-    part_max,
-    part_sum,
-    part_mix,
+    splits,
     window,
     out_stride,
     num_tiles,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    SHAPE: tl.constexpr,
     DIMS: tl.constexpr,
     HEADS: tl.constexpr,
-    SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What `attend` left in parts, for tiles of one token: merged from the first to the last."""
+    """What SPLIT_PROGRAMS left, for tiles of one token: merged from the first split to the last.
+    One program: a tile and HEADS heads."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
-    if tl.load(tile_counts + tile) == 0:
+    if tl.load(tiles.counts + tile) == 0:
         return
-    position = tl.load(tile_positions + tile)
-    row = tl.load(tile_rows + tile)
+    position = tl.load(tiles.positions + tile)
+    row = tl.load(tiles.rows + tile)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    is_head = head < NUM_HEADS
+    is_head = head < SHAPE.num_heads
     d = tl.arange(0, DIMS)
-    mask = is_head[:, None] & (d < HEAD_DIM)[None, :]
-    m = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
+    mask = is_head[:, None] & (d < SHAPE.head_dim)[None, :]
+    row_max = tl.full([HEADS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, DIMS], tl.float32)
-    for part in range(tl.maximum(position + 1 - window, 0) // SPLIT, position // SPLIT + 1):
-        place = (part * num_tiles + tile).to(tl.int64) * NUM_HEADS + head
-        m1 = tl.load(part_max + place, mask=is_head, other=float("-inf"))
-        l1 = tl.load(part_sum + place, mask=is_head, other=0.0)
-        acc1 = tl.load(part_mix + place[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-        m, total, acc = _merged(m, total, acc, m1, l1, acc1)
-    mixed = acc / total[:, None]
-    at = row.to(tl.int64) * out_stride + _operand_place(head[:, None] * HEAD_DIM + d[None, :])
-    tl.store(out + at, mixed.to(tl.float16), mask=mask)
+    first_split = tl.maximum(position + 1 - window, 0) // SHAPE.split_size
+    for split in range(first_split, position // SHAPE.split_size + 1):
+        index = (split * num_tiles + tile).to(tl.int64) * SHAPE.num_heads + head
+        split_max = tl.load(splits.maxima + index, mask=is_head, other=float("-inf"))
+        split_sum = tl.load(splits.sums + index, mask=is_head, other=0.0)
+        split_acc = tl.load(
+            splits.outputs + index[:, None] * SHAPE.head_dim + d[None, :], mask=mask, other=0.0
+        )
+        row_max, row_sum, acc = _merged(row_max, row_sum, acc, split_max, split_sum, split_acc)
+    output = acc / row_sum[:, None]
+    first = row.to(tl.int64) * out_stride
+    column = operand_column(head[:, None] * SHAPE.head_dim + d[None, :])
+    tl.store(out + (first + column), output.to(tl.float16), mask=mask)

@@ -7,8 +7,21 @@ hold them, FORMAT a planes.PlaneFormat.
 
 # ruff: noqa: N803, N806, RET505
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+class WeightRing(NamedTuple):
+    """Stages of weights in shared memory: 256 columns each, or TILING.columns of float weights."""
+
+    quants: Any  # [stages, rows, words]; float weights: float16 [stages, rows, columns]
+    high: Any
+    scales: Any
+    deltas: Any
+    full: Any
+    empty: Any
 
 
 @gluon.constexpr_function
@@ -149,7 +162,7 @@ _ASM_TWICE = gl.constexpr("prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3
 
 
 @gluon.constexpr_function
-def lane_layout(ROWS, WARPS, kind):
+def _lane_layout(ROWS, WARPS, kind):
     """Which thread holds what, so that a product's operand needs no exchange between threads.
 
     A warp holds 16 rows at a time: its lanes differ by row (three bits) and by lane of the format
@@ -204,7 +217,7 @@ def _split_quarters(words, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def quant_words(
+def _quant_words(
     quants,
     high,
     WORDS: gl.constexpr,
@@ -215,21 +228,21 @@ def quant_words(
     """Of the four quarters the words, and what goes with each: odd words or upper bits."""
     LANE: gl.constexpr = gl.SliceLayout(2, WORDS)
     if FORMAT.quant_bits == 8:
-        both = quants.load(lane_layout(ROWS, WARPS, "bytes")).reshape([ROWS, 4, 2, 2, 2, 2])
+        both = quants.load(_lane_layout(ROWS, WARPS, "bytes")).reshape([ROWS, 4, 2, 2, 2, 2])
         even, odd = gl.split(both)
         return _split_quarters(even, WORDS), _split_quarters(odd, WORDS)
     else:
-        loaded = quants.load(lane_layout(ROWS, WARPS, "nibbles")).reshape([ROWS, 4, 2, 2, 2])
+        loaded = quants.load(_lane_layout(ROWS, WARPS, "nibbles")).reshape([ROWS, 4, 2, 2, 2])
         words = _split_quarters(loaded, WORDS)
         if FORMAT.high_bits == 2:
-            upper = high.load(lane_layout(ROWS, WARPS, "quarters")).reshape([ROWS, 4, 2, 2])
+            upper = high.load(_lane_layout(ROWS, WARPS, "quarters")).reshape([ROWS, 4, 2, 2])
             first, second = gl.split(upper)
             h0, h2 = gl.split(first)
             h1, h3 = gl.split(second)
             return words, _in_layout((h0, h1, h2, h3), LANE)
         elif FORMAT.high_bits == 1:
             first, second = gl.split(
-                high.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
+                high.load(_lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
             )
             first = gl.convert_layout(first, LANE, assert_trivial=True)
             second = gl.convert_layout(second, LANE, assert_trivial=True)
@@ -260,7 +273,7 @@ def _packed_scales(scales, factors, LANE: gl.constexpr, ROWS: gl.constexpr, WARP
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANE))
     select0 = (lane | ((lane + 4) << 4)).expand_dims(0)
     select1 = (0x7010 & 0xF0FF | ((lane + 4) << 8)).expand_dims(0)
-    words = scales.load(lane_layout(ROWS, WARPS, "replicated")).reshape([ROWS, 2, 2])
+    words = scales.load(_lane_layout(ROWS, WARPS, "replicated")).reshape([ROWS, 2, 2])
     even, odd = gl.split(words)
     t0, t2 = gl.split(even)
     t1, t3 = gl.split(odd)
@@ -285,7 +298,7 @@ def _packed_scales(scales, factors, LANE: gl.constexpr, ROWS: gl.constexpr, WARP
 
 
 @gluon.jit
-def scales_and_offsets(
+def _scales_and_offsets(
     scales,
     deltas,
     factors,
@@ -302,13 +315,13 @@ def scales_and_offsets(
         return (s0, s0, s1, s1), (m0, m0, m1, m1)
     elif FORMAT.has_stored_offsets:
         first, second = gl.split(
-            scales.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
+            scales.load(_lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
         )
         s0, m0 = _duplicated(gl.convert_layout(first, LANE, assert_trivial=True))
         s1, m1 = _duplicated(gl.convert_layout(second, LANE, assert_trivial=True))
         return (s0, s0, s1, s1), (m0, m0, m1, m1)
     else:
-        words = scales.load(lane_layout(ROWS, WARPS, "lanes"))
+        words = scales.load(_lane_layout(ROWS, WARPS, "lanes"))
         words = gl.convert_layout(words, LANE, assert_trivial=True)
         if FORMAT.has_deltas:
             delta = deltas.load(ROW).expand_dims(1).to(gl.int16, bitcast=True).to(gl.int32)
@@ -330,6 +343,27 @@ def scales_and_offsets(
             m0 = _zero_point_offset(s0, FORMAT)
             m1 = _zero_point_offset(s1, FORMAT)
             return (s0, s0, s1, s1), (m0, m0, m1, m1)
+
+
+@gluon.jit
+def load_block(
+    ring: WeightRing,
+    stage,
+    factors,
+    FORMAT: gl.constexpr,
+    ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """A block of ROWS rows from shared memory, for `dequantized_quarter`: words, odd words or upper
+    bits, scales, offsets, each a tuple of four quarters. `factors` are products.Factors."""
+    WORDS: gl.constexpr = _lane_layout(ROWS, WARPS, "quarter")
+    words, more = _quant_words(
+        ring.quants.index(stage), ring.high.index(stage), WORDS, FORMAT, ROWS, WARPS
+    )
+    scales, offsets = _scales_and_offsets(
+        ring.scales.index(stage), ring.deltas.index(stage), factors, WORDS, FORMAT, ROWS, WARPS
+    )
+    return words, more, scales, offsets
 
 
 # ---- decode: a quarter to the operand
@@ -354,7 +388,7 @@ def dequantized_quarter(
     OPERAND: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """One quarter, float16 [ROWS, 64]. `block`: words, odd words or upper bits, scales, offsets."""
+    """One quarter of what `load_block` loaded, float16 [ROWS, 64]."""
     words = block[0][QUARTER]
     more = block[1][QUARTER]
     scales = gl.expand_dims(block[2][QUARTER], 2).broadcast_to([ROWS, 4, 2])

@@ -1,13 +1,17 @@
-"""Paged attention on Hopper, in Gluon: what kernels/attention.py computes, fed by the copy engine.
+"""Paged attention on Hopper, in Gluon: what kernels/attention.py computes, with TMA and wgmma.
 
-Keys and values stand on the M side of wgmma and are read where the copy engine put them; the rows
-of a program (tokens times the heads of a group) stand on its N side, so that 8 to 32 rows run the
-same instructions and a row's bits depend on none of the others. One warp brings blocks of the
-cache, four compute. Blocks of earlier steps are on their way before the kernel before this one has
-ended. Positions are cut as there: tiles of TILE, parts of SPLIT, merged from the first to the last.
+Keys and values are the M side of wgmma and are read where TMA put them; the rows of a program
+(tokens times the heads of a group) are its N side, so that 8 to 32 rows run the same instructions
+and a row's bits depend on none of the others. One warp loads blocks of the cache, four compute.
+Blocks of earlier steps are prefetched before the previous kernel has ended. The context is split
+as in kernels/attention.py, in tiles of TILE positions.
+
+Constants of a launch: SHAPE is an attention.AttentionShape, STAGES the length of the ring.
 """
 
 # ruff: noqa: N803, N806
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,12 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quire.executors.cuda.kernels.hopper import (
+    allocate_barriers,
     allow_next_kernel,
-    descriptor,
+    next_stage,
     wait_for_previous_kernel,
 )
-
-__all__ = ["COLUMNS", "REGISTERS", "TILE", "WARPS", "attend", "descriptor", "slots"]
 
 TILE = 64  # positions: the M side of one instruction
 COLUMNS = 64  # of a head, in one tile of shared memory: 128 bytes, swizzled
@@ -35,267 +38,345 @@ REGISTERS = {8: 80, 16: 80, 32: 128}  # a thread, by rows: three programs a mult
 _FEW_TOKENS = 128
 
 
-def slots(num_tokens):
-    """Tiles of keys, and of values, under way: more where few programs must do."""
+def num_stages(num_tokens: int) -> int:
+    """Tiles of keys, and of values, in flight: more where there are few programs."""
     return 3 if num_tokens <= _FEW_TOKENS else 2
 
 
 _TILE, _COLUMNS = gl.constexpr(TILE), gl.constexpr(COLUMNS)
 
 
+class CacheRing(NamedTuple):
+    """Stages of keys and values in shared memory, a tile of positions each."""
+
+    key_tiles: Any  # bfloat16 [stages * head_dim / COLUMNS, TILE, COLUMNS]
+    value_tiles: Any
+    key_full: Any
+    key_empty: Any
+    value_full: Any
+    value_empty: Any
+
+
+class Program(NamedTuple):
+    """What a program computes: tokens of one tile and one key head, over a range of tiles."""
+
+    tile: Any
+    num_tiles: Any
+    kv_head: Any
+    first_row: Any
+    count: Any
+    first_position: Any
+    first_tile: Any
+    last_tile: Any
+
+
+class Output(NamedTuple):
+    out: Any  # float16 [tokens, heads * head_dim], in operand order
+    splits: Any  # attention.SplitBuffers
+    out_stride: Any
+
+
+# ---- load: the producer warp
+
+
 @gluon.jit
-def _bring_tile(desc, table, kept, full, slot, start, end, kv_head, HEADS, BLOCK, HALVES):
-    """The blocks of one tile; those behind the end are nobody's and stay where they are."""
-    bar = full.index(slot)
-    for place in gl.static_range(_TILE // BLOCK):
-        position = start + place * BLOCK
+def _load_tile(
+    desc, table, tiles, full, stage, start, end, kv_head, COLUMN_TILES: gl.constexpr, SHAPE
+):
+    """The blocks of one tile; blocks behind the end are not loaded, and arrive at once."""
+    BLOCK_SIZE: gl.constexpr = SHAPE.block_size
+    barrier = full.index(stage)
+    for index in gl.static_range(_TILE // BLOCK_SIZE):
+        position = start + index * BLOCK_SIZE
         is_there = position < end
-        block = gl.load(table + position // BLOCK, mask=is_there, other=0)
-        row = (block * HEADS + kv_head) * BLOCK
-        mbarrier.expect(bar, BLOCK * HALVES * _COLUMNS * 2, pred=is_there)
-        mbarrier.arrive(bar, count=1, pred=position >= end)
-        for half in gl.static_range(HALVES):
-            target = kept.index(slot * HALVES + half).slice(place * BLOCK, BLOCK, 0)
+        block = gl.load(table + position // BLOCK_SIZE, mask=is_there, other=0)
+        row = (block * SHAPE.num_kv_heads + kv_head) * BLOCK_SIZE
+        mbarrier.expect(barrier, BLOCK_SIZE * COLUMN_TILES * _COLUMNS * 2, pred=is_there)
+        mbarrier.arrive(barrier, count=1, pred=position >= end)
+        for column_tile in gl.static_range(COLUMN_TILES):
+            target = tiles.index(stage * COLUMN_TILES + column_tile)
             tma.async_copy_global_to_shared(
-                desc, [row, half * _COLUMNS], bar, target, pred=is_there
+                desc,
+                [row, column_tile * _COLUMNS],
+                barrier,
+                target.slice(index * BLOCK_SIZE, BLOCK_SIZE, 0),
+                pred=is_there,
             )
 
 
 @gluon.jit
-def _bring(
+def _load_cache(
     key_desc,
     value_desc,
     table,
-    keys,
-    values,
-    key_full,
-    key_empty,
-    value_full,
-    value_empty,
+    ring: CacheRing,
     first_tile,
     last_tile,
-    old,
+    num_old,
     end,
     kv_head,
-    HEADS: gl.constexpr,
-    BLOCK: gl.constexpr,
-    HALVES: gl.constexpr,
-    SLOTS: gl.constexpr,
+    SHAPE: gl.constexpr,
+    STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """Tiles of keys and values into the ring. Positions below `num_old` are of earlier steps; later
+    ones were written by the previous kernel, which must have ended."""
+    COLUMN_TILES: gl.constexpr = SHAPE.head_dim // _COLUMNS
     if PDL:
         allow_next_kernel()
-    slot = 0
+    stage = 0
     phase = 1
-    waited = 0
+    has_waited = 0
     for tile in range(first_tile, last_tile):
         start = tile * _TILE
-        # What this step's own tokens left there comes from the kernel before this one.
-        if PDL and (start + _TILE > old) & (waited == 0):
+        if PDL and (start + _TILE > num_old) & (has_waited == 0):
             wait_for_previous_kernel()
-            waited = 1
-        mbarrier.wait(key_empty.index(slot), phase)
-        _bring_tile(
-            key_desc, table, keys, key_full, slot, start, end, kv_head, HEADS, BLOCK, HALVES
+            has_waited = 1
+        mbarrier.wait(ring.key_empty.index(stage), phase)
+        _load_tile(
+            key_desc,
+            table,
+            ring.key_tiles,
+            ring.key_full,
+            stage,
+            start,
+            end,
+            kv_head,
+            COLUMN_TILES,
+            SHAPE,
         )
-        mbarrier.wait(value_empty.index(slot), phase)
-        _bring_tile(
-            value_desc, table, values, value_full, slot, start, end, kv_head, HEADS, BLOCK, HALVES
+        mbarrier.wait(ring.value_empty.index(stage), phase)
+        _load_tile(
+            value_desc,
+            table,
+            ring.value_tiles,
+            ring.value_full,
+            stage,
+            start,
+            end,
+            kv_head,
+            COLUMN_TILES,
+            SHAPE,
         )
-        slot += 1
-        if slot == SLOTS:
-            slot = 0
-            phase ^= 1
+        stage, phase = next_stage(stage, phase, STAGES)
+
+
+# ---- compute: the consumer warps
 
 
 @gluon.jit
-def _merged(m0, l0, m1, l1):
-    """As kernels/attention.py merges: the maximum, the sum, and what each side is multiplied by."""
-    m = gl.maximum(m0, m1)
-    safe = gl.where(m == float("-inf"), 0.0, m)
-    a = gl.exp2(m0 - safe)
-    b = gl.exp2(m1 - safe)
-    return m, l0 * a + l1 * b, a, b
+def _load_queries(queries, query_tile, program: Program, SHAPE: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    HEADS_EACH: gl.constexpr = SHAPE.num_heads // SHAPE.num_kv_heads
+    GROUP: gl.constexpr = SHAPE.group
+    r = gl.arange(0, SHAPE.rows, layout=gl.SliceLayout(1, LAYOUT))
+    is_row = (r // GROUP < program.count) & (r % GROUP < HEADS_EACH)
+    token = (program.first_row + r // GROUP).to(gl.int64)
+    row = token * SHAPE.num_heads + program.kv_head * HEADS_EACH + r % GROUP
+    column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    for column_tile in gl.static_range(SHAPE.head_dim // _COLUMNS):
+        q = gl.load(
+            queries + row[:, None] * SHAPE.head_dim + column_tile * _COLUMNS + column[None, :],
+            mask=is_row[:, None],
+            other=0.0,
+        )
+        query_tile.index(column_tile).store(q)
+    fence_async_shared()
 
 
 @gluon.jit
-def _operand_place(column):
-    """Where a product finds a column, within 128."""
+def _scores(ring: CacheRing, query_tile, stage, zeros, COLUMN_TILES: gl.constexpr):
+    """Keys of a stage times queries, [TILE, rows]; frees the keys."""
+    scores = warpgroup_mma(
+        ring.key_tiles.index(stage * COLUMN_TILES),
+        query_tile.index(0).permute((1, 0)),
+        zeros,
+        is_async=True,
+    )
+    if COLUMN_TILES == 2:
+        scores = warpgroup_mma(
+            ring.key_tiles.index(stage * COLUMN_TILES + 1),
+            query_tile.index(1).permute((1, 0)),
+            scores,
+            is_async=True,
+        )
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(ring.key_empty.index(stage))
+    return scores
+
+
+@gluon.jit
+def _zero_stale_rows(values, start, end):
+    """Positions behind the end were never written, or by another sequence: 0 * NaN is NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    x = values.load(LAYOUT)
+    position = start + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))
+    values.store(gl.where((position < end)[:, None], x, 0.0))
+
+
+@gluon.jit
+def _accumulate(
+    ring: CacheRing, weight_tile, stage, acc0, acc1, shrink, COLUMN_TILES: gl.constexpr
+):
+    """acc * shrink + values of a stage times weights, [COLUMNS, rows] twice; frees the values."""
+    acc0 = warpgroup_mma(
+        ring.value_tiles.index(stage * COLUMN_TILES).permute((1, 0)),
+        weight_tile,
+        acc0 * shrink[None, :],
+        is_async=True,
+    )
+    if COLUMN_TILES == 2:
+        acc1 = warpgroup_mma(
+            ring.value_tiles.index(stage * COLUMN_TILES + 1).permute((1, 0)),
+            weight_tile,
+            acc1 * shrink[None, :],
+            is_async=True,
+        )
+    acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+    mbarrier.arrive(ring.value_empty.index(stage))
+    return acc0, acc1
+
+
+@gluon.jit
+def _merged(max0, sum0, max1, sum1):
+    """As kernels/attention.py merges: the maximum, the sum, and each side's factor."""
+    largest = gl.maximum(max0, max1)
+    safe = gl.where(largest == float("-inf"), 0.0, largest)
+    a = gl.exp2(max0 - safe)
+    b = gl.exp2(max1 - safe)
+    return largest, sum0 * a + sum1 * b, a, b
+
+
+@gluon.jit
+def _operand_column(column):
+    """A column's index in operand order (see planes.py)."""
     inner = column % 128
     return column - inner + inner % 32 // 4 * 16 + inner % 4 // 2 * 8 + inner // 32 * 2 + inner % 2
 
 
 @gluon.jit
-def _clean(value, start, end):
-    """Rows that nobody wrote, to zero: 0 times what is not a number is not a number."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    x = value.load(LAYOUT)
-    position = start + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))
-    value.store(gl.where((position < end)[:, None], x, 0.0))
+def _store(
+    row_max,
+    row_sum,
+    acc0,
+    acc1,
+    program: Program,
+    output: Output,
+    MMA: gl.constexpr,
+    SHAPE: gl.constexpr,
+    SPLIT_PROGRAMS: gl.constexpr,
+):
+    HEADS_EACH: gl.constexpr = SHAPE.num_heads // SHAPE.num_kv_heads
+    COLUMN_TILES: gl.constexpr = SHAPE.head_dim // _COLUMNS
+    r = gl.arange(0, SHAPE.rows, layout=gl.SliceLayout(0, MMA))
+    token = r // SHAPE.group
+    head = program.kv_head * HEADS_EACH + r % SHAPE.group
+    is_row = (token < program.count) & (r % SHAPE.group < HEADS_EACH)
+    d = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(1, MMA))
+    if SPLIT_PROGRAMS:
+        is_kept = is_row & (token == 0)
+        split = gl.program_id(2).to(gl.int64)
+        index = (split * program.num_tiles + program.tile) * SHAPE.num_heads + head
+        gl.store(output.splits.maxima + index, row_max, mask=is_kept)
+        gl.store(output.splits.sums + index, row_sum, mask=is_kept)
+        address = output.splits.outputs + index[None, :] * SHAPE.head_dim + d[:, None]
+        mask = is_kept[None, :] & (d < _COLUMNS)[:, None]
+        gl.store(address, acc0, mask=mask)
+        if COLUMN_TILES == 2:
+            gl.store(address + _COLUMNS, acc1, mask=mask)
+    else:
+        row = (program.first_row + token).to(gl.int64)[None, :] * output.out_stride
+        mask = is_row[None, :] & (d < _COLUMNS)[:, None]
+        column = head[None, :] * SHAPE.head_dim + d[:, None]
+        address = output.out + row + _operand_column(column)
+        gl.store(address, (acc0 / row_sum[None, :]).to(gl.float16), mask=mask)
+        if COLUMN_TILES == 2:
+            address = output.out + row + _operand_column(column + _COLUMNS)
+            gl.store(address, (acc1 / row_sum[None, :]).to(gl.float16), mask=mask)
 
 
 @gluon.jit
 def _compute(
     queries,
-    keys,
-    values,
+    ring: CacheRing,
     query_tile,
     weight_tile,
-    key_full,
-    key_empty,
-    value_full,
-    value_empty,
-    out,
-    part_max,
-    part_sum,
-    part_mix,
+    program: Program,
+    output: Output,
     scale,
     window,
-    out_stride,
-    tile,
-    num_tiles,
-    kv_head,
-    first_row,
-    count,
-    first_position,
-    first_tile,
-    last_tile,
-    NUM_HEADS: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr,
-    HALVES: gl.constexpr,
-    ROWS: gl.constexpr,
-    GROUP: gl.constexpr,
-    SPLIT: gl.constexpr,
-    SLOTS: gl.constexpr,
-    PARTS_APART: gl.constexpr,
+    SHAPE: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT_PROGRAMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """Online softmax of a program's rows. Sums stay apart by place in the tile until a split ends;
+    accumulators are [COLUMNS, rows], the second one for heads of 128."""
+    ROWS: gl.constexpr = SHAPE.rows
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]
     )
     ROW: gl.constexpr = gl.SliceLayout(0, MMA)
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    HEADS_EACH: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    HEAD_DIM: gl.constexpr = HALVES * _COLUMNS
-    end = first_position + count
+    COLUMN_TILES: gl.constexpr = SHAPE.head_dim // _COLUMNS
+    TILES_PER_SPLIT: gl.constexpr = SHAPE.split_size // _TILE
+    end = program.first_position + program.count
     if PDL:
         wait_for_previous_kernel()
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOADED))
-    is_row = (r // GROUP < count) & (r % GROUP < HEADS_EACH)
-    source = (first_row + r // GROUP).to(gl.int64) * NUM_HEADS + kv_head * HEADS_EACH + r % GROUP
-    column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, LOADED))
-    for half in gl.static_range(HALVES):
-        q = gl.load(
-            queries + source[:, None] * HEAD_DIM + half * _COLUMNS + column[None, :],
-            mask=is_row[:, None],
-            other=0.0,
-        )
-        query_tile.index(half).store(q)
-    fence_async_shared()
+    _load_queries(queries, query_tile, program, SHAPE)
 
-    r = gl.arange(0, ROWS, layout=ROW)
-    token = r // GROUP
-    position = first_position + token
+    position = program.first_position + gl.arange(0, ROWS, layout=ROW) // SHAPE.group
     n = gl.arange(0, _TILE, layout=gl.SliceLayout(1, MMA))
-    none = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
-    nothing = gl.zeros([_TILE, ROWS], gl.float32, layout=MMA)
-    m = none
-    total = gl.zeros([ROWS], gl.float32, layout=ROW)
-    mix0 = nothing
-    mix1 = nothing
-    mp = none
-    lp = nothing
-    ap0 = nothing
-    ap1 = nothing
-    slot = 0
+    lowest = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
+    zeros = gl.zeros([_TILE, ROWS], gl.float32, layout=MMA)
+    row_max = lowest
+    row_sum = gl.zeros([ROWS], gl.float32, layout=ROW)
+    acc0 = zeros
+    acc1 = zeros
+    split_max = lowest
+    split_sums = zeros
+    split_acc0 = zeros
+    split_acc1 = zeros
+    stage = 0
     phase = 0
-    TILES: gl.constexpr = SPLIT // _TILE
-    for at in range(first_tile, last_tile):
-        start = at * _TILE
-        mbarrier.wait(key_full.index(slot), phase)
-        s = warpgroup_mma(
-            keys.index(slot * HALVES),
-            query_tile.index(0).permute((1, 0)),
-            nothing,
-            is_async=True,
-        )
-        if HALVES == 2:
-            s = warpgroup_mma(
-                keys.index(slot * HALVES + 1),
-                query_tile.index(1).permute((1, 0)),
-                s,
-                is_async=True,
-            )
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(key_empty.index(slot))
-        place = (start + n)[:, None]
-        seen = (place <= position[None, :]) & (place > position[None, :] - window)
-        s = gl.where(seen, s * scale, float("-inf"))
-        mn = gl.maximum(mp, gl.max(s, axis=0))
-        safe = gl.where(mn == float("-inf"), 0.0, mn)
+    for tile in range(program.first_tile, program.last_tile):
+        start = tile * _TILE
+        mbarrier.wait(ring.key_full.index(stage), phase)
+        s = _scores(ring, query_tile, stage, zeros, COLUMN_TILES)
+        key_position = (start + n)[:, None]
+        is_seen = (key_position <= position[None, :]) & (key_position > position[None, :] - window)
+        s = gl.where(is_seen, s * scale, float("-inf"))
+        new_max = gl.maximum(split_max, gl.max(s, axis=0))
+        safe = gl.where(new_max == float("-inf"), 0.0, new_max)
         p = gl.exp2(s - safe[None, :])
-        a = gl.exp2(mp - safe)
-        mp = mn
-        lp = lp * a[None, :] + p
+        shrink = gl.exp2(split_max - safe)
+        split_max = new_max
+        split_sums = split_sums * shrink[None, :] + p
         weight_tile.store(p.to(gl.bfloat16))
-        mbarrier.wait(value_full.index(slot), phase)
+        mbarrier.wait(ring.value_full.index(stage), phase)
         if start + _TILE > end:
-            for half in gl.static_range(HALVES):
-                _clean(values.index(slot * HALVES + half), start, end)
+            for column_tile in gl.static_range(COLUMN_TILES):
+                _zero_stale_rows(
+                    ring.value_tiles.index(stage * COLUMN_TILES + column_tile), start, end
+                )
         fence_async_shared()
-        ap0 = warpgroup_mma(
-            values.index(slot * HALVES).permute((1, 0)),
-            weight_tile,
-            ap0 * a[None, :],
-            is_async=True,
+        split_acc0, split_acc1 = _accumulate(
+            ring, weight_tile, stage, split_acc0, split_acc1, shrink, COLUMN_TILES
         )
-        if HALVES == 2:
-            ap1 = warpgroup_mma(
-                values.index(slot * HALVES + 1).permute((1, 0)),
-                weight_tile,
-                ap1 * a[None, :],
-                is_async=True,
+        stage, phase = next_stage(stage, phase, STAGES)
+        if (tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1) | (tile == program.last_tile - 1):
+            row_max, row_sum, a, b = _merged(
+                row_max, row_sum, split_max, gl.sum(split_sums, axis=0)
             )
-        ap0, ap1 = warpgroup_mma_wait(0, deps=[ap0, ap1])
-        mbarrier.arrive(value_empty.index(slot))
-        slot += 1
-        if slot == SLOTS:
-            slot = 0
-            phase ^= 1
-        if (at % TILES == TILES - 1) | (at == last_tile - 1):
-            m, total, a, b = _merged(m, total, mp, gl.sum(lp, axis=0))
-            mix0 = mix0 * a[None, :] + ap0 * b[None, :]
-            mix1 = mix1 * a[None, :] + ap1 * b[None, :]
-            mp = none
-            lp = nothing
-            ap0 = nothing
-            ap1 = nothing
-    head = kv_head * HEADS_EACH + r % GROUP
-    is_row = (token < count) & (r % GROUP < HEADS_EACH)
-    d = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(1, MMA))
-    if PARTS_APART:
-        kept = is_row & (token == 0)
-        at = (gl.program_id(2).to(gl.int64) * num_tiles + tile) * NUM_HEADS + head
-        gl.store(part_max + at, m, mask=kept)
-        gl.store(part_sum + at, total, mask=kept)
-        where = part_mix + at[None, :] * HEAD_DIM + d[:, None]
-        both = kept[None, :] & (d < _COLUMNS)[:, None]
-        gl.store(where, mix0, mask=both)
-        if HALVES == 2:
-            gl.store(where + _COLUMNS, mix1, mask=both)
-    else:
-        row = (first_row + token).to(gl.int64)[None, :] * out_stride
-        both = is_row[None, :] & (d < _COLUMNS)[:, None]
-        column = head[None, :] * HEAD_DIM + d[:, None]
-        gl.store(
-            out + row + _operand_place(column), (mix0 / total[None, :]).to(gl.float16), mask=both
-        )
-        if HALVES == 2:
-            gl.store(
-                out + row + _operand_place(column + _COLUMNS),
-                (mix1 / total[None, :]).to(gl.float16),
-                mask=both,
-            )
+            acc0 = acc0 * a[None, :] + split_acc0 * b[None, :]
+            acc1 = acc1 * a[None, :] + split_acc1 * b[None, :]
+            split_max = lowest
+            split_sums = zeros
+            split_acc0 = zeros
+            split_acc1 = zeros
+    _store(row_max, row_sum, acc0, acc1, program, output, MMA, SHAPE, SPLIT_PROGRAMS)
+
+
+# ---- the kernel
 
 
 @gluon.jit
@@ -304,130 +385,100 @@ def attend(
     key_desc,
     value_desc,
     tables,
-    tile_rows,
-    tile_counts,
-    tile_positions,
-    tile_tables,
-    tile_starts,
+    tiles,
     out,
-    part_max,
-    part_sum,
-    part_mix,
+    splits,
     scale,
     window,
     out_stride,
-    NUM_HEADS: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr,
-    HALVES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    ROWS: gl.constexpr,
-    GROUP: gl.constexpr,
-    SPLIT: gl.constexpr,
-    SLOTS: gl.constexpr,
-    PARTS_APART: gl.constexpr,
+    SHAPE: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT_PROGRAMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One program: up to ROWS / GROUP tokens of one sequence, one key head, its query heads.
+    """One program: up to rows / group tokens of one sequence, one key head, its query heads.
 
-    Heads of HALVES * 64 numbers. `tile_starts`: the first position that this step computes, of the
-    tile's sequence; the rest as in kernels/attention.py.
+    Heads of 64 or 128. Arguments are those of kernels/attention.py.
     """
     kv_head = gl.program_id(0)
     tile = gl.program_id(1)
-    count = gl.load(tile_counts + tile)
-    first_row = gl.load(tile_rows + tile)
-    first_position = gl.load(tile_positions + tile)
-    old = gl.load(tile_starts + tile)
-    table = tables + gl.load(tile_tables + tile)
+    count = gl.load(tiles.counts + tile)
+    first_row = gl.load(tiles.rows + tile)
+    first_position = gl.load(tiles.positions + tile)
+    num_old = gl.load(tiles.starts + tile)
+    table = tables + gl.load(tiles.tables + tile)
     end = first_position + count
     begin = gl.maximum(first_position + 1 - window, 0)
-    TILES: gl.constexpr = SPLIT // _TILE
-    if PARTS_APART:
-        first_tile = gl.program_id(2) * TILES
-        last_tile = gl.minimum(first_tile + TILES, gl.cdiv(end, _TILE))
+    TILES_PER_SPLIT: gl.constexpr = SHAPE.split_size // _TILE
+    if SPLIT_PROGRAMS:
+        first_tile = gl.program_id(2) * TILES_PER_SPLIT
+        last_tile = gl.minimum(first_tile + TILES_PER_SPLIT, gl.cdiv(end, _TILE))
     else:
-        first_tile = begin // SPLIT * TILES
+        first_tile = begin // SHAPE.split_size * TILES_PER_SPLIT
         last_tile = gl.cdiv(end, _TILE)
     if (count == 0) | (first_tile >= last_tile):
         return
-    K: gl.constexpr = key_desc.layout
-    keys = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * HALVES, _TILE, _COLUMNS], K)
-    values = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * HALVES, _TILE, _COLUMNS], K)
-    query_tile = gl.allocate_shared_memory(gl.bfloat16, [HALVES, ROWS, _COLUMNS], K)
+    LAYOUT: gl.constexpr = key_desc.layout
+    ROWS: gl.constexpr = SHAPE.rows
+    COLUMN_TILES: gl.constexpr = SHAPE.head_dim // _COLUMNS
+    TILES: gl.constexpr = STAGES * COLUMN_TILES
+    keys = gl.allocate_shared_memory(gl.bfloat16, [TILES, _TILE, _COLUMNS], LAYOUT)
+    values = gl.allocate_shared_memory(gl.bfloat16, [TILES, _TILE, _COLUMNS], LAYOUT)
+    query_tile = gl.allocate_shared_memory(gl.bfloat16, [COLUMN_TILES, ROWS, _COLUMNS], LAYOUT)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_TILE, ROWS], gl.bfloat16)
     weight_tile = gl.allocate_shared_memory(gl.bfloat16, [_TILE, ROWS], WEIGHTS)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    key_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    key_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    value_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    value_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(key_full.index(slot), count=_TILE // BLOCK_SIZE)
-        mbarrier.init(key_empty.index(slot), count=1)
-        mbarrier.init(value_full.index(slot), count=_TILE // BLOCK_SIZE)
-        mbarrier.init(value_empty.index(slot), count=1)
+    ring = CacheRing(
+        keys,
+        values,
+        allocate_barriers(STAGES),
+        allocate_barriers(STAGES),
+        allocate_barriers(STAGES),
+        allocate_barriers(STAGES),
+    )
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ring.key_full.index(stage), count=_TILE // SHAPE.block_size)
+        mbarrier.init(ring.key_empty.index(stage), count=1)
+        mbarrier.init(ring.value_full.index(stage), count=_TILE // SHAPE.block_size)
+        mbarrier.init(ring.value_empty.index(stage), count=1)
     fence_async_shared()
+    num_tiles = gl.num_programs(1)
+    program = Program(
+        tile, num_tiles, kv_head, first_row, count, first_position, first_tile, last_tile
+    )
+    output = Output(out, splits, out_stride)
     gl.warp_specialize(
         [
             (
                 _compute,
                 (
                     queries,
-                    keys,
-                    values,
+                    ring,
                     query_tile,
                     weight_tile,
-                    key_full,
-                    key_empty,
-                    value_full,
-                    value_empty,
-                    out,
-                    part_max,
-                    part_sum,
-                    part_mix,
+                    program,
+                    output,
                     scale,
                     window,
-                    out_stride,
-                    tile,
-                    gl.num_programs(1),
-                    kv_head,
-                    first_row,
-                    count,
-                    first_position,
-                    first_tile,
-                    last_tile,
-                    NUM_HEADS,
-                    NUM_KV_HEADS,
-                    HALVES,
-                    ROWS,
-                    GROUP,
-                    SPLIT,
-                    SLOTS,
-                    PARTS_APART,
+                    SHAPE,
+                    STAGES,
+                    SPLIT_PROGRAMS,
                     PDL,
                 ),
             ),
             (
-                _bring,
+                _load_cache,
                 (
                     key_desc,
                     value_desc,
                     table,
-                    keys,
-                    values,
-                    key_full,
-                    key_empty,
-                    value_full,
-                    value_empty,
+                    ring,
                     first_tile,
                     last_tile,
-                    old,
+                    num_old,
                     end,
                     kv_head,
-                    NUM_KV_HEADS,
-                    BLOCK_SIZE,
-                    HALVES,
-                    SLOTS,
+                    SHAPE,
+                    STAGES,
                     PDL,
                 ),
             ),

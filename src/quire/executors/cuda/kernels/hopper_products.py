@@ -23,12 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.executors.cuda.kernels.dequantize import (
-    dequantized_quarter,
-    lane_layout,
-    quant_words,
-    scales_and_offsets,
-)
+from quire.executors.cuda.kernels.dequantize import WeightRing, dequantized_quarter, load_block
 from quire.executors.cuda.kernels.hopper import (
     allocate_barriers,
     allow_next_kernel,
@@ -56,17 +51,6 @@ class PlaneDescriptors(NamedTuple):
     deltas: Any
 
 
-class WeightRing(NamedTuple):
-    """Stages of weights in shared memory, a block of columns each (float weights: a step)."""
-
-    quants: Any  # [stages, rows, words]; float weights: float16 [stages, rows, columns]
-    high: Any
-    scales: Any
-    deltas: Any
-    full: Any
-    empty: Any
-
-
 class TokenRing(NamedTuple):
     """Stages of tokens in shared memory."""
 
@@ -76,12 +60,12 @@ class TokenRing(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program computes: its tile of the output, and its split of the columns in steps."""
+    """What a program computes: a tile of the output, over the steps of a split of the columns."""
 
-    row: Any
+    row: Any  # index of the tile of rows
     split: Any
-    token: Any
-    first_step: Any
+    token: Any  # index of the tile of tokens
+    first_step: Any  # a step is the columns of a stage of weights
     num_steps: Any
 
 
@@ -116,8 +100,8 @@ def _weight_stage_bytes(TILING, FORMAT):
 def _shares_empty(TILING, FORMAT):
     """Whether a stage of weights and one of tokens hold the same columns and are freed by one
     arrival: every arrival stops all multiplying warps."""
-    same_columns = TILING.columns == (TILING.columns if FORMAT.is_float else 256)
-    return same_columns and TILING.token_stages == TILING.weight_stages
+    has_same_columns = FORMAT.is_float or TILING.columns == 256
+    return has_same_columns and TILING.token_stages == TILING.weight_stages
 
 
 # ---- load: the producer warps
@@ -199,9 +183,16 @@ def _load_tokens(
 
 
 @gluon.jit
-def _multiply_float(sums, weights: WeightRing, tokens: TokenRing, num_steps, TILING: gl.constexpr):
-    """wgmma over float16 weights, which it reads from shared memory."""
-    SHARED_EMPTY: gl.constexpr = TILING.token_stages == TILING.weight_stages
+def _multiply_float(
+    sums,
+    weights: WeightRing,
+    tokens: TokenRing,
+    num_steps,
+    TILING: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """wgmma reads float16 weights from shared memory."""
+    SHARED_EMPTY: gl.constexpr = _shares_empty(TILING, FORMAT)
     weight_stage = 0
     weight_phase = 0
     token_stage = 0
@@ -255,7 +246,6 @@ def _multiply_quantized(
     gl.static_assert((TILING.columns == _BLOCK) or (TILING.token_stages == 4))
     SHARED_EMPTY: gl.constexpr = _shares_empty(TILING, FORMAT)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
-    WORDS: gl.constexpr = lane_layout(TILING.rows, TILING.warps, "quarter")
     weight_stage = 0
     weight_phase = 0
     token_stage = 0
@@ -264,24 +254,7 @@ def _multiply_quantized(
     last_token_stage = 3 if BY_QUARTER else 0
     for step in range(num_steps):
         mbarrier.wait(weights.full.index(weight_stage), weight_phase)
-        words, high = quant_words(
-            weights.quants.index(weight_stage),
-            weights.high.index(weight_stage),
-            WORDS,
-            FORMAT,
-            TILING.rows,
-            TILING.warps,
-        )
-        scales, offsets = scales_and_offsets(
-            weights.scales.index(weight_stage),
-            weights.deltas.index(weight_stage),
-            factors,
-            WORDS,
-            FORMAT,
-            TILING.rows,
-            TILING.warps,
-        )
-        block = (words, high, scales, offsets)
+        block = load_block(weights, weight_stage, factors, FORMAT, TILING.rows, TILING.warps)
         w0 = dequantized_quarter(block, 0, FORMAT, OPERAND, TILING.rows)
         mbarrier.wait(tokens.full.index(token_stage), token_phase)
         x0 = _token_quarter(tokens, token_stage, 0, TILING)
@@ -408,7 +381,7 @@ def _multiply(
     sums = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout=MMA))
     gl.assume(tile.num_steps > 0)
     if FORMAT.is_float:
-        sums = _multiply_float(sums, weights, tokens, tile.num_steps, TILING)
+        sums = _multiply_float(sums, weights, tokens, tile.num_steps, TILING, FORMAT)
     else:
         sums = _multiply_quantized(
             sums, weights, tokens, tile.num_steps, factors, MMA, TILING, FORMAT

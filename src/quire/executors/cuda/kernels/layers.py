@@ -1,16 +1,52 @@
-"""The small kernels between the products: norms, rope with the cache's writing, rows, argmax."""
+"""The kernels between the products: norm, rope with the write to the cache, rows of the head,
+argmax, log-probabilities."""
 
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+SCORE_BLOCK = 2048  # columns at once; with SCORE_WARPS it fixes the order of a row's sum
+SCORE_WARPS = 8
+
+
+class RopeShape(NamedTuple):
+    """Sizes of a `rope_and_store` launch, known when it is compiled."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_dims: int
+    is_interleaved: bool  # pairs are neighbours; otherwise halves of the first `rope_dims`
+    has_norm: bool  # of each query and key head
+    block_size: int
+    heads: int  # of a program
+    pairs: int  # of a head, up to a power of two
+
+
+class QueryKeyValue(NamedTuple):
+    """Where `rope_and_store` writes."""
+
+    queries: Any  # bfloat16 [token, head, head_dim]
+    key_cache: Any  # bfloat16 [block, kv head, slot, head_dim]
+    value_cache: Any
+
+
+class ChunkBest(NamedTuple):
+    """The argmax of each chunk of a row of logits, [row, chunk] each."""
+
+    logits: Any
+    tokens: Any
+    not_finite: Any  # 1 where a logit of the chunk is not finite
+
 
 @triton.jit
-def _begin(PDL: tl.constexpr):
-    """Let the kernel after this one get ready, and wait for the one before.
+def _begin_dependent(PDL: tl.constexpr):
+    """Allow the next kernel to start, then wait for the previous one to end.
 
-    In this order, a product's weights are on their way while the product before it still runs.
+    In this order, a product loads weights while the product before this kernel still runs.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -20,103 +56,102 @@ def _begin(PDL: tl.constexpr):
 @triton.jit
 def add_and_norm(
     state,
-    parts,
+    sums,
     weight,
     out,
     finite,
     width,
     size,
     epsilon,
-    part_stride,
-    PARTS: tl.constexpr,
+    split_stride,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     FINITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """state += the sum of `parts`, in order; out = RMS norm of it, as float16.
+    """state += the SPLITS of `sums`, added in order; out = RMS norm of it, as float16.
 
-    One program a token. `size` is the number of real columns; the others are zero. FINITE: say of
-    each token whether its state is finite.
+    One program a token. `size` is the number of columns without padding, which is zero. FINITE:
+    store of each token whether its state is finite.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    place = token * width + column
+    index = token * width + column
     scales = tl.load(weight + column, mask=inside, other=0.0)
-    if PARTS > 0:  # the state is that of the norm before: long there
-        x = tl.load(state + place, mask=inside, other=0.0)
-        _begin(PDL)
+    if SPLITS > 0:  # the state comes from the norm before, which has ended
+        x = tl.load(state + index, mask=inside, other=0.0)
+        _begin_dependent(PDL)
     else:
-        _begin(PDL)
-        x = tl.load(state + place, mask=inside, other=0.0)
-    if PARTS > 0:
-        added = tl.load(parts + place, mask=inside, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            added += tl.load(parts + part * part_stride + place, mask=inside, other=0.0)
+        _begin_dependent(PDL)
+        x = tl.load(state + index, mask=inside, other=0.0)
+    if SPLITS > 0:
+        added = tl.load(sums + index, mask=inside, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            added += tl.load(sums + split * split_stride + index, mask=inside, other=0.0)
         x += added
-        tl.store(state + place, x, mask=inside)
+        tl.store(state + index, x, mask=inside)
     mean = tl.sum(x * x, axis=0) / size
     scale = 1.0 / tl.sqrt(mean + epsilon)
     normed = x * scale * scales
     normed = tl.minimum(tl.maximum(normed, -65504.0), 65504.0)
-    tl.store(out + place, normed.to(tl.float16), mask=inside)
+    tl.store(out + index, normed.to(tl.float16), mask=inside)
     if FINITE:
-        # Not finite: not a number, or not below infinity.
-        wrong = tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=0)
-        tl.store(finite + token, 1 - wrong)
+        not_finite = tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=0)
+        tl.store(finite + token, 1 - not_finite)
 
 
 @triton.jit
-def _both(
-    row,
-    head,
-    first,
-    second,
-    is_head,
-    HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """The two numbers of every pair of these heads, [HEADS, PAIRS] each."""
-    if INTERLEAVED:  # neighbours: in one load
+def _load_pairs(row, head, first, second, is_head, SHAPE: tl.constexpr):
+    """The two numbers of every pair of these heads, [heads, pairs] each."""
+    HEADS: tl.constexpr = SHAPE.heads
+    PAIRS: tl.constexpr = SHAPE.pairs
+    if SHAPE.is_interleaved:  # neighbours: in one load
         column = tl.arange(0, 2 * PAIRS)[None, :]
-        place = head * HEAD_DIM + column
-        whole = tl.load(row + place, mask=is_head & (column < HEAD_DIM), other=0.0)
-        x, y = tl.split(tl.reshape(whole, [HEADS, PAIRS, 2]))
+        index = head * SHAPE.head_dim + column
+        both = tl.load(row + index, mask=is_head & (column < SHAPE.head_dim), other=0.0)
+        x, y = tl.split(tl.reshape(both, [HEADS, PAIRS, 2]))
     else:
-        inside = is_head & (tl.arange(0, PAIRS)[None, :] < HEAD_DIM // 2)
-        x = tl.load(row + head * HEAD_DIM + first, mask=inside, other=0.0)
-        y = tl.load(row + head * HEAD_DIM + second, mask=inside, other=0.0)
+        inside = is_head & (tl.arange(0, PAIRS)[None, :] < SHAPE.head_dim // 2)
+        x = tl.load(row + head * SHAPE.head_dim + first, mask=inside, other=0.0)
+        y = tl.load(row + head * SHAPE.head_dim + second, mask=inside, other=0.0)
     return x, y
 
 
 @triton.jit
-def _keep_both(
-    place,
-    x,
-    y,
-    first,
-    second,
-    kept,
-    HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Store pairs at [HEADS, 1] places; `kept` [HEADS, 1] says which heads."""
-    if INTERLEAVED:
+def _store_pairs(address, x, y, first, second, is_stored, SHAPE: tl.constexpr):
+    """Store pairs [heads, pairs] to `address` [heads, 1], of heads where `is_stored` [heads, 1]."""
+    HEADS: tl.constexpr = SHAPE.heads
+    PAIRS: tl.constexpr = SHAPE.pairs
+    if SHAPE.is_interleaved:
         column = tl.arange(0, 2 * PAIRS)[None, :]
-        whole = tl.reshape(tl.join(x, y), [HEADS, 2 * PAIRS])
-        tl.store(place + column, whole, mask=kept & (column < HEAD_DIM))
+        both = tl.reshape(tl.join(x, y), [HEADS, 2 * PAIRS])
+        tl.store(address + column, both, mask=is_stored & (column < SHAPE.head_dim))
     else:
-        inside = kept & (tl.arange(0, PAIRS)[None, :] < HEAD_DIM // 2)
-        tl.store(place + first, x, mask=inside)
-        tl.store(place + second, y, mask=inside)
+        inside = is_stored & (tl.arange(0, PAIRS)[None, :] < SHAPE.head_dim // 2)
+        tl.store(address + first, x, mask=inside)
+        tl.store(address + second, y, mask=inside)
 
 
 @triton.jit
-def turn_and_store(
+def _norm_heads(
+    x, y, query_norm, key_norm, epsilon, first, second, is_query, is_value, SHAPE: tl.constexpr
+):
+    """RMS norm of each query and key head; values stay."""
+    mean = (tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / SHAPE.head_dim
+    scale = (1.0 / tl.sqrt(mean + epsilon))[:, None]
+    in_head = tl.arange(0, SHAPE.pairs)[None, :] < SHAPE.head_dim // 2
+    query_x = tl.load(query_norm + first, mask=in_head, other=0.0)
+    query_y = tl.load(query_norm + second, mask=in_head, other=0.0)
+    key_x = tl.load(key_norm + first, mask=in_head, other=0.0)
+    key_y = tl.load(key_norm + second, mask=in_head, other=0.0)
+    x = tl.where(is_value, x, x * scale * tl.where(is_query, query_x, key_x))
+    y = tl.where(is_value, y, y * scale * tl.where(is_query, query_y, key_y))
+    return x, y
+
+
+@triton.jit
+def rope_and_store(
     sums,
     positions,
     slots,
@@ -124,119 +159,76 @@ def turn_and_store(
     sines,
     query_norm,
     key_norm,
-    queries,
-    keys,
-    values,
-    part_stride,
+    out,
+    split_stride,
     row_stride,
     epsilon,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROPE_DIMS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORMED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Queries, keys and values out of one product: norm and turn the first two, keep the last two.
+    """Add the SPLITS of the query, key and value product; norm and rope queries and keys; store
+    queries, and keys and values in the cache.
 
-    sums [part, token, heads + 2 * kv heads, head_dim]; keys and values [block, kv head, slot,
-    head_dim]. A slot below zero is nobody's: nothing is kept. One program a token and HEADS heads.
+    sums [split, token, heads + 2 * kv heads, head_dim]; `out` is QueryKeyValue. A token of slot -1
+    is padding: nothing of it goes to the cache. One program: a token and SHAPE.heads heads.
     """
+    NUM_HEADS: tl.constexpr = SHAPE.num_heads
+    NUM_KV_HEADS: tl.constexpr = SHAPE.num_kv_heads
+    HALF: tl.constexpr = SHAPE.rope_dims // 2
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, PAIRS)[None, :]
-    turned = pair < ROPE_DIMS // 2
-    if INTERLEAVED:
+    head = tl.program_id(1) * SHAPE.heads + tl.arange(0, SHAPE.heads)[:, None]
+    pair = tl.arange(0, SHAPE.pairs)[None, :]
+    is_roped = pair < HALF
+    if SHAPE.is_interleaved:
         first = pair * 2
         second = first + 1
     else:
-        rest = ROPE_DIMS + 2 * (pair - ROPE_DIMS // 2)
-        first = tl.where(turned, pair, rest)
-        second = tl.where(turned, pair + ROPE_DIMS // 2, rest + 1)
+        rest = SHAPE.rope_dims + 2 * (pair - HALF)
+        first = tl.where(is_roped, pair, rest)
+        second = tl.where(is_roped, pair + HALF, rest + 1)
     is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
-    # Nothing of these comes from the kernel before.
+    # Nothing of these comes from the previous kernel.
     position = tl.load(positions + token)
     slot = tl.load(slots + token)
-    angle = position.to(tl.int64) * (ROPE_DIMS // 2) + pair
-    cosine = tl.load(cosines + angle, mask=turned, other=1.0)
-    sine = tl.load(sines + angle, mask=turned, other=0.0)
-    _begin(PDL)
+    angle = position.to(tl.int64) * HALF + pair
+    cosine = tl.load(cosines + angle, mask=is_roped, other=1.0)
+    sine = tl.load(sines + angle, mask=is_roped, other=0.0)
+    _begin_dependent(PDL)
     row = sums + token * row_stride
-    x, y = _both(row, head, first, second, is_head, HEAD_DIM, HEADS, PAIRS, INTERLEAVED)
-    for part in tl.static_range(1, PARTS):
-        more_x, more_y = _both(
-            row + part * part_stride,
-            head,
-            first,
-            second,
-            is_head,
-            HEAD_DIM,
-            HEADS,
-            PAIRS,
-            INTERLEAVED,
+    x, y = _load_pairs(row, head, first, second, is_head, SHAPE)
+    for split in tl.static_range(1, SPLITS):
+        other_x, other_y = _load_pairs(
+            row + split * split_stride, head, first, second, is_head, SHAPE
         )
-        x += more_x
-        y += more_y
+        x += other_x
+        y += other_y
     is_query = head < NUM_HEADS
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
-    if NORMED:
-        mean = (tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / HEAD_DIM
-        scale = (1.0 / tl.sqrt(mean + epsilon))[:, None]
-        in_head = pair < HEAD_DIM // 2
-        query_x = tl.load(query_norm + first, mask=in_head, other=0.0)
-        query_y = tl.load(query_norm + second, mask=in_head, other=0.0)
-        key_x = tl.load(key_norm + first, mask=in_head, other=0.0)
-        key_y = tl.load(key_norm + second, mask=in_head, other=0.0)
-        x = tl.where(is_value, x, x * scale * tl.where(is_query, query_x, key_x))
-        y = tl.where(is_value, y, y * scale * tl.where(is_query, query_y, key_y))
-    turned_x = tl.where(is_value, x, x * cosine - y * sine)
-    turned_y = tl.where(is_value, y, x * sine + y * cosine)
-    turned_x = turned_x.to(tl.bfloat16)
-    turned_y = turned_y.to(tl.bfloat16)
-    place = queries + (token * NUM_HEADS + head) * HEAD_DIM
-    _keep_both(
-        place, turned_x, turned_y, first, second, is_query, HEAD_DIM, HEADS, PAIRS, INTERLEAVED
-    )
-    kept = is_head & (slot >= 0)
-    block = (slot // BLOCK_SIZE).to(tl.int64)
+    if SHAPE.has_norm:
+        x, y = _norm_heads(
+            x, y, query_norm, key_norm, epsilon, first, second, is_query, is_value, SHAPE
+        )
+    roped_x = tl.where(is_value, x, x * cosine - y * sine)
+    roped_y = tl.where(is_value, y, x * sine + y * cosine)
+    x = roped_x.to(tl.bfloat16)
+    y = roped_y.to(tl.bfloat16)
+    query = out.queries + (token * NUM_HEADS + head) * SHAPE.head_dim
+    _store_pairs(query, x, y, first, second, is_query, SHAPE)
+    is_stored = is_head & (slot >= 0)
+    block = (slot // SHAPE.block_size).to(tl.int64)
     kv_head = tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
-    cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
-    _keep_both(
-        keys + cell,
-        turned_x,
-        turned_y,
-        first,
-        second,
-        kept & is_key,
-        HEAD_DIM,
-        HEADS,
-        PAIRS,
-        INTERLEAVED,
-    )
-    _keep_both(
-        values + cell,
-        turned_x,
-        turned_y,
-        first,
-        second,
-        kept & is_value,
-        HEAD_DIM,
-        HEADS,
-        PAIRS,
-        INTERLEAVED,
-    )
+    index = (block * NUM_KV_HEADS + kv_head) * SHAPE.block_size + slot % SHAPE.block_size
+    index = index * SHAPE.head_dim
+    _store_pairs(out.key_cache + index, x, y, first, second, is_stored & is_key, SHAPE)
+    _store_pairs(out.value_cache + index, x, y, first, second, is_stored & is_value, SHAPE)
 
 
 @triton.jit
 def take_rows(source, rows, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[i] = source[rows[i]]."""
-    _begin(PDL)
+    _begin_dependent(PDL)
     to = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + to).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -245,44 +237,111 @@ def take_rows(source, rows, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def best_of_chunk(
-    logits, best, where, wrong, width, stride, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """The largest logit of each chunk of a row, the first of equals, and if any is not finite."""
-    _begin(PDL)
+def best_of_chunk(logits, best, width, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The largest logit of each chunk of a row, the first of equals, to ChunkBest."""
+    _begin_dependent(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(logits + row.to(tl.int64) * stride + column, mask=inside, other=float("-inf"))
-    is_wrong = inside & ~(tl.abs(x) < float("inf"))
-    known = tl.where(is_wrong, float("-inf"), x)
+    not_finite = inside & ~(tl.abs(x) < float("inf"))
+    known = tl.where(not_finite, float("-inf"), x)
     largest = tl.max(known, axis=0)
     first = tl.min(tl.where(inside & (known == largest), column, width - 1), axis=0)
-    place = row * tl.num_programs(1) + chunk
-    tl.store(best + place, largest)
-    tl.store(where + place, first)
-    tl.store(wrong + place, tl.max(is_wrong.to(tl.int32), axis=0))
+    index = row * tl.num_programs(1) + chunk
+    tl.store(best.logits + index, largest)
+    tl.store(best.tokens + index, first)
+    tl.store(best.not_finite + index, tl.max(not_finite.to(tl.int32), axis=0))
 
 
 @triton.jit
-def best_of_row(
-    best, where, wrong, slots, samples, answers, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """The first of the largest over a row's chunks: to its place in `samples`, and to the answers
-    (token, whether the logits are finite)."""
-    _begin(PDL)
+def best_of_row(best, slots, samples, answers, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The first of the largest over a row's chunks: to `samples` at the row's slot, and to the
+    answers (token, whether the logits are finite)."""
+    _begin_dependent(PDL)
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK)
     inside = chunk < num_chunks
-    place = row * num_chunks + chunk
-    x = tl.load(best + place, mask=inside, other=float("-inf"))
-    at = tl.load(where + place, mask=inside, other=0)
-    bad = tl.max(tl.load(wrong + place, mask=inside, other=0), axis=0)
+    index = row * num_chunks + chunk
+    x = tl.load(best.logits + index, mask=inside, other=float("-inf"))
+    tokens = tl.load(best.tokens + index, mask=inside, other=0)
+    not_finite = tl.max(tl.load(best.not_finite + index, mask=inside, other=0), axis=0)
     largest = tl.max(x, axis=0)
     first = tl.min(tl.where(inside & (x == largest), chunk, BLOCK), axis=0)
-    token = tl.sum(tl.where(chunk == first, at, 0), axis=0)
+    token = tl.sum(tl.where(chunk == first, tokens, 0), axis=0)
     tl.store(answers + row * 2, token)
-    tl.store(answers + row * 2 + 1, 1 - bad)
+    tl.store(answers + row * 2 + 1, 1 - not_finite)
     slot = tl.load(slots + row)
     tl.store(samples + tl.maximum(slot, 0), token, mask=slot >= 0)
+
+
+# ---- log-probabilities
+
+
+@triton.jit
+def _logprobs_at(row, column, width, largest, log_sum):
+    """float64 log-probabilities of these columns; minus infinity beyond the row."""
+    x = tl.load(row + column, mask=column < width, other=float("-inf")).to(tl.float64)
+    return (x - largest) - log_sum
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def score_rows(
+    logits,
+    tokens,
+    scores,
+    width,
+    stride,
+    num_top,
+    top_stride,
+    BLOCK: tl.constexpr,
+):
+    """Of each row its token's log-probability and rank, and the likeliest `num_top` tokens, to
+    sampling.Scores. No copy of the row is made.
+
+    Sums run in float64: column c goes to sum c % BLOCK, in ascending order, then the BLOCK sums
+    meet in one tree. That order is a function of the row's width alone. Of equal log-probabilities
+    the lower token comes first. A row with NaN yields anything, within bounds.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    row = logits + at * stride
+    lane = tl.arange(0, BLOCK)
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        x = tl.load(row + column, mask=column < width, other=float("-inf"))
+        most = tl.maximum(most, x)
+    largest = tl.max(most, axis=0).to(tl.float64)
+    sums = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        x = tl.load(row + column, mask=column < width, other=float("-inf")).to(tl.float64)
+        sums += tl.exp(x - largest)
+    log_sum = tl.log(tl.sum(sums, axis=0))
+
+    token = tl.load(tokens + at)
+    own = (tl.load(row + token).to(tl.float64) - largest) - log_sum
+    above = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, width, BLOCK):
+        above += (_logprobs_at(row, start + lane, width, largest, log_sum) > own).to(tl.int32)
+    tl.store(scores.logprobs + at, own)
+    tl.store(scores.ranks + at, 1 + tl.sum(above, axis=0).to(tl.int64))
+
+    # The token found before: the next one comes after it.
+    last = tl.full([], float("inf"), tl.float64)
+    last_token = tl.full([], -1, tl.int32)
+    for index in range(num_top):
+        best = tl.full([BLOCK], float("-inf"), tl.float64)
+        best_token = tl.full([BLOCK], 2147483647, tl.int32)
+        for start in range(0, width, BLOCK):
+            column = start + lane
+            x = _logprobs_at(row, column, width, largest, log_sum)
+            is_after = (x < last) | ((x == last) & (column > last_token))
+            is_better = (column < width) & is_after & ((x > best) | (best_token == 2147483647))
+            best = tl.where(is_better, x, best)
+            best_token = tl.where(is_better, column, best_token)
+        last = tl.max(best, axis=0)
+        last_token = tl.min(tl.where(best == last, best_token, 2147483647), axis=0)
+        tl.store(scores.top_tokens + at * top_stride + index, last_token.to(tl.int64))
+        tl.store(scores.top_logprobs + at * top_stride + index, last)

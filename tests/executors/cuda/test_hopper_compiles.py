@@ -1,4 +1,4 @@
-"""What Gluon makes for Hopper is as meant: wgmma, the copy engine, and no spilled registers."""
+"""Gluon's machine code for Hopper: wgmma, TMA, and no spilled registers."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,39 +91,39 @@ def test_a_product_fits_its_registers_and_runs_on_tensor_cores(
     assert f"64x{cut.tokens}x16" in listing
 
 
-@pytest.mark.parametrize(("num_tokens", "num_parts"), [(4, 0), (4, 4), (256, 0), (2048, 0)])
+@pytest.mark.parametrize(("num_tokens", "num_splits"), [(4, 0), (4, 4), (256, 0), (2048, 0)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (32, 2, 64)])
-def test_attention_reads_what_the_copy_engine_brought(
+def test_attention_reads_what_tma_loaded(
     heads: int,
     kv_heads: int,
     head_dim: int,
     num_tokens: int,
-    num_parts: int,
+    num_splits: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend()
     spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-    chain = {"PDL": True, "launch_pdl": True}
-    parts = launchers._Parts(spec, num_tokens, max(1, num_parts), "cpu")
-    attention = launchers.HopperAttention(spec, parts, 16, chain, 256)
+    options = {"PDL": True, "launch_pdl": True}
+    splits = launchers._Splits(spec, num_tokens, max(1, num_splits), "cpu")
+    attention = launchers.HopperAttention(spec, splits, 16, options, 256)
     catch = _Catch(attention._kernels.attend)
-    merged = _Catch(plain_attention.merge_parts)
+    merged = _Catch(plain_attention.merge_splits)
     monkeypatch.setattr(attention._kernels, "attend", catch)
-    monkeypatch.setattr(plain_attention, "merge_parts", merged)
+    monkeypatch.setattr(plain_attention, "merge_splits", merged)
     keys = torch.empty((8, kv_heads, 16, head_dim), dtype=torch.bfloat16)
     integers = torch.empty((5, num_tokens), dtype=torch.int32)
-    given = launchers.Attended(
+    inputs = launchers.AttentionInput(
         queries=torch.empty((num_tokens, heads, head_dim), dtype=torch.bfloat16),
         tables=integers[0],
-        tiles=launchers.TokenTiles(*integers),
+        tiles=plain_attention.TokenTiles(*integers),
         out=torch.empty((num_tokens, heads * head_dim), dtype=torch.float16),
     )
-    attention.attend(given, launchers.Layer(keys, keys, None), num_parts)
+    attention.attend(inputs, launchers.LayerCache(keys, keys, None), num_splits)
     usage, listing = compiled(catch.found, tmp_path)
     print(heads, num_tokens, usage)
     assert usage.stack == 0
     assert usage.shared <= SHARED_MEMORY
     assert "HGMMA" in listing
     assert "UTMALDG" in listing
-    assert (merged.found is not None) == (num_parts > 0)
+    assert (merged.found is not None) == (num_splits > 0)
