@@ -44,7 +44,7 @@ class CallableExecutor(ThreadedExecutor):
     def memory_bytes(self) -> Mapping[str, int]:
         return {"kv": self._store.num_bytes}
 
-    def _step_errors(self, _step_id: int) -> AbstractContextManager[None]:
+    def _step_errors(self, _step_id: int, /) -> AbstractContextManager[None]:
         """What the function raises reaches the engine as it is."""
         return nullcontext()
 

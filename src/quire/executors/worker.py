@@ -179,8 +179,8 @@ class ThreadedExecutor(ExecutorBase, ABC):
     def _run(self, plan: StepPlan, flag: CancelFlag) -> RowResults:
         """Compute a step in which no row follows another step any more."""
 
-    def _step_errors(self, _step_id: int) -> AbstractContextManager[None]:
-        return step_errors(_step_id)
+    def _step_errors(self, step_id: int, /) -> AbstractContextManager[None]:
+        return step_errors(step_id)
 
     def _compute(self, plan: StepPlan, flag: CancelFlag) -> StepResult:
         with self._step_errors(plan.step_id):

@@ -75,6 +75,10 @@ class SampleRing:
             self._slots.popitem(last=False)
         return slots
 
+    def write(self, slots: Array, tokens: Array) -> None:
+        """Overwrite what the head put into these slots."""
+        self.tokens[slots] = tokens
+
     def slot_of(self, plan: SequencePlan) -> int:
         """The slot of the token that a row follows; RowFaultError where there is none."""
         assert plan.follows is not None
