@@ -11,7 +11,7 @@ from quire.core.errors import OverloadedError, QuireError, RequestError
 from quire.core.request import Status
 from quire.core.sampling import Constraint, SamplingParams
 from quire.engine import Engine
-from quire.executors.fake import FakeExecutor
+from quire.executors.fake import FakeExecutor, StepCost
 
 CONTEXT = 64
 
@@ -227,3 +227,100 @@ def test_a_name_made_up_is_never_one_in_use() -> None:
     engine.add_request([1], greedy(4), request_id="request-2")
     assert engine.add_request([1], greedy(4)).id not in ("request-1", "request-2")
     assert len(finish(engine)) == 3
+
+
+# ---- what just fits
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ([0] * (CONTEXT - 1), greedy(1)),
+        ([99], greedy(CONTEXT - 1)),
+        ([1], greedy(1, n=4)),
+        ([1], greedy(1, stop_token_ids=[99])),
+        ([1], greedy(1, logit_bias={99: 1.0})),
+        ([1], greedy(1, logprobs=20, prompt_logprobs=20)),
+    ],
+)
+def test_what_just_fits_is_run(prompt: list[int], params: SamplingParams) -> None:
+    engine = small_engine(max_batch_size=4)
+    request = engine.add_request(prompt, params)
+    assert finish(engine)[request.id].status is Status.FINISHED
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_no_more_scores_than_the_vocabulary_has_tokens(name: str) -> None:
+    engine = new_engine(FakeExecutor(vocabulary_size=8))
+    engine.add_request([1], greedy(1, **{name: 8}))
+    with pytest.raises(RequestError, match=f"{name} is 9; the vocabulary has 8 tokens"):
+        engine.add_request([1], greedy(1, **{name: 9}))
+
+
+def test_without_chunking_a_prompt_may_fill_the_executors_step() -> None:
+    engine = new_engine(FakeExecutor(max_step_tokens=16), chunking=False, max_batch_size=8)
+    request = engine.add_request([1] * 11, greedy(5))
+    assert finish(engine)[request.id].status is Status.FINISHED
+
+
+def test_a_batch_is_as_large_as_both_engine_and_executor_allow() -> None:
+    engine = new_engine(FakeExecutor(max_batch_size=2), max_batch_size=4)
+    with pytest.raises(RequestError, match="n is 3; a batch holds 2"):
+        engine.add_request([1], greedy(1, n=3))
+
+
+def test_the_queue_can_be_filled_to_its_last_token() -> None:
+    engine = small_engine(max_batch_size=1, max_queue_tokens=20)
+    engine.add_request([1] * 5, greedy(5))
+    engine.add_request([1] * 4, greedy(6))
+    assert engine.snapshot().queued_tokens == 20
+
+
+def test_the_time_to_retry_after_grows_with_what_must_leave_the_queue_first() -> None:
+    engine = small_engine(max_batch_size=1, max_queue_tokens=40)
+    for _ in range(4):
+        engine.add_request([1] * 5, greedy(5))
+    hints = []
+    for num_tokens in (2, 10, 20, 30):
+        with pytest.raises(OverloadedError) as caught:
+            engine.add_request([1], greedy(num_tokens - 1))
+        hints.append(caught.value.retry_after_s)
+    assert hints == [1.0, 1.0, 2.0, 3.0], "a second for each of ten tokens, as nothing ended yet"
+
+
+def test_the_shortest_time_to_retry_after_is_ten_milliseconds() -> None:
+    executor = FakeExecutor(cost=StepCost(a=0.0, b=0.0))
+    engine = new_engine(executor, max_batch_size=1, max_queue_requests=1)
+    engine.add_request([1], greedy(1))
+    finish(engine)
+    engine.add_request([1], greedy(1))
+    with pytest.raises(OverloadedError) as caught:
+        engine.add_request([1], greedy(1))
+    assert caught.value.retry_after_s == 0.01
+
+
+def test_a_draining_engine_says_to_come_back_in_half_a_minute() -> None:
+    engine = small_engine()
+    engine.drain()
+    with pytest.raises(OverloadedError) as caught:
+        engine.add_request([1], greedy(3))
+    assert caught.value.retry_after_s == 30.0
+
+
+@pytest.mark.parametrize(("priority", "arrived_at", "urgency"), [(0, 3.0, 3.0), (2, 3.0, 7.0)])
+def test_rank_is_arrival_moved_by_priority(
+    priority: int, arrived_at: float, urgency: float
+) -> None:
+    engine = small_engine(aging_s=2.0)
+    request = engine.add_request([1], greedy(3), priority=priority, arrived_at=arrived_at)
+    assert engine._lifecycle.live[request.id].sequences[0].rank == (urgency, 1)
+
+
+def test_end_tokens_stop_a_request_unless_it_says_not_to() -> None:
+    engine = small_engine()
+    for params, stops in (
+        (SamplingParams(max_tokens=3, stop_token_ids=(5,)), {5, 7}),
+        (SamplingParams(max_tokens=3, stop_token_ids=(5,), ignore_eos=True), {5}),
+    ):
+        request = engine.add_request([1], params)
+        assert engine._lifecycle.live[request.id].sequences[0].stop_token_ids == stops

@@ -81,3 +81,32 @@ def test_a_large_request_waits_for_several_places() -> None:
     with pytest.raises(OverloadedError) as caught:
         engine.add_request([1, 2, 3], greedy(3 * 19 - 3))
     assert caught.value.retry_after_s == pytest.approx(3 * hint)
+
+
+def test_before_anything_completed_the_interval_is_a_second() -> None:
+    rate = CompletionRate()
+    assert rate.interval_s(50.0) == 1.0
+    rate.busy_from(10.0)
+    assert rate.interval_s(50.0) == 1.0
+
+
+def test_the_first_completions_count_from_when_work_arrived() -> None:
+    rate = CompletionRate()
+    rate.busy_from(10.0)
+    rate.completed(12.0)
+    assert rate.interval_s(12.0) == 2.0
+    rate.completed(13.0)
+    assert rate.interval_s(13.0) == 1.5
+    assert rate.interval_s(14.0) == 2.0, "nothing completed since"
+    assert rate.interval_s(5.0) == 0.0, "a clock that went back"
+
+
+def test_the_mean_is_of_the_latest_64() -> None:
+    rate = CompletionRate()
+    rate.busy_from(0.0)
+    rate.completed(1000.0)
+    for number in range(1, 64):
+        rate.completed(1000.0 + number)
+    assert rate.interval_s(1063.0) == pytest.approx(1063 / 64)
+    rate.completed(1064.0)
+    assert rate.interval_s(1064.0) == pytest.approx(1.0), "the first of them is forgotten"

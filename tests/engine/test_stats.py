@@ -9,7 +9,7 @@ from tests.engine.toys import greedy, play, run_until
 from quire.core.request import RequestMetrics, Status, WaitReason
 from quire.engine import Engine
 from quire.engine.engine import Health
-from quire.engine.stats import Histogram
+from quire.engine.stats import EngineStats, Histogram
 from quire.executors.fake import FakeExecutor, Faults, StepCost
 
 TEN_MS = StepCost(a=0.010, b=0.0)
@@ -213,3 +213,60 @@ def test_every_request_ends_once_and_its_transitions_are_in_order() -> None:
         assert times[0] == request.metrics.arrived_at
         assert times[-1] == request.metrics.finished_at
         assert all(before is not after for before, after in pairwise(statuses))
+
+
+# ---- histograms
+
+
+def test_the_bounds_that_dashboards_are_made_for() -> None:
+    stats = EngineStats()
+    powers = tuple(2**exponent for exponent in range(18))
+    assert stats.batch_size.bounds == stats.step_tokens.bounds == powers[:14]
+    assert stats.requests.prompt_tokens.bounds == powers
+    assert stats.requests.completion_tokens.bounds == powers
+    step_seconds = "1e-5 3e-5 1e-4 3e-4 1e-3 2e-3 5e-3 .01 .02 .05 .1 .2 .5 1 2 5 10"
+    for seconds in (stats.step_seconds, stats.host_seconds):
+        assert seconds.bounds == tuple(map(float, step_seconds.split()))
+    latencies = (
+        ".001 .002 .005 .01 .02 .03 .05 .075 .1 .15 .2 .3 .5 .75 1 1.5 2 3 5 7.5 10 20 30 60 120 "
+        "300 600"
+    )
+    requests = stats.requests
+    times = (requests.first_token, requests.token_gap, requests.total, requests.queued)
+    for histogram in (*times, requests.prefill, requests.decode):
+        assert histogram.bounds == tuple(map(float, latencies.split()))
+
+
+def test_a_value_can_be_counted_several_times() -> None:
+    histogram = Histogram([1, 2])
+    histogram.add(2, 3)
+    histogram.add(0.5)
+    assert (histogram.counts, histogram.total, histogram.sum) == ([1, 3, 0], 4, 6.5)
+    assert histogram.mean == 6.5 / 4
+
+
+def test_new_counters_are_zero() -> None:
+    stats = EngineStats()
+    counters = (
+        stats.num_steps, stats.prompt_tokens, stats.completion_tokens, stats.padding_tokens,
+        stats.discarded_rows, stats.num_preemptions, stats.prefix_queries, stats.prefix_hits,
+        stats.busy_s, stats.since, stats.batch_size.total, stats.batch_size.sum,
+    )  # fmt: skip
+    assert counters == (0,) * len(counters)
+    assert set(stats.batch_size.counts) == {0}
+    assert len(stats.batch_size.counts) == 15
+
+
+def test_phases_that_a_request_did_not_reach_are_left_out() -> None:
+    requests = EngineStats().requests
+    requests.record(RequestMetrics(1.0, finished_at=3.0), 5, 0)
+    assert (requests.total.sum, requests.total.total) == (2.0, 1)
+    requests.record(RequestMetrics(1.0, started_at=2.0, finished_at=3.0), 5, 0)
+    assert (requests.queued.sum, requests.queued.total) == (1.0, 1)
+    others = (requests.first_token, requests.prefill, requests.decode)
+    assert [histogram.total for histogram in others] == [0, 0, 0]
+    assert (requests.prompt_tokens.total, requests.completion_tokens.sum) == (2, 0)
+
+
+def test_a_snapshot_right_at_the_start_has_no_utilisation() -> None:
+    assert new_engine().snapshot().utilisation == 0.0
