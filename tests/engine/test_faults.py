@@ -17,6 +17,7 @@ from quire.core.request import FinishReason, Request, RequestOutput, Status, Wai
 from quire.engine import Engine
 from quire.engine.engine import Health
 from quire.engine.execution import Backoff, isolate
+from quire.engine.sequence import Sequence
 from quire.engine.step import Row
 from quire.executors.fake import FakeExecutor, Faults
 
@@ -390,3 +391,90 @@ def test_where_no_row_finds_memory_the_one_with_most_context_fails(largest: int)
     assert [row.plan.sequence_id for row, _ in outcome.failed] == [largest]
     assert sorted(row.plan.sequence_id for row in outcome.retry) == sorted({0, 1, 2, 3} - {largest})
     assert not outcome.succeeded
+
+
+def test_batch_and_tokens_are_doubled_alike_up_to_their_limits() -> None:
+    backoff = Backoff(6, 500)
+    backoff.failed(6, 120, ExecutorMemoryError("no"))
+    found = []
+    for _ in range(4):
+        found.append((backoff.batch_limit, backoff.token_limit, backoff.is_degraded))
+        for _ in range(16):
+            backoff.succeeded()
+    assert found == [(3, 60, True), (6, 120, True), (6, 240, True), (6, 480, True)]
+    assert (backoff.batch_limit, backoff.token_limit, backoff.is_degraded) == (6, 500, False)
+
+
+def test_want_of_memory_halves_the_smaller_of_the_step_and_the_limit() -> None:
+    backoff = Backoff(8, 512)
+    backoff.failed(8, 64, ExecutorMemoryError("no"))
+    backoff.failed(8, 300, ExecutorMemoryError("no"))
+    assert (backoff.batch_limit, backoff.token_limit) == (2, 16)
+
+
+def test_a_failure_starts_the_count_of_successes_again() -> None:
+    backoff = Backoff(8, 512)
+    backoff.failed(4, 64, ExecutorMemoryError("no"))
+    for _ in range(15):
+        backoff.succeeded()
+    backoff.failed(1, 1, ExecutorError("of this row alone"))
+    backoff.succeeded()
+    assert backoff.batch_limit == 2
+    for _ in range(15):
+        backoff.succeeded()
+    assert backoff.batch_limit == 4
+
+
+# ---- the check of the engine's state
+
+
+def collect_too_much(engine: Engine, sequence: Sequence) -> None:
+    sequence.num_pending = -1
+
+
+def compute_what_is_not_there(engine: Engine, sequence: Sequence) -> None:
+    sequence.num_computed = len(sequence.tokens) + sequence.num_pending + 1
+
+
+def lose_the_flag(engine: Engine, sequence: Sequence) -> None:
+    sequence.is_running = False
+
+
+def lose_the_sequence(engine: Engine, sequence: Sequence) -> None:
+    engine._scheduler.running.remove(sequence)
+    sequence.is_running = False
+
+
+def park_what_runs(engine: Engine, sequence: Sequence) -> None:
+    engine._scheduler.parked.add(sequence)
+
+
+def mix_up_the_order(engine: Engine, sequence: Sequence) -> None:
+    engine._scheduler.running.reverse()
+
+
+def lose_a_block(engine: Engine, sequence: Sequence) -> None:
+    engine.cache.pool.retain(sequence.block_table.blocks[0])
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        collect_too_much,
+        compute_what_is_not_there,
+        lose_the_flag,
+        lose_the_sequence,
+        park_what_runs,
+        mix_up_the_order,
+        lose_a_block,
+    ],
+)
+def test_the_check_finds(corrupt: Callable[[Engine, Sequence], None]) -> None:
+    engine = new_engine(max_batch_size=2)
+    requests = [engine.add_request([first], greedy(9)) for first in range(3)]
+    engine.step()
+    engine.step()
+    engine.check_integrity()
+    corrupt(engine, engine._lifecycle.live[requests[0].id].sequences[0])
+    with pytest.raises(AssertionError):
+        engine.check_integrity()

@@ -208,3 +208,66 @@ def test_a_newcomer_waits_for_a_degraded_batch_under_that_reason() -> None:
     engine.add_request([9], greedy(9))
     engine._scheduler.schedule(engine.clock.now(), is_idle=True)
     assert engine.snapshot().waiting_by_reason == {WaitReason.DEGRADED: 1}
+
+
+def test_a_prompt_waits_while_its_key_has_a_step_of_tokens_to_catch_up() -> None:
+    engine = new_engine(max_batch_size=8, max_step_tokens=32, plan_ahead=False)
+    for first in range(2):
+        engine.add_request([first] * 100, greedy(4), key="a")
+    running = []
+    for _ in range(4):
+        engine.step()
+        running.append(engine.snapshot().num_running)
+    assert running == [1, 1, 1, 2], "68, 36, then 4 tokens are left of the first"
+
+
+def test_the_tokens_that_several_prompts_lack_add_up() -> None:
+    engine = new_engine(max_batch_size=8, max_step_tokens=32, plan_ahead=False)
+    for first in range(6):
+        engine.add_request([first] * 31, greedy(4), key="a")
+    running = []
+    for _ in range(3):
+        engine.step()
+        running.append(engine.snapshot().num_running)
+    assert running == [2, 3, 4], "62 - 32 = 30 tokens leave room for one more"
+
+
+def test_a_batch_full_of_slots_says_so_and_one_slot_less_takes_another() -> None:
+    engine = new_engine(max_batch_size=3, plan_ahead=False)
+    for first in range(4):
+        engine.add_request([first], greedy(9))
+    engine.step()
+    assert engine.snapshot().num_running == 3
+    assert engine.snapshot().waiting_by_reason == {WaitReason.BATCH_FULL: 1}
+
+
+def test_of_several_queues_the_one_with_most_credit_is_admitted_first() -> None:
+    engine = new_engine(max_batch_size=3, max_step_tokens=64, plan_ahead=False)
+    for number in range(30):
+        engine.add_request([number], greedy(4), key="busy")
+    for _ in range(10):
+        engine.step()
+    engine.add_request([90], greedy(4), key="late")
+    engine.add_request([91], greedy(4), key="later")
+    engine.step()
+    assert engine.snapshot().running_by_key == {"busy": 1, "late": 1, "later": 1}
+
+
+def test_a_step_without_blocks_for_anyone_pre_empts_from_the_last() -> None:
+    executor = FakeExecutor(num_blocks=8, block_size=4, keep_plans=True)
+    engine = new_engine(executor, max_batch_size=3, max_step_tokens=8, prefix_reuse=False)
+    requests = [engine.add_request([first] * 12, greedy(16)) for first in range(3)]
+    outputs = finish(engine)
+    for request in requests:
+        assert tokens_of(outputs[request.id]) == solo(request.prompt, request.params)
+    assert outputs[requests[0].id].metrics.num_preemptions == 0, "the first in rank goes on"
+
+
+def test_a_full_house_without_chunks_makes_progress() -> None:
+    executor = FakeExecutor(num_blocks=8, block_size=4)
+    engine = new_engine(executor, max_batch_size=3, max_step_tokens=24, chunking=False)
+    requests = [engine.add_request([first] * 12, greedy(12)) for first in range(3)]
+    outputs = finish(engine)
+    for request in requests:
+        assert tokens_of(outputs[request.id]) == solo(request.prompt, request.params)
+        assert outputs[request.id].status is Status.FINISHED

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, allows
 from quire.core.sampling import SamplingParams, draw_bits
-from quire.executors.sampler import sample, score
+from quire.executors.sampler import _draw, _weights, sample, score
 
 END_TOKENS = (0, 5)
 
@@ -392,3 +392,56 @@ def test_the_logits_are_left_as_they_were() -> None:
     params = SamplingParams(logit_bias={1: -5.0}, repetition_penalty=2.0, min_tokens=3)
     sample(logits, sampling_of(params), 0, History((1,), (2,)), b"\x3f")
     assert logits.tolist() == ROW
+
+
+# ---- integer weights
+
+
+ONE = 2**32
+# Likelihoods of 1, 1/2, 1/2, 1/4 and 1/16 of the best, and a banned token.
+HALVES = np.log(np.array([0.5, 1.0, 0.5, 0.25, 0.0625, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"min_p": 0.24}, [0, 1, 2, 3]),
+        ({"min_p": 0.26}, [0, 1, 2]),
+        ({"top_k": 4}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [0, 1]),  # of equals the lower id
+        ({"top_k": 1}, [1]),
+        ({"top_p": 0.4}, [1]),  # the best alone has 1/2.3125
+        ({"top_p": 0.44}, [0, 1]),
+        ({"top_p": 0.87}, [0, 1, 2, 3]),
+        ({"top_p": 0.86}, [0, 1, 2]),
+        ({"top_k": 3, "top_p": 0.76}, [0, 1, 2]),  # top-p of what top-k leaves
+        ({"top_k": 3, "top_p": 0.74}, [0, 1]),
+        ({"min_p": 0.26, "top_p": 0.74}, [0, 1]),
+    ],
+)
+def test_tokens_that_are_cut_weigh_nothing(values: dict[str, Any], kept: list[int]) -> None:
+    scores = HALVES.astype(np.float32)
+    scores[5] = -np.inf
+    weights = _weights(scores, SamplingParams(temperature=1.0, **values)).tolist()
+    expected = [ONE // 2, ONE, ONE // 2, ONE // 4, ONE // 16, 0]
+    for token, weight in enumerate(weights):
+        if token in kept:
+            assert weight == pytest.approx(expected[token], rel=1e-6)
+        else:
+            assert weight == 0
+    assert weights[1] in (0, ONE)
+
+
+def test_temperature_divides_before_the_exponential() -> None:
+    weights = _weights(HALVES[:5].astype(np.float32), SamplingParams(temperature=2.0))
+    expected = [ONE * 0.5**0.5, ONE, ONE * 0.5**0.5, ONE / 2, ONE / 4]
+    assert weights.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("bits", "token"),
+    [(0, 1), (2**61 - 1, 1), (2**61, 3), (2**64 - 1, 3), (2**63, 3)],
+)
+def test_a_draw_is_a_point_of_the_cumulative_weights(bits: int, token: int) -> None:
+    assert _draw(np.array([0, 1, 0, 7, 0], np.uint64), bits) == token

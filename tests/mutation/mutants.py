@@ -56,8 +56,9 @@ def _places(path: Path) -> Iterator[list[tuple[Path, str, int]]]:
         occurrence = 0
         for node in nodes:
             for start, _ in operator.mutation_positions(node):
-                family = name.partition("_")[0]
-                found.setdefault((start, family), []).append((path, name, occurrence))
+                if node.parent is None or node.parent.type != "parameters":  # `*` is no product
+                    family = name.partition("_")[0]
+                    found.setdefault((start, family), []).append((path, name, occurrence))
                 occurrence += 1
     yield from (found[place] for place in sorted(found))
 
