@@ -12,7 +12,8 @@ FUZZ_READERS := gguf gguf_model safetensors tokenizer_json config
 NATIVE := build/native/.built
 NODE_CLIENT := build/node/.ready
 CUDA_VENV := build/cuda
-LLAMA_PYTHON ?= $(BIN)/python
+BENCH_RIVALS ?= llama.cpp
+BENCH_PYTHON ?= $(BIN)/python
 BENCH_MIXES ?= Q4_K_M Q5_K_M Q6_K Q8_0 TQ2_0
 BENCH_LOAD := --device cpu --prompt-tokens 64 --new-tokens 32 --batch 1,4,16,64
 
@@ -134,14 +135,16 @@ format: $(READY)  ## format and mend what can be mended
 bench: $(READY)  ## measure the engine and draw the figures under docs/
 	$(BIN)/quire bench engine --out docs/figures
 
-# llama.cpp's Python package is no part of the environment: LLAMA_PYTHON names an interpreter with it.
-bench-cpu: $(READY) $(NATIVE)  ## measure the CPU executor beside llama.cpp, in turn
+# Rivals' packages are no part of the environment: BENCH_PYTHON names an interpreter that has them.
+BENCH_COMPARE = $(BIN)/quire bench compare $(BENCH_LOAD) --rivals $(BENCH_RIVALS) \
+  --python-for $(subst $(space),$(comma),$(foreach rival,$(subst $(comma),$(space),$(BENCH_RIVALS)),$(rival)=$(BENCH_PYTHON)))
+comma := ,
+space := $(subst ,, )
+bench-cpu: $(READY) $(NATIVE)  ## measure the CPU executor beside BENCH_RIVALS (llama.cpp,openvino,transformers)
 	$(BIN)/quire bench limits
-	$(BIN)/quire bench compare --model smollm2 $(BENCH_LOAD) --repeats 5 --rivals llama.cpp \
-	  --python-for llama.cpp=$(LLAMA_PYTHON)
+	$(BENCH_COMPARE) --model smollm2 --repeats 5
 	for mix in $(BENCH_MIXES); do \
-	  $(BIN)/quire bench compare --model dummy:llama-1b --quant $$mix $(BENCH_LOAD) --repeats 3 \
-	    --rivals llama.cpp --python-for llama.cpp=$(LLAMA_PYTHON) || exit 1; \
+	  $(BENCH_COMPARE) --model dummy:llama-1b --quant $$mix --repeats 3 || exit 1; \
 	done
 
 serve: $(READY) $(NATIVE)  ## serve the default model; SERVE_OPTIONS="--port 9000" and the like
@@ -159,7 +162,8 @@ dist-check: dist  ## install the wheel and the sdist into clean environments and
 	for file in dist/*.whl dist/*.tar.gz; do \
 	  rm -rf build/install && $(PYTHON) -m venv build/install && \
 	  build/install/bin/python -m pip install --quiet --disable-pip-version-check $$file && \
-	  build/install/bin/quire --version && build/install/bin/quire doctor || exit 1; \
+	  build/install/bin/quire --version && build/install/bin/quire doctor && \
+	  build/install/bin/quire bench --help > /dev/null || exit 1; \
 	done
 
 clean:  ## remove what was made

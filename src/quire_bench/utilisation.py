@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire_bench.limits import RATES
+from quire_bench.machine_limits import RATES
 from quire_bench.measure import Run, StepTime
 from quire_bench.receipts import GpuLimits, Limits, Receipt, ReceiptError, number, read, read_folder
 from quire_bench.subject import Subject

@@ -6,7 +6,8 @@ from quire.cli.program import print_status
 from quire.llm.machine import parse_bytes
 from quire_bench.commands.options import add_receipt_options, command_line, finish, keep
 from quire_bench.commands.progress import in_words
-from quire_bench.limits import (
+from quire_bench.machine_info import machine, versions
+from quire_bench.machine_limits import (
     RATES,
     LimitsPlan,
     integer_kernel,
@@ -16,7 +17,6 @@ from quire_bench.limits import (
     usual_buffer_bytes,
     usual_threads,
 )
-from quire_bench.machine_info import machine, versions
 from quire_bench.receipts import Receipt, listed, now, number, section
 
 _EPILOG = """\

@@ -6,7 +6,7 @@ import pytest
 from tests.bench.sound_receipt import make_receipt
 
 from quire.core.errors import ConfigError, ExecutorError
-from quire_bench.limits import RATES, LimitsPlan, measure_limits, summarise, usual_threads
+from quire_bench.machine_limits import RATES, LimitsPlan, measure_limits, summarise, usual_threads
 from quire_bench.measure import Load, Run, StepTime
 from quire_bench.receipts import Limits, ReceiptError, write
 from quire_bench.utilisation import Cost, achieved, find_limits, limits_of, shares
@@ -83,9 +83,9 @@ def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_usual_threads_are_powers_of_two_and_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_bench.limits.usable_threads", lambda: 6)
+    monkeypatch.setattr("quire_bench.machine_limits.usable_threads", lambda: 6)
     assert usual_threads() == (1, 2, 4, 6)
-    monkeypatch.setattr("quire_bench.limits.usable_threads", lambda: 1)
+    monkeypatch.setattr("quire_bench.machine_limits.usable_threads", lambda: 1)
     assert usual_threads() == (1,)
 
 

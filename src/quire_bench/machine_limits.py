@@ -122,7 +122,7 @@ def usual_threads() -> tuple[int, ...]:
 
 def measure_limits(plan: LimitsPlan) -> dict[str, list[float]]:
     """Samples by rate and thread count, such as float32_operations_per_second.threads_2."""
-    command = [sys.executable, "-m", "quire_bench.limits", json.dumps(asdict(plan))]
+    command = [sys.executable, "-m", "quire_bench.machine_limits", json.dumps(asdict(plan))]
     done = subprocess.run(
         command,
         env={**os.environ, **_ONE_THREAD},
