@@ -10,13 +10,30 @@ weights rounded to bfloat16.
 import argparse
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from quire.executors.cuda import check_attention
-from quire.executors.cuda.planes import PLANE_FORMATS, Array, reorder, to_operand_order
+from quire.executors.base import BLOCK_SIZE
+from quire.executors.cuda.attention import (
+    SPLIT_SIZE,
+    Attention,
+    AttentionInput,
+    LayerCache,
+    attention_for,
+)
+from quire.executors.cuda.kernels.attention import TokenTiles
+from quire.executors.cuda.planes import (
+    PLANE_FORMATS,
+    Array,
+    padded,
+    reorder,
+    to_natural_order,
+    to_operand_order,
+)
 from quire.executors.cuda.products import Products, products_for
 from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_splits
 from quire.loader.reading import Bytes
@@ -26,6 +43,10 @@ from quire.quant.formats import Format, format_named
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "down": (4096, 14336), "gated": (28672, 4096)}
 BATCHES = (1, 2, 7, 16, 33, 64, 100, 256, 300)
 _FORMATS = (*PLANE_FORMATS, "BF16", "F16")
+
+LENGTHS = (1, 5, 16, 63, 64, 65, 200, 512, 513, 700, 1100)  # of sequences that attend
+CHUNK = 20  # tokens of each that the step computes: 182 together
+_FEW, _MANY = 256, 512  # tokens a step, padding included
 
 
 class Case:
@@ -51,9 +72,9 @@ def _decoded(block_format: Format, raw: Bytes, rows: int) -> Array:
     size = block_format.block_bytes
     blocks = raw.reshape(rows, -1, size)
     for start in range(0, rows, 1024):
-        part = blocks[start : start + 1024]
-        values = block_format.decode(part.reshape(-1, size))
-        pieces.append(torch.from_numpy(values.reshape(len(part), -1)).cuda())
+        some = blocks[start : start + 1024]
+        values = block_format.decode(some.reshape(-1, size))
+        pieces.append(torch.from_numpy(values.reshape(len(some), -1)).cuda())
     return torch.cat(pieces)
 
 
@@ -79,8 +100,8 @@ def check_gated(products: Products, case: Case) -> tuple[float, bool]:
         out = torch.full((batch, rows // 2), float("nan"), dtype=torch.half, device="cuda")
         products.multiply_gated(case.gated, case.tokens[:batch].contiguous(), sums, out, batch)
         found[batch] = out.float() * GATED_SHRINK
-    turns = case.wanted.view(len(case.wanted), -1, 2, 8)
-    wanted = torch.nn.functional.silu(turns[:, :, 0]) * turns[:, :, 1]
+    pairs = case.wanted.view(len(case.wanted), -1, 2, 8)  # eight gates, then eight ups
+    wanted = torch.nn.functional.silu(pairs[:, :, 0]) * pairs[:, :, 1]
     return _judged(found, wanted.flatten(1))
 
 
@@ -94,18 +115,139 @@ def _judged(found: dict[int, Array], wanted: Array) -> tuple[float, bool]:
     return float(np.max(errors)), same
 
 
-def _attention_cases(args: argparse.Namespace) -> list[tuple[Any, int | None]]:
-    if args.no_attention:
-        return []
-    return [(shape, size) for shape in check_attention.SHAPES for size in check_attention.WINDOWS]
+# ---- attention
 
 
-def _attention_line(shape: Any, window: int | None) -> bool:
-    error, same = check_attention.check_attention(shape, window)
+class AttentionShape(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+ATTENTION_SHAPES = (
+    AttentionShape(32, 8, 128),
+    AttentionShape(9, 3, 64),
+    AttentionShape(32, 4, 128),
+)
+WINDOWS = (None, 300)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCase:
+    """Random keys, values and queries; what nobody wrote is not a number."""
+
+    spec: AttentionShape
+    window: int | None
+    keys: Array
+    values: Array
+    tables: list[list[int]]
+    queries: Array  # [tokens, heads, head_dim]
+
+    @classmethod
+    def made(cls, spec: AttentionShape, window: int | None) -> "AttentionCase":
+        generator = torch.Generator("cuda").manual_seed(7)
+        counts = [-(-length // BLOCK_SIZE) for length in LENGTHS]
+        order = torch.randperm(sum(counts) + 3).tolist()  # some blocks are nobody's
+        shape = (len(order), spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
+        kept = [torch.full(shape, float("nan"), device="cuda").bfloat16() for _ in range(2)]
+        tables = []
+        for length, count in zip(LENGTHS, counts, strict=True):
+            tables.append([order.pop() for _ in range(count)])
+            for index, block in enumerate(tables[-1]):
+                used = min(BLOCK_SIZE, length - index * BLOCK_SIZE)
+                for array in kept:
+                    own = (spec.num_kv_heads, used, spec.head_dim)
+                    array[block, :, :used] = torch.randn(own, generator=generator, device="cuda")
+        tokens = sum(min(CHUNK, length) for length in LENGTHS)
+        queries = torch.randn(
+            (tokens, spec.num_heads, spec.head_dim), generator=generator, device="cuda"
+        ).bfloat16()
+        return cls(spec, window, kept[0], kept[1], tables, queries)
+
+    def found(self, attention: Attention, num_tokens: int, num_splits: int = 0) -> Array:
+        """All rows, in a step padded to so many tokens."""
+        spec = self.spec
+        tiles = self._tiles(attention.tokens_per_tile(num_tokens, num_splits), num_tokens)
+        queries = torch.zeros((num_tokens, *self.queries.shape[1:]), device="cuda").bfloat16()
+        queries[: len(self.queries)] = self.queries
+        out = torch.full((num_tokens, padded(spec.num_heads * spec.head_dim)), float("nan"))
+        out = out.half().cuda()
+        blocks = list(chain.from_iterable(self.tables))
+        flat = torch.tensor(blocks, dtype=torch.int32, device="cuda")
+        given = AttentionInput(queries, flat, tiles, out)
+        attention.attend(given, LayerCache(self.keys, self.values, self.window), num_splits)
+        width = spec.num_heads * spec.head_dim
+        return to_natural_order(out[: len(self.queries)])[:, :width]
+
+    def _tiles(self, tokens: int, num_tokens: int) -> TokenTiles:
+        rows: list[tuple[int, ...]] = []
+        row = table = 0
+        for length, blocks in zip(LENGTHS, self.tables, strict=True):
+            count = min(CHUNK, length)
+            first = length - count
+            for start in range(0, count, tokens):
+                own = min(tokens, count - start)
+                rows.append((row + start, own, first + start, table, first))
+            row += count
+            table += len(blocks)
+        rows += [(0, 0, 0, 0, 0)] * (num_tokens - len(rows))
+        return TokenTiles(*torch.tensor(rows, dtype=torch.int32, device="cuda").T.contiguous())
+
+    def exact(self) -> Array:
+        spec = self.spec
+        group = spec.num_heads // spec.num_kv_heads
+        outputs = []
+        row = 0
+        for length, table in zip(LENGTHS, self.tables, strict=True):
+            count = min(CHUNK, length)
+            keys, values = (
+                array[table].transpose(0, 1).flatten(1, 2)[:, :length].double()
+                for array in (self.keys, self.values)
+            )
+            own = self.queries[row : row + count].double().transpose(0, 1)
+            scores = own @ keys.repeat_interleave(group, 0).mT * spec.head_dim**-0.5
+            position = torch.arange(length - count, length, device="cuda")[:, None]
+            key = torch.arange(length, device="cuda")  # positions
+            masked = (key > position) | (key <= position - (self.window or 1 << 30))
+            weights = scores.masked_fill(masked, float("-inf")).softmax(-1)
+            outputs.append(
+                (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).flatten(1)
+            )
+            row += count
+        return torch.cat(outputs)
+
+
+def check_attention(spec: AttentionShape, window: int | None) -> tuple[float, bool]:
+    """Error, and whether a row's bits depend on the step's size, on tiles or on splits."""
+    case = AttentionCase.made(spec, window)
+    num_splits = -(-max(LENGTHS) // SPLIT_SIZE)
+    major = torch.cuda.get_device_capability()[0]
+    is_hopper = major >= 9
+    attention = attention_for(
+        spec,
+        max_split_tokens=_MANY,
+        max_splits=num_splits,
+        max_sequences=_MANY,
+        block_size=BLOCK_SIZE,
+        launch_options={"PDL": is_hopper, "launch_pdl": is_hopper},
+        device="cuda",
+    )
+    found = case.found(attention, _FEW)
+    others = [case.found(attention, _MANY), case.found(attention, _MANY, num_splits)]
+    wanted = case.exact()
+    error = float((found.double() - wanted).norm() / wanted.norm())
+    return error, all(torch.equal(found, other) for other in others)
+
+
+def _attention_line(shape: AttentionShape, window: int | None) -> bool:
+    error, same = check_attention(shape, window)
     heads = f"{shape.num_heads} heads over {shape.num_kv_heads} of {shape.head_dim}"
     bits = "same" if same else "DIFFER"
     print(f"attention, {heads}, window {window}: error {error:.2e}  bits {bits}", flush=True)
     return same and error < 6e-3
+
+
+# ---- the command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,7 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             del case
             torch.cuda.empty_cache()
-    is_sound &= all(_attention_line(shape, window) for shape, window in _attention_cases(args))
+    if not args.no_attention:
+        cases = [(shape, window) for shape in ATTENTION_SHAPES for window in WINDOWS]
+        is_sound &= all(_attention_line(shape, window) for shape, window in cases)
     print("sound" if is_sound else "NOT SOUND")
     return 0 if is_sound else 1
 

@@ -171,26 +171,26 @@ class Runner:
         return BodyShape(size, next(count for count in self._split_counts() if count >= needed))
 
     def _head_input(self, rows: Sequence[int], slots: Sequence[int]) -> tuple[Integers, Integers]:
-        places = np.zeros(self._limits.num_rows, np.int32)
-        places[: len(rows)] = rows
+        head_rows = np.zeros(self._limits.num_rows, np.int32)
+        head_rows[: len(rows)] = rows
         kept = np.full(self._limits.num_rows, -1, np.int32)
         kept[: len(slots)] = slots
-        return places, kept
+        return head_rows, kept
 
     def _send(self, packed: Integers) -> None:
-        place = self._next
-        self._next = (place + 1) % len(self._hosts)
-        sent = self._sent[place]
+        index = self._next
+        self._next = (index + 1) % len(self._hosts)
+        sent = self._sent[index]
         if sent is not None:
             sent.synchronize()  # long done: three steps have been sent since
-        host = self._hosts[place][: len(packed)]
+        host = self._hosts[index][: len(packed)]
         host.numpy()[:] = packed
         with self.stream():
             self._buffer[: len(packed)].copy_(host, non_blocking=True)
             if self._is_gpu:
                 event = torch.cuda.Event()
                 event.record(self._stream)
-                self._sent[place] = event
+                self._sent[index] = event
 
     def logits_of(self, first: int, count: int) -> Array:
         """Logits of consecutive rows of the last body; the next call overwrites them."""

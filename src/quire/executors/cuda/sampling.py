@@ -91,8 +91,8 @@ def _on(values: npt.NDArray[np.generic], like: Array) -> Array:
 
 def _first_best(scores: Array, best: Array) -> Array:
     columns = torch.arange(scores.shape[1], device=scores.device)
-    places = torch.where(scores == best[:, None], columns, scores.shape[1])
-    return places.min(dim=1).values.clamp(max=scores.shape[1] - 1)  # NaN equals nothing
+    matches = torch.where(scores == best[:, None], columns, scores.shape[1])
+    return matches.min(dim=1).values.clamp(max=scores.shape[1] - 1)  # NaN equals nothing
 
 
 # ---- adjusting logits
@@ -107,17 +107,17 @@ def _adjust(scores: Array, rows: Sequence[SampleRow], samples: Array) -> None:
         for token in row.sampling.end_token_ids
     ]
     if bans:
-        places = _on(np.array(bans, np.int64), scores)
-        scores[places[:, 0], places[:, 1]] = float("-inf")
+        cells = _on(np.array(bans, np.int64), scores)
+        scores[cells[:, 0], cells[:, 1]] = float("-inf")
     biases = [
         (index, token, bias)
         for index, row in enumerate(rows)
         for token, bias in row.sampling.params.logit_bias.items()
     ]
     if biases:
-        places = _on(np.array([entry[:2] for entry in biases], np.int64), scores)
+        cells = _on(np.array([entry[:2] for entry in biases], np.int64), scores)
         values = _on(np.array([entry[2] for entry in biases], np.float32), scores)
-        scores[places[:, 0], places[:, 1]] += values
+        scores[cells[:, 0], cells[:, 1]] += values
     penalised = [index for index, row in enumerate(rows) if row.history is not None]
     if penalised:
         index = _on(np.array(penalised, np.int64), scores)
@@ -166,8 +166,8 @@ def _counts(
     if sum(lengths):
         owners = np.repeat(np.arange(len(lengths)), lengths)
         tokens = np.fromiter((t for tokens in histories for t in tokens), np.int64, sum(lengths))
-        places, numbers = np.unique(np.stack([owners, tokens]), axis=1, return_counts=True)
-        index = _on(places, scores)
+        cells, numbers = np.unique(np.stack([owners, tokens]), axis=1, return_counts=True)
+        index = _on(cells, scores)
         counts[index[0], index[1]] = _on(numbers.astype(np.float32), scores)
     pending = [(at, row.pending) for at, row in enumerate(rows) if row.pending is not None]
     if pending and samples is not None:
