@@ -30,3 +30,27 @@ def test_each_python_example_runs(source: str, request: pytest.FixtureRequest) -
 def test_each_link_leads_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+FILE = re.compile(r"`((?:\w+/)*\w+\.(?:py|h|cpp))`")
+FUNCTION = re.compile(r"`(\w+)` in `((?:\w+/)+\w+\.py)`")
+
+
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    """Paths are relative to src/quire, but for native/ and tests/; in the table of packages they
+    are relative to the package of their row."""
+    text = ARCHITECTURE.read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M)
+    in_rows = {f"{package}/{name}" for package, cell in rows for name in FILE.findall(cell)}
+    elsewhere = set(FILE.findall(re.sub(r"^\| `\w+` \| .* \|$", "", text, flags=re.M)))
+    assert len(in_rows) > 10 and len(elsewhere) > 40
+    for name in in_rows | elsewhere:
+        assert (ROOT / "src" / "quire" / name).is_file() or (ROOT / name).is_file(), name
+
+
+def test_the_functions_and_tables_that_it_names_are_there() -> None:
+    found = FUNCTION.findall(ARCHITECTURE.read_text())
+    assert found
+    for name, path in found:
+        assert re.search(rf"\b{name}\b", (ROOT / "src" / "quire" / path).read_text()), (name, path)
