@@ -160,7 +160,7 @@ def _measure_quire(assembly: Assembly, load: Load, seed: int) -> Rates:
 
 @contextmanager
 def model_file(name: str) -> Iterator[Path]:
-    """Where a model lies, for engines that need a file: a dummy model is written, and removed."""
+    """The model's file; of a dummy model one that is written, and removed at the end."""
     if not name.startswith(DUMMY_PREFIX):
         yield resolve(name)
         return

@@ -24,7 +24,7 @@ from quire_bench.lengths import Bounds, Mix, prompt_text
 Result = TypeVar("Result")
 Api = Literal["completions", "chat"]
 _PATHS: dict[Api, str] = {"completions": "/completions", "chat": "/chat/completions"}
-PAUSE_AFTER_ERROR_S = 0.1  # of a closed loop's client, so that a dead server is not hammered
+PAUSE_AFTER_ERROR_S = 0.1  # of a closed loop's client, so that a server that fails is not flooded
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def _parse(event: str) -> dict[str, Any]:
 
 
 def _text_of(chunk: dict[str, Any]) -> str:
-    """The text that a chunk of either API brings; reasoning counts as text."""
+    """The text of a chunk of either API; reasoning counts as text."""
     with suppress(KeyError, IndexError, TypeError, AttributeError):
         choice = chunk["choices"][0]
         if "text" in choice:
@@ -237,7 +237,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a load gave: every request's outcome, and when the load began and ended."""
+    """A load's results: every request's outcome, and when the load began and ended."""
 
     outcomes: list[Outcome]
     started_at: float

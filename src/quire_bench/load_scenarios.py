@@ -90,7 +90,7 @@ class LoadSettings:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a scenario gave: figures, samples and every outcome."""
+    """Results of a scenario: figures, samples and every outcome."""
 
     results: Facts
     samples: dict[str, list[float]]

@@ -12,7 +12,7 @@ _UNDER = f"{'':<41}{'p50':>8} {'p95':>8} {'p99':>8}     {'p50':>8} {'p95':>8} {'
 
 
 def lines(receipt: Receipt) -> Iterator[str]:
-    """What a load gave, whatever its scenario."""
+    """The figures of a load of any scenario."""
     results = receipt.results
     counted = receipt.executed.get("tokens_counted_by")
     yield f"{receipt.model['name']} at {receipt.asked.get('url')}, tokens counted by {counted}"

@@ -72,7 +72,7 @@ class RivalFacts(TypedDict):
 class Executed(TypedDict):
     """What ran: the executor with its kernels, and why it is another than asked for, if it is."""
 
-    device: str | None  # None: a server's own matter
+    device: str | None  # None: a server's, not known
     kernels: list[str]
     fallback: str | None
     rivals: NotRequired[dict[str, RivalFacts]]
@@ -202,7 +202,7 @@ def read_folder(folder: str | Path, kind: str | None = None) -> dict[Path, Recei
 
 
 def section(data: object, *path: str) -> Facts:
-    """What lies within nested facts under these names; nothing where there is no such thing."""
+    """The mapping at this path of nested facts; an empty one where there is none."""
     for name in path:
         data = data.get(name) if isinstance(data, Mapping) else None
     return data if isinstance(data, Mapping) else {}

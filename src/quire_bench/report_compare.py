@@ -20,7 +20,7 @@ def engine_name(receipt: Receipt, engine: str) -> str:
         return f"quire, {receipt.executed['device']}{_threads(receipt.asked.get('threads'))}"
     version = receipt.versions.get(engine)
     if version in (None, "unknown"):
-        return engine  # a server: its threads are its own matter
+        return engine  # a server: its threads are not known
     threads = number(receipt.settings, "rival_threads") or receipt.asked.get("threads")
     return f"{engine} {version}{_threads(threads)}"
 

@@ -96,7 +96,7 @@ class LlamaCpp:
     def _step(
         self, batch: Any, rows: "list[tuple[int, int, int, bool]]", tokens: "list[list[int]]"
     ) -> None:
-        """Compute the rows; the likeliest token after each that ends its sequence joins it."""
+        """Compute the rows; append the likeliest token to each sequence whose last row this is."""
         batch.n_tokens = len(rows)
         for row, (token, position, number, is_last) in enumerate(rows):
             batch.token[row] = token

@@ -210,7 +210,7 @@ class PackageRival:
             return self._process.wait()
 
     def close(self) -> None:
-        """The end of its input ends a worker; one that does not heed it is killed."""
+        """The end of its input ends a worker; one that does not end is killed."""
         with suppress(BrokenPipeError):  # it is gone already
             self._input.close()
         self._end()

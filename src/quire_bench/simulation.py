@@ -26,7 +26,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Run:
-    """What a simulation gave."""
+    """Results of a simulation."""
 
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     key_of: dict[str, str] = field(default_factory=dict)

@@ -101,7 +101,7 @@ def read_facts(name: str, *, trusted: bool = False) -> ModelFacts:
         return _facts(dummy.name, None, dummy.metadata, dummy.planned)
     path = resolve(name)
     examine(name, path, trusted=trusted).check()
-    shown = name if name in DEFAULT_MODELS else path.name  # where it lies is nobody's business
+    shown = name if name in DEFAULT_MODELS else path.name  # receipts hold no local paths
     with load_model(path) as model:
         return _facts(shown, _sha256(path), model.metadata, model.tensors.values())
 

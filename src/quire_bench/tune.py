@@ -34,7 +34,7 @@ class Setting(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What a setting gave, by run, and over all of them."""
+    """What a setting measured, by run, and over all of them."""
 
     setting: Setting
     rates: list[float]  # completion tokens a second

@@ -232,7 +232,7 @@ def _receipt(
     findings: Findings,
 ) -> Receipt:
     figures = findings.figures()
-    # Where an interpreter lies on this machine is nobody's business, and nobody else's path.
+    # Receipts hold no local paths.
     recorded = argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "python_for"})
     receipt = make_receipt(
         recorded,

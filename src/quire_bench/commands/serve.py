@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what the scenario would not heed, and what would fail only after the load."""
+    """Refuse options without effect, and what would fail only after the load."""
     if args.pid is not None:
         if args.scenario != "soak":
             raise ConfigError("--pid is for --scenario soak, which watches the server's memory")
@@ -193,7 +193,7 @@ def _receipt(args: argparse.Namespace, target: Target, finding: Finding) -> Rece
         versions=versions(),
         asked={"device": None, "url": target.endpoint.url, "ignore_eos": args.ignore_eos},
         executed={
-            "device": None,  # the server's own matter
+            "device": None,  # not known of a server
             "kernels": [],
             "fallback": _shortfall(args, finding),
             "tokens_counted_by": counted_by(finding.outcomes),
