@@ -84,7 +84,7 @@ def _scales(planes: Planes, half: int, steps: int) -> tuple[Array, Array]:
 
 
 def decoded(planes: Planes) -> Array:
-    """The matrix as the product sees it, in natural order: float64 [rows, columns]."""
+    """The matrix as the GEMM sees it, in natural order: float64 [rows, columns]."""
     if planes.is_float:
         return to_natural_order(planes.quants.to(torch.float64)) * 2.0**planes.exponent
     form = PLANE_FORMATS[planes.format]

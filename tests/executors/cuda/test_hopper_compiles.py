@@ -14,9 +14,9 @@ if triton.knobs.runtime.interpret:
 from tests.executors.cuda.compiling import SHARED_MEMORY, compiled, pretend  # noqa: E402
 
 from quire.executors.cuda import attention as launchers  # noqa: E402
+from quire.executors.cuda.gemm import HopperGemm, tiling  # noqa: E402
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
 from quire.executors.cuda.planes import DELTA_ROWS, PLANE_FORMATS, Planes  # noqa: E402
-from quire.executors.cuda.products import HopperProducts, tiling  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment  # noqa: E402
 
 TOKENS = (1, 16, 32, 64, 8192)
@@ -67,21 +67,21 @@ class _Catch:
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("format_name", [*PLANE_FORMATS, "BF16"])
-def test_a_product_fits_its_registers_and_runs_on_tensor_cores(
+def test_a_gemm_fits_its_registers_and_runs_on_tensor_cores(
     format_name: str, wide: bool, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend()
-    products = HopperProducts()
-    catch = _Catch(products._kernels.product)
-    monkeypatch.setattr(products._kernels, "product", catch)
+    gemm = HopperGemm()
+    catch = _Catch(gemm._kernels.gemm)
+    monkeypatch.setattr(gemm._kernels, "gemm", catch)
     rows = 16384 if wide else 256
     linear = made(format_name, rows, gated=wide)
     tokens = torch.empty((num_tokens, 512), dtype=torch.float16)
     if wide:
         out = torch.empty((num_tokens, rows // 2), dtype=torch.float16)
-        products.multiply_gated(linear, tokens, None, out, num_tokens)
+        gemm.multiply_gated(linear, tokens, None, out, num_tokens)
     else:
-        products.multiply(linear, tokens, torch.empty((1, num_tokens, rows)), num_tokens)
+        gemm.multiply(linear, tokens, torch.empty((1, num_tokens, rows)), num_tokens)
     usage, listing = compiled(catch.found, tmp_path)
     cut = tiling(linear.segments[0].planes.layout, rows, 1, num_tokens)
     print(format_name, num_tokens, cut, usage)

@@ -1,4 +1,4 @@
-"""Every product and attention on this machine's GPU at real shapes, in one table.
+"""Every GEMM and attention on this machine's GPU at real shapes, in one table.
 
     python -m quire.executors.cuda.check
 
@@ -25,6 +25,7 @@ from quire.executors.cuda.attention import (
     LayerCache,
     attention_for,
 )
+from quire.executors.cuda.gemm import Gemm, gemm_for
 from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.planes import (
     PLANE_FORMATS,
@@ -34,7 +35,6 @@ from quire.executors.cuda.planes import (
     to_natural_order,
     to_operand_order,
 )
-from quire.executors.cuda.products import Products, products_for
 from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_splits
 from quire.loader.reading import Bytes
 from quire.model.dummy import random_blocks
@@ -78,13 +78,13 @@ def _decoded(block_format: Format, raw: Bytes, rows: int) -> Array:
     return torch.cat(pieces)
 
 
-def check_sums(products: Products, case: Case) -> tuple[float, bool]:
+def check_sums(gemm: Gemm, case: Case) -> tuple[float, bool]:
     """Error and invariance of plain sums."""
     rows = case.linear.num_rows
     found = {}
     for batch in BATCHES:
         sums = torch.full((case.linear.num_splits, batch, rows), float("nan"), device="cuda")
-        products.multiply(case.linear, case.tokens[:batch].contiguous(), sums, batch)
+        gemm.multiply(case.linear, case.tokens[:batch].contiguous(), sums, batch)
         total = sums[0].clone()
         for split in sums[1:]:
             total += split
@@ -92,13 +92,13 @@ def check_sums(products: Products, case: Case) -> tuple[float, bool]:
     return _judged(found, case.wanted)
 
 
-def check_gated(products: Products, case: Case) -> tuple[float, bool]:
+def check_gated(gemm: Gemm, case: Case) -> tuple[float, bool]:
     rows = case.gated.num_rows
     sums = torch.zeros((1, max(BATCHES), rows), device="cuda")
     found = {}
     for batch in BATCHES:
         out = torch.full((batch, rows // 2), float("nan"), dtype=torch.half, device="cuda")
-        products.multiply_gated(case.gated, case.tokens[:batch].contiguous(), sums, out, batch)
+        gemm.multiply_gated(case.gated, case.tokens[:batch].contiguous(), sums, out, batch)
         found[batch] = out.float() * GATED_SHRINK
     pairs = case.wanted.view(len(case.wanted), -1, 2, 8)  # eight gates, then eight ups
     wanted = torch.nn.functional.silu(pairs[:, :, 0]) * pairs[:, :, 1]
@@ -256,15 +256,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--no-attention", action="store_true")
     args = parser.parse_args(arguments)
-    products = products_for("cuda")
-    print(f"{products.name} on {torch.cuda.get_device_name()}; batches {BATCHES}", flush=True)
+    gemm = gemm_for("cuda")
+    print(f"{gemm.name} on {torch.cuda.get_device_name()}; batches {BATCHES}", flush=True)
     is_sound = True
     for format_name in args.formats:
         for seed, shape in enumerate(args.shapes):
             began = time.perf_counter()
             case = Case(format_name, *SHAPES[shape], seed)
             check = check_gated if shape == "gated" else check_sums
-            error, same = check(products, case)
+            error, same = check(gemm, case)
             is_sound &= same and error < 2e-3
             bits = "same" if same else "DIFFER"
             took = time.perf_counter() - began

@@ -17,11 +17,11 @@ from quire.executors.cuda.attention import (
     LayerCache,
     attention_for,
 )
+from quire.executors.cuda.gemm import Gemm, factors, plane_pointers
+from quire.executors.cuda.kernels import gemm as gemm_kernels
 from quire.executors.cuda.kernels import layers
-from quire.executors.cuda.kernels import products as product_kernels
 from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.planes import Array, padded
-from quire.executors.cuda.products import Products, factors, plane_pointers
 from quire.executors.cuda.weights import LayerWeights, Linear, ModelWeights
 from quire.model.spec import ModelSpec
 
@@ -29,7 +29,7 @@ _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _NORM_COLUMNS = 128  # a warp, up to 32 warps
 _POSITIONS_AT_ONCE = 1 << 16
-_TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any product
+_TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any GEMM
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,14 +114,14 @@ class Decoder:
         self,
         spec: ModelSpec,
         weights: ModelWeights,
-        products: Products,
+        gemm: Gemm,
         limits: Limits,
         samples: Array,
         device: str,
     ) -> None:
         self._spec = spec
         self._weights = weights
-        self._products = products
+        self._gemm = gemm
         self._limits = limits
         self._samples = samples
         self._device = device
@@ -165,7 +165,7 @@ class Decoder:
         self._sums = self._zeros((most * tokens,), torch.float32)
         gates = [layer.gate_up for layer in self._weights.layers]
         self._gate_sums = None
-        if any(self._products.needs_gate_sums(gate) for gate in gates):
+        if any(self._gemm.needs_gate_sums(gate) for gate in gates):
             self._gate_sums = self._zeros((1, tokens, gates[0].num_rows), torch.float32)
         self._attention = attention_for(
             spec,
@@ -219,7 +219,7 @@ class Decoder:
             self._attend(shape, body, blocks, index, layer)
             self._multiply(layer.output, self.attention_output, count)
             self._norm(count, layer.feed_forward_norm, layer.output)
-            self._products.multiply_gated(
+            self._gemm.multiply_gated(
                 layer.gate_up, self.normed, self._gate_sums, self.gated, count
             )
             self._multiply(layer.down, self.gated, count)
@@ -228,7 +228,7 @@ class Decoder:
 
     def _embed(self, count: int, body: BodyInput) -> None:
         planes = self._weights.embedding
-        product_kernels.embed[(count, planes.num_blocks)](
+        gemm_kernels.embed[(count, planes.num_blocks)](
             body.tokens,
             body.sources,
             self._samples,
@@ -250,22 +250,22 @@ class Decoder:
         return {"PDL": self._has_dependent_launch, "launch_pdl": self._has_dependent_launch}
 
     def _num_splits(self, linear: Linear, count: int) -> int:
-        """Splits of a product's columns. Where a row's bits may depend on its batch, large steps
+        """Splits of a GEMM's columns. Where a row's bits may depend on its batch, large steps
         need no splits to fill the GPU, and save adding them."""
         if self._limits.invariant or count < _TOKENS_THAT_FILL:
             return linear.num_splits
         return 1
 
     def _multiply(self, linear: Linear, tokens: Array, count: int) -> None:
-        """A product, into `_sums`: [split, token, row]."""
+        """A GEMM, into `_sums`: [split, token, row]."""
         shape = (self._num_splits(linear, count), self._limits.num_tokens, linear.num_rows)
         sums = self._sums[: math.prod(shape)].view(shape)
-        self._products.multiply(linear, tokens, sums, count)
+        self._gemm.multiply(linear, tokens, sums, count)
 
     def _norm(
-        self, count: int, weight: Array, product: Linear | None, *, is_last: bool = False
+        self, count: int, weight: Array, added: Linear | None, *, is_last: bool = False
     ) -> None:
-        """Add that product's sums to the state, and norm it."""
+        """Add that GEMM's sums to the state, and norm it."""
         layers.add_and_norm[(count,)](
             self.state,
             self._sums,
@@ -276,7 +276,7 @@ class Decoder:
             self._spec.hidden_size,
             self._spec.norm_epsilon,
             self._limits.num_tokens * self.hidden,
-            SPLITS=0 if product is None else self._num_splits(product, count),
+            SPLITS=0 if added is None else self._num_splits(added, count),
             BLOCK=_power_of_two(self.hidden),
             FINITE=is_last,
             num_warps=min(32, max(1, _power_of_two(self.hidden) // _NORM_COLUMNS)),
@@ -363,7 +363,7 @@ class Decoder:
             **self._launch_options(),
         )
         head = self._weights.head
-        self._products.multiply(head, self.head_rows, self.logits[None], count)
+        self._gemm.multiply(head, self.head_rows, self.logits[None], count)
 
 
 def _power_of_two(size: int) -> int:

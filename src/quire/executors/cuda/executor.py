@@ -26,6 +26,7 @@ from quire.core.sampling import MAX_LOGPROBS
 from quire.executors.base import ExecutorBase, model_capacity
 from quire.executors.cuda import sampling
 from quire.executors.cuda.decoder import Decoder, KVBlocks, Limits
+from quire.executors.cuda.gemm import gemm_for
 from quire.executors.cuda.graphs import Runner
 from quire.executors.cuda.memory import (
     allocate_blocks,
@@ -37,7 +38,6 @@ from quire.executors.cuda.memory import (
     weights_memory,
 )
 from quire.executors.cuda.planes import Array, to_natural_order
-from quire.executors.cuda.products import products_for
 from quire.executors.cuda.sampling import SampleRow, is_plain
 from quire.executors.cuda.step_input import PackedRow
 from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, results_of
@@ -86,12 +86,12 @@ class CudaExecutor(ExecutorBase):
         check_fits(model, self._device)
         with weights_memory(self._device, packed_bytes(model.tensors)):
             self._weights = Loader(spec, model.tensors, self._device).load()
-        products = products_for(self._device)
+        gemm = gemm_for(self._device)
         self._samples = SampleRing(config.max_batch_size, self._device)
         limits = self._limits()
         with buffers_memory(self._device):
             self._decoder = Decoder(
-                spec, self._weights, products, limits, self._samples.tokens, self._device
+                spec, self._weights, gemm, limits, self._samples.tokens, self._device
             )
         self._rows_sampled_at_once = rows_sampled_at_once(
             spec.vocabulary_size, config.max_batch_size, self._device
@@ -107,8 +107,8 @@ class CudaExecutor(ExecutorBase):
         num_blocks = int(self._blocks.keys.shape[1])
         super().__init__(
             model_capacity(spec, num_blocks, config.max_batch_size, config.max_step_tokens),
-            kernels=self._kernel_names(products.name),
-            fallback=self._fallback(products.name),
+            kernels=self._kernel_names(gemm.name),
+            fallback=self._fallback(gemm.name),
             is_warm=False,
             clock=clock,
         )
@@ -123,12 +123,12 @@ class CudaExecutor(ExecutorBase):
             invariant=config.invariant,
         )
 
-    def _kernel_names(self, products: str) -> list[str]:
-        name = products if self._config.invariant else f"{products}, not batch-invariant"
+    def _kernel_names(self, gemm: str) -> list[str]:
+        name = gemm if self._config.invariant else f"{gemm}, not batch-invariant"
         return [name, *(f"{name} planes" for name in self._weights.formats)]
 
-    def _fallback(self, products: str) -> str | None:
-        if self._is_gpu and products.startswith("plain"):
+    def _fallback(self, gemm: str) -> str | None:
+        if self._is_gpu and gemm.startswith("plain"):
             return "no Hopper GPU (compute capability 9.0): plain Triton products"
         return None
 

@@ -1,6 +1,6 @@
 """Planes: a matrix's block weights laid out for the tensor cores, decoded nowhere but in registers.
 
-A matrix [rows, columns] is cut into column blocks of 256. Within 128 columns the product's operand
+A matrix [rows, columns] is cut into column blocks of 256. Within 128 columns the GEMM's operand
 has another order than the file, so that one lane of a warp has all of its weights in one or two
 groups and needs few scales:
 
@@ -161,7 +161,7 @@ def operand_order(num_columns: int) -> Array:
 
 
 def to_operand_order(x: Array) -> Array:
-    """The last axis, a multiple of 128, as products want it."""
+    """The last axis, a multiple of 128, as a GEMM takes it."""
     return x[..., operand_order(x.shape[-1]).to(x.device)]
 
 

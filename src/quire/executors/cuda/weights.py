@@ -2,7 +2,7 @@
 
 Hidden and feed-forward vectors live in operand order (see planes.py), so the rows of whatever makes
 them are reordered here, once. Rows of gates and of their values alternate by eight, so that a
-thread of the product holds both.
+thread of the GEMM holds both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,13 +32,13 @@ _MIN_SPLIT_BLOCKS = 8  # of 256 columns
 # a norm's row lies in one program, and so does a tile of the query heads of a key head.
 MAX_HEAD_DIM = 256
 MAX_HIDDEN = 1 << 15
-MAX_PRODUCT_ROWS = 65535 * _TILE_ROWS
+MAX_GEMM_ROWS = 65535 * _TILE_ROWS
 MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a program
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Rows of a product that share a format."""
+    """Rows of a GEMM that share a format."""
 
     planes: Planes
     first_row: int
@@ -47,7 +47,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """A product of one or more segments; its columns are summed in `num_splits` splits."""
+    """A GEMM of one or more segments; its columns are summed in `num_splits` splits."""
 
     segments: tuple[Segment, ...]
     num_rows: int
@@ -138,7 +138,7 @@ def _check_shape(spec: ModelSpec) -> None:
         "head_dim": (spec.head_dim, MAX_HEAD_DIM),
         f"num_heads over num_kv_heads, for heads of {spec.head_dim}": (group, most),
         "hidden_size, up to whole blocks": (padded(spec.hidden_size), MAX_HIDDEN),
-        "the rows of its largest product": (rows, MAX_PRODUCT_ROWS),
+        "the rows of its largest product": (rows, MAX_GEMM_ROWS),
         "context_length": (spec.context_length, MAX_CONTEXT),
     }
     for what, (value, limit) in bounds.items():
@@ -196,10 +196,10 @@ class Loader:
             down=replace(self._hidden(f"{prefix}ffn_down"), tokens_shrunk=GATED_SHRINK),
         )
 
-    # ---- kinds of product
+    # ---- kinds of GEMM
 
     def _joined(self, names: Sequence[str]) -> Linear:
-        """One product of several matrices, in segments of one format each; rows as they are."""
+        """One GEMM of several matrices, in segments of one format each; rows as they are."""
         groups: list[list[str]] = []
         for name in names:
             if groups and self._format(groups[-1][0]) == self._format(name):
@@ -217,7 +217,7 @@ class Loader:
         return _linear(segments, first_row)
 
     def _hidden(self, name: str) -> Linear:
-        """A product that makes a hidden vector, in operand order."""
+        """A GEMM that makes a hidden vector, in operand order."""
         size = self._tensors[f"{name}.weight"].shape[0]
         rows = _with_padding(operand_order(padded(size)), size)
         bias = self._bias(name)

@@ -1,4 +1,4 @@
-"""The kernels. cuda/products.py launches products.py or, on Hopper, hopper_products.py (with
+"""The kernels. cuda/gemm.py launches gemm.py or, on Hopper, hopper_gemm.py (with
 dequantize.py); cuda/attention.py launches attention.py or hopper_attention.py; cuda/decoder.py
 launches layers.py. Each runs on the current stream.
 

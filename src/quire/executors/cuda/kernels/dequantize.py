@@ -163,7 +163,7 @@ _ASM_TWICE = gl.constexpr("prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3
 
 @gluon.constexpr_function
 def _lane_layout(ROWS, WARPS, kind):
-    """Which thread holds what, so that a product's operand needs no exchange between threads.
+    """Which thread holds what, so that the GEMM's operand needs no exchange between threads.
 
     A warp holds 16 rows at a time: its lanes differ by row (three bits) and by lane of the format
     (two bits).
@@ -355,7 +355,7 @@ def load_block(
     WARPS: gl.constexpr,
 ):
     """A block of ROWS rows from shared memory, for `dequantized_quarter`: words, odd words or upper
-    bits, scales, offsets, each a tuple of four quarters. `factors` are products.Factors."""
+    bits, scales, offsets, each a tuple of four quarters. `factors` are gemm.Factors."""
     WORDS: gl.constexpr = _lane_layout(ROWS, WARPS, "quarter")
     words, more = _quant_words(
         ring.quants.index(stage), ring.high.index(stage), WORDS, FORMAT, ROWS, WARPS
@@ -371,7 +371,7 @@ def load_block(
 
 @gluon.jit
 def _in_operand(pairs, OPERAND: gl.constexpr, ROWS: gl.constexpr):
-    """Eight tensors [ROWS, lane, pair] side by side: [ROWS, 64] as the product takes it."""
+    """Eight tensors [ROWS, lane, pair] side by side: [ROWS, 64] as wgmma takes it."""
     p0, p1, p2, p3, p4, p5, p6, p7 = pairs
     x = gl.join(
         gl.join(gl.join(p0, p1), gl.join(p2, p3)), gl.join(gl.join(p4, p5), gl.join(p6, p7))

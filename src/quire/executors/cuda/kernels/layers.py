@@ -1,4 +1,4 @@
-"""The kernels between the products: norm, rope with the write to the cache, rows of the head,
+"""The kernels between the GEMMs: norm, rope with the write to the cache, rows of the head,
 argmax, log-probabilities."""
 
 # ruff: noqa: N803, N806
@@ -46,7 +46,7 @@ class ChunkBest(NamedTuple):
 def _begin_dependent(PDL: tl.constexpr):
     """Allow the next kernel to start, then wait for the previous one to end.
 
-    In this order, a product loads weights while the product before this kernel still runs.
+    In this order, a GEMM loads weights while the GEMM before this kernel still runs.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -167,7 +167,7 @@ def rope_and_store(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add the SPLITS of the query, key and value product; norm and rope queries and keys; store
+    """Add the SPLITS of the query, key and value GEMM; norm and rope queries and keys; store
     queries, and keys and values in the cache.
 
     sums [split, token, heads + 2 * kv heads, head_dim]; `out` is QueryKeyValue. A token of slot -1

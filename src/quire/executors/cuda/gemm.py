@@ -1,20 +1,20 @@
-"""Products of weights and tokens: how a Linear is launched, as kernels/hopper_products.py or as
-kernels/products.py."""
+"""GEMMs of weights and tokens: how a Linear is launched, as kernels/hopper_gemm.py or as
+kernels/gemm.py."""
 
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quire.executors.cuda.kernels import products as plain
-from quire.executors.cuda.kernels.products import Factors, PlanePointers
+from quire.executors.cuda.kernels import gemm as plain
+from quire.executors.cuda.kernels.gemm import Factors, PlanePointers
 from quire.executors.cuda.planes import QUANT_SHIFT, Array, PlaneFormat, Planes
 from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment
 
 _GATE_BLOCK = 1024
 
 
-class Products(Protocol):
-    """Multiplies. `sums` [splits, tokens, rows] are float32; a gated product's `out` is float16,
+class Gemm(Protocol):
+    """Multiplies. `sums` [splits, tokens, rows] are float32; a gated GEMM's `out` is float16,
     divided by GATED_SHRINK."""
 
     name: str
@@ -63,7 +63,7 @@ def plane_pointers(planes: Planes) -> PlanePointers:
     )
 
 
-class PlainProducts:
+class PlainGemm:
     """Plain Triton with tiles of one size: for GPUs other than Hopper and for the interpreter."""
 
     _ROWS = 64
@@ -100,7 +100,7 @@ class PlainProducts:
             sums.shape[0],
             -(-num_tokens // self._TOKENS),
         )
-        plain.product[grid](
+        plain.gemm[grid](
             tokens,
             sums[:, :, segment.first_row :],
             plane_pointers(planes),
@@ -121,7 +121,7 @@ class PlainProducts:
 
 
 class Tiling(NamedTuple):
-    """How a product is tiled; the kernel takes it as a constant. None of it changes a sum."""
+    """How a GEMM is tiled; the kernel takes it as a constant. None of it changes a sum."""
 
     rows: int  # a program
     tokens: int  # a program
@@ -196,7 +196,7 @@ _FLOAT_WIDE: _Tilings = (
 
 
 def tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_tokens: int) -> Tiling:
-    """How to tile a product of that many rows and tokens."""
+    """How to tile a GEMM of that many rows and tokens."""
     if num_tokens > _TOKEN_TILES[-1]:
         return _large_tiling(layout, num_rows, num_splits, num_tokens)
     index = next(at for at, size in enumerate(_TOKEN_TILES) if num_tokens <= size)
@@ -225,13 +225,13 @@ def _large_tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_token
     return Tiling(128, 256, 64, 4, 2 if layout.bits == 8 else 3, 8, 168)
 
 
-class HopperProducts:
-    """Tensor-core products on GPUs of compute capability 9.0."""
+class HopperGemm:
+    """Tensor-core GEMMs on GPUs of compute capability 9.0."""
 
     def __init__(self, *, dependent_launch: bool = True) -> None:
-        from quire.executors.cuda.kernels import hopper, hopper_products
+        from quire.executors.cuda.kernels import hopper, hopper_gemm
 
-        self._kernels: Any = hopper_products
+        self._kernels: Any = hopper_gemm
         self._descriptor = hopper.descriptor
         self._dependent_launch = dependent_launch
         self.name = "wgmma products"
@@ -277,7 +277,7 @@ class HopperProducts:
         num_splits = 1 if gated else out.shape[0]
         out = out if gated else out[:, :, segment.first_row :]
         grid = (-(-num_tokens // shape.tokens), -(-planes.num_rows // shape.rows), num_splits)
-        kernels.product[grid](
+        kernels.gemm[grid](
             self._descriptor(tokens[:num_tokens], [shape.tokens, shape.columns], 128),
             *self._weight_descriptors(planes, shape),
             out,
@@ -329,9 +329,9 @@ def _swizzle(words: int) -> int:
     return {4: 0, 8: 32, 16: 64}[words]
 
 
-def products_for(device: str) -> Products:
-    """The best products this device can run."""
+def gemm_for(device: str) -> Gemm:
+    """The best GEMM kernels this device can run."""
     if device == "cpu":
-        return PlainProducts(exact=True)
+        return PlainGemm(exact=True)
     major, _ = torch.cuda.get_device_capability(device)
-    return HopperProducts() if major == 9 else PlainProducts(exact=False)
+    return HopperGemm() if major == 9 else PlainGemm(exact=False)

@@ -1,4 +1,4 @@
-"""Plain Triton kernels over planes: the embedding's rows, the product for GPUs other than Hopper,
+"""Plain Triton kernels over planes: the embedding's rows, the GEMM for GPUs other than Hopper,
 and gating as a kernel of its own. Triton's interpreter runs them on a CPU.
 
 FORMAT is a planes.PlaneFormat; ROWS and TOKENS are a program's tile of the output.
@@ -175,7 +175,7 @@ def embed(
 
 
 @triton.jit
-def product(
+def gemm(
     tokens,
     out,
     planes,
@@ -193,7 +193,7 @@ def product(
     BIAS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """out[split, token, row], as in kernels/hopper_products.py. EXACT multiplies in float32, for
+    """out[split, token, row], as in kernels/hopper_gemm.py. EXACT multiplies in float32, for
     Triton's interpreter."""
     tile = tl.program_id(0)
     split = tl.program_id(1)

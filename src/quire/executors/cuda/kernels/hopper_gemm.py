@@ -1,11 +1,11 @@
-"""The product of packed weights and tokens on Hopper's tensor cores (wgmma), in Gluon.
+"""The GEMM of packed weights and tokens on Hopper's tensor cores (wgmma), in Gluon.
 
 The weights are the M side of the instruction and are dequantised in registers; the tokens are its
 N side. Every token tile from 8 to 256 wide runs the same instruction over the same columns in the
 same order, so a token's sums do not depend on how many others there are. One warp loads weights,
 one loads tokens, four or eight multiply.
 
-Constants of a launch: TILING is a products.Tiling, FORMAT a planes.PlaneFormat.
+Constants of a launch: TILING is a gemm.Tiling, FORMAT a planes.PlaneFormat.
 """
 
 # ruff: noqa: N803, N806, RET505
@@ -205,7 +205,7 @@ def _multiply_float(
         w = weights.quants.index(weight_stage)
         x = tokens.tokens.index(token_stage).permute((1, 0))
         sums = warpgroup_mma(w, x, sums, is_async=True)
-        # The product before this one has ended: its stages are free.
+        # The wgmma before this one has ended: its stages are free.
         sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
         mbarrier.arrive(weights.empty.index(last_weight_stage), pred=step > 0)
         if not SHARED_EMPTY:
@@ -240,7 +240,7 @@ def _multiply_quantized(
     """A quarter of a block is multiplied while the next one is dequantised.
 
     A stage of tokens holds a block of 256 columns, or a quarter of one (`BY_QUARTER`); either way
-    it is freed once its products have ended.
+    it is freed once its wgmma have ended.
     """
     BY_QUARTER: gl.constexpr = TILING.columns == _QUARTER
     gl.static_assert((TILING.columns == _BLOCK) or (TILING.token_stages == 4))
@@ -454,7 +454,7 @@ def _allocate_rings(
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_blocks"])
-def product(
+def gemm(
     token_desc,
     quant_desc,
     high_desc,
@@ -479,7 +479,7 @@ def product(
 
     Split-K: each split sums its own blocks of 256 columns, and the kernel that reads the sums adds
     the splits in order. GATED: out[token, i] = silu(gate i) * value i * shrink, without splits.
-    `factors` are products.Factors. The descriptors cannot come in a tuple: Triton's launcher takes
+    `factors` are gemm.Factors. The descriptors cannot come in a tuple: Triton's launcher takes
     them as arguments only.
     """
     # Token tiles vary fastest: programs that read the same weights run together, and the weights
