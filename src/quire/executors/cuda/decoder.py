@@ -325,6 +325,11 @@ class Decoder:
 
     # ---- the head
 
+    def overwrite_answers(self, rows: Array, tokens: Array, outcomes: Array) -> None:
+        """Put the sampler's tokens into `answers` instead of the likeliest."""
+        self.answers[rows, 0] = tokens
+        self.answers[rows, 1] = outcomes
+
     def run_head(self, count: int, rows: Array, slots: Array) -> None:
         """Logits of these rows of `normed`, and the likeliest token of each: into `answers`
         (token, whether its logits are finite), and into the samples where its slot is not -1."""

@@ -296,9 +296,9 @@ class CudaExecutor(ExecutorBase):
             logits, [request for _, request in requests], self._samples.tokens
         )
         own_slots = self._integers([slots[index] for index, _ in requests])
-        self._samples.write(own_slots, tokens.to(torch.int32))
-        self._decoder.answers[indices, 0] = tokens.to(torch.int32)
-        self._decoder.answers[indices, 1] = outcome.to(torch.int32)
+        sampled = tokens.to(torch.int32)
+        self._samples.write(own_slots, sampled)
+        self._decoder.overwrite_answers(indices, sampled, outcome.to(torch.int32))
         scored = [
             at
             for at, (_, request) in enumerate(requests)
