@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -208,8 +209,6 @@ def _open_rival(
     subject: Subject,
     interpreters: Mapping[str, str],
 ) -> Rival:
-    import sys
-
     if name in _PACKAGED:
         settings = WorkerSettings(
             python=interpreters.get(name, sys.executable),
