@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -612,3 +613,36 @@ def test_taking_resumes_a_paused_request() -> None:
         await engine.close()
 
     run(main())
+
+
+# ---- the engine's thread
+
+
+class Wake(threading.Event):
+    """Notes how long it was to be waited for, and does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeouts: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.timeouts.append(timeout)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("wake_at", "timeouts"),
+    [(None, []), (7.25, [0.25]), (6.0, [0.0]), (float("inf"), [None])],
+)
+def test_the_thread_sleeps_until_the_time_that_the_engine_names(
+    wake_at: float | None, timeouts: list[float | None]
+) -> None:
+    clock = SimpleNamespace(now=lambda: 7.0)
+    config = SimpleNamespace(max_unread_tokens=8)
+    engine: Any = SimpleNamespace(config=config, clock=clock, wake_at=wake_at)
+    thread = AsyncEngine(engine)
+    thread._wake = Wake()
+    thread._wake.set()
+    thread._sleep()
+    assert thread._wake.timeouts == timeouts
+    assert not thread._wake.is_set()

@@ -598,3 +598,15 @@ def test_under_a_target_contexts_count_between_keys_as_well() -> None:
     ready = [Stub("a", 30, 500), Stub("flood", 90, 500)]
     chunks = split(*ready, model=model, shares=shares, slo_itl_ms=41.7)[1]
     assert chunks == [pytest.approx(20, abs=1), pytest.approx(38, abs=2)]
+
+
+def test_between_keys_a_row_whose_context_costs_all_gets_one_token() -> None:
+    model = knows(0.001, 0.0005, 0.00001)
+    ready = [Stub("a", 30, 50_000), Stub("flood", 90, 500)]
+    chunks = split(*ready, model=model, shares=in_debt("a"), slo_itl_ms=41.7)[1]
+    assert chunks[0] == 1
+
+
+def test_between_keys_without_chunks_a_prompt_that_does_not_fit_ends_its_keys_part() -> None:
+    ready = [Stub("a", 70), Stub("a", 40), Stub("a", 5), Stub("flood", 20), Stub("flood", 20)]
+    assert split(*ready, shares=in_debt("a"), chunking=False)[1] == [70, 0, 0, 0, 0]

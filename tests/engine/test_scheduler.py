@@ -271,3 +271,19 @@ def test_a_full_house_without_chunks_makes_progress() -> None:
     for request in requests:
         assert tokens_of(outputs[request.id]) == solo(request.prompt, request.params)
         assert outputs[request.id].status is Status.FINISHED
+
+
+@pytest.mark.parametrize("params", [greedy(9), greedy(9, frequency_penalty=0.5)])
+def test_the_wait_under_lowered_limits_ends_with_the_next_row(params: SamplingParams) -> None:
+    engine = new_engine(max_batch_size=4, plan_ahead=False)
+    requests = [engine.add_request([first], params) for first in range(4)]
+    engine.step()
+    sequences = [engine._lifecycle.live[request.id].sequences[0] for request in requests]
+    scheduler = engine._scheduler
+    scheduler.set_limits(2, 100)
+    scheduler.schedule(1.0, is_idle=True)
+    scheduler.set_limits(4, 100)
+    scheduler.schedule(3.5, is_idle=True)
+    assert [sequence.wait_reason for sequence in sequences] == [None] * 4
+    waited = [request.metrics.waited_for.get(WaitReason.DEGRADED) for request in requests]
+    assert waited == [None, None, 2.5, 2.5]

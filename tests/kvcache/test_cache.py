@@ -111,6 +111,16 @@ def test_the_prefix_used_last_is_kept_longest() -> None:
     assert found_by(cache, second) == 0
 
 
+def test_a_prefix_ends_at_the_first_block_that_is_not_cached() -> None:
+    cache = new_cache()
+    table = computed(cache, list(range(12)))
+    cache.pool.uncache(table.ids[1])
+    assert found_by(cache, list(range(12))) == 4
+    assert cache.admission_cost(cache.new_table("key"), list(range(12))) == 2
+    cache.pool.uncache(table.ids[0])
+    assert found_by(cache, list(range(12))) == 0
+
+
 def test_no_key_finds_what_another_computed() -> None:
     cache = new_cache()
     computed(cache, PROMPT, "alice")

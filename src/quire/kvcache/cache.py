@@ -35,7 +35,7 @@ class BlockTable:
 
 
 class KVCache:
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_reuse: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_reuse: bool) -> None:
         self.block_size = block_size
         self.prefix_reuse = prefix_reuse
         self.pool = BlockPool(num_blocks)
