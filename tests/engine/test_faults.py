@@ -478,3 +478,15 @@ def test_the_check_finds(corrupt: Callable[[Engine, Sequence], None]) -> None:
     corrupt(engine, engine._lifecycle.live[requests[0].id].sequences[0])
     with pytest.raises(AssertionError):
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs"])
+def test_a_step_that_fails_adds_nothing_to_the_hosts_time(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.engine.time.perf_counter", lambda: 5.0)
+    executor = FakeExecutor(faults=Faults(**{fault: lambda row: row.start == 0}))
+    engine = new_engine(executor, plan_ahead=False, **IMPATIENT)
+    engine.add_request([1], greedy(3))
+    finish(engine)
+    assert (engine.stats.host_seconds.total, engine.stats.host_seconds.sum) == (1, 0.0)

@@ -156,6 +156,7 @@ def test_a_batch_is_admitted_while_it_decodes_within_the_target() -> None:
     assert paced.admits(2, 5000)
     assert not paced.admits(2, 6000)
     assert paced.admits(1, 10**6), "one alone always runs"
+    assert paced.admits(0, 10**6)
 
 
 # ---- tokens in a step with another key's decodes

@@ -2,11 +2,11 @@
 
 import pytest
 from tests.engine.simulated import finish, new_engine, solo, tokens_of
-from tests.engine.toys import greedy, rows_of, run_until
+from tests.engine.toys import Multiples, greedy, rows_of, run_until, toy_engine
 
 from quire.core.plan import StepPlan
 from quire.core.request import Status, WaitReason
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import Constraint, SamplingParams
 from quire.engine.sequence import Sequence
 from quire.engine.step import RowPlanner, Step
 from quire.executors.fake import FakeExecutor
@@ -287,3 +287,37 @@ def test_the_wait_under_lowered_limits_ends_with_the_next_row(params: SamplingPa
     assert [sequence.wait_reason for sequence in sequences] == [None] * 4
     waited = [request.metrics.waited_for.get(WaitReason.DEGRADED) for request in requests]
     assert waited == [None, None, 2.5, 2.5]
+
+
+def test_a_sequence_whose_last_token_is_pending_does_not_hold_up_those_after_it() -> None:
+    executor = FakeExecutor(keep_plans=True)
+    engine = new_engine(executor)
+    engine.add_request([1], greedy(3))
+    engine.add_request([2], greedy(6))
+    finish(engine)
+    rows = [[row.sequence_id for row in plan.sequences] for plan in executor.plans]
+    assert rows == [[1, 2]] * 3 + [[2]] * 3
+
+
+def test_a_sequence_whose_mask_is_pending_does_not_hold_up_those_after_it() -> None:
+    executor = FakeExecutor(keep_plans=True)
+    engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=5, count=3))
+    constraint = Constraint("regex", "x")
+    first = engine.add_request([1], SamplingParams(max_tokens=9, constraint=constraint))
+    engine.add_request([2], greedy(6))
+    outputs = finish(engine)
+    assert len(outputs[first.id].token_ids) == 3
+    rows = [[row.sequence_id for row in plan.sequences] for plan in executor.plans]
+    assert [2 in step for step in rows] == [True] * 6, "a row in each step"
+    assert [1 in step for step in rows] == [True, False] * 3, "it waits for the token before"
+
+
+def test_two_keys_are_charged_for_their_tokens() -> None:
+    engine = new_engine(max_batch_size=4, max_step_tokens=100, plan_ahead=False)
+    engine.add_request([1] * 30, greedy(9), key="a")
+    engine.add_request([2] * 10, greedy(9), key="b")
+    engine.step()
+    shares = engine._scheduler._shares
+    assert (shares.credit("a"), shares.credit("b")) == (400.0 - 10, 400.0)
+    engine.step()
+    assert shares.credit("a") == 400.0 - 10, "a token each"

@@ -121,7 +121,7 @@ def _judge(
             if tests and options.longest is None and package in ("engine", "kvcache"):
                 tests.append(RANDOM_RUN)
             verdict = Verdict(mutant, package, "survived", len(tests), time.monotonic())
-            if (_name(mutant.path), mutant.was, mutant.now) in equivalent:
+            if (_name(mutant.path), mutant.function, mutant.was, mutant.now) in equivalent:
                 yield replace(verdict, outcome="equivalent", seconds=0.0)
             elif not tests:
                 yield replace(verdict, seconds=0.0)
@@ -144,10 +144,10 @@ def _outcome(status: int) -> str:
     return "survived" if code == running.PASSED else "killed"
 
 
-def known_equivalent() -> set[tuple[str, str, str]]:
-    """Mutants that were looked at and do what the original does: file, line before and after."""
+def known_equivalent() -> set[tuple[str, str, str, str]]:
+    """Mutants that do what the original does: file, function, line before and after."""
     entries = tomllib.loads(EQUIVALENT.read_text()).get("mutant", [])
-    return {(entry["file"], entry["was"], entry["now"]) for entry in entries}
+    return {(entry["file"], entry["in"], entry["was"], entry["now"]) for entry in entries}
 
 
 def _name(path: Path) -> str:
@@ -167,7 +167,7 @@ def _scores(verdicts: Sequence[Verdict]) -> dict[str, float]:
 def _survivor(verdict: Verdict) -> str:
     mutant = verdict.mutant
     return (
-        f"survived {_name(mutant.path)}:{mutant.line} {mutant.operator} "
+        f"survived {_name(mutant.path)}:{mutant.line} {mutant.function} {mutant.operator} "
         f"({verdict.num_tests} tests, {verdict.seconds:.0f} s)\n  - {mutant.was}\n  + {mutant.now}"
     )
 

@@ -26,6 +26,7 @@ class Mutant:
     operator: str
     occurrence: int  # of the operator's positions in the file
     line: int
+    function: str  # the one it is in, as Class.name; "" outside of any
     was: str  # the line before and after, without indentation
     now: str
     code: str  # the whole file, mutated
@@ -98,8 +99,9 @@ def _mutant(path: Path, name: str, occurrence: int) -> Mutant | None:
             return None
     except SyntaxError:
         return None
-    was, now = _changed_line(source, code)
-    return Mutant(path, name, occurrence, mutation.line, was, now, code)
+    was, now = (text.splitlines()[mutation.line - 1].strip() for text in (source, code))
+    function = _function_at(source, mutation.line)
+    return Mutant(path, name, occurrence, mutation.line, function, was, now, code)
 
 
 @lru_cache(maxsize=32)
@@ -114,13 +116,15 @@ def _behaviour(code: str) -> str:
     return ast.dump(tree)
 
 
-def _changed_line(source: str, code: str) -> tuple[str, str]:
-    before, after = source.splitlines(), code.splitlines()
-    for was, now in zip(before, after, strict=False):
-        if was != now:
-            removed = len(after) < len(before)  # a decorator's whole line
-            return was.strip(), "" if removed else now.strip()
-    return "", ""
+def _function_at(source: str, line: int) -> str:
+    """The names of the classes and functions around a line, joined by dots."""
+    around = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    return ".".join(node.name for node in sorted(around, key=lambda node: node.lineno))
 
 
 def statement_lines(path: Path, line: int) -> range:
