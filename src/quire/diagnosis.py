@@ -201,7 +201,7 @@ def _isolation_advice(isolation: Verdict) -> list[str]:
         return [f"model files are read without a process of their own: {isolation.why_not}"]
     if "seccomp" not in isolation.in_force:
         return [
-            "this system has no seccomp to lend: model files are read first in a process with "
+            "this system has no seccomp: model files are read first in a process with "
             "limits, but not cut off from the network"
         ]
     return []
