@@ -19,7 +19,7 @@ from quire.engine.engine import Health
 from quire.engine.execution import Backoff, isolate
 from quire.engine.sequence import Sequence
 from quire.engine.step import Row
-from quire.executors.fake import FakeExecutor, Faults
+from quire.executors.fake import FakeExecutor, Faults, StepCost
 
 POISONED = 17  # the sequence that goes wrong
 IMPATIENT = {"step_timeout_s": 1.0, "step_grace_s": 1.0}
@@ -490,3 +490,13 @@ def test_a_step_that_fails_adds_nothing_to_the_hosts_time(
     engine.add_request([1], greedy(3))
     finish(engine)
     assert (engine.stats.host_seconds.total, engine.stats.host_seconds.sum) == (1, 0.0)
+
+
+def test_parts_of_a_step_that_raised_have_the_time_of_a_whole_step() -> None:
+    executor = FakeExecutor(cost=StepCost(a=5.0))
+    executor.faults.raises = lambda row: row.sequence_id == 2
+    engine = new_engine(executor, step_timeout_s=10.0, step_grace_s=1.0)
+    requests = [engine.add_request([first], greedy(3)) for first in range(3)]
+    outputs = finish(engine)
+    statuses = [outputs[request.id].status for request in requests]
+    assert statuses == [Status.FINISHED, Status.FAILED, Status.FINISHED]

@@ -104,6 +104,9 @@ def test_only_an_unshared_uncached_block_is_writable() -> None:
     pool.release(block)
     pool.cache(block, b"a")
     assert not pool.is_writable(block), "cached"
+    pool.uncache(block)
+    pool.release(block)
+    assert not pool.is_writable(block), "free"
 
 
 def test_an_uncached_block_is_not_found_and_keeps_its_references() -> None:
