@@ -500,3 +500,13 @@ def test_parts_of_a_step_that_raised_have_the_time_of_a_whole_step() -> None:
     outputs = finish(engine)
     statuses = [outputs[request.id].status for request in requests]
     assert statuses == [Status.FINISHED, Status.FAILED, Status.FINISHED]
+
+
+def test_parts_of_a_step_that_hung_have_the_time_of_the_grace_alone() -> None:
+    executor = FakeExecutor(cost=StepCost(a=0.5))
+    executor.faults.hangs = lambda row: row.sequence_id == 2
+    engine = new_engine(executor, step_timeout_s=10.0, step_grace_s=2.0, plan_ahead=False)
+    requests = [engine.add_request([first], greedy(1)) for first in range(2)]
+    outputs = finish(engine)
+    assert [outputs[r.id].status for r in requests] == [Status.FINISHED, Status.FAILED]
+    assert engine.clock.now() == pytest.approx(10.0 + 0.5 + 2.0, abs=1.0)
