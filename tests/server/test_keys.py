@@ -17,10 +17,9 @@ from tests.server.servers import NAME, PacedExecutor, RunningServer, fake_server
 
 from quire.core.errors import ConfigError
 from quire.server import ServerSettings, read_keys
-from quire.server.access import ROUTES, Access, RequiredScope
 from quire.server.app import create_app
 from quire.server.errors import ApiError
-from quire.server.keys import ApiKey, KeyRing, KeyScope, digest_of
+from quire.server.keys import ROUTES, Access, ApiKey, KeyRing, KeyScope, RequiredScope, digest_of
 from quire.server.service import Service
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
@@ -278,7 +277,7 @@ def test_only_health_and_readiness_need_no_key() -> None:
 
 def test_a_route_that_names_no_scope_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fewer = {path: required for path, required in ROUTES.items() if path != "/detokenize"}
-    monkeypatch.setattr("quire.server.access.ROUTES", fewer)
+    monkeypatch.setattr("quire.server.keys.ROUTES", fewer)
     with pytest.raises(AssertionError, match="/detokenize is not in the table"):
         create_app(Service(settings_of(), never))  # type: ignore[arg-type]
 

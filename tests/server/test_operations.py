@@ -31,10 +31,10 @@ from tests.server.test_streams import completion_bytes, events
 
 from quire.core.errors import ConfigError, ModelFileError
 from quire.llm import AsyncLLM
+from quire.server.calls import Tracing, open_tracing
 from quire.server.keys import ApiKey, KeyRing, digest_of
 from quire.server.logs import set_up_logs
 from quire.server.service import Service, State
-from quire.server.tracing import Tracing, open_tracing
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana-dashboard.json"
 # What dashboards rely on; counters as Prometheus' own libraries would name them.

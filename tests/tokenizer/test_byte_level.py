@@ -12,7 +12,7 @@ from tests.tokenizer.vocabularies import built, byte_level_metadata, learnt_merg
 
 from quire.core.errors import UnsupportedModelError
 from quire.tokenizer import Tokenizer
-from quire.tokenizer.pretokenizers import PRE_TOKENIZERS
+from quire.tokenizer.bpe import PRE_TOKENIZERS
 
 CHARACTERS = (
     "abzABZ'sStrelvmd .,!?$+<=>^~|`_-()[]{}\"#/\\%&*:;@0123456789"

@@ -15,7 +15,7 @@ from tests.tokenizer.vocabularies import (
 
 from quire.core.errors import RequestError
 from quire.tokenizer import Tokenizer
-from quire.tokenizer.pretokenizers import PRE_TOKENIZERS
+from quire.tokenizer.bpe import PRE_TOKENIZERS
 from quire.tokenizer.text_encoder import WINDOW, encode_text
 
 PARTS = st.one_of(

@@ -17,13 +17,12 @@ from starlette.routing import Route
 from quire.core.errors import ConfigError
 from quire.core.version import own_version
 from quire.engine.stats import Snapshot
-from quire.server.access import check_routes
 from quire.server.audit import record_call, settings_digest
-from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call
+from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, Tracing, open_tracing
 from quire.server.encoding import detokenize, embed, tokenize
 from quire.server.errors import ApiError
 from quire.server.generation import complete_chat, complete_text
-from quire.server.keys import ApiKey
+from quire.server.keys import ApiKey, check_routes
 from quire.server.logs import log
 from quire.server.metrics import CONTENT_TYPE, exposition, stats_for
 from quire.server.middleware import ClientGoneError, Middleware
@@ -61,7 +60,6 @@ from quire.server.schemas import (
     TokenizeRequest,
 )
 from quire.server.service import Service
-from quire.server.tracing import Tracing, open_tracing
 
 
 class _Endpoint(NamedTuple):

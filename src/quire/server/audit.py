@@ -28,8 +28,8 @@ from quire.core.hash_chain import (
     read_line,
     read_secret,
 )
-from quire.server.access import RequiredScope, required_scope
 from quire.server.calls import Call
+from quire.server.keys import RequiredScope, required_scope
 from quire.server.logs import LOGGER, log
 from quire.server.settings import ServerSettings
 

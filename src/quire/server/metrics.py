@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from quire.core.request import WaitReason
 from quire.engine.stats import Histogram, Snapshot
-from quire.server.access import may_read_totals
 from quire.server.audit import AuditLog
 from quire.server.connections import Connections
-from quire.server.keys import ApiKey
+from quire.server.keys import ApiKey, may_read_totals
 from quire.server.logs import num_dropped_lines
 from quire.server.quotas import Quotas, Usage
 from quire.server.replies import AuditFigures, KeyFigures, OwnStatsReply, QuotaFigures, StatsReply

@@ -18,10 +18,10 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.server.access import Access, RequiredScope, required_scope
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, new_call
 from quire.server.connections import Connections, FailedKeys, Proxies, address_group
 from quire.server.errors import ApiError
+from quire.server.keys import Access, RequiredScope, required_scope
 from quire.server.quotas import RequestLimits
 from quire.server.settings import ServerSettings
 

@@ -12,12 +12,11 @@ from typing import Any
 
 from quire.core.errors import ConfigError
 from quire.llm import AsyncLLM
-from quire.server.access import Access
 from quire.server.audit import open_audit_log
 from quire.server.connections import open_connections
 from quire.server.errors import RESTART_S, ApiError
 from quire.server.json_reader import BodyLimits, body_limits
-from quire.server.keys import ApiKey, KeyChanges
+from quire.server.keys import Access, ApiKey, KeyChanges
 from quire.server.logs import LOGGER, log
 from quire.server.quotas import Meter, Quotas, RequestLimits
 from quire.server.schemas import MAX_MESSAGES, MAX_PROMPTS

@@ -6,18 +6,157 @@ a list, so the scores become such a list. Of equal scores SentencePiece merges t
 the library the pair that comes first in the list; as trained scores are all different, that matters
 only where a token can be put together in two ways from the same few letters, as "aaa" from "a" and
 "aa".
+
+Before byte-level merging, text is split into words by a pre-tokenizer. Their names and meaning are
+those of `tokenizer.ggml.pre` in GGUF files. Patterns are the ones of the models' own tokenizers, of
+which llama.cpp's are an approximation for some letters outside ASCII. Each is applied to the words
+that the one before it made.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
-from quire.core.errors import ModelFileError
+from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.tokenizer.detokenizer import SPACE_MARK
-from quire.tokenizer.pretokenizers import PreTokenizer
 from quire.tokenizer.vocabulary import PREFIX, TokenKind, Vocabulary
+
+# ---- pre-tokenizers
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _cased_words(ending: str = "") -> str:
+    """Splits where upper case begins anew: camel|Case."""
+    return (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}"
+    )
+
+
+def _words_like_llama(digits: str, letter: str = r"\p{L}", also_letter: str = "") -> str:
+    return (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letter}+|{digits}"
+        rf"| ?[^\s\p{{L}}{also_letter}\p{{N}}]+[\r\n]*|{_SPACES}"
+    )
+
+
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA_3 = _words_like_llama(r"\p{N}{1,3}")
+QWEN_2 = _words_like_llama(r"\p{N}")
+QWEN_35 = _words_like_llama(r"\p{N}", r"[\p{L}\p{M}]", r"\p{M}")
+TEKKEN = _cased_words() + rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+GPT_4O = (
+    _cased_words(f"{_CONTRACTIONS}?") + rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+SEED_CODER = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+)
+DEEPSEEK_3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    rf"|{_SPACES}"
+)
+# Letters of the scripts that have case, as DeepSeek's first tokenizer lists them.
+_CASED_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
+    "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1"
+    "\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5"
+    "\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d"
+    "\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3"
+    "\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115"
+    "\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149"
+    "\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d"
+    "\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06"
+    "\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
+    "\U0001e900-\U0001e943"
+)
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How one kind of byte-level vocabulary treats text before it merges."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False  # a word that is a token as a whole is never built by merging
+    add_bos: bool = False  # unless the file says
+
+
+_LLAMA_3 = PreTokenizer((LLAMA_3,), ignore_merges=True, add_bos=True)
+_LLAMA_3_MERGED = PreTokenizer((LLAMA_3,))
+_SMOLLM = PreTokenizer((r"\p{N}", GPT_2))
+_GPT_2 = PreTokenizer((GPT_2,))
+_QWEN_2 = PreTokenizer((QWEN_2,))
+_GPT_4O = PreTokenizer((GPT_4O,))
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        _LLAMA_3,
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), _LLAMA_3_MERGED),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        _SMOLLM,
+    ),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "a.x-4.0", "mellum", "exaone4"),
+        _GPT_2,
+    ),
+    **dict.fromkeys(("trillion", "granite-docling"), _GPT_2),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "solar-open", "grok-2"),
+        _QWEN_2,
+    ),
+    **dict.fromkeys(("kormo", "f2llmv2"), _QWEN_2),
+    "qwen35": PreTokenizer((QWEN_35,)),
+    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT_4O),
+    "seed-coder": PreTokenizer((SEED_CODER,)),
+    "minicpm5": PreTokenizer((r"\p{N}{1,3}", _words_like_llama(r"\p{N}+")), ignore_merges=True),
+    "deepseek-llm": PreTokenizer(
+        (
+            r"[\r\n]",
+            rf"\s?[{_CASED_LETTERS}]+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"(?<!\s)\s+$",  # \s+$ in the original, which takes quadratic time on runs of spaces
+            _CJK,
+            r"\p{N}+",
+        )
+    ),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
+        PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", DEEPSEEK_3)),
+    ),
+}
+
+KNOWN_PATTERNS = frozenset(pattern for kind in PRE_TOKENIZERS.values() for pattern in kind.patterns)
+
+
+def pre_tokenizer(name: str) -> PreTokenizer:
+    """The pre-tokenizer that a file names; one of a kind that is not in the table is refused."""
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported; "
+            f"supported: {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+# ---- merging
 
 
 def byte_level_backend(

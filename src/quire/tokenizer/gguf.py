@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
-from quire.tokenizer.bpe import byte_level_backend, sentencepiece_backend
+from quire.tokenizer.bpe import byte_level_backend, pre_tokenizer, sentencepiece_backend
 from quire.tokenizer.control_tokens import ControlTokens
 from quire.tokenizer.detokenizer import (
     PieceBytes,
@@ -16,7 +16,6 @@ from quire.tokenizer.detokenizer import (
     byte_token_value,
     sentencepiece_bytes,
 )
-from quire.tokenizer.pretokenizers import pre_tokenizer
 from quire.tokenizer.text_encoder import TextEncoder, library_errors
 from quire.tokenizer.vocabulary import (
     MIDDLE_END_NAMES,

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
-from quire.tokenizer.bpe import WORDS, splits_at_spaces
+from quire.tokenizer.bpe import KNOWN_PATTERNS, WORDS, splits_at_spaces
 from quire.tokenizer.control_tokens import ControlTokens
 from quire.tokenizer.detokenizer import (
     SPACE_MARK,
@@ -21,7 +21,6 @@ from quire.tokenizer.detokenizer import (
     byte_token_value,
     sentencepiece_bytes,
 )
-from quire.tokenizer.pretokenizers import KNOWN_PATTERNS
 from quire.tokenizer.text_encoder import TextEncoder, library_errors
 from quire.tokenizer.vocabulary import (
     CONTROL_NAMES,
