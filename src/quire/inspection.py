@@ -19,8 +19,7 @@ from quire.loader.metadata import Metadata
 from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
 from quire.model.isolated import Verdict, examine
-from quire.model.loading import Model, load_model, memory_estimate, norm_health
-from quire.model.model_tokenizer import read_tokenizer
+from quire.model.loading import Model, load_model, memory_estimate, norm_health, read_tokenizer
 from quire.model.spec import ModelSpec
 from quire.tokenizer import Tokenizer
 

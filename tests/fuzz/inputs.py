@@ -21,8 +21,7 @@ from quire.core.errors import ModelFileError, RequestError, UnsupportedModelErro
 from quire.loader.files import open_model_file
 from quire.loader.reading import parse_json_object
 from quire.model.config_spec import spec_from_config
-from quire.model.loading import load_model
-from quire.model.model_tokenizer import end_token_ids, read_tokenizer
+from quire.model.loading import end_token_ids, load_model, read_tokenizer
 from quire.tokenizer import Tokenizer
 
 CORPUS = Path(__file__).parent / "corpus"

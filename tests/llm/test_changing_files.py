@@ -17,8 +17,7 @@ from quire.executors.reference import ReferenceExecutor
 from quire.llm.assembly import assemble
 from quire.llm.devices import CpuDevice, Options
 from quire.loader.reading import DISK, DiskFiles, OpenFile
-from quire.model.loading import Model, load_model
-from quire.model.model_tokenizer import read_tokenizer
+from quire.model.loading import Model, load_model, read_tokenizer
 
 EXECUTORS: dict[str, Callable[[Model], object]] = {
     "reference": lambda model: ReferenceExecutor(model, num_blocks=4),

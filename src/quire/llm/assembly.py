@@ -12,8 +12,7 @@ from quire.llm.machine import MemoryPlan
 from quire.loader.defaults import resolve
 from quire.loader.reading import read_capped
 from quire.model.isolated import examine
-from quire.model.loading import Model, load_model
-from quire.model.model_tokenizer import end_token_ids, read_tokenizer
+from quire.model.loading import Model, end_token_ids, load_model, read_tokenizer
 from quire.model.spec import ModelSpec
 from quire.tokenizer import Tokenizer
 

@@ -20,8 +20,7 @@ from quire.core.lockdown import lock_down
 from quire.loader.gguf import MAX_PARTS
 from quire.loader.reading import DISK, FileBytes, Files
 from quire.loader.safetensors import MAX_SHARDS
-from quire.model.loading import load_model
-from quire.model.model_tokenizer import end_token_ids, read_tokenizer
+from quire.model.loading import end_token_ids, load_model, read_tokenizer
 
 ENTRY = f"{__name__}:read"
 _PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf", re.ASCII)
