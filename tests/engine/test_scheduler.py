@@ -321,3 +321,30 @@ def test_two_keys_are_charged_for_their_tokens() -> None:
     assert (shares.credit("a"), shares.credit("b")) == (400.0 - 10, 400.0)
     engine.step()
     assert shares.credit("a") == 400.0 - 10, "a token each"
+
+
+@pytest.mark.parametrize("chunking", [True, False])
+def test_where_no_running_prompt_finds_blocks_the_first_takes_them_from_the_last(
+    chunking: bool,
+) -> None:
+    executor = FakeExecutor(num_blocks=12, block_size=4)
+    engine = new_engine(
+        executor, max_batch_size=4, max_step_tokens=8, plan_ahead=False, chunking=chunking
+    )
+    scheduler = engine._scheduler
+    requests = [engine.add_request([number] * 16, greedy(4), key=str(number)) for number in (1, 2)]
+    sequences = [engine._lifecycle.live[request.id].sequences[0] for request in requests]
+    for sequence in sequences:
+        scheduler._admit(sequence)
+        assert scheduler.cache.extend(sequence.block_table, 0, 8) == []
+    pool = scheduler.cache.pool
+    while pool.allocate() is not None:  # another user of the cache
+        pass
+    scheduler._planner.plan_chunk(Step(99), sequences[0], 8)  # what blocks there are is used up
+    scheduler._planner.plan_chunk(Step(99), sequences[1], 8)
+    step = scheduler.schedule(1.0, is_idle=True)
+    assert step is not None
+    assert [row.sequence for row in step.rows] == [sequences[0]]
+    assert step.rows[0].plan.num_new_tokens == 8
+    assert [sequence.is_running for sequence in sequences] == [True, False]
+    assert requests[1].status is Status.PREEMPTED

@@ -172,11 +172,12 @@ class Scheduler:
     def _fill(self, step: Step) -> None:
         """Give each ready sequence its tokens of the step, within the budget."""
         decodes, chunks = self._budget.split(self._ready(), self.token_limit)
+        plan_plain_decode = self._planner.plan_plain_decode  # looked up once, not once a row
         for sequence in decodes:
             if not sequence.is_running:
                 continue
             if sequence.num_computed < sequence.num_writable and not sequence.has_row_extras:
-                self._planner.plan_plain_decode(step, sequence)
+                plan_plain_decode(step, sequence)
             else:
                 self._plan_decode(step, sequence)
         for sequence, num_tokens in chunks.items():
