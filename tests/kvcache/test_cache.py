@@ -47,6 +47,7 @@ def test_a_sequence_gets_blocks_as_it_grows_and_gives_all_back() -> None:
     assert len(table.ids) == 1
     assert cache.extend(table, 4, 9) == []
     assert len(set(table.ids)) == 3
+    assert cache.blocks_needed(table, 0, 1) == 0, "it has more than that"
     assert cache.usage == 3 / 16
     cache.check_integrity([table])
     cache.free(table)
