@@ -480,13 +480,16 @@ def test_the_check_finds(corrupt: Callable[[Engine, Sequence], None]) -> None:
         engine.check_integrity()
 
 
-@pytest.mark.parametrize("fault", ["raises", "hangs"])
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(raises=lambda row: row.start == 0), Faults(hangs=lambda row: row.start == 0)],
+    ids=["raises", "hangs"],
+)
 def test_a_step_that_fails_adds_nothing_to_the_hosts_time(
-    fault: str, monkeypatch: pytest.MonkeyPatch
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.engine.time.perf_counter", lambda: 5.0)
-    executor = FakeExecutor(faults=Faults(**{fault: lambda row: row.start == 0}))
-    engine = new_engine(executor, plan_ahead=False, **IMPATIENT)
+    engine = new_engine(FakeExecutor(faults=faults), plan_ahead=False, **IMPATIENT)
     engine.add_request([1], greedy(3))
     finish(engine)
     assert (engine.stats.host_seconds.total, engine.stats.host_seconds.sum) == (1, 0.0)
