@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from tests.engine.simulated import solo, tokens_of
@@ -22,7 +22,7 @@ from quire.core.errors import (
     RowFaultError,
 )
 from quire.core.plan import StepPlan, StepResult
-from quire.core.request import Piece, Status
+from quire.core.request import Piece, Request, Status
 from quire.engine import Engine
 from quire.engine.aio import AsyncEngine, Stream
 from quire.engine.engine import Health
@@ -646,3 +646,33 @@ def test_the_thread_sleeps_until_the_time_that_the_engine_names(
     thread._sleep()
     assert thread._wake.timeouts == timeouts
     assert not thread._wake.is_set()
+
+
+def test_a_stream_pauses_above_the_limit_and_resumes_at_half_of_it() -> None:
+    async def main() -> None:
+        calls: list[str] = []
+        owner: Any = SimpleNamespace(
+            max_unread_tokens=8,
+            post=lambda command: command(),
+            engine=SimpleNamespace(
+                pause=lambda name: calls.append(f"pause {name}"),
+                resume=lambda name: calls.append(f"resume {name}"),
+            ),
+        )
+        stream = Stream(owner, asyncio.get_running_loop())
+        stream.accepted(cast(Request, SimpleNamespace(id="x")))
+        states = []
+        for _ in range(10):
+            stream.receive(Piece("x", 0, (1,), "", (), None))
+            states.append(list(calls))
+        assert states == [[]] * 8 + [["pause x"]] * 2, "once, above eight"
+        states = []
+        for _ in range(10):
+            await stream._next()
+            states.append(list(calls))
+        assert states == [["pause x"]] * 5 + [["pause x", "resume x"]] * 5, "once, at four"
+        for number in range(5):
+            stream.receive(Piece("x", 0, (number, number), "", (), None))
+        assert calls == ["pause x", "resume x", "pause x"], "tokens count, not pieces"
+
+    run(main())
