@@ -202,14 +202,14 @@ def test_the_sequences_of_a_flood_take_turns() -> None:
     assert max(decoded.values()) - min(decoded.values()) <= 2
 
 
-def test_a_prompt_that_is_due_may_make_steps_half_as_long_again() -> None:
+def test_a_prompt_that_is_due_may_make_steps_twice_as_long() -> None:
     executor, engine, stream = beside_a_stream(StepCost(a=0.003, b=0.001))
     newcomer = sequence_of(engine, engine.add_request(prompt(98, 120), greedy(4), key="new"))
     engine.step()
     plan = executor.plans[-1]
     assert sizes(plan, {stream}) == [1]
-    assert sizes(plan, {newcomer})[0] >= 15
-    assert 0.019 < executor.cost.seconds(plan) <= 0.023
+    assert sizes(plan, {newcomer})[0] >= 20
+    assert 0.025 < executor.cost.seconds(plan) <= 0.030
 
 
 def test_a_key_that_floods_anew_does_not_starve_a_stream_while_it_is_in_credit() -> None:
@@ -224,7 +224,7 @@ def test_a_key_that_floods_anew_does_not_starve_a_stream_while_it_is_in_credit()
     run_until(engine, lambda: len(executor.plans) == 120, most_steps=200)
     for plan in executor.plans[20:]:
         assert sizes(plan, streams) == [1, 1]
-        assert executor.cost.seconds(plan) <= 0.023
+        assert executor.cost.seconds(plan) <= 0.030
 
 
 @pytest.mark.parametrize("target", ["slo_itl_ms", "slo_ttft_ms"])
@@ -565,7 +565,7 @@ def test_a_shared_step_stays_within_the_latency_bound_of_protected_decodes() -> 
     assert found == ([0], [0, pytest.approx(19, abs=1)])
     both = split(Stub("a", 1), Stub("flood", 90), Stub("a", 60), shares=shares, model=model)
     assert both[1][1] == 0
-    assert both[1][2] == pytest.approx(34, abs=1), "22.5 ms for prompts of keys in credit"
+    assert both[1][2] == pytest.approx(49, abs=1), "30 ms for prompts of keys in credit"
     small = split(Stub("a", 1), Stub("flood", 90), Stub("a", 5), shares=shares, model=model)
     assert small[1][1:] == [pytest.approx(14, abs=1), 5]
 

@@ -14,7 +14,7 @@ from quire.engine.sequence import Sequence
 _QUANTUM = 16  # tokens a turn of the round robin is worth, times the key's weight
 _MAX_CREDIT_STEPS = 4  # bounds credit and debt, in steps of max_step_tokens
 _HEADROOM_DIVISOR = 3  # keys without credit get a third of a shared step's headroom
-_PROMPT_BOUND_SCALE = 1.5  # latency bound for prompts of keys in credit, times that for the others
+_PROMPT_BOUND_SCALE = 2.0  # latency bound for prompts of keys in credit, times that for the others
 
 
 class WaitingQueues:
