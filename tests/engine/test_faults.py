@@ -482,8 +482,12 @@ def test_the_check_finds(corrupt: Callable[[Engine, Sequence], None]) -> None:
 
 @pytest.mark.parametrize(
     "faults",
-    [Faults(raises=lambda row: row.start == 0), Faults(hangs=lambda row: row.start == 0)],
-    ids=["raises", "hangs"],
+    [
+        Faults(raises=lambda row: row.start == 0),
+        Faults(hangs=lambda row: row.start == 0),
+        Faults(hangs=lambda row: row.start == 0, heeds_cancel=False),
+    ],
+    ids=["raises", "hangs", "unresponsive"],
 )
 def test_a_step_that_fails_adds_nothing_to_the_hosts_time(
     faults: Faults, monkeypatch: pytest.MonkeyPatch

@@ -348,3 +348,14 @@ def test_where_no_running_prompt_finds_blocks_the_first_takes_them_from_the_last
     assert step.rows[0].plan.num_new_tokens == 8
     assert [sequence.is_running for sequence in sequences] == [True, False]
     assert requests[1].status is Status.PREEMPTED
+
+
+def test_the_positions_of_its_own_blocks_are_writable_without_the_cache() -> None:
+    engine = new_engine(FakeExecutor(block_size=8), plan_ahead=False)
+    request = engine.add_request([1] * 10, greedy(20))
+    sequence = engine._lifecycle.live[request.id].sequences[0]
+    found = []
+    for _ in range(8):
+        engine.step()
+        found.append((sequence.num_computed, sequence.num_writable))
+    assert found == [(10 + i, 16) for i in range(7)] + [(17, 24)]

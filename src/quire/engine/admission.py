@@ -182,7 +182,7 @@ class Admission:
                 param="constraint",
             )
 
-    def open(self, request: Request, *, wants_pieces: bool, pooling: bool = False) -> LiveRequest:
+    def open(self, request: Request, *, wants_pieces: bool, pooling: bool) -> LiveRequest:
         """The live side of a checked request, with its first sequence."""
         has_scores = request.params.prompt_logprobs is not None
         live = LiveRequest(request, wants_pieces, prompt_logprobs=[] if has_scores else None)
