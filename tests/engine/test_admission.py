@@ -324,3 +324,28 @@ def test_end_tokens_stop_a_request_unless_it_says_not_to() -> None:
     ):
         request = engine.add_request([1], params)
         assert engine._lifecycle.live[request.id].sequences[0].stop_token_ids == stops
+
+
+def test_idle_time_does_not_count_for_the_time_to_retry_after() -> None:
+    engine = new_engine(FakeExecutor(cost=StepCost(a=0.1, b=0.0)), max_queue_requests=1)
+    for _ in range(5):
+        engine.add_request([1], greedy(2))
+        finish(engine)
+        engine.clock.sleep(100.0)
+    engine.add_request([1], greedy(2))
+    with pytest.raises(OverloadedError) as caught:
+        engine.add_request([1], greedy(2))
+    assert caught.value.retry_after_s == pytest.approx(0.2)
+
+
+def test_the_time_to_retry_after_counts_what_waits_beyond_the_queues_size() -> None:
+    engine = new_engine(max_batch_size=4, max_queue_requests=1)
+    requests = []
+    for number in range(3):
+        requests.append(engine.add_request([number], greedy(50)))
+        engine.step()
+    for request in requests:
+        engine.pause(request.id)
+    with pytest.raises(OverloadedError, match="3 requests wait; the queue holds 1") as caught:
+        engine.add_request([9], greedy(2))
+    assert caught.value.retry_after_s == 3.0

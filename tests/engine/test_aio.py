@@ -22,7 +22,7 @@ from quire.core.errors import (
     RowFaultError,
 )
 from quire.core.plan import StepPlan, StepResult
-from quire.core.request import Piece, Request, Status
+from quire.core.request import Ended, Piece, Request, RequestOutput, Status
 from quire.engine import Engine
 from quire.engine.aio import AsyncEngine, Stream
 from quire.engine.engine import Health
@@ -674,5 +674,46 @@ def test_a_stream_pauses_above_the_limit_and_resumes_at_half_of_it() -> None:
         for number in range(5):
             stream.receive(Piece("x", 0, (number, number), "", (), None))
         assert calls == ["pause x", "resume x", "pause x"], "tokens count, not pieces"
+
+    run(main())
+
+
+def test_the_engines_thread_does_not_keep_the_process_alive() -> None:
+    async def main() -> None:
+        engine = front()
+        await engine.generate([1], greedy(1))
+        assert engine._thread is not None
+        assert engine._thread.daemon
+        await engine.close()
+
+    run(main())
+
+
+def test_pieces_gather_until_the_time_that_take_names_or_the_end() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        owner: Any = SimpleNamespace(max_unread_tokens=99, post=lambda command: None)
+
+        def begun() -> Stream:
+            stream = Stream(owner, loop)
+            stream.receive(Piece("x", 0, (1,), "", (), None))
+            return stream
+
+        def second(stream: Stream) -> None:
+            stream.receive(Piece("x", 0, (2,), "", (), None))
+
+        stream = begun()
+        loop.call_later(0.02, second, stream)
+        assert len(await stream.take(loop.time() + 0.5)) == 2
+        assert stream._num_unread == 0
+        stream = begun()
+        loop.call_later(0.02, second, stream)
+        assert len(await stream.take(loop.time() - 1.0)) == 1, "that time is past"
+        stream = begun()
+        ended = cast(RequestOutput, SimpleNamespace(error=None))
+        loop.call_later(0.02, stream.receive, Ended("x", ended))
+        started = loop.time()
+        assert len(await stream.take(started + PATIENCE_S)) == 1
+        assert loop.time() - started < PATIENCE_S / 2, "it does not wait for what has ended"
 
     run(main())

@@ -378,6 +378,9 @@ def test_a_key_in_debt_gives_way_whatever_slots_it_has() -> None:
     assert shares.victim_key("new", 399) == "flood"
     assert shares.victim_key("new", 400) is None, "more slots than it has credit for"
     assert shares.victim_key("fair", 1) == "flood"
+    shares._credit["new"] = 3.0
+    assert shares.victim_key("new", 2) == "flood"
+    assert shares.victim_key("new", 4) == "fair", "by slots, for want of credit"
 
 
 def test_a_newcomer_in_debt_displaces_by_slots_alone() -> None:
@@ -610,3 +613,16 @@ def test_between_keys_a_row_whose_context_costs_all_gets_one_token() -> None:
 def test_between_keys_without_chunks_a_prompt_that_does_not_fit_ends_its_keys_part() -> None:
     ready = [Stub("a", 70), Stub("a", 40), Stub("a", 5), Stub("flood", 20), Stub("flood", 20)]
     assert split(*ready, shares=in_debt("a"), chunking=False)[1] == [70, 0, 0, 0, 0]
+
+
+def test_between_keys_the_context_of_decodes_is_not_charged_twice() -> None:
+    model = knows(0.001, 0.0005, 0.00001)
+    ready = [Stub("flood", 1, 2000), Stub("flood", 1, 2000), Stub("a", 98)]
+    decodes, chunks = split(*ready, model=model, shares=in_debt("a"), slo_itl_ms=10_000.0, limit=99)
+    assert (decodes, chunks) == ([0], [0, 0, 98])
+    decodes, _ = split(*ready, model=model, shares=in_debt("a"), slo_itl_ms=10_000.0, limit=100)
+    assert decodes == [0, 1]
+    shares = in_debt("a")
+    ready = [Stub("flood", 1, 2000), Stub("flood", 1, 2000), Stub("flood", 90), Stub("a", 60)]
+    decodes, chunks = split(*ready, model=model, shares=shares, slo_itl_ms=10_000.0)
+    assert (decodes, chunks) == ([0, 1], [0, 0, 38, 60])

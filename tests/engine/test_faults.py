@@ -1,6 +1,7 @@
 """Faults: one request of many goes wrong, steps fail or hang, memory is short, load is shed."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.engine.simulated import finish, new_engine, solo, tokens_of
@@ -12,7 +13,7 @@ from quire.core.errors import (
     RowFaultError,
     StepCancelledError,
 )
-from quire.core.plan import SequencePlan, SequenceResult, StepPlan, Want
+from quire.core.plan import SequencePlan, SequenceResult, StepPlan, StepResult, Want
 from quire.core.request import FinishReason, Request, RequestOutput, Status, WaitReason
 from quire.engine import Engine
 from quire.engine.engine import Health
@@ -351,6 +352,7 @@ def test_a_culprit_is_found_in_halves(culprit: int) -> None:
     [
         ([1, 1, 1, 1], {0, 1, 2, 3}, [0], [1, 2, 3]),  # one must go, so that the others may run
         ([1, 1, 1, 1], {2}, [2], []),  # others ran: it is this one's fault
+        ([2], {0}, [], [0]),
         ([9], {0}, [], [0]),  # it may be planned again as smaller chunks
         ([1, 9, 2], {1}, [], [1]),  # ... since no part so large has run
         ([9, 9, 9, 9], {1}, [1], []),  # ... unless one has
@@ -517,3 +519,26 @@ def test_parts_of_a_step_that_hung_have_the_time_of_the_grace_alone() -> None:
     outputs = finish(engine)
     assert [outputs[r.id].status for r in requests] == [Status.FINISHED, Status.FAILED]
     assert engine.clock.now() == pytest.approx(10.0 + 0.5 + 2.0, abs=1.0)
+
+
+def test_batches_of_two_that_keep_failing_count() -> None:
+    backoff = Backoff(8, 512)
+    for _ in range(3):
+        backoff.failed(2, 10, ExecutorError("no"))
+    assert backoff.batch_limit == 1
+
+
+class Forgetful(FakeExecutor):
+    """Gives no result for the last row of a step."""
+
+    def collect(self, ticket: Any, timeout_s: float | None = None) -> StepResult:
+        result = super().collect(ticket, timeout_s)
+        return result._replace(sequences=result.sequences[:-1])
+
+
+def test_a_result_without_some_of_its_rows_is_a_bug_that_shows() -> None:
+    engine = new_engine(Forgetful(), plan_ahead=False)
+    for first in range(2):
+        engine.add_request([first], greedy(2))
+    with pytest.raises(ValueError, match="shorter"):
+        engine.step()

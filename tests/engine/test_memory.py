@@ -161,3 +161,24 @@ def test_one_completion_ends_while_the_others_go_on() -> None:
     assert tokens_of(output) == [tokens[0], tokens[1][:8], tokens[2]]
     reasons = [completion.finish_reason for completion in output.completions]
     assert reasons == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.LENGTH]
+
+
+def test_a_block_is_cached_when_its_last_position_is_computed() -> None:
+    engine = new_engine(max_step_tokens=15, max_batch_size=4, plan_ahead=False)
+    engine.add_request(SHARED, greedy(1))
+    cached = []
+    for _ in range(3):
+        engine.step()
+        cached.append(engine.snapshot().num_cached_blocks)
+    assert cached == [0, 1, 2], "after 15, 30 and 40 tokens"
+
+
+@pytest.mark.parametrize("plan_ahead", [True, False])
+@pytest.mark.parametrize(("max_tokens", "num_cached"), [(8, 0), (9, 1)])
+def test_the_last_token_of_a_completion_is_not_computed(
+    plan_ahead: bool, max_tokens: int, num_cached: int
+) -> None:
+    engine = new_engine(plan_ahead=plan_ahead)
+    engine.add_request(SHARED[:8], greedy(max_tokens))
+    finish(engine)
+    assert engine.snapshot().num_cached_blocks == num_cached

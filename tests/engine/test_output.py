@@ -223,7 +223,7 @@ def test_text_is_cut_at_the_first_stop_string_however_it_comes(
     shown = ""
     stopped_by = None
     for token in range(len(parts)):
-        new = transcript.add(token)
+        new = transcript.add(token, may_stop=True)
         shown += new.text
         stopped_by = new.stopped_by
         if stopped_by is not None:

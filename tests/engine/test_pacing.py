@@ -123,6 +123,7 @@ def test_a_step_is_planned_for_96_hundredths_of_the_stricter_target(
 ) -> None:
     paced = pacer(taught(), **targets)
     assert paced.has_target
+    assert paced._target_s == pytest.approx(0.96 * target_s, rel=1e-9)
     expected = (0.96 * target_s - seconds(0, 4000)) / B
     assert paced.step_tokens(0, 4000) == pytest.approx(expected, abs=2)
 
@@ -252,7 +253,8 @@ def test_sequences_join_while_their_decodes_stay_within_the_target(
         ([0.0, 0.010], 0.040, None),  # the next is late: it is not expected any more
         ([0.0, 0.010, 0.500, 0.510], 0.510, 0.540),  # a pause between: earlier gaps do not count
         ([0.0, 0.010, 0.310, 0.320], 0.320, None),  # shorter than that: they do
-        ([0.1 * i for i in range(5)] + [0.4 + 0.01 * i for i in range(1, 9)], 0.48, 0.51),
+        ([0.40, *(0.45 + 0.01 * i for i in range(8))], 0.52, 0.55),  # the last eight count
+        ([0.00, *(0.05 + 0.01 * i for i in range(7))], 0.11, 0.11 + 3 * 0.11 / 7),
     ],
 )
 def test_the_next_arrival_is_predicted(

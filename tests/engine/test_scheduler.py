@@ -359,3 +359,58 @@ def test_the_positions_of_its_own_blocks_are_writable_without_the_cache() -> Non
         engine.step()
         found.append((sequence.num_computed, sequence.num_writable))
     assert found == [(10 + i, 16) for i in range(7)] + [(17, 24)]
+
+
+@pytest.mark.parametrize(("chunking", "num_tokens"), [(True, 10), (False, 0)])
+def test_a_chunk_is_halved_until_there_are_blocks_for_it(chunking: bool, num_tokens: int) -> None:
+    engine = new_engine(FakeExecutor(num_blocks=8, block_size=4), chunking=chunking)
+    request = engine.add_request([1] * 20, greedy(4))
+    sequence = engine._lifecycle.live[request.id].sequences[0]
+    for _ in range(4):
+        engine.cache.pool.allocate()  # another user of the cache
+    step = Step(1)
+    engine._scheduler._planner.plan_chunk(step, sequence, 20)
+    assert [row.plan.num_new_tokens for row in step.rows] == ([num_tokens] if num_tokens else [])
+    assert step.num_tokens == sequence.num_computed == num_tokens
+
+
+def test_a_chunk_may_be_of_one_token() -> None:
+    engine = new_engine()
+    request = engine.add_request([1] * 20, greedy(4))
+    step = Step(1)
+    sequence = engine._lifecycle.live[request.id].sequences[0]
+    engine._scheduler._planner.plan_chunk(step, sequence, 1)
+    assert step.num_tokens == 1
+
+
+def test_every_step_has_an_id_of_its_own() -> None:
+    engine = new_engine(plan_ahead=False)
+    engine.add_request([1], greedy(9))
+    scheduler = engine._scheduler
+    ids = [scheduler.new_step_id(), scheduler.new_step_id(), scheduler.new_step_id()]
+    step = scheduler.schedule(0.0, is_idle=True)
+    assert step is not None
+    assert [*ids, step.id, scheduler.new_step_id()] == [1, 2, 3, 4, 5]
+
+
+def test_the_expected_context_is_half_way_to_what_requests_ask_for() -> None:
+    engine = new_engine(plan_ahead=False)
+    engine.add_request([1] * 4, greedy(20))
+    run_until(engine, lambda: engine.stats.completion_tokens == 6)
+    newcomer = engine.add_request([2] * 3, greedy(9))
+    sequence = engine._lifecycle.live[newcomer.id].sequences[0]
+    assert engine._scheduler._expected_context(sequence) == (4 + 6 + 14 // 2) + (3 + 9 // 2)
+
+
+def test_only_the_first_completion_scores_the_prompt() -> None:
+    executor = FakeExecutor(keep_plans=True)
+    engine = new_engine(executor, plan_ahead=False)
+    request = engine.add_request([1, 2, 3], greedy(9, n=2, prompt_logprobs=0))
+    engine.step()
+    first, sibling = engine._lifecycle.live[request.id].sequences
+    engine.step()
+    for sequence in (first, sibling):
+        engine._scheduler.preempt(sequence, engine.clock.now())
+    engine.step()
+    assert rows_of(executor, first.id)[-1].prompt_targets == (2, 3)
+    assert rows_of(executor, sibling.id)[-1].prompt_targets == ()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, allows
 from quire.core.sampling import SamplingParams, draw_bits
-from quire.executors.sampler import _draw, _weights, sample, score
+from quire.executors.sampler import _draw, _penalise, _weights, sample, score
 
 END_TOKENS = (0, 5)
 
@@ -445,3 +445,19 @@ def test_temperature_divides_before_the_exponential() -> None:
 )
 def test_a_draw_is_a_point_of_the_cumulative_weights(bits: int, token: int) -> None:
     assert _draw(np.array([0, 1, 0, 7, 0], np.uint64), bits) == token
+
+
+@pytest.mark.parametrize(
+    ("logit", "penalised"), [(0.5, 0.25), (2.0, 1.0), (-0.5, -1.0), (0.0, 0.0)]
+)
+def test_the_repetition_penalty_divides_what_is_positive(logit: float, penalised: float) -> None:
+    scores = logits_of([logit, 3.0])
+    _penalise(scores, SamplingParams(repetition_penalty=2.0), History((0,), ()))
+    assert scores.tolist() == [penalised, 3.0]
+
+
+def test_frequency_counts_and_presence_does_not() -> None:
+    scores = logits_of([1.0, 1.0, 1.0])
+    params = SamplingParams(frequency_penalty=0.25, presence_penalty=0.5)
+    _penalise(scores, params, History((2,), (0, 1, 1)))
+    assert scores.tolist() == [0.25, 0.0, 1.0]

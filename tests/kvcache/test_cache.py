@@ -6,6 +6,7 @@ import pytest
 
 from quire.core.plan import BlockCopy
 from quire.kvcache import BlockTable, KVCache
+from quire.kvcache.cache import chain, root_hash
 
 PROMPT = list(range(10))  # two full blocks of four and a half
 
@@ -41,6 +42,7 @@ def test_tokens_take_as_many_blocks_as_they_fill_even_partly() -> None:
 def test_a_sequence_gets_blocks_as_it_grows_and_gives_all_back() -> None:
     cache = new_cache()
     table = cache.new_table("key")
+    assert (table.ids, table.num_cached) == ((), 0)
     assert cache.extend(table, 0, 3) == []
     assert len(table.ids) == 1
     assert cache.extend(table, 3, 4) == []
@@ -53,6 +55,7 @@ def test_a_sequence_gets_blocks_as_it_grows_and_gives_all_back() -> None:
     cache.free(table)
     assert cache.usage == 0.0
     assert not table.ids
+    assert table.num_cached == 0
     cache.check_integrity([])
 
 
@@ -80,6 +83,10 @@ def test_a_hash_covers_all_blocks_before_it() -> None:
     computed(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     assert found_by(cache, [5, 6, 7, 8]) == 0
     assert found_by(cache, [9, 9, 9, 9, 5, 6, 7, 8]) == 0
+    first, other = [1] * 4, [2] * 4
+    computed(cache, [*first, *first, *other])
+    computed(cache, [*first, *other, *first])
+    assert found_by(cache, [*first, *other, *other]) == 8
 
 
 def test_only_what_was_computed_is_cached() -> None:
@@ -251,6 +258,17 @@ def test_writing_into_blocks_of_its_own_takes_none_from_a_full_pool() -> None:
     assert cache.extend(table, 4, 5) is None
 
 
+def test_a_shared_block_behind_one_of_its_own_is_replaced_too() -> None:
+    cache = new_cache()
+    table = computed(cache, PROMPT)
+    before = table.ids
+    cache.pool.uncache(before[0])
+    assert cache.extend(table, 0, 8) == []
+    assert (table.ids[0], table.ids[2]) == (before[0], before[2])
+    assert table.ids[1] != before[1]
+    cache.check_integrity([table])
+
+
 def test_what_is_written_again_is_cached_again() -> None:
     cache = new_cache()
     table = computed(cache, PROMPT)
@@ -356,3 +374,7 @@ def test_the_check_wants_every_table_and_every_copy() -> None:
         cache.check_integrity([table], copies)
     with pytest.raises(AssertionError):
         cache.check_integrity([table, other])
+
+
+def test_hashes_are_of_128_bits() -> None:
+    assert len(root_hash("key")) == len(chain(root_hash("key"), [1, 2])) == 16

@@ -43,14 +43,14 @@ class Transcript:
     """The text of one sequence; withholds an end that may begin a stop string."""
 
     def __init__(
-        self, detokenizer: Detokenizer, stop: tuple[str, ...], *, include_stop: bool = False
+        self, detokenizer: Detokenizer, stop: tuple[str, ...], *, include_stop: bool
     ) -> None:
         self._detokenizer = detokenizer
         self._stop = stop
         self._include_stop = include_stop
         self._withheld = ""
 
-    def add(self, token: int, *, may_stop: bool = True) -> NewText:
+    def add(self, token: int, *, may_stop: bool) -> NewText:
         return self._release(self._detokenizer.add(token), may_stop=may_stop)
 
     def finish(self) -> NewText:
