@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -717,3 +718,19 @@ def test_pieces_gather_until_the_time_that_take_names_or_the_end() -> None:
         assert loop.time() - started < PATIENCE_S / 2, "it does not wait for what has ended"
 
     run(main())
+
+
+def test_a_caller_that_left_cancels_its_request_if_the_engine_took_it() -> None:
+    cancelled: list[str] = []
+    config = SimpleNamespace(max_unread_tokens=8)
+    engine: Any = SimpleNamespace(config=config, cancel=cancelled.append)
+    front_end = AsyncEngine(engine)
+    pending, refused, given_up, taken = [Future[Request]() for _ in range(4)]
+    refused.set_exception(RequestError("no"))
+    given_up.cancel()
+    taken.set_result(cast(Request, SimpleNamespace(id="mine")))
+    for accepted in (refused, given_up, taken):
+        front_end._cancel_if_accepted(accepted)
+    assert cancelled == ["mine"]
+    front_end._cancel_if_accepted(pending)
+    assert cancelled == ["mine"]

@@ -626,3 +626,8 @@ def test_between_keys_the_context_of_decodes_is_not_charged_twice() -> None:
     ready = [Stub("flood", 1, 2000), Stub("flood", 1, 2000), Stub("flood", 90), Stub("a", 60)]
     decodes, chunks = split(*ready, model=model, shares=shares, slo_itl_ms=10_000.0)
     assert (decodes, chunks) == ([0, 1], [0, 0, 38, 60])
+
+
+def test_decodes_and_prompts_together_make_a_step_contended() -> None:
+    ready = [*[Stub("flood", 1) for _ in range(5)], Stub("a", 97)]
+    assert split(*ready, shares=in_debt("a")) == ([0, 1, 2], [0, 0, 0, 0, 0, 97])
