@@ -414,3 +414,12 @@ def test_only_the_first_completion_scores_the_prompt() -> None:
     engine.step()
     assert rows_of(executor, first.id)[-1].prompt_targets == (2, 3)
     assert rows_of(executor, sibling.id)[-1].prompt_targets == ()
+
+
+@pytest.mark.parametrize(("length", "num_running"), [(31, 2), (32, 1), (33, 1)])
+def test_a_prompt_as_long_as_a_step_is_enough_for_its_key(length: int, num_running: int) -> None:
+    engine = new_engine(max_batch_size=8, max_step_tokens=32, plan_ahead=False)
+    for first in range(3):
+        engine.add_request([first] * length, greedy(4), key="a")
+    engine.step()
+    assert engine.snapshot().num_running == num_running
