@@ -734,3 +734,22 @@ def test_a_caller_that_left_cancels_its_request_if_the_engine_took_it() -> None:
     assert cancelled == ["mine"]
     front_end._cancel_if_accepted(pending)
     assert cancelled == ["mine"]
+
+
+def test_who_waits_for_the_whole_output_gets_no_pieces() -> None:
+    async def main() -> None:
+        engine = front()
+        add_request = engine.engine.add_request
+        asked = []
+
+        def noted(*arguments: Any, **options: Any) -> Request:
+            asked.append(options["stream"])
+            return add_request(*arguments, **options)
+
+        engine.engine.add_request = noted  # type: ignore[method-assign]
+        await engine.generate([1], greedy(2))
+        await (await engine.submit([1], greedy(2))).output()
+        assert asked == [False, True]
+        await engine.close()
+
+    run(main())

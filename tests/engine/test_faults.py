@@ -542,3 +542,20 @@ def test_a_result_without_some_of_its_rows_is_a_bug_that_shows() -> None:
         engine.add_request([first], greedy(2))
     with pytest.raises(ValueError, match="shorter"):
         engine.step()
+
+
+def test_a_row_of_a_sequence_that_lost_its_blocks_is_not_run_again() -> None:
+    executor = Clumsy(keep_plans=True)
+    engine = new_engine(executor)
+    requests = [engine.add_request([first] * 5, greedy(6)) for first in range(2)]
+    engine.step()  # a step is in flight
+    engine.pause(requests[1].id)
+    executor.raises_on_collect = RuntimeError("oops")
+    engine.step()
+    engine.check_integrity()
+    again = [[row.sequence_id for row in plan.sequences] for plan in executor.plans[1:]]
+    assert [2 in step for step in again] == [False] * len(again)
+    engine.resume(requests[1].id)
+    outputs = finish(engine)
+    for request in requests:
+        assert tokens_of(outputs[request.id]) == solo(request.prompt, request.params)
