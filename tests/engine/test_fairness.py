@@ -359,12 +359,14 @@ def test_precedence_is_credit_by_weight() -> None:
         ({"heavy": 13, "a": 3}, "b", 1, "heavy"),
         ({"a": 2}, "heavy", 1, "a"),
         ({"a": 1}, "heavy", 1, None),
+        ({"wide": 7, "heavy": 4}, "heavy", 1, "wide"),  # 5/4 of a slot, and 6/4 after it
+        ({"wide": 5, "heavy": 4}, "heavy", 1, None),
     ],
 )
 def test_slots_are_taken_from_the_key_with_most_for_its_weight(
     slots: dict[str, int], newcomer: str, num_slots: int, victim: str | None
 ) -> None:
-    shares = DeficitRoundRobin({"heavy": 4.0}, 100)
+    shares = DeficitRoundRobin({"heavy": 4.0, "wide": 4.0}, 100)
     for key, count in slots.items():
         shares.reserve_slots(key, count)
     assert shares.victim_key(newcomer, num_slots) == victim

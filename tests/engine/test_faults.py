@@ -501,14 +501,27 @@ def test_a_step_that_fails_adds_nothing_to_the_hosts_time(
     assert (engine.stats.host_seconds.total, engine.stats.host_seconds.sum) == (1, 0.0)
 
 
-def test_parts_of_a_step_that_raised_have_the_time_of_a_whole_step() -> None:
-    executor = FakeExecutor(cost=StepCost(a=5.0))
-    executor.faults.raises = lambda row: row.sequence_id == 2
-    engine = new_engine(executor, step_timeout_s=10.0, step_grace_s=1.0)
+class Watched(FakeExecutor):
+    """Notes the time that each step is given."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__(faults=faults)
+        self.timeouts: list[float | None] = []
+
+    def collect(self, ticket: Any, timeout_s: float | None = None) -> StepResult:
+        self.timeouts.append(timeout_s)
+        return super().collect(ticket, timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [10.0, 1.0, None])
+def test_parts_of_a_step_that_raised_have_the_time_of_a_whole_step(timeout_s: float | None) -> None:
+    executor = Watched(Faults(raises=lambda row: row.sequence_id == 2))
+    engine = new_engine(executor, step_timeout_s=timeout_s, step_grace_s=2.0)
     requests = [engine.add_request([first], greedy(3)) for first in range(3)]
     outputs = finish(engine)
     statuses = [outputs[request.id].status for request in requests]
     assert statuses == [Status.FINISHED, Status.FAILED, Status.FINISHED]
+    assert set(executor.timeouts) == {timeout_s}
 
 
 def test_parts_of_a_step_that_hung_have_the_time_of_the_grace_alone() -> None:

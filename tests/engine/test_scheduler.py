@@ -423,3 +423,18 @@ def test_a_prompt_as_long_as_a_step_is_enough_for_its_key(length: int, num_runni
         engine.add_request([first] * length, greedy(4), key="a")
     engine.step()
     assert engine.snapshot().num_running == num_running
+
+
+def test_a_sequence_alone_without_blocks_waits_for_them() -> None:
+    engine = new_engine(
+        FakeExecutor(num_blocks=4, block_size=4), max_step_tokens=8, max_batch_size=2
+    )
+    request = engine.add_request([1] * 12, greedy(4))
+    scheduler = engine._scheduler
+    scheduler._admit(engine._lifecycle.live[request.id].sequences[0])
+    taken = [block for _ in range(4) if (block := engine.cache.pool.allocate()) is not None]
+    assert scheduler.schedule(1.0, is_idle=True) is None
+    assert request.status is Status.RUNNING
+    for block in taken:
+        engine.cache.pool.release(block)
+    assert tokens_of(finish(engine)[request.id]) == solo([1] * 12, greedy(4))

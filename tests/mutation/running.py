@@ -85,9 +85,9 @@ class _Judge:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        limit_s = 5.0 + 10 * self._seconds.get(item.nodeid, 20.0)
-        signal.setitimer(signal.ITIMER_PROF, limit_s)
-        signal.setitimer(signal.ITIMER_REAL, 20 * limit_s)  # for what hangs without computing
+        usual_s = self._seconds.get(item.nodeid, 20.0)
+        signal.setitimer(signal.ITIMER_PROF, 5.0 + 10 * usual_s)
+        signal.setitimer(signal.ITIMER_REAL, 30.0 + 20 * usual_s)  # hangs without computing
         return (yield)
 
 
