@@ -633,3 +633,11 @@ def test_between_keys_the_context_of_decodes_is_not_charged_twice() -> None:
 def test_decodes_and_prompts_together_make_a_step_contended() -> None:
     ready = [*[Stub("flood", 1) for _ in range(5)], Stub("a", 97)]
     assert split(*ready, shares=in_debt("a")) == ([0, 1, 2], [0, 0, 0, 0, 0, 97])
+
+
+@pytest.mark.parametrize(("credit", "num_tokens"), [(0.5, 60), (0.0, 34), (-1.0, 34)])
+def test_any_credit_is_credit(credit: float, num_tokens: int) -> None:
+    shares = in_debt("a")
+    shares._credit["a"] = credit
+    chunks = split(Stub("flood", 90), Stub("a", 40), shares=shares)[1]
+    assert sum(chunks) == num_tokens

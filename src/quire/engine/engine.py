@@ -306,9 +306,7 @@ class Engine:
         else:
             sequence.rolled_back(row.plan.start)
 
-    def _run_rows(
-        self, rows: SequenceOf[Row], *, is_hung: bool = False
-    ) -> SequenceOf[SequenceResult]:
+    def _run_rows(self, rows: SequenceOf[Row], *, is_hung: bool) -> SequenceOf[SequenceResult]:
         """Run some rows of a failed step again, as a step of their own."""
         again = [row._replace(plan=_resolved(row)) for row in rows]
         part = Step(self._scheduler.new_step_id(), again)
