@@ -32,7 +32,7 @@ enum Format : int {
   Q6_K,
   IQ4_NL,
   IQ4_XS,
-  TERNARY,  // TQ1_0 and TQ2_0
+  TERNARY,  // TQ1_0, TQ2_0 and I2_S
   num_formats
 };
 
@@ -73,10 +73,14 @@ constexpr int64_t code_area(int format, int64_t in_size) {
   return info.bits == 0 ? in_size * info.code_bytes : in_size / 32 * info.code_bytes;
 }
 
-constexpr int64_t panel_bytes_of(int format, int64_t in_size) {
+constexpr int64_t num_scale_records(int format, int64_t in_size) {
   const FormatInfo& info = format_infos[format];
-  const int64_t records = info.bits == 0 ? 0 : in_size / 32 / info.scale_span;
-  return code_area(format, in_size) + (records * info.scale_bytes + 63) / 64 * 64;
+  return info.bits == 0 ? 0 : (in_size / 32 + info.scale_span - 1) / info.scale_span;
+}
+
+constexpr int64_t panel_bytes_of(int format, int64_t in_size) {
+  const int64_t scale_bytes = num_scale_records(format, in_size) * format_infos[format].scale_bytes;
+  return code_area(format, in_size) + (scale_bytes + 63) / 64 * 64;
 }
 
 constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,

@@ -10,6 +10,7 @@ namespace quire {
 namespace {
 
 constexpr int rows = 16;
+constexpr int i2_s_block_size = 128;
 
 // ---- the codes of one GGUF block, in order of k
 
@@ -32,6 +33,12 @@ void spread_trits(const uint8_t* packed, int num_bytes, int run, int digits, uin
         *codes++ = static_cast<uint8_t>(fraction * 3 >> 8);
       }
   }
+}
+
+// I2_S: the first 32 codes lie in the highest bits.
+void spread_i2_s(const uint8_t* packed, uint8_t* codes) {
+  for (int quarter = 0; quarter < 4; quarter++)
+    for (int i = 0; i < 32; i++) *codes++ = packed[i] >> (6 - 2 * quarter) & 3;
 }
 
 void read_codes(const SourceFormat& from, const uint8_t* block, uint8_t* codes) {
@@ -65,6 +72,7 @@ void read_codes(const SourceFormat& from, const uint8_t* block, uint8_t* codes) 
       return;
     case IQ4_XS: spread(block + 8, 128, 4, 16, codes, 0); return;
     case TERNARY:
+      if (from.block_size == i2_s_block_size) return spread_i2_s(block, codes);
       if (from.block_bytes == 66) return spread(block, 64, 2, 32, codes, 0);
       spread_trits(block, 32, 32, 5, codes);
       spread_trits(block + 32, 16, 16, 5, codes + 160);
@@ -102,6 +110,14 @@ void put_signed_scale(uint8_t* scales, int i, int row, int low, int high) {
   scales[rows * i + row] = static_cast<uint8_t>(((low & 15) | (high & 3) << 4) - 32);
 }
 
+// The scale of a ternary block, as a half; I2_S has one for the whole matrix, elsewhere.
+uint16_t ternary_scale(const SourceFormat& from, const uint8_t* block) {
+  if (from.block_size == i2_s_block_size) return half_of_float(1.0f);
+  uint16_t half;
+  std::memcpy(&half, block + from.block_bytes - 2, 2);
+  return half;
+}
+
 void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t* record) {
   switch (from.packed) {
     case Q8_0:
@@ -135,7 +151,11 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
         put_signed_scale(record + 32, i, row, block[4 + i / 2] >> (i % 2 * 4),
                          block[2 + i / 4] >> (i % 4 * 2));
       return;
-    case TERNARY: put_half(record, 0, row, block + from.block_bytes - 2); return;
+    case TERNARY: {
+      const uint16_t half = ternary_scale(from, block);
+      put_half(record, 0, row, reinterpret_cast<const uint8_t*>(&half));
+      return;
+    }
     default: return;
   }
 }
@@ -239,7 +259,7 @@ const SourceFormat* source_format(const char* name) {
       {"Q5_0", Q5_0, 32, 22},      {"Q5_1", Q5_1, 32, 24},      {"Q2_K", Q2_K, 256, 84},
       {"Q3_K", Q3_K, 256, 110},    {"Q4_K", Q4_K, 256, 144},    {"Q5_K", Q5_K, 256, 176},
       {"Q6_K", Q6_K, 256, 210},    {"IQ4_NL", IQ4_NL, 32, 18},  {"IQ4_XS", IQ4_XS, 256, 136},
-      {"TQ1_0", TERNARY, 256, 54}, {"TQ2_0", TERNARY, 256, 66},
+      {"TQ1_0", TERNARY, 256, 54}, {"TQ2_0", TERNARY, 256, 66}, {"I2_S", TERNARY, 128, 32},
   };
   for (const SourceFormat& format : known)
     if (std::strcmp(format.name, name) == 0) return &format;
@@ -325,13 +345,11 @@ bool common_ternary_scale(const SourceFormat& from, const uint8_t* blocks, int64
   uint8_t codes[256];
   for (int64_t b = 0; b < num_blocks; b++) {
     const uint8_t* block = blocks + b * from.block_bytes;
-    uint16_t half;
-    std::memcpy(&half, block + from.block_bytes - 2, 2);
-    const float own = float_of_half(half);
+    const float own = float_of_half(ternary_scale(from, block));
     if (found && own == *scale) continue;
     read_codes(from, block, codes);
     bool is_zero = true;
-    for (const uint8_t code : codes) is_zero = is_zero && code == 1;
+    for (int i = 0; i < from.block_size; i++) is_zero = is_zero && codes[i] == 1;
     if (is_zero) continue;
     if (found) return false;
     found = true;
@@ -344,7 +362,8 @@ bool common_ternary_scale(const SourceFormat& from, const uint8_t* blocks, int64
 void set_ternary_scale(uint8_t* panel, int64_t in_size, float scale) {
   const uint16_t half = half_of_float(scale);
   uint8_t* scales = panel + code_area(TERNARY, in_size);
-  for (int64_t i = 0; i < in_size / 256 * rows; i++) std::memcpy(scales + 2 * i, &half, 2);
+  for (int64_t i = 0; i < num_scale_records(TERNARY, in_size) * rows; i++)
+    std::memcpy(scales + 2 * i, &half, 2);
 }
 
 }  // namespace quire

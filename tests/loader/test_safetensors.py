@@ -107,9 +107,9 @@ def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_another_type_is_named_with_what_is_supported(tmp_path: Path) -> None:
-    header = {QUERY: {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}
+    header = {QUERY: {"dtype": "I8", "shape": [2], "data_offsets": [0, 2]}}
     content = with_header(json.dumps(header).encode(), b"ab")
-    with pytest.raises(UnsupportedModelError, match=r"q_proj.weight' has type U8; .*BF16"):
+    with pytest.raises(UnsupportedModelError, match=r"q_proj.weight' has type I8; .*BF16"):
         SafetensorsFolder(write_folder(tmp_path, content))
 
 
@@ -259,7 +259,7 @@ def test_tables_that_follow_from_the_configuration_are_left_out(name: str) -> No
     "name",
     [
         *("", "model.", "model.layers.0.self_attn.q_proj", "model.layers.-1.mlp.up_proj.weight"),
-        *("model.layers.00.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"),
+        *("model.layers.00.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_zero"),
         *("model.layers.0.block_sparse_moe.gate.weight", "transformer.h.0.attn.c_attn.weight"),
         *("model.layers.99999.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight\n"),
         "blk.0.attn_q.weight",

@@ -156,7 +156,6 @@ def test_a_field_that_cannot_be_is_named(key: str, value: object) -> None:
         ("hidden_act", "gelu"),
         ("num_local_experts", 8),
         ("num_experts", 128),
-        ("quantization_config", {"quant_method": "bitnet"}),
         ("partial_rotary_factor", 0.5),
         ("embedding_multiplier", 12.0),
         ("residual_multiplier", 0.22),

@@ -143,7 +143,9 @@ def test_one_name_is_one_model_and_another_seed_another() -> None:
     assert not np.array_equal(two[0].data, two[1].data)
 
 
-@pytest.mark.parametrize("block_format", FORMATS, ids=lambda one: str(one.name))
+@pytest.mark.parametrize(
+    "block_format", [one for one in FORMATS if not one.tail_bytes], ids=lambda one: str(one.name)
+)
 @pytest.mark.parametrize("size", [0.01, 0.05])
 def test_random_weights_have_the_size_asked_for_and_hardly_a_mean(
     block_format: Format, size: float

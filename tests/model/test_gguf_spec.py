@@ -69,7 +69,8 @@ def test_each_architecture_has_its_own_parts(
 def test_an_unknown_architecture_is_named_with_those_we_run() -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=r"'gemma3' \(general.architecture\).*supported: bitnet, llama, qwen2, qwen3",
+        match=r"'gemma3' \(general.architecture\).*supported: bitnet, bitnet-25, bitnet-b1\.58, "
+        "llama, qwen2, qwen3",
     ):
         spec("gemma3")
 

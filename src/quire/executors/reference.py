@@ -23,7 +23,7 @@ from quire.executors.sampler import sample, score
 from quire.executors.worker import CancelFlag, RowResults, ThreadedExecutor
 from quire.loader.tensor import Tensor
 from quire.model.loading import Model
-from quire.model.spec import Activation, ModelSpec, layer_shapes
+from quire.model.spec import Activation, ModelSpec, layer_shapes, takes_bytes_by_token
 
 Floats = npt.NDArray[np.float32]
 Slots = npt.NDArray[np.intp]
@@ -67,21 +67,44 @@ class KVBlocks:
 
 
 class Linear(NamedTuple):
-    """weight · x, times the scale, plus the bias: for one vector."""
+    """weight · x, times the scale, plus the bias: for one vector.
 
-    weight: Floats  # [out, in]
+    BitNet's matrices take activations of one byte with one scale for the vector, as they are
+    trained. Where all weights of the matrix share their scale, that product is a sum of integers
+    below 2^24, so exact in any order.
+    """
+
+    weight: Floats  # [out, in]; ternary: in units of unit_scale
     bias: Floats | None = None
     scale: Floats | None = None  # [1]
+    unit_scale: np.float32 | None = None  # None: not ternary
 
     def __call__(self, x: Floats) -> Floats:
-        x = _aligned_copy(x)
+        if self.unit_scale is None:
+            product = self._dot(_aligned_copy(x))
+        else:
+            codes, per_unit = quantised_by_token(x)
+            product = self._dot(codes) / per_unit * self.unit_scale
+        if self.scale is not None:
+            product = product * self.scale
+        return product if self.bias is None else product + self.bias
+
+    def _dot(self, x: Floats) -> Floats:
         product: Floats = np.empty(len(self.weight), np.float32)
         step = max(1, _WEIGHTS_AT_ONCE // len(x))
         for start in range(0, len(product), step):
             np.dot(self.weight[start : start + step], x, out=product[start : start + step])
-        if self.scale is not None:
-            product = product * self.scale
-        return product if self.bias is None else product + self.bias
+        return product
+
+
+def quantised_by_token(x: Floats) -> tuple[Floats, np.float32]:
+    """A vector as integers from -128 to 127, and how many of them make 1."""
+    per_unit = np.float32(127.0 / max(1e-5, float(np.max(np.abs(x)))))
+    # Half away from zero: bitnet.cpp rounds a product that was not rounded to a float before, so
+    # that few of its products are exactly half.
+    sizes = np.floor(np.abs(x * per_unit) + np.float64(0.5))
+    codes = np.clip(np.copysign(sizes, x), -128, 127)
+    return _aligned_copy(codes.astype(np.float32)), per_unit
 
 
 @dataclass(slots=True)
@@ -166,7 +189,9 @@ class _Layer:
                 self._norms[name] = array
             elif name != full_name:
                 extras = arrays.get(f"{name}.bias"), arrays.get(f"{name}.scale")
-                self._linears[name] = Linear(array, *extras)
+                is_rounded = takes_bytes_by_token(spec, tensors[f"blk.{index}.{full_name}"].format)
+                weight, unit_scale = _units(array) if is_rounded else (array, None)
+                self._linears[name] = Linear(weight, *extras, unit_scale)
 
     def project(self, row: Row, blocks: KVBlocks) -> Floats:
         """Write the row's key and value; its query, [heads, head_dim]."""
@@ -209,8 +234,8 @@ class _Layer:
 
 def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
     """Over the last axis."""
-    mean: Floats = np.mean(np.square(x), axis=-1, keepdims=True)
-    normed: Floats = x / np.sqrt(mean + np.float32(epsilon)) * weight
+    mean = np.float32(np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float64))
+    normed: Floats = x * (np.float32(1.0) / np.sqrt(mean + np.float32(epsilon))) * weight
     return normed
 
 
@@ -252,6 +277,14 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Floats], Floats]] = {
     Activation.SILU: _silu,
     Activation.RELU2: _relu2,
 }
+
+
+def _units(weights: Floats) -> tuple[Floats, np.float32]:
+    """Ternary weights in units of the scale that they share, or of 1 where they share none."""
+    scales = np.unique(np.abs(weights[weights != 0]))
+    if len(scales) != 1:
+        return weights, np.float32(1.0)
+    return _aligned_copy(np.sign(weights)), scales[0]
 
 
 def _decoded(tensor: Tensor) -> Floats:

@@ -26,12 +26,13 @@ from quire.loader.reading import (
     read_json_object,
 )
 from quire.loader.tensor import Tensor
-from quire.quant.formats import format_named
+from quire.quant.formats import RAW, Format, format_named
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 DTYPES = ("F32", "F16", "BF16")
+_PACKED = RAW.name  # four ternary weights a byte, which BitNet's checkpoints have
 MAX_HEADER_BYTES = 16 << 20
 MAX_INDEX_BYTES = 4 << 20
 MAX_CONFIG_BYTES = 1 << 20
@@ -186,8 +187,8 @@ def _check_offsets(path: Path, entries: dict[str, _Entry], begin: int, file_byte
                 f"{entry.start} to {entry.stop}, and the one before it ends at {end}"
             )
         end = entry.stop
-        if entry.dtype in DTYPES:
-            block_format = format_named(entry.dtype, name)
+        if entry.dtype in (*DTYPES, _PACKED):
+            block_format = _format(entry.dtype, name)
             nbytes = math.prod(entry.shape) * block_format.block_bytes  # integers do not overflow
             if nbytes != entry.stop - entry.start:
                 raise ModelFileError(
@@ -206,7 +207,7 @@ def _tensors(entries: dict[str, _Entry], file: FileBytes) -> Iterator[Tensor]:
         ours = from_hugging_face(name)
         if ours is None:
             continue
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in (*DTYPES, _PACKED):
             raise UnsupportedModelError(
                 f"tensor {name!r} has type {entry.dtype:.20}; of safetensors quire runs "
                 f"{', '.join(DTYPES)}"
@@ -214,7 +215,11 @@ def _tensors(entries: dict[str, _Entry], file: FileBytes) -> Iterator[Tensor]:
         if entry.start == entry.stop:
             raise ModelFileError(f"tensor {name!r} of shape {entry.shape} is empty")
         region = Region(file, entry.start, entry.stop - entry.start)
-        yield Tensor(ours, entry.shape, format_named(entry.dtype, name), region)
+        yield Tensor(ours, entry.shape, _format(entry.dtype, name), region)
+
+
+def _format(dtype: str, tensor: str) -> Format:
+    return RAW if dtype == _PACKED else format_named(dtype, tensor)
 
 
 # ---- names: ours are GGUF's, and these tables give Hugging Face's in ours
@@ -226,7 +231,7 @@ _OUTSIDE_LAYERS = {
     "lm_head.weight": "output.weight",
 }
 
-# Inside layer N: model.layers.N.<left>.<weight or bias> is blk.N.<right>.<weight or bias>.
+# Inside layer N: model.layers.N.<left>.<weight, bias or weight_scale> is blk.N.<right>.<the same>.
 _IN_LAYERS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -245,7 +250,7 @@ _IN_LAYERS = {
     "mlp.ffn_layernorm": "ffn_sub_norm",
 }
 
-_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(.+)\.(weight|bias|weight_scale)")
 
 # Tables that old exporters saved although they follow from the configuration.
 _DERIVED = re.compile(r"(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")

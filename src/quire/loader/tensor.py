@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.core.errors import ModelFileError
 from quire.loader.reading import Bytes, Region
 from quire.quant.formats import Floats, Format
+from quire.quant.ternary import check_codes
 
 # Decoding makes some temporary arrays of its size, so large tensors are read and decoded piece by
 # piece.
@@ -32,12 +34,32 @@ class Tensor:
         return self._bytes(0, self.nbytes)
 
     @property
+    def blocks(self) -> Bytes:
+        """Its blocks' bytes [num_block_bytes], read each time."""
+        return self._block_bytes(0, self.num_block_bytes)
+
+    @property
+    def num_block_bytes(self) -> int:
+        return self.nbytes - self.format.tail_bytes
+
+    @property
+    def scale(self) -> float:
+        """What all weights of its blocks are multiplied by; read from the file each time."""
+        if not self.format.tail_bytes:
+            return 1.0
+        end = self.num_block_bytes
+        scale = float(self._bytes(end, end + 4).view("<f4")[0])
+        if not math.isfinite(scale):
+            raise ModelFileError(f"tensor {self.name} has the scale {scale}: the file is broken")
+        return scale
+
+    @property
     def num_weights(self) -> int:
         return math.prod(self.shape)
 
     def to_float32(self) -> Floats:
         """All weights, unpacked into an array of the tensor's shape."""
-        return self._decoded(0, self.nbytes).reshape(self.shape)
+        return self._decoded(0, self.num_block_bytes).reshape(self.shape)
 
     def rows_float32(self, start: int, stop: int) -> Floats:
         """Rows start to stop (along the first axis of two or more), unpacked."""
@@ -45,7 +67,7 @@ class Tensor:
             raise IndexError(f"{self.name} of shape {self.shape} has no rows")
         if not 0 <= start <= stop <= self.shape[0]:
             raise IndexError(f"{self.name} has rows 0 to {self.shape[0]}, not {start} to {stop}")
-        row_bytes = self.nbytes // self.shape[0]
+        row_bytes = self.num_block_bytes // self.shape[0]
         rows = self._decoded(start * row_bytes, stop * row_bytes)
         return rows.reshape(stop - start, *self.shape[1:])
 
@@ -53,6 +75,12 @@ class Tensor:
         if isinstance(self.source, Region):
             return self.source.read(start, stop)
         return self.source[start:stop]
+
+    def _block_bytes(self, start: int, stop: int) -> Bytes:
+        content = self._bytes(start, stop)
+        if self.format.name == "I2_S":
+            check_codes(content, self.name)
+        return content
 
     def _decoded(self, start: int, stop: int) -> Floats:
         """The weights of bytes `start` to `stop`, which begin and end with a block."""
@@ -64,12 +92,15 @@ class Tensor:
         with np.errstate(invalid="ignore", over="ignore"):
             for first in range(0, num_blocks, step):
                 last = min(first + step, num_blocks)
-                piece = self._bytes(start + first * block_bytes, start + last * block_bytes)
+                piece = self._block_bytes(start + first * block_bytes, start + last * block_bytes)
                 weights[first:last] = self.format.decode(piece.reshape(-1, block_bytes))
+            if self.format.tail_bytes:
+                weights *= np.float32(self.scale)
         return weights
 
 
 def packed_size(block_format: Format, num_weights: int) -> int:
     """The bytes that so many weights take; they must fill their blocks."""
     assert num_weights % block_format.block_size == 0
-    return num_weights // block_format.block_size * block_format.block_bytes
+    num_blocks = num_weights // block_format.block_size
+    return num_blocks * block_format.block_bytes + block_format.tail_bytes

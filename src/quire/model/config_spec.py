@@ -32,7 +32,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "num_experts": (0,),
     "num_local_experts": (0,),
     "partial_rotary_factor": (1.0,),
-    "quantization_config": (),
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
     "use_mrope": (False,),

@@ -96,7 +96,7 @@ def spec_from_gguf(metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelSp
         linear_scales="blk.0.attn_q.scale" in tensors,
         attention_soft_cap=fields.number("attn_logit_softcapping", 0.0),
         logit_soft_cap=fields.number("final_logit_softcapping", 0.0),
-        tied_head="output.weight" not in tensors,
+        tied_head=family.gguf_tied_head or "output.weight" not in tensors,
     )
 
 

@@ -17,6 +17,7 @@ from quire.loader.metadata import Metadata
 from quire.loader.reading import DISK, Files, parse_json_object
 from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
+from quire.model.bitnet import weights_of
 from quire.model.config_spec import spec_from_config
 from quire.model.dummy import DummyModel
 from quire.model.gguf_spec import spec_from_gguf
@@ -75,8 +76,9 @@ def load_model(path: str | Path, files: Files = DISK) -> Model:
         spec = spec_from_gguf(source.metadata, tensors)
     else:
         spec = spec_from_config(source.whole_config)
-        if spec.tied_head:
-            tensors.pop("output.weight", None)  # some files keep a copy of the tied matrix
+        tensors = weights_of(source.whole_config, tensors)
+    if spec.tied_head:
+        tensors.pop("output.weight", None)  # some files keep a copy of the tied matrix
     check_tensors(spec, tensors)
     return Model(spec, tensors, source)
 

@@ -3,12 +3,13 @@ runs, as data: what the files of each leave unsaid.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model.rope import Rope
+from quire.quant.formats import Format
 
 # Far beyond any model. Small enough to bound the work for a broken file, and that no executor's
 # integers overflow. The CPU executor's constructor has the same bounds (native/sizes.h).
@@ -36,6 +37,8 @@ class Activation(StrEnum):
 class Shaped(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def format(self) -> Format: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +123,19 @@ class ModelSpec:
         return 2 * self.num_layers * self.kv_size
 
 
+def takes_bytes_by_token(spec: "ModelSpec", block_format: Format) -> bool:
+    """Whether a matrix takes activations of one byte with one scale a token, as BitNet models are
+    trained: they alone are kept as I2_S, and their family's ternary matrices are theirs. Ternary
+    models of other families (TriLMs) are trained with float activations."""
+    return block_format.name == "I2_S" or (block_format.is_ternary and spec.sub_norms)
+
+
+LAYER_LINEARS = (
+    *("attn_q", "attn_k", "attn_v", "attn_output"),
+    *("ffn_gate", "ffn_up", "ffn_down"),
+)
+
+
 def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """A layer's tensors, without the leading `blk.N.`."""
     hidden, ffn, query, kv = spec.hidden_size, spec.ffn_size, spec.query_size, spec.kv_size
@@ -186,6 +202,11 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, Shaped]) -> None:
             raise ModelFileError(
                 f"tensor {name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
             )
+        if tensors[name].format.tail_bytes and not name.startswith("blk."):
+            raise UnsupportedModelError(
+                f"tensor {name} has type {tensors[name].format.name}, which quire runs in layers "
+                "alone: quantise the embedding and the head as another type"
+            )
     for name in tensors:
         if name not in shapes and name not in _READ_INTO_SPEC:
             raise UnsupportedModelError(
@@ -207,6 +228,7 @@ class Family:
     name: str
     interleaved_in_gguf: bool = False  # GGUF's q and k rows are in interleaved rope order
     gguf_activation: Activation = Activation.SILU
+    gguf_tied_head: bool = False  # whether or not the file has an output matrix of its own
     qkv_bias: bool = False  # whatever config.json says
     qk_norm: bool = False
     sub_norms: bool = False
@@ -248,10 +270,12 @@ _BITNET = Family(
     },
 )
 
+_BITNET_25 = replace(_BITNET, gguf_activation=Activation.RELU2, gguf_tied_head=True)
+
 # By GGUF's general.architecture; Mistral's files call themselves llama.
 GGUF_FAMILIES: Mapping[str, Family] = {
     family.name: family for family in (_LLAMA, _QWEN2, _QWEN3, _BITNET)
-}
+} | {"bitnet-25": _BITNET_25, "bitnet-b1.58": _BITNET_25}  # of microsoft/BitNet's two converters
 # By config.json's model_type.
 CONFIG_FAMILIES: Mapping[str, Family] = {
     family.name: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _BITNET)

@@ -188,6 +188,13 @@ def decode_tq2_0(blocks: Blocks) -> Floats:
     return _half(blocks, 64) * (quants - 1)
 
 
+def decode_i2_s(blocks: Blocks) -> Floats:
+    """In units of the tensor's scale, which lies behind its blocks. The first 32 weights are in the
+    highest bits."""
+    quarters = _planes(blocks, bits=2, run=32).reshape(-1, 4, 32)[:, ::-1]
+    return quarters.reshape(-1, 128).astype(np.float32) - 1
+
+
 # ---- the table
 
 
@@ -202,6 +209,13 @@ class Format:
     decode: Callable[
         [Blocks], Floats
     ]  # uint8 [blocks, block_bytes] -> float32 [blocks, block_size]
+    # Behind all blocks of a tensor: a float32 that every weight is multiplied by, and padding.
+    tail_bytes: int = 0
+
+    @property
+    def is_ternary(self) -> bool:
+        """Whether weights are -1, 0 and 1 times a scale."""
+        return self.name in ("TQ1_0", "TQ2_0", "I2_S")
 
     @property
     def is_float(self) -> bool:
@@ -227,7 +241,11 @@ FORMATS = (
     Format("IQ4_XS", 23, 256, 136, decode_iq4_xs),
     Format("TQ1_0", 34, 256, 54, decode_tq1_0),
     Format("TQ2_0", 35, 256, 66, decode_tq2_0),
+    Format("I2_S", 36, 128, 32, decode_i2_s, tail_bytes=32),
 )
+
+# Bytes whose meaning another tensor gives: no weights as they stand.
+RAW = Format("U8", -1, 1, 1, lambda blocks: blocks.astype(np.float32))
 
 _BY_NAME = {known.name: known for known in FORMATS}
 _BY_GGML_TYPE = {known.ggml_type: known for known in FORMATS}

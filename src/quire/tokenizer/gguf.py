@@ -65,8 +65,14 @@ def spec_from_gguf(metadata: Mapping[str, object]) -> TokenizerSpec | None:
     return _assemble(metadata, vocabulary, builders[model](metadata, vocabulary))
 
 
+# Tokens of Llama 3's vocabulary. microsoft/BitNet's converter takes it and does not say how it is
+# split: bitnet.cpp then splits as GPT-2 does, and differs from the tokenizer of the training.
+_LLAMA_3 = {"<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"}
+
+
 def _byte_level(metadata: Mapping[str, object], vocabulary: Vocabulary) -> _Family:
-    kind = pre_tokenizer(read_text(metadata, f"{PREFIX}pre", None) or "default")
+    named = read_text(metadata, f"{PREFIX}pre", None)
+    kind = pre_tokenizer(named or ("llama-bpe" if vocabulary.ids.keys() >= _LLAMA_3 else "default"))
     merges = read_merges(metadata)
     try:
         with library_errors(f"{PREFIX}merges cannot be used"):

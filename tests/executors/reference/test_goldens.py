@@ -24,7 +24,11 @@ def test_every_block_format_gives_the_exact_logits(name: str) -> None:
     golden = np.load(fixture_file(f"{Path(name).parent}/golden.npz"))
     with opened(fixture_file(name)) as executor:
         found = logits(executor, row(golden["tokens"].tolist(), SCATTERED_BLOCKS))
-    assert relative_error(found, golden[f"{Path(name).stem}.exact"]) <= 1e-5
+    # BitNet's ternary matrices take activations of one byte, which the golden logits leave out.
+    is_rounded = name in ("tiny-bitnet/TQ1_0.gguf", "tiny-bitnet/TQ2_0.gguf")
+    error = relative_error(found, golden[f"{Path(name).stem}.exact"])
+    assert error <= (0.05 if is_rounded else 1e-5)
+    assert (error > 1e-3) == is_rounded
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,12 +10,11 @@ import numpy.typing as npt
 from quire.core.errors import UnsupportedModelError
 from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
-from quire.model.spec import Activation, ModelSpec
+from quire.model.spec import Activation, ModelSpec, takes_bytes_by_token
 
 _NO_VECTOR = -1
 _POSITIONS_AT_ONCE = 4096
 _BLOCK = 256  # activations that share a scale where K-quants are multiplied
-_TERNARY = ("TQ1_0", "TQ2_0")
 # The projection that is multiplied twice: with the quantised activations, and with the quantised
 # residual of that rounding. Of all products the value projection loses the most accuracy to
 # rounded activations, and it is a small part of the work.
@@ -72,7 +71,7 @@ class _Lowering:
         self._spec = spec
         self._tensors = tensors
         self._num_threads = threads.count
-        self._per_token_scale = per_token_scale and spec.sub_norms  # which only BitNet models have
+        self._per_token_scale = per_token_scale
         self.decoder = native.make_decoder(
             hidden_size=spec.hidden_size,
             ffn_size=spec.ffn_size,
@@ -150,8 +149,10 @@ class _Lowering:
 
     def _matrices(self, names: list[str]) -> list[int]:
         """The matrices of one product. One scale a token only where all of them are ternary."""
-        formats = [self._tensors[f"{name}.weight"].format.name for name in names]
-        per_token = self._per_token_scale and all(name in _TERNARY for name in formats)
+        formats = [self._tensors[f"{name}.weight"].format for name in names]
+        per_token = self._per_token_scale and all(
+            takes_bytes_by_token(self._spec, known) for known in formats
+        )
         return [self._matrix(name, per_token) for name in names]
 
     def _matrix(self, name: str, per_token_scale: bool) -> int:
@@ -160,12 +161,12 @@ class _Lowering:
         num_rows, in_size = tensor.shape
         return self.decoder.add_matrix(
             tensor.format.name,
-            tensor.data,
+            tensor.blocks,
             num_rows,
             in_size,
             per_token_scale=per_token_scale,
             residual_pass=name.endswith(RESIDUAL_PASS),
-            scale=self._scale(name),
+            scale=tensor.scale * self._scale(name),
             bias=self._bias(name),
         )
 

@@ -1,0 +1,66 @@
+"""Ternary codes, packed and unpacked."""
+
+import numpy as np
+import pytest
+
+from quire.core.errors import ModelFileError
+from quire.quant import ternary
+from quire.quant.formats import decode_i2_s
+from quire.quant.ternary import Codes
+
+
+def random_codes(rows: int, columns: int, seed: int = 1) -> Codes:
+    return np.random.default_rng(seed).integers(0, 3, (rows, columns), dtype=np.uint8)
+
+
+def test_i2s_bytes_hold_their_codes_as_bitnet_cpp_documents() -> None:
+    packed = ternary.pack_i2s(np.arange(128, dtype=np.uint8)[None] % 3)
+    for index in range(128):
+        assert packed[index % 32] >> (6 - 2 * (index // 32)) & 3 == index % 3
+
+
+def test_i2s_blocks_decode_to_their_codes() -> None:
+    codes = random_codes(2, 256)
+    weights = decode_i2_s(ternary.pack_i2s(codes).reshape(-1, 32))
+    assert np.array_equal(weights.reshape(2, 256), codes.astype(np.float32) - 1)
+
+
+def test_a_tail_is_the_scale_and_nothing() -> None:
+    tail = ternary.i2s_tail(np.float32(0.25))
+    assert tail[:4].view("<f4")[0] == 0.25
+    assert len(tail) == 32
+    assert not tail[4:].any()
+
+
+@pytest.mark.parametrize("at", [0, 31, 95])
+def test_the_fourth_code_is_refused(at: int) -> None:
+    packed = ternary.pack_i2s(random_codes(3, 128))
+    ternary.check_codes(packed, "blk.0.attn_q.weight")
+    for shift in (0, 2, 4, 6):
+        broken = packed.copy()
+        broken[at] |= 3 << shift
+        with pytest.raises(ModelFileError, match=r"attn_q\.weight holds the ternary code 3"):
+            ternary.check_codes(broken, "blk.0.attn_q.weight")
+
+
+def test_rows_of_four_are_a_quarter_of_the_matrix_apart() -> None:
+    codes = random_codes(8, 5)
+    packed = sum(codes[2 * i : 2 * i + 2] << (2 * i) for i in range(4))
+    assert np.array_equal(ternary.unpack_rows_of_four(np.asarray(packed, np.uint8)), codes)
+
+
+def test_floats_become_the_nearest_of_three() -> None:
+    weights = np.array([[0.9, -0.9, 0.2, -0.2], [0.6, -0.6, 0.1, 0.1]], np.float32)
+    mean = ternary.mean_size([weights[:1], weights[1:]], weights.size)
+    assert mean == pytest.approx(0.45)
+    assert ternary.rounded(weights, mean).tolist() == [[2, 0, 1, 1], [2, 0, 1, 1]]
+
+
+def test_halves_are_rounded_to_even_and_zeros_stay_finite() -> None:
+    weights = np.array([[1.0, 1.0, 0.5, 1.5]], np.float32)
+    mean = ternary.mean_size([weights], 4)
+    assert mean == 1.0
+    assert ternary.rounded(weights, mean).tolist() == [[2, 2, 1, 2]]
+    zeros = np.zeros((2, 4), np.float32)
+    assert ternary.mean_size([zeros], 8) == np.float32(1e-5)
+    assert (ternary.rounded(zeros, np.float32(1e-5)) == 1).all()
