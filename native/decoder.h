@@ -22,7 +22,7 @@ namespace quire {
 
 // How the activations of a GEMM are stored. per_token: ActivationGroups with one scale per token.
 enum class ActivationFormat { groups, blocks, per_token, floats };
-ActivationFormat activation_format_of(Format format);  // never per_token, which is asked for
+ActivationFormat activation_format_of(Format format);  // per_token is the caller's choice
 
 struct Matrix {
   Format format;
@@ -251,7 +251,7 @@ class Decoder {
   Buffer hidden_, projected_, attention_output_, gated_, logits_, scratch_;
   const Buffer attention_scratch_;  // [thread][attention_workspace]
   Activations activations_[2];
-  int current_ = 0;  // of activations_
+  int current_ = 0;  // what the next GEMM reads; a gate reads it, writes the other, then swaps
   int64_t projected_stride_ = 0, logits_stride_ = 0;
   std::vector<RowPosition> row_positions_;
   std::vector<int> kept_index_;   // of each row of the step among those kept; -1: dropped

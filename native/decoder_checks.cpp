@@ -115,7 +115,8 @@ void Decoder::check_gate(const Stage& stage) const {
   expect(stage.matrices.size() == 2, "a gate has two matrices");
   expect_matrix("a gate", stage.matrices[0], shape_.ffn_size, shape_.hidden_size);
   expect_matrix("an up projection", stage.matrices[1], shape_.ffn_size, shape_.hidden_size);
-  expect(stage.quantised != ActivationFormat::per_token, "a gate's task has no whole rows");
+  expect(stage.quantised != ActivationFormat::per_token,
+         "a gate's task sees part of a row: it cannot make a per-token scale");
   if (stage.quantised == ActivationFormat::floats) return;
   // Such a matrix makes reserve_rows allocate the records that the gate writes.
   const bool is_read = std::any_of(matrices_.begin(), matrices_.end(), [&](const auto& m) {

@@ -249,7 +249,8 @@ class Engine:
         return self._deadlines[0][0] if self._deadlines else None
 
     def _fail_unplanned(self) -> None:
-        """End the requests that could not even be planned."""
+        """End the requests whose grammar failed while a row of theirs was planned; the row stays in
+        the step, and its result is discarded."""
         for sequence, error in self._scheduler.take_failed():
             if not sequence.is_done:
                 self._lifecycle.fail(sequence.live, error, self.clock.now())

@@ -75,7 +75,8 @@ class Sequence:
     num_slots: int = 1  # of the batch: its own and those reserved for siblings
     num_computed: int = 0
     num_pending: int = 0
-    num_writable: int = 0  # positions up to here are in blocks of its own: no call of the cache
+    # From num_computed up to here positions can be written without asking the cache for blocks.
+    num_writable: int = 0
     last_step: int = 0  # the step that samples its pending token
     last_token_at: float = 0.0  # 0: it has none yet
     num_steps: int = 0  # that computed a row of it
@@ -117,7 +118,7 @@ class Sequence:
         self.is_newly_admitted = True
 
     def made_writable(self, num_positions: int) -> None:
-        """Its block table holds so many positions that no other sequence sees."""
+        """Positions from num_computed up to so many are in blocks that it alone has."""
         self.num_writable = num_positions
 
     def planned(self, end: int, step_id: int, samples: bool) -> None:

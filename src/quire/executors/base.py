@@ -134,7 +134,7 @@ class ExecutorBase:
 
     def _check_row(self, row: SequencePlan, end: int) -> None:
         """Raise a RowFaultError where a row would leave vocabulary, context or blocks; `end` is
-        row.end. The native decoder makes the same checks with the same messages."""
+        row.end. The native decoder makes the same checks; its messages may differ."""
         capacity = self.capacity
         for token in (*row.tokens, *row.prompt_targets):
             if not 0 <= token < capacity.vocabulary_size:

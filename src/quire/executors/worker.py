@@ -30,7 +30,7 @@ from quire.executors.base import ExecutorBase, StepSamples
 
 @dataclass(slots=True)
 class CancelFlag:
-    """Raised by cancel(); the step looks at it between layers."""
+    """Raised by cancel(); executors check it where a step can stop: between layers or stages."""
 
     _event: threading.Event = field(default_factory=threading.Event)
 

@@ -45,7 +45,7 @@ class BodyInput:
 
     @property
     def sources(self) -> Array:
-        """Indices into the samples, or -1: the token is body."""
+        """Indices into the samples, or -1: the token is in `tokens`."""
         return self.fields[1]
 
     @property

@@ -312,7 +312,7 @@ class CudaExecutor(ExecutorBase):
                 rows[requests[at][0]].scores = (scores, index)
 
     def _integers(self, values: Sequence[int]) -> Array:
-        """On the device, without waiting for what runs there."""
+        """On the device."""
         return torch.from_numpy(np.array(values, np.int64)).to(self._device, non_blocking=True)
 
     def _check_sampling(self, row: StepRow, request: SampleRow) -> None:
@@ -346,7 +346,7 @@ class CudaExecutor(ExecutorBase):
             count = min(step, plan.num_new_tokens - start)
             logits = self._runner.logits_of(packed.first + start, count)
             if plan.want is Want.LOGITS:
-                row.logits.append(logits.to("cpu", copy=True))  # there, no room for all
+                row.logits.append(logits.to("cpu", copy=True))  # the device cannot hold all
             if aimed := targets[start : start + count]:
                 scores = sampling.score(logits[: len(aimed)], self._integers(aimed), num_top)
                 row.prompt_scores.append(scores.on_host())

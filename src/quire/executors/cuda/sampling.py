@@ -34,7 +34,7 @@ class SampleRow(NamedTuple):
 
 
 def is_plain(plan: SequencePlan) -> bool:
-    """Whether the largest logit is the answer, and the only one."""
+    """Whether the token is the argmax of the unmodified logits, and no logprobs are wanted."""
     how = plan.sampling
     if how is None or plan.allowed is not None or plan.history is not None:
         return False

@@ -1,4 +1,4 @@
-"""StepInput: a plan's rows packed into the integers that the kernels read, in one buffer.
+"""A plan's rows packed into the integers that the kernels read, in one buffer.
 
     head rows [rows] | head slots [rows]
     tokens | sources | positions | slots [tokens each]

@@ -40,7 +40,7 @@ class CudaTicket:
     plan: StepPlan
     rows: list[StepRow]
     num_padding: int = 0
-    is_plain: bool = False  # every row is sampled and asks for nothing else
+    is_plain: bool = False  # every row wants the argmax of its logits and nothing else
     answers: Array | None = None  # [rows, 2] on the host, once `done`
     finite: Array | None = None  # [tokens]
     begun: Array | None = None  # events of the stream
