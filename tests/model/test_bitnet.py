@@ -13,6 +13,7 @@ from tests.fixture_files import FIXTURES
 
 from quire import LLM
 from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.loader.gguf_writer import write_gguf
 from quire.model.loading import load_model, read_tokenizer
 
 OURS = FIXTURES / "bitnet-published"
@@ -85,6 +86,34 @@ def test_a_file_that_does_not_name_its_pre_tokenizer_is_tokenised_as_the_model_w
     assert tokenizer is not None
     assert tokenizer.encode(asked["text"]) == asked["hf_tokenizers"]
     assert asked["hf_tokenizers"] != asked["bitnetcpp_no_pre_default"]
+
+
+def as_llama(source: Path, path: Path) -> Path:
+    """The same matrices under the architecture `llama`: SiLU, interleaved rope, no sub-norms."""
+    with load_model(source) as model:
+        metadata = model.metadata
+        fields: dict[str, Any] = {"general.architecture": "llama"}
+        for key in metadata:
+            if key.startswith("bitnet-25."):
+                fields["llama." + key.removeprefix("bitnet-25.")] = metadata[key]
+        kept = [tensor for name, tensor in model.tensors.items() if "sub_norm" not in name]
+        write_gguf(path, fields, kept)
+    return path
+
+
+def test_i2_s_runs_under_the_architecture_llama(tmp_path: Path) -> None:
+    path = as_llama(published("c", "i2s.gguf"), tmp_path / "llama.gguf")
+    with load_model(path) as model:
+        assert model.spec.family == "llama"
+        assert model.spec.rope.interleaved
+        assert not model.spec.sub_norms
+        assert model.tensors["blk.0.attn_q.weight"].format.name == "I2_S"
+    tokens, _ = golden("c", "i2s")
+    alone = logits(path, "cpu", tokens)
+    assert error(alone, logits(path, "reference", tokens)) <= 1e-3
+    with LLM(path, device="cpu", kv_memory="8MiB") as llm:
+        batch = llm.forward_batch([tokens[:7], tokens, tokens[3:]])
+    assert np.array_equal(np.asarray(batch[1]), alone), "the same bits in a batch"
 
 
 # ---- files that are not sound
