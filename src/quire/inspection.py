@@ -47,6 +47,8 @@ class TensorFacts:
     count: int
     weights: int
     by_type: dict[str, TypeTotals]  # the largest first
+    i2s_packing: str | None  # that its I2_S tensors are taken to be in, which no file says
+    i2s_packing_asked: bool  # whether the user said so
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,9 @@ class Inspection:
     problems: list[str] = field(default_factory=list)
 
 
-def inspect_model(model: str, path: Path, *, trusted: bool) -> Inspection:
+def inspect_model(
+    model: str, path: Path, *, trusted: bool, i2s_packing: str | None = None
+) -> Inspection:
     """Look at a GGUF file or a safetensors folder without unpacking it.
 
     What cannot be read without privileges is not read at all. What is refused there is read here
@@ -133,7 +137,7 @@ def inspect_model(model: str, path: Path, *, trusted: bool) -> Inspection:
     found = Inspection()
     with _noting(found.problems):
         verdict = examine(model, path, trusted=trusted)
-        _inspect_file(found, path)
+        _inspect_file(found, path, i2s_packing)
         if found.file is not None:
             found.isolation = verdict
     return found
@@ -148,11 +152,11 @@ def _noting(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def _inspect_file(found: Inspection, path: Path) -> None:
+def _inspect_file(found: Inspection, path: Path, i2s_packing: str | None) -> None:
     with _noting(found.problems), open_model_file(path) as source:
         found.file = _file_facts(source, path)
-        found.tensors = _tensor_facts(source.tensors.values())
-        with _noting(found.problems), load_model(path) as model:
+        found.tensors = _tensor_facts(source.tensors.values(), i2s_packing)
+        with _noting(found.problems), load_model(path, i2s_packing=i2s_packing) as model:
             _inspect_loaded(found, model)
 
 
@@ -194,7 +198,7 @@ def _text(metadata: Metadata, key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _tensor_facts(tensors: Iterable[Tensor]) -> TensorFacts:
+def _tensor_facts(tensors: Iterable[Tensor], i2s_packing: str | None) -> TensorFacts:
     by_type: dict[str, TypeTotals] = {}
     for tensor in tensors:
         totals = by_type.setdefault(tensor.format.name, TypeTotals())
@@ -205,6 +209,8 @@ def _tensor_facts(tensors: Iterable[Tensor]) -> TensorFacts:
         count=sum(totals.count for totals in by_type.values()),
         weights=sum(totals.weights for totals in by_type.values()),
         by_type=dict(sorted(by_type.items(), key=lambda item: -item[1].bytes)),
+        i2s_packing=(i2s_packing or "x86") if "I2_S" in by_type else None,
+        i2s_packing_asked=i2s_packing is not None,
     )
 
 

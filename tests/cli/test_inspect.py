@@ -186,3 +186,27 @@ def test_it_says_what_was_taken_from_the_process_that_read_the_file_first(text_m
     run = quire("inspect", text_model, "--json", "--trust-model-file")
     trusted = json.loads(run.out)["isolation"]
     assert trusted == {"in_force": [], "why_not": "the file is trusted"}
+
+
+I2S = FIXTURES / "bitnet-published" / "c" / "i2s.gguf"
+
+
+def test_the_packing_of_i2_s_is_said_to_be_assumed() -> None:
+    run = quire("inspect", I2S)
+    assert run.code == 0
+    assert "packing of x86 builds, as most files are: nothing in a file says" in run.out
+    assert "--i2s-packing arm" in run.out
+    found = json.loads(quire("inspect", I2S, "--i2s-packing", "arm", "--json").out)["tensors"]
+    assert (found["i2s_packing"], found["i2s_packing_asked"]) == ("arm", True)
+    assert "packing" not in quire("inspect", TINY).out
+
+
+def test_a_packing_of_what_has_no_i2_s_is_a_problem() -> None:
+    run = quire("inspect", TINY, "--i2s-packing", "arm")
+    assert run.code == 1
+    assert "has no tensor of type I2_S: leave it out" in run.err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "inspect"])
+def test_commands_that_load_a_model_take_the_packing(command: str) -> None:
+    assert "--i2s-packing {x86,arm}" in quire(command, "--help").out

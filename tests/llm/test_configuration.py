@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 def test_what_is_written_reads_back(file: Path) -> None:
     engine: dict[str, int | float | str] = {"max_batch_size": 600, "slo_itl_ms": 7.5}
     run: dict[str, int | float | str] = {"device": "cpu", "threads": 4, "kv_memory": 'a"ü😀'}
-    run["kv_cache_dtype"] = "int8"
+    run |= {"kv_cache_dtype": "int8", "i2s_packing": "arm"}
     file.write_text(configuration_text({"engine": engine, "run": run}, ["one\ntwo"]))
     assert file.read_text().startswith("# one two\n\n[engine]\nmax_batch_size = 600\n")
     options = read_configuration(file)
@@ -30,6 +30,7 @@ def test_what_is_written_reads_back(file: Path) -> None:
         threads=4,
         kv_memory='a"ü😀',
         kv_cache_dtype="int8",
+        i2s_packing="arm",
         max_batch_size=600,
         engine={"slo_itl_ms": 7.5},
     )
@@ -51,6 +52,7 @@ def test_an_empty_file_is_the_usual_options(file: Path) -> None:
         ),
         ("[run]\nkv_cache_dtype = 8", r"\[run\] kv_cache_dtype is 8, which is of the wrong type"),
         ("[run]\nkv_cache_dtype = 'f8'", "kv_cache_dtype must be one of auto, f16, int8, got 'f8'"),
+        ("[run]\ni2s_packing = 'neon'", "i2s_packing must be one of x86, arm, got 'neon'"),
         ("[server]\nport = 1", r"'server' is unknown; there are the tables \[engine\] and \[run\]"),
         ("engine = 3", "'engine' is unknown"),
         ("[engine]\nmax_batch_size = 0", "max_batch_size must be an integer of at least 1, got 0"),

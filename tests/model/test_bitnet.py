@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
-from tests.fixture_files import FIXTURES
+from tests.cli.program import quire
+from tests.fixture_files import FIXTURES, fixture_file
 
 from quire import LLM
-from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.core.errors import ConfigError, ModelFileError, UnsupportedModelError
 from quire.loader.gguf_writer import write_gguf
+from quire.loader.reading import Region
 from quire.model.loading import load_model, read_tokenizer
+from quire.quant import ternary
 
 OURS = FIXTURES / "bitnet-published"
 ALL = Path(__file__).parents[3] / "shared" / "fixtures" / "bitnet-published"  # beside a checkout
@@ -32,6 +35,7 @@ FORMS = {
     "extra/tq1.gguf": ("tq1", 2e-3),
     "extra/tq2-silu-upstream.gguf": ("tq2_silu_upstream", 2e-3),
     "extra/tq1-silu-upstream.gguf": ("tq1_silu_upstream", 2e-3),
+    "extra/i2s-arm.gguf": ("i2s_arm", 1e-6),
 }
 CASES = [("a", form) for form in FORMS] + [
     ("c", form) for form in FORMS if "tq" not in form and "q6k" not in form
@@ -54,8 +58,8 @@ def golden(model: str, name: str) -> tuple[list[int], Floats]:
     return found["tokens"].tolist(), found[name]
 
 
-def logits(path: Path, device: str, tokens: list[int]) -> Floats:
-    with LLM(path, device=device, kv_memory="8MiB") as llm:
+def logits(path: Path, device: str, tokens: list[int], packing: str | None = None) -> Floats:
+    with LLM(path, device=device, kv_memory="8MiB", i2s_packing=packing) as llm:
         found: Floats = np.asarray(llm.forward_batch([tokens])[0], np.float32)
         return found
 
@@ -70,10 +74,97 @@ def test_a_published_form_gives_the_logits_of_its_tool(model: str, form: str) ->
     name, limit = FORMS[form]
     path = published(model, form)
     tokens, expected = golden(model, name)
-    if (model, form) == ("c", "i2s.gguf"):
+    if model == "c" and form in ("i2s.gguf", "extra/i2s-arm.gguf"):
         limit = 2e-4  # its embedding is in Q8_0
-    assert error(logits(path, "reference", tokens), expected) <= limit
-    assert error(logits(path, "cpu", tokens), expected) <= 1e-3
+    packing = "arm" if "arm" in form else None
+    assert error(logits(path, "reference", tokens, packing), expected) <= limit
+    assert error(logits(path, "cpu", tokens, packing), expected) <= 1e-3
+
+
+# ---- the packing of ARM builds
+
+
+def as_arm(source: Path, path: Path) -> Path:
+    """The file as an ARM build of bitnet.cpp writes it: each 32 bytes of codes packed anew."""
+    content = np.frombuffer(source.read_bytes(), np.uint8).copy()
+    with load_model(source) as model:
+        for tensor in model.tensors.values():
+            if tensor.format.name == "I2_S":
+                assert isinstance(tensor.source, Region)
+                at = tensor.source.start
+                blocks = content[at : at + tensor.num_block_bytes]
+                codes = ternary.unpack_i2s(blocks, ternary.X86_BLOCK)
+                blocks[:] = ternary.pack_i2s(codes, ternary.ARM_BLOCK)
+    path.write_bytes(content.tobytes())
+    return path
+
+
+@pytest.mark.parametrize("model", ["a", "c"])
+def test_a_file_of_an_arm_build_is_the_other_packing_of_the_same_codes(
+    model: str, tmp_path: Path
+) -> None:
+    made = as_arm(published(model, "i2s.gguf"), tmp_path / "arm.gguf")
+    real = published(model, "extra/i2s-arm.gguf")
+    with load_model(made) as ours, load_model(real) as theirs:
+        for name, tensor in theirs.tensors.items():
+            assert np.array_equal(ours.tensors[name].blocks, tensor.blocks), name
+            assert ours.tensors[name].scale == tensor.scale
+
+
+def test_both_packings_of_a_model_give_the_same_bits(tmp_path: Path) -> None:
+    x86 = published("c", "i2s.gguf")
+    arm = as_arm(x86, tmp_path / "arm.gguf")
+    tokens, expected = golden("c", "i2s")
+    for device in ("cpu", "reference"):
+        found = logits(x86, device, tokens, "x86")
+        assert np.array_equal(logits(arm, device, tokens, "arm"), found)
+    assert error(logits(arm, "reference", tokens), expected) > 0.5, "nobody guesses"
+
+
+def test_a_part_of_a_tensor_in_arms_packing_is_the_same_part(tmp_path: Path) -> None:
+    arm = as_arm(published("c", "i2s.gguf"), tmp_path / "arm.gguf")
+    with load_model(published("c", "i2s.gguf")) as one, load_model(arm, i2s_packing="arm") as other:
+        expected, found = (m.tensors["blk.0.attn_q.weight"] for m in (one, other))
+    whole, end = expected.data, expected.nbytes
+    for start, stop in (
+        (0, end),
+        (0, 32),
+        (5, 70),
+        (end - 40, end),
+        (end - 32, end),
+        (end - 8, end),
+    ):
+        assert np.array_equal(found.read(start, stop), whole[start:stop]), (start, stop)
+    assert found.scale == expected.scale
+    assert np.array_equal(found.rows_float32(3, 9), expected.rows_float32(3, 9))
+
+
+def test_the_program_takes_the_packing(tmp_path: Path) -> None:
+    x86 = published("c", "i2s.gguf")
+    arm = as_arm(x86, tmp_path / "arm.gguf")
+    asked = ("--prompt", "The model", "--max-tokens", "8", "--logprobs", "3", "--device", "cpu")
+
+    def completions(path: Path, *more: str) -> object:
+        run = quire("generate", "--model", path, *asked, "--json", *more)
+        assert run.code == 0, run.err
+        return json.loads(run.out)["outputs"][0]["completions"]
+
+    assert completions(arm, "--i2s-packing", "arm") == completions(x86)
+    assert completions(arm) != completions(x86)
+
+
+@pytest.mark.parametrize("packing", ["x86", "arm"])
+def test_a_packing_of_what_has_none_is_refused(packing: str) -> None:
+    for path in (fixture_file("tiny/Q8_0.gguf"), published("c", "hf-packed"), "dummy:tiny"):
+        with pytest.raises(ConfigError, match=r"no tensor of type I2_S: leave it out"):
+            LLM(path, device="cpu", i2s_packing=packing)
+
+
+def test_there_are_two_packings() -> None:
+    with pytest.raises(ConfigError, match="i2s_packing must be one of x86, arm, got 'neon'"):
+        LLM(published("c", "i2s.gguf"), i2s_packing="neon")
+    with pytest.raises(ConfigError, match="must be one of x86, arm"):
+        load_model(published("c", "i2s.gguf"), i2s_packing="neon")
 
 
 @pytest.mark.parametrize("model", ["a", "c"])
@@ -245,16 +336,19 @@ def test_an_i2_s_file_that_is_cut_is_refused(tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_an_i2_s_scale_must_be_a_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -0.25])
+def test_an_i2_s_scale_must_be_a_size(tmp_path: Path, scale: float) -> None:
     content = bytearray(published("c", "i2s.gguf").read_bytes())
     with load_model(published("c", "i2s.gguf")) as model:
         tensor = model.tensors["blk.0.attn_q.weight"]
         at = content.find(tensor.blocks.tobytes()) + tensor.num_block_bytes
-    content[at : at + 4] = np.array([np.nan], "<f4").tobytes()
+    content[at : at + 4] = np.array([scale], "<f4").tobytes()
     path = tmp_path / "broken.gguf"
     path.write_bytes(content)
-    with load_model(path) as model, pytest.raises(ModelFileError, match="has the scale nan"):
+    with load_model(path) as model, pytest.raises(ModelFileError, match=f"has the scale {scale}"):
         model.tensors["blk.0.attn_q.weight"].to_float32()
+    with pytest.raises(ModelFileError, match=f"has the scale {scale}"):
+        LLM(path, device="cpu")
 
 
 def test_an_embedding_in_i2_s_is_refused(tmp_path: Path) -> None:

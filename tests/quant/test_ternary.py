@@ -19,6 +19,20 @@ def test_i2s_bytes_hold_their_codes_as_bitnet_cpp_documents() -> None:
         assert packed[index % 32] >> (6 - 2 * (index // 32)) & 3 == index % 3
 
 
+def test_arm_builds_pack_blocks_of_half_the_size() -> None:
+    packed = ternary.pack_i2s(np.arange(128, dtype=np.uint8)[None] % 3, ternary.ARM_BLOCK)
+    for index in range(128):
+        block, place = divmod(index, 64)
+        at = 16 * block + place % 16
+        assert packed[at] >> (6 - 2 * (place // 16)) & 3 == index % 3
+
+
+@pytest.mark.parametrize("block", [ternary.X86_BLOCK, ternary.ARM_BLOCK])
+def test_i2s_is_unpacked_as_it_was_packed(block: int) -> None:
+    codes = random_codes(3, 256)
+    assert np.array_equal(ternary.unpack_i2s(ternary.pack_i2s(codes, block), 256, block), codes)
+
+
 def test_i2s_blocks_decode_to_their_codes() -> None:
     codes = random_codes(2, 256)
     weights = decode_i2_s(ternary.pack_i2s(codes).reshape(-1, 32))

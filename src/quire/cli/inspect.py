@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
             "`quire bench make-model` writes it as one"
         )
     path = resolve(args.model, print_notice)
-    found = inspect_model(args.model, path, trusted=args.trust_model_file)
+    found = inspect_model(
+        args.model, path, trusted=args.trust_model_file, i2s_packing=args.i2s_packing
+    )
     if args.json:
         print_json(_as_json(found))
     else:
@@ -102,7 +104,18 @@ def _tensor_lines(facts: TensorFacts) -> list[str]:
         f"{name:<7} {totals.count:>5}  {totals.weights:>15,}  {format_bytes(totals.bytes):>11}"
         for name, totals in facts.by_type.items()
     ]
-    return [f"{facts.count} tensors, {facts.weights:,} weights", *rows]
+    return [f"{facts.count} tensors, {facts.weights:,} weights", *rows, *_packing_lines(facts)]
+
+
+def _packing_lines(facts: TensorFacts) -> list[str]:
+    if facts.i2s_packing is None:
+        return []
+    other = "x86" if facts.i2s_packing == "arm" else "arm"
+    why = "as asked" if facts.i2s_packing_asked else "as most files are"
+    return [
+        f"I2_S is taken to be in the packing of {facts.i2s_packing} builds, {why}: nothing in a "
+        f"file says. If the model writes nonsense, try --i2s-packing {other}"
+    ]
 
 
 def _tokenizer_lines(facts: TokenizerFacts) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from quire.cli.program import print_status
+from quire.core.config import I2S_PACKINGS
 from quire.core.sampling import SamplingParams
 
 DEFAULT_MODEL = "smollm2"
@@ -35,6 +36,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_cache_type_option(group, "auto")
     add_invariance_option(group)
     add_template_option(group)
+    add_packing_option(group)
     add_trust_option(group)
 
 
@@ -80,6 +82,15 @@ def add_template_option(group: Options) -> None:
     )
 
 
+def add_packing_option(group: Options) -> None:
+    group.add_argument(
+        "--i2s-packing",
+        choices=I2S_PACKINGS,
+        help="which builds of bitnet.cpp wrote the file's I2_S tensors; the file does not say, and "
+        "most are x86's, as the published ones (default: x86)",
+    )
+
+
 def add_cache_type_option(group: Options, default: str | None) -> None:
     group.add_argument(
         "--kv-cache-dtype",
@@ -92,7 +103,8 @@ def add_cache_type_option(group: Options, default: str | None) -> None:
 def load(kind: Callable[..., Loaded], args: argparse.Namespace, max_batch_size: int) -> Loaded:
     """An LLM or AsyncLLM as the options above ask for it."""
     names = ("model", "device", "kv_memory", "max_context", "threads", "kv_cache_dtype")
-    options = {name: getattr(args, name) for name in (*names, "trust_model_file")}
+    more = ("i2s_packing", "trust_model_file")
+    options = {name: getattr(args, name) for name in (*names, *more)}
     options["chat_template"] = True if args.chat_template is None else args.chat_template
     print_status(f"quire: loading {args.model}")
     return kind(**options, invariant=not args.no_invariant, max_batch_size=max_batch_size)
@@ -242,6 +254,7 @@ def _add_run_options(group: Options) -> None:
         action="store_true",
         help="refuse chats: for a model whose template does not compile, or to serve text alone",
     )
+    add_packing_option(group)
     add_trust_option(group)
     add("--batch-timeout-ms", type=float, metavar="MS", help="longest batching delay")
     add("--slo-itl-ms", type=float, metavar="MS", help="target between tokens")
@@ -411,6 +424,7 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _INSPECT_EPILOG
     add_model_name(parser, "model")
+    add_packing_option(parser)
     add_trust_option(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 

@@ -89,7 +89,10 @@ def _name_of(model: str) -> str:
 def _options(args: argparse.Namespace, settings: ServerSettings) -> Options:
     """What the file says, with what the command line says put over it."""
     options = Options() if args.config is None else read_configuration(args.config)
-    own = ("device", "max_batch_size", "kv_memory", "max_context", "threads", "kv_cache_dtype")
+    own = (
+        *("device", "max_batch_size", "kv_memory", "max_context", "threads", "kv_cache_dtype"),
+        "i2s_packing",
+    )
     given = {name: getattr(args, name) for name in own if getattr(args, name) is not None}
     if args.no_invariant:
         given["invariant"] = False

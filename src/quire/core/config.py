@@ -1,10 +1,19 @@
-"""EngineConfig: every setting of the engine, resolved once and frozen."""
+"""EngineConfig: every setting of the engine, resolved once and frozen; and choices that options on
+every layer share."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire.core.errors import ConfigError
+
+# How I2_S tensors are packed, by the builds of bitnet.cpp that read and write them.
+I2S_PACKINGS = ("x86", "arm")
+
+
+def check_i2s_packing(value: str | None) -> None:
+    if value not in (None, *I2S_PACKINGS):
+        raise ConfigError(f"i2s_packing must be one of {', '.join(I2S_PACKINGS)}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

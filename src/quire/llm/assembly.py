@@ -57,7 +57,7 @@ def assemble(model: str | Path, options: Options) -> Assembly:
     template = read_template(options.chat_template)
     path = resolve(model, print_notice)
     examine(model, path, trusted=options.trust_model_file).check()
-    with load_model(path) as loaded:
+    with load_model(path, i2s_packing=options.i2s_packing) as loaded:
         loaded = _with_context(loaded, options.max_context)
         tokenizer = _with_template(read_tokenizer(loaded), template, options.chat_template)
         options = resolve_auto(options, loaded, print_notice)

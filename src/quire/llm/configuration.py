@@ -40,6 +40,7 @@ _KINDS: dict[str, dict[str, _Kind]] = {
         "invariant": bool,
         "trust_model_file": bool,
         "chat_template": str,
+        "i2s_packing": str,
     },
 }
 _OWN = ("max_batch_size", "batch_timeout_ms")  # of the engine's fields, those of Options as well

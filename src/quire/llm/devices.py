@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from quire.core.config import EngineConfig
+from quire.core.config import EngineConfig, check_i2s_packing
 from quire.core.errors import ConfigError, UnsupportedModelError
 from quire.executors.base import Executor
 from quire.executors.cpu import check_native_module, check_unit, has_native_module
@@ -59,6 +59,7 @@ class Options:
     invariant: bool = True  # a request's tokens do not depend on the batch it runs in
     trust_model_file: bool = False  # it need not be read without privileges first
     chat_template: str | Path | bool = True  # the model's own, none, or that of a file
+    i2s_packing: str | None = None  # of a file's I2_S tensors: that of x86 builds, or "arm"
     engine: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,6 +78,7 @@ class Options:
                 f"kv_cache_dtype must be one of {', '.join(CACHE_TYPES)}, got "
                 f"{self.kv_cache_dtype!r}"
             )
+        check_i2s_packing(self.i2s_packing)
         for name in ("invariant", "trust_model_file"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")

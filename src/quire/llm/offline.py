@@ -51,8 +51,10 @@ class LLM:
     completion together; left out, what the model and the cache hold. `invariant=False` lets a GPU
     sum in an order that depends on the batch. `trust_model_file=True` reads the file at once, and
     not first in a process without privileges. `chat_template`: the path of a template to use
-    instead of the model's own, or False for none. Any other field of EngineConfig may be given
-    by name. `prompts` turns a prompt or a conversation into tokens.
+    instead of the model's own, or False for none. `i2s_packing="arm"` reads I2_S tensors that an
+    ARM build of bitnet.cpp wrote; a file does not say which did, and x86's packing is taken. Any
+    other field of EngineConfig may be given by name. `prompts` turns a prompt or a conversation
+    into tokens.
 
     It takes one call at a time; for callers that come and go, see AsyncLLM.
     """
@@ -71,6 +73,7 @@ class LLM:
         invariant: bool = True,
         trust_model_file: bool = False,
         chat_template: str | Path | bool = True,
+        i2s_packing: str | None = None,
         **engine: Any,
     ) -> None:
         options = Options(
@@ -84,6 +87,7 @@ class LLM:
             invariant=invariant,
             trust_model_file=trust_model_file,
             chat_template=chat_template,
+            i2s_packing=i2s_packing,
             engine=engine,
         )
         self._call = threading.Lock()  # locked while a call runs

@@ -41,6 +41,7 @@ class AsyncLLM:
         invariant: bool = True,
         trust_model_file: bool = False,
         chat_template: str | Path | bool = True,
+        i2s_packing: str | None = None,
         **engine: Any,
     ) -> None:
         options = Options(
@@ -54,6 +55,7 @@ class AsyncLLM:
             invariant=invariant,
             trust_model_file=trust_model_file,
             chat_template=chat_template,
+            i2s_packing=i2s_packing,
             engine=engine,
         )
         self._wire(assemble(model, options), None)

@@ -31,7 +31,7 @@ class Tensor:
     @property
     def data(self) -> Bytes:
         """All of its bytes [nbytes], read from the file each time: take them once."""
-        return self._bytes(0, self.nbytes)
+        return self.read(0, self.nbytes)
 
     @property
     def blocks(self) -> Bytes:
@@ -48,9 +48,12 @@ class Tensor:
         if not self.format.tail_bytes:
             return 1.0
         end = self.num_block_bytes
-        scale = float(self._bytes(end, end + 4).view("<f4")[0])
-        if not math.isfinite(scale):
-            raise ModelFileError(f"tensor {self.name} has the scale {scale}: the file is broken")
+        scale = float(self.read(end, end + 4).view("<f4")[0])
+        if not 0 <= scale < math.inf:  # the largest size of a weight
+            raise ModelFileError(
+                f"tensor {self.name} has the scale {scale}, expected a number of at least 0: the "
+                "file is broken, or the tensor of another type than the file says"
+            )
         return scale
 
     @property
@@ -71,13 +74,14 @@ class Tensor:
         rows = self._decoded(start * row_bytes, stop * row_bytes)
         return rows.reshape(stop - start, *self.shape[1:])
 
-    def _bytes(self, start: int, stop: int) -> Bytes:
+    def read(self, start: int, stop: int) -> Bytes:
+        """Bytes by their offsets in the tensor."""
         if isinstance(self.source, Region):
             return self.source.read(start, stop)
         return self.source[start:stop]
 
     def _block_bytes(self, start: int, stop: int) -> Bytes:
-        content = self._bytes(start, stop)
+        content = self.read(start, stop)
         if self.format.name == "I2_S":
             check_codes(content, self.name)
         return content

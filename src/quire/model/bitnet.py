@@ -1,4 +1,5 @@
-"""BitNet checkpoints of Hugging Face: packed or master weights, read as I2_S.
+"""BitNet checkpoints of Hugging Face: packed or master weights, read as I2_S; and I2_S in the
+packing of ARM builds, read in that of x86 builds, which executors take.
 
     quantization_config   quantization_mode   X.weight                 weights are
     autobitlinear         offline             uint8 [out / 4, in]      code · weight_scale
@@ -13,13 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.core.config import check_i2s_packing
+from quire.core.errors import ConfigError, ModelFileError, UnsupportedModelError
 from quire.loader.metadata import Fields, Metadata
 from quire.loader.reading import Bytes, Region
 from quire.loader.tensor import Tensor, packed_size
 from quire.model.spec import LAYER_LINEARS
 from quire.quant.formats import RAW, format_named
 from quire.quant.ternary import (
+    ARM_BLOCK,
     X86_BLOCK,
     Codes,
     check_codes,
@@ -27,6 +30,7 @@ from quire.quant.ternary import (
     mean_size,
     pack_i2s,
     rounded,
+    unpack_i2s,
     unpack_rows_of_four,
 )
 
@@ -196,3 +200,47 @@ def _i2s(
         )
     source = _AsI2S(shape, codes, scale)
     return Tensor(tensor.name, shape, I2_S, Region(source, 0, source.size))
+
+
+# ---- the packing of ARM builds
+
+
+def with_packing(
+    tensors: Mapping[str, Tensor], packing: str | None, path: str
+) -> dict[str, Tensor]:
+    """A file's tensors, its I2_S ones taken to be in the packing of that build (None: x86)."""
+    check_i2s_packing(packing)
+    if packing is None:
+        return dict(tensors)
+    if not any(tensor.format is I2_S for tensor in tensors.values()):
+        raise ConfigError(
+            f"i2s_packing is {packing!r}, but {path} has no tensor of type I2_S: leave it out"
+        )
+    if packing == "x86":
+        return dict(tensors)
+    return {n: _from_arm(t) if t.format is I2_S else t for n, t in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _FromArm:
+    """I2_S bytes in the packing of ARM builds, read in that of x86 builds. Two blocks of the one
+    are 32 bytes, as is a block of the other: each 32 bytes hold the same codes."""
+
+    tensor: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, start: int, stop: int) -> Bytes:
+        block_bytes, end = I2_S.block_bytes, self.tensor.num_block_bytes
+        first = min(start, end) // block_bytes * block_bytes
+        last = min(-(-stop // block_bytes) * block_bytes, end)
+        codes = unpack_i2s(self.tensor.read(first, last), X86_BLOCK, ARM_BLOCK)
+        packed = pack_i2s(codes)[start - first : stop - first]
+        return packed if stop <= end else np.append(packed, self.tensor.read(max(start, end), stop))
+
+
+def _from_arm(tensor: Tensor) -> Tensor:
+    source = _FromArm(tensor)
+    return Tensor(tensor.name, tensor.shape, I2_S, Region(source, 0, source.size))

@@ -17,7 +17,7 @@ from quire.loader.metadata import Metadata
 from quire.loader.reading import DISK, Files, parse_json_object
 from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
-from quire.model.bitnet import weights_of
+from quire.model.bitnet import weights_of, with_packing
 from quire.model.config_spec import spec_from_config
 from quire.model.dummy import DummyModel
 from quire.model.gguf_spec import spec_from_gguf
@@ -65,13 +65,15 @@ class Model:
         self.close()
 
 
-def load_model(path: str | Path, files: Files = DISK) -> Model:
+def load_model(path: str | Path, files: Files = DISK, *, i2s_packing: str | None = None) -> Model:
     """Open a GGUF file or a safetensors folder, or make a model without a file (`dummy:...`);
-    nothing is decoded yet."""
+    nothing is decoded yet. `i2s_packing`: whose builds of bitnet.cpp wrote its I2_S tensors, "x86"
+    (None) or "arm", which the file does not say."""
     if str(path).startswith(DUMMY_PREFIX):
+        with_packing({}, i2s_packing, str(path))  # what is made in memory needs no such word
         return _make_model(str(path))
     source = open_model_file(path, files)
-    tensors = dict(source.tensors)
+    tensors = with_packing(source.tensors, i2s_packing, source.path.name)
     if isinstance(source, GGUFFile):
         spec = spec_from_gguf(source.metadata, tensors)
     else:

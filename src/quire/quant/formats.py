@@ -14,7 +14,7 @@ its next bits the weights that follow, and so on. `_planes` undoes that for all 
 Names in the code: `scale` and `offset` are float32, `quants` the small integers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -193,6 +193,78 @@ def decode_i2_s(blocks: Blocks) -> Floats:
     highest bits."""
     quarters = _planes(blocks, bits=2, run=32).reshape(-1, 4, 32)[:, ::-1]
     return quarters.reshape(-1, 128).astype(np.float32) - 1
+
+
+# ---- encoders, of the formats that embeddings are written in
+#
+# Weights [blocks, block_size] in, blocks out, as llama.cpp quantises without an importance matrix.
+
+
+def encode_f32(weights: Floats) -> Blocks:
+    return weights.astype("<f4").view(np.uint8)
+
+
+def encode_f16(weights: Floats) -> Blocks:
+    return weights.astype("<f2").view(np.uint8)
+
+
+def encode_q8_0(weights: Floats) -> Blocks:
+    scale = np.abs(weights).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = weights * _ratio(np.float32(1), scale)
+    quants = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
+    return np.hstack([scale.astype("<f2").view(np.uint8), quants.view(np.uint8)])
+
+
+def _ratio(dividend: Floats | np.float32, divisor: Floats) -> Floats:
+    """The quotients; zero where the divisor is."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(divisor == 0, np.float32(0), dividend / divisor)
+
+
+def encode_q6_k(weights: Floats) -> Blocks:
+    """The groups' scales are searched for, then rounded to multiples of the block's."""
+    groups = weights.reshape(-1, 16, 16)
+    scales = _group_scales(groups)
+    largest = np.take_along_axis(scales, np.abs(scales).argmax(axis=1)[:, None], axis=1)
+    inverse = _ratio(np.float32(-128), largest)
+    half = _ratio(np.float32(1), inverse).astype("<f2")
+    small = np.minimum(127, np.rint(inverse * scales)).astype(np.int8)
+    divisor = half.astype(np.float32) * small.astype(np.float32)
+    quants = np.clip(np.rint(_ratio(groups, divisor[:, :, None])), -32, 31) + 32
+    codes = quants.astype(np.uint8).reshape(-1, 2, 4, 32)
+    low, high = codes & 15, codes >> 4
+    lows = low[:, :, :2] | low[:, :, 2:] << 4
+    highs = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
+    parts = [lows.reshape(-1, 128), highs.reshape(-1, 64), small.view(np.uint8)]
+    return np.hstack([*parts, half.view(np.uint8)])
+
+
+def _group_scales(groups: Floats) -> Floats:
+    """For each group the scale of 6-bit quants whose error, weighted by the squares of the weights,
+    is the least of nineteen candidates: [blocks, groups]."""
+    at = np.abs(groups).argmax(axis=2)[:, :, None]
+    peak = np.take_along_axis(groups, at, axis=2)
+    cubes = groups * groups * groups
+    best = np.zeros(groups.shape[:2], np.float32)
+    chosen = np.zeros_like(best)
+    for step in (0, *range(-9, 0), *range(1, 10)):
+        inverse = _ratio(np.float32(-32) - np.float32(0.1) * np.float32(step), peak)
+        quants = np.clip(np.rint(groups * inverse), -32, 31)
+        along = (cubes * quants).sum(axis=2)
+        size = (groups * groups * quants * quants).sum(axis=2)
+        better = along * along > best * size
+        scale = _ratio(along, size)
+        best = np.where(better, scale * along, best)
+        chosen = np.where(better, scale, chosen)
+    return chosen
+
+
+ENCODERS: Mapping[str, Callable[[Floats], Blocks]] = {
+    "F32": encode_f32,
+    "F16": encode_f16,
+    "Q8_0": encode_q8_0,
+    "Q6_K": encode_q6_k,
+}
 
 
 # ---- the table

@@ -5,7 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.cli.options import add_cache_type_option, add_invariance_option, add_trust_option
+from quire.cli.options import (
+    add_cache_type_option,
+    add_invariance_option,
+    add_packing_option,
+    add_trust_option,
+)
 from quire.cli.program import print_error, print_json, print_status
 from quire.llm.devices import Options
 from quire_bench.machine_info import machine, versions
@@ -34,6 +39,7 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", help="threads to compute on")
     add_cache_type_option(group, "auto")
     add_invariance_option(group)
+    add_packing_option(group)
     add_trust_option(group)
 
 
@@ -79,6 +85,7 @@ def load_options(args: argparse.Namespace, max_batch_size: int) -> Options:
         kv_cache_dtype=args.kv_cache_dtype,
         invariant=not args.no_invariant,
         trust_model_file=args.trust_model_file,
+        i2s_packing=args.i2s_packing,
     )
 
 
