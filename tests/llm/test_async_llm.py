@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.llm.conftest import KV_MEMORY
 
@@ -173,3 +174,88 @@ def test_it_is_made_like_the_blocking_model(text_model: Path) -> None:
         AsyncLLM(text_model, device="cuda")
     with pytest.raises(ConfigError, match="there is no option 'max_batch'"):
         AsyncLLM(text_model, max_batch=2)
+
+
+# ---- forward passes and the batch size
+
+
+def test_forward_batch_gives_what_the_blocking_model_gives(text_model: Path, text_llm: LLM) -> None:
+    text_llm.clear()
+    expected = [*text_llm.forward_batch([[1, 2, 3], [4]]), *text_llm.forward_batch([[5]], 3)]
+    text_llm.clear()
+
+    async def work(llm: AsyncLLM) -> None:
+        found = [*await llm.forward_batch([[1, 2, 3], [4]]), *await llm.forward_batch([[5]], 3)]
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+        with pytest.raises(RequestError, match="65 rows were given; a batch holds 64"):
+            await llm.forward_batch([[1]] * 65)
+        assert len(await llm.forward_batch([[1]] * 65, split=True)) == 65
+        await llm.clear()
+        assert llm.stats.kv_usage == 0.0
+
+    run(text_model, work)
+
+
+@pytest.mark.parametrize("plan_ahead", [False, True])
+def test_forward_batch_runs_beside_requests_and_changes_none_of_their_tokens(
+    text_model: Path, plan_ahead: bool
+) -> None:
+    params = replace(SAMPLED, max_tokens=60)
+
+    async def work(llm: AsyncLLM) -> None:
+        expected = (await llm.generate("Hello", params)).token_ids
+        rows = [[n, n + 1] for n in range(40)]
+        alone = await llm.forward_batch(rows, split=True)
+        request = asyncio.ensure_future(llm.generate("Hello", params))
+        while not llm.stats.num_running:
+            await asyncio.sleep(0.001)
+        beside = await llm.forward_batch(rows, split=True)
+        assert not request.done(), "they did not overlap"
+        np.testing.assert_array_equal(beside, alone)
+        assert (await request).token_ids == expected
+
+    # Steps of four tokens: more of them than an executor remembers samples of.
+    run(text_model, work, device=SLOW, max_batch_size=4, max_step_tokens=4, plan_ahead=plan_ahead)
+
+
+def test_rows_and_requests_leave_each_other_room_in_the_cache(text_model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        await llm.forward_batch([[1] * 500])  # 32 of 64 blocks
+        await llm.forward_batch([None, [1]])
+        with pytest.raises(RequestError, match=r"rows leave 31 of 64: call clear\(\) first"):
+            await llm.generate([1] * 490, replace(GREEDY, max_tokens=22))
+        await llm.clear(1)
+        long = asyncio.ensure_future(llm.generate([1] * 100, replace(SAMPLED, max_tokens=412)))
+        while not llm.stats.num_running:
+            await asyncio.sleep(0.001)
+        with pytest.raises(RequestError, match="rows of earlier calls hold 32, requests 32 of"):
+            await llm.forward_batch([None, [1]])
+        await llm.clear()
+        assert len(await llm.forward_batch([[1]])) == 1
+        long.cancel()
+
+    run(text_model, work, device=SLOW)
+
+
+def test_a_batch_size_is_set_between_requests(text_model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        expected = (await llm.generate("Hello", SAMPLED)).token_ids
+        before = asyncio.ensure_future(llm.generate("Hello", SAMPLED))
+        while not llm.stats.num_running:
+            await asyncio.sleep(0.001)
+        setting = asyncio.ensure_future(llm.set_batch_size(4))
+        await asyncio.sleep(0)
+        after = asyncio.ensure_future(llm.generate("Hello", SAMPLED))
+        await setting
+        assert llm.max_batch_size == 4
+        assert (await before).token_ids == (await after).token_ids == expected
+        assert llm.stats.stats.requests_ended == {"finished": 1}, "counters begin anew"
+        many = await asyncio.gather(*(llm.generate([n], GREEDY) for n in range(8)))
+        assert all(output.error is None for output in many)
+        assert llm.stats.stats.batch_size.mean > 2
+        with pytest.raises(ConfigError, match="max_batch_size"):
+            await llm.set_batch_size(0)
+        assert llm.max_batch_size == 4
+
+    run(text_model, work, device=SLOW, max_batch_size=1)

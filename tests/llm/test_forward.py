@@ -74,14 +74,37 @@ def test_without_starts_every_row_begins_anew(rows: LLM) -> None:
     np.testing.assert_array_equal(logits, whole(rows, TOKENS[:4]))
 
 
-def test_an_empty_row_is_left_as_it_is(rows: LLM) -> None:
+def test_one_start_serves_all_rows(rows: LLM) -> None:
+    rows.forward_batch([[1, 2], [3, 4]])
+    expected = rows.forward_batch([[5], [6]], [2, 2])
+    for start in (2, np.int64(2), np.array(2)):
+        given = rows.forward_batch([[5], [6]], start)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(given, expected)
+    with pytest.raises(RequestError, match=r"start_positions\[0\] is 4; the row has 3 tokens"):
+        rows.forward_batch([[5], [6]], 4)
+
+
+def test_more_rows_than_a_batch_holds_are_refused_unless_they_are_to_be_split() -> None:
+    with LLM(fixture_file("tiny/Q4_K_M.gguf"), kv_memory="4MiB", max_batch_size=2) as llm:
+        given = [[1, 2], [3], [4, 5, 6]]
+        message = r"3 rows were given; a batch holds 2: .* set_batch_size\(\), .* split=True"
+        with pytest.raises(RequestError, match=message):
+            llm.forward_batch(given)
+        assert llm.stats.kv_usage == 0.0
+        split = llm.forward_batch(given, split=True)
+        llm.set_batch_size(3)
+        for one, other in zip(split, llm.forward_batch(given), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_row_that_is_none_is_left_as_it_is(rows: LLM) -> None:
     expected = whole(rows, TOKENS[:6])
     rows.clear()
     rows.forward_batch([TOKENS[:5], [1, 2]])
-    nothing, some = rows.forward_batch([[], [3]], [5, 2])
+    nothing, some = rows.forward_batch([None, [3]], [5, 2])
     assert nothing.shape == (0, 512)
     assert some.shape == (1, 512)
-    [logits, _] = rows.forward_batch([TOKENS[5:6], []], [5, 3])
+    [logits, _] = rows.forward_batch([TOKENS[5:6], None], [5, 3])
     np.testing.assert_array_equal(logits, expected[5:])
 
 
@@ -96,7 +119,8 @@ def test_steps_are_cut_as_the_executor_takes_them() -> None:
         LLM(path, kv_memory="4MiB") as wide,
         LLM(path, kv_memory="4MiB", max_batch_size=2, max_step_tokens=5) as narrow,
     ):
-        for one, other in zip(wide.forward_batch(given), narrow.forward_batch(given), strict=True):
+        cut = narrow.forward_batch(given, split=True)
+        for one, other in zip(wide.forward_batch(given), cut, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
@@ -106,8 +130,8 @@ def test_clearing_a_row_gives_its_blocks_back(rows: LLM) -> None:
     rows.clear(row=1)
     assert rows.stats.kv_usage == pytest.approx(held * 2 / 5)
     with pytest.raises(RequestError, match="the row has 0 tokens"):
-        rows.forward_batch([[], [3]], [17, 33])
-    rows.forward_batch([[3], []], [17, 0])
+        rows.forward_batch([None, [3]], [17, 33])
+    rows.forward_batch([[3], None], 17)
     rows.clear()
     rows.clear(row=0)
     assert rows.stats.kv_usage == 0.0
@@ -115,8 +139,14 @@ def test_clearing_a_row_gives_its_blocks_back(rows: LLM) -> None:
 
 def test_truncating_a_row_gives_blocks_back(rows: LLM) -> None:
     rows.forward_batch([[1] * 100])
-    rows.forward_batch([[]], [20])
+    rows.forward_batch([[1]], [20])
     assert rows.stats.kv_usage * 128 == 2
+
+
+def test_rows_may_grow_into_blocks_that_others_give_back_in_the_same_call(rows: LLM) -> None:
+    rows.forward_batch([[1], [1] * 500, [1] * 500, [1] * 500])  # 97 of 128 blocks
+    rows.forward_batch([[1] * 512, [1], [1], [1]])  # 32 are needed before the others give theirs
+    assert rows.stats.kv_usage * 128 == 35
 
 
 @pytest.mark.parametrize(
@@ -131,7 +161,10 @@ def test_truncating_a_row_gives_blocks_back(rows: LLM) -> None:
         ([[1]], [0, 0], "1 rows but 2 start_positions"),
         ([[1]], [-1], r"start_positions\[0\] is -1"),
         ([[1]], ["0"], r"start_positions\[0\] must be an integer"),
-        ([[1]], 0, "start_positions must be a list"),
+        ([[1]], "0", "start_positions must be a list"),
+        ([[1]], True, "start_positions must be an integer, got True"),
+        ([[1], []], None, r"rows\[1\] is empty: give it a token, or None"),
+        ([[1]] * 65, None, "65 rows were given; a batch holds 64"),
         ([[1] * 513], None, r"rows\[0\] would come to 513 tokens; the context holds 512"),
         ([[1] * 512] * 5, None, "need 160 blocks .* hold 0 of its 128"),
     ],
@@ -164,7 +197,7 @@ def test_requests_and_rows_share_the_cache_without_touching_each_other(rows: LLM
     beside = rows.generate(prompts, params)
     assert [out.logprobs for out in beside] == [out.logprobs for out in alone]
     assert any(out.metrics.num_preemptions for out in beside)
-    [logits, *_] = rows.forward_batch([[5], [], [], []], [32, 480, 480, 480])
+    [logits, *_] = rows.forward_batch([[5], None, None, None], 32)
     np.testing.assert_array_equal(logits, expected[-1:])
 
 

@@ -39,6 +39,7 @@ class Admission:
         self._make_detokenizer = make_detokenizer
         self._make_grammar = make_grammar
         self.completion_rate = CompletionRate()
+        self._num_reserved_blocks = 0
         self._request_ids = itertools.count(1)
         self._sequence_ids = itertools.count(1)
 
@@ -75,6 +76,10 @@ class Admission:
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
         request.move_to(Status.WAITING, now)
         return request
+
+    def reserve_blocks(self, count: int) -> None:
+        """So many blocks are kept by others: requests must fit into the rest."""
+        self._num_reserved_blocks = count
 
     def check_queue(
         self, request: Request, waiting: WaitingQueues, num_parked: int, now: float
@@ -142,13 +147,7 @@ class Admission:
                 f"tokens; the context holds {capacity.max_context}",
                 param="max_tokens",
             )
-        needed = self._cache.blocks_for(total)
-        if needed > capacity.num_blocks:
-            raise RequestError(
-                f"{total} tokens need {needed} blocks of the KV cache, which has "
-                f"{capacity.num_blocks}; ask for fewer tokens or give it more memory",
-                param="max_tokens",
-            )
+        self._check_blocks(total)
         if not self._config.chunking and total > capacity.max_step_tokens:
             raise RequestError(
                 f"without chunking a step must hold all {total} tokens; it holds "
@@ -158,6 +157,24 @@ class Admission:
         batch = min(self._config.max_batch_size, capacity.max_batch_size)
         if params.n > batch:
             raise RequestError(f"n is {params.n}; a batch holds {batch} sequences", param="n")
+
+    def _check_blocks(self, num_tokens: int) -> None:
+        needed = self._cache.blocks_for(num_tokens)
+        num_blocks = self._capacity.num_blocks
+        left = num_blocks - self._num_reserved_blocks
+        if needed <= left:
+            return
+        if needed <= num_blocks:
+            raise RequestError(
+                f"{num_tokens} tokens need {needed} blocks of the KV cache, and forward_batch's "
+                f"rows leave {left} of {num_blocks}: call clear() first",
+                param="max_tokens",
+            )
+        raise RequestError(
+            f"{num_tokens} tokens need {needed} blocks of the KV cache, which has {num_blocks}; "
+            "ask for fewer tokens or give it more memory",
+            param="max_tokens",
+        )
 
     def _check_params(self, params: SamplingParams) -> None:
         vocabulary = self._capacity.vocabulary_size

@@ -11,14 +11,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Unpack
+from typing import TypeVar, Unpack
 
-from quire.core.errors import ExecutorError
+from quire.core.errors import ExecutorError, RequestError
 from quire.core.request import Ended, Event, Piece, Request, RequestOptions, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine, Health
 
 Command = Callable[[], object]
+T = TypeVar("T")
 
 
 class Stream:
@@ -127,6 +128,9 @@ class AsyncEngine:
         self._wake = threading.Event()
         self._streams: dict[str, Stream] = {}  # of the engine's thread alone
         self._idle_waiters: list[Future[None]] = []  # of the engine's thread alone
+        # Of the engine's thread alone: what replaces the engine, and arrivals that wait for it.
+        self._replacement: tuple[Callable[[], Engine], Future[None]] | None = None
+        self._held: list[Command] = []
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # guards what several event loops write
         self._arrivals: dict[asyncio.AbstractEventLoop, list[Command]] = {}  # of this iteration
@@ -149,6 +153,9 @@ class AsyncEngine:
         arrived_at = self.engine.clock.now()  # the engine's thread may be in a step for long
 
         def add() -> None:
+            if self._replacement is not None:
+                self._held.append(add)
+                return
             if not accepted.set_running_or_notify_cancel():
                 return  # its caller was cancelled
             try:
@@ -179,6 +186,39 @@ class AsyncEngine:
         """Run a request to its end; an error of the request is in the output."""
         handle = await self.submit(prompt, params, stream=False, **options)
         return await handle.output()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What a function returns or raises that the engine's thread runs between two steps."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(function())
+            except Exception as error:
+                done.set_exception(error)
+
+        with self._lock:
+            if self._is_closed:
+                raise ExecutorError("the engine is closed")
+            self._inbox.append(run)
+        self._start_and_wake()
+        return await asyncio.wrap_future(done)
+
+    async def replace_engine(self, make: Callable[[], Engine]) -> None:
+        """Run requests in another engine once those of this one have ended; new ones wait."""
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            if self._replacement is not None:
+                raise RequestError(
+                    "another call sets max_batch_size already", param="max_batch_size"
+                )
+            self._replacement = (make, done)
+
+        await self.call(begin)
+        await asyncio.wrap_future(done)
 
     def _post_after_iteration(self, command: Command, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
@@ -250,9 +290,11 @@ class AsyncEngine:
             if self.engine.health is Health.STUCK:
                 self._report_stuck()
             if not self.engine.has_work:
+                self._replace_engine()
                 self._resolve_idle_waiters()
             self._sleep()
         self._do_commands()
+        self._replace_engine()
         self.engine.close()
         self._deliver(self.engine.take_events())
         self._resolve_idle_waiters()
@@ -260,6 +302,24 @@ class AsyncEngine:
     def _do_commands(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
+
+    def _replace_engine(self) -> None:
+        """The engine is idle or closing: let what waits for that go on."""
+        if self._replacement is None:
+            return
+        make, done = self._replacement
+        self._replacement = None
+        if done.set_running_or_notify_cancel():
+            try:
+                if self._is_closed or self.engine.health is Health.STUCK:
+                    raise ExecutorError("the engine is closed")
+                self.engine = make()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+        held, self._held = self._held, []
+        _do_all(held)
 
     def _sleep(self) -> None:
         """Until there is something to do: a command, or the time the engine named."""

@@ -347,12 +347,29 @@ class Engine:
         """Override the configuration's weights, from the next step on."""
         self._scheduler.set_key_weights({**self.config.key_weights, **weights})
 
-    # ---- looking at it
+    # ---- beside other users of its executor and cache
 
     @property
     def cache(self) -> KVCache:
         """Its KV blocks; other users of it allocate and free between two steps."""
         return self._scheduler.cache
+
+    def reserve_blocks(self, count: int) -> None:
+        """Others keep so many blocks: requests that do not fit into the rest are refused."""
+        self._admission.reserve_blocks(count)
+
+    @property
+    def num_blocks_to_spare(self) -> int:
+        """Blocks that others may keep so that every live request can still run, alone at least."""
+        lengths = [s.max_length for live in self._lifecycle.live.values() for s in live.sequences]
+        return self.cache.pool.num_blocks - self.cache.blocks_for(max(lengths, default=0))
+
+    def settle(self) -> None:
+        """Wait for the steps in flight and update, so that others may submit steps."""
+        while self._flights:
+            self._complete(self._flights.popleft())
+
+    # ---- looking at it
 
     @property
     def health(self) -> Health:

@@ -1,7 +1,8 @@
 """ForwardRows: plain forward passes over rows of tokens, with keys and values kept between calls.
 
 The rows take their blocks from the engine's own cache, so that the two never write the same one.
-They offer nothing to prefix reuse and take nothing from it.
+They offer nothing to prefix reuse and take nothing from it. Blocks that they keep are reserved:
+requests must fit into the others.
 """
 
 import operator
@@ -15,8 +16,8 @@ import numpy.typing as npt
 
 from quire.core.errors import ExecutorError, QuireError, RequestError, RowFaultError
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, Want
-from quire.executors.base import Executor
-from quire.kvcache import BlockTable, KVCache
+from quire.engine.engine import Engine
+from quire.kvcache import BlockTable
 
 Logits = npt.NDArray[np.float32]  # [tokens, vocabulary]
 
@@ -38,26 +39,27 @@ class _Chunk(NamedTuple):
 
 
 class ForwardRows:
-    def __init__(
-        self, executor: Executor, cache: KVCache, *, max_batch_size: int, max_step_tokens: int
-    ) -> None:
-        self._executor = executor
-        self._cache = cache
-        self._max_batch_size = max_batch_size
-        self._max_step_tokens = max_step_tokens
+    """The rows of one engine's cache; used between two of its steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._executor = engine.executor
+        self._cache = engine.cache
+        capacity = engine.executor.capacity
+        self._max_batch_size = min(engine.config.max_batch_size, capacity.max_batch_size)
+        self._max_step_tokens = min(engine.config.max_step_tokens, capacity.max_step_tokens)
         self._rows: dict[int, _Row] = {}
         self._step_ids = count(-1, -1)  # apart from the engine's
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that the rows hold."""
-        return sum(len(row.table.blocks) for row in self._rows.values())
+    def run(self, rows: Any, start_positions: Any = None, *, split: bool = False) -> list[Logits]:
+        """The logits after every token of every row; nothing changes where a row is refused.
 
-    def run(self, rows: Any, start_positions: Any = None) -> list[Logits]:
-        """The logits after every token of every row; nothing changes where a row is refused."""
-        chunks = self._checked(rows, start_positions)
-        for chunk in chunks:
-            self._make_room(chunk)
+        `split`: more rows than a batch holds run in several passes, and are no error.
+        """
+        self._engine.settle()
+        given = _items(rows, "rows")
+        chunks = self._checked(given, start_positions, split=split)
+        self._make_room(chunks)
         try:
             logits = self._compute(chunks)
         except BaseException:
@@ -66,7 +68,8 @@ class ForwardRows:
             raise
         for chunk in chunks:
             self._rows[chunk.row].length = chunk.start + len(chunk.tokens)
-        return logits
+        none = np.empty((0, self._executor.capacity.vocabulary_size), np.float32)
+        return [logits.get(number, none) for number in range(len(given))]
 
     def clear(self, row: int | None = None) -> None:
         """Forget a row, or all of them, and give their blocks back."""
@@ -74,21 +77,24 @@ class ForwardRows:
             kept = self._rows.pop(index, None)
             if kept is not None:
                 self._cache.free(kept.table)
+        self._reserve()
 
     # ---- before anything changes
 
-    def _checked(self, rows: Any, start_positions: Any) -> list[_Chunk]:
-        token_rows = [_tokens(row, f"rows[{n}]") for n, row in enumerate(_items(rows, "rows"))]
-        starts = [0] * len(token_rows)
-        if start_positions is not None:
-            given = enumerate(_items(start_positions, "start_positions"))
-            starts = [_integer(start, f"start_positions[{n}]") for n, start in given]
-        if len(starts) != len(token_rows):
+    def _checked(self, rows: list[Any], start_positions: Any, *, split: bool) -> list[_Chunk]:
+        """The rows' new tokens, without those of rows that are None."""
+        starts = _starts(start_positions, len(rows))
+        chunks = [
+            _Chunk(n, starts[n], _tokens(row, f"rows[{n}]"))
+            for n, row in enumerate(rows)
+            if row is not None
+        ]
+        if len(chunks) > self._max_batch_size and not split:
             raise RequestError(
-                f"there are {len(token_rows)} rows but {len(starts)} start_positions",
-                param="start_positions",
+                f"{len(chunks)} rows were given; a batch holds {self._max_batch_size}: give fewer, "
+                "raise it with set_batch_size(), or say split=True for several passes",
+                param="rows",
             )
-        chunks = [_Chunk(n, *pair) for n, pair in enumerate(zip(starts, token_rows, strict=True))]
         for chunk in chunks:
             self._check(chunk)
         self._check_blocks(chunks)
@@ -96,6 +102,11 @@ class ForwardRows:
 
     def _check(self, chunk: _Chunk) -> None:
         capacity = self._executor.capacity
+        if not chunk.tokens:
+            raise RequestError(
+                f"rows[{chunk.row}] is empty: give it a token, or None to leave that row as it is",
+                param="rows",
+            )
         for offset, token in enumerate(chunk.tokens):
             if not 0 <= token < capacity.vocabulary_size:
                 raise RequestError(
@@ -123,35 +134,52 @@ class ForwardRows:
         kept = sum(len(row.table.blocks) for n, row in self._rows.items() if n not in given)
         needed = sum(self._cache.blocks_for(chunk.start + len(chunk.tokens)) for chunk in chunks)
         num_blocks = self._cache.pool.num_blocks
-        if needed + kept > num_blocks:
+        # Not those that requests hold, nor those that the largest of them needs.
+        unused = self._cache.pool.num_free + self._num_blocks
+        available = min(unused, self._engine.num_blocks_to_spare)
+        if needed + kept > available:
+            requests = "" if available == num_blocks else f", requests {num_blocks - available}"
             raise RequestError(
                 f"the rows need {needed} blocks of the KV cache, and rows of earlier calls hold "
-                f"{kept} of its {num_blocks}: clear() rows, give fewer, or give kv_memory more",
+                f"{kept}{requests} of its {num_blocks}: clear() rows, give fewer, or give "
+                "kv_memory more",
                 param="rows",
             )
 
     # ---- computing
 
-    def _make_room(self, chunk: _Chunk) -> None:
-        """Give the row blocks for its new tokens and take back those past its start."""
-        row = self._rows.setdefault(chunk.row, _Row(self._cache.new_table(None)))
-        whole = row.table
-        row.table = self._cache.fork(whole, chunk.start)
-        self._cache.free(whole)
-        row.length = chunk.start
-        copies = self._cache.extend(row.table, chunk.start, chunk.start + len(chunk.tokens))
-        assert copies == [], "rows share no blocks, and there are enough"
+    @property
+    def _num_blocks(self) -> int:
+        """Blocks that the rows hold."""
+        return sum(len(row.table.blocks) for row in self._rows.values())
 
-    def _compute(self, chunks: Sequence[_Chunk]) -> list[Logits]:
-        vocabulary = self._executor.capacity.vocabulary_size
-        pieces: list[list[Logits]] = [[np.empty((0, vocabulary), np.float32)] for _ in chunks]
+    def _reserve(self) -> None:
+        self._engine.reserve_blocks(self._num_blocks)
+
+    def _make_room(self, chunks: Sequence[_Chunk]) -> None:
+        """Take back the rows' blocks past their starts, then give them blocks for new tokens."""
+        for chunk in chunks:
+            row = self._rows.setdefault(chunk.row, _Row(self._cache.new_table(None)))
+            whole = row.table
+            row.table = self._cache.fork(whole, chunk.start)
+            self._cache.free(whole)
+            row.length = chunk.start
+        for chunk in chunks:
+            table = self._rows[chunk.row].table
+            copies = self._cache.extend(table, chunk.start, chunk.start + len(chunk.tokens))
+            assert copies == [], "rows share no blocks, and there are enough"
+        self._reserve()
+
+    def _compute(self, chunks: Sequence[_Chunk]) -> dict[int, Logits]:
+        """The logits of each row, by its number."""
+        pieces: dict[int, list[Logits]] = {chunk.row: [] for chunk in chunks}
         for step in self._steps(chunks):
             plan = StepPlan(next(self._step_ids), tuple(map(self._plan, step)))
             for chunk, result in zip(step, self._execute(plan), strict=True):
                 if result.fault is not None:
                     raise RowFaultError(f"rows[{chunk.row}]: {result.fault}")
                 pieces[chunk.row].append(np.asarray(result.logits, np.float32))
-        return [np.concatenate(of_row) for of_row in pieces]
+        return {row: np.concatenate(of_row) for row, of_row in pieces.items()}
 
     def _steps(self, chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
         """The same tokens in steps that an executor takes."""
@@ -188,6 +216,22 @@ def _items(given: Any, name: str) -> list[Any]:
     if not isinstance(given, list | tuple):
         raise RequestError(f"{name} must be a list, got {given!r:.100}", param=_param(name))
     return list(given)
+
+
+def _starts(given: Any, num_rows: int) -> list[int]:
+    """A start for each row: the one for all, one for each, or 0."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if given is None or isinstance(given, int):
+        return [_integer(0 if given is None else given, "start_positions")] * num_rows
+    listed = enumerate(_items(given, "start_positions"))
+    starts = [_integer(start, f"start_positions[{n}]") for n, start in listed]
+    if len(starts) != num_rows:
+        raise RequestError(
+            f"there are {num_rows} rows but {len(starts)} start_positions: give one for each, or "
+            "one number for all",
+            param="start_positions",
+        )
+    return starts
 
 
 def _tokens(row: Any, name: str) -> tuple[int, ...]:

@@ -143,9 +143,7 @@ class LLM:
         each = params_for_each(params, len(asked))
         if not asked:
             return []
-        run = _OfflineRun(
-            self._engine, asked, each, prepare, num_reserved_blocks=self._rows.num_blocks
-        )
+        run = _OfflineRun(self._engine, asked, each, prepare)
         try:
             return run.run(ProgressBar(len(asked), show=progress))
         except BaseException:  # Ctrl-C, most likely: the engine's state is unknown
@@ -155,15 +153,21 @@ class LLM:
     # ---- plain forward passes
 
     def forward_batch(
-        self, rows: Sequence[Sequence[int]], start_positions: Sequence[int] | None = None
+        self,
+        rows: Sequence[Sequence[int] | None],
+        start_positions: Sequence[int] | int | None = None,
+        *,
+        split: bool = False,
     ) -> list[Logits]:
         """The logits after every token of every row: one array [tokens, vocabulary] each.
 
         Row n goes on where the last call left row n if its start is that row's length; an earlier
-        start drops what lies after it, and no starts at all begin every row anew.
+        start drops what lies after it. `start_positions`: one for each row or one for all; left
+        out, every row begins anew. A row of None is left as it is and gives no logits. More rows
+        than `max_batch_size` are an error; with `split` they run in several passes.
         """
         with self._alone("forward_batch"):
-            return self._rows.run(rows, start_positions)
+            return self._rows.run(rows, start_positions, split=split)
 
     def clear(self, row: int | None = None) -> None:
         """Forget the keys and values of one row of forward_batch, or of all."""
@@ -248,12 +252,7 @@ class LLM:
         """An engine with an empty cache, over the same weights."""
         engine: Engine = self._open.new_engine()
         self._engine = engine
-        self._rows = ForwardRows(
-            engine.executor,
-            engine.cache,  # shared, so that neither writes the other's blocks
-            max_batch_size=engine.config.max_batch_size,
-            max_step_tokens=engine.config.max_step_tokens,
-        )
+        self._rows = ForwardRows(engine)
 
 
 class _OfflineRun(Generic[Asked]):
@@ -266,14 +265,11 @@ class _OfflineRun(Generic[Asked]):
         asked: Sequence[Asked],
         params: Sequence[SamplingParams],
         prepare: Callable[[Asked], Prepared],
-        *,
-        num_reserved_blocks: int = 0,  # that forward_batch's rows have
     ) -> None:
         self._engine = engine
         self._asked = asked
         self._params = params
         self._prepare = prepare
-        self._num_blocks = engine.executor.capacity.num_blocks - num_reserved_blocks
         self._outputs: list[RequestOutput | None] = [None] * len(asked)
         self._num_done = 0
         self._started = time.monotonic()
@@ -318,21 +314,8 @@ class _OfflineRun(Generic[Asked]):
     def _queue(self, index: int) -> None:
         if self._prepared is None:
             self._prepared = self._prepare(self._asked[index])
-        params = self._params[index]
-        self._check_blocks(len(self._prepared.tokens) + params.max_tokens)
-        request = self._engine.add_request(self._prepared.tokens, params)
+        request = self._engine.add_request(self._prepared.tokens, self._params[index])
         self._live[request.id] = (index, self._prepared.text)
-
-    def _check_blocks(self, num_tokens: int) -> None:
-        """Refuse what could never run beside the rows that forward_batch keeps."""
-        capacity = self._engine.executor.capacity
-        needed = -(-num_tokens // capacity.block_size)
-        if self._num_blocks < needed <= capacity.num_blocks:
-            raise RequestError(
-                f"{num_tokens} tokens need {needed} blocks of the KV cache, and forward_batch's "
-                f"rows leave {self._num_blocks} of {capacity.num_blocks}: call clear() first",
-                param="max_tokens",
-            )
 
     def _finish(self, output: RequestOutput) -> None:
         index, output.prompt = self._live.pop(output.request_id)

@@ -1,7 +1,7 @@
 """AsyncLLM: a model for event loops; requests come and go, and share every step."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -10,9 +10,11 @@ from quire.core.errors import RequestError
 from quire.core.request import Piece, RequestOptions, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.aio import AsyncEngine, Stream
+from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
+from quire.llm.forward import ForwardRows, Logits
 from quire.llm.prompts import Conversation, Prepared, Prompt, PromptReader
 from quire.tokenizer import Tokenizer
 
@@ -69,7 +71,9 @@ class AsyncLLM:
 
     def _wire(self, assembly: Assembly, on_stuck: Callable[[], None] | None) -> None:
         self._assembly = assembly
-        self._engine = AsyncEngine(assembly.new_engine(), on_stuck)
+        engine = assembly.new_engine()
+        self._engine = AsyncEngine(engine, on_stuck)
+        self._rows = ForwardRows(engine)
         self.prompts = PromptReader(self.tokenizer, self.max_context)
         self._is_closed = False
 
@@ -164,6 +168,41 @@ class AsyncLLM:
         """
         return await self._read_chat(messages, parse_control_tokens)
 
+    async def forward_batch(
+        self,
+        rows: Sequence[Sequence[int] | None],
+        start_positions: Sequence[int] | int | None = None,
+        *,
+        split: bool = False,
+    ) -> list[Logits]:
+        """As LLM.forward_batch, between two steps of the requests that run, which wait for it.
+
+        Rows and requests share the KV cache: blocks that requests hold or may need are refused.
+        """
+        self._check_open()
+        return await self._engine.call(lambda: self._rows.run(rows, start_positions, split=split))
+
+    async def clear(self, row: int | None = None) -> None:
+        """Forget the keys and values of one row of forward_batch, or of all."""
+        self._check_open()
+        await self._engine.call(lambda: self._rows.clear(row))
+
+    async def set_batch_size(self, max_batch_size: int) -> None:
+        """Run up to so many sequences together, once the requests that run have ended.
+
+        Requests that come meanwhile wait. The weights stay; the cache begins empty, rows of
+        forward_batch and counters included.
+        """
+        self._check_open()
+        changed = self._assembly.with_batch_size(max_batch_size)
+
+        def renewed() -> Engine:
+            engine = changed.new_engine()
+            self._assembly, self._rows = changed, ForwardRows(engine)
+            return engine
+
+        await self._engine.replace_engine(renewed)
+
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
         """What keys weigh from now on, by name (as EngineConfig.key_weights, over it)."""
         self._engine.post(lambda: self._engine.engine.set_key_weights(weights))
@@ -177,6 +216,10 @@ class AsyncLLM:
     def max_context(self) -> int:
         """Tokens of a prompt and its completion together."""
         return self._assembly.executor.capacity.max_context
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._assembly.options.max_batch_size
 
     @property
     def stats(self) -> Snapshot:
