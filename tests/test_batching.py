@@ -171,10 +171,13 @@ def test_stop_tokens_and_scores_are_as_anywhere() -> None:
         tokens = expected([1, 2], 6)
         async with BatchProcessor(Model(), end_token_ids=[tokens[3]]) as batcher:
             output = await batcher.complete([1, 2], GREEDY(max_tokens=6, logprobs=1))
-            assert output.token_ids == tokens[: tokens.index(tokens[3]) + 1]
+            assert output.token_ids == tokens[: tokens.index(tokens[3])]
             assert output.finish_reason is FinishReason.STOP
             assert output.logprobs is not None
             assert [score.token for score in output.logprobs] == output.token_ids
+            kept = GREEDY(max_tokens=6, include_stop_token=True)
+            [last] = await batcher.generate([1, 2, *output.token_ids], kept)
+            assert last == await batcher.process_request([1, 2, *output.token_ids]) == tokens[3]
             several = await batcher.complete([1, 2], SamplingParams(max_tokens=3, n=3, seed=1))
             assert len(several.completions) == 3
 

@@ -21,7 +21,7 @@ from quire.executors.base import BLOCK_SIZE
 from quire.executors.callable import CallableExecutor, Forward
 
 _ANY_VOCABULARY = 2**31 - 1
-_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0, include_stop_token=True)
 
 
 class BatchProcessor:
@@ -153,6 +153,7 @@ def _check_integer(name: str, value: object, at_least: int) -> None:
 
 
 def _one_token(params: SamplingParams) -> SamplingParams:
-    if params.max_tokens == 1:
+    if params.max_tokens == 1 and params.include_stop_token:
         return params
-    return replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
+    min_tokens = min(params.min_tokens, 1)
+    return replace(params, max_tokens=1, min_tokens=min_tokens, include_stop_token=True)

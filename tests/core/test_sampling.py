@@ -134,7 +134,7 @@ def test_only_a_number_is_taken_for_a_number(name: str, value: object) -> None:
     assert repr(value) in message
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output"])
+@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output", "include_stop_token"])
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_only_true_and_false_are_taken_for_a_switch(name: str, value: object) -> None:
     assert name in refusal(**{name: value})
@@ -228,7 +228,7 @@ def test_history_is_needed_by_the_penalties_alone(values: dict[str, Any], needs:
 
 def test_every_field_is_covered_by_these_tests() -> None:
     tested = {*INTEGERS, *NUMBERS, "logit_bias", "stop", "stop_token_ids", "constraint"}
-    tested |= {"ignore_eos", "include_stop_str_in_output"}
+    tested |= {"ignore_eos", "include_stop_str_in_output", "include_stop_token"}
     assert {field.name for field in fields(SamplingParams)} == tested
 
 

@@ -158,7 +158,7 @@ def test_one_completion_ends_while_the_others_go_on() -> None:
     engine = new_engine()
     request = engine.add_request([1, 2], replace(params, stop_token_ids=(stop,)))
     output = finish(engine)[request.id]
-    assert tokens_of(output) == [tokens[0], tokens[1][:8], tokens[2]]
+    assert tokens_of(output) == [tokens[0], tokens[1][:7], tokens[2]]
     reasons = [completion.finish_reason for completion in output.completions]
     assert reasons == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.LENGTH]
 

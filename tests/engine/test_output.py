@@ -11,7 +11,7 @@ from tests.engine.toys import Letters, Multiples, ended, greedy, mask, rows_of, 
 
 from quire.core.errors import RowFaultError
 from quire.core.plan import allows
-from quire.core.request import FinishReason, Piece, RequestOutput, Status
+from quire.core.request import Ended, FinishReason, Piece, RequestOutput, Status
 from quire.core.sampling import Constraint, SamplingParams
 from quire.engine.output import Transcript
 from quire.executors.fake import FakeExecutor
@@ -30,12 +30,24 @@ def run(params: SamplingParams, prompt: Sequence[int] = PROMPT) -> RequestOutput
 # ---- stopping by token
 
 
-def test_a_stop_token_ends_the_completion_and_belongs_to_it() -> None:
+@pytest.mark.parametrize("is_included", [False, True])
+def test_a_stop_token_ends_the_completion_and_is_left_out_of_it(is_included: bool) -> None:
     tokens = solo(PROMPT, greedy(10))[0]
-    output = run(greedy(10, stop_token_ids=(tokens[4],)))
-    assert output.token_ids == tokens[:5]
-    assert output.finish_reason is FinishReason.STOP
+    params = greedy(10, stop_token_ids=(tokens[4],), logprobs=0)
+    engine = new_engine()
+    engine.add_request(PROMPT, replace(params, include_stop_token=is_included), stream=True)
+    events = list(engine.run())
+    pieces = [event for event in events if isinstance(event, Piece)]
+    [output] = [event.output for event in events if isinstance(event, Ended)]
+    expected = tokens[: 4 + is_included]
+    assert output.token_ids == expected
+    assert [score.token for score in output.logprobs or []] == expected
+    assert [token for piece in pieces for token in piece.token_ids] == expected
+    assert [score.token for piece in pieces for score in piece.logprobs] == expected
+    assert pieces[-1].finish_reason is output.finish_reason is FinishReason.STOP
     assert output.completions[0].stop_reason == tokens[4]
+    assert output.completions[0].num_tokens == engine.stats.completion_tokens == 5
+    assert engine.stats.requests.completion_tokens.sum == 5
 
 
 def test_without_a_stop_the_length_ends_it() -> None:
@@ -67,7 +79,7 @@ def test_the_models_end_token_ends_the_completion_unless_it_is_ignored() -> None
     assert len(whole.token_ids) == 10, "ignored"
     ended_early = run_small(prompt, replace(greedy(10), ignore_eos=False))
     at = whole.token_ids.index(END_TOKEN)
-    assert ended_early.token_ids == whole.token_ids[: at + 1]
+    assert ended_early.token_ids == whole.token_ids[:at]
     assert ended_early.finish_reason is FinishReason.STOP
 
 

@@ -128,7 +128,14 @@ def test_a_stop_string_ends_the_text_before_it(text_llm: LLM) -> None:
 def test_an_end_token_ends_the_text(text_llm: LLM) -> None:
     params = replace(GREEDY, logit_bias={2: 100.0})
     [output] = text_llm.generate("Hello", params)
-    assert (output.text, output.token_ids, output.finish_reason) == ("", [2], FinishReason.STOP)
+    assert (output.text, output.token_ids, output.finish_reason) == ("", [], FinishReason.STOP)
+    assert output.logprobs == []
+    [completion] = output.completions
+    assert (completion.stop_reason, completion.num_tokens) == (2, 1)
+    [included] = text_llm.generate("Hello", replace(params, include_stop_token=True))
+    assert (included.text, included.token_ids, included.completions[0].num_tokens) == ("", [2], 1)
+    assert included.logprobs is not None
+    assert [score.token for score in included.logprobs] == [2]
     [ignored] = text_llm.generate("Hello", replace(params, ignore_eos=True))
     assert ignored.token_ids == [2] * 8
 

@@ -155,6 +155,41 @@ def test_log_probabilities_of_completions(client: openai.OpenAI) -> None:
     assert offsets == found.text_offset
 
 
+@pytest.mark.parametrize("is_included", [False, True])
+def test_usage_counts_the_stop_token_and_the_answer_leaves_it_out(
+    client: openai.OpenAI, is_included: bool
+) -> None:
+    asks: dict[str, object] = {
+        "return_token_ids": True,
+        "include_stop_token": is_included,
+        "ignore_eos": True,
+    }
+    whole = complete(client, extra_body=asks).choices[0].token_ids
+    at = next(n for n in range(2, 8) if whole[n] not in whole[:n])
+    asks |= {"stop_token_ids": [whole[at]]}
+    expected = whole[: at + is_included]
+    answer = complete(client, logprobs=0, extra_body=asks)
+    [choice] = answer.choices
+    assert choice.token_ids == expected
+    assert len(choice.logprobs.tokens) == len(expected)
+    assert answer.usage.completion_tokens == at + 1
+    *chunks, last = complete(
+        client, stream=True, stream_options={"include_usage": True}, logprobs=0, extra_body=asks
+    )
+    assert [t for chunk in chunks for t in chunk.choices[0].token_ids] == expected
+    scores = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert sum(len(score.tokens) for score in scores) == len(expected)
+    assert last.usage.completion_tokens == at + 1
+    fields = {
+        "logit_bias": {"2": 100},
+        "logprobs": True,
+        "extra_body": {**asks, "ignore_eos": False},
+    }
+    ended = chat(client, **fields)
+    assert ended.usage.completion_tokens == 1
+    assert len(ended.choices[0].logprobs.content) == is_included
+
+
 def test_what_users_of_other_servers_send(client: openai.OpenAI) -> None:
     greedy = complete(client).choices[0]
     extras = {"top_k": 1, "ignore_eos": True, "return_token_ids": True}

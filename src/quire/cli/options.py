@@ -192,6 +192,11 @@ def _add_stop_options(group: Options) -> None:
         action="store_true",
         help="keep the text of --stop at the end",
     )
+    add(
+        "--include-stop-token",
+        action="store_true",
+        help="keep the token that ends a completion among its token ids",
+    )
     add("--ignore-eos", action="store_true", help="go on past the model's end of text")
 
 
@@ -199,7 +204,7 @@ def sampling_params(args: argparse.Namespace, max_tokens: int, **more: Any) -> S
     """What the options above ask for, with room for so many tokens where they do not say."""
     names = [field.name for field in _SAMPLING]
     names += ["max_tokens", "temperature", "stop", "stop_token_ids"]
-    names += ["include_stop_str_in_output", "ignore_eos"]
+    names += ["include_stop_str_in_output", "include_stop_token", "ignore_eos"]
     given = {name: getattr(args, name) for name in names}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     values.setdefault("max_tokens", max(1, max_tokens, values.get("min_tokens", 0)))

@@ -129,6 +129,13 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it
+    # It ended with a token that is in neither token_ids nor logprobs (see include_stop_token).
+    is_stop_token_left_out: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were generated, also one that token_ids leaves out: what usage counts."""
+        return len(self.token_ids) + self.is_stop_token_left_out
 
 
 @dataclass(slots=True)

@@ -52,6 +52,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    include_stop_token: bool = False  # keep the token that ends a completion in its token_ids
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -74,7 +75,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "include_stop_token"):
             if not isinstance(getattr(self, name), bool):
                 value = getattr(self, name)
                 raise RequestError(f"{name} must be true or false, got {value!r}", param=name)

@@ -117,8 +117,10 @@ class Lifecycle:
                 self.fail(live, RowFaultError(f"the detokenizer failed: {error!r}"), now)
                 return
         if live.wants_pieces:
-            logprobs = () if result.logprob is None else (result.logprob,)
-            piece = (live.request.id, completion.index, (token,), text, logprobs, reason)
+            is_left_out = completion.is_stop_token_left_out
+            tokens = () if is_left_out else (token,)
+            logprobs = () if result.logprob is None or is_left_out else (result.logprob,)
+            piece = (live.request.id, completion.index, tokens, text, logprobs, reason)
             self.events.append(tuple.__new__(Piece, piece))  # skips a Python call a token
         if reason is not None:
             self._finish(sequence, reason, now)
@@ -163,7 +165,7 @@ class Lifecycle:
         params = sequence.sampling.params
         count = len(sequence.completion.token_ids)
         if token in sequence.stop_token_ids and count > params.min_tokens:
-            sequence.stopped_by(token)
+            sequence.stopped_by_token(token)
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= params.max_tokens else None
 
@@ -247,6 +249,6 @@ class Lifecycle:
         reason = live.sequences[0].completion.finish_reason
         assert reason is not None
         reasons[reason.value] = reasons.get(reason.value, 0) + 1
-        num_tokens = sum(len(sequence.completion.token_ids) for sequence in live.sequences)
+        num_tokens = sum(sequence.completion.num_tokens for sequence in live.sequences)
         request = live.request
         self._stats.requests.record(request.metrics, len(request.prompt), num_tokens)

@@ -10,7 +10,7 @@ A sequence can be planned while its computed tokens are fewer than known + pendi
 Fields are assigned here alone: everybody else calls a method, which keeps the invariants
     0 <= num_pending
     num_computed <= len(tokens) + num_pending
-    completion.token_ids == tokens[prompt_length:]
+    completion.token_ids == tokens[prompt_length:], until a stop token is left out of it
 (tests/engine/test_state.py holds that).
 """
 
@@ -172,9 +172,20 @@ class Sequence:
     def add_text(self, text: str) -> None:
         self.completion.text += text
 
-    def stopped_by(self, stop: int | str) -> None:
-        """Why it stops: a token, which is not part of the text, or a string."""
+    def stopped_by(self, stop: str) -> None:
+        """It ends at a string."""
         self.completion.stop_reason = stop
+
+    def stopped_by_token(self, token: int) -> None:
+        """It ends at its last token, which the completion leaves out unless told otherwise."""
+        completion = self.completion
+        completion.stop_reason = token
+        if self.sampling.params.include_stop_token:
+            return
+        completion.is_stop_token_left_out = True
+        completion.token_ids.pop()
+        if completion.logprobs:
+            completion.logprobs.pop()
 
     def forked(self) -> None:
         """Its blocks are shared with siblings now: it copies before it writes."""

@@ -96,7 +96,7 @@ def _summary_of(outputs: list[RequestOutput]) -> dict[str, object]:
         "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
         "cached_tokens": sum(output.metrics.num_cached_tokens for output in outputs),
         "completion_tokens": sum(
-            len(completion.token_ids) for output in outputs for completion in output.completions
+            completion.num_tokens for output in outputs for completion in output.completions
         ),
         "finish_reason": outputs[0].finish_reason,
         "queued_s": _rounded(first.queued_s),
@@ -183,7 +183,7 @@ def _attributes(call: Call, model: str) -> dict[str, str | int]:
         found |= {
             "gen_ai.usage.input_tokens": sum(len(o.prompt_token_ids) for o in call.outputs),
             "gen_ai.usage.output_tokens": sum(
-                len(completion.token_ids) for o in call.outputs for completion in o.completions
+                completion.num_tokens for o in call.outputs for completion in o.completions
             ),
             "quire.cached_tokens": metrics.num_cached_tokens,
             "quire.chunks": metrics.num_chunks,

@@ -415,7 +415,7 @@ def _finish_reason(completion: Completion) -> Any:
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(c.token_ids) for output in outputs for c in output.completions)
+    completion = sum(c.num_tokens for output in outputs for c in output.completions)
     cached = sum(output.metrics.num_cached_tokens for output in outputs)
     return Usage(
         prompt_tokens=prompt,

@@ -196,7 +196,7 @@ class Reservation:
         self._is_settled = True
         started = [output for output in outputs if output.metrics.started_at is not None]
         prompt = sum(len(output.prompt_token_ids) for output in started)
-        completion = sum(len(c.token_ids) for output in started for c in output.completions)
+        completion = sum(c.num_tokens for output in started for c in output.completions)
         self._quotas.settle(self._key, self._tokens, prompt, completion, self._day)
 
     @property

@@ -163,6 +163,9 @@ class Generation(CommonFields):
     ignore_eos: bool | None = Field(default=None, description="go on past the end of text")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
+    include_stop_token: bool | None = Field(
+        default=None, description="keep the token that ends a completion in token_ids and logprobs"
+    )
     return_token_ids: bool | None = Field(default=None, description="beside the text")
 
     metadata: None = _refused(_NO_STORE)
@@ -184,7 +187,7 @@ class Generation(CommonFields):
 _SAMPLED = (
     *("max_tokens", "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty"),
     *("seed", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
-    *("stop_token_ids", "include_stop_str_in_output"),
+    *("stop_token_ids", "include_stop_str_in_output", "include_stop_token"),
 )
 
 
