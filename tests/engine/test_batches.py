@@ -121,6 +121,63 @@ def test_a_deadline_that_falls_into_the_wait_is_kept() -> None:
     assert outputs[(2,)].metrics.finished_at == pytest.approx(0.025)
 
 
+def closed_loop(engine: Engine, rounds: list[int], think_s: float = 0.0) -> list[RequestOutput]:
+    """Clients that each send the next request when all of the last round have their answers; so
+    many clients in each round."""
+    outputs: list[RequestOutput] = []
+    for num_clients in rounds:
+        for _ in range(num_clients):
+            engine.add_request([1], greedy(1))
+        outputs += ended(play(engine, []))
+        engine.clock.sleep(think_s)
+    return outputs
+
+
+def delayed(outputs: list[RequestOutput]) -> list[bool]:
+    return [WaitReason.BATCHING_DELAY in output.metrics.waited_for for output in outputs]
+
+
+@pytest.mark.parametrize("think_s", [0.0, 0.004])
+def test_a_caller_that_sends_one_request_after_another_waits_once(think_s: float) -> None:
+    executor = FakeExecutor(cost=StepCost(a=0.005, b=0.0))
+    engine = new_engine(executor, max_batch_size=8, batch_timeout_ms=20)
+    outputs = closed_loop(engine, [1] * 50, think_s)
+    assert delayed(outputs) == [False, True] + [False] * 48
+    assert all(output.metrics.total_s == pytest.approx(0.005) for output in outputs[2:])
+
+
+def test_callers_in_step_start_when_all_of_them_have_come() -> None:
+    executor, engine = recording(max_batch_size=8, batch_timeout_ms=20)
+    outputs = closed_loop(engine, [3] * 20)
+    assert sum(delayed(outputs)) <= 3, "one round finds that no more than three come"
+    assert [len(plan.sequences) for plan in executor.plans] == [3] * 20
+
+
+def test_the_delay_comes_back_when_others_come() -> None:
+    executor = FakeExecutor(cost=StepCost(a=0.005, b=0.0), keep_plans=True)
+    engine = new_engine(executor, max_batch_size=8, batch_timeout_ms=20, plan_ahead=False)
+    closed_loop(engine, [1] * 10)
+    executor.plans.clear()
+    start = engine.clock.now()
+    # Three callers, 2 ms apart; each sends its next request 1 ms after its answer.
+    arrivals = [start, start + 0.002, start + 0.004]
+    outputs: list[RequestOutput] = []
+    while len(outputs) < 30:
+        for at in [at for at in arrivals if at <= engine.clock.now()]:
+            arrivals.remove(at)
+            engine.add_request([1], greedy(1), arrived_at=at)
+        found = ended(engine.step())
+        outputs += found
+        arrivals += [engine.clock.now() + 0.001 for _ in found]
+        due = engine.wake_at
+        if due is not None:
+            engine.clock.sleep(min([due, *arrivals]) - engine.clock.now())
+    sizes = [len(plan.sequences) for plan in executor.plans]
+    assert sizes[0] == 1, "it was alone so far"
+    assert sizes[3:] == [3] * len(sizes[3:]), "from there on they run together"
+    assert len(sizes) <= 14
+
+
 # ---- joining and leaving
 
 

@@ -262,13 +262,50 @@ def test_the_next_arrival_is_predicted(
 ) -> None:
     delay = BatchingDelay(0.100)
     for moment in arrivals:
-        delay.arrived(moment)
+        delay.arrived(moment, 1)
     oldest = arrivals[-1] if arrivals else now
-    assert delay.wait_until(now, oldest) == (None if until is None else pytest.approx(until))
+    assert delay.wait_until(now, oldest, 1) == (None if until is None else pytest.approx(until))
 
 
 def test_without_a_timeout_there_is_no_delay() -> None:
     delay = BatchingDelay(0.0)
-    delay.arrived(0.0)
-    delay.arrived(0.0)
-    assert delay.wait_until(0.0, 0.0) is None
+    delay.arrived(0.0, 1)
+    delay.arrived(0.0, 2)
+    assert delay.wait_until(0.0, 0.0, 2) is None
+    delay.arrived(0.010, 1)
+    assert delay.wait_until(0.010, 0.010, 1) is None
+
+
+def delay_that_ran_out(num_waiting: int) -> BatchingDelay:
+    """It waited from 10 to 40 ms, and started with so many."""
+    delay = BatchingDelay(0.100)
+    delay.arrived(0.0, 1)
+    delay.arrived(0.010, 1)
+    assert delay.wait_until(0.010, 0.010, num_waiting) == pytest.approx(0.040)
+    assert delay.wait_until(0.040, 0.010, num_waiting) is None
+    delay.arrived(0.050, 1)
+    return delay
+
+
+@pytest.mark.parametrize("came_to", [1, 3])
+def test_after_a_delay_that_ran_out_no_more_are_expected_than_came(came_to: int) -> None:
+    delay = delay_that_ran_out(came_to)
+    assert delay.wait_until(0.050, 0.050, came_to) is None
+    if came_to > 1:
+        assert delay.wait_until(0.050, 0.050, came_to - 1) is not None
+
+
+def test_an_arrival_beside_others_makes_as_many_expected_again() -> None:
+    delay = delay_that_ran_out(1)
+    delay.arrived(0.055, 2)
+    assert delay.wait_until(0.055, 0.055, 1) is not None
+    assert delay.wait_until(0.055, 0.055, 2) is None
+
+
+def test_a_batch_that_was_not_delayed_teaches_nothing() -> None:
+    delay = BatchingDelay(0.100)
+    delay.arrived(0.0, 1)
+    delay.arrived(0.010, 1)
+    assert delay.wait_until(0.060, 0.010, 1) is None, "it waited for a step, too late for a delay"
+    delay.arrived(0.070, 1)
+    assert delay.wait_until(0.070, 0.070, 1) is not None

@@ -1,6 +1,7 @@
 """Pacing: predicts how long steps take, sizes them so that latency targets hold, and delays a batch
 while more requests are expected."""
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -148,25 +149,36 @@ class Pacer:
 class BatchingDelay:
     """Whether an idle engine should delay a batch: predicts the next arrival from recent ones.
 
-    A delay pays only while the gaps between arrivals are shorter than the timeout: a lone request
-    starts at once.
+    A delay pays only while the gaps between arrivals are shorter than the timeout, and while some
+    that are expected have not come. How many are expected is learned: a delay that ran out came to
+    what can be had by waiting, so a caller that sends one request after another waits once; an
+    arrival that finds more requests than that shows that there are others again.
     """
 
     def __init__(self, batch_timeout_s: float) -> None:
         self._timeout_s = batch_timeout_s
         self._arrivals: deque[float] = deque(maxlen=_NUM_ARRIVALS)
+        self._expected = math.inf  # sequences that a batch may come to by waiting
+        self._delayed: float | None = None  # the oldest arrival of the batch that is being delayed
 
-    def arrived(self, now: float) -> None:
+    def arrived(self, now: float, num_live: int) -> None:
+        """A request came; `num_live` sequences run or wait now, its own included."""
         if self._arrivals and now - self._arrivals[-1] > self._timeout_s * _MAX_GAPS:
             self._arrivals.clear()  # older gaps predict nothing after a pause
         self._arrivals.append(now)
+        self._expected = max(self._expected, num_live)
 
-    def wait_until(self, now: float, oldest_arrival: float) -> float | None:
-        """Until when to delay the batch, or None to start now."""
-        if self._timeout_s == 0.0 or len(self._arrivals) < 2:
+    def wait_until(self, now: float, oldest_arrival: float, num_waiting: int) -> float | None:
+        """Until when to delay the batch of those that wait, or None to start now."""
+        if num_waiting >= self._expected or len(self._arrivals) < 2:
             return None
         gap = (self._arrivals[-1] - self._arrivals[0]) / (len(self._arrivals) - 1)
-        if gap == 0.0 or gap > self._timeout_s:
+        if gap > self._timeout_s:
             return None
         deadline = min(oldest_arrival + self._timeout_s, self._arrivals[-1] + _MAX_GAPS * gap)
-        return deadline if deadline > now else None
+        if deadline > now:
+            self._delayed = oldest_arrival
+            return deadline
+        if self._delayed == oldest_arrival:  # the delay ran out: nobody else came
+            self._expected = num_waiting
+        return None

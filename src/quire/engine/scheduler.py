@@ -54,7 +54,8 @@ class Scheduler:
         self.token_limit = token_limit
 
     def request_arrived(self, now: float) -> None:
-        self._delay.arrived(now)
+        """The request that was queued last arrived at this time."""
+        self._delay.arrived(now, len(self.running) + len(self.waiting))
 
     def observe(self, step: Step, elapsed_s: float) -> None:
         """Learn how long steps take."""
@@ -162,7 +163,7 @@ class Scheduler:
         if sum(sequence.num_slots for sequence in sequences) >= self.batch_limit:
             return False
         oldest = min(sequence.request.metrics.arrived_at for sequence in sequences)
-        self.wake_at = self._delay.wait_until(self._now, oldest)
+        self.wake_at = self._delay.wait_until(self._now, oldest, len(sequences))
         if self.wake_at is None:
             return False
         for sequence in sequences:
