@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from quire import BatchProcessor, EngineConfig, SamplingParams
+from quire.core.clock import VirtualClock
 from quire.core.errors import (
     ConfigError,
     ExecutorError,
+    OverloadedError,
     QuireError,
     RequestCancelledError,
     RequestError,
     RowFaultError,
 )
-from quire.core.request import FinishReason, Status
+from quire.core.request import FinishReason, Status, WaitReason
 
 T = TypeVar("T")
 VOCABULARY = 50
@@ -161,9 +163,89 @@ def test_sampling_is_per_request_and_repeatable() -> None:
             assert first == again, "the same seed, the same draws"
             assert first != other
             assert cold == [0] * 8
-            assert await batcher.process_request([3], hot) == first[0]
+            assert await batcher.process_request([3], 0, hot) == first[0]
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY(ignore_eos=True),
+        SamplingParams(seed=5, ignore_eos=True),
+        SamplingParams(seed=5, ignore_eos=True, frequency_penalty=1.5, repetition_penalty=1.3),
+        SamplingParams(seed=1, min_tokens=8),
+    ],
+    ids=["greedy", "sampled", "penalties", "minimum"],
+)
+def test_a_request_goes_on_at_the_step_that_it_names(params: SamplingParams) -> None:
+    def forward(tokens: Any, mask: Any) -> Any:
+        """Likes every token a little, and the model's a little more."""
+        return Model()(tokens, mask) / 9 + np.arange(VOCABULARY) / VOCABULARY
+
+    async def main() -> None:
+        prompt = [1, 2, 3]
+        async with BatchProcessor(forward, 8, 0.0, end_token_ids=range(20)) as batcher:
+            whole = await batcher.generate(prompt, params)
+            assert len(whole) >= 8
+            again = [
+                await batcher.process_request([*prompt, *whole[:step]], step, params)
+                for step in range(len(whole))
+            ]
+            together = await asyncio.gather(
+                *[
+                    batcher.process_request([*prompt, *whole[:step]], np.int64(step), params)
+                    for step in range(len(whole))
+                ]
+            )
+        assert again == whole == together
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step", "param", "words"),
+    [
+        ([1, 2], -1, "step", "step is -1, of 2 tokens"),
+        ([1, 2], 2, "step", "step is 2, of 2 tokens"),
+        ([1, 2], 10**30, "step", "from 0 to 1"),
+        ([1, 2], 1.0, "step", "step must be an integer, got 1.0"),
+        ([1, 2], True, "step", "step must be an integer, got True"),
+        ([1, 2], None, "step", "step must be an integer, got None"),
+        ([1, 2], GREEDY(), "step", r"step must be an integer, got SamplingParams\("),
+        ([], 0, "tokens", "tokens is empty"),
+        ("text", 0, "tokens", "tokens must be a list of token ids, got 'text'"),
+        (7, 0, "tokens", "tokens must be a list of token ids, got 7"),
+        ([1, 2.5], 0, "prompt", "prompt token 1 must be an integer, got 2.5"),
+    ],
+)
+def test_a_step_or_tokens_without_sense_are_refused(
+    tokens: Any, step: Any, param: str, words: str
+) -> None:
+    async def main() -> None:
+        async with BatchProcessor(Model()) as batcher:
+            with pytest.raises(RequestError, match=words) as caught:
+                await batcher.process_request(tokens, step)
+            assert caught.value.param == param
+            with pytest.raises(RequestError, match="params must be SamplingParams"):
+                await batcher.process_request([1], 0, {"seed": 3})  # type: ignore[arg-type]
+            assert await batcher.process_request([1, 2]) == next_token([1, 2])
+
+    run(main())
+
+
+def test_size_and_timeout_come_by_position() -> None:
+    async def main() -> None:
+        model = Model()
+        async with BatchProcessor(model, 2, 0.0) as batcher:
+            await asyncio.gather(*[batcher.process_request([i]) for i in range(4)])
+        assert model.batch_sizes == [2, 2]
+
+    run(main())
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        BatchProcessor(Model(), 0, 20)
+    with pytest.raises(ConfigError, match="batch_timeout_ms"):
+        BatchProcessor(Model(), 4, -1)
 
 
 def test_stop_tokens_and_scores_are_as_anywhere() -> None:
@@ -334,6 +416,9 @@ def test_prompt_scores_are_refused_because_the_function_does_not_give_them() -> 
         ({"pad_token": "<pad>"}, "pad_token must be an integer of at least 0, got '<pad>'"),
         ({"batch_timeout_ms": -1}, "batch_timeout_ms"),
         ({"step_timeout_s": 0}, "step_timeout_s"),
+        ({"slo_itl_ms": 0}, "slo_itl_ms must be a number above 0, got 0"),
+        ({"max_queue_requests": 0}, "max_queue_requests"),
+        ({"max_queue_tokens": 0}, "max_queue_tokens"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
@@ -382,6 +467,81 @@ def test_a_deadline_is_kept_and_an_impatient_caller_frees_its_place() -> None:
             assert await batcher.process_request([1, 2]) == next_token([1, 2])
             ended = batcher.snapshot().stats.requests_ended
         assert (ended["expired"], ended["cancelled"]) == (1, 1)
+
+    run(main())
+
+
+# ---- limits and targets
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"max_queue_requests": 2}, "2 requests wait; the queue holds 2"),
+        ({"max_queue_tokens": 8}, "6 tokens wait and this request asks for 3; the queue holds 8"),
+    ],
+)
+def test_beyond_the_bounds_of_the_queue_requests_are_refused(
+    bounds: dict[str, Any], words: str
+) -> None:
+    gate = threading.Event()
+
+    def forward(tokens: Any, _mask: Any) -> Any:
+        assert gate.wait(PATIENCE_S)
+        return np.zeros((len(tokens), 3))
+
+    async def main() -> None:
+        async with BatchProcessor(forward, 1, 0.0, **bounds) as batcher:
+            tasks = [asyncio.create_task(batcher.process_request([1, 2]))]
+            while not batcher.snapshot().num_running:
+                await asyncio.sleep(0)
+            tasks += [asyncio.create_task(batcher.process_request([1, 2])) for _ in range(2)]
+            refused = asyncio.create_task(batcher.process_request([1, 2]))
+            await asyncio.sleep(0)
+            gate.set()
+            with pytest.raises(OverloadedError, match=words) as caught:
+                await refused
+            assert caught.value.retry_after_s > 0
+            assert await asyncio.gather(*tasks) == [0, 0, 0]
+
+    run(main())
+
+
+@pytest.mark.parametrize(("slo_itl_ms", "largest"), [(None, 16), (21.0, 4)])
+def test_batches_stay_within_the_target_between_tokens(
+    slo_itl_ms: float | None, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualClock()
+    sizes: list[int] = []
+
+    def forward(tokens: Any, _mask: Any) -> Any:
+        """Five milliseconds a row, on a clock that nothing else moves."""
+        sizes.append(len(tokens))
+        clock.sleep(0.005 * len(tokens))
+        return np.zeros((len(tokens), 3))
+
+    async def main() -> None:
+        async with BatchProcessor(forward, 16, 0.0, slo_itl_ms=slo_itl_ms) as batcher:
+            for num_requests in (1, 2, 3, 16, 16):
+                await asyncio.gather(
+                    *[batcher.generate([1], GREEDY(max_tokens=8)) for _ in range(num_requests)]
+                )
+        assert max(sizes[-20:]) == largest
+
+    for module in ("quire.engine.engine", "quire.executors.base"):
+        monkeypatch.setattr(f"{module}.RealClock", lambda: clock)
+    run(main())
+
+
+# ---- the batching delay
+
+
+def test_a_caller_that_sends_one_request_after_another_waits_for_nobody() -> None:
+    async def main() -> None:
+        async with BatchProcessor(Model(), 8, 1000.0) as batcher:
+            outputs = [await batcher.complete([1, i], GREEDY(max_tokens=1)) for i in range(30)]
+        delays = [WaitReason.BATCHING_DELAY in output.metrics.waited_for for output in outputs]
+        assert sum(delays) <= 1, "one delay that brings nobody is enough to learn from"
 
     run(main())
 

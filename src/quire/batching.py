@@ -2,9 +2,10 @@
 
 import asyncio
 import inspect
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, SupportsIndex, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,8 @@ from quire.executors.base import BLOCK_SIZE
 from quire.executors.callable import CallableExecutor, Forward
 
 _ANY_VOCABULARY = 2**31 - 1
-_GREEDY = SamplingParams(max_tokens=1, temperature=0.0, include_stop_token=True)
+_ENGINE = EngineConfig()  # its defaults
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class BatchProcessor:
@@ -32,19 +34,26 @@ class BatchProcessor:
     the logits after each row's last token. It is called from one thread at a time (an async one on
     the caller's event loop). A batch that fails is run again in halves until the culprit stands
     alone.
+
+    `slo_itl_ms`: batches stay so small that a request gets its tokens no further apart;
+    `max_queue_requests`, `max_queue_tokens`: beyond them requests get an OverloadedError, which
+    says when to come back.
     """
 
     def __init__(
         self,
         forward: Forward,
-        *,
         max_batch_size: int = 8,
         batch_timeout_ms: float = 20.0,
+        *,
         pad_token: int = 0,
         vocabulary_size: int | None = None,
         max_context: int = 4096,
         end_token_ids: Iterable[int] = (),
         step_timeout_s: float | None = 120.0,
+        slo_itl_ms: float | None = None,
+        max_queue_requests: int = _ENGINE.max_queue_requests,
+        max_queue_tokens: int = _ENGINE.max_queue_tokens,
     ) -> None:
         if not callable(forward):
             raise ConfigError(f"forward must be a function of (tokens, mask), got {forward!r}")
@@ -55,6 +64,9 @@ class BatchProcessor:
             max_step_tokens=capacity.max_step_tokens,
             batch_timeout_ms=batch_timeout_ms,
             step_timeout_s=step_timeout_s,
+            slo_itl_ms=slo_itl_ms,
+            max_queue_requests=max_queue_requests,
+            max_queue_tokens=max_queue_tokens,
             prefix_reuse=False,  # the function sees whole sequences: nothing is saved
             plan_ahead=False,  # nor should it see rows that turn out not to be needed
         )
@@ -70,12 +82,20 @@ class BatchProcessor:
 
     async def process_request(
         self,
-        prompt: Iterable[int],
+        tokens: Iterable[int],
+        step: SupportsIndex = 0,
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> int:
-        """The one token after the prompt: greedy, or as the params say."""
-        return (await self.generate(prompt, _one_token(params or _GREEDY), **options))[0]
+        """The one token that follows: greedy, or as the params say.
+
+        `step`: so many of the tokens, at their end, were generated before, so that the token is the
+        one that generate() with the same params gives at that step of its completion.
+        """
+        tokens = _checked_tokens(tokens)
+        options["num_generated"] = _checked_step(step, len(tokens))
+        params = _one_more_token(params or _GREEDY, options["num_generated"])
+        return (await self.generate(tokens, params, **options))[-1]
 
     async def generate(
         self,
@@ -152,8 +172,32 @@ def _check_integer(name: str, value: object, at_least: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {at_least}, got {value!r}")
 
 
-def _one_token(params: SamplingParams) -> SamplingParams:
-    if params.max_tokens == 1 and params.include_stop_token:
-        return params
-    min_tokens = min(params.min_tokens, 1)
-    return replace(params, max_tokens=1, min_tokens=min_tokens, include_stop_token=True)
+def _checked_tokens(tokens: object) -> Sequence[int]:
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Iterable):
+        raise RequestError(f"tokens must be a list of token ids, got {tokens!r}", param="tokens")
+    found = tuple(tokens)
+    if not found:
+        raise RequestError("tokens is empty; it needs at least one token", param="tokens")
+    return found
+
+
+def _checked_step(step: SupportsIndex, num_tokens: int) -> int:
+    """The step as an int; other types of integers (numpy's) are converted."""
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex):
+        raise RequestError(f"step must be an integer, got {step!r}", param="step")
+    number = operator.index(step)
+    if not 0 <= number < num_tokens:
+        raise RequestError(
+            f"step is {number}, of {num_tokens} tokens; it counts the generated ones at their end, "
+            f"so it is from 0 to {num_tokens - 1}: at least one token is the prompt's",
+            param="step",
+        )
+    return number
+
+
+def _one_more_token(params: SamplingParams, step: int) -> SamplingParams:
+    """The same for a completion that ends one token after `step`."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, got {params!r}", param="params")
+    min_tokens = min(params.min_tokens, step + 1)
+    return replace(params, max_tokens=step + 1, min_tokens=min_tokens, include_stop_token=True)

@@ -89,10 +89,28 @@ def test_params_that_do_not_fit_this_engine_are_refused(
         ({"request_id": 7}, ["request_id", "7"]),
         ({"timeout_s": float("nan")}, ["timeout_s", "nan"]),
         ({"request_id": "request-1"}, ["'request-1'", "in use"]),
+        ({"num_generated": -1}, ["num_generated", "from 0 to 0", "-1"]),
+        ({"num_generated": 1}, ["num_generated", "from 0 to 0", "1 tokens", "got 1"]),
+        ({"num_generated": True}, ["num_generated", "True"]),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: list[str]) -> None:
     message = refusal(small_engine(), RequestError, [1], greedy(1), **options)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (greedy(2), ["max_tokens is 2", "2 tokens are generated"]),
+        (greedy(5, n=2), ["num_generated", "n=1"]),
+        (greedy(5, prompt_logprobs=0), ["num_generated", "prompt_logprobs"]),
+    ],
+)
+def test_a_completion_that_cannot_go_on_is_refused(
+    params: SamplingParams, words: list[str]
+) -> None:
+    message = refusal(small_engine(), RequestError, [1, 2, 3], params, num_generated=2)
     assert all(word in message for word in words), message
 
 

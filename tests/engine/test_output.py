@@ -13,6 +13,7 @@ from quire.core.errors import RowFaultError
 from quire.core.plan import allows
 from quire.core.request import Ended, FinishReason, Piece, RequestOutput, Status
 from quire.core.sampling import Constraint, SamplingParams
+from quire.engine import Engine
 from quire.engine.output import Transcript
 from quire.executors.fake import FakeExecutor
 
@@ -449,3 +450,40 @@ def test_a_mask_that_allows_nothing_fails_alone() -> None:
     found = finish(engine)
     assert isinstance(found[doomed.id].error, RowFaultError)
     assert found[other.id].status is Status.FINISHED
+
+
+# ---- going on with a completion
+
+
+@pytest.mark.parametrize("num_generated", [1, 3, 7])
+def test_a_completion_goes_on_as_it_would_have(num_generated: int) -> None:
+    """Draws, penalties, the minimum, text, grammar and the end."""
+    params = SamplingParams(
+        max_tokens=9, min_tokens=8, seed=4, frequency_penalty=1.0, constraint=REGEX, logprobs=1
+    )
+
+    def engine_of_letters() -> Engine:
+        return toy_engine(
+            FakeExecutor(),
+            make_detokenizer=lambda: Letters({token: f"<{token}>" for token in range(1000)}),
+            make_grammar=lambda _: Multiples(of=7, count=9),
+        )
+
+    engine = engine_of_letters()
+    engine.add_request(PROMPT, params)
+    (whole,) = finish(engine).values()
+    engine = engine_of_letters()
+    given = whole.token_ids[:num_generated]
+    engine.add_request([*PROMPT, *given], params, num_generated=num_generated, stream=True)
+    events = list(engine.run())
+    (rest,) = ended(events)
+    assert rest.prompt_token_ids == tuple(PROMPT)
+    assert rest.token_ids == whole.token_ids
+    assert rest.text == whole.text
+    assert rest.finish_reason is whole.finish_reason
+    assert rest.logprobs == (whole.logprobs or [])[num_generated:]
+    pieces = [event for event in events if isinstance(event, Piece)]
+    assert [piece.token_ids[0] for piece in pieces] == whole.token_ids[num_generated:]
+    assert rest.metrics.time_to_first_token_s is not None
+    assert engine.stats.completion_tokens == 9 - num_generated
+    assert engine.stats.requests.completion_tokens.sum == 9 - num_generated

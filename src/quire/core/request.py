@@ -57,6 +57,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int  # lower is more urgent
     timeout_s: float | None
     pooling: bool  # compute the hidden state after the prompt, and no tokens
+    num_generated: int  # the prompt ends with so many tokens of the completion, which goes on
 
 
 class Transition(NamedTuple):
@@ -103,6 +104,7 @@ class Request:
     priority: int
     deadline: float | None
     metrics: RequestMetrics
+    generated: tuple[int, ...] = ()  # tokens that its completion begins with: given, not sampled
     transitions: list[Transition] = field(default_factory=list)
 
     @property

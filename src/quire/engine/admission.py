@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import OverloadedError, RequestError
-from quire.core.plan import Capacity, Sampling, Want
+from quire.core.plan import Capacity, Sampling, TokenLogprob, Want
 from quire.core.request import Completion, Request, RequestMetrics, Status
 from quire.core.sampling import SamplingParams, new_seed
 from quire.engine.fairness import WaitingQueues
@@ -53,10 +53,11 @@ class Admission:
         key: str,
         priority: int,
         timeout_s: float | None,
+        num_generated: int = 0,
         taken_ids: Container[str] = (),
     ) -> Request:
         request_id = request_id or self._new_id(taken_ids)
-        tokens = self._checked_prompt(prompt)
+        tokens, generated = _split(self._checked_prompt(prompt), num_generated, params)
         self._check_capacity(tokens, params)
         self._check_params(params)
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -69,8 +70,9 @@ class Admission:
             raise RequestError(f"timeout_s must be above 0, got {timeout_s!r}", param="timeout_s")
         seed = new_seed() if params.seed is None else params.seed % 2**64
         deadline = None if timeout_s is None else now + timeout_s
+        metrics = RequestMetrics(now)
         request = Request(
-            request_id, tokens, params, seed, key, priority, deadline, RequestMetrics(now)
+            request_id, tokens, params, seed, key, priority, deadline, metrics, generated
         )
         if request.id in taken_ids:
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
@@ -232,18 +234,21 @@ class Admission:
             stop_ids.update(self._end_token_ids)
         # Prompt scores and pooling need every prompt position computed: no prefix reuse.
         is_whole = pooling or params.prompt_logprobs is not None
-        grammar = self._grammar(params)
+        grammar = self._grammar(params, request.generated)
         number = next(self._sequence_ids)
+        transcript = self._transcript(params)
+        text = "" if transcript is None else transcript.add_all(request.generated)
+        logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         return Sequence(
             id=number,
             live=live,
             sampling=Sampling(params, request.seed, index, tuple(sorted(stop_ids))),
-            completion=Completion(index, logprobs=None if params.logprobs is None else []),
-            tokens=list(request.prompt),
+            completion=Completion(index, list(request.generated), text, logprobs),
+            tokens=[*request.prompt, *request.generated],
             block_table=self._cache.new_table(None if is_whole else request.key),
             rank=(self._urgency(request), number),
             key=request.key if self._config.fairness else "",
-            transcript=self._transcript(params),
+            transcript=transcript,
             grammar=grammar,
             goal=Want.POOLED if pooling else Want.SAMPLE,
             has_row_extras=is_whole or params.needs_history or grammar is not None,
@@ -263,15 +268,43 @@ class Admission:
             self._make_detokenizer(), params.stop, include_stop=params.include_stop_str_in_output
         )
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def _grammar(self, params: SamplingParams, generated: Iterable[int]) -> Grammar | None:
         if params.constraint is None or self._make_grammar is None:
             return None
         try:
-            return self._make_grammar(params.constraint)
+            grammar = self._make_grammar(params.constraint)
+            for token in generated:
+                grammar.accept(token)
+            return grammar
         except Exception as error:
             kind = params.constraint.kind
             message = f"constraint {kind!r} cannot be followed: {error}"
             raise RequestError(message, param="constraint") from error
+
+
+def _split(
+    tokens: tuple[int, ...], num_generated: int, params: SamplingParams
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The prompt, and the tokens at its end that are the completion so far."""
+    if type(num_generated) is not int or not 0 <= num_generated < len(tokens):
+        raise RequestError(
+            f"num_generated must be an integer from 0 to {len(tokens) - 1}, of {len(tokens)} "
+            f"tokens at least one being the prompt's; got {num_generated!r}",
+            param="num_generated",
+        )
+    if num_generated and (params.n > 1 or params.prompt_logprobs is not None):
+        raise RequestError(
+            "num_generated continues one completion: it takes n=1 and no prompt_logprobs",
+            param="num_generated",
+        )
+    if num_generated >= params.max_tokens:
+        raise RequestError(
+            f"max_tokens is {params.max_tokens} and {num_generated} tokens are generated: none is "
+            "left to generate",
+            param="max_tokens",
+        )
+    border = len(tokens) - num_generated
+    return tokens[:border], tokens[border:]
 
 
 def _integer(token: Any, index: int) -> int:

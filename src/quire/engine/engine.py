@@ -85,13 +85,16 @@ class Engine:
         timeout_s: float | None = None,
         stream: bool = False,
         pooling: bool = False,
+        num_generated: int = 0,
         arrived_at: float | None = None,
     ) -> Request:
         """Queue a request; its events come from step(). Raises if it can never run, or not now.
 
         `key`: whose it is (fairness, prefix reuse); `priority`: lower is more urgent; `stream`:
         report each token; `pooling`: compute the hidden state after the prompt and no tokens;
-        `arrived_at`: on the engine's clock, where it arrived before it could be handed over.
+        `num_generated`: the prompt ends with so many tokens of the completion, which goes on as it
+        would have; `arrived_at`: on the engine's clock, where it arrived before it could be handed
+        over.
         """
         now = self.clock.now() if arrived_at is None else arrived_at
         self._check_open()
@@ -103,6 +106,7 @@ class Engine:
             key=key,
             priority=priority,
             timeout_s=timeout_s,
+            num_generated=num_generated,
             taken_ids=self._lifecycle.live,
         )
         scheduler = self._scheduler

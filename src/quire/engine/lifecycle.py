@@ -98,9 +98,10 @@ class Lifecycle:
             self.fail(live, RowFaultError("the executor gave no token"), now)
             return
         completion = sequence.completion
+        is_first = not sequence.last_token_at
         sequence.sampled(token, result.logprob, now)
         self._stats.completion_tokens += 1
-        if len(completion.token_ids) == 1:
+        if is_first:
             self._begin_completion(sequence, now)
         reason: FinishReason | None = None
         if sequence.grammar is not None and self._completes_grammar(sequence, token, now):
@@ -251,4 +252,5 @@ class Lifecycle:
         reasons[reason.value] = reasons.get(reason.value, 0) + 1
         num_tokens = sum(sequence.completion.num_tokens for sequence in live.sequences)
         request = live.request
-        self._stats.requests.record(request.metrics, len(request.prompt), num_tokens)
+        num_sampled = num_tokens - len(request.generated)
+        self._stats.requests.record(request.metrics, len(request.prompt), num_sampled)

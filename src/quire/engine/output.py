@@ -1,6 +1,6 @@
 """From tokens to what the caller sees: text, stop strings, the reasons a sequence ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from quire.core.sampling import Constraint
@@ -52,6 +52,10 @@ class Transcript:
 
     def add(self, token: int, *, may_stop: bool) -> NewText:
         return self._release(self._detokenizer.add(token), may_stop=may_stop)
+
+    def add_all(self, tokens: Iterable[int]) -> str:
+        """The text of tokens that did not stop the sequence."""
+        return "".join([self.add(token, may_stop=True).text for token in tokens])
 
     def finish(self) -> NewText:
         """The sequence ended for another reason: the withheld text is released."""
