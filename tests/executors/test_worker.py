@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -158,6 +159,30 @@ def test_a_closed_worker_takes_no_more_steps(worker: StepWorker) -> None:
     worker.close()
     with pytest.raises(ExecutorError, match="closed"):
         worker.submit(StepPlan(1, ()))
+
+
+def test_a_closed_worker_lets_go_of_what_its_steps_ran_on() -> None:
+    """At once: weights are no small thing to leave to the garbage collector."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.worker = StepWorker(self.run, "owned")
+
+        def run(self, plan: StepPlan, _: CancelFlag) -> StepResult:
+            return StepResult(plan.step_id, 0.0, 0.0, ())
+
+    owner = Owner()
+    owner.worker.collect(owner.worker.submit(StepPlan(1, ())), PATIENCE_S)
+    owner.worker.close()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "owned"]
+    thread.join(PATIENCE_S)
+    gone = weakref.ref(owner)
+    gc.disable()
+    try:
+        del owner
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_step_that_asks_to_leave_the_program_is_an_error_of_the_step() -> None:

@@ -94,8 +94,13 @@ class StepWorker:
         ticket.flag.set()
 
     def close(self) -> None:
-        """Drop the steps that have not begun; the one that runs may end."""
+        """Drop the steps that have not begun; the one that runs may end.
+
+        The step's function goes, too: it is the owner's method, and in that cycle a model's weights
+        would stay until the garbage collector comes by.
+        """
         self._is_closed = True
+        self._run = _closed
         while True:
             try:
                 item = self._queue.get_nowait()
@@ -125,6 +130,10 @@ def step_errors(step_id: int) -> Iterator[None]:
     except Exception as error:
         kind = type(error).__name__
         raise ExecutorError(f"step {step_id} cannot be computed: {kind}: {error}") from error
+
+
+def _closed(*_: object) -> StepResult:
+    raise ExecutorError("the executor is closed")
 
 
 def _work(queue: _Queue) -> None:
