@@ -12,8 +12,18 @@ from typing import NamedTuple
 
 from quire.core.errors import ConfigError
 from quire_bench.measure import Load
-from quire_bench.receipts import Asked, Facts, Machine, Model, Receipt, number, read_folder
+from quire_bench.receipts import (
+    Asked,
+    Facts,
+    Machine,
+    Model,
+    Receipt,
+    number,
+    read_folder,
+    section,
+)
 from quire_bench.subject import Subject
+from quire_bench.utilisation import floor_share
 
 KIND = "grid-cell"
 _SHOWN = (
@@ -115,9 +125,14 @@ class Conditions(NamedTuple):
 def finished(
     grid: Grid, cells: Sequence[Cell], folder: Path, conditions: Conditions
 ) -> dict[Cell, Receipt]:
-    """The cells whose receipts are in the folder; of several, the newest."""
+    """The cells whose receipts, with their utilisation, are in the folder; of several, the
+    newest."""
     known = sorted(read_folder(folder, KIND).values(), key=lambda receipt: receipt.created)
-    fitting = [receipt for receipt in known if conditions.hold(receipt)]
+    fitting = [
+        receipt
+        for receipt in known
+        if conditions.hold(receipt) and section(receipt.results, "utilisation")
+    ]
     found = {}
     for cell in cells:
         settings = grid.settings(cell)
@@ -152,16 +167,17 @@ def _scaling(receipts: Mapping[Cell, Receipt], cell: Cell) -> float | None:
 
 
 def table(receipts: Mapping[Cell, Receipt]) -> Iterator[str]:
-    """Completion tokens a second by batch size, with the scaling; one block of lines a mix."""
+    """Completion tokens a second by batch size, with the scaling and how near decode steps come to
+    the machine's limits; one block of lines a mix."""
     batches = sorted({cell.batch for cell in receipts})
     for name in dict.fromkeys(receipt.model["name"] for receipt in receipts.values()):
         own = {cell: found for cell, found in receipts.items() if found.model["name"] == name}
-        yield f"{name}: completion tokens/s (× batch 1)"
-        yield f"{'prompt':>8}" + "".join(f"{f'batch {batch}':>18}" for batch in batches)
+        yield f"{name}: completion tokens/s (× batch 1, share of the floor)"
+        yield f"{'prompt':>8}" + "".join(f"{f'batch {batch}':>22}" for batch in batches)
         for prompt in sorted({cell.prompt_tokens for cell in own}):
             row = {cell.batch: cell for cell in own if cell.prompt_tokens == prompt}
             cells = [_shown(own, row.get(batch)) for batch in batches]
-            yield f"{prompt:>8}" + "".join(f"{cell:>18}" for cell in cells)
+            yield f"{prompt:>8}" + "".join(f"{cell:>22}" for cell in cells)
 
 
 def _shown(receipts: Mapping[Cell, Receipt], cell: Cell | None) -> str:
@@ -169,4 +185,7 @@ def _shown(receipts: Mapping[Cell, Receipt], cell: Cell | None) -> str:
     if cell is None or rate is None:
         return "-"
     scaling = _scaling(receipts, cell)
-    return f"{rate:.1f}" + ("" if scaling is None else f" ({scaling:.2f}×)")
+    share = floor_share(section(receipts[cell].results, "utilisation"))
+    more = [f"{scaling:.2f}×" if scaling else "", f"{share:.0%}" if share else ""]
+    told = ", ".join(filter(None, more))
+    return f"{rate:.1f}" + (f" ({told})" if told else "")

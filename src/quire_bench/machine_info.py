@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from quire.llm.machine import total_memory, usable_cores
 from quire_bench.receipts import Machine
@@ -78,6 +79,33 @@ def peak_memory_bytes() -> int:
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest << 10
+
+
+class PeakMemory:
+    """Watches for the most memory that this process has, and on a GPU for the most of that.
+
+    The peak begins with what the process holds already: what a model needs is known where no other
+    model was loaded before it.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._gpu: ModuleType | None = None
+        if device == "cuda":
+            from quire.executors.cuda import device as gpu  # torch takes seconds to import
+
+            gpu.forget_peak_memory()
+            self._gpu = gpu
+        self._since = "the measurement began" if forget_peak_memory() else "the process began"
+
+    def as_data(self) -> dict[str, object]:
+        """As a receipt's `memory` has it."""
+        found: dict[str, object] = {
+            "peak_rss_bytes": peak_memory_bytes(),
+            "peak_rss_since": self._since,
+        }
+        if self._gpu is not None:
+            found["peak_gpu_bytes"] = self._gpu.peak_memory_bytes()
+        return found
 
 
 def largest_cache_bytes() -> int | None:

@@ -113,7 +113,7 @@ def _memory_charts(groups: Groups) -> list[Chart]:
     longest: Groups = {}
     for configuration, members in groups.items():  # in order: later ones have longer prompts
         longest[Configuration(configuration.name, 0, 0, configuration.batch)] = members
-    peak = _against_batch(longest, ("memory", "peak_rss_bytes"), factor=1 / GIB)
+    peak = _against_batch(longest, ("memory", "peak_bytes"), factor=1 / GIB)
     allocated = _against_batch(longest, ("memory", "allocated_bytes"), factor=1 / GIB)
     named = {series.name for series in peak}
     dashed = [
@@ -129,7 +129,8 @@ def _memory_charts(groups: Groups) -> list[Chart]:
         series=[*peak, *dashed],
         x_scale="log",
         x_ticks=sorted({configuration.batch for configuration in longest}),
-        note="Solid: largest resident size of the process. Dashed: weights and KV cache alone.",
+        note="Solid: largest resident size of the process, or the most it had of a GPU. Dashed: "
+        "weights and KV cache alone.",
     )
     return _split(chart)
 
@@ -160,8 +161,15 @@ def _figure(receipt: Receipt, path: tuple[str, ...]) -> list[float]:
         parts = [number(receipt.results, "memory", f"{part}_bytes") for part in ("weights", "kv")]
         known = [part for part in parts if part is not None]
         return [sum(known)] if len(known) == len(parts) else []
-    value = number(receipt.results, *path)
+    is_peak = path == ("memory", "peak_bytes")
+    value = peak_bytes(receipt) if is_peak else number(receipt.results, *path)
     return [] if value is None else [value]
+
+
+def peak_bytes(receipt: Receipt) -> float | None:
+    """The most memory that a measurement had: of the GPU that ran it, else of the process."""
+    on_gpu = number(receipt.results, "memory", "peak_gpu_bytes")
+    return number(receipt.results, "memory", "peak_rss_bytes") if on_gpu is None else on_gpu
 
 
 def _fitting_scale(chart: Chart) -> Chart:

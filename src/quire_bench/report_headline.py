@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from quire_bench.compare import KIND, QUIRE, Measured, measured
 from quire_bench.grid import KIND as GRID_KIND
-from quire_bench.receipts import Facts, Receipt, number
+from quire_bench.receipts import Receipt, number
 from quire_bench.report_compare import engine_name
 from quire_bench.report_data import title_of
 from quire_bench.report_tables import NONE, Table, ranged, short
+from quire_bench.utilisation import floor_share, utilisation_of
 
 _WHOLE, _COMPLETION = "output_tokens_per_second", "completion_tokens_per_second"
 _FLOOR_PROMPT = 128  # tokens: the grid's cells whose floor is shown
@@ -69,25 +70,14 @@ def _shown(one: Measured | None, is_ratio: bool) -> str:
 def _floors(receipts: Sequence[Receipt]) -> dict[str, dict[int, float]]:
     """Of decode steps, by model and batch: how near the grid's cells come to the floor."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
-    limits = {str(one.machine["cpu"]): one.results for one in receipts if one.kind == "limits"}
     for receipt in receipts:
         batch = number(receipt.settings, "batch")
         is_shown = number(receipt.settings, "prompt_tokens") == _FLOOR_PROMPT
-        share = _share(receipt.results, limits.get(str(receipt.machine["cpu"]), {}))
-        if receipt.kind == GRID_KIND and is_shown and batch is not None and share is not None:
-            found[title_of(receipt)][int(batch)] = share
+        if receipt.kind == GRID_KIND and is_shown and batch is not None:
+            share = floor_share(utilisation_of(receipt, receipts))
+            if share is not None:
+                found[title_of(receipt)][int(batch)] = share
     return found
-
-
-def _share(results: Facts, limits: Facts) -> float | None:
-    """Of the time a step takes, what it needs at least: for its bytes or for its operations."""
-    read = number(results, "achieved", "decode_bytes_per_second")
-    computed = number(results, "achieved", "decode_operations_per_second")
-    memory = number(limits, "memory_read_bytes_per_second", "best")
-    arithmetic = number(limits, "integer_operations_per_second", "best")
-    if read is None or computed is None or not memory or not arithmetic:
-        return None
-    return max(read / memory, computed / arithmetic)
 
 
 def _note(receipts: Sequence[Receipt]) -> str:

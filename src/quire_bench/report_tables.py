@@ -9,7 +9,8 @@ from quire_bench.compare import KIND, measured
 from quire_bench.load_tables import loads
 from quire_bench.receipts import Facts, Receipt, deviation, listed, number
 from quire_bench.report_compare import engine_name
-from quire_bench.report_data import by_configuration, title_of
+from quire_bench.report_data import by_configuration, peak_bytes, title_of
+from quire_bench.utilisation import arithmetic_share, utilisation_of
 
 NONE = "–"
 _KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve", "compare")
@@ -66,25 +67,40 @@ def _throughput_table(receipts: Sequence[Receipt]) -> Table:
                 _milliseconds(number(results, "inter_token_s", "p50")),
                 _milliseconds(number(results, "inter_token_s", "p99")),
             ]
-            memory = [
-                _mib(number(results, "memory", f"{part}_bytes"))
-                for part in ("weights", "kv", "peak_rss")
-            ]
-            share = _percent(number(results, "utilisation", "decode_memory_share"))
-            rows.append([configuration.name, *sizes, *rates, *times, *memory, share])
+            memory = [number(results, "memory", f"{part}_bytes") for part in ("weights", "kv")]
+            held = map(_mib, [*memory, peak_bytes(receipt)])
+            used = _utilisation(receipt, receipts)
+            rows.append([configuration.name, *sizes, *rates, *times, *held, *used])
     return Table(
         title="Throughput",
         columns=(
             *("model", "batch", "prompt", "new", "prompt tokens/s", "completion tokens/s"),
             "× batch 1",
             *("first token p50, ms", "between p50, ms", "between p99, ms"),
-            *("weights, MiB", "KV, MiB", "peak, MiB", "of memory bandwidth"),
+            *("weights, MiB", "KV, MiB", "peak, MiB"),
+            *("of memory bandwidth", "of arithmetic", "of arithmetic, prompts"),
         ),
         rows=rows,
-        note="Rates are medians of the runs, with the slowest and the fastest. The last column is "
-        "what decode steps need to read against the machine's measured read bandwidth; "
-        "weights that stay in the processor's caches can come to more than all of it.",
+        note=_THROUGHPUT_NOTE,
     )
+
+
+_THROUGHPUT_NOTE = (
+    "Rates are medians of the runs, with the slowest and the fastest. The peak is the largest "
+    "resident size of the process that measured the model, or on a GPU the most memory that it had "
+    "of that. The last columns are utilisation: what decode steps need to read, what they need to "
+    "compute, and what prompt steps need to compute, as shares of the read bandwidth and of the "
+    "arithmetic (integer on a CPU, float16 on a GPU) that `quire bench limits` measured there. "
+    "Weights that stay in the processor's caches can come to more than all of the "
+    "bandwidth."
+)
+
+
+def _utilisation(receipt: Receipt, receipts: Sequence[Receipt]) -> list[str]:
+    found = utilisation_of(receipt, receipts)
+    memory = number(found, "decode_memory_share")
+    arithmetic = (arithmetic_share(found, phase) for phase in ("decode", "prompt"))
+    return [_percent(memory), *map(_percent, arithmetic)]
 
 
 def _completion_rate(members: Sequence[Receipt]) -> float | None:
@@ -188,22 +204,24 @@ def _load_name(receipt: Receipt, name: str) -> str:
 
 
 def _limits_table(receipts: Sequence[Receipt]) -> Table:
+    found = [receipt for receipt in receipts if receipt.kind == "limits"]
     names = {
         "memory_read_bytes_per_second": "memory read, GB/s",
         "memory_copy_bytes_per_second": "memory copy, GB/s",
         "float32_operations_per_second": "float32, Gop/s",
         "integer_operations_per_second": "integer, Gop/s",
     }
+    if any("gpu" in receipt.results for receipt in found):
+        names["float16_operations_per_second"] = "float16, Gop/s"
     rows = []
-    kernels = []
-    for receipt in receipts:
-        if receipt.kind != "limits":
-            continue
-        kernels.append(str(receipt.settings.get("integer_kernel", "an unnamed kernel")))
+    for receipt in found:
         for count in map(str, listed(receipt.settings, "threads")):
             values = [number(receipt.results, name, count) for name in names]
-            shown = [NONE if value is None else short(value / 1e9) for value in values]
-            rows.append([str(receipt.machine["cpu"]), count, *shown])
+            rows.append([str(receipt.machine["cpu"]), count, *map(_billions, values)])
+        if "gpu" in receipt.results:
+            values = [number(receipt.results, "gpu", name) for name in names]
+            rows.append([str(receipt.machine["gpu"]), NONE, *map(_billions, values)])
+    kernels = [str(one.settings.get("integer_kernel", "an unnamed kernel")) for one in found]
     return Table(
         title="Limits of the machine",
         columns=("processor", "threads", *names.values()),
@@ -262,6 +280,10 @@ def _count(value: float | None) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return NONE if seconds is None else short(1000 * seconds)
+
+
+def _billions(value: float | None) -> str:
+    return NONE if value is None else short(value / 1e9)
 
 
 def _mib(size: float | None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.core.errors import ConfigError
-from quire_bench.machine_info import forget_peak_memory, peak_memory_bytes
+from quire_bench.machine_info import PeakMemory
 from quire_bench.measure import Load, Run, percentiles, run_load, run_phases, spread
 from quire_bench.receipts import Facts, Limits, thinned
 from quire_bench.subject import Subject
@@ -64,7 +64,8 @@ def measure_throughput(
     """
     check_load(load, repeats, subject.assembly.executor.capacity.max_context)
     warm_up(subject, load, seed)
-    is_own_peak = forget_peak_memory()
+    device = subject.assembly.options.device
+    peak = PeakMemory(device)
     run_once = run_phases if in_phases else run_load
     runs = []
     for repeat in range(repeats):
@@ -73,11 +74,10 @@ def measure_throughput(
     samples = _samples(runs)
     memory = {
         **{f"{kind}_bytes": size for kind, size in subject.assembly.executor.memory_bytes.items()},
-        "peak_rss_bytes": peak_memory_bytes(),
-        "peak_rss_since": "the measurement began" if is_own_peak else "the process began",
+        **peak.as_data(),
     }
     rates = _median_of([achieved(Cost.of(subject), run) for run in runs])
-    bounds = limits_of(subject.assembly.options.device, limits)
+    bounds = limits_of(device, limits)
     results = {
         **_results(runs, samples),
         "memory": memory,

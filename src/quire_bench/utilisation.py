@@ -6,13 +6,24 @@ and four a dimension and position of attention. An executor that reads or comput
 shows as lower utilisation, as it should.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire_bench.machine_limits import RATES
 from quire_bench.measure import Run, StepTime
-from quire_bench.receipts import GpuLimits, Limits, Receipt, ReceiptError, number, read, read_folder
+from quire_bench.receipts import (
+    Facts,
+    GpuLimits,
+    Limits,
+    Machine,
+    Receipt,
+    ReceiptError,
+    number,
+    read,
+    read_folder,
+    section,
+)
 from quire_bench.subject import Subject
 
 _MEMORY = RATES["memory_read"]
@@ -82,7 +93,9 @@ def shares(
         if rate in limits:
             pairs[f"decode_{kind}_share"] = ("decode_operations_per_second", rate)
             pairs[f"prompt_{kind}_share"] = ("prompt_operations_per_second", rate)
-    return {name: _per(found[rate], number(limits, limit)) for name, (rate, limit) in pairs.items()}
+    return {
+        name: _per(found.get(rate), number(limits, limit)) for name, (rate, limit) in pairs.items()
+    }
 
 
 def limits_of(executor: str, limits: Limits | None) -> Limits | GpuLimits | None:
@@ -96,19 +109,65 @@ def _per(amount: float | None, by: float | None) -> float | None:
     return None if amount is None or by is None or by <= 0 else amount / by
 
 
-def find_limits(given: str | None, folder: Path, cpu: object) -> Limits | None:
-    """The limits of a receipt: the one given, else the newest of this processor in the folder."""
+def find_limits(given: str | None, folder: Path, machine: Machine, executor: str) -> Limits | None:
+    """The limits of a receipt: the one given, else the newest of such a machine in the folder."""
     if given is not None:
         path, receipt = Path(given), read(given)
         if receipt.kind != "limits":
             raise ReceiptError(f"{path} is a receipt of {receipt.kind}, not of limits")
-        return _best(path, receipt)
+        found = _best(path, receipt)
+        if limits_of(executor, found) is None:
+            raise ReceiptError(
+                f"{path} has no GPU's limits: run `quire bench limits` where the GPU is"
+            )
+        return found
+    known = read_folder(folder, "limits")
+    fitting = [path for path in known if _fits(known[path], machine, executor)]
+    newest = max(fitting, key=lambda path: (known[path].created, path), default=None)
+    return None if newest is None else _best(newest, known[newest])
+
+
+def _fits(limits: Receipt, machine: Machine, executor: str) -> bool:
+    """Whether they are of a machine like this one, of its GPU where that computes."""
+    own = limits.machine
+    is_same = (own["cpu"], own["cores"]) == (machine["cpu"], machine["cores"])
+    if executor != "cuda":
+        return is_same
+    return is_same and own["gpu"] == machine["gpu"] and "gpu" in limits.results
+
+
+def utilisation_of(receipt: Receipt, others: Sequence[Receipt]) -> Facts:
+    """The shares that a receipt has; where it was measured without limits, what it achieved by the
+    newest limits of its machine among the others; empty where there are none."""
+    own = section(receipt.results, "utilisation")
+    executor = str(receipt.executed["device"])
     known = [
-        (receipt.created, path, receipt)
-        for path, receipt in read_folder(folder, "limits").items()
-        if receipt.machine["cpu"] == cpu
+        other
+        for other in others
+        if other.kind == "limits" and _fits(other, receipt.machine, executor)
     ]
-    return _best(*max(known, key=lambda item: item[:2])[1:]) if known else None
+    if own or not known:
+        return own
+    newest = max(known, key=lambda other: other.created)
+    bounds = limits_of(executor, _best(Path("limits"), newest))
+    achieved = section(receipt.results, "achieved")
+    found = {name: number(achieved, name) for name in achieved}
+    return shares(found, bounds or {})
+
+
+def arithmetic_share(found: Facts, phase: str) -> float | None:
+    """Of what the products compute with: integers on a CPU, float16 on a GPU."""
+    for kind in ("integer", "float16", "float32"):
+        if (share := number(found, f"{phase}_{kind}_share")) is not None:
+            return share
+    return None
+
+
+def floor_share(found: Facts) -> float | None:
+    """Of the time that a decode step takes, what it needs at least: for its bytes or for its
+    operations."""
+    both = (number(found, "decode_memory_share"), arithmetic_share(found, "decode"))
+    return max((share for share in both if share is not None), default=None)
 
 
 def _best(path: Path, receipt: Receipt) -> Limits:

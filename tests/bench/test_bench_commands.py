@@ -9,14 +9,15 @@ import gguf
 import numpy as np
 import pytest
 from tests.bench.models import TINY_KV
-from tests.bench.sound_receipt import is_valid_to_jsonschema
+from tests.bench.sound_receipt import is_valid_to_jsonschema, make_receipt
 
 from quire.cli import main
 from quire.executors.cpu import has_native_module
 from quire.llm.devices import ReferenceDevice
 from quire.model.dummy import DummyModel
 from quire.model.loading import load_model
-from quire_bench.receipts import Receipt, read, read_folder
+from quire_bench.machine_info import machine
+from quire_bench.receipts import Receipt, read, read_folder, section, write
 
 Quire = Callable[..., Any]
 REFERENCE = ("--device", "reference")  # what is expected below holds for any machine
@@ -43,6 +44,14 @@ def quire(capsys: pytest.CaptureFixture[str], receipts: Path) -> Quire:
         return json.loads(out) if "--json" in arguments else out
 
     return run
+
+
+@pytest.fixture
+def limits(receipts: Path) -> None:
+    """Limits of this machine, made up, so that no grid measures them first."""
+    rates = ("memory_read_bytes", "float32_operations", "integer_operations")
+    results = {f"{rate}_per_second": {"best": 1e12} for rate in rates}
+    write(make_receipt(kind="limits", machine=machine(), results=results), receipts)
 
 
 def only_receipt(folder: Path, kind: str) -> Receipt:
@@ -273,7 +282,9 @@ def test_latency_for_people(quire: Quire) -> None:
 SMALL_GRID = ("--quants", "Q4_K_M,Q8_0", "--batches", "1,2", "--prompts", "1,20")
 
 
-def test_a_grid_is_measured_and_goes_on_where_it_stopped(quire: Quire, receipts: Path) -> None:
+def test_a_grid_is_measured_and_goes_on_where_it_stopped(
+    quire: Quire, receipts: Path, limits: None
+) -> None:
     first = quire("grid", *SMALL, *SMALL_GRID, "--json")
     assert (first["measured"], first["resumed"]) == (8, 0)
     kept = read_folder(receipts, "grid-cell")
@@ -291,7 +302,9 @@ def test_a_grid_is_measured_and_goes_on_where_it_stopped(quire: Quire, receipts:
     assert all(cell["scaling"] > 0 for cell in again["cells"])
 
 
-def test_a_grid_runs_each_cell_at_its_batch_size(quire: Quire, receipts: Path) -> None:
+def test_a_grid_runs_each_cell_at_its_batch_size(
+    quire: Quire, receipts: Path, limits: None
+) -> None:
     quire("grid", *SMALL, "--quants", "Q8_0", "--batches", "1,4", "--prompts", "4")
     for receipt in read_folder(receipts, "grid-cell").values():
         results: Any = receipt.results
@@ -299,7 +312,7 @@ def test_a_grid_runs_each_cell_at_its_batch_size(quire: Quire, receipts: Path) -
 
 
 def test_an_interrupted_grid_keeps_what_it_has(
-    quire: Quire, receipts: Path, monkeypatch: pytest.MonkeyPatch
+    quire: Quire, receipts: Path, limits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quire_bench import throughput
 
@@ -319,7 +332,7 @@ def test_an_interrupted_grid_keeps_what_it_has(
 
 
 def test_a_grid_that_is_done_prints_its_table_at_once(
-    quire: Quire, monkeypatch: pytest.MonkeyPatch
+    quire: Quire, limits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = ("grid", *SMALL, "--quants", "Q8_0", "--batches", "1,2", "--prompts", "4")
     printed = quire(*grid)
@@ -330,10 +343,52 @@ def test_a_grid_that_is_done_prints_its_table_at_once(
         quire(*grid, "--again")
 
 
-def test_a_cell_that_the_cache_does_not_hold_is_refused(quire: Quire) -> None:
+def test_a_cell_that_the_cache_does_not_hold_is_refused(quire: Quire, limits: None) -> None:
     error = quire(
         *("grid", "--model", "dummy:tiny", "--kv-memory", "1MiB", "--quants", "Q8_0", *REFERENCE),
         *("--batches", "4", "--prompts", "512"),
         code=1,
     )
     assert "batch 4 of 512 prompt tokens needs 136 blocks of the KV cache, which holds 32" in error
+
+
+def test_a_grid_measures_the_limits_that_it_does_not_find(quire: Quire, receipts: Path) -> None:
+    cells = ("--quants", "Q8_0", "--batches", "1,2", "--prompts", "4")
+    done = quire("grid", *SMALL, *cells, "--json")
+    measured = only_receipt(receipts, "limits")
+    memory: Any = measured.results["memory_read_bytes_per_second"]
+    for cell in done["cells"]:
+        share = cell["achieved"]["decode_bytes_per_second"] / memory["best"]
+        assert cell["utilisation"]["decode_memory_share"] == pytest.approx(share)
+    quire("grid", *SMALL, *cells, "--again")
+    assert len(read_folder(receipts, "limits")) == 1, "the ones that are there are taken"
+
+
+@pytest.mark.skipif(not has_native_module(), reason="the native module is not built")
+def test_the_peak_of_a_cell_is_that_of_its_own_model(
+    quire: Quire, limits: None, receipts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several mixes none is loaded by the process that loads another: what the allocator keeps
+    of the larger would count against the smaller."""
+    monkeypatch.setattr("quire_bench.commands.grid.open_subject", lambda *_: pytest.fail("here"))
+    options = ("--model", "dummy:smollm2-135m", "--device", "cpu", "--kv-memory", "64MiB")
+    size = ("--batches", "1", "--prompts", "1", "--new-tokens", "2", "--repeats", "1")
+    quire("grid", *options, *size, "--quants", "F16,Q4_K_M")
+    weights, peaks = (
+        {
+            str(receipt.model["quant"]): section(receipt.results, "memory")[f"{part}_bytes"]
+            for receipt in read_folder(receipts, "grid-cell").values()
+        }
+        for part in ("weights", "peak_rss")
+    )
+    assert weights["F16"] > weights["Q4_K_M"] + (100 << 20)  # type: ignore[operator]
+    assert peaks["F16"] > peaks["Q4_K_M"] + (50 << 20)  # type: ignore[operator]
+
+
+def test_a_mix_that_cannot_be_measured_ends_the_grid(
+    quire: Quire, limits: None, receipts: Path
+) -> None:
+    cells = ("--quants", "Q4_K_M,Q8_0", "--batches", "4", "--prompts", "512", *REFERENCE)
+    error = quire("grid", "--model", "dummy:tiny", "--kv-memory", "1MiB", *cells, code=1)
+    assert "measuring dummy:tiny:Q4_K_M ended with status 1" in error
+    assert read_folder(receipts, "grid-cell") == {}

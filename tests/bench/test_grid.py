@@ -36,7 +36,10 @@ def cell_receipt(cell: Cell, rate: float | None = 10.0, **changes: Any) -> Recei
         "model": MODEL,
         "versions": {"quire": "1.0"},
         "settings": GRID.settings(cell),
-        "results": {"completion_tokens_per_second": rate},
+        "results": {
+            "completion_tokens_per_second": rate,
+            "utilisation": {"decode_memory_share": 0.25, "decode_integer_share": 0.5},
+        },
     }
     return make_receipt(**(facts | changes))
 
@@ -90,6 +93,7 @@ def test_of_two_receipts_of_a_cell_the_newer_counts(tmp_path: Path) -> None:
         {"seed": 8},
         {"settings": GRID.settings(CELL) | {"repeats": 4}},
         {"settings": GRID.settings(CELL) | {"new_tokens": 5}},
+        {"results": {"completion_tokens_per_second": 10.0, "utilisation": None}},
     ],
 )
 def test_a_receipt_of_anything_else_leaves_the_cell_to_do(
@@ -118,4 +122,4 @@ def test_the_table_has_a_dash_where_nothing_was_measured() -> None:
     title, header, row = table(receipts)
     assert title.startswith("dummy:tiny:Q8_0")
     assert header.split() == ["prompt", "batch", "1", "batch", "2"]
-    assert row.split() == ["16", "10.0", "(1.00×)", "-"]
+    assert row.split() == ["16", "10.0", "(1.00×,", "50%)", "-"]

@@ -5,12 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tests.bench.sound_receipt import make_receipt
 
-from quire_bench.machine_info import machine, usable_threads, versions
+from quire_bench.machine_info import PeakMemory, machine, usable_threads, versions
 from quire_bench.receipts import as_data, validate
 
 
@@ -43,6 +44,18 @@ def test_the_peak_stays_until_it_is_forgotten() -> None:
     command = [sys.executable, "-c", _WATCHING_THE_PEAK]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_on_a_gpu_its_own_peak_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    gpu = SimpleNamespace(
+        forget_peak_memory=lambda: calls.append("forget"), peak_memory_bytes=lambda: 7
+    )
+    monkeypatch.setitem(sys.modules, "quire.executors.cuda", SimpleNamespace(device=gpu))
+    assert "peak_gpu_bytes" not in PeakMemory("cpu").as_data()
+    assert calls == []
+    assert PeakMemory("cuda").as_data()["peak_gpu_bytes"] == 7
+    assert calls == ["forget"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tests.bench.receipt_samples import receipt
 from quire.cli import main
 from quire.core.errors import ConfigError
 from quire_bench.charts import DARK, LIGHT, MAX_SERIES, Chart, Point, Series, png, svg
-from quire_bench.receipts import Receipt, write
+from quire_bench.receipts import Executed, Receipt, write
 from quire_bench.report import BEGIN, END, charts, gather, html, markdown, with_tables, write_pngs
 from quire_bench.report_tables import tables
 
@@ -201,7 +202,7 @@ def test_whatever_receipts_hold_is_text_on_the_page() -> None:
     table = markdown([hostile])
     assert "<script>" not in table
     widths = {re.sub(r"\\.", "", line).count("|") for line in table.splitlines() if "alert" in line}
-    assert widths == {15, 9}  # bars of the two tables: none came from the name
+    assert widths == {17, 9}  # bars of the two tables: none came from the name
 
 
 def test_tables_show_figures_and_where_they_come_from() -> None:
@@ -211,6 +212,7 @@ def test_tables_show_figures_and_where_they_come_from() -> None:
     assert row["completion tokens/s"] == "20.0 (18.0–22.0)"
     assert row["× batch 1"] == "2"
     assert row["between p50, ms"] == "200"
+    assert row["peak, MiB"] == "1,536"
     assert row["of memory bandwidth"] == "100.0%"
     assert [row[3] for row in found["Serving"].rows] == ["1/s", "2/s", "4/s"]
     assert found["Limits of the machine"].rows[1][1:3] == ["2", "2"]
@@ -222,6 +224,60 @@ def test_tables_show_figures_and_where_they_come_from() -> None:
     assert ["tune", "tiny Q8_0 on cpu", "ratio", "1.25"] in [
         list(row) for table in tables([other]) for row in table.rows
     ]
+
+
+def test_a_cell_measured_without_limits_has_the_utilisation_of_its_machines_limits() -> None:
+    *_, limits = some()
+    bare = cell(2, 10.0)
+    bare = replace(bare, results={**bare.results, "utilisation": None}, limits=None)
+    (without,) = throughput_rows([bare])
+    assert without["of memory bandwidth"] == without["of arithmetic"] == "–"
+    (row,) = throughput_rows([bare, limits])
+    assert (row["of memory bandwidth"], row["of arithmetic"]) == ("50.0%", "40.0%")
+
+
+def test_on_a_gpu_the_peak_and_the_limits_are_the_gpus() -> None:
+    gpu = {"memory_read_bytes_per_second": 40e9, "float16_operations_per_second": 50e9}
+    on_gpu: Executed = {"device": "cuda", "kernels": [], "fallback": None}
+    machine = {**receipt().machine, "gpu": "a GPU"}
+    bare = cell(2, 10.0, executed=on_gpu, machine=machine)
+    memory = {"peak_rss_bytes": 1 << 30, "peak_gpu_bytes": 5 << 30}
+    bare = replace(bare, results={**bare.results, "utilisation": None, "memory": memory})
+    best = {name: {"best": value} for name, value in LIMITS.items()}
+    limits = receipt(
+        kind="limits", machine=machine, settings={"threads": []}, results={**best, "gpu": gpu}
+    )
+    (row,) = throughput_rows([bare, limits])
+    assert row["peak, MiB"] == "5,120"
+    assert (row["of memory bandwidth"], row["of arithmetic"]) == ("25.0%", "80.0%")
+    (table,) = [table for table in tables([limits]) if table.title == "Limits of the machine"]
+    assert dict(zip(table.columns, table.rows[0], strict=True)) == {
+        "processor": "a GPU",
+        "threads": "–",
+        "memory read, GB/s": "40.0",
+        "memory copy, GB/s": "–",
+        "float32, Gop/s": "–",
+        "integer, Gop/s": "–",
+        "float16, Gop/s": "50.0",
+    }
+
+
+RECEIPTS = Path(__file__).parents[2] / "receipts"
+
+
+@pytest.mark.parametrize("folder", [RECEIPTS, RECEIPTS / "h200"], ids=["receipts", "h200"])
+def test_every_row_of_the_committed_grids_has_its_utilisation(folder: Path) -> None:
+    found = gather([folder])
+    grids = [one for one in found if one.kind == "grid-cell"]
+    rows = throughput_rows([*grids, *(one for one in found if one.kind == "limits")])
+    assert len(rows) == len(grids) > 0
+    assert all(row["of memory bandwidth"].endswith("%") for row in rows)
+    assert all(row["of arithmetic, prompts"].endswith("%") for row in rows)
+
+
+def throughput_rows(receipts: list[Receipt]) -> list[dict[str, str]]:
+    (table,) = [table for table in tables(receipts) if table.title == "Throughput"]
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def test_every_chart_becomes_a_picture_in_light_and_dark(tmp_path: Path) -> None:

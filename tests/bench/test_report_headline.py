@@ -44,6 +44,7 @@ def grid_cell(batch: int, prompt: int, bytes_rate: float, operations: float) -> 
 def limits() -> Receipt:
     results = {
         "memory_read_bytes_per_second": {"best": 10e9},
+        "float32_operations_per_second": {"best": 1e9},
         "integer_operations_per_second": {"best": 100e9},
     }
     return receipt(kind="limits", name="machine", quant=None, results=results)

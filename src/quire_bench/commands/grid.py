@@ -1,16 +1,21 @@
 """`quire bench grid`: throughput over batch sizes, prompt lengths and mixes; resumable."""
 
 import argparse
+import subprocess
+import sys
 
 from quire.cli.program import print_json, print_status
-from quire.llm.devices import device_of
+from quire.core.errors import ExecutorError
 from quire.loader.defaults import DUMMY_PREFIX
+from quire_bench.commands.limits import find_or_measure
 from quire_bench.commands.options import (
     add_limits_option,
     add_receipt_options,
     add_seed_option,
     add_subject_options,
     asked,
+    command_line,
+    expected_device,
     finish,
     load_options,
     make_receipt,
@@ -29,9 +34,8 @@ from quire_bench.grid import (
 )
 from quire_bench.machine_info import machine, versions
 from quire_bench.receipts import Receipt, write
-from quire_bench.subject import Subject, open_subject, read_facts, with_quant
+from quire_bench.subject import ModelFacts, Subject, open_subject, read_facts, with_quant
 from quire_bench.throughput import measure_throughput
-from quire_bench.utilisation import find_limits
 
 _EPILOG = """\
 examples:
@@ -41,7 +45,11 @@ examples:
 
 A cell is one batch: all its prompts first, then all its completions together, so that the rates
 are those of that batch size. Each cell is a receipt. The same command goes on where it was
-interrupted; --again measures anew.
+interrupted; --again measures anew. Mixes are measured in a process each, so that the peak of a
+cell's memory is that of its own model.
+
+Utilisation relates to the limits of this machine: those of --limits, or of the newest receipt of
+`quire bench limits` among the receipts; where there is none, they are measured first.
 """
 BATCHES = (1, 2, 4, 8, 16)
 PROMPTS = (1, 16, 128, 512)
@@ -117,7 +125,7 @@ class _GridRun:
             new_tokens=args.new_tokens,
             repeats=args.repeats,
         )
-        self._limits = find_limits(args.limits, args.receipts, machine()["cpu"])
+        self._executor = expected_device(load_options(args, max(self._grid.batches)))
 
     def run(self) -> tuple[dict[Cell, Receipt], int]:
         """The receipts of all cells, and how many of them were measured now."""
@@ -130,36 +138,58 @@ class _GridRun:
         todo = [cell for cells in left.values() for cell in cells]
         if done:
             print_status(f"{len(done)} cells are there already; --again measures them anew")
-        progress = Progress([self._grid.work(cell) for cell in todo], "cells")
-        for quant, cells in left.items():
-            if cells:
-                done |= self._measure(quant, cells, progress)
-        progress.finish()
+        quants = [quant for quant, cells in left.items() if cells]
+        if todo:
+            self._limits = find_or_measure(self._args, self._executor)
+        for quant in quants:
+            is_only = len(self._grid.quants) == 1
+            done |= self._measure(quant, left[quant]) if is_only else self._measure_apart(quant)
         order = [cell for quant in self._grid.quants for cell in self._grid.cells(quant)]
         return {cell: done[cell] for cell in order}, len(todo)
 
     def _finished(self, quant: str | None) -> dict[Cell, Receipt]:
         name = with_quant(self._args.model, quant)
         facts = read_facts(name, trusted=self._args.trust_model_file)  # says what is wrong
-        model = facts.as_data()
-        if self._args.again:
-            return {}
-        executor = device_of(load_options(self._args, max(self._grid.batches))).name
+        return {} if self._args.again else self._kept(quant, facts)
+
+    def _kept(self, quant: str | None, facts: ModelFacts) -> dict[Cell, Receipt]:
         conditions = Conditions(
-            model, machine(), versions(), asked(self._args), executor, self._args.seed
+            facts.as_data(),
+            machine(),
+            versions(),
+            asked(self._args),
+            self._executor,
+            self._args.seed,
         )
         return finished(self._grid, self._grid.cells(quant), self._args.receipts, conditions)
 
-    def _measure(
-        self, quant: str | None, cells: list[Cell], progress: Progress
-    ) -> dict[Cell, Receipt]:
+    def _measure_apart(self, quant: str | None) -> dict[Cell, Receipt]:
+        """One mix of several, by this command in a process of its own, which goes on where an
+        earlier one stopped. Whatever another model left in memory would count as this one's."""
+        own = argparse.Namespace(**{**vars(self._args), "quants": (quant,), "strict": False})
+        command = [sys.executable, "-m", "quire.cli", *command_line(own)[1:]]
+        print_status(f"{quant}:")
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        name = with_quant(self._args.model, quant)
+        kept = self._kept(quant, read_facts(name, trusted=self._args.trust_model_file))
+        if done.returncode or len(kept) < len(self._grid.cells(quant)):
+            raise ExecutorError(
+                f"measuring {name} ended with status {done.returncode}; the cells that are done "
+                "are kept, and the same command goes on from there"
+            )
+        return kept
+
+    def _measure(self, quant: str | None, cells: list[Cell]) -> dict[Cell, Receipt]:
         largest = max(cell.batch for cell in cells)
+        progress = Progress([self._grid.work(cell) for cell in cells], "cells")
         subject = open_subject(self._args.model, quant, load_options(self._args, largest))
         try:
             check_blocks(self._grid, cells, subject)
-            return {cell: self._measure_cell(subject, cell, progress) for cell in cells}
+            found = {cell: self._measure_cell(subject, cell, progress) for cell in cells}
         finally:
             subject.close()
+        progress.finish()
+        return found
 
     def _measure_cell(self, subject: Subject, cell: Cell, progress: Progress) -> Receipt:
         what = f"batch {cell.batch}, prompt {cell.prompt_tokens}"

@@ -1,12 +1,15 @@
 """`quire bench limits`: what this machine's memory and arithmetic can do at best."""
 
 import argparse
+import subprocess
+import sys
 
 from quire.cli.program import print_status
+from quire.core.errors import ExecutorError
 from quire.llm.machine import parse_bytes
 from quire_bench.commands.options import add_receipt_options, command_line, finish, keep
 from quire_bench.commands.progress import in_words
-from quire_bench.machine_info import machine, versions
+from quire_bench.machine_info import machine, usable_threads, versions
 from quire_bench.machine_limits import (
     RATES,
     LimitsPlan,
@@ -17,7 +20,8 @@ from quire_bench.machine_limits import (
     usual_buffer_bytes,
     usual_threads,
 )
-from quire_bench.receipts import Receipt, listed, now, number, section
+from quire_bench.receipts import Limits, Receipt, listed, now, number, section
+from quire_bench.utilisation import find_limits
 
 _EPILOG = """\
 examples:
@@ -32,6 +36,7 @@ integer             multiply and add on cached arrays; the kernel is named (elem
 
 Of a GPU that torch sees: memory read and copied, and products of float16 matrices.
 """
+_BRIEFLY = ("--seconds", "0.2", "--repeats", "3")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +81,28 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         _print(receipt)
     return finish(args, [receipt])
+
+
+def find_or_measure(args: argparse.Namespace, executor: str) -> Limits:
+    """The limits of --limits or of the newest receipt of such a machine; where there is none, they
+    are measured now, briefly, and kept among the receipts."""
+    if (found := find_limits(args.limits, args.receipts, machine(), executor)) is not None:
+        return found
+    print_status(f"{args.receipts} has no limits of this machine: measured first")
+    words = ["bench", "limits", *_BRIEFLY, "--receipts", str(args.receipts)]
+    # a process of its own, so that nothing of it stays in the memory of the one that measures
+    done = subprocess.run(
+        [sys.executable, "-m", "quire.cli", *words, "--threads", str(usable_threads())],
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
+    found = find_limits(None, args.receipts, machine(), executor)
+    if done.returncode or found is None:
+        raise ExecutorError(
+            f"the limits of this machine could not be measured (status {done.returncode}): run "
+            "`quire bench limits`, and give its receipt with --limits"
+        )
+    return found
 
 
 def _measured(args: argparse.Namespace) -> Receipt:

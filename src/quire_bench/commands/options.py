@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from quire.cli.options import (
     add_trust_option,
 )
 from quire.cli.program import print_error, print_json, print_status
-from quire.llm.devices import Options
+from quire.llm.devices import AUTO, DEVICES, Options, device_of
 from quire_bench.machine_info import machine, versions
 from quire_bench.receipts import Asked, Receipt, as_data, deviation, now, write
 from quire_bench.subject import Subject
@@ -89,6 +90,15 @@ def load_options(args: argparse.Namespace, max_batch_size: int) -> Options:
     )
 
 
+def expected_device(options: Options) -> str:
+    """The device that will run a model; "auto" takes a GPU that is there, if the model fits it."""
+    name = device_of(options).name
+    for_processor = options.threads is not None or options.kv_cache_dtype != "auto"
+    if options.device == AUTO and not for_processor and not DEVICES["cuda"].why_unavailable():
+        return "cuda"
+    return name
+
+
 def command_line(args: argparse.Namespace) -> list[str]:
     """The command with every option spelt out, so that later defaults change nothing."""
     words = ["quire", "bench", args.bench]
@@ -115,6 +125,9 @@ def asked(args: argparse.Namespace) -> Asked:
     }
 
 
+_machine = cache(machine)  # a grid makes many receipts, and asking for the GPU starts a program
+
+
 def make_receipt(args: argparse.Namespace, subject: Subject, kind: str, **more: Any) -> Receipt:
     """A receipt of a model's measurement; `more` are its settings, samples, results, limits."""
     return Receipt(
@@ -123,7 +136,7 @@ def make_receipt(args: argparse.Namespace, subject: Subject, kind: str, **more: 
         command=command_line(args),
         seed=args.seed,
         model=subject.facts.as_data(),
-        machine=machine(),
+        machine=_machine(),
         versions=versions(),
         asked=asked(args),
         executed=subject.executed,

@@ -10,6 +10,7 @@ from quire_bench.commands.options import (
     add_receipt_options,
     add_seed_option,
     add_subject_options,
+    expected_device,
     finish,
     keep,
     load_options,
@@ -88,9 +89,10 @@ def _measured(args: argparse.Namespace) -> Receipt:
     batch = args.requests if args.max_batch_size is None else args.max_batch_size
     load = Load(args.requests, args.prompt_tokens, args.new_tokens)
     check_load(load, args.repeats, 1 << 31)  # what the model holds is asked once it is there
-    limits = find_limits(args.limits, args.receipts, machine()["cpu"])
+    options = load_options(args, batch)
+    limits = find_limits(args.limits, args.receipts, machine(), expected_device(options))
     print_status("loading the model …")
-    subject = open_subject(args.model, args.quant, load_options(args, batch))
+    subject = open_subject(args.model, args.quant, options)
     try:
         progress = Progress([1.0] * args.repeats, "runs")
         figures = measure_throughput(
@@ -135,9 +137,10 @@ def _print(receipt: Receipt) -> None:
             f"({found['low']:.1f} to {found['high']:.1f})"
         )
     memory = results["memory"]
+    peak = memory.get("peak_gpu_bytes", memory["peak_rss_bytes"])
     print(
         f"  memory      weights {format_bytes(memory['weights_bytes'])}, "
-        f"KV {format_bytes(memory['kv_bytes'])}, peak {format_bytes(memory['peak_rss_bytes'])}"
+        f"KV {format_bytes(memory['kv_bytes'])}, peak {format_bytes(peak)}"
     )
     if results["utilisation"] is None:
         print("  utilisation unknown: run `quire bench limits` first")

@@ -38,6 +38,17 @@ def device_name() -> str:
     return str(torch.cuda.get_device_name())
 
 
+def forget_peak_memory() -> None:
+    """Begin anew to watch for the most memory that torch has of the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that torch had of the GPU, graphs included, since it was last forgotten."""
+    return int(torch.cuda.max_memory_reserved())
+
+
 def measure(seconds: float, repeats: int) -> dict[str, list[float]]:
     """Samples of each rate, a second: what achieved rates are compared with."""
     samples = {}
