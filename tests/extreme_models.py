@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tests.model.flat_spec import flat_spec
 
 from quire.loader.tensor import Tensor
 from quire.model.dummy import DummyModel, random_blocks
@@ -35,7 +36,7 @@ def small_spec(**changes: Any) -> ModelSpec:
     }
     if "rope" not in sizes:
         sizes["rope"] = Rope(10000.0, sizes["head_dim"], interleaved=False)
-    return ModelSpec(**{"windows": (None,) * sizes["num_layers"], **sizes})
+    return flat_spec(**sizes)
 
 
 def random_model(

@@ -20,7 +20,7 @@ from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
 from quire.model.isolated import Verdict, examine
 from quire.model.loading import Model, load_model, memory_estimate, norm_health, read_tokenizer
-from quire.model.spec import ModelSpec
+from quire.model.spec import ModelSpec, unsupported
 from quire.tokenizer import Tokenizer
 
 
@@ -63,7 +63,7 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     activation: str
-    rope_base: float
+    rope_base: float | None  # None: no layer has rope
     rope_scaling: str | None
     sliding_windows: list[int]  # each size once
     tied_head: bool
@@ -109,7 +109,7 @@ class MemoryFacts:
     weights_in_reference_executor: int
     kv_per_token: int  # in the reference executor
     kv_per_context: int
-    cpu: CpuForecast | None  # None where the native module is not built
+    cpu: CpuForecast | None  # None where the CPU executor does not run the model here
 
 
 @dataclass(slots=True)
@@ -215,7 +215,8 @@ def _tensor_facts(tensors: Iterable[Tensor], i2s_packing: str | None) -> TensorF
 
 
 def _model_facts(spec: ModelSpec) -> ModelFacts:
-    scaling = spec.rope.scaling
+    rope = spec.ropes[0] if spec.ropes else None
+    scaling = None if rope is None else rope.scaling
     return ModelFacts(
         family=spec.family,
         context_length=spec.context_length,
@@ -227,7 +228,7 @@ def _model_facts(spec: ModelSpec) -> ModelFacts:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         activation=spec.activation.value,
-        rope_base=spec.rope.base,
+        rope_base=None if rope is None else rope.base,
         rope_scaling=None if scaling is None else type(scaling).__name__,
         sliding_windows=sorted({window for window in spec.windows if window is not None}),
         tied_head=spec.tied_head,
@@ -254,8 +255,12 @@ def _memory_facts(model: Model) -> MemoryFacts:
         weights_in_reference_executor=estimate.float32_weights,
         kv_per_token=estimate.kv_per_token,
         kv_per_context=estimate.kv,
-        cpu=_cpu_forecast(model) if has_native_module() else None,
+        cpu=_cpu_forecast(model) if _runs_on_cpu(model.spec) else None,
     )
+
+
+def _runs_on_cpu(spec: ModelSpec) -> bool:
+    return has_native_module() and not unsupported(spec, "cpu")
 
 
 def _cpu_forecast(model: Model) -> CpuForecast:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.fixture_files import FIXTURES
+from tests.model.flat_spec import biases
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model.config_spec import spec_from_config
@@ -48,10 +49,18 @@ def test_a_null_overrides_a_default() -> None:
 
 def test_biases_are_where_each_family_has_them() -> None:
     plain, biased = spec(), spec(attention_bias=True, mlp_bias=True)
-    assert not (plain.qkv_bias or plain.output_bias or plain.ffn_bias)
-    assert biased.qkv_bias and biased.output_bias and biased.ffn_bias
+    assert not (
+        plain.attention.qkv_bias
+        or plain.attention.output_bias
+        or plain.layers[0].feed_forward.has_bias
+    )
+    assert (
+        biased.attention.qkv_bias
+        and biased.attention.output_bias
+        and biased.layers[0].feed_forward.has_bias
+    )
     qwen2 = spec("qwen2", num_key_value_heads=2)
-    assert qwen2.qkv_bias and not qwen2.output_bias
+    assert biases(qwen2) == (True, False, False)
 
 
 @pytest.mark.parametrize("window", [512, 2**31 - 1, 2**31, 2**32, 2**62])

@@ -44,7 +44,11 @@ def test_a_plain_llama_is_read() -> None:
     assert found.windows == (None, None)
     assert found.rope.base == 10000.0 and found.rope.dims == 12 and found.rope.scaling is None
     assert not found.tied_head
-    assert not (found.qkv_bias or found.output_bias or found.ffn_bias)
+    assert not (
+        found.attention.qkv_bias
+        or found.attention.output_bias
+        or found.layers[0].feed_forward.has_bias
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,11 @@ def test_each_architecture_has_its_own_parts(
     found = spec(architecture)
     assert found.family == architecture
     assert found.rope.interleaved is interleaved
-    assert (found.qkv_bias, found.qk_norm, found.sub_norms) == (qkv_bias, qk_norm, sub_norms)
+    assert (found.attention.qkv_bias, found.qk_norm, found.sub_norms) == (
+        qkv_bias,
+        qk_norm,
+        sub_norms,
+    )
     assert found.activation is Activation.SILU  # llama.cpp's bitnet too
 
 
@@ -120,7 +128,12 @@ def test_part_of_a_head_may_turn() -> None:
 def test_optional_tensors_switch_their_parts_on() -> None:
     names = ("attn_q.bias", "attn_output.bias", "ffn_up.bias", "attn_q.scale")
     found = spec("llama", {**EMBEDDING, **zeros({f"blk.0.{name}": (1,) for name in names})})
-    assert found.qkv_bias and found.output_bias and found.ffn_bias and found.linear_scales
+    assert (
+        found.attention.qkv_bias
+        and found.attention.output_bias
+        and found.layers[0].feed_forward.has_bias
+        and found.linear_scales
+    )
 
 
 def test_a_file_without_a_head_ties_it_to_the_embedding() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from tests.executors.reference.plans import logits, opened, row
 from tests.fixture_files import FIXTURES, fixture_file
 from tests.model.gguf_copies import write_gguf
 from tests.model.tensors import tensor
@@ -79,16 +80,9 @@ def test_scales_of_linears_multiply_their_products(tmp_path: Path) -> None:
         write_gguf(Model(model.spec, tensors, model.source), path)
     with load_model(path) as model:
         assert model.spec.linear_scales
-        scaled = ReferenceExecutor(model, num_blocks=1)
-    with load_model(source) as model:
-        plain = ReferenceExecutor(model, num_blocks=1)
-    x = np.ones(256, np.float32)
-    for name, linear in scaled._decoder._layers[1]._linears.items():
-        vector = np.resize(x, linear.weight.shape[1])
-        expected = plain._decoder._layers[1]._linears[name](vector)
-        assert linear(vector).tobytes() == expected.tobytes()
-    scaled.close()
-    plain.close()
+    plan = row((3, 1, 4, 1, 5), (0,))
+    with opened(path) as scaled, opened(source) as plain:
+        assert logits(scaled, plan).tobytes() == logits(plain, plan).tobytes()
 
 
 @pytest.mark.parametrize("name", ["tiny/Q4_K_M.gguf", "tiny-bitnet/TQ1_0.gguf"])

@@ -1,38 +1,38 @@
 """ModelSpec refuses what cannot be, and check_tensors what does not fit it."""
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from tests.model.flat_spec import flat_spec
 from tests.model.tensors import tensor, zeros
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model.rope import Rope
-from quire.model.spec import MAX_SIZES, Activation, ModelSpec, check_tensors, tensor_shapes
+from quire.model.spec import MAX_SIZES, check_tensors, tensor_shapes
 
-SPEC = ModelSpec(
-    family="llama",
-    hidden_size=12,
-    ffn_size=20,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    vocabulary_size=32,
-    context_length=64,
-    norm_epsilon=1e-5,
-    activation=Activation.SILU,
-    rope=Rope(base=10000.0, dims=6, interleaved=False),
-    windows=(None, None),
-)
+SIZES: dict[str, Any] = {
+    "family": "llama",
+    "hidden_size": 12,
+    "ffn_size": 20,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 6,
+    "vocabulary_size": 32,
+    "context_length": 64,
+    "rope": Rope(base=10000.0, dims=6, interleaved=False),
+}
+SPEC = flat_spec(**SIZES)
+FLAT_SIZES = sorted(MAX_SIZES.keys() - {"num_experts", "num_layers"})
 
 
-@pytest.mark.parametrize("name", MAX_SIZES)
+@pytest.mark.parametrize("name", FLAT_SIZES)
 @pytest.mark.parametrize("is_too_large", [False, True])
 def test_sizes_are_bounded(name: str, is_too_large: bool) -> None:
     value = MAX_SIZES[name] + 1 if is_too_large else 0
     with pytest.raises(ModelFileError, match=f"{name} must be from 1 to .*, got {value}"):
-        replace(SPEC, **{name: value})  # type: ignore[arg-type]
+        flat_spec(**{**SIZES, name: value})
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_sizes_are_bounded(name: str, is_too_large: bool) -> None:
         ({"head_dim": 4}, r"rope dimensions \(6\) exceed head_dim \(4\)"),
         ({"norm_epsilon": -1e-5}, "norm_epsilon must be from 0 to 1"),
         ({"norm_epsilon": float("nan")}, "norm_epsilon must be from 0 to 1"),
-        ({"windows": (None,)}, "windows has 1 entries for 2 layers"),
-        ({"windows": (None, 0)}, "the window of layer 1 must be positive, got 0"),
+        ({"windows": (None, 0)}, "a layer's window must be positive, got 0"),
+        ({"windows": ()}, "num_layers must be from 1 to 4096, got 0"),
     ],
 )
 def test_what_contradicts_itself_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
-        replace(SPEC, **changes)  # type: ignore[arg-type]
+        flat_spec(**{**SIZES, **changes})
 
 
 def test_cached_numbers_are_counted_over_layers_keys_and_values() -> None:
@@ -56,8 +56,8 @@ def test_cached_numbers_are_counted_over_layers_keys_and_values() -> None:
 
 
 def test_optional_parts_ask_for_their_tensors() -> None:
-    full = replace(
-        SPEC,
+    full = flat_spec(
+        **SIZES,
         qkv_bias=True,
         output_bias=True,
         ffn_bias=True,

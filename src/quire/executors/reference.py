@@ -8,7 +8,7 @@ again.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,22 @@ from quire.executors.sampler import sample, score
 from quire.executors.worker import CancelFlag, RowResults, ThreadedExecutor
 from quire.loader.tensor import Tensor
 from quire.model.loading import Model
-from quire.model.spec import Activation, ModelSpec, layer_shapes, takes_bytes_by_token
+from quire.model.spec import (
+    Activation,
+    Attention,
+    Dense,
+    Experts,
+    Latent,
+    ModelSpec,
+    Norm,
+    NormKind,
+    NormSpan,
+    PositionScale,
+    Router,
+    Scoring,
+    layer_shapes,
+    takes_bytes_by_token,
+)
 
 Floats = npt.NDArray[np.float32]
 Slots = npt.NDArray[np.intp]
@@ -35,21 +50,28 @@ _WEIGHTS_AT_ONCE = 1 << 18
 
 
 class KVBlocks:
-    """Keys and values of every layer in blocks; a slot is the index of one token in them."""
+    """Keys and values of every layer in blocks; a slot is the index of one token in them.
+
+    Latent attention has one key a token, and its values are the first part of it.
+    """
 
     def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        shape = (spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self.keys: Floats = np.zeros(shape, np.float32)
-        self.values: Floats = np.zeros(shape, np.float32)
+        self.keys: list[Floats] = []  # [blocks, block_size, kv_heads, head_dim] each
+        self.values: list[Floats] = []
+        for layer in spec.layers:
+            for arrays, shape in zip(
+                (self.keys, self.values), _kv_shapes(layer.mixer), strict=True
+            ):
+                arrays.append(np.zeros((num_blocks, block_size, *shape), np.float32))
 
     @property
     def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(array.nbytes for array in (*self.keys, *self.values))
 
     def copy(self, source: int, target: int) -> None:
-        self.keys[:, target] = self.keys[:, source]
-        self.values[:, target] = self.values[:, source]
+        for array in (*self.keys, *self.values):
+            array[target] = array[source]
 
     def slots(self, block_table: Sequence[int], end: int) -> Slots:
         """The slots of positions 0 to `end` of the sequence that has this table."""
@@ -58,12 +80,21 @@ class KVBlocks:
 
     def write(self, layer: int, slot: int, key: Floats, value: Floats) -> None:
         block, offset = divmod(slot, self.block_size)
-        self.keys[layer, block, offset] = key
-        self.values[layer, block, offset] = value
+        self.keys[layer][block, offset] = key
+        self.values[layer][block, offset] = value
 
     def read(self, layer: int, slots: Slots) -> tuple[Floats, Floats]:
         """Keys and values at these slots alone: [context, kv_heads, head_dim] each."""
         return _gather(self.keys[layer], slots), _gather(self.values[layer], slots)
+
+
+def _kv_shapes(part: Attention) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What one token leaves in the cache: of keys and of values."""
+    if part.kv_layer is not None:
+        return (0, 0), (0, 0)
+    if part.latent is not None:
+        return (1, part.latent.kv_rank + part.latent.rope_dims), (0, 0)
+    return (part.num_kv_heads, part.head_dim), (part.num_kv_heads, part.value_dim)
 
 
 class Linear(NamedTuple):
@@ -107,50 +138,71 @@ def quantised_by_token(x: Floats) -> tuple[Floats, np.float32]:
     return _aligned_copy(codes.astype(np.float32)), per_unit
 
 
+class Angles(NamedTuple):
+    """By which a position rotates the pairs of a head: [rope dims / 2] each."""
+
+    cosines: Floats
+    sines: Floats
+
+
 @dataclass(slots=True)
 class Row:
     """One token: its hidden state, and what it attends to."""
 
     state: Floats  # [hidden]
     slots: Slots  # of every position up to its own, [position + 1]
-    cosines: Floats  # [rope dims / 2]
-    sines: Floats
+    angles: tuple[Angles, ...]  # one for each of the spec's ropes
 
     @property
     def slot(self) -> int:
         return int(self.slots[-1])
 
-    def seen(self, window: int | None) -> Slots:
-        """The slots it attends to: its own and those before it, within the window."""
-        return self.slots if window is None else self.slots[-window:]
+    @property
+    def position(self) -> int:
+        return len(self.slots) - 1
+
+    def seen(self, part: Attention) -> Slots:
+        """The slots it attends to: its own and those before it, within window or chunk."""
+        if part.window is None:
+            return self.slots
+        if part.is_chunked:
+            return self.slots[self.position // part.window * part.window :]
+        return self.slots[-part.window :]
 
 
 class Decoder:
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
         self.spec = spec
+        weights = _Weights(spec, tensors, "", ("output_norm.weight", "output_norm.bias"))
         self.embedding = _decoded(tensors["token_embd.weight"])
-        self._output_norm = _decoded(tensors["output_norm.weight"])
+        self._embedding_scale = np.float32(spec.embedding_scale)
+        self._output_norm = weights.norm("output_norm", spec.output_norm)
         head = self.embedding if spec.tied_head else _decoded(tensors["output.weight"])
         self._head = Linear(head)
         self._layers = [_Layer(spec, tensors, index) for index in range(spec.num_layers)]
-        self._frequencies = spec.rope.frequencies()
+        self._ropes = [(rope.frequencies(), rope.magnitude) for rope in spec.ropes]
+        self._small_bytes = weights.num_bytes
 
     @property
     def weight_bytes(self) -> int:
         tied = 0 if self.spec.tied_head else self._head.weight.nbytes
         layers = sum(layer.weight_bytes for layer in self._layers)
-        return self.embedding.nbytes + self._output_norm.nbytes + tied + layers
+        return self.embedding.nbytes + self._small_bytes + tied + layers
 
     def row(self, token: int, slots: Slots) -> Row:
         """The token at the last of these slots."""
-        angles = (len(slots) - 1) * self._frequencies
-        magnitude = self.spec.rope.magnitude
-        return Row(
-            state=self.embedding[token].copy(),
-            slots=slots,
-            cosines=(np.cos(angles) * magnitude).astype(np.float32),
-            sines=(np.sin(angles) * magnitude).astype(np.float32),
-        )
+        state = self.embedding[token].copy()
+        if self.spec.embedding_scale != 1.0:
+            state *= self._embedding_scale
+        return Row(state, slots, tuple(self._angles(len(slots) - 1)))
+
+    def _angles(self, position: int) -> Iterator[Angles]:
+        for frequencies, magnitude in self._ropes:
+            angles = position * frequencies
+            yield Angles(
+                (np.cos(angles) * magnitude).astype(np.float32),
+                (np.sin(angles) * magnitude).astype(np.float32),
+            )
 
     def run(self, rows: Sequence[Row], blocks: KVBlocks, checkpoint: Callable[[], None]) -> None:
         """Take all rows through all layers, calling `checkpoint` before each.
@@ -160,83 +212,320 @@ class Decoder:
         """
         for layer in self._layers:
             checkpoint()
-            queries = [layer.project(row, blocks) for row in rows]
-            for row, query in zip(rows, queries, strict=True):
-                row.state = row.state + layer.attend(row, query, blocks)
-            for row in rows:
-                row.state = row.state + layer.feed_forward(row.state)
+            layer.run(rows, blocks)
 
     def final_state(self, row: Row) -> Floats:
         """The state after the last norm: what is pooled, and what logits are computed from."""
-        return rms_norm(row.state, self._output_norm, self.spec.norm_epsilon)
+        return self._output_norm(row.state)
 
     def logits(self, row: Row) -> Floats:
-        return soft_capped(self._head(self.final_state(row)), self.spec.logit_soft_cap)
+        logits = self._head(self.final_state(row))
+        if self.spec.logit_scale != 1.0:
+            logits = logits * np.float32(self.spec.logit_scale)
+        return soft_capped(logits, self.spec.logit_soft_cap)
+
+
+NormFunction = Callable[[Floats], Floats]
+
+
+class _Weights:
+    """The decoded tensors under one prefix, as parts of a layer ask for them."""
+
+    def __init__(
+        self, spec: ModelSpec, tensors: Mapping[str, Tensor], prefix: str, names: Iterable[str]
+    ) -> None:
+        self._spec = spec
+        self._arrays = {
+            name: _decoded(tensors[prefix + name]) for name in names if prefix + name in tensors
+        }
+        self._formats = {name: tensors[prefix + name].format for name in self._arrays}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def array(self, name: str) -> Floats:
+        return self._arrays[name]
+
+    def get(self, name: str) -> Floats | None:
+        return self._arrays.get(name)
+
+    def linear(self, name: str) -> Linear:
+        array = self._arrays[f"{name}.weight"]
+        extras = self.get(f"{name}.bias"), self.get(f"{name}.scale")
+        is_rounded = takes_bytes_by_token(self._spec, self._formats[f"{name}.weight"])
+        weight, unit_scale = _units(array) if is_rounded else (array, None)
+        return Linear(weight, *extras, unit_scale)
+
+    def linears(self, name: str) -> list[Linear]:
+        """Of a tensor that stacks several: one for each expert, or each head."""
+        bias = self.get(f"{name}.bias")
+        stacked = self._arrays[f"{name}.weight"]
+        return [
+            Linear(_aligned_copy(weight), None if bias is None else bias[index])
+            for index, weight in enumerate(stacked)
+        ]
+
+    def norm(self, name: str, norm: Norm | None) -> NormFunction:
+        """The norm as a function; where there is none, of what it is given."""
+        if norm is None:
+            return lambda x: x
+        weight, bias = self.get(f"{name}.weight"), self.get(f"{name}.bias")
+        if norm.kind is NormKind.LAYER:
+            return lambda x: layer_norm(x, weight, bias, norm.epsilon)
+        return lambda x: rms_norm(x, weight, norm.epsilon)
 
 
 class _Layer:
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor], index: int) -> None:
-        self._spec = spec
-        self._index = index
-        self._scale = np.float32(spec.head_dim**-0.5)
-        arrays = {name: _decoded(tensors[f"blk.{index}.{name}"]) for name in layer_shapes(spec)}
-        self.weight_bytes = sum(array.nbytes for array in arrays.values())
-        self._norms: dict[str, Floats] = {}
-        self._linears: dict[str, Linear] = {}
-        for full_name, array in arrays.items():
-            name = full_name.removesuffix(".weight")
-            if name.endswith("_norm"):
-                self._norms[name] = array
-            elif name != full_name:
-                extras = arrays.get(f"{name}.bias"), arrays.get(f"{name}.scale")
-                is_rounded = takes_bytes_by_token(spec, tensors[f"blk.{index}.{full_name}"].format)
-                weight, unit_scale = _units(array) if is_rounded else (array, None)
-                self._linears[name] = Linear(weight, *extras, unit_scale)
+        layer = self._layer = spec.layers[index]
+        weights = _Weights(spec, tensors, f"blk.{index}.", layer_shapes(spec, index))
+        self.weight_bytes = weights.num_bytes
+        kind = _Attention if layer.mixer.latent is None else _LatentAttention
+        self._mixer = kind(spec, index, weights)
+        self._feed_forward = _feed_forward(layer.feed_forward, weights)
+        self._mixer_norm = weights.norm("attn_norm", layer.mixer_norm)
+        self._mixer_output_norm = weights.norm("post_attention_norm", layer.mixer_output_norm)
+        self._feed_norm = weights.norm("ffn_norm", layer.feed_forward_norm)
+        self._feed_output_norm = weights.norm("post_ffw_norm", layer.feed_forward_output_norm)
 
-    def project(self, row: Row, blocks: KVBlocks) -> Floats:
+    def run(self, rows: Sequence[Row], blocks: KVBlocks) -> None:
+        normed = [self._mixer_norm(row.state) for row in rows]
+        queries = [self._mixer.project(row, x, blocks) for row, x in zip(rows, normed, strict=True)]
+        for row, query, x in zip(rows, queries, normed, strict=True):
+            mixed = self._mixer_output_norm(self._mixer.attend(row, query, blocks))
+            if self._layer.is_parallel:
+                mixed = mixed + self._feed_output_norm(self._feed_forward(x))
+            row.state = row.state + self._scaled(mixed)
+        if not self._layer.is_parallel:
+            for row in rows:
+                fed = self._feed_output_norm(self._feed_forward(self._feed_norm(row.state)))
+                row.state = row.state + self._scaled(fed)
+
+    def _scaled(self, x: Floats) -> Floats:
+        scale = self._layer.residual_scale
+        return x if scale == 1.0 else x * np.float32(scale)
+
+
+class _Attention:
+    """Attention of one layer, a row at a time."""
+
+    def __init__(self, spec: ModelSpec, index: int, weights: _Weights) -> None:
+        part = self._part = spec.layers[index].mixer
+        self._index = index
+        self._kv_layer = index if part.kv_layer is None else part.kv_layer
+        self._rope_index = None if part.rope is None else spec.ropes.index(part.rope)
+        self._scale = np.float32(part.scale)
+        self._output = weights.linear("attn_output")
+        self._sinks = weights.get("attn_sinks.weight")
+        self._output_norm = weights.norm("attn_sub_norm", part.output_norm)
+        self._load(weights)
+
+    def _load(self, weights: _Weights) -> None:
+        part = self._part
+        norm = None if part.qk_norm is None else part.qk_norm.norm
+        self._query = weights.linear("attn_q")
+        self._query_norm = weights.norm("attn_q_norm", norm)
+        if part.kv_layer is None:
+            self._key = weights.linear("attn_k")
+            self._value = self._key if part.has_key_values else weights.linear("attn_v")
+            self._key_norm = weights.norm("attn_k_norm", norm)
+            self._value_norm = weights.norm("attn_v_norm", part.value_norm)
+
+    def project(self, row: Row, x: Floats, blocks: KVBlocks) -> Floats:
         """Write the row's key and value; its query, [heads, head_dim]."""
-        spec = self._spec
-        x = self._norm("attn_norm", row.state)
-        query = self._linears["attn_q"](x).reshape(spec.num_heads, spec.head_dim)
-        key = self._linears["attn_k"](x).reshape(spec.num_kv_heads, spec.head_dim)
-        value = self._linears["attn_v"](x).reshape(spec.num_kv_heads, spec.head_dim)
-        if spec.qk_norm:
-            query, key = self._norm("attn_q_norm", query), self._norm("attn_k_norm", key)
-        blocks.write(self._index, row.slot, self._with_rope(key, row), value)
-        return self._with_rope(query, row)
+        part = self._part
+        query = self._turned(self._query(x), part.num_heads, self._query_norm, row)
+        if part.kv_layer is None:
+            key = self._turned(self._key(x), part.num_kv_heads, self._key_norm, row)
+            value = self._value(x).reshape(part.num_kv_heads, part.value_dim)
+            blocks.write(self._index, row.slot, key, self._value_norm(value))
+        if part.position_scale is not None:
+            query = query * position_scale(part.position_scale, row.position)
+        return query
 
     def attend(self, row: Row, query: Floats, blocks: KVBlocks) -> Floats:
-        spec = self._spec
-        keys, values = blocks.read(self._index, row.seen(spec.windows[self._index]))
+        part = self._part
+        keys, values = blocks.read(self._kv_layer, row.seen(part))
         # Query heads of one group share a key head: [kv_heads, group, head_dim].
-        grouped = query.reshape(spec.num_kv_heads, -1, spec.head_dim)
+        grouped = query.reshape(part.num_kv_heads, -1, part.head_dim)
         scores = np.matmul(grouped, keys.transpose(1, 2, 0)) * self._scale
-        scores = soft_capped(scores, spec.attention_soft_cap)
-        output = np.matmul(softmax(scores), values.transpose(1, 0, 2)).ravel()
-        if spec.sub_norms:
-            output = self._norm("attn_sub_norm", output)
-        return self._linears["attn_output"](output)
+        scores = soft_capped(scores, part.soft_cap)
+        sinks = None if self._sinks is None else self._sinks.reshape(part.num_kv_heads, -1, 1)
+        output = np.matmul(softmax(scores, sinks), values.transpose(1, 0, 2)).ravel()
+        return self._output(self._output_norm(output))
 
-    def feed_forward(self, state: Floats) -> Floats:
-        x = self._norm("ffn_norm", state)
-        gate = _ACTIVATIONS[self._spec.activation](self._linears["ffn_gate"](x))
-        product = gate * self._linears["ffn_up"](x)
-        if self._spec.sub_norms:
-            product = self._norm("ffn_sub_norm", product)
-        return self._linears["ffn_down"](product)
-
-    def _norm(self, name: str, x: Floats) -> Floats:
-        return rms_norm(x, self._norms[name], self._spec.norm_epsilon)
+    def _turned(self, projected: Floats, num_heads: int, norm: NormFunction, row: Row) -> Floats:
+        """Queries or keys by head, normed and with rope."""
+        part = self._part
+        is_after = part.qk_norm is not None and part.qk_norm.is_after_rope
+        is_whole = part.qk_norm is not None and part.qk_norm.span is NormSpan.PROJECTION
+        if is_whole:
+            projected = norm(projected)
+        heads = projected.reshape(num_heads, part.head_dim)
+        if not is_after and not is_whole:
+            heads = norm(heads)
+        heads = self._with_rope(heads, row)
+        return norm(heads) if is_after else heads
 
     def _with_rope(self, heads: Floats, row: Row) -> Floats:
-        return apply_rope(heads, row.cosines, row.sines, self._spec.rope.interleaved)
+        if self._rope_index is None or self._part.rope is None:
+            return heads
+        return apply_rope(heads, *row.angles[self._rope_index], self._part.rope.interleaved)
 
 
-def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
+class _LatentAttention(_Attention):
+    """The key's matrix is applied to the query and the value's to the attention output, so that
+    the cache's vectors are used as they are."""
+
+    def _load(self, weights: _Weights) -> None:
+        part, latent = self._part, _latent(self._part)
+        self._is_split = latent.query_rank is not None
+        self._query_a = weights.linear("attn_q_a") if self._is_split else None
+        self._query_norm = weights.norm("attn_q_a_norm", latent.norm)
+        self._query = weights.linear("attn_q_b" if self._is_split else "attn_q")
+        self._key_value = weights.linear("attn_kv_a_mqa")
+        self._key_norm = weights.norm("attn_kv_a_norm", latent.norm)
+        self._key_heads = weights.linears("attn_k_b")  # [kv_rank, head_dim - rope_dims] each
+        self._value_heads = weights.linears("attn_v_b")  # [value_dim, kv_rank] each
+        self._plain_dims = part.head_dim - latent.rope_dims
+
+    def project(self, row: Row, x: Floats, blocks: KVBlocks) -> Floats:
+        """Write the row's vector and its rotated key; its query against these, [heads, ...]."""
+        part, latent = self._part, _latent(self._part)
+        if self._query_a is not None:
+            query = self._query(self._query_norm(self._query_a(x)))
+        else:
+            query = self._query(x)
+        heads = query.reshape(part.num_heads, part.head_dim)
+        rotated = self._with_rope(heads[:, self._plain_dims :], row)
+        made = self._key_value(x)
+        key = self._with_rope(made[None, latent.kv_rank :], row)
+        vector = self._key_norm(made[: latent.kv_rank])
+        whole = np.concatenate([vector[None], key], axis=1)
+        blocks.write(self._index, row.slot, whole, np.empty((0, 0), np.float32))
+        plain = [
+            linear(head)
+            for linear, head in zip(self._key_heads, heads[:, : self._plain_dims], strict=True)
+        ]
+        query = np.concatenate([np.stack(plain), rotated], axis=1)
+        if part.position_scale is not None:
+            query = query * position_scale(part.position_scale, row.position)
+        return query
+
+    def attend(self, row: Row, query: Floats, blocks: KVBlocks) -> Floats:
+        part, latent = self._part, _latent(self._part)
+        keys = blocks.read(self._index, row.seen(part))[0][:, 0]  # [context, kv_rank + rope_dims]
+        scores = np.matmul(_aligned_copy(query), keys.T) * self._scale
+        shares = softmax(soft_capped(scores, part.soft_cap))
+        vectors = np.matmul(shares, _aligned_copy(keys[:, : latent.kv_rank]))
+        heads = [linear(vector) for linear, vector in zip(self._value_heads, vectors, strict=True)]
+        return self._output(np.concatenate(heads))
+
+
+def _latent(part: Attention) -> Latent:
+    assert part.latent is not None
+    return part.latent
+
+
+FeedForward = Callable[[Floats], Floats]
+
+
+def _feed_forward(part: Dense | Experts, weights: _Weights) -> FeedForward:
+    return _Dense(part, weights) if isinstance(part, Dense) else _Experts(part, weights)
+
+
+class _Dense:
+    def __init__(self, part: Dense, weights: _Weights, suffix: str = "") -> None:
+        self._activation = part.activation
+        self._gate = weights.linear(f"ffn_gate{suffix}") if part.is_gated else None
+        self._up = weights.linear(f"ffn_up{suffix}")
+        self._down = weights.linear(f"ffn_down{suffix}")
+        self._inner_norm = weights.norm("ffn_sub_norm", part.inner_norm)
+
+    def __call__(self, x: Floats) -> Floats:
+        if self._gate is None:
+            product = _ACTIVATIONS[self._activation](self._up(x))
+        else:
+            product = gated(self._activation, self._gate(x), self._up(x))
+        return self._down(self._inner_norm(product))
+
+
+class _Experts:
+    """A row's sum runs over its experts in ascending order."""
+
+    def __init__(self, part: Experts, weights: _Weights) -> None:
+        self._part = part
+        self._router = weights.linear("ffn_gate_inp")
+        self._choice_bias = weights.get("exp_probs_b.bias")
+        kinds = ("gate", "up", "down")
+        self._gate, self._up, self._down = (weights.linears(f"ffn_{x}_exps") for x in kinds)
+        self._shared = None if part.shared is None else _Dense(part.shared, weights, "_shexp")
+        gate = weights.get("ffn_gate_inp_shexp.weight")
+        self._shared_gate = None if gate is None else Linear(gate[None])
+
+    def __call__(self, x: Floats) -> Floats:
+        part = self._part
+        chosen, shares = route(part, self._router(x), self._choice_bias)
+        total = np.zeros(len(x), np.float32)
+        for expert, share in zip(chosen, shares, strict=True):
+            entering = x * share if part.router.weighs_input else x
+            product = gated(
+                part.activation, self._gate[expert](entering), self._up[expert](entering)
+            )
+            made = self._down[expert](product)
+            total = total + (made if part.router.weighs_input else made * share)
+        if self._shared is None:
+            return total
+        shared = self._shared(x)
+        if self._shared_gate is not None:
+            shared = shared * _sigmoid(self._shared_gate(x))
+        return total + shared
+
+
+def route(part: Experts, logits: Floats, choice_bias: Floats | None = None) -> tuple[Slots, Floats]:
+    """The experts of a token in ascending order, and their weights. Of experts that are equally
+    good the first is chosen."""
+    router = part.router
+    scores = softmax(logits) if router.scoring is Scoring.SOFTMAX else _sigmoid(logits)
+    choice = scores if choice_bias is None else scores + choice_bias
+    if router.num_groups > 1:
+        choice = _in_best_groups(router, choice)
+    best = np.argsort(-choice, kind="stable")[: part.num_used]
+    chosen = np.sort(best)
+    shares = scores[chosen]
+    if router.normalises:
+        shares = shares / shares.sum()
+    return chosen, shares * np.float32(router.scale)
+
+
+def _in_best_groups(router: Router, choice: Floats) -> Floats:
+    """Minus infinity for the experts of other groups."""
+    groups = choice.reshape(router.num_groups, -1)
+    quality = np.sort(groups, axis=1)[:, -router.num_group_best :].sum(axis=1)
+    best = np.argsort(-quality, kind="stable")[: router.num_used_groups]
+    kept = np.full_like(groups, -np.inf)
+    kept[best] = groups[best]
+    return kept.ravel()
+
+
+def position_scale(scale: PositionScale, position: int) -> np.float32:
+    steps = (position + scale.offset) // scale.length
+    return np.float32(1.0 + scale.factor * math.log(1 + steps))
+
+
+def rms_norm(x: Floats, weight: Floats | None, epsilon: float) -> Floats:
     """Over the last axis."""
     mean = np.float32(np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float64))
-    normed: Floats = x * (np.float32(1.0) / np.sqrt(mean + np.float32(epsilon))) * weight
-    return normed
+    normed: Floats = x * (np.float32(1.0) / np.sqrt(mean + np.float32(epsilon)))
+    return normed if weight is None else normed * weight
+
+
+def layer_norm(x: Floats, weight: Floats | None, bias: Floats | None, epsilon: float) -> Floats:
+    """Over the last axis."""
+    centred = x - np.float32(np.mean(x, axis=-1, keepdims=True, dtype=np.float64))
+    normed = rms_norm(centred, weight, epsilon)
+    return normed if bias is None else normed + bias
 
 
 def apply_rope(heads: Floats, cosines: Floats, sines: Floats, interleaved: bool) -> Floats:
@@ -257,16 +546,39 @@ def soft_capped(x: Floats, cap: float) -> Floats:
     return x if cap == 0.0 else np.float32(cap) * np.tanh(x / np.float32(cap))
 
 
-def softmax(scores: Floats) -> Floats:
-    """Over the last axis."""
-    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    shares: Floats = powers / powers.sum(axis=-1, keepdims=True)
+def softmax(scores: Floats, sinks: Floats | None = None) -> Floats:
+    """Over the last axis; a sink takes its share away."""
+    highest = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        highest = np.maximum(highest, sinks)
+    powers = np.exp(scores - highest)
+    total = powers.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - highest)
+    shares: Floats = powers / total
     return shares
 
 
+def _sigmoid(x: Floats) -> Floats:
+    return np.float32(1.0) / (np.exp(-x) + np.float32(1.0))
+
+
 def _silu(x: Floats) -> Floats:
-    gated: Floats = np.divide(x, np.exp(-x) + np.float32(1.0))
-    return gated
+    made: Floats = np.divide(x, np.exp(-x) + np.float32(1.0))
+    return made
+
+
+def _gelu(x: Floats) -> Floats:
+    inner = x * np.float32(math.sqrt(0.5))
+    erf = np.array([math.erf(value) for value in inner.tolist()], np.float32)
+    made: Floats = np.float32(0.5) * x * (np.float32(1.0) + erf)
+    return made
+
+
+def _gelu_tanh(x: Floats) -> Floats:
+    inner = (x + x * x * x * np.float32(0.044715)) * np.float32(math.sqrt(2 / math.pi))
+    tanh: Floats = np.tanh(inner, dtype=np.float32)
+    return np.float32(0.5) * x * (np.float32(1.0) + tanh)
 
 
 def _relu2(x: Floats) -> Floats:
@@ -275,8 +587,18 @@ def _relu2(x: Floats) -> Floats:
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Floats], Floats]] = {
     Activation.SILU: _silu,
+    Activation.GELU: _gelu,
+    Activation.GELU_TANH: _gelu_tanh,
     Activation.RELU2: _relu2,
 }
+_CLAMP, _SLOPE = np.float32(7.0), np.float32(1.702)
+
+
+def gated(activation: Activation, gate: Floats, up: Floats) -> Floats:
+    if activation is Activation.CLAMPED_SWIGLU:
+        gate, up = np.minimum(gate, _CLAMP), np.clip(up, -_CLAMP, _CLAMP)
+        return gate * _sigmoid(gate * _SLOPE) * (up + np.float32(1.0))
+    return _ACTIVATIONS[activation](gate) * up
 
 
 def _units(weights: Floats) -> tuple[Floats, np.float32]:

@@ -32,6 +32,7 @@ from quire.llm.machine import (
     usable_cores,
 )
 from quire.model.loading import Model, memory_estimate
+from quire.model.spec import check_lowered
 
 AUTO = "auto"
 CACHE_TYPES = ("auto", "f16", "int8")
@@ -155,6 +156,7 @@ class _HostDevice(Device):
     """A device in the machine's own memory: the KV cache is sized before weights are loaded."""
 
     def load(self, model: Model, options: Options) -> Loaded:
+        check_lowered(model.spec, self.name)
         memory = self.memory_plan(model, options)
         num_blocks = memory.num_blocks(memory.pool_bytes(options.kv_memory), options.max_context)
         memory.check_batch(num_blocks, options.max_batch_size)

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 from quire.core.errors import ModelFileError
 from quire.loader.metadata import Fields, Metadata
+from quire.model.families import CONFIG_FAMILIES, Facts, Family, Windows, describe, find_family
 from quire.model.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
-from quire.model.spec import CONFIG_FAMILIES, MAX_SIZES, Activation, Family, ModelSpec, find_family
+from quire.model.spec import MAX_SIZES, Activation, Attention, Dense, ModelSpec, Norm, QKNorm
 
 _FILE = "config.json"
 _CONTEXT_LIMIT = MAX_SIZES["context_length"]
@@ -73,37 +74,50 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
 
 def _spec(family: Family, fields: Fields) -> ModelSpec:
     num_layers = fields.integer("num_hidden_layers", high=MAX_SIZES["num_layers"])
-    num_heads = fields.integer("num_attention_heads", high=MAX_SIZES["num_heads"])
     hidden_size = fields.integer("hidden_size", high=MAX_SIZES["hidden_size"])
-    head_dim = fields.integer(
-        "head_dim", max(1, hidden_size // num_heads), high=MAX_SIZES["head_dim"]
+    epsilon = fields.number("rms_norm_eps")
+    attention = _attention(family, fields, hidden_size, epsilon)
+    feed = Dense(
+        size=fields.integer("intermediate_size", high=MAX_SIZES["ffn_size"]),
+        activation=_activation(fields),
+        is_gated=family.is_gated,
+        has_bias=_has_bias(family.ffn_bias, fields),
+        inner_norm=Norm(epsilon=epsilon) if family.sub_norms else None,
     )
-    biased = fields.boolean("attention_bias", False)
-    return ModelSpec(
-        family=family.name,
+    facts = Facts(
         hidden_size=hidden_size,
-        ffn_size=fields.integer("intermediate_size", high=MAX_SIZES["ffn_size"]),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer(
-            "num_key_value_heads", num_heads, high=MAX_SIZES["num_kv_heads"]
-        ),
-        head_dim=head_dim,
         vocabulary_size=fields.integer("vocab_size", high=MAX_SIZES["vocabulary_size"]),
         context_length=fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT),
-        norm_epsilon=fields.number("rms_norm_eps"),
-        activation=_activation(fields),
-        rope=_rope(fields, head_dim),
+        norm_epsilon=epsilon,
+        attention=attention,
+        ropes=(_rope(fields, attention.head_dim),) * num_layers,
         windows=_windows(family, fields, num_layers),
-        qkv_bias=family.qkv_bias or biased,
-        output_bias=biased,
-        ffn_bias=fields.boolean("mlp_bias", False),
-        qk_norm=family.qk_norm,
-        sub_norms=family.sub_norms,
-        attention_soft_cap=fields.optional_number("attn_logit_softcapping") or 0.0,
+        feed_forwards=(feed,) * num_layers,
         logit_soft_cap=fields.optional_number("final_logit_softcapping") or 0.0,
         tied_head=fields.boolean("tie_word_embeddings", False),
     )
+    return describe(family, facts)
+
+
+def _attention(family: Family, fields: Fields, hidden_size: int, epsilon: float) -> Attention:
+    num_heads = fields.integer("num_attention_heads", high=MAX_SIZES["num_heads"])
+    head_dim = max(1, hidden_size // num_heads)
+    limit = MAX_SIZES["num_kv_heads"]
+    norm = Norm(epsilon=epsilon)
+    return Attention(
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads, high=limit),
+        head_dim=fields.integer("head_dim", head_dim, high=MAX_SIZES["head_dim"]),
+        qkv_bias=_has_bias(family.qkv_bias, fields),
+        output_bias=_has_bias(family.output_bias, fields),
+        qk_norm=None if family.qk_norm is None else QKNorm(norm=norm, span=family.qk_norm),
+        output_norm=norm if family.sub_norms else None,
+        soft_cap=fields.optional_number("attn_logit_softcapping") or 0.0,
+    )
+
+
+def _has_bias(where: bool | str, fields: Fields) -> bool:
+    return where if isinstance(where, bool) else fields.boolean(where, False)
 
 
 def _activation(fields: Fields) -> Activation:
@@ -114,11 +128,11 @@ def _activation(fields: Fields) -> Activation:
 
 
 def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    if family.window == "none":
+    if family.windows is Windows.NONE:
         fields.refuse({"sliding_window": (), "use_sliding_window": (False,)})
         return (None,) * num_layers
     window = fields.optional_integer("sliding_window", high=_WINDOW_LIMIT)
-    if family.window == "every":
+    if family.windows is Windows.EVERY:
         fields.refuse({"layer_types": ()})
         return (window,) * num_layers
     if not fields.boolean("use_sliding_window", False):

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from quire.core.errors import ModelFileError
 from quire.loader.metadata import Fields, Metadata
 from quire.loader.tensor import Tensor
+from quire.model.families import GGUF_FAMILIES, Facts, Family, describe, find_family
 from quire.model.rope import DivisorScaling, LinearScaling, Rope, RopeScaling, YarnScaling
-from quire.model.spec import GGUF_FAMILIES, MAX_SIZES, Family, ModelSpec, find_family
+from quire.model.spec import MAX_SIZES, Attention, Dense, ModelSpec, Norm, QKNorm
 
 # Keys under the architecture's name that are read below or say nothing about the mathematics.
 _READ_KEYS = frozenset(
@@ -68,35 +69,51 @@ def spec_from_gguf(metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelSp
     fields = Fields(metadata, "GGUF metadata", f"{architecture}.")
     fields.refuse(_NEUTRAL_VALUES)
     fields.refuse_unknown(_READ_KEYS | _NEUTRAL_VALUES.keys())
-    num_layers = fields.integer("block_count", high=MAX_SIZES["num_layers"])
-    num_heads = fields.integer("attention.head_count", high=MAX_SIZES["num_heads"])
     hidden_size = fields.integer("embedding_length", high=MAX_SIZES["hidden_size"])
-    head_dim = _head_dim(fields, hidden_size, num_heads)
-    return ModelSpec(
-        family=family.name,
+    num_layers = fields.integer("block_count", high=MAX_SIZES["num_layers"])
+    epsilon = fields.number("attention.layer_norm_rms_epsilon")
+    attention = _attention(family, fields, tensors, hidden_size, epsilon)
+    feed = Dense(
+        size=fields.integer("feed_forward_length", high=MAX_SIZES["ffn_size"]),
+        activation=family.gguf_activation,
+        has_bias="blk.0.ffn_up.bias" in tensors,
+        inner_norm=Norm(epsilon=epsilon) if family.sub_norms else None,
+    )
+    facts = Facts(
         hidden_size=hidden_size,
-        ffn_size=fields.integer("feed_forward_length", high=MAX_SIZES["ffn_size"]),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer(
-            "attention.head_count_kv", num_heads, high=MAX_SIZES["num_kv_heads"]
-        ),
-        head_dim=head_dim,
         vocabulary_size=_vocabulary_size(fields, tensors),
         context_length=fields.integer("context_length", high=MAX_SIZES["context_length"]),
-        norm_epsilon=fields.number("attention.layer_norm_rms_epsilon"),
-        activation=family.gguf_activation,
-        rope=_rope(family, fields, tensors, head_dim),
+        norm_epsilon=epsilon,
+        attention=attention,
+        ropes=(_rope(family, fields, tensors, attention.head_dim),) * num_layers,
         windows=(_window(fields),) * num_layers,
-        qkv_bias=family.qkv_bias or "blk.0.attn_q.bias" in tensors,
-        output_bias="blk.0.attn_output.bias" in tensors,
-        ffn_bias="blk.0.ffn_up.bias" in tensors,
-        qk_norm=family.qk_norm,
-        sub_norms=family.sub_norms,
-        linear_scales="blk.0.attn_q.scale" in tensors,
-        attention_soft_cap=fields.number("attn_logit_softcapping", 0.0),
+        feed_forwards=(feed,) * num_layers,
         logit_soft_cap=fields.number("final_logit_softcapping", 0.0),
         tied_head=family.gguf_tied_head or "output.weight" not in tensors,
+        linear_scales="blk.0.attn_q.scale" in tensors,
+    )
+    return describe(family, facts)
+
+
+def _attention(
+    family: Family,
+    fields: Fields,
+    tensors: Mapping[str, Tensor],
+    hidden_size: int,
+    epsilon: float,
+) -> Attention:
+    num_heads = fields.integer("attention.head_count", high=MAX_SIZES["num_heads"])
+    limit = MAX_SIZES["num_kv_heads"]
+    norm = Norm(epsilon=epsilon)
+    return Attention(
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", num_heads, high=limit),
+        head_dim=_head_dim(fields, hidden_size, num_heads),
+        qkv_bias=family.qkv_bias is True or "blk.0.attn_q.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
+        qk_norm=None if family.qk_norm is None else QKNorm(norm=norm, span=family.qk_norm),
+        output_norm=norm if family.sub_norms else None,
+        soft_cap=fields.number("attn_logit_softcapping", 0.0),
     )
 
 

@@ -79,7 +79,8 @@ class OpenedFiles:
 def read(path: Path, files: Files) -> None:
     """Read header, spec and tokenizer; raises what is wrong with them."""
     with load_model(path, files) as model:
-        model.spec.rope.frequencies()
+        for rope in model.spec.ropes:
+            rope.frequencies()
         tokenizer = read_tokenizer(model)
         end_token_ids(model, tokenizer)
         if tokenizer is not None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 from tests.fixture_files import fixture_file
+from tests.model.flat_spec import with_attention
 
 from quire.core.plan import SequencePlan, StepPlan, Want
 from quire.executors.cpu.executor import CpuExecutor
@@ -30,9 +31,8 @@ def on_cpu(model: Model) -> npt.NDArray[np.float32]:
 
 def test_capped_scores_and_logits_follow_the_reference() -> None:
     with load_model(fixture_file("tiny/F32.gguf")) as plain:
-        capped = replace(
-            plain, spec=replace(plain.spec, attention_soft_cap=0.05, logit_soft_cap=0.7)
-        )
+        spec = with_attention(replace(plain.spec, logit_soft_cap=0.7), soft_cap=0.05)
+        capped = replace(plain, spec=spec)
         ours, theirs = on_cpu(capped), logits_of(ReferenceExecutor(capped, num_blocks=2))
         without = on_cpu(plain)
     assert np.abs(ours).max() <= 0.7

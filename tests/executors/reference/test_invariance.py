@@ -36,8 +36,8 @@ def prompt(executor: ReferenceExecutor, salt: int = 0) -> tuple[int, ...]:
 
 
 def fill_blocks(executor: ReferenceExecutor, value: float) -> None:
-    executor._blocks.keys[:] = value
-    executor._blocks.values[:] = value
+    for array in (*executor._blocks.keys, *executor._blocks.values):
+        array[:] = value
 
 
 def stored(executor: ReferenceExecutor, table: tuple[int, ...], end: int) -> bytes:
@@ -137,7 +137,7 @@ def test_a_row_that_faults_leaves_the_others_bit_identical(executor: ReferenceEx
     expected, kept = alone(executor)
     fill_blocks(executor, 0.0)
     poisoned = (40, 41, 42, 43, 44)
-    executor._blocks.keys[0, 40] = np.nan
+    executor._blocks.keys[0][40] = np.nan
     plans: list[SequencePlan] = [
         row(prompt(executor)[4:9], poisoned, start=4, sequence_id=1),
         row((executor.capacity.vocabulary_size,), (30,), sequence_id=2),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from quire.core.errors import UnsupportedModelError
 from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
-from quire.model.spec import Activation, ModelSpec, takes_bytes_by_token
+from quire.model.spec import Activation, ModelSpec, check_lowered, takes_bytes_by_token
 
 _NO_VECTOR = -1
 _POSITIONS_AT_ONCE = 4096
@@ -49,6 +49,7 @@ def lower(
     BitNet model's ternary products have one scale a token, as it was trained; else one for each
     group of 32.
     """
+    check_lowered(spec, "cpu")
     try:
         lowering = _Lowering(spec, tensors, threads, unit, per_token_scale)
         for layer in range(spec.num_layers):

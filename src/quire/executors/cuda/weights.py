@@ -21,7 +21,7 @@ from quire.executors.cuda.planes import (
     to_operand_order,
 )
 from quire.loader.tensor import Tensor
-from quire.model.spec import Activation, ModelSpec
+from quire.model.spec import ModelSpec, check_lowered
 
 _SPLIT_TILES = 264  # programs that fill a GPU of 132 multiprocessors, two on each
 _TILE_ROWS = 64
@@ -110,20 +110,7 @@ def num_splits(num_rows: int, num_blocks: int) -> int:
 
 def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     """Refuse what these kernels do not compute, before anything is moved."""
-    refused = {
-        "norms before its output projections": spec.sub_norms,
-        "linears with a scale of their own": spec.linear_scales,
-        "a soft cap on attention scores or logits": bool(
-            spec.attention_soft_cap or spec.logit_soft_cap
-        ),
-        f"the activation {spec.activation}": spec.activation is not Activation.SILU,
-    }
-    for what, is_there in refused.items():
-        if is_there:
-            raise UnsupportedModelError(
-                f"the {spec.family} model has {what}, which the CUDA executor does not run yet: "
-                "use device='cpu'"
-            )
+    check_lowered(spec, "cuda")
     _check_shape(spec)
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2:
