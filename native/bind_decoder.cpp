@@ -50,7 +50,7 @@ constexpr PlanField plan_fields[] = {
     {"allowed", nullptr},
 };
 const char* const want_names[] = {"NOTHING", "SAMPLE", "LOGITS", "POOLED"};  // as Want
-const char* const score_fields[] = {"token", "logprob", "rank", "top"};      // as score_to_python
+const char* const logprob_fields[] = {"token", "logprob", "rank", "top"};    // as logprob_to_python
 
 PlanLayout layout;
 
@@ -88,9 +88,9 @@ void bind_plan_types(nb::handle sequence_plan, nb::handle want, nb::handle token
     if (!nb::hasattr(want, want_names[i]) || nb::cast<size_t>(want.attr(want_names[i])) != i)
       refuse(std::string("native code knows another Want.") + want_names[i]);
   const nb::tuple fields = nb::cast<nb::tuple>(token_logprob.attr("_fields"));
-  bool is_known = fields.size() == std::size(score_fields);
+  bool is_known = fields.size() == std::size(logprob_fields);
   for (size_t i = 0; is_known && i < fields.size(); i++)
-    is_known = nb::cast<std::string>(fields[i]) == score_fields[i];
+    is_known = nb::cast<std::string>(fields[i]) == logprob_fields[i];
   if (!is_known) refuse("native code knows other fields of TokenLogprob");
   Py_INCREF(found.type);
   layout = found;
@@ -146,7 +146,7 @@ SequencePlan read_plan(nb::handle row, nb::handle request, nb::handle num_target
   plan.want = static_cast<Want>(nb::cast<int>(fields[layout.want]));
   if (!request.is_none()) plan.request = nb::cast<const OwnedRequest&>(request).view();
   if (plan.want == Want::sample && !plan.request.settings)
-    plan.fault = "a sample was wanted without saying how";
+    plan.fault = "a sample is wanted, but the row has no sampling parameters";
   plan.targets = integers<int64_t>(fields[layout.prompt_targets]);
   plan.num_target_logprobs = nb::cast<int>(num_target_logprobs);
   return plan;
@@ -162,37 +162,38 @@ std::pair<int32_t, int32_t> read_copy(nb::handle copy) {
 
 // ---- results to Python
 
-nb::object array_of(std::vector<float>&& values, size_t columns) {
+nb::object array_of(std::vector<float>&& values, size_t width) {
   auto* kept = new std::vector<float>(std::move(values));
   nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(
-      kept->data(), {kept->size() / columns, columns}, owner));
+  return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(kept->data(),
+                                                             {kept->size() / width, width}, owner));
 }
 
-// (fault or None, token or None, score or None, target scores, values or None)
+// (fault or None, token or None, logprob or None, target logprobs, values or None)
 #define QUIRE_RESULT_TYPE                                                              \
   "tuple[str | None, int | None, " QUIRE_SCORE_TYPE " | None, tuple[" QUIRE_SCORE_TYPE \
   ", ...], numpy.typing.NDArray[numpy.float32] | None]"
-nb::tuple result_to_python(SequenceResult& result, const SequencePlan& plan, size_t columns) {
+nb::tuple result_to_python(SequenceResult& result, const SequencePlan& plan, size_t width) {
   if (!result.fault.empty())
     return nb::make_tuple(result.fault, nb::none(), nb::none(), nb::tuple(), nb::none());
   nb::list targets;
-  for (const TokenScore& score : result.target_scores) targets.append(score_to_python(score));
+  for (const TokenLogprob& logprob : result.target_logprobs)
+    targets.append(logprob_to_python(logprob));
   const nb::object token =
       plan.want == Want::sample ? nb::object(nb::int_(result.token)) : nb::object(nb::none());
-  const nb::object score =
-      result.has_score ? nb::object(score_to_python(result.score)) : nb::none();
+  const nb::object logprob =
+      result.has_logprob ? nb::object(logprob_to_python(result.logprob)) : nb::none();
   const nb::object values =
-      result.values.empty() ? nb::none() : array_of(std::move(result.values), columns);
-  return nb::make_tuple(nb::none(), token, score, nb::tuple(targets), values);
+      result.values.empty() ? nb::none() : array_of(std::move(result.values), width);
+  return nb::make_tuple(nb::none(), token, logprob, nb::tuple(targets), values);
 }
 
 // ---- the decoder
 
 // A decoder and the sampler's scratch.
-class Runner {
+class BoundDecoder {
  public:
-  Runner(const DecoderShape& shape, const Kernels& kernels, int num_threads, bool may_spin)
+  BoundDecoder(const DecoderShape& shape, const Kernels& kernels, int num_threads, bool may_spin)
       : decoder(shape, kernels, num_threads, may_spin) {}
 
   // None where the step was cancelled.
@@ -228,9 +229,9 @@ class Runner {
     const DecoderShape& shape = decoder.shape();
     nb::list items;
     for (size_t i = 0; i < plans.size(); i++) {
-      const int64_t columns =
+      const int64_t width =
           plans[i].want == Want::logits ? shape.vocabulary_size : shape.hidden_size;
-      items.append(result_to_python(results[i], plans[i], static_cast<size_t>(columns)));
+      items.append(result_to_python(results[i], plans[i], static_cast<size_t>(width)));
     }
     return items;
   }
@@ -238,12 +239,13 @@ class Runner {
   std::vector<SampleScratch> scratch_;
 };
 
-std::unique_ptr<Runner> make_decoder(int64_t hidden_size, int64_t ffn_size, int64_t vocabulary_size,
-                                     int num_layers, int num_heads, int num_kv_heads, int head_dim,
-                                     int rope_dims, bool rope_interleaved, float norm_epsilon,
-                                     int gate, float attention_soft_cap, float logit_soft_cap,
-                                     std::vector<int> windows, const std::string& unit,
-                                     int num_threads, bool may_spin) {
+std::unique_ptr<BoundDecoder> make_decoder(int64_t hidden_size, int64_t ffn_size,
+                                           int64_t vocabulary_size, int num_layers, int num_heads,
+                                           int num_kv_heads, int head_dim, int rope_dims,
+                                           bool rope_interleaved, float norm_epsilon, int gate,
+                                           float attention_soft_cap, float logit_soft_cap,
+                                           std::vector<int> windows, const std::string& unit,
+                                           int num_threads, bool may_spin) {
   DecoderShape shape{};
   shape.hidden_size = hidden_size;
   shape.ffn_size = ffn_size;
@@ -259,22 +261,22 @@ std::unique_ptr<Runner> make_decoder(int64_t hidden_size, int64_t ffn_size, int6
   shape.attention_soft_cap = attention_soft_cap;
   shape.logit_soft_cap = logit_soft_cap;
   shape.windows = std::move(windows);
-  return std::make_unique<Runner>(shape, unit_named(unit), num_threads, may_spin);
+  return std::make_unique<BoundDecoder>(shape, unit_named(unit), num_threads, may_spin);
 }
 
-int add_matrix(Runner& self, const std::string& format, Array<const uint8_t> blocks,
-               int64_t num_rows, int64_t in_size, bool per_token_scale, bool residual_pass,
+int add_matrix(BoundDecoder& self, const std::string& format, Array<const uint8_t> blocks,
+               int64_t out_size, int64_t in_size, bool per_token_scale, bool residual_pass,
                float scale, int bias) {
-  expect_blocks(source_named(format), num_rows, in_size, blocks.size());
+  expect_blocks(source_named(format), out_size, in_size, blocks.size());
   const uint8_t* data = blocks.data();
   nb::gil_scoped_release released;
-  return self.decoder.add_matrix(format.c_str(), data, num_rows, in_size, per_token_scale,
+  return self.decoder.add_matrix(format.c_str(), data, out_size, in_size, per_token_scale,
                                  residual_pass, scale, bias);
 }
 
 // The bytes of a matrix once packed.
-int64_t packed_bytes(const std::string& format, int64_t num_rows, int64_t in_size) {
-  return packed_size(source_named(format), num_rows, in_size);
+int64_t packed_bytes(const std::string& format, int64_t out_size, int64_t in_size) {
+  return packed_size(source_named(format), out_size, in_size);
 }
 
 const char* const activation_format_names[] = {"groups", "blocks", "per_token",
@@ -292,7 +294,23 @@ int index_of(const char* const (&names)[count], const std::string& name) {
   throw nb::value_error(("no such word for a stage: " + name).c_str());
 }
 
-void add_stage(Runner& self, const std::string& kind, const std::string& input, int norm,
+// How many activations a record of this format has, and its bytes.
+nb::tuple activation_record(const std::string& activations) {
+  switch (static_cast<ActivationFormat>(index_of(activation_format_names, activations))) {
+    case ActivationFormat::blocks:
+      return nb::make_tuple(activation_block_size, sizeof(ActivationBlock));
+    case ActivationFormat::floats: return nb::make_tuple(1, sizeof(float));
+    default: return nb::make_tuple(group_size, sizeof(ActivationGroup));
+  }
+}
+
+// Floats that each thread computes in: results of a GEMM, and packed queries of attention.
+int64_t thread_scratch_floats(int64_t head_dim) {
+  expect_within("head_dim", head_dim, 1, max_head_dim);
+  return Decoder::scratch_size() + attention_workspace(head_dim);
+}
+
+void add_stage(BoundDecoder& self, const std::string& kind, const std::string& input, int norm,
                std::vector<int> matrices, const std::string& quantised, int layer, int query_norm,
                int key_norm) {
   const char* const kinds[] = {"norm_and_quantise", "project_qkv", "rope_and_store", "attend",
@@ -310,8 +328,8 @@ void add_stage(Runner& self, const std::string& kind, const std::string& input, 
   self.decoder.add_stage(std::move(stage));
 }
 
-nb::dict counters(const Runner& self) {
-  const Counters& c = self.decoder.counters();
+nb::dict counters(const BoundDecoder& self) {
+  const Counters c = self.decoder.counters();
   nb::dict values;
   values["steps"] = c.steps;
   values["rows"] = c.rows;
@@ -327,34 +345,34 @@ nb::dict counters(const Runner& self) {
   return values;
 }
 
-nb::bytes cache_block(const Runner& self, int layer, int64_t block) {
+nb::bytes cache_block(const BoundDecoder& self, int layer, int64_t block) {
   expect_within("layer", layer, 0, self.decoder.shape().num_layers - 1);
   expect_within("block", block, 0, self.decoder.num_blocks() - 1);
   return nb::bytes(reinterpret_cast<const char*>(self.decoder.cache_block(layer, block)),
                    static_cast<size_t>(self.decoder.block_bytes()));
 }
 
-void set_rope(Runner& self, Array<const float> cosines, Array<const float> sines,
+void set_rope(BoundDecoder& self, Array<const float> cosines, Array<const float> sines,
               int64_t positions) {
   expect(cosines.size() == sines.size(), "as many sines as cosines");
   self.decoder.set_rope(cosines.data(), sines.data(), static_cast<int64_t>(cosines.size()),
                         positions);
 }
 
-void bind_construction(nb::class_<Runner>& decoder) {
+void bind_construction(nb::class_<BoundDecoder>& decoder) {
   decoder
-      .def("add_matrix", &add_matrix, "format"_a, "blocks"_a, "num_rows"_a, "in_size"_a,
+      .def("add_matrix", &add_matrix, "format"_a, "blocks"_a, "out_size"_a, "in_size"_a,
            "per_token_scale"_a = false, "residual_pass"_a = false, "scale"_a = 1.0f, "bias"_a = -1)
       .def(
           "activation_format",
-          [](const Runner& self, int matrix) {
+          [](const BoundDecoder& self, int matrix) {
             return activation_format_names[static_cast<int>(
                 self.decoder.matrix(matrix).activations)];
           },
           "matrix"_a)
       .def(
           "add_vector",
-          [](Runner& self, Array<const float> values) {
+          [](BoundDecoder& self, Array<const float> values) {
             return self.decoder.add_vector(values.data(), static_cast<int64_t>(values.size()));
           },
           "values"_a)
@@ -363,13 +381,13 @@ void bind_construction(nb::class_<Runner>& decoder) {
            "query_norm"_a = -1, "key_norm"_a = -1)
       .def(
           "set_embedding_and_head",
-          [](Runner& self, int embedding, int output_norm, int head) {
+          [](BoundDecoder& self, int embedding, int output_norm, int head) {
             self.decoder.set_embedding_and_head(embedding, output_norm, head);
           },
           "embedding"_a, "output_norm"_a, "head"_a)
       .def(
           "allocate_cache",
-          [](Runner& self, int64_t num_blocks, bool is_int8, int64_t prefault_bytes,
+          [](BoundDecoder& self, int64_t num_blocks, bool is_int8, int64_t prefault_bytes,
              bool low_priority) {
             self.decoder.allocate_cache(num_blocks, is_int8, prefault_bytes, low_priority);
           },
@@ -377,9 +395,9 @@ void bind_construction(nb::class_<Runner>& decoder) {
       .def("set_rope", &set_rope, "cosines"_a, "sines"_a, "positions"_a);
 }
 
-void bind_steps(nb::class_<Runner>& decoder) {
+void bind_steps(nb::class_<BoundDecoder>& decoder) {
   decoder
-      .def("step", &Runner::step, "plans"_a, "requests"_a, "target_logprobs"_a, "copies"_a,
+      .def("step", &BoundDecoder::step, "plans"_a, "requests"_a, "target_logprobs"_a, "copies"_a,
            "max_context"_a, "num_blocks"_a,
            nb::sig("def step(self, plans: tuple[quire.core.plan.SequencePlan, ...], "
                    "requests: list[SampleRequest | None], target_logprobs: list[int], "
@@ -387,26 +405,28 @@ void bind_steps(nb::class_<Runner>& decoder) {
                    "-> list[" QUIRE_RESULT_TYPE "] | None"))
       .def(
           "set_cancelled",
-          [](Runner& self, bool is_cancelled) { self.decoder.set_cancelled(is_cancelled); },
+          [](BoundDecoder& self, bool is_cancelled) { self.decoder.set_cancelled(is_cancelled); },
           "is_cancelled"_a)
       .def("cache_block", &cache_block, "layer"_a, "block"_a)
       .def_prop_ro("counters", &counters,
                    nb::for_getter(nb::sig("def counters(self) -> dict[str, float]")))
-      .def_prop_ro("unit", [](const Runner& self) { return self.decoder.kernels().name; })
-      .def_prop_ro("num_threads", [](Runner& self) { return self.decoder.pool().size(); })
-      .def_prop_ro("weight_bytes", [](const Runner& self) { return self.decoder.weight_bytes(); })
+      .def_prop_ro("unit", [](const BoundDecoder& self) { return self.decoder.kernels().name; })
+      .def_prop_ro("num_threads", [](BoundDecoder& self) { return self.decoder.pool().size(); })
+      .def_prop_ro("weight_bytes",
+                   [](const BoundDecoder& self) { return self.decoder.weight_bytes(); })
       .def_prop_ro("cache_address",
-                   [](const Runner& self) {
+                   [](const BoundDecoder& self) {
                      return reinterpret_cast<uintptr_t>(self.decoder.cache_block(0, 0));
                    })
-      .def_prop_ro("cache_bytes", [](const Runner& self) { return self.decoder.cache_bytes(); })
+      .def_prop_ro("cache_bytes",
+                   [](const BoundDecoder& self) { return self.decoder.cache_bytes(); })
       .def(
-          "stop_prefault", [](Runner& self) { self.decoder.stop_prefault(); },
+          "stop_prefault", [](BoundDecoder& self) { self.decoder.stop_prefault(); },
           nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("prefaulted_bytes",
-                   [](const Runner& self) { return self.decoder.prefaulted_bytes(); })
+                   [](const BoundDecoder& self) { return self.decoder.prefaulted_bytes(); })
       .def_prop_ro("workspace_bytes",
-                   [](const Runner& self) { return self.decoder.workspace_bytes(); });
+                   [](const BoundDecoder& self) { return self.decoder.workspace_bytes(); });
 }
 
 }  // namespace
@@ -417,8 +437,12 @@ void bind_decoder(nb::module_& m) {
         nb::sig("def bind_plan_types(sequence_plan: type[tuple[object, ...]], "
                 "want: type[enum.IntEnum], token_logprob: type[tuple[object, ...]]) -> None"));
   m.def("activation_format", &activation_format, "format"_a);
-  m.def("packed_bytes", &packed_bytes, "format"_a, "num_rows"_a, "in_size"_a);
-  nb::class_<Runner> decoder(m, "Decoder");
+  m.attr("activation_block_size") = activation_block_size;
+  m.def("activation_record", &activation_record, "activations"_a,
+        nb::sig("def activation_record(activations: str) -> tuple[int, int]"));
+  m.def("thread_scratch_floats", &thread_scratch_floats, "head_dim"_a);
+  m.def("packed_bytes", &packed_bytes, "format"_a, "out_size"_a, "in_size"_a);
+  nb::class_<BoundDecoder> decoder(m, "Decoder");
   bind_construction(decoder);
   bind_steps(decoder);
   m.def("make_decoder", &make_decoder, nb::kw_only(), "hidden_size"_a, "ffn_size"_a,

@@ -78,7 +78,7 @@ OwnedRequest new_request(const SharedSettings& settings, int64_t position,
   return request;
 }
 
-// (fault, token, score): a message, or a token with its score where one was asked for.
+// (fault, token, logprob): a message, or a token with its logprob where one was asked for.
 nb::tuple sample_row(Logits logits, const OwnedRequest& owned) {
   const int64_t vocabulary = static_cast<int64_t>(logits.size());
   SampleResult result;
@@ -90,9 +90,9 @@ nb::tuple sample_row(Logits logits, const OwnedRequest& owned) {
   if (result.fault != SampleFault::none) {
     return nb::make_tuple(fault_message(result.fault, vocabulary), nb::none(), nb::none());
   }
-  nb::object score = nb::none();
-  if (owned.settings->num_logprobs >= 0) score = score_to_python(result.score);
-  return nb::make_tuple(nb::none(), result.token, score);
+  nb::object logprob = nb::none();
+  if (owned.settings->num_logprobs >= 0) logprob = logprob_to_python(result.logprob);
+  return nb::make_tuple(nb::none(), result.token, logprob);
 }
 
 nb::tuple score_row(Logits logits, int64_t token, int num_top) {
@@ -104,7 +104,7 @@ nb::tuple score_row(Logits logits, int64_t token, int num_top) {
     throw std::invalid_argument("score needs finite logits");
   }
   SampleScratch scratch;
-  return score_to_python(score(logits.data(), vocabulary, token, num_top, scratch));
+  return logprob_to_python(token_logprob(logits.data(), vocabulary, token, num_top, scratch));
 }
 
 // Single steps of the sampler.
@@ -126,10 +126,10 @@ void bind_steps(nb::module_& m) {
 
 }  // namespace
 
-nb::tuple score_to_python(const TokenScore& score) {
+nb::tuple logprob_to_python(const TokenLogprob& logprob) {
   nb::list top;
-  for (const TokenLogprob& one : score.top) top.append(nb::make_tuple(one.token, one.logprob));
-  return nb::make_tuple(score.token, score.logprob, score.rank, nb::tuple(top));
+  for (const TopLogprob& one : logprob.top) top.append(nb::make_tuple(one.token, one.logprob));
+  return nb::make_tuple(logprob.token, logprob.logprob, logprob.rank, nb::tuple(top));
 }
 
 void bind_sampler(nb::module_& m) {

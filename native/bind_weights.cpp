@@ -19,7 +19,7 @@ namespace quire {
 namespace {
 
 using Blocks = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Columns = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using Activations = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using Output = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 class PackedMatrix {
@@ -49,24 +49,24 @@ class PackedMatrix {
                  static_cast<int>(row % panel_rows), out.data() + row * in_size_);
   }
 
-  // columns: the bytes of ActivationGroups [column][in_size / 32] or of ActivationBlocks
-  // [column][in_size / 256], or floats [column][in_size].
-  void gemm(const std::string& unit, Columns columns, int num_columns, Output out,
-            std::optional<Columns> residuals) const {
-    const int64_t column_size = takes_floats()   ? in_size_
-                                : takes_blocks() ? in_size_ / activation_block_size
-                                                 : in_size_ / group_size;
+  // activations: the bytes of ActivationGroups [token][in_size / 32] or of ActivationBlocks
+  // [token][in_size / 256], or floats [token][in_size].
+  void gemm(const std::string& unit, Activations activations, int num_tokens, Output out,
+            std::optional<Activations> residuals) const {
+    const int64_t token_size = takes_floats()   ? in_size_
+                               : takes_blocks() ? in_size_ / activation_block_size
+                                                : in_size_ / group_size;
     const size_t size = takes_floats()   ? sizeof(float)
                         : takes_blocks() ? sizeof(ActivationBlock)
                                          : sizeof(ActivationGroup);
-    expect_within("num_columns", num_columns, 1, most_columns);
-    expect(columns.nbytes() == bytes_of(checked_product(column_size, num_columns), size),
-           "the columns have another size");
-    expect(!residuals || (!takes_floats() && residuals->nbytes() == columns.nbytes()),
-           "residuals are as many as the columns");
-    expect(static_cast<int64_t>(out.shape(0)) == num_columns &&
+    expect_within("num_tokens", num_tokens, 1, max_tokens);
+    expect(activations.nbytes() == bytes_of(checked_product(token_size, num_tokens), size),
+           "the activations have another size");
+    expect(!residuals || (!takes_floats() && residuals->nbytes() == activations.nbytes()),
+           "residuals are as many as the activations");
+    expect(static_cast<int64_t>(out.shape(0)) == num_tokens &&
                static_cast<int64_t>(out.shape(1)) == num_rows_,
-           "out must be [columns, rows]");
+           "out must be [tokens, rows]");
     Gemm args{};
     args.format = format_;
     args.weights = data_.data();
@@ -74,17 +74,17 @@ class PackedMatrix {
     args.in_size = in_size_;
     args.num_panels = static_cast<int>(num_panels());
     args.num_rows = static_cast<int>(num_rows_);
-    args.columns = columns.data();
-    args.column_stride = column_size;
+    args.activations = activations.data();
+    args.activation_stride = token_size;
     if (residuals) args.residuals = residuals->data();
-    args.num_columns = num_columns;
+    args.num_tokens = num_tokens;
     args.out = out.data();
     args.out_stride = num_rows_;
     unit_named(unit).gemm(args);
   }
 
  private:
-  static constexpr int most_columns = 1 << 20;
+  static constexpr int max_tokens = 1 << 20;
   int64_t num_panels() const { return (num_rows_ + panel_rows - 1) / panel_rows; }
 
   Format format_;
@@ -109,10 +109,10 @@ void bind_weights(nb::module_& m) {
       .def(nb::init<const std::string&, Blocks, int64_t, int64_t>(), "format"_a, "blocks"_a,
            "num_rows"_a, "in_size"_a)
       .def("unpack", &PackedMatrix::unpack, "out"_a)
-      .def("gemm", &PackedMatrix::gemm, "unit"_a, "columns"_a, "num_columns"_a, "out"_a,
+      .def("gemm", &PackedMatrix::gemm, "unit"_a, "activations"_a, "num_tokens"_a, "out"_a,
            "residuals"_a = nb::none(),
-           nb::sig("def gemm(self, unit: str, columns: numpy.typing.NDArray[numpy.generic], "
-                   "num_columns: int, out: numpy.typing.NDArray[numpy.float32], "
+           nb::sig("def gemm(self, unit: str, activations: numpy.typing.NDArray[numpy.generic], "
+                   "num_tokens: int, out: numpy.typing.NDArray[numpy.float32], "
                    "residuals: numpy.typing.NDArray[numpy.generic] | None = None) -> None"))
       .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
       .def_prop_ro("takes_floats", &PackedMatrix::takes_floats)

@@ -52,6 +52,6 @@ struct OwnedRequest {
 
 // The fields of quire.core.plan.TokenLogprob: (token, logprob, rank, ((token, logprob), ...)).
 #define QUIRE_SCORE_TYPE "tuple[int, float, int, tuple[tuple[int, float], ...]]"
-nanobind::tuple score_to_python(const TokenScore& score);
+nanobind::tuple logprob_to_python(const TokenLogprob& logprob);
 
 }  // namespace quire

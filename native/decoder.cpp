@@ -50,15 +50,15 @@ Decoder::Decoder(const DecoderShape& shape, const Kernels& kernels, int num_thre
 
 // ---- construction
 
-int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_rows,
+int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t out_size,
                         int64_t in_size, bool per_token_scale, bool residual_pass, float scale,
                         int bias) {
   const SourceFormat& source = source_named(format);
-  const int64_t num_bytes = packed_size(source, num_rows, in_size);
-  if (bias >= 0) expect_vector("a bias", bias, num_rows);
+  const int64_t num_bytes = packed_size(source, out_size, in_size);
+  if (bias >= 0) expect_vector("a bias", bias, out_size);
   auto matrix = std::make_unique<Matrix>();
   matrix->format = source.packed;
-  matrix->num_rows = num_rows;
+  matrix->out_size = out_size;
   matrix->in_size = in_size;
   matrix->panel_bytes = panel_bytes_of(source.packed, in_size);
   matrix->scale = scale;
@@ -72,9 +72,9 @@ int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_r
   float common = 1.0f;
   const bool is_common =
       is_per_token &&
-      common_ternary_scale(source, blocks, num_rows * in_size / source.block_size, &common);
+      common_ternary_scale(source, blocks, out_size * in_size / source.block_size, &common);
   if (is_common) matrix->scale = scale * common;
-  const int num_panels = static_cast<int>((num_rows + panel_rows - 1) / panel_rows);
+  const int num_panels = static_cast<int>((out_size + panel_rows - 1) / panel_rows);
   matrix->num_bytes = num_bytes;
   reserved_rows_ = 0;  // the reserved rows may be too narrow for this matrix
   uint8_t* packed = weights_.allocate(static_cast<size_t>(matrix->num_bytes));
@@ -83,7 +83,7 @@ int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t num_r
   pool_.run(num_panels, 1, [&](int begin, int end, int) {
     for (int panel = begin; panel < end; panel++) {
       uint8_t* to = packed + panel * matrix->panel_bytes;
-      pack_panel(source, blocks, in_size, num_rows, int64_t{panel} * panel_rows, to);
+      pack_panel(source, blocks, in_size, out_size, int64_t{panel} * panel_rows, to);
       if (is_common) set_ternary_scale(to, in_size, 1.0f);
     }
   });
@@ -142,6 +142,7 @@ void Decoder::set_rope(const float* cosines, const float* sines, int64_t size,
   cosines_.assign(cosines, cosines + size);
   sines_.assign(sines, sines + size);
   num_positions_ = num_positions;
+  publish();
 }
 
 int64_t Decoder::weight_bytes() const {
@@ -155,14 +156,27 @@ int64_t Decoder::cache_bytes() const {
   return static_cast<int64_t>(cache_.size() + cache_scales_.size());
 }
 
-int64_t Decoder::workspace_bytes() const {
+void Decoder::publish() {
   size_t total = hidden_.size() + projected_.size() + attention_output_.size() + gated_.size() +
                  logits_.size() + scratch_.size() + attention_scratch_.size();
   for (const Activations& a : activations_)
     for (const Buffer* buffer :
          {&a.groups, &a.blocks, &a.residuals, &a.block_residuals, &a.scales, &a.floats})
       total += buffer->size();
-  return static_cast<int64_t>(total + 4 * (cosines_.size() + sines_.size()));
+  total += sizeof(float) * (cosines_.size() + sines_.size());
+  const std::lock_guard<std::mutex> guard(published_mutex_);
+  published_counters_ = counters_;
+  published_workspace_bytes_ = static_cast<int64_t>(total);
+}
+
+Counters Decoder::counters() const {
+  const std::lock_guard<std::mutex> guard(published_mutex_);
+  return published_counters_;
+}
+
+int64_t Decoder::workspace_bytes() const {
+  const std::lock_guard<std::mutex> guard(published_mutex_);
+  return published_workspace_bytes_;
 }
 
 void Decoder::read_row(int matrix, int64_t row, float* out) const {
@@ -263,7 +277,7 @@ void Decoder::reserve_rows(int num_rows) {
   attention_output_.grow(floats(num_rows, projected_stride_));
   gated_.grow(floats(num_rows, shape_.ffn_size));
   for (Activations& a : activations_) {
-    // Odd numbers of cache lines, so that columns do not share cache sets.
+    // Odd numbers of cache lines, so that tokens do not share cache sets.
     a.group_stride = (widest / group_size) | 1;
     a.block_stride = (widest / activation_block_size) | 1;
     a.float_stride = (widest + 15) / 16 * 16 + 16;

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "formats.h"
@@ -27,7 +28,7 @@ ActivationFormat activation_format_of(Format format);  // per_token is the calle
 struct Matrix {
   Format format;
   ActivationFormat activations;
-  int64_t num_rows, in_size, panel_bytes;
+  int64_t out_size, in_size, panel_bytes;
   bool has_residual_pass;  // a second GEMM with the rounding errors of the activations
   float scale;             // of every result
   int bias;                // index of a vector, or -1
@@ -108,7 +109,7 @@ class Decoder {
 
   // ---- construction; throws std::invalid_argument where an argument does not fit the shape or
   // earlier arguments, std::length_error or std::bad_alloc where memory does not suffice
-  int add_matrix(const char* format, const uint8_t* blocks, int64_t num_rows, int64_t in_size,
+  int add_matrix(const char* format, const uint8_t* blocks, int64_t out_size, int64_t in_size,
                  bool per_token_scale, bool residual_pass, float scale, int bias);
   int add_vector(const float* values, int64_t size);
   void add_stage(Stage stage);
@@ -145,20 +146,24 @@ class Decoder {
   // From any thread: the step that runs, or the next one, throws Cancelled before its next stage.
   void set_cancelled(bool is_cancelled) { is_cancelled_ = is_cancelled; }
 
+  // ---- from any thread: as of the last publish(), never of a step that runs
+  void publish();  // at the end of a step, and after construction
+  Counters counters() const;
+  int64_t workspace_bytes() const;
+
   Pool& pool() { return pool_; }
   const DecoderShape& shape() const { return shape_; }
   const Kernels& kernels() const { return kernels_; }
-  const Counters& counters() const { return counters_; }
   int64_t weight_bytes() const;
   void stop_prefault() { prefault_.stop(); }
   int64_t prefaulted_bytes() const {
     return static_cast<int64_t>(prefault_.prefaulted()) * shape_.num_layers;
   }
   int64_t cache_bytes() const;
-  int64_t workspace_bytes() const;
   void read_row(int matrix, int64_t row, float* out) const;
   const Matrix& matrix(int index) const { return *matrices_.at(static_cast<size_t>(index)); }
   uint8_t* cache_block(int layer, int64_t block) const;
+  static int64_t scratch_size();  // floats of a thread's GEMM results
   int64_t block_bytes() const { return block_bytes_; }
   int64_t num_blocks() const { return num_blocks_; }
   int64_t num_positions() const { return num_positions_; }  // that the rope tables hold
@@ -188,7 +193,7 @@ class Decoder {
   };
 
   void expect_vector(const char* what, int index, int64_t size) const;
-  const Matrix& expect_matrix(const char* what, int index, int64_t num_rows, int64_t in_size) const;
+  const Matrix& expect_matrix(const char* what, int index, int64_t out_size, int64_t in_size) const;
   int64_t rows_of(int matrix) const;
   void check_stage(const Stage& stage) const;
   void check_quantise(const Stage& stage) const;
@@ -209,9 +214,9 @@ class Decoder {
   void project(const Stage& stage);
   void gemm_and_add(const Matrix& matrix, int first_panel, int num_panels, float* results);
   void gate_and_up(const Stage& stage);
-  void gate_rows(const Matrix& gate, const Matrix& up, int64_t row, int size, int first, int count,
-                 float* out, int stride, float* ups) const;
-  void store_gated(const Stage& stage, const float* x, int64_t row, int size, int column);
+  void gate_outputs(const Matrix& gate, const Matrix& up, int64_t output, int size, int first,
+                    int count, float* out, int stride, float* ups) const;
+  void store_gated(const Stage& stage, const float* x, int64_t output, int size, int token);
   void rope_and_store(const Stage& stage);
   void attend(const Stage& stage);
   void compute_logits(const int* rows, int count);
@@ -220,7 +225,6 @@ class Decoder {
   void gemm(const Matrix& matrix, const Activations& from, int first_panel, int num_panels,
             int first, int count, float* out, int64_t out_stride) const;
   void scale_and_add_bias(const Matrix& matrix, const Gemm& args, const float* token_scales) const;
-  static int64_t scratch_size();  // floats per thread
   void reserve_rows(int num_rows);
   int formats_for(const std::vector<int>& matrices) const;
   float* input_rows(StageInput which) const;
@@ -260,7 +264,11 @@ class Decoder {
   std::vector<MergeTask> merge_tasks_;
   std::vector<float> split_partials_;
   std::atomic<bool> is_cancelled_{false};
-  Counters counters_;
+  Counters counters_;  // written by the thread that runs steps
+
+  mutable std::mutex published_mutex_;  // guards the two below
+  Counters published_counters_;
+  int64_t published_workspace_bytes_ = 0;
 };
 
 }  // namespace quire

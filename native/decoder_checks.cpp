@@ -45,11 +45,11 @@ void Decoder::expect_vector(const char* what, int index, int64_t size) const {
   expect_within((std::string("the size of ") + what).c_str(), found, size, size);
 }
 
-const Matrix& Decoder::expect_matrix(const char* what, int index, int64_t num_rows,
+const Matrix& Decoder::expect_matrix(const char* what, int index, int64_t out_size,
                                      int64_t in_size) const {
   expect_within(what, index, 0, static_cast<int64_t>(matrices_.size()) - 1);
   const Matrix& found = *matrices_[static_cast<size_t>(index)];
-  expect_within((std::string("the rows of ") + what).c_str(), found.num_rows, num_rows, num_rows);
+  expect_within((std::string("the rows of ") + what).c_str(), found.out_size, out_size, out_size);
   expect_within((std::string("the columns of ") + what).c_str(), found.in_size, in_size, in_size);
   return found;
 }
@@ -62,7 +62,7 @@ void Decoder::check_embedding_and_head(int embedding, int output_norm, int head)
 
 int64_t Decoder::rows_of(int matrix) const {
   expect_within("a matrix", matrix, 0, static_cast<int64_t>(matrices_.size()) - 1);
-  return matrices_[static_cast<size_t>(matrix)]->num_rows;
+  return matrices_[static_cast<size_t>(matrix)]->out_size;
 }
 
 // A GEMM reads what the last norm_and_quantise or quantising gate wrote. Stages in another order

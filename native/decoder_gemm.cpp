@@ -9,10 +9,12 @@ namespace {
 
 constexpr int panels_per_task = 2;  // so that a gate's task fills one ActivationGroup
 static_assert(panels_per_task * panel_rows == group_size, "a task fills a whole group");
-constexpr int task_rows = panels_per_task * panel_rows;
-constexpr int columns_per_pass = 256;  // whose results are in a thread's scratch
+constexpr int task_outputs = panels_per_task * panel_rows;
+constexpr int rows_per_pass = 256;  // whose results are in a thread's scratch
 
-int tasks_of(int64_t num_rows) { return static_cast<int>((num_rows + task_rows - 1) / task_rows); }
+int tasks_of(int64_t out_size) {
+  return static_cast<int>((out_size + task_outputs - 1) / task_outputs);
+}
 
 // Tasks of a chunk: long runs for each thread, but eight chunks per thread against imbalance.
 int chunk_size(int num_tasks, int num_threads) {
@@ -22,7 +24,7 @@ int chunk_size(int num_tasks, int num_threads) {
 }  // namespace
 
 int64_t Decoder::scratch_size() {
-  return int64_t{columns_per_pass} * (task_rows + activation_block_size + panel_rows);
+  return int64_t{rows_per_pass} * (task_outputs + activation_block_size + panel_rows);
 }
 
 void Decoder::gemm(const Matrix& matrix, const Activations& from, int first_panel, int num_panels,
@@ -34,11 +36,11 @@ void Decoder::gemm(const Matrix& matrix, const Activations& from, int first_pane
   args.in_size = matrix.in_size;
   args.first_panel = first_panel;
   args.num_panels = num_panels;
-  const int64_t left = matrix.num_rows - int64_t{first_panel} * panel_rows;
+  const int64_t left = matrix.out_size - int64_t{first_panel} * panel_rows;
   args.num_rows = static_cast<int>(std::min<int64_t>(left, num_panels * panel_rows));
-  const auto take = [&](auto* columns, auto* residuals, int64_t stride) {
-    args.columns = columns + first * stride;
-    args.column_stride = stride;
+  const auto take = [&](auto* activations, auto* residuals, int64_t stride) {
+    args.activations = activations + first * stride;
+    args.activation_stride = stride;
     if (matrix.has_residual_pass) args.residuals = residuals + first * stride;
   };
   switch (matrix.activations) {
@@ -53,7 +55,7 @@ void Decoder::gemm(const Matrix& matrix, const Activations& from, int first_pane
       take(from.groups.as<ActivationGroup>(), from.residuals.as<ActivationGroup>(),
            from.group_stride);
   }
-  args.num_columns = count;
+  args.num_tokens = count;
   args.out = out;
   args.out_stride = out_stride;
   kernels_.gemm(args);
@@ -62,13 +64,13 @@ void Decoder::gemm(const Matrix& matrix, const Activations& from, int first_pane
   scale_and_add_bias(matrix, args, token_scales);
 }
 
-// `token_scales`: one for each column, or null.
+// `token_scales`: one for each token, or null.
 void Decoder::scale_and_add_bias(const Matrix& matrix, const Gemm& args,
                                  const float* token_scales) const {
-  for (int c = 0; c < args.num_columns; c++) {
-    float* x = args.out + c * args.out_stride;
+  for (int t = 0; t < args.num_tokens; t++) {
+    float* x = args.out + t * args.out_stride;
     if (token_scales || matrix.scale != 1.0f) {
-      const float factor = matrix.scale * (token_scales ? token_scales[c] : 1.0f);
+      const float factor = matrix.scale * (token_scales ? token_scales[t] : 1.0f);
       for (int i = 0; i < args.num_rows; i++) x[i] *= factor;
     }
     if (matrix.bias >= 0) {
@@ -85,20 +87,20 @@ void Decoder::project(const Stage& stage) {
   std::vector<int> ends;  // one past the last task of each matrix
   for (const int index : stage.matrices) {
     const Matrix& matrix = *matrices_[static_cast<size_t>(index)];
-    ends.push_back((ends.empty() ? 0 : ends.back()) + tasks_of(matrix.num_rows));
-    counters_.multiplications += matrix.num_rows * matrix.in_size * num_rows_;
+    ends.push_back((ends.empty() ? 0 : ends.back()) + tasks_of(matrix.out_size));
+    counters_.multiplications += matrix.out_size * matrix.in_size * num_rows_;
     counters_.weight_bytes += matrix.num_bytes;
   }
   pool_.run(
       ends.back(), chunk_size(ends.back(), pool_.size()), [&](int begin, int end, int thread) {
         for (int task = begin; task < end; task++) {
           size_t which = 0;
-          int64_t column = 0;
+          int64_t output = 0;
           for (; task >= ends[which]; which++)
-            column += matrices_[static_cast<size_t>(stage.matrices[which])]->num_rows;
+            output += matrices_[static_cast<size_t>(stage.matrices[which])]->out_size;
           const Matrix& matrix = *matrices_[static_cast<size_t>(stage.matrices[which])];
           const int first_panel = (which == 0 ? task : task - ends[which - 1]) * panels_per_task;
-          const int64_t all = (matrix.num_rows + panel_rows - 1) / panel_rows;
+          const int64_t all = (matrix.out_size + panel_rows - 1) / panel_rows;
           const int num_panels =
               static_cast<int>(std::min<int64_t>(panels_per_task, all - first_panel));
           if (stage.kind == Stage::project_and_add)
@@ -106,7 +108,7 @@ void Decoder::project(const Stage& stage) {
                          scratch_.as<float>() + thread * scratch_size());
           else
             gemm(matrix, activations_[current_], first_panel, num_panels, 0, num_rows_,
-                 projected_.as<float>() + column + int64_t{first_panel} * panel_rows,
+                 projected_.as<float>() + output + int64_t{first_panel} * panel_rows,
                  projected_stride_);
         }
       });
@@ -114,72 +116,74 @@ void Decoder::project(const Stage& stage) {
 
 // Some panels of a matrix times all rows, added to hidden_; `results` is a thread's scratch.
 void Decoder::gemm_and_add(const Matrix& matrix, int first_panel, int num_panels, float* results) {
-  const int64_t row = int64_t{first_panel} * panel_rows;
-  const int size = static_cast<int>(std::min<int64_t>(task_rows, matrix.num_rows - row));
-  for (int first = 0; first < num_rows_; first += columns_per_pass) {
-    const int count = std::min(columns_per_pass, num_rows_ - first);
-    gemm(matrix, activations_[current_], first_panel, num_panels, first, count, results, task_rows);
-    for (int c = 0; c < count; c++)
-      kernels_.add(hidden_.as<float>() + (first + c) * shape_.hidden_size + row,
-                   results + c * task_rows, size);
+  const int64_t output = int64_t{first_panel} * panel_rows;
+  const int size = static_cast<int>(std::min<int64_t>(task_outputs, matrix.out_size - output));
+  for (int first = 0; first < num_rows_; first += rows_per_pass) {
+    const int count = std::min(rows_per_pass, num_rows_ - first);
+    gemm(matrix, activations_[current_], first_panel, num_panels, first, count, results,
+         task_outputs);
+    for (int t = 0; t < count; t++)
+      kernels_.add(hidden_.as<float>() + (first + t) * shape_.hidden_size + output,
+                   results + t * task_outputs, size);
   }
 }
 
 // gate(x) * up(x), quantised in the same task where the next GEMM takes groups or blocks: a task's
-// rows are one group or block.
+// outputs are one group or block.
 void Decoder::gate_and_up(const Stage& stage) {
   Stopwatch watch(counters_.gemm_seconds);
   const Matrix& gate = *matrices_[static_cast<size_t>(stage.matrices[0])];
   const Matrix& up = *matrices_[static_cast<size_t>(stage.matrices[1])];
-  counters_.multiplications += 2 * gate.num_rows * gate.in_size * num_rows_;
+  counters_.multiplications += 2 * gate.out_size * gate.in_size * num_rows_;
   counters_.weight_bytes += gate.num_bytes + up.num_bytes;
-  const int rows = stage.quantised == ActivationFormat::blocks ? activation_block_size : task_rows;
-  const int num_tasks = static_cast<int>((gate.num_rows + rows - 1) / rows);
+  const int outputs =
+      stage.quantised == ActivationFormat::blocks ? activation_block_size : task_outputs;
+  const int num_tasks = static_cast<int>((gate.out_size + outputs - 1) / outputs);
   pool_.run(num_tasks, chunk_size(num_tasks, pool_.size()), [&](int begin, int end, int thread) {
-    const int stride = rows + panel_rows;  // an odd number of cache lines, as for activations
+    const int stride = outputs + panel_rows;  // an odd number of cache lines, as for activations
     float* gated = scratch_.as<float>() + thread * scratch_size();
-    float* ups = gated + columns_per_pass * stride;
+    float* ups = gated + rows_per_pass * stride;
     for (int task = begin; task < end; task++) {
-      const int64_t row = int64_t{task} * rows;
-      const int size = static_cast<int>(std::min<int64_t>(rows, gate.num_rows - row));
-      for (int first = 0; first < num_rows_; first += columns_per_pass) {
-        const int count = std::min(columns_per_pass, num_rows_ - first);
-        for (int offset = 0; offset < size; offset += task_rows)
-          gate_rows(gate, up, row + offset, std::min(task_rows, size - offset), first, count,
-                    gated + offset, stride, ups);
-        for (int c = 0; c < count; c++)
-          store_gated(stage, gated + c * stride, row, size, first + c);
+      const int64_t output = int64_t{task} * outputs;
+      const int size = static_cast<int>(std::min<int64_t>(outputs, gate.out_size - output));
+      for (int first = 0; first < num_rows_; first += rows_per_pass) {
+        const int count = std::min(rows_per_pass, num_rows_ - first);
+        for (int offset = 0; offset < size; offset += task_outputs)
+          gate_outputs(gate, up, output + offset, std::min(task_outputs, size - offset), first,
+                       count, gated + offset, stride, ups);
+        for (int t = 0; t < count; t++)
+          store_gated(stage, gated + t * stride, output, size, first + t);
       }
     }
   });
   if (stage.quantised != ActivationFormat::floats) current_ = 1 - current_;
 }
 
-// Some rows of gate(x) * up(x) into out [column][stride]; `ups` is scratch.
-void Decoder::gate_rows(const Matrix& gate, const Matrix& up, int64_t row, int size, int first,
-                        int count, float* out, int stride, float* ups) const {
+// Some outputs of gate(x) * up(x) into out [token][stride]; `ups` is scratch.
+void Decoder::gate_outputs(const Matrix& gate, const Matrix& up, int64_t output, int size,
+                           int first, int count, float* out, int stride, float* ups) const {
   const Activations& from = activations_[current_];
-  const int first_panel = static_cast<int>(row / panel_rows);
+  const int first_panel = static_cast<int>(output / panel_rows);
   const int num_panels = (size + panel_rows - 1) / panel_rows;
   gemm(gate, from, first_panel, num_panels, first, count, out, stride);
-  gemm(up, from, first_panel, num_panels, first, count, ups, task_rows);
-  for (int c = 0; c < count; c++) {
-    float* x = out + int64_t{c} * stride;
-    kernels_.gate(static_cast<Gate>(shape_.gate), x, ups + c * task_rows, size, x);
+  gemm(up, from, first_panel, num_panels, first, count, ups, task_outputs);
+  for (int t = 0; t < count; t++) {
+    float* x = out + int64_t{t} * stride;
+    kernels_.gate(static_cast<Gate>(shape_.gate), x, ups + t * task_outputs, size, x);
   }
 }
 
-void Decoder::store_gated(const Stage& stage, const float* x, int64_t row, int size, int column) {
+void Decoder::store_gated(const Stage& stage, const float* x, int64_t output, int size, int token) {
   Activations& to = activations_[1 - current_];
   if (stage.quantised == ActivationFormat::groups)
     kernels_.quantise_groups(
-        x, size, to.groups.as<ActivationGroup>() + column * to.group_stride + row / group_size);
+        x, size, to.groups.as<ActivationGroup>() + token * to.group_stride + output / group_size);
   else if (stage.quantised == ActivationFormat::blocks)
     kernels_.quantise_blocks(
         x, size,
-        to.blocks.as<ActivationBlock>() + column * to.block_stride + row / activation_block_size);
+        to.blocks.as<ActivationBlock>() + token * to.block_stride + output / activation_block_size);
   else
-    std::memcpy(gated_.as<float>() + column * shape_.ffn_size + row, x,
+    std::memcpy(gated_.as<float>() + token * shape_.ffn_size + output, x,
                 bytes_of(size, sizeof(float)));
 }
 
@@ -187,8 +191,8 @@ void Decoder::compute_logits(const int* rows, int count) {
   expect_within("the rows of the head's GEMM", count, 0, reserved_rows_);
   Stopwatch watch(counters_.head_seconds);
   const Matrix& head = *matrices_[static_cast<size_t>(head_)];
-  // An odd number of cache lines, so that columns do not share cache sets.
-  logits_stride_ = ((head.num_rows + panel_rows - 1) / panel_rows | 1) * panel_rows;
+  // An odd number of cache lines, so that tokens do not share cache sets.
+  logits_stride_ = ((head.out_size + panel_rows - 1) / panel_rows | 1) * panel_rows;
   logits_.grow(bytes_of(count * logits_stride_, sizeof(float)));
   Activations& to = activations_[current_];
   const int formats = formats_for({head_});
@@ -199,20 +203,20 @@ void Decoder::compute_logits(const int* rows, int count) {
                             output_norm_, formats, to, i);
     }
   });
-  counters_.multiplications += head.num_rows * head.in_size * count;
+  counters_.multiplications += head.out_size * head.in_size * count;
   counters_.weight_bytes += head.num_bytes;
-  const int num_tasks = tasks_of(head.num_rows);
+  const int num_tasks = tasks_of(head.out_size);
   pool_.run(num_tasks, chunk_size(num_tasks, pool_.size()), [&](int begin, int end, int) {
     for (int task = begin; task < end; task++) {
-      const int64_t row = int64_t{task} * task_rows;
+      const int64_t output = int64_t{task} * task_outputs;
       const int num_panels = static_cast<int>(
-          (std::min<int64_t>(task_rows, head.num_rows - row) + panel_rows - 1) / panel_rows);
-      float* out = logits_.as<float>() + row;
+          (std::min<int64_t>(task_outputs, head.out_size - output) + panel_rows - 1) / panel_rows);
+      float* out = logits_.as<float>() + output;
       gemm(head, to, task * panels_per_task, num_panels, 0, count, out, logits_stride_);
       if (shape_.logit_soft_cap > 0)
         for (int i = 0; i < count; i++)
           kernels_.soft_cap(out + i * logits_stride_,
-                            std::min<int64_t>(task_rows, head.num_rows - row),
+                            std::min<int64_t>(task_outputs, head.out_size - output),
                             shape_.logit_soft_cap);
     }
   });

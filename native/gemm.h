@@ -1,7 +1,7 @@
-// GEMM of packed weights and quantised activations: the loops over panels and columns.
+// GEMM of packed weights and quantised activations: the loops over panels and tokens.
 //
-// With few columns (GEMV) codes are unpacked in registers, for four columns at a time. With more
-// columns a slab is unpacked once into a tile that all columns read. gemm_accumulate.h defines the
+// With few tokens (GEMV) codes are unpacked in registers, for four tokens at a time. With more
+// tokens a slab is unpacked once into a tile that all tokens read. gemm_accumulate.h defines the
 // order of the sums.
 
 INLINE void store_rows(float* out, Floats x, int count) {
@@ -11,17 +11,17 @@ INLINE void store_rows(float* out, Floats x, int count) {
   for (int i = 0; i < count; i++) out[i] = values[i];
 }
 
-// Few columns: no tile, sums stay in registers.
-template <class T, int panels, int columns>
-void gemm_direct(const Gemm& p, const PackedSource<T, panels>& source, int first_row, int column) {
+// Few tokens: no tile, sums stay in registers.
+template <class T, int panels, int tokens>
+void gemm_direct(const Gemm& p, const PackedSource<T, panels>& source, int first_row, int token) {
   using A = Activation<T>;
-  const A* of[2][columns];
-  for (int c = 0; c < columns; c++) {
-    const int64_t at = (column + c) * p.column_stride;
-    of[0][c] = static_cast<const A*>(p.columns) + at;
-    of[1][c] = p.residuals ? static_cast<const A*>(p.residuals) + at : nullptr;
+  const A* of[2][tokens];
+  for (int t = 0; t < tokens; t++) {
+    const int64_t at = (token + t) * p.activation_stride;
+    of[0][t] = static_cast<const A*>(p.activations) + at;
+    of[1][t] = p.residuals ? static_cast<const A*>(p.residuals) + at : nullptr;
   }
-  Floats acc[panels][columns];
+  Floats acc[panels][tokens];
   for (auto& panel : acc)
     for (auto& x : panel) x = broadcast(0.0f);
   const int sub_blocks = static_cast<int>(p.in_size / 32);
@@ -30,79 +30,81 @@ void gemm_direct(const Gemm& p, const PackedSource<T, panels>& source, int first
   for (int first = 0; first < sub_blocks; first += step) {
     const int count = sub_blocks - first < step ? sub_blocks - first : step;
     for (int pass = 0; pass <= (p.residuals != nullptr); pass++)
-      accumulate<PackedSource<T, panels>, panels, columns>(source, first, count, of[pass], acc);
+      accumulate<PackedSource<T, panels>, panels, tokens>(source, first, count, of[pass], acc);
   }
   for (int g = 0; g < panels; g++)
-    for (int c = 0; c < columns; c++)
-      store_rows(p.out + (column + c) * p.out_stride + first_row + g * panel_rows, acc[g][c],
+    for (int t = 0; t < tokens; t++)
+      store_rows(p.out + (token + t) * p.out_stride + first_row + g * panel_rows, acc[g][t],
                  p.num_rows - first_row - g * panel_rows);
 }
 
-// Up to four columns.
+// Up to four tokens.
 template <class T, int panels>
-void gemm_columns(const Gemm& p, const PackedSource<T, panels>& source, int row, int column,
-                  int columns) {
-  switch (columns) {
-    case 1: return gemm_direct<T, panels, 1>(p, source, row, column);
-    case 2: return gemm_direct<T, panels, 2>(p, source, row, column);
-    case 3: return gemm_direct<T, panels, 3>(p, source, row, column);
-    default: return gemm_direct<T, panels, 4>(p, source, row, column);
+void gemm_tokens(const Gemm& p, const PackedSource<T, panels>& source, int row, int token,
+                 int tokens) {
+  switch (tokens) {
+    case 1: return gemm_direct<T, panels, 1>(p, source, row, token);
+    case 2: return gemm_direct<T, panels, 2>(p, source, row, token);
+    case 3: return gemm_direct<T, panels, 3>(p, source, row, token);
+    default: return gemm_direct<T, panels, 4>(p, source, row, token);
   }
 }
 
-template <class F, int panels, int columns>
-void unpacked_columns(const UnpackedTile<F, panels>& tile, int count, const Activation<F>* from,
-                      int64_t stride, float* sums) {
-  const Activation<F>* of[columns];
-  for (int c = 0; c < columns; c++) of[c] = from + c * stride;
-  Floats acc[panels][columns];
+template <class F, int panels, int tokens>
+void unpacked_tokens(const UnpackedTile<F, panels>& tile, int count, const Activation<F>* from,
+                     int64_t stride, float* sums) {
+  const Activation<F>* of[tokens];
+  for (int t = 0; t < tokens; t++) of[t] = from + t * stride;
+  Floats acc[panels][tokens];
   for (int g = 0; g < panels; g++)
-    for (int c = 0; c < columns; c++) acc[g][c] = load(sums + (c * panels + g) * panel_rows);
-  accumulate<UnpackedTile<F, panels>, panels, columns>(tile, 0, count, of, acc);
+    for (int t = 0; t < tokens; t++) acc[g][t] = load(sums + (t * panels + g) * panel_rows);
+  accumulate<UnpackedTile<F, panels>, panels, tokens>(tile, 0, count, of, acc);
   for (int g = 0; g < panels; g++)
-    for (int c = 0; c < columns; c++) store(sums + (c * panels + g) * panel_rows, acc[g][c]);
+    for (int t = 0; t < tokens; t++) store(sums + (t * panels + g) * panel_rows, acc[g][t]);
 }
 
-// Up to four columns.
+// Up to four tokens.
 template <class F, int panels>
-void unpacked_some_columns(const UnpackedTile<F, panels>& tile, int count,
-                           const Activation<F>* from, int64_t stride, int columns, float* sums) {
-  switch (columns) {
-    case 1: return unpacked_columns<F, panels, 1>(tile, count, from, stride, sums);
-    case 2: return unpacked_columns<F, panels, 2>(tile, count, from, stride, sums);
-    case 3: return unpacked_columns<F, panels, 3>(tile, count, from, stride, sums);
-    default: return unpacked_columns<F, panels, 4>(tile, count, from, stride, sums);
+void unpacked_some_tokens(const UnpackedTile<F, panels>& tile, int count, const Activation<F>* from,
+                          int64_t stride, int tokens, float* sums) {
+  switch (tokens) {
+    case 1: return unpacked_tokens<F, panels, 1>(tile, count, from, stride, sums);
+    case 2: return unpacked_tokens<F, panels, 2>(tile, count, from, stride, sums);
+    case 3: return unpacked_tokens<F, panels, 3>(tile, count, from, stride, sums);
+    default: return unpacked_tokens<F, panels, 4>(tile, count, from, stride, sums);
   }
 }
 
 template <class T, int panels>
-void gemm_unpacked(const Gemm& p, const PackedSource<T, panels>& source, int first_row, int column,
-                   int num_columns) {
+void gemm_unpacked(const Gemm& p, const PackedSource<T, panels>& source, int first_row, int token,
+                   int num_tokens) {
   using F = UnpackedFormatOf<T>;
   UnpackedTileData<F::in_blocks, panels> tile;
-  alignas(64) float sums[max_tile_columns * panels * panel_rows];
-  for (int i = 0; i < num_columns * panels * panel_rows; i++) sums[i] = 0.0f;
-  const auto* activations = static_cast<const Activation<F>*>(p.columns);
+  alignas(64) float sums[max_tile_tokens * panels * panel_rows];
+  for (int i = 0; i < num_tokens * panels * panel_rows; i++) sums[i] = 0.0f;
+  const auto* activations = static_cast<const Activation<F>*>(p.activations);
   const auto* residuals = static_cast<const Activation<F>*>(p.residuals);
   const int sub_blocks = static_cast<int>(p.in_size / 32);
   for (int first = 0; first < sub_blocks; first += slab) {
     const int count = sub_blocks - first < slab ? sub_blocks - first : slab;
     unpack_slab(source, first, count, tile);
-    SlabPrefetch next(source, first + slab, sub_blocks, (num_columns + 3) / 4 * count);
+    SlabPrefetch next(source, first + slab, sub_blocks, (num_tokens + 3) / 4 * count);
     const UnpackedTile<F, panels> codes{tile, next};
-    for (int c = 0; c < num_columns; c += 4) {
-      const int64_t at = (column + c) * p.column_stride + first / activation_span<F>;
-      float* some = sums + c * panels * panel_rows;
-      const int some_columns = num_columns - c;
-      unpacked_some_columns<F>(codes, count, activations + at, p.column_stride, some_columns, some);
+    for (int t = 0; t < num_tokens; t += 4) {
+      const int64_t at = (token + t) * p.activation_stride + first / activation_span<F>;
+      float* some = sums + t * panels * panel_rows;
+      const int some_tokens = num_tokens - t;
+      unpacked_some_tokens<F>(codes, count, activations + at, p.activation_stride, some_tokens,
+                              some);
       if (residuals)
-        unpacked_some_columns<F>(codes, count, residuals + at, p.column_stride, some_columns, some);
+        unpacked_some_tokens<F>(codes, count, residuals + at, p.activation_stride, some_tokens,
+                                some);
     }
   }
-  for (int c = 0; c < num_columns; c++)
+  for (int t = 0; t < num_tokens; t++)
     for (int g = 0; g < panels; g++)
-      store_rows(p.out + (column + c) * p.out_stride + first_row + g * panel_rows,
-                 load(sums + (c * panels + g) * panel_rows),
+      store_rows(p.out + (token + t) * p.out_stride + first_row + g * panel_rows,
+                 load(sums + (t * panels + g) * panel_rows),
                  p.num_rows - first_row - g * panel_rows);
 }
 
@@ -121,15 +123,15 @@ template <class T, int panels>
 void gemm_panels(const Gemm& p, int panel) {
   PackedSource<T, panels> source = packed_source<T, panels>(p, panel);
   const int row = panel * panel_rows;
-  if (p.num_columns <= max_direct_columns) {
-    source.num_passes = (p.num_columns + 3) / 4;
-    for (int c = 0; c < p.num_columns; c += 4, source.pass++)
-      gemm_columns(p, source, row, c, p.num_columns - c);
+  if (p.num_tokens <= max_direct_tokens) {
+    source.num_passes = (p.num_tokens + 3) / 4;
+    for (int t = 0; t < p.num_tokens; t += 4, source.pass++)
+      gemm_tokens(p, source, row, t, p.num_tokens - t);
     return;
   }
-  for (int c = 0; c < p.num_columns; c += max_tile_columns) {
-    const int left = p.num_columns - c;
-    gemm_unpacked(p, source, row, c, left < max_tile_columns ? left : max_tile_columns);
+  for (int t = 0; t < p.num_tokens; t += max_tile_tokens) {
+    const int left = p.num_tokens - t;
+    gemm_unpacked(p, source, row, t, left < max_tile_tokens ? left : max_tile_tokens);
   }
 }
 
@@ -150,30 +152,30 @@ INLINE Floats float_weights(int format, const uint8_t* p) {
   return load_bfloat(reinterpret_cast<const uint16_t*>(p));
 }
 
-template <int format, int columns>
-void float_panel_columns(const Gemm& p, int panel, int column) {
+template <int format, int tokens>
+void float_panel_tokens(const Gemm& p, int panel, int token) {
   const uint8_t* weights = p.weights + (p.first_panel + panel) * p.panel_bytes;
-  const float* from = static_cast<const float*>(p.columns) + column * p.column_stride;
-  Floats acc[columns];
+  const float* from = static_cast<const float*>(p.activations) + token * p.activation_stride;
+  Floats acc[tokens];
   for (auto& x : acc) x = broadcast(0.0f);
   for (int64_t k = 0; k < p.in_size; k++) {
     const Floats w = float_weights(format, weights + k * format_infos[format].code_bytes);
     UNROLL(8)
-    for (int c = 0; c < columns; c++)
-      acc[c] = fma(w, broadcast(from[c * p.column_stride + k]), acc[c]);
+    for (int t = 0; t < tokens; t++)
+      acc[t] = fma(w, broadcast(from[t * p.activation_stride + k]), acc[t]);
   }
-  for (int c = 0; c < columns; c++)
-    store_rows(p.out + (column + c) * p.out_stride + panel * panel_rows, acc[c],
+  for (int t = 0; t < tokens; t++)
+    store_rows(p.out + (token + t) * p.out_stride + panel * panel_rows, acc[t],
                p.num_rows - panel * panel_rows);
 }
 
 template <int format>
 void gemm_floats(const Gemm& p) {
   for (int panel = 0; panel < p.num_panels; panel++) {
-    int c = 0;
-    for (; c + 6 <= p.num_columns; c += 6) float_panel_columns<format, 6>(p, panel, c);
-    for (; c + 2 <= p.num_columns; c += 2) float_panel_columns<format, 2>(p, panel, c);
-    for (; c < p.num_columns; c++) float_panel_columns<format, 1>(p, panel, c);
+    int t = 0;
+    for (; t + 6 <= p.num_tokens; t += 6) float_panel_tokens<format, 6>(p, panel, t);
+    for (; t + 2 <= p.num_tokens; t += 2) float_panel_tokens<format, 2>(p, panel, t);
+    for (; t < p.num_tokens; t++) float_panel_tokens<format, 1>(p, panel, t);
   }
 }
 

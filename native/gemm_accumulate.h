@@ -1,6 +1,6 @@
 // The inner loops of GEMM: sources of codes and scales, and the sums over them.
 //
-// For a row and a column the sum runs over the sub-blocks in order of k. The integer sum of a
+// For a row and a token the sum runs over the sub-blocks in order of k. The integer sum of a
 // sub-block is exact, then
 //     acc = fma(sum - zero * sum_of_codes, weight_scale * activation_scale, acc)
 //     acc = fma(weight_minimum, scaled_sum_of_codes, acc)              where there are minimums
@@ -9,14 +9,14 @@
 //     whole  = sum over its sub-blocks of sub_scale * (sum - zero * sum_of_codes)
 //     lowest = sum over its sub-blocks of sub_minimum * sum_of_codes
 //     acc = fma(activation_scale, fma(-super_minimum, lowest, super_scale * whole), acc)
-// The order is the same for any number of columns and for both sources of codes: the packed matrix,
+// The order is the same for any number of tokens and for both sources of codes: the packed matrix,
 // or a tile that a slab of it was unpacked into.
 
 // ---- sources of codes and scales
 
 constexpr int slab = 8;  // sub-blocks unpacked at once: 256 k
-constexpr int max_tile_columns = 128;
-constexpr int max_direct_columns = 12;  // beyond, unpacking once for all columns costs less
+constexpr int max_tile_tokens = 128;
+constexpr int max_direct_tokens = 12;  // beyond, unpacking once for all tokens costs less
 
 template <bool in_blocks>
 struct ActivationKind {
@@ -78,7 +78,7 @@ struct PackedSource {
   }
 };
 
-// ---- one slab, unpacked once for all columns
+// ---- one slab, unpacked once for all tokens
 
 template <int bits_, int zero_, bool per_half_, bool has_minimum_, bool is_signed_, bool in_blocks_>
 struct UnpackedFormat {
@@ -95,7 +95,7 @@ constexpr int halves_of = F::per_half ? 2 : 1;
 template <class F>
 constexpr int num_pairs = halves_of<F> * slab / 2;
 template <class F>  // whether sums of codes are needed
-constexpr bool has_offsets = F::has_minimum || F::zero != 0;
+constexpr bool needs_code_sums = F::has_minimum || F::zero != 0;
 
 template <bool in_blocks, int panels>
 struct alignas(64) UnpackedTileData {
@@ -192,7 +192,7 @@ void unpack_slab(const PackedSource<T, panels>& from, int first, int,
   for (int g = 0; g < panels; g++) {
     for (int i = 0; i < halves_of<T> * slab; i++)
       store(to.sub_scales[i][g], from.sub_scale(first, g, i));
-    if constexpr (has_offsets<T>)
+    if constexpr (needs_code_sums<T>)
       for (int i = 0; i < num_pairs<T>; i++) store(to.pairs[i][g], from.pairs(first, g, i));
     store(to.super_scales[g], from.super_scale(first, g));
     if constexpr (T::has_minimum)
@@ -200,22 +200,22 @@ void unpack_slab(const PackedSource<T, panels>& from, int first, int,
   }
 }
 
-// ---- the micro-kernel: `panels` panels times `columns` columns over `count` sub-blocks
+// ---- the micro-kernel: `panels` panels times `tokens` tokens over `count` sub-blocks
 
-template <class Source, int panels, int columns>
+template <class Source, int panels, int tokens>
 INLINE void accumulate(const Source& source, int first, int count,
-                       const ActivationGroup* const* activations, Floats (*acc)[columns]) {
+                       const ActivationGroup* const* activations, Floats (*acc)[tokens]) {
   using F = typename Source::Format;
   for (int s = first; s < first + count; s++) {
     source.prefetch_next(s);
-    Dot<F::bits, F::is_signed> dots[panels][columns];
+    Dot<F::bits, F::is_signed> dots[panels][tokens];
     UNROLL(8)
     for (int j = 0; j < 8; j++) {
       UNROLL(2)
       for (int g = 0; g < panels; g++) {
         const Codes w = source.codes(s, g, j);
         UNROLL(4)
-        for (int c = 0; c < columns; c++) dots[g][c].add(w, activations[c][s].codes + 4 * j, j, 0);
+        for (int t = 0; t < tokens; t++) dots[g][t].add(w, activations[t][s].codes + 4 * j, j, 0);
       }
     }
     UNROLL(2)
@@ -224,12 +224,12 @@ INLINE void accumulate(const Source& source, int first, int count,
       Floats minimum = scale;
       if constexpr (F::has_minimum) minimum = source.minimum(s, g);
       UNROLL(4)
-      for (int c = 0; c < columns; c++) {
-        const ActivationGroup& a = activations[c][s];
-        Floats sum = to_floats(dots[g][c].total());
+      for (int t = 0; t < tokens; t++) {
+        const ActivationGroup& a = activations[t][s];
+        Floats sum = to_floats(dots[g][t].total());
         if (F::zero != 0) sum = fma(broadcast(a.sum), broadcast(-static_cast<float>(F::zero)), sum);
-        acc[g][c] = fma(sum, scale * broadcast(a.scale), acc[g][c]);
-        if (F::has_minimum) acc[g][c] = fma(minimum, broadcast(a.scaled_sum), acc[g][c]);
+        acc[g][t] = fma(sum, scale * broadcast(a.scale), acc[g][t]);
+        if (F::has_minimum) acc[g][t] = fma(minimum, broadcast(a.scaled_sum), acc[g][t]);
       }
     }
   }
@@ -244,76 +244,76 @@ INLINE int32_t sums_of_codes(const ActivationBlock& a, int i) {
 }
 
 // Sums of sub_scale * code * code over the super-block that begins with sub-block `first`.
-template <class Source, int panels, int columns>
+template <class Source, int panels, int tokens>
 INLINE void add_products(const Source& source, int first, const ActivationBlock* const* activations,
-                         Ints (*sums)[columns]) {
+                         Ints (*sums)[tokens]) {
   using F = typename Source::Format;
   constexpr int halves = halves_of<F>, vectors = 8 / halves;
   for (int s = 0; s < slab; s++) {
     source.prefetch_next(first + s);
     UNROLL(2)
     for (int h = 0; h < halves; h++) {
-      Dot<F::bits, F::is_signed> dots[panels][columns];
+      Dot<F::bits, F::is_signed> dots[panels][tokens];
       UNROLL(8)
       for (int j = h * vectors; j < (h + 1) * vectors; j++) {
         UNROLL(2)
         for (int g = 0; g < panels; g++) {
           const Codes w = source.codes(first + s, g, j);
           UNROLL(4)
-          for (int c = 0; c < columns; c++)
-            dots[g][c].add(w, activations[c]->codes + group_size * s + 4 * j, j, h * vectors);
+          for (int t = 0; t < tokens; t++)
+            dots[g][t].add(w, activations[t]->codes + group_size * s + 4 * j, j, h * vectors);
         }
       }
       UNROLL(2)
       for (int g = 0; g < panels; g++) {
         const Ints sub_scale = source.sub_scale(first, g, halves * s + h);
         UNROLL(4)
-        for (int c = 0; c < columns; c++) sums[g][c] = sums[g][c] + sub_scale * dots[g][c].total();
+        for (int t = 0; t < tokens; t++) sums[g][t] = sums[g][t] + sub_scale * dots[g][t].total();
       }
     }
   }
 }
 
-template <class Source, int panels, int columns>
+template <class Source, int panels, int tokens>
 INLINE void accumulate_block(const Source& source, int first,
-                             const ActivationBlock* const* activations, Floats (*acc)[columns]) {
+                             const ActivationBlock* const* activations, Floats (*acc)[tokens]) {
   using F = typename Source::Format;
-  Ints sums[panels][columns], offsets[columns];
+  Ints sums[panels][tokens], code_sums[tokens];
   for (auto& panel : sums)
     for (auto& x : panel) x = broadcast_int(0);
-  add_products<Source, panels, columns>(source, first, activations, sums);
+  add_products<Source, panels, tokens>(source, first, activations, sums);
   UNROLL(2)
   for (int g = 0; g < panels; g++) {
-    if constexpr (has_offsets<F>) {
-      for (auto& x : offsets) x = broadcast_int(0);
+    if constexpr (needs_code_sums<F>) {
+      for (auto& x : code_sums) x = broadcast_int(0);
       UNROLL(8)
       for (int i = 0; i < num_pairs<F>; i++) {
         const Ints pairs = source.pairs(first, g, i);
         UNROLL(4)
-        for (int c = 0; c < columns; c++)
-          offsets[c] = add_pairs(offsets[c], pairs, sums_of_codes<F>(*activations[c], i));
+        for (int t = 0; t < tokens; t++)
+          code_sums[t] = add_pairs(code_sums[t], pairs, sums_of_codes<F>(*activations[t], i));
       }
     }
     const Floats super_scale = source.super_scale(first, g);
     UNROLL(4)
-    for (int c = 0; c < columns; c++) {
-      Ints whole = sums[g][c];
-      if constexpr (F::zero != 0) whole = whole - offsets[c] * broadcast_int(F::zero);
+    for (int t = 0; t < tokens; t++) {
+      Ints whole = sums[g][t];
+      if constexpr (F::zero != 0) whole = whole - code_sums[t] * broadcast_int(F::zero);
       Floats value = super_scale * to_floats(whole);
       if constexpr (F::has_minimum)
-        value = fma(source.negative_super_minimum(first, g), to_floats(offsets[c]), value);
-      acc[g][c] = fma(broadcast(activations[c]->scale), value, acc[g][c]);
+        value = fma(source.negative_super_minimum(first, g), to_floats(code_sums[t]), value);
+      acc[g][t] = fma(broadcast(activations[t]->scale), value, acc[g][t]);
     }
   }
 }
 
-template <class Source, int panels, int columns>
+template <class Source, int panels, int tokens>
 INLINE void accumulate(const Source& source, int first, int count,
-                       const ActivationBlock* const* activations, Floats (*acc)[columns]) {
-  const ActivationBlock* of[columns];
+                       const ActivationBlock* const* activations, Floats (*acc)[tokens]) {
+  const ActivationBlock* of[tokens];
   for (int s = first; s < first + count; s += slab) {
     UNROLL(4)
-    for (int c = 0; c < columns; c++) of[c] = activations[c] + s / slab;
-    accumulate_block<Source, panels, columns>(source, s, of, acc);
+    for (int t = 0; t < tokens; t++) of[t] = activations[t] + s / slab;
+    accumulate_block<Source, panels, tokens>(source, s, of, acc);
   }
 }

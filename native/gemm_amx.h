@@ -1,14 +1,14 @@
-// GEMM of many columns with AMX: tiles of signed bytes, multiplied to exact int32 sums.
+// GEMM of many tokens with AMX: tiles of signed bytes, multiplied to exact int32 sums.
 //
 // One operand is the codes of a sub-block, sixteen rows times 32 k, as packed, minus their zero
-// point; the other is the activations of up to sixteen columns. The sums leave the tile registers
+// point; the other is the activations of up to sixteen tokens. The sums leave the tile registers
 // through memory. The float sums follow the order of gemm_accumulate.h, so the bits are those of
 // the other units.
 //
 // While tile instructions run, one of the two ports for 512-bit vectors neither multiplies nor
 // converts (measured on Emerald Rapids: beside a single tile load such a loop ran at half its
 // rate), and the second hardware thread may compete for the core. So the number of other
-// instructions is kept small: the float sums of sixteen rows times sixteen columns stay in
+// instructions is kept small: the float sums of sixteen rows times sixteen tokens stay in
 // registers, and the fields of an activation are memory operands.
 
 // ---- the instructions
@@ -93,25 +93,25 @@ void fill_weights(const PackedSource<T, tile_panels>& from, int first, int count
   }
 }
 
-// Columns in blocks of one size, so that the tile shapes stay; the last block overlaps the one
-// before it to end with the last column.
-struct ColumnBlocks {
-  int num_columns, count, columns;
-  explicit ColumnBlocks(int num_columns)
-      : num_columns(num_columns),
-        count((num_columns + max_tile_rows - 1) / max_tile_rows),
-        columns((num_columns + count - 1) / count) {}
+// Tokens in blocks of one size, so that the tile shapes stay; the last block overlaps the one
+// before it to end with the last token.
+struct TokenBlocks {
+  int num_tokens, count, tokens;
+  explicit TokenBlocks(int num_tokens)
+      : num_tokens(num_tokens),
+        count((num_tokens + max_tile_rows - 1) / max_tile_rows),
+        tokens((num_tokens + count - 1) / count) {}
   int first(int block) const {
-    const int last = num_columns - columns;
-    return block * columns < last ? block * columns : last;
+    const int last = num_tokens - tokens;
+    return block * tokens < last ? block * tokens : last;
   }
 };
 
 struct alignas(64) TileSums {
-  int32_t of[max_tile_rows][panel_rows];  // [column]
+  int32_t of[max_tile_rows][panel_rows];  // [token]
 };
 
-// One sub-block of a panel times a block of columns.
+// One sub-block of a panel times a block of tokens.
 INLINE void multiply(const ActivationGroup* group, int64_t stride, const uint8_t* codes,
                      TileSums& to) {
   load_tile<tile_of_activations>(group->codes, stride);
@@ -121,26 +121,26 @@ INLINE void multiply(const ActivationGroup* group, int64_t stride, const uint8_t
   store_tile<tile_of_sums>(&to, 64);
 }
 
-// A panel times a block of columns or of their residuals, over some sub-blocks.
+// A panel times a block of tokens or of their residuals, over some sub-blocks.
 struct TilePiece {
   const ActivationGroup* activations;
   const uint8_t* codes;
   const float* scales;  // and minimums, as they lie in TileWeights
-  float* sums;          // [column][16]: of the sub-blocks before, and with these
+  float* sums;          // [token][16]: of the sub-blocks before, and with these
   float* out;           // where the sums go if these sub-blocks are the last, else null
   int num_rows;         // of the panel that exist
   bool is_first;        // sums start at 0
 };
 
-// Some sub-blocks, to be multiplied with all columns, piece by piece.
+// Some sub-blocks, to be multiplied with all tokens, piece by piece.
 struct TileRun {
-  const ColumnBlocks& blocks;
-  const ActivationGroup *columns, *residuals;  // at the first sub-block; the latter may be null
-  int64_t stride;                              // of the columns, in bytes
+  const TokenBlocks& blocks;
+  const ActivationGroup *activations, *residuals;  // at the first sub-block; the latter may be null
+  int64_t stride;                                  // of the activations of a token, in bytes
   const uint8_t* codes[tile_panels];
   const TileWeights& weights;
-  float* sums;  // [block][panel][column][16]
-  float* out;   // of the first row and column
+  float* sums;  // [block][panel][token][16]
+  float* out;   // of the first row and token
   int64_t out_stride;
   int num_rows;  // from the first row on
   int count;     // sub-blocks
@@ -151,25 +151,25 @@ struct TileRun {
   TilePiece piece(int n) const {
     const int block = n / pieces_per_block(), g = n % tile_panels;
     const int first = blocks.first(block), row = g * panel_rows;
-    const bool are_columns = n % pieces_per_block() < tile_panels;
-    return {offset_by(are_columns ? columns : residuals, first * stride),
+    const bool is_first_pass = n % pieces_per_block() < tile_panels;
+    return {offset_by(is_first_pass ? activations : residuals, first * stride),
             codes[g],
             weights.scales[g][0],
             sums + (block * tile_panels + g) * tile_sums,
-            is_last && !(are_columns && residuals) ? out + first * out_stride + row : nullptr,
+            is_last && !(is_first_pass && residuals) ? out + first * out_stride + row : nullptr,
             num_rows - row,
-            is_first && are_columns};
+            is_first && is_first_pass};
   }
 };
 
-// Hides a pointer's origin from GCC, which would otherwise keep one register for each column.
+// Hides a pointer's origin from GCC, which would otherwise keep one register for each token.
 template <class P>
 INLINE void hide_origin(P& pointer) {
   asm("" : "+r"(pointer));
 }
 
 // One sub-block's float sums, as in gemm_accumulate.h's `accumulate`.
-template <bool has_minimum, int columns>
+template <bool has_minimum, int tokens>
 INLINE void add_floats(const ActivationGroup* group, int64_t stride, const float* scales,
                        const TileSums& products, Floats* acc) {
   constexpr int64_t to_minimums = tile_panels * max_unpacked_sub_blocks * panel_rows;
@@ -178,12 +178,12 @@ INLINE void add_floats(const ActivationGroup* group, int64_t stride, const float
   const int64_t stride3 = 3 * stride;
   const Floats scale = load(scales), minimum = load(scales + to_minimums);
   UNROLL(16)
-  for (int c = 0; c < columns; c++) {
-    const ActivationGroup& a = *offset_by(group, c % 4 == 3 ? stride3 : c % 4 * stride);
-    const Floats sum = to_floats(load(products.of[c]));
-    acc[c] = fma(sum, scale * broadcast(a.scale), acc[c]);
-    if (has_minimum) acc[c] = fma(minimum, broadcast(a.scaled_sum), acc[c]);
-    if (c % 4 == 3) {
+  for (int t = 0; t < tokens; t++) {
+    const ActivationGroup& a = *offset_by(group, t % 4 == 3 ? stride3 : t % 4 * stride);
+    const Floats sum = to_floats(load(products.of[t]));
+    acc[t] = fma(sum, scale * broadcast(a.scale), acc[t]);
+    if (has_minimum) acc[t] = fma(minimum, broadcast(a.scaled_sum), acc[t]);
+    if (t % 4 == 3) {
       group = offset_by(group, 4 * stride);
       hide_origin(group);
     }
@@ -191,7 +191,7 @@ INLINE void add_floats(const ActivationGroup* group, int64_t stride, const float
 }
 
 // The float sums of all pieces; the tile products run some sub-blocks ahead of them.
-template <bool has_minimum, int columns>
+template <bool has_minimum, int tokens>
 void add_run(const TileRun& run, SlabPrefetch& next) {
   constexpr int max_lead = 2, ring = 4;
   TileSums products[ring];
@@ -207,10 +207,10 @@ void add_run(const TileRun& run, SlabPrefetch& next) {
     const ActivationGroup *group = piece.activations, *ahead = group + lead;
     const uint8_t* codes = piece.codes + 512 * lead;
     const float* scales = piece.scales;
-    Floats acc[columns];
+    Floats acc[tokens];
     UNROLL(16)
-    for (int c = 0; c < columns; c++)
-      acc[c] = piece.is_first ? broadcast(0.0f) : load(piece.sums + c * panel_rows);
+    for (int t = 0; t < tokens; t++)
+      acc[t] = piece.is_first ? broadcast(0.0f) : load(piece.sums + t * panel_rows);
     for (int s = 0; s < count; s++) {
       if (s % fetch_span == 0) next.fetch();
       if (s == count - lead) ahead = following.activations, codes = following.codes;
@@ -221,25 +221,25 @@ void add_run(const TileRun& run, SlabPrefetch& next) {
       }
       const TileSums* sums = &products[at++ % ring];
       hide_origin(sums);
-      add_floats<has_minimum, columns>(group, stride, scales, *sums, acc);
+      add_floats<has_minimum, tokens>(group, stride, scales, *sums, acc);
       group++;
       scales += panel_rows;
     }
     UNROLL(16)
-    for (int c = 0; c < columns; c++)
+    for (int t = 0; t < tokens; t++)
       if (piece.out)
-        store_rows(piece.out + c * run.out_stride, acc[c], piece.num_rows);
+        store_rows(piece.out + t * run.out_stride, acc[t], piece.num_rows);
       else
-        store(piece.sums + c * panel_rows, acc[c]);
+        store(piece.sums + t * panel_rows, acc[t]);
   }
 }
 
 // ---- all sub-blocks of two panels
 
-void shape_tiles(int columns) {
+void shape_tiles(int tokens) {
   TileShapes shapes = {};
   shapes.palette = 1;
-  shapes.rows[tile_of_sums] = shapes.rows[tile_of_activations] = static_cast<uint8_t>(columns);
+  shapes.rows[tile_of_sums] = shapes.rows[tile_of_activations] = static_cast<uint8_t>(tokens);
   shapes.rows[tile_of_codes] = 8;
   shapes.row_bytes[tile_of_sums] = shapes.row_bytes[tile_of_codes] = 64;
   shapes.row_bytes[tile_of_activations] = group_size;
@@ -249,16 +249,16 @@ void shape_tiles(int columns) {
 template <class T>
 class AmxGemm {
  public:
-  AmxGemm(const Gemm& p, int panel, int column, int num_columns)
+  AmxGemm(const Gemm& p, int panel, int token, int num_tokens)
       : p_(p),
         source_(packed_source<T, tile_panels>(p, panel)),
         panel_(panel),
-        column_(column),
-        blocks_(num_columns),
+        token_(token),
+        blocks_(num_tokens),
         sub_blocks_(static_cast<int>(p.in_size / group_size)) {}
 
   void run() {
-    shape_tiles(blocks_.columns);
+    shape_tiles(blocks_.tokens);
     const int num_runs = (sub_blocks_ + max_unpacked_sub_blocks - 1) / max_unpacked_sub_blocks;
     // The residual pass alternates with the first pass, slab by slab.
     const int step = p_.residuals ? slab : (sub_blocks_ + num_runs - 1) / num_runs;
@@ -274,21 +274,21 @@ class AmxGemm {
  private:
   TileRun begin_run(int first, int count) {
     fill_weights(source_, first, count, weights_);
-    const int64_t at = column_ * p_.column_stride + first;
-    const auto* columns = static_cast<const ActivationGroup*>(p_.columns) + at;
+    const int64_t at = token_ * p_.activation_stride + first;
+    const auto* activations = static_cast<const ActivationGroup*>(p_.activations) + at;
     const auto* residuals = static_cast<const ActivationGroup*>(p_.residuals);
     const auto codes = [&](int g) {
       return are_packed_as_bytes<T> ? source_.codes_of[g] + int64_t{first} * 512
                                     : weights_.codes[g][0][0];
     };
     return {blocks_,
-            columns,
+            activations,
             residuals ? residuals + at : nullptr,
-            p_.column_stride * static_cast<int64_t>(sizeof(ActivationGroup)),
+            p_.activation_stride * static_cast<int64_t>(sizeof(ActivationGroup)),
             {codes(0), codes(1)},
             weights_,
             sums_,
-            p_.out + column_ * p_.out_stride + panel_ * panel_rows,
+            p_.out + token_ * p_.out_stride + panel_ * panel_rows,
             p_.out_stride,
             p_.num_rows - panel_ * panel_rows,
             count,
@@ -297,7 +297,7 @@ class AmxGemm {
   }
 
   static void add(const TileRun& run, SlabPrefetch& next) {
-    switch (run.blocks.columns) {
+    switch (run.blocks.tokens) {
       case 8: return add_run<T::has_minimum, 8>(run, next);
       case 9: return add_run<T::has_minimum, 9>(run, next);
       case 10: return add_run<T::has_minimum, 10>(run, next);
@@ -312,34 +312,34 @@ class AmxGemm {
 
   const Gemm& p_;
   const PackedSource<T, tile_panels> source_;
-  const int panel_, column_;
-  const ColumnBlocks blocks_;
+  const int panel_, token_;
+  const TokenBlocks blocks_;
   const int sub_blocks_;
   TileWeights weights_;
-  alignas(64) float sums_[max_tile_columns * tile_panels * panel_rows];
+  alignas(64) float sums_[max_tile_tokens * tile_panels * panel_rows];
 };
 
 // Whether tiles are faster than dot products, as measured on Emerald Rapids: configuring the tiles
-// costs more than few columns of few sub-blocks save.
+// costs more than few tokens of few sub-blocks save.
 template <class T>
 bool suits_tiles(const Gemm& p) {
-  const int64_t work = p.num_columns * (p.in_size / group_size);
-  return are_packed_as_bytes<T> ? p.num_columns >= 8 && work >= 256
-                                : p.num_columns >= 16 && work >= 576;
+  const int64_t work = p.num_tokens * (p.in_size / group_size);
+  return are_packed_as_bytes<T> ? p.num_tokens >= 8 && work >= 256
+                                : p.num_tokens >= 16 && work >= 576;
 }
 
 #include "gemm_amx_blocks.h"
 
-constexpr int min_block_columns = 16;  // with fewer, making the planes costs more than it saves
+constexpr int min_block_tokens = 16;  // with fewer, making the planes costs more than it saves
 
 // Runs pairs of panels with `Tiled`, a single last panel without tiles.
 template <class T, template <class> class Tiled>
-void amx_panels(const Gemm& p, int columns_limit) {
-  const int passes = (p.num_columns + columns_limit - 1) / columns_limit;
+void amx_panels(const Gemm& p, int tokens_limit) {
+  const int passes = (p.num_tokens + tokens_limit - 1) / tokens_limit;
   int panel = 0;
   for (; panel + tile_panels <= p.num_panels; panel += tile_panels)
     for (int pass = 0; pass < passes; pass++) {
-      const int first = pass * p.num_columns / passes, end = (pass + 1) * p.num_columns / passes;
+      const int first = pass * p.num_tokens / passes, end = (pass + 1) * p.num_tokens / passes;
       Tiled<T>(p, panel, first, end - first).run();
     }
   for (; panel < p.num_panels; panel++) gemm_panels<T, 1>(p, panel);
@@ -348,11 +348,11 @@ void amx_panels(const Gemm& p, int columns_limit) {
 template <class T>
 void amx_gemm_quantised(const Gemm& p) {
   if constexpr (T::in_blocks) {
-    if (p.num_columns < min_block_columns) return gemm_quantised<T>(p);
-    amx_panels<T, AmxBlockGemm>(p, block_columns_limit(p.in_size));
+    if (p.num_tokens < min_block_tokens) return gemm_quantised<T>(p);
+    amx_panels<T, AmxBlockGemm>(p, block_tokens_limit(p.in_size));
   } else {
     if (!suits_tiles<T>(p)) return gemm_quantised<T>(p);
-    amx_panels<T, AmxGemm>(p, max_tile_columns);
+    amx_panels<T, AmxGemm>(p, max_tile_tokens);
   }
 }
 

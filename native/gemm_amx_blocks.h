@@ -9,10 +9,10 @@
 
 constexpr int tiles_per_block = activation_block_size / 64;  // 64 k each
 
-// With more columns at once planes are made less often, while the activations fit the L2 cache.
-constexpr int max_block_columns = 256;
-inline int block_columns_limit(int64_t in_size) {
-  return in_size <= 2048 ? max_block_columns : max_tile_columns;
+// With more tokens at once planes are made less often, while the activations fit the L2 cache.
+constexpr int max_block_tokens = 256;
+inline int block_tokens_limit(int64_t in_size) {
+  return in_size <= 2048 ? max_block_tokens : max_tile_tokens;
 }
 
 enum BlockTileNumber : int {  // sums: low and high of one panel, then of the other
@@ -75,11 +75,11 @@ INLINE void fill_scales(const PackedSource<T, tile_panels>& source, int first, B
   }
 }
 
-// One block of columns, or of their residuals, times one block of k.
+// One block of tokens, or of their residuals, times one block of k.
 struct BlockPiece {
   const ActivationBlock* activations;
   const BlockScales* scales;
-  float* sums;    // [column][panel][16]
+  float* sums;    // [token][panel][16]
   int next_slab;  // of the last piece of its block of k: the sub-block after it; else 0
 };
 
@@ -103,7 +103,7 @@ INLINE void store_sums(BlockSums& to) {
   store_tile<sums>(to.sums[sums / 2][sums % 2], 64);
 }
 
-// The float sums of a piece's columns, as in gemm_accumulate.h's `accumulate_block`.
+// The float sums of a piece's tokens, as in gemm_accumulate.h's `accumulate_block`.
 template <class T>
 class BlockFloats {
  public:
@@ -121,26 +121,26 @@ class BlockFloats {
     }
   }
 
-  INLINE_METHOD void add(int column) const {
-    const ActivationBlock& a = activations_[column * stride_];
+  INLINE_METHOD void add(int token) const {
+    const ActivationBlock& a = activations_[token * stride_];
     const Floats scale = broadcast(a.scale);
-    Ints offsets[tile_panels] = {broadcast_int(0), broadcast_int(0)};
+    Ints code_sums[tile_panels] = {broadcast_int(0), broadcast_int(0)};
     if constexpr (T::has_minimum) {
       UNROLL(8)
       for (int i = 0; i < num_pairs<T>; i++) {
         const int32_t sums = sums_of_codes<T>(a, i);
         UNROLL(2)
         for (int g = 0; g < tile_panels; g++)
-          offsets[g] = add_pairs(offsets[g], pairs_[g][i], sums);
+          code_sums[g] = add_pairs(code_sums[g], pairs_[g][i], sums);
       }
     }
     UNROLL(2)
     for (int g = 0; g < tile_panels; g++) {
-      const Ints low = load(products_.sums[g][0] + column * panel_rows);
-      const Ints high = load(products_.sums[g][1] + column * panel_rows);
-      float* sum = sums_ + (column * tile_panels + g) * panel_rows;
+      const Ints low = load(products_.sums[g][0] + token * panel_rows);
+      const Ints high = load(products_.sums[g][1] + token * panel_rows);
+      float* sum = sums_ + (token * tile_panels + g) * panel_rows;
       Floats value = super_scale_[g] * to_floats(low + Ints{_mm512_slli_epi32(high.v, 8)});
-      if constexpr (T::has_minimum) value = fma(super_minimum_[g], to_floats(offsets[g]), value);
+      if constexpr (T::has_minimum) value = fma(super_minimum_[g], to_floats(code_sums[g]), value);
       store(sum, fma(scale, value, load(sum)));
     }
   }
@@ -157,22 +157,22 @@ class BlockFloats {
 template <class T>
 class AmxBlockGemm {
  public:
-  AmxBlockGemm(const Gemm& p, int panel, int column, int num_columns)
+  AmxBlockGemm(const Gemm& p, int panel, int token, int num_tokens)
       : p_(p),
         source_(packed_source<T, tile_panels>(p, panel)),
         panel_(panel),
-        column_(column),
-        blocks_(num_columns),
+        token_(token),
+        blocks_(num_tokens),
         sub_blocks_(static_cast<int>(p.in_size / group_size)),
         passes_(p.residuals ? 2 : 1),
         pieces_per_slab_(blocks_.count * passes_),
         num_pieces_(sub_blocks_ / slab * pieces_per_slab_),
-        stride_(p.column_stride * static_cast<int64_t>(sizeof(ActivationBlock))) {}
+        stride_(p.activation_stride * static_cast<int64_t>(sizeof(ActivationBlock))) {}
 
   void run() {
-    for (int i = 0; i < blocks_.count * blocks_.columns * tile_panels * panel_rows; i++)
+    for (int i = 0; i < blocks_.count * blocks_.tokens * tile_panels * panel_rows; i++)
       sums_[i] = 0.0f;
-    shape_block_tiles(blocks_.columns);
+    shape_block_tiles(blocks_.tokens);
     fill_scales(source_, 0, scales_[0]);
     for (int s = 0; s < slab; s++)
       for (int g = 0; g < tile_panels; g++) fill_planes(source_, 0, s, g, planes_);
@@ -187,11 +187,11 @@ class AmxBlockGemm {
   }
 
  private:
-  static void shape_block_tiles(int columns) {
+  static void shape_block_tiles(int tokens) {
     TileShapes shapes = {};
     shapes.palette = 1;
     for (int tile = 0; tile < 8; tile++) {
-      shapes.rows[tile] = tile > tile_of_block_activations ? 16 : static_cast<uint8_t>(columns);
+      shapes.rows[tile] = tile > tile_of_block_activations ? 16 : static_cast<uint8_t>(tokens);
       shapes.row_bytes[tile] = 64;
     }
     set_tile_shapes(shapes);
@@ -202,14 +202,14 @@ class AmxBlockGemm {
             pieces_per_slab_ * tiles_per_block};
   }
 
-  // Residuals come after the columns they belong to.
+  // Residuals come after the activations they belong to.
   BlockPiece piece_at(int n) {
     const int block_of_k = n / pieces_per_slab_, i = n % pieces_per_slab_, block = i / passes_;
-    const void* columns = i % passes_ == 0 ? p_.columns : p_.residuals;
-    return {static_cast<const ActivationBlock*>(columns) +
-                (column_ + blocks_.first(block)) * p_.column_stride + block_of_k,
+    const void* activations = i % passes_ == 0 ? p_.activations : p_.residuals;
+    return {static_cast<const ActivationBlock*>(activations) +
+                (token_ + blocks_.first(block)) * p_.activation_stride + block_of_k,
             &scales_[block_of_k % 3],
-            sums_ + int64_t{block} * blocks_.columns * tile_panels * panel_rows,
+            sums_ + int64_t{block} * blocks_.tokens * tile_panels * panel_rows,
             i + 1 == pieces_per_slab_ ? (block_of_k + 1) * slab : 0};
   }
 
@@ -242,39 +242,38 @@ class AmxBlockGemm {
 
   // The float sums of a piece, interleaved with the tile products of the next one.
   void add(int n, SlabPrefetch& next) {
-    const BlockFloats<T> floats(piece_at(n), p_.column_stride, products_[n % 2]);
-    const int columns = blocks_.columns;
-    const auto add_columns = [&](int quarter) __attribute__((always_inline)) {
+    const BlockFloats<T> floats(piece_at(n), p_.activation_stride, products_[n % 2]);
+    const int tokens = blocks_.tokens;
+    const auto add_tokens = [&](int quarter) __attribute__((always_inline)) {
       next.fetch();
-      const int end = (quarter + 1) * columns / tiles_per_block;
-      for (int c = quarter * columns / tiles_per_block; c < end; c++) floats.add(c);
+      const int end = (quarter + 1) * tokens / tiles_per_block;
+      for (int t = quarter * tokens / tiles_per_block; t < end; t++) floats.add(t);
     };
     if (n + 1 < num_pieces_)
-      multiply(piece_at(n + 1), products_[(n + 1) % 2], add_columns);
+      multiply(piece_at(n + 1), products_[(n + 1) % 2], add_tokens);
     else
-      for (int quarter = 0; quarter < tiles_per_block; quarter++) add_columns(quarter);
+      for (int quarter = 0; quarter < tiles_per_block; quarter++) add_tokens(quarter);
   }
 
   void write() const {
     for (int block = 0; block < blocks_.count; block++)
-      for (int c = 0; c < blocks_.columns; c++)
+      for (int t = 0; t < blocks_.tokens; t++)
         for (int g = 0; g < tile_panels; g++) {
           const int row = (panel_ + g) * panel_rows;
-          const int64_t column = column_ + blocks_.first(block) + c;
-          const float* from =
-              sums_ + ((block * blocks_.columns + c) * tile_panels + g) * panel_rows;
-          store_rows(p_.out + column * p_.out_stride + row, load(from), p_.num_rows - row);
+          const int64_t token = token_ + blocks_.first(block) + t;
+          const float* from = sums_ + ((block * blocks_.tokens + t) * tile_panels + g) * panel_rows;
+          store_rows(p_.out + token * p_.out_stride + row, load(from), p_.num_rows - row);
         }
   }
 
   const Gemm& p_;
   const PackedSource<T, tile_panels> source_;
-  const int panel_, column_;
-  const ColumnBlocks blocks_;
+  const int panel_, token_;
+  const TokenBlocks blocks_;
   const int sub_blocks_, passes_, pieces_per_slab_, num_pieces_;
-  const int64_t stride_;   // of the columns, in bytes
+  const int64_t stride_;   // of the activations of a token, in bytes
   BlockPlanes planes_;     // refilled while its last products are in flight
   BlockScales scales_[3];  // of the float sums, of the tile products, and being filled
   BlockSums products_[2];
-  alignas(64) float sums_[max_block_columns * tile_panels * panel_rows];
+  alignas(64) float sums_[max_block_tokens * tile_panels * panel_rows];
 };

@@ -11,7 +11,7 @@ constexpr int block_size = 16;     // tokens of a KV cache block
 constexpr int kv_tile_size = 128;  // positions of an attention tile; tiles start at multiples of it
 
 // 32 activations of one token: value = scale * code. `sum` is the sum of the codes, `scaled_sum` is
-// scale * sum: weights with an offset are multiplied by these.
+// scale * sum: minimums and zero points of weights are multiplied by these.
 struct alignas(64) ActivationGroup {
   int8_t codes[group_size];
   float scale, sum, scaled_sum;
@@ -30,19 +30,19 @@ struct alignas(64) ActivationBlock {
 };
 static_assert(sizeof(ActivationBlock) == 320, "five cache lines");
 
-// out = W x^T for some panels of a packed matrix W and all columns (tokens) of x.
+// out = W x^T for some panels of a packed matrix W and all tokens of x.
 struct Gemm {
   int format;              // index into the formats of formats.h
   const uint8_t* weights;  // of the whole matrix
   int64_t panel_bytes;
   int64_t in_size;  // K
   int first_panel, num_panels;
-  int num_rows;           // of W, from the first panel on; the last panel is padded
-  const void* columns;    // ActivationGroup, ActivationBlock or float, by format
-  int64_t column_stride;  // in these
-  const void* residuals;  // null, or the quantised rounding errors of the columns: a second pass
-  int num_columns;
-  float* out;  // [column][row - first row]
+  int num_rows;               // of W, from the first panel on; the last panel is padded
+  const void* activations;    // ActivationGroup, ActivationBlock or float, by format
+  int64_t activation_stride;  // in these
+  const void* residuals;  // null, or the quantised rounding errors of `activations`: a second pass
+  int num_tokens;
+  float* out;  // [token][row - first row]
   int64_t out_stride;
 };
 
@@ -93,7 +93,7 @@ enum class Gate : int { silu = 0, relu2 = 1 };
 
 struct Kernels {
   const char* name;
-  // ---- GEMM; with few columns it is a GEMV
+  // ---- GEMM; with few tokens it is a GEMV
   void (*gemm)(const Gemm&);
   // Integer multiply-adds at this unit's peak rate: rounds * 4096 of them.
   int64_t (*peak_dots)(int64_t rounds);

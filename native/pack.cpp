@@ -3,13 +3,13 @@
 
 #include <cstring>
 
+#include "kernels.h"
 #include "scalar.h"
 #include "sizes.h"
 
 namespace quire {
 namespace {
 
-constexpr int rows = 16;
 constexpr int i2_s_block_size = 128;
 
 // ---- the codes of one GGUF block, in order of k
@@ -85,7 +85,7 @@ void read_codes(const SourceFormat& from, const uint8_t* block, uint8_t* codes) 
 // ---- the scales of one GGUF block, into a row's fields of a scale record
 
 void put_half(uint8_t* record, int field, int row, const uint8_t* half) {
-  std::memcpy(record + 2 * (rows * field + row), half, 2);
+  std::memcpy(record + 2 * (panel_rows * field + row), half, 2);
 }
 
 // A scale and a minimum that lie side by side.
@@ -98,16 +98,16 @@ void put_two_halves(uint8_t* record, int row, const uint8_t* halves) {
 void put_six_bits(uint8_t* scales, uint8_t* minimums, int row, const uint8_t* packed) {
   for (int i = 0; i < 4; i++) {
     const uint8_t first = packed[i], second = packed[4 + i], low = packed[8 + i];
-    scales[rows * i + row] = first & 63;
-    minimums[rows * i + row] = second & 63;
-    scales[rows * (4 + i) + row] = static_cast<uint8_t>((low & 15) | first >> 6 << 4);
-    minimums[rows * (4 + i) + row] = static_cast<uint8_t>(low >> 4 | second >> 6 << 4);
+    scales[panel_rows * i + row] = first & 63;
+    minimums[panel_rows * i + row] = second & 63;
+    scales[panel_rows * (4 + i) + row] = static_cast<uint8_t>((low & 15) | first >> 6 << 4);
+    minimums[panel_rows * (4 + i) + row] = static_cast<uint8_t>(low >> 4 | second >> 6 << 4);
   }
 }
 
 // A signed 6-bit scale from its low nibble and its two high bits.
 void put_signed_scale(uint8_t* scales, int i, int row, int low, int high) {
-  scales[rows * i + row] = static_cast<uint8_t>(((low & 15) | (high & 3) << 4) - 32);
+  scales[panel_rows * i + row] = static_cast<uint8_t>(((low & 15) | (high & 3) << 4) - 32);
 }
 
 // The scale of a ternary block, as a half; I2_S has one for the whole matrix, elsewhere.
@@ -128,7 +128,7 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
     case Q5_1: put_two_halves(record, row, block); return;
     case Q2_K:
       put_two_halves(record, row, block + 80);
-      for (int i = 0; i < 16; i++) record[64 + rows * i + row] = block[i];
+      for (int i = 0; i < 16; i++) record[64 + panel_rows * i + row] = block[i];
       return;
     case Q3_K:
       put_half(record, 0, row, block + 108);
@@ -143,7 +143,7 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
       return;
     case Q6_K:
       put_half(record, 0, row, block + 208);
-      for (int i = 0; i < 16; i++) record[32 + rows * i + row] = block[192 + i];
+      for (int i = 0; i < 16; i++) record[32 + panel_rows * i + row] = block[192 + i];
       return;
     case IQ4_XS:
       put_half(record, 0, row, block);
@@ -162,12 +162,12 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
 
 // ---- codes of a sub-block, sixteen rows, to and from bit planes
 
-using SubBlock = uint8_t[rows][32];
+using SubBlock = uint8_t[panel_rows][32];
 
 void put_planes(int bits, const SubBlock& codes, uint8_t* to) {
   std::memset(to, 0, static_cast<size_t>(64 * bits));
   uint8_t* high = to + (bits == 3 ? 128 : 256);
-  for (int row = 0; row < rows; row++)
+  for (int row = 0; row < panel_rows; row++)
     for (int j = 0; j < 8; j++)
       for (int i = 0; i < 4; i++) {
         const int code = codes[row][4 * j + i], at = 4 * row + i;
@@ -200,7 +200,7 @@ int code_at(int bits, const uint8_t* from, int row, int k) {
 
 float half_at(const uint8_t* record, int field, int row) {
   uint16_t half;
-  std::memcpy(&half, record + 2 * (rows * field + row), 2);
+  std::memcpy(&half, record + 2 * (panel_rows * field + row), 2);
   return float_of_half(half);
 }
 
@@ -208,7 +208,7 @@ float half_at(const uint8_t* record, int field, int row) {
 float weight_of(Format format, int code, const uint8_t* record, int s, int half, int row) {
   const float d = half_at(record, 0, row);
   const auto value = [](int x) { return static_cast<float>(x); };
-  const auto field = [&](int base, int i) { return record[base + rows * i + row]; };
+  const auto field = [&](int base, int i) { return record[base + panel_rows * i + row]; };
   const auto signed_field = [&](int i) { return value(static_cast<int8_t>(field(32, i))); };
   switch (format) {
     case Q8_0: return d * value(static_cast<int8_t>(code));
@@ -237,11 +237,11 @@ int float_bytes(Format format) { return format == F32 ? 4 : 2; }
 void pack_floats(const SourceFormat& from, const uint8_t* blocks, int64_t in_size, int64_t num_rows,
                  int64_t first_row, uint8_t* panel) {
   const int size = float_bytes(from.packed);
-  for (int row = 0; row < rows; row++) {
+  for (int row = 0; row < panel_rows; row++) {
     const bool exists = first_row + row < num_rows;
     const uint8_t* source = blocks + (first_row + row) * in_size * size;
     for (int64_t k = 0; k < in_size; k++) {
-      uint8_t* to = panel + (k * rows + row) * size;
+      uint8_t* to = panel + (k * panel_rows + row) * size;
       if (exists)
         std::memcpy(to, source + k * size, static_cast<size_t>(size));
       else
@@ -279,7 +279,8 @@ static void expect_matrix_size(const SourceFormat& from, int64_t num_rows, int64
 
 int64_t packed_size(const SourceFormat& from, int64_t num_rows, int64_t in_size) {
   expect_matrix_size(from, num_rows, in_size);
-  return checked_product((num_rows + rows - 1) / rows, panel_bytes_of(from.packed, in_size));
+  return checked_product((num_rows + panel_rows - 1) / panel_rows,
+                         panel_bytes_of(from.packed, in_size));
 }
 
 void expect_blocks(const SourceFormat& from, int64_t num_rows, int64_t in_size, size_t num_bytes) {
@@ -302,7 +303,7 @@ void pack_panel(const SourceFormat& from, const uint8_t* blocks, int64_t in_size
   SubBlock spans[8];
   std::memset(spans, 0, sizeof spans);
   for (int64_t b = 0; b < blocks_a_row; b++) {
-    for (int row = 0; row < rows && first_row + row < num_rows; row++) {
+    for (int row = 0; row < panel_rows && first_row + row < num_rows; row++) {
       const uint8_t* block = blocks + ((first_row + row) * blocks_a_row + b) * from.block_bytes;
       read_codes(from, block, codes);
       put_scales(from, block, row, scales + b * sub_blocks / info.scale_span * info.scale_bytes);
@@ -317,7 +318,7 @@ void unpack_row(Format format, const uint8_t* panel, int64_t in_size, int row, f
   const FormatInfo& info = format_infos[format];
   if (info.bits == 0) {
     for (int64_t k = 0; k < in_size; k++) {
-      const uint8_t* from = panel + (k * rows + row) * float_bytes(format);
+      const uint8_t* from = panel + (k * panel_rows + row) * float_bytes(format);
       uint16_t bits;
       if (format == F32)
         std::memcpy(out + k, from, 4);
@@ -362,7 +363,7 @@ bool common_ternary_scale(const SourceFormat& from, const uint8_t* blocks, int64
 void set_ternary_scale(uint8_t* panel, int64_t in_size, float scale) {
   const uint16_t half = half_of_float(scale);
   uint8_t* scales = panel + code_area(TERNARY, in_size);
-  for (int64_t i = 0; i < num_scale_records(TERNARY, in_size) * rows; i++)
+  for (int64_t i = 0; i < num_scale_records(TERNARY, in_size) * panel_rows; i++)
     std::memcpy(scales + 2 * i, &half, 2);
 }
 

@@ -26,7 +26,7 @@ bool is_within(Tokens tokens, int64_t vocabulary) {
 // ---- mask, bans, bias, penalties
 
 // Whether the scores equal the logits.
-bool is_plain(const SampleRequest& request) {
+bool scores_are_logits(const SampleRequest& request) {
   const SampleSettings& settings = *request.settings;
   return request.allowed == nullptr && settings.bias_tokens.empty() && !request.has_history &&
          (request.position >= settings.min_tokens || settings.end_tokens.empty());
@@ -159,10 +159,8 @@ SampleResult choose_adjusted(const ScannedRow& logits, const SampleRequest& requ
 // ---- log-probabilities
 
 // Inserts into a list in descending order, after equal ones; drops the last beyond `length`.
-void insert(std::vector<TokenLogprob>& top, size_t length, TokenLogprob one) {
-  const auto comes_first = [](const TokenLogprob& other, double own) {
-    return other.logprob >= own;
-  };
+void insert(std::vector<TopLogprob>& top, size_t length, TopLogprob one) {
+  const auto comes_first = [](const TopLogprob& other, double own) { return other.logprob >= own; };
   top.insert(std::lower_bound(top.begin(), top.end(), one.logprob, comes_first), one);
   if (top.size() > length) top.pop_back();
 }
@@ -188,8 +186,8 @@ class Scorer {
     return 1 + num_above;
   }
 
-  std::vector<TokenLogprob> top_logprobs(size_t length) const {
-    std::vector<TokenLogprob> top;
+  std::vector<TopLogprob> top_logprobs(size_t length) const {
+    std::vector<TopLogprob> top;
     top.reserve(length + 1);
     if (length == 0) return top;
     const auto threshold = [&] { return top.size() < length ? no_threshold : top.back().logprob; };
@@ -225,7 +223,7 @@ class Scorer {
   const double log_sum_;
 };
 
-TokenScore score_scanned(const ScannedRow& logits, int64_t token, int num_top) {
+TokenLogprob logprob_scanned(const ScannedRow& logits, int64_t token, int num_top) {
   const Scorer scorer(logits);
   return {token, scorer.logprob(logits.values[token]), scorer.rank(token),
           scorer.top_logprobs(static_cast<size_t>(std::clamp<int64_t>(num_top, 0, logits.size)))};
@@ -285,19 +283,20 @@ SampleResult sample(const float* logits, int64_t vocabulary, const SampleRequest
   if (!has_known_tokens(vocabulary, request)) return failed(SampleFault::token_out_of_range);
   const ScannedRow row = {logits, vocabulary, scratch.logit_best.data(), found.best};
   SampleResult result =
-      is_plain(request) ? choose(row, request, scratch) : choose_adjusted(row, request, scratch);
+      scores_are_logits(request) ? choose(row, request, scratch) : choose_adjusted(row, request, scratch);
   const int num_logprobs = request.settings->num_logprobs;
   if (result.fault == SampleFault::none && num_logprobs >= 0) {
-    result.score = score_scanned(row, result.token, num_logprobs);
+    result.logprob = logprob_scanned(row, result.token, num_logprobs);
   }
   return result;
 }
 
-TokenScore score(const float* logits, int64_t vocabulary, int64_t token, int num_top,
-                 SampleScratch& scratch) {
+TokenLogprob token_logprob(const float* logits, int64_t vocabulary, int64_t token, int num_top,
+                           SampleScratch& scratch) {
   scratch.fit(vocabulary);
   const RowScan found = scan_row(logits, vocabulary, scratch.logit_best.data());
-  return score_scanned({logits, vocabulary, scratch.logit_best.data(), found.best}, token, num_top);
+  return logprob_scanned({logits, vocabulary, scratch.logit_best.data(), found.best}, token,
+                         num_top);
 }
 
 }  // namespace quire

@@ -50,22 +50,22 @@ enum class SampleFault {
 };
 std::string fault_message(SampleFault fault, int64_t vocabulary);
 
-struct TokenLogprob {
+struct TopLogprob {
   int64_t token;
   double logprob;
 };
 
-struct TokenScore {
+struct TokenLogprob {
   int64_t token = 0;
   double logprob = 0.0;
-  int64_t rank = 0;               // 1 is the likeliest
-  std::vector<TokenLogprob> top;  // in descending order, of equals the lower id first
+  int64_t rank = 0;             // 1 is the likeliest
+  std::vector<TopLogprob> top;  // in descending order, of equals the lower id first
 };
 
 struct SampleResult {
   SampleFault fault = SampleFault::none;
   int64_t token = 0;
-  TokenScore score;  // where num_logprobs is not negative
+  TokenLogprob logprob;  // where num_logprobs is not negative
 };
 
 // Memory of one thread's sampling, kept between rows so that they allocate nothing.
@@ -92,7 +92,7 @@ SampleResult sample(const float* logits, int64_t vocabulary, const SampleRequest
 
 // A token's log-probability with the `num_top` likeliest beside it. The greatest logit must be
 // finite and none NaN, and the token within the vocabulary.
-TokenScore score(const float* logits, int64_t vocabulary, int64_t token, int num_top,
-                 SampleScratch& scratch);
+TokenLogprob token_logprob(const float* logits, int64_t vocabulary, int64_t token, int num_top,
+                           SampleScratch& scratch);
 
 }  // namespace quire

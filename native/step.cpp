@@ -107,7 +107,7 @@ class Step {
         return;
       }
     const int targets = std::min(rows, static_cast<int>(plan.targets.size()));
-    result.target_scores.resize(static_cast<size_t>(targets));
+    result.target_logprobs.resize(static_cast<size_t>(targets));
     for (int row = 0; row < targets; row++) want_logits(i, row, true);
     const int64_t vocabulary = decoder_.shape().vocabulary_size;
     switch (plan.want) {
@@ -150,8 +150,8 @@ class Step {
     if (!is_finite(logits, vocabulary)) return SampleFault::not_finite;
     const size_t row = static_cast<size_t>(use.row_of_plan);
     if (use.is_target) {
-      result.target_scores[row] =
-          score(logits, vocabulary, plan.targets[row], plan.num_target_logprobs, scratch);
+      result.target_logprobs[row] =
+          token_logprob(logits, vocabulary, plan.targets[row], plan.num_target_logprobs, scratch);
       return SampleFault::none;
     }
     if (plan.want == Want::logits) {
@@ -161,8 +161,8 @@ class Step {
     }
     SampleResult sampled = sample(logits, vocabulary, plan.request, scratch);
     result.token = sampled.token;
-    result.has_score = plan.request.settings->num_logprobs >= 0;
-    result.score = std::move(sampled.score);
+    result.has_logprob = plan.request.settings->num_logprobs >= 0;
+    result.logprob = std::move(sampled.logprob);
     return sampled.fault;
   }
 
@@ -175,6 +175,18 @@ class Step {
   std::vector<int> head_rows_;
 };
 
+// Publishes the decoder's counters at the end of a step, also of one that throws.
+class PublishAtEnd {
+ public:
+  explicit PublishAtEnd(Decoder& decoder) : decoder_(decoder) {}
+  ~PublishAtEnd() { decoder_.publish(); }
+  PublishAtEnd(const PublishAtEnd&) = delete;
+  PublishAtEnd& operator=(const PublishAtEnd&) = delete;
+
+ private:
+  Decoder& decoder_;
+};
+
 }  // namespace
 
 std::vector<SequenceResult> run_step(Decoder& decoder, const std::vector<SequencePlan>& plans,
@@ -182,6 +194,7 @@ std::vector<SequenceResult> run_step(Decoder& decoder, const std::vector<Sequenc
                                      const Limits& limits, std::vector<SampleScratch>& scratch) {
   scratch.resize(static_cast<size_t>(decoder.pool().size()));
   const int64_t num_blocks = std::min(limits.num_blocks, decoder.num_blocks());
+  const PublishAtEnd publish(decoder);
   return Step(decoder, plans, scratch).run(copies, {limits.max_context, num_blocks});
 }
 

@@ -25,9 +25,9 @@ struct SequencePlan {
 struct SequenceResult {
   std::string fault;  // empty: none
   int64_t token = -1;
-  bool has_score = false;
-  TokenScore score;
-  std::vector<TokenScore> target_scores;
+  bool has_logprob = false;
+  TokenLogprob logprob;
+  std::vector<TokenLogprob> target_logprobs;
   std::vector<float> values;  // logits [new tokens, vocabulary], or the pooled hidden state
 };
 

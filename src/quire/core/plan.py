@@ -68,6 +68,11 @@ class SequencePlan(NamedTuple):
         """One past the last new position."""
         return self.start + self.num_new_tokens
 
+    @property
+    def num_target_logprobs(self) -> int:
+        """How many of the likeliest tokens come with each prompt target's log-probability."""
+        return 0 if self.sampling is None else self.sampling.params.prompt_logprobs or 0
+
     def resolved(self, sampled: int) -> "SequencePlan":
         """The same row once the sample it follows is known."""
         history = self.history

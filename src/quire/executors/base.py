@@ -8,10 +8,17 @@ from typing import Any, Protocol
 
 from quire.core.clock import Clock, RealClock
 from quire.core.errors import ConfigError, ExecutorError, RowFaultError
-from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, StepResult
+from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, StepResult, Want
 
 BLOCK_SIZE = 16  # tokens of a KV-cache block; the native and the CUDA kernels have no other
 STEPS_REMEMBERED = 8  # steps whose samples later rows may follow
+
+# Faults of rows; native/sampler.cpp and native/step.cpp have the same texts.
+NO_SAMPLING = "a sample is wanted, but the row has no sampling parameters"
+HIDDEN_NOT_FINITE = "the hidden state is not finite"
+LOGITS_NOT_FINITE = "the logits are not finite"
+LOGITS_INFINITE = "the penalties make the logits infinite"
+NO_TOKEN_ALLOWED = "the mask allows no token"
 
 _UNWRITTEN = -1
 
@@ -133,9 +140,12 @@ class ExecutorBase:
                 )
 
     def _check_row(self, row: SequencePlan, end: int) -> None:
-        """Raise a RowFaultError where a row would leave vocabulary, context or blocks; `end` is
-        row.end. The native decoder makes the same checks; its messages may differ."""
+        """Raise a RowFaultError where a row would leave vocabulary, context or blocks, or lacks how
+        to sample; `end` is row.end. The native decoder makes the same checks; its messages may
+        differ."""
         capacity = self.capacity
+        if row.want is Want.SAMPLE and row.sampling is None:
+            raise RowFaultError(NO_SAMPLING)
         for token in (*row.tokens, *row.prompt_targets):
             if not 0 <= token < capacity.vocabulary_size:
                 raise RowFaultError(

@@ -30,7 +30,14 @@ from quire.core.plan import (
     allows,
 )
 from quire.core.sampling import draw_bits
-from quire.executors.base import BLOCK_SIZE, ExecutorBase, StepSamples, TokenStore
+from quire.executors.base import (
+    BLOCK_SIZE,
+    NO_SAMPLING,
+    NO_TOKEN_ALLOWED,
+    ExecutorBase,
+    StepSamples,
+    TokenStore,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +173,7 @@ class FakeExecutor(ExecutorBase):
         digest = self._digest(row, row.end)
         token = self._choose(row, digest)
         if token is None:
-            return SequenceResult(row.sequence_id, fault="the mask allows no token")
+            return SequenceResult(row.sequence_id, fault=NO_TOKEN_ALLOWED)
         assert row.sampling is not None
         logprob = None
         if row.sampling.params.logprobs is not None:
@@ -180,7 +187,7 @@ class FakeExecutor(ExecutorBase):
 
     def _choose(self, row: SequencePlan, digest: int) -> int | None:
         sampling = row.sampling
-        assert sampling is not None, "a sample was wanted without saying how"
+        assert sampling is not None, NO_SAMPLING
         if not sampling.params.is_greedy:
             digest ^= draw_bits(sampling.seed, sampling.index, row.completion_position)
         if row.history is not None:
@@ -203,9 +210,7 @@ class FakeExecutor(ExecutorBase):
     def _prompt_scores(self, row: SequencePlan) -> tuple[TokenLogprob, ...]:
         if not row.prompt_targets:
             return ()
-        assert row.sampling is not None, "prompt tokens are to be scored without saying how"
-        num_top = row.sampling.params.prompt_logprobs or 0
         return tuple(
-            self._score(self._digest(row, row.start + 1 + i), target, num_top)
+            self._score(self._digest(row, row.start + 1 + i), target, row.num_target_logprobs)
             for i, target in enumerate(row.prompt_targets)
         )

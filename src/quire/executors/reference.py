@@ -18,7 +18,13 @@ import numpy.typing as npt
 from quire.core.clock import Clock
 from quire.core.errors import RowFaultError
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, TokenLogprob, Want
-from quire.executors.base import BLOCK_SIZE, model_capacity
+from quire.executors.base import (
+    BLOCK_SIZE,
+    HIDDEN_NOT_FINITE,
+    LOGITS_NOT_FINITE,
+    NO_SAMPLING,
+    model_capacity,
+)
 from quire.executors.sampler import sample, score
 from quire.executors.worker import CancelFlag, RowResults, ThreadedExecutor
 from quire.loader.tensor import Tensor
@@ -347,7 +353,7 @@ class _Attention:
     def attend(self, row: Row, query: Floats, blocks: KVBlocks) -> Floats:
         part = self._part
         keys, values = blocks.read(self._kv_layer, row.seen(part))
-        # Query heads of one group share a key head: [kv_heads, group, head_dim].
+        # Query heads of one group share a kv head: [kv_heads, group, head_dim].
         grouped = query.reshape(part.num_kv_heads, -1, part.head_dim)
         scores = np.matmul(grouped, keys.transpose(1, 2, 0)) * self._scale
         scores = soft_capped(scores, part.soft_cap)
@@ -705,14 +711,13 @@ class ReferenceExecutor(ThreadedExecutor):
     def _computed(self, chunk: _Chunk) -> SequenceResult:
         plan, rows = chunk
         if not all(np.isfinite(row.state).all() for row in rows):
-            raise RowFaultError("the hidden state is not finite")
+            raise RowFaultError(HIDDEN_NOT_FINITE)
         result = SequenceResult(plan.sequence_id, prompt_logprobs=self._prompt_scores(chunk))
         match plan.want:
             case Want.NOTHING:
                 return result
             case Want.SAMPLE:
-                if plan.sampling is None:
-                    raise RowFaultError("a sample was wanted without saying how")
+                assert plan.sampling is not None, NO_SAMPLING
                 extras = plan.completion_position, plan.history, plan.allowed
                 choice = sample(self._logits(rows[-1]), plan.sampling, *extras)
                 return result._replace(token=choice.token, logprob=choice.logprob)
@@ -725,14 +730,13 @@ class ReferenceExecutor(ThreadedExecutor):
 
     def _prompt_scores(self, chunk: _Chunk) -> tuple[TokenLogprob, ...]:
         plan = chunk.plan
-        num_top = (plan.sampling.params.prompt_logprobs or 0) if plan.sampling is not None else 0
         return tuple(
-            score(self._logits(row), target, num_top)
+            score(self._logits(row), target, plan.num_target_logprobs)
             for row, target in zip(chunk.rows, plan.prompt_targets, strict=False)
         )  # a prompt's last token has no target
 
     def _logits(self, row: Row) -> Floats:
         logits = self._decoder.logits(row)
         if not np.isfinite(logits).all():
-            raise RowFaultError("the logits are not finite")
+            raise RowFaultError(LOGITS_NOT_FINITE)
         return logits

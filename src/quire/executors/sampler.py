@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, TokenLogprob
 from quire.core.sampling import SamplingParams, draw_bits
+from quire.executors.base import LOGITS_INFINITE, LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED
 from quire.executors.elementary import exp, lane_sum, log
 
 Logits = NDArray[np.float32]  # [vocabulary]
@@ -35,16 +36,16 @@ def sample(
 ) -> Choice:
     """Choose the token at a completion position; RowFaultError where there is none to choose."""
     if np.isnan(logits).any() or not np.isfinite(logits.max()):  # -inf is a banned token
-        raise RowFaultError("the logits are not finite")
+        raise RowFaultError(LOGITS_NOT_FINITE)
     try:
         scores = _adjusted(logits, sampling, completion_position, history, allowed)
     except IndexError as error:
         raise RowFaultError(f"a token id is beyond the {len(logits)} logits") from error
     best = scores.max()
     if best == -np.inf:
-        raise RowFaultError("the mask allows no token")
+        raise RowFaultError(NO_TOKEN_ALLOWED)
     if not np.isfinite(best):  # a tiny repetition penalty divides by almost nothing
-        raise RowFaultError("the penalties make the logits infinite")
+        raise RowFaultError(LOGITS_INFINITE)
     params = sampling.params
     if params.is_greedy:
         token = int(scores.argmax())

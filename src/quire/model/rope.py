@@ -8,11 +8,13 @@ import numpy.typing as npt
 
 from quire.core.errors import ModelFileError
 
+_POSITIONS_AT_ONCE = 4096  # of a table that is made in double precision
 MAX_BASE = 1e12
 MAX_MAGNITUDE = 1e6  # of cosines and sines, which are kept in single precision
 MAX_BETA = 1e6  # rotations within the original context; the paper has 32
 
 Frequencies = npt.NDArray[np.float64]
+Table = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +141,33 @@ class Rope:
 
     def frequencies(self) -> Frequencies:
         """Radians by which a position rotates each pair: [dims / 2], float64."""
-        plain: Frequencies = self.base ** (
+        unscaled: Frequencies = self.base ** (
             -np.arange(0, self.dims, 2, dtype=np.float64) / self.dims
         )
         match self.scaling:
             case None:
-                return plain
+                return unscaled
             case YarnScaling() as yarn:
-                return yarn.scale(plain, self.base)
+                return yarn.scale(unscaled, self.base)
             case scaling:
-                return scaling.scale(plain)
+                return scaling.scale(unscaled)
 
     @property
     def magnitude(self) -> float:
         """What cosines and sines are multiplied by."""
         return self.scaling.magnitude if isinstance(self.scaling, YarnScaling) else 1.0
+
+    def tables(self, num_positions: int) -> tuple[Table, Table]:
+        """Cosines and sines of positions 0 to `num_positions`, [positions, dims / 2] each."""
+        frequencies = self.frequencies()
+        cosines = np.empty((num_positions, len(frequencies)), np.float32)
+        sines = np.empty_like(cosines)
+        for start in range(0, num_positions, _POSITIONS_AT_ONCE):
+            stop = min(start + _POSITIONS_AT_ONCE, num_positions)
+            angles = np.arange(start, stop)[:, None] * frequencies
+            cosines[start:stop] = np.cos(angles) * self.magnitude
+            sines[start:stop] = np.sin(angles) * self.magnitude
+        return cosines, sines
 
 
 def _at_least(name: str, value: float, low: float, high: float = math.inf) -> None:

@@ -1,6 +1,6 @@
-"""A BitNet decoder with one activation scale a token, its ternary products done by numpy.
+"""A BitNet decoder with one activation scale a token, its ternary GEMMs done by numpy.
 
-The products are the point: integer sums of ternary codes and bytes, scaled in one fixed order. What
+The GEMMs are the point: integer sums of ternary codes and bytes, scaled in one fixed order. What
 lies between them (norms, rope, attention, gates) comes from the native row kernels, which have
 tests of their own, so that the logits can be compared bit for bit.
 """
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from tests.executors.cpu.blocks import Floats, Matrix, activations, gemm
 
-from quire.executors.cpu.lowering import rope_tables
 from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
 from quire.model.loading import Model
@@ -25,9 +24,7 @@ class EmulatedBitNet:
         self._spec = model.spec
         self._tensors = model.tensors
         self._unit = unit
-        self._angles = [
-            table.reshape(num_tokens, -1) for table in rope_tables(model.spec, num_tokens)
-        ]
+        self._angles = model.spec.rope.tables(num_tokens)
         blocks = np.arange(-(-num_tokens // 16), dtype=np.int32)
         self._caches = [
             native.Cache(

@@ -161,7 +161,7 @@ def gemm(
     packed.gemm(
         unit,
         as_bytes(columns),
-        num_columns=len(columns),
+        num_tokens=len(columns),
         out=out,
         residuals=None if residuals is None else as_bytes(residuals),
     )

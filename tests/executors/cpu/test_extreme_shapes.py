@@ -15,7 +15,7 @@ from tests.extreme_models import random_model, small_spec, write_folder
 
 from quire.core.errors import ConfigError, ModelFileError, UnsupportedModelError
 from quire.executors.cpu.executor import CpuExecutor
-from quire.executors.cpu.lowering import Threads, rope_tables
+from quire.executors.cpu.lowering import Threads
 from quire.executors.cpu.native import native
 from quire.executors.reference import ReferenceExecutor
 from quire.executors.sampler import score
@@ -339,7 +339,7 @@ def test_a_row_may_be_asked_for_its_logits_and_for_a_score_at_once() -> None:
 
 def test_rope_tables_are_the_same_however_many_positions_are_made_at_once() -> None:
     spec = small_spec(context_length=1 << 20)
-    cosines, sines = rope_tables(spec, 9000)
+    cosines, sines = spec.rope.tables(9000)
     angles = np.arange(9000)[:, None] * spec.rope.frequencies()
     assert cosines.tobytes() == np.cos(angles).astype(np.float32).tobytes()
     assert sines.tobytes() == np.sin(angles).astype(np.float32).tobytes()

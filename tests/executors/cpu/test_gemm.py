@@ -48,14 +48,14 @@ print(*units())
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("num_columns", [1, 3, 20])
+@pytest.mark.parametrize("num_tokens", [1, 3, 20])
 def test_a_product_is_that_of_the_decoded_weights_and_the_bytes(
-    name: str, unit: str, num_columns: int
+    name: str, unit: str, num_tokens: int
 ) -> None:
     size = smallest_size(name)
-    matrix = random_matrix(name, ODD_ROWS, size, seed=num_columns)
+    matrix = random_matrix(name, ODD_ROWS, size, seed=num_tokens)
     packed = matrix.packed()
-    columns = activations(normal(num_columns, size), packed)
+    columns = activations(normal(num_tokens, size), packed)
     expected = as_seen(columns) @ matrix.exact.astype(np.float64).T
     found = gemm(unit, packed, columns, ODD_ROWS)
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
@@ -72,14 +72,14 @@ def test_bytes_for_activations_cost_little(name: str) -> None:
 
 @pytest.mark.parametrize("name", TERNARY)
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("num_columns", [5, 37])
-def test_ternary_sums_are_exact(name: str, unit: str, num_columns: int) -> None:
+@pytest.mark.parametrize("num_tokens", [5, 37])
+def test_ternary_sums_are_exact(name: str, unit: str, num_tokens: int) -> None:
     size = 1024
     matrix = random_matrix(name, ODD_ROWS, size, seed=9)
     blocks = matrix.blocks.reshape(ODD_ROWS, size // 256, -1)
     put_scales(name, blocks, np.ones(blocks.shape[:2]))
-    x = normal(num_columns, size)
-    groups = np.zeros((num_columns, size // 32), GROUP)
+    x = normal(num_tokens, size)
+    groups = np.zeros((num_tokens, size // 32), GROUP)
     for column, out in zip(x, groups, strict=True):
         native.quantise_per_token(unit, column, out.view(np.uint8))
     found = gemm(unit, matrix.packed(), groups, ODD_ROWS)

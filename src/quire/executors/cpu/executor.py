@@ -10,7 +10,7 @@ from quire.core.clock import Clock
 from quire.core.errors import StepCancelledError
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, TokenLogprob, Want
 from quire.executors.base import model_capacity
-from quire.executors.cpu.lowering import Threads, lower, rope_tables
+from quire.executors.cpu.lowering import Threads, lower
 from quire.executors.cpu.native import SampleRequests, check_unit, native, units
 from quire.executors.worker import CancelFlag, RowResults, StepTicket, ThreadedExecutor
 from quire.model.loading import Model
@@ -18,7 +18,7 @@ from quire.model.loading import Model
 _PREFAULT_BYTES = 256 << 20  # of the KV cache, faulted in ahead of use
 _FIRST_POSITIONS = 4096  # of the rope tables, which grow when needed
 
-_Score = tuple[int, float, int, tuple[tuple[int, float], ...]]  # the fields of TokenLogprob
+_Logprob = tuple[int, float, int, tuple[tuple[int, float], ...]]  # the fields of TokenLogprob
 
 
 class CpuExecutor(ThreadedExecutor):
@@ -119,7 +119,7 @@ class CpuExecutor(ThreadedExecutor):
         results = self._decoder.step(
             rows,
             [self._request(row) for row in rows],
-            [_num_target_logprobs(row) for row in rows],
+            [row.num_target_logprobs for row in rows],
             plan.copies,
             self._max_context,
             self.capacity.num_blocks,
@@ -140,8 +140,8 @@ class CpuExecutor(ThreadedExecutor):
             return
         wanted = max(num_positions, 2 * self._num_positions)
         self._num_positions = min(wanted, self._max_context)
-        tables = rope_tables(self._spec, self._num_positions)
-        self._decoder.set_rope(*tables, self._num_positions)
+        cosines, sines = self._spec.rope.tables(self._num_positions)
+        self._decoder.set_rope(cosines.ravel(), sines.ravel(), self._num_positions)
 
 
 def _fallback() -> str | None:
@@ -151,16 +151,12 @@ def _fallback() -> str | None:
     return None
 
 
-def _num_target_logprobs(plan: SequencePlan) -> int:
-    return (plan.sampling.params.prompt_logprobs or 0) if plan.sampling is not None else 0
-
-
 def _result(
     plan: SequencePlan,
     fault: str | None,
     token: int | None,
-    score: _Score | None,
-    target_scores: tuple[_Score, ...],
+    logprob: _Logprob | None,
+    target_logprobs: tuple[_Logprob, ...],
     values: npt.NDArray[np.float32] | None,
 ) -> SequenceResult:
     if fault is not None:
@@ -168,8 +164,8 @@ def _result(
     return SequenceResult(
         plan.sequence_id,
         token=token,
-        logprob=None if score is None else TokenLogprob(*score),
-        prompt_logprobs=tuple(TokenLogprob(*one) for one in target_scores),
+        logprob=None if logprob is None else TokenLogprob(*logprob),
+        prompt_logprobs=tuple(TokenLogprob(*one) for one in target_logprobs),
         logits=values if plan.want == Want.LOGITS else None,
         pooled=values[0] if values is not None and plan.want == Want.POOLED else None,
     )

@@ -4,29 +4,19 @@ says beforehand what memory that takes."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from quire.core.errors import UnsupportedModelError
 from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
 from quire.model.spec import Activation, ModelSpec, check_lowered, takes_bytes_by_token
 
 _NO_VECTOR = -1
-_POSITIONS_AT_ONCE = 4096
-_BLOCK = 256  # activations that share a scale where K-quants are multiplied
 # The projection that is multiplied twice: with the quantised activations, and with the quantised
-# residual of that rounding. Of all products the value projection loses the most accuracy to
+# residual of that rounding. Of all projections that of values loses the most accuracy to
 # rounded activations, and it is a small part of the work.
 RESIDUAL_PASS = "attn_v"
 
 _FLOAT_BYTES = 4
-# The kernels' records of activations: activations in a record, bytes of a record.
-_RECORDS = {"groups": (32, 64), "blocks": (256, 320), "floats": (1, _FLOAT_BYTES)}
 _KV_SCALE_BYTES = 4  # of int8 keys or values, for each token and kv head
-# Floats of scratch that each thread has: results of a GEMM, and packed queries of attention.
-_GEMM_SCRATCH = 256 * (32 + 256 + 16)
-_PACKED_QUERIES = 128 + 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +36,8 @@ def lower(
     """Pack every tensor and list the stages of a step.
 
     `unit` names the instruction set ("": the best there is). `per_token_scale`: activations of a
-    BitNet model's ternary products have one scale a token, as it was trained; else one for each
-    group of 32.
+    BitNet model's ternary GEMMs have one scale a token, as it was trained; else one for each group
+    of 32.
     """
     check_lowered(spec, "cpu")
     try:
@@ -113,7 +103,7 @@ class _Lowering:
         self._add_feed_forward(layer, gate_and_up)
 
     def _add_sub_norm(self, layer: int, source: str, norm: str, matrices: list[int]) -> None:
-        """Quantise `source` for a projection, behind BitNet's norm where the model has it."""
+        """Quantise `source` for a projection, after BitNet's norm where the model has it."""
         index = self._norm(layer, norm) if self._spec.sub_norms else _NO_VECTOR
         self.decoder.add_stage("norm_and_quantise", input=source, norm=index, matrices=matrices)
 
@@ -127,10 +117,10 @@ class _Lowering:
         self.decoder.add_stage("project_and_add", matrices=down)
 
     def _gated_format(self, down: int) -> str:
-        """The format that a gate writes for the product `down`. With blocks a task is 256 rows, and
-        each thread needs some of them."""
+        """The format that a gate writes for the GEMM with `down`. With blocks a task is 256
+        outputs, and each thread needs some of them."""
         activations = self.decoder.activation_format(down)
-        too_few = self._spec.ffn_size < 4 * _BLOCK * self._num_threads
+        too_few = self._spec.ffn_size < 4 * native.activation_block_size * self._num_threads
         if (
             self._spec.sub_norms
             or activations == "per_token"
@@ -149,7 +139,7 @@ class _Lowering:
         )
 
     def _matrices(self, names: list[str]) -> list[int]:
-        """The matrices of one product. One scale a token only where all of them are ternary."""
+        """The matrices of one stage. One scale a token only where all of them are ternary."""
         formats = [self._tensors[f"{name}.weight"].format for name in names]
         per_token = self._per_token_scale and all(
             takes_bytes_by_token(self._spec, known) for known in formats
@@ -159,11 +149,11 @@ class _Lowering:
     def _matrix(self, name: str, per_token_scale: bool) -> int:
         """Read and pack a matrix; the bytes of the file are not needed after that."""
         tensor = self._tensors[f"{name}.weight"]
-        num_rows, in_size = tensor.shape
+        out_size, in_size = tensor.shape
         return self.decoder.add_matrix(
             tensor.format.name,
             tensor.blocks,
-            num_rows,
+            out_size,
             in_size,
             per_token_scale=per_token_scale,
             residual_pass=name.endswith(RESIDUAL_PASS),
@@ -184,21 +174,6 @@ class _Lowering:
 
     def _vector(self, name: str) -> int:
         return self.decoder.add_vector(self._tensors[name].to_float32())
-
-
-def rope_tables(
-    spec: ModelSpec, num_positions: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Cosines and sines of positions 0 to `num_positions`, [positions * dims / 2] each."""
-    frequencies, magnitude = spec.rope.frequencies(), spec.rope.magnitude
-    cosines = np.empty((num_positions, len(frequencies)), np.float32)
-    sines = np.empty_like(cosines)
-    for start in range(0, num_positions, _POSITIONS_AT_ONCE):  # bounds the doubles in memory
-        stop = min(start + _POSITIONS_AT_ONCE, num_positions)
-        angles = np.arange(start, stop)[:, None] * frequencies
-        cosines[start:stop] = np.cos(angles) * magnitude
-        sines[start:stop] = np.sin(angles) * magnitude
-    return cosines.ravel(), sines.ravel()
 
 
 # ---- memory, known before a weight is packed
@@ -232,11 +207,11 @@ def workspace_bytes(
     projected = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     bytes_per_row = _FLOAT_BYTES * (spec.hidden_size + 2 * projected + spec.ffn_size)
     for activations, _ in _activation_formats(tensors):
-        size, num_bytes = _RECORDS[activations]
+        size, num_bytes = native.activation_record(activations)
         bytes_per_row += 2 * (widest // size | 1) * num_bytes
     tables = num_positions * spec.rope.dims
-    per_thread = _GEMM_SCRATCH + _PACKED_QUERIES * -(-spec.head_dim // 16) * 16
-    floats = tables + spec.vocabulary_size + num_threads * per_thread
+    scratch = num_threads * native.thread_scratch_floats(spec.head_dim)
+    floats = tables + spec.vocabulary_size + scratch
     return num_rows * bytes_per_row + _FLOAT_BYTES * floats
 
 

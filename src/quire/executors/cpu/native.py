@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import ConfigError
 from quire.core.plan import Sampling, SequencePlan, TokenLogprob, Want
+from quire.executors.base import NO_SAMPLING
 
 __all__ = [
     "SampleRequests",
@@ -87,7 +88,7 @@ class SampleRequests:
 
     def request(self, plan: SequencePlan) -> "native.SampleRequest":
         """What the native sampler needs to choose the plan's token."""
-        assert plan.sampling is not None, "a sample was wanted without saying how"
+        assert plan.sampling is not None, NO_SAMPLING
         history = None
         if plan.history is not None:
             repeats = plan.sampling.params.repetition_penalty != 1.0
