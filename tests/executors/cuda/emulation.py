@@ -35,7 +35,7 @@ def _halves(words: Array, mask: int) -> Array:
 
 
 def _fields(planes: Planes, words: Array, more: Array | None, steps: int) -> Array:
-    """A quarter's pairs: [..., lane, pair 0-7, 2] quants, as shifts and masks take them; odd pairs
+    """A quarter's pairs: [..., lane, pair 0-7, 2] codes, as shifts and masks take them; odd pairs
     of all but Q8_0 are sixteen times as large."""
     pairs = []
     for word in range(2):
@@ -86,10 +86,10 @@ def _scales(planes: Planes, half: int, steps: int) -> tuple[Array, Array]:
 def decoded(planes: Planes) -> Array:
     """The matrix as the GEMM sees it, in natural order: float64 [rows, columns]."""
     if planes.is_float:
-        return to_natural_order(planes.quants.to(torch.float64)) * 2.0**planes.exponent
+        return to_natural_order(planes.codes.to(torch.float64)) * 2.0**planes.exponent
     form = PLANE_FORMATS[planes.format]
-    count = form.quant_words // 16
-    words = planes.quants.view(-1, 4, 2, 2, count)  # lane, half, steps, words
+    count = form.code_words // 16
+    words = planes.codes.view(-1, 4, 2, 2, count)  # lane, half, steps, words
     block = torch.empty((len(words), 256), dtype=torch.float64)
     for half in range(2):
         for steps in range(2):
@@ -100,11 +100,11 @@ def decoded(planes: Planes) -> Array:
             elif planes.format == "Q5_K":
                 assert planes.high is not None
                 more = planes.high.view(-1, 4, 2)[:, :, half]
-            quants = _fields(planes, words[:, :, half, steps], more, steps)  # [., lane, pair, 2]
+            codes = _fields(planes, words[:, :, half, steps], more, steps)  # [., lane, pair, 2]
             scale, offset = _scales(planes, half, steps)
             places = torch.ones(8, 1) if planes.format == "Q8_0" else _SIXTEENTHS
             each = _half(scale[..., None, None] / places)
-            value = quants.to(torch.float64) * 2.0**-24 * each
+            value = codes.to(torch.float64) * 2.0**-24 * each
             value = _half(value + offset[..., None, None])
             quarter = value.permute(0, 2, 1, 3).reshape(len(words), 64)  # pair, lane, 2
             start = half * 128 + steps * 64
@@ -123,7 +123,7 @@ class Cut(NamedTuple):
 def attended(
     queries: Array, keys: Array, values: Array, first: int, scale: float, window: int, cut: Cut
 ) -> Array:
-    """Rows [tokens, heads, dim] at positions from `first` on, over one key head's keys and values
+    """Rows [tokens, heads, dim] at positions from `first` on, over one kv head's keys and values
     [positions, dim], of which those behind the last row are stale: [tokens, heads, dim]."""
     tokens, heads, dims = queries.shape
     end = first + tokens

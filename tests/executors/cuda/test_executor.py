@@ -165,6 +165,7 @@ def test_blocks_are_copied_before_rows(executor: CudaExecutor) -> None:
         (row((1,), (), start=0), "0 blocks do not hold 1 positions"),
         (row((), TABLE), "not within the context"),
         (row((), TABLE, follows=99, want=Want.SAMPLE), "step 99 sampled no token"),
+        (row((1,), TABLE, want=Want.SAMPLE)._replace(sampling=None), "no sampling parameters"),
     ],
 )
 def test_a_bad_row_fails_alone(executor: CudaExecutor, plan: SequencePlan, message: str) -> None:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from tests.executors.cuda.emulation import decoded  # noqa: E402
 
-from quire.executors.cuda.gemm import PlainGemm, factors, plane_pointers  # noqa: E402
+from quire.executors.cuda.gemm import PortableGemm, factors, plane_pointers  # noqa: E402
 from quire.executors.cuda.kernels import gemm as kernels  # noqa: E402
 from quire.executors.cuda.planes import (  # noqa: E402
     PLANE_FORMATS,
@@ -19,7 +19,7 @@ from quire.executors.cuda.planes import (  # noqa: E402
     to_natural_order,
     to_operand_order,
 )
-from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_splits  # noqa: E402
+from quire.executors.cuda.weights import GATED_DIVISOR, Linear, Segment, num_splits  # noqa: E402
 from quire.model.dummy import random_blocks  # noqa: E402
 from quire.quant.formats import format_named  # noqa: E402
 
@@ -45,9 +45,9 @@ def relative(found: Any, wanted: Any) -> float:
 def test_splits_of_a_gemm_add_up_to_weights_times_tokens(format_name: str) -> None:
     planes, x = made(format_name), tokens()
     bias = torch.arange(ROWS, dtype=torch.float32)
-    linear = Linear((Segment(planes, 0, bias),), ROWS, 2, tokens_shrunk=4.0)
+    linear = Linear((Segment(planes, 0, bias),), ROWS, 2, token_divisor=4.0)
     sums = torch.full((2, TOKENS, ROWS), float("nan"))
-    PlainGemm(exact=True).multiply(linear, to_operand_order(x / 4), sums, TOKENS)
+    PortableGemm(exact=True).multiply(linear, to_operand_order(x / 4), sums, TOKENS)
     wanted = x.double() @ decoded(planes).T + bias
     assert relative(sums[0] + sums[1], wanted) < 1e-5
 
@@ -57,7 +57,7 @@ def test_a_matrix_may_have_any_number_of_rows(format_name: str) -> None:
     planes, x = made(format_name, 27), tokens()
     sums = torch.full((1, TOKENS, 27), float("nan"))
     linear = Linear((Segment(planes, 0, None),), 27, 1)
-    PlainGemm(exact=True).multiply(linear, to_operand_order(x), sums, TOKENS)
+    PortableGemm(exact=True).multiply(linear, to_operand_order(x), sums, TOKENS)
     assert relative(sums[0], x.double() @ decoded(planes).T) < 1e-5
 
 
@@ -65,7 +65,7 @@ def test_segments_lie_side_by_side() -> None:
     first, second, x = made("Q4_K"), made("Q6_K"), tokens()
     linear = Linear((Segment(first, 0, None), Segment(second, ROWS, None)), 2 * ROWS, 1)
     sums = torch.full((1, TOKENS, 2 * ROWS), float("nan"))
-    PlainGemm(exact=True).multiply(linear, to_operand_order(x), sums, TOKENS)
+    PortableGemm(exact=True).multiply(linear, to_operand_order(x), sums, TOKENS)
     wanted = x.double() @ torch.cat([decoded(first), decoded(second)]).T
     assert relative(sums[0], wanted) < 1e-5
 
@@ -76,7 +76,7 @@ def test_gates_open_what_stands_beside_them(interleaved: bool) -> None:
     linear = Linear((Segment(planes, 0, None),), ROWS, 1, is_gated=interleaved)
     sums = torch.zeros((1, TOKENS, ROWS))
     out = torch.zeros((TOKENS, ROWS // 2), dtype=torch.float16)
-    PlainGemm(exact=True).multiply_gated(linear, to_operand_order(x), sums, out, TOKENS)
+    PortableGemm(exact=True).multiply_gated(linear, to_operand_order(x), sums, out, TOKENS)
     rows = x.double() @ decoded(planes).T
     if interleaved:
         turns = rows.view(TOKENS, -1, 2, 8)
@@ -84,7 +84,7 @@ def test_gates_open_what_stands_beside_them(interleaved: bool) -> None:
     else:
         gates, values = rows.split(ROWS // 2, dim=1)
     wanted = torch.nn.functional.silu(gates) * values
-    assert relative(out.float() * GATED_SHRINK, wanted) < 1e-3
+    assert relative(out.float() * GATED_DIVISOR, wanted) < 1e-3
 
 
 @pytest.mark.parametrize("format_name", FORMATS)

@@ -41,7 +41,7 @@ def made(format_name: str, rows: int, *, gated: bool) -> Linear:
             format_name,
             rows,
             blocks,
-            _words(blocks * rows, form.quant_words),
+            _words(blocks * rows, form.code_words),
             0,
             _words(blocks * rows, form.high_words),
             _words(blocks * rows, form.scale_words),

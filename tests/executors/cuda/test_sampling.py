@@ -15,6 +15,12 @@ from quire.core.errors import RowFaultError  # noqa: E402
 from quire.core.plan import History, Sampling, SequencePlan, Want  # noqa: E402
 from quire.core.sampling import SamplingParams, draw_bits  # noqa: E402
 from quire.executors.cuda import sampling  # noqa: E402
+from quire.executors.cuda.kernels.layers import (  # noqa: E402
+    FINITE,
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    TOO_LARGE,
+)
 from quire.executors.cuda.sampling import SampleRow  # noqa: E402
 from quire.executors.elementary import exp as reference_exp  # noqa: E402
 from quire.executors.sampler import sample, score  # noqa: E402
@@ -64,13 +70,13 @@ def expected(logits: Any, row: SampleRow) -> int | None:
 def test_tokens_are_the_reference_samplers(asked: list[SampleRow], seed: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 3, (len(asked), VOCABULARY)).astype(np.float32)
     logits[:, ::7] = np.round(logits[:, ::7])  # so that some are equal
-    found, outcome = sampling.choose(torch.from_numpy(logits), asked, SAMPLES)
+    found, status = sampling.choose(torch.from_numpy(logits), asked, SAMPLES)
     for place, row in enumerate(asked):
         wanted = expected(logits[place], row)
         if wanted is None:
-            assert outcome[place] in (sampling.NOTHING_ALLOWED, sampling.TOO_LARGE)
+            assert status[place] in (NOTHING_ALLOWED, TOO_LARGE)
         else:
-            assert outcome[place] == sampling.FINITE
+            assert status[place] == FINITE
             assert found[place] == wanted
 
 
@@ -78,8 +84,8 @@ def test_logits_that_are_not_numbers_are_said_to_be() -> None:
     logits = torch.zeros(2, VOCABULARY)
     logits[1, 3] = float("nan")
     how = SampleRow(Sampling(SamplingParams(), 1, 0), 0)
-    _, outcome = sampling.choose(logits, [how, how], SAMPLES)
-    assert outcome.tolist() == [sampling.FINITE, sampling.NOT_FINITE]
+    _, status = sampling.choose(logits, [how, how], SAMPLES)
+    assert status.tolist() == [FINITE, NOT_FINITE]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**40))
@@ -145,8 +151,8 @@ def test_the_most_demanding_row_uses_every_option() -> None:
         if field.name not in of_the_text:
             assert getattr(row.sampling.params, field.name) != getattr(usual, field.name), field
     assert row.history is not None and row.allowed is not None and row.sampling.end_token_ids
-    _, outcome = sampling.choose(torch.zeros(2, VOCABULARY), [row, row], SAMPLES)
-    assert outcome.tolist() == [sampling.FINITE] * 2
+    _, status = sampling.choose(torch.zeros(2, VOCABULARY), [row, row], SAMPLES)
+    assert status.tolist() == [FINITE] * 2
 
 
 def test_the_exponential_is_the_references_bit_for_bit() -> None:
@@ -159,8 +165,8 @@ def test_the_exponential_is_the_references_bit_for_bit() -> None:
 def test_a_penalty_that_makes_logits_infinite_is_said_to() -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=1e-38)
     row = SampleRow(Sampling(params, 1, 0), 0, History((3,), ()))
-    _, outcome = sampling.choose(torch.full((1, VOCABULARY), 5.0), [row], SAMPLES)
-    assert outcome.tolist() == [sampling.TOO_LARGE]
+    _, status = sampling.choose(torch.full((1, VOCABULARY), 5.0), [row], SAMPLES)
+    assert status.tolist() == [TOO_LARGE]
 
 
 def test_rows_that_ask_for_the_likeliest_alone_are_plain() -> None:
@@ -169,10 +175,10 @@ def test_rows_that_ask_for_the_likeliest_alone_are_plain() -> None:
         return SequencePlan(0, 0, (1,), None, (0,), Want.SAMPLE, how, position, None, allowed)
 
     greedy = SamplingParams(temperature=0.0)
-    assert sampling.is_plain(plan(greedy))
-    assert not sampling.is_plain(plan(SamplingParams()))
-    assert not sampling.is_plain(plan(greedy, allowed=b"\x01"))
-    assert not sampling.is_plain(plan(SamplingParams(temperature=0.0, logprobs=0)))
+    assert sampling.wants_argmax(plan(greedy))
+    assert not sampling.wants_argmax(plan(SamplingParams()))
+    assert not sampling.wants_argmax(plan(greedy, allowed=b"\x01"))
+    assert not sampling.wants_argmax(plan(SamplingParams(temperature=0.0, logprobs=0)))
     short = SamplingParams(temperature=0.0, min_tokens=2)
-    assert not sampling.is_plain(plan(short, 1))
-    assert sampling.is_plain(plan(short, 2))
+    assert not sampling.wants_argmax(plan(short, 1))
+    assert sampling.wants_argmax(plan(short, 2))

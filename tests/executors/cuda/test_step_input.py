@@ -57,8 +57,8 @@ def test_a_layout_gives_back_what_was_packed() -> None:
     buffer = torch.from_numpy(np.concatenate([[0, 0], [4, -1], packed]).astype(np.int32))
     assert len(buffer) == layout.size(1, 1)
     given = layout.body(buffer, 1)
-    assert [int(x) for x in (given.tokens, given.sources, given.positions)] == [8, -1, 15]
-    assert int(given.slots) == 47 and given.tables.tolist() == [2]
+    assert given.fields[:4, 0].tolist() == [8, -1, 15, 47]  # token, source, position, slot
+    assert given.tables.tolist() == [2]
     assert layout.head(buffer)[1].tolist() == [4, -1]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import triton
 
 from quire.executors.cuda.kernels import attention
 from quire.executors.cuda.kernels.attention import AttentionShape, SplitBuffers, TokenTiles
@@ -93,7 +94,7 @@ class _Splits:
             inputs.out.stride(0),
             num_tiles,
             SHAPE=shape,
-            DIMS=_power_of_two(shape.head_dim),
+            DIMS=triton.next_power_of_2(shape.head_dim),
             HEADS=_MERGE_HEADS,
             num_warps=4,
             enable_fp_fusion=False,
@@ -139,7 +140,7 @@ class PlainAttention:
             window,
             inputs.out.stride(0),
             SHAPE=self._shape,
-            DIMS=max(_MIN_DIMS, _power_of_two(spec.head_dim)),
+            DIMS=max(_MIN_DIMS, triton.next_power_of_2(spec.head_dim)),
             SPLIT_PROGRAMS=num_splits > 0,
             LARGE=layer.keys.numel() >= 1 << 31,
             EXACT=self._exact,
@@ -246,14 +247,10 @@ def _shape(spec: Heads, block_size: int, rows: int, tile: int) -> AttentionShape
 
 
 def _group(spec: Heads) -> int:
-    """Query heads a key head, up to a power of two."""
-    return _power_of_two(spec.num_heads // spec.num_kv_heads)
+    """Query heads a kv head, up to a power of two."""
+    return int(triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
 
 
 def _scale(spec: Heads) -> float:
     """Of scores, for exp2 in place of exp."""
     return float(spec.head_dim**-0.5 * math.log2(math.e))
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

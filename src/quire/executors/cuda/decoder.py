@@ -6,9 +6,10 @@ of some rows and the likeliest token of each.
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 
-import numpy as np
 import torch
+import triton
 
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.attention import (
@@ -28,38 +29,33 @@ from quire.model.spec import ModelSpec
 _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _NORM_COLUMNS = 128  # a warp, up to 32 warps
-_POSITIONS_AT_ONCE = 1 << 16
 _TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any GEMM
+
+
+class BodyField(IntEnum):
+    """The rows of BodyInput.fields. Those of tiles come last, in the order of TokenTiles."""
+
+    TOKEN = 0
+    SOURCE = 1  # index into the samples, or -1: the token is in TOKEN
+    POSITION = 2
+    SLOT = 3  # index into the cache: block * block size + position in the block; padding: -1
+    TILE_ROW = 4
+    TILE_COUNT = 5  # padding: 0
+    TILE_POSITION = 6
+    TILE_TABLE = 7
+    TILE_START = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BodyInput:
-    """What the body reads about its tokens, int32; padding has slot -1 and count 0."""
+    """What the body reads about its tokens, int32."""
 
-    fields: Array  # [9, tokens], see below
+    fields: Array  # [BodyField, tokens]
     tables: Array  # block tables, one after the other
 
     @property
-    def tokens(self) -> Array:
-        return self.fields[0]
-
-    @property
-    def sources(self) -> Array:
-        """Indices into the samples, or -1: the token is in `tokens`."""
-        return self.fields[1]
-
-    @property
-    def positions(self) -> Array:
-        return self.fields[2]
-
-    @property
-    def slots(self) -> Array:
-        """Indices into the cache: block * block size + position in the block."""
-        return self.fields[3]
-
-    @property
     def tiles(self) -> TokenTiles:
-        return TokenTiles(*self.fields[4:])
+        return TokenTiles(*self.fields[BodyField.TILE_ROW :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +124,7 @@ class Decoder:
         self._is_gpu = device != "cpu"
         capability = torch.cuda.get_device_capability(device)[0] if self._is_gpu else 0
         self._has_dependent_launch = capability >= 9
-        self.hidden = padded(spec.hidden_size)
+        self._padded_hidden = padded(spec.hidden_size)
         self._rope_shape = layers.RopeShape(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -138,7 +134,7 @@ class Decoder:
             has_norm=spec.qk_norm,
             block_size=BLOCK_SIZE,
             heads=_ROPE_HEADS,
-            pairs=_power_of_two(spec.head_dim // 2),
+            pairs=triton.next_power_of_2(spec.head_dim // 2),
         )
         self._make_buffers()
         self._make_angles()
@@ -153,8 +149,8 @@ class Decoder:
         spec, limits = self._spec, self._limits
         tokens, rows = limits.num_tokens, limits.num_rows
         half = torch.float16
-        self.state = self._zeros((tokens, self.hidden), torch.float32)
-        self.normed = self._zeros((tokens, self.hidden), half)
+        self.hidden = self._zeros((tokens, self._padded_hidden), torch.float32)
+        self.normed = self._zeros((tokens, self._padded_hidden), half)
         self.attention_output = self._zeros((tokens, padded(spec.query_size)), half)
         self.queries = self._zeros((tokens, spec.num_heads, spec.head_dim), torch.bfloat16)
         self.gated = self._zeros((tokens, padded(spec.ffn_size)), half)
@@ -176,7 +172,7 @@ class Decoder:
             launch_options=self._launch_options(),
             device=self._device,
         )
-        self.head_rows = self._zeros((rows, self.hidden), half)
+        self.head_rows = self._zeros((rows, self._padded_hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)
         chunks = -(-spec.vocabulary_size // _ARGMAX_BLOCK)
         self._best = layers.ChunkBest(
@@ -184,33 +180,25 @@ class Decoder:
             self._zeros((rows, chunks), torch.int32),
             self._zeros((rows, chunks), torch.int32),
         )
-        # What the host waits for, in one piece.
-        self.outcome = self._zeros((2 * rows + tokens,), torch.int32)
-        self.answers = self.outcome[: 2 * rows].view(rows, 2)
-        self.finite = self.outcome[2 * rows :]
+        # What the host waits for, in one piece: (token, status) of rows, a flag of tokens.
+        self.step_results = self._zeros((2 * rows + tokens,), torch.int32)
+        self.sampled = self.step_results[: 2 * rows].view(rows, 2)
+        self.finite = self.step_results[2 * rows :]
 
     def _zeros(self, shape: tuple[int, ...], kind: object) -> Array:
         return torch.zeros(shape, dtype=kind, device=self._device)
 
     def _make_angles(self) -> None:
-        """A few positions at a time: a table in float64 for all of them could be large."""
-        rope, most = self._spec.rope, self._limits.max_context
-        frequencies = rope.frequencies()
         self._cosines, self._sines = (
-            self._zeros((most, len(frequencies)), torch.float32) for _ in range(2)
+            torch.from_numpy(table).to(self._device)
+            for table in self._spec.rope.tables(self._limits.max_context)
         )
-        for start in range(0, most, _POSITIONS_AT_ONCE):
-            end = min(most, start + _POSITIONS_AT_ONCE)
-            angles = np.arange(start, end)[:, None] * frequencies
-            for table, function in ((self._cosines, np.cos), (self._sines, np.sin)):
-                values = (function(angles) * rope.magnitude).astype(np.float32)
-                table[start:end] = torch.from_numpy(values)
 
     # ---- the body
 
     def run_body(self, shape: BodyShape, body: BodyInput, blocks: KVBlocks) -> None:
-        """All tokens through all layers; the normed states are in `normed`, `finite` says of which
-        tokens they are finite."""
+        """All tokens through all layers; the normed hidden states are in `normed`, `finite` says of
+        which tokens they are finite."""
         count = shape.num_tokens
         self._embed(count, body)
         previous: Linear | None = None
@@ -229,10 +217,10 @@ class Decoder:
     def _embed(self, count: int, body: BodyInput) -> None:
         planes = self._weights.embedding
         gemm_kernels.embed[(count, planes.num_blocks)](
-            body.tokens,
-            body.sources,
+            body.fields[BodyField.TOKEN],
+            body.fields[BodyField.SOURCE],
             self._samples,
-            self.state,
+            self.hidden,
             plane_pointers(planes),
             planes.num_rows,
             planes.num_blocks,
@@ -265,21 +253,21 @@ class Decoder:
     def _norm(
         self, count: int, weight: Array, added: Linear | None, *, is_last: bool = False
     ) -> None:
-        """Add that GEMM's sums to the state, and norm it."""
+        """Add that GEMM's sums to the hidden states, and norm them."""
         layers.add_and_norm[(count,)](
-            self.state,
+            self.hidden,
             self._sums,
             weight,
             self.normed,
             self.finite,
-            self.hidden,
+            self._padded_hidden,
             self._spec.hidden_size,
             self._spec.norm_epsilon,
-            self._limits.num_tokens * self.hidden,
+            self._limits.num_tokens * self._padded_hidden,
             SPLITS=0 if added is None else self._num_splits(added, count),
-            BLOCK=_power_of_two(self.hidden),
+            BLOCK=triton.next_power_of_2(self._padded_hidden),
             FINITE=is_last,
-            num_warps=min(32, max(1, _power_of_two(self.hidden) // _NORM_COLUMNS)),
+            num_warps=min(32, max(1, triton.next_power_of_2(self._padded_hidden) // _NORM_COLUMNS)),
             **self._launch_options(),
         )
 
@@ -307,8 +295,8 @@ class Decoder:
         heads = spec.num_heads + 2 * spec.num_kv_heads
         layers.rope_and_store[(count, -(-heads // _ROPE_HEADS))](
             self._sums,
-            body.positions,
-            body.slots,
+            body.fields[BodyField.POSITION],
+            body.fields[BodyField.SLOT],
             self._cosines,
             self._sines,
             self._cosines if layer.query_norm is None else layer.query_norm,
@@ -325,14 +313,14 @@ class Decoder:
 
     # ---- the head
 
-    def overwrite_answers(self, rows: Array, tokens: Array, outcomes: Array) -> None:
-        """Put the sampler's tokens into `answers` instead of the likeliest."""
-        self.answers[rows, 0] = tokens
-        self.answers[rows, 1] = outcomes
+    def overwrite_sampled(self, rows: Array, tokens: Array, statuses: Array) -> None:
+        """Put the sampler's tokens into `sampled` instead of the likeliest."""
+        self.sampled[rows, 0] = tokens
+        self.sampled[rows, 1] = statuses
 
     def run_head(self, count: int, rows: Array, slots: Array) -> None:
-        """Logits of these rows of `normed`, and the likeliest token of each: into `answers`
-        (token, whether its logits are finite), and into the samples where its slot is not -1."""
+        """Logits of these rows of `normed`, and the likeliest token of each: into `sampled`
+        (token, status), and into the samples where its slot is not -1."""
         self.run_logits(count, rows)
         vocabulary = self._spec.vocabulary_size
         chunks = self._best.logits.shape[1]
@@ -349,27 +337,23 @@ class Decoder:
             self._best,
             slots,
             self._samples,
-            self.answers,
+            self.sampled,
             chunks,
-            BLOCK=_power_of_two(chunks),
+            BLOCK=triton.next_power_of_2(chunks),
             num_warps=1,
             **self._launch_options(),
         )
 
     def run_logits(self, count: int, rows: Array) -> None:
         """Logits of these rows of `normed`, into `logits`."""
-        layers.take_rows[(count, -(-self.hidden // 1024))](
+        layers.take_rows[(count, -(-self._padded_hidden // 1024))](
             self.normed,
             rows,
             self.head_rows,
-            self.hidden,
+            self._padded_hidden,
             BLOCK=1024,
             num_warps=4,
             **self._launch_options(),
         )
         head = self._weights.head
         self._gemm.multiply(head, self.head_rows, self.logits[None], count)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

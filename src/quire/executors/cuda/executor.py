@@ -23,11 +23,11 @@ from quire.core.errors import (
 )
 from quire.core.plan import StepPlan, StepResult, Want
 from quire.core.sampling import MAX_LOGPROBS
-from quire.executors.base import ExecutorBase, model_capacity
+from quire.executors.base import NO_SAMPLING, ExecutorBase, model_capacity
 from quire.executors.cuda import sampling
 from quire.executors.cuda.decoder import Decoder, KVBlocks, Limits
 from quire.executors.cuda.gemm import gemm_for
-from quire.executors.cuda.graphs import Runner
+from quire.executors.cuda.graphs import GraphRunner
 from quire.executors.cuda.memory import (
     allocate_blocks,
     buffers_memory,
@@ -38,7 +38,7 @@ from quire.executors.cuda.memory import (
     weights_memory,
 )
 from quire.executors.cuda.planes import Array, to_natural_order
-from quire.executors.cuda.sampling import SampleRow, is_plain
+from quire.executors.cuda.sampling import SampleRow, wants_argmax
 from quire.executors.cuda.step_input import PackedRow
 from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, results_of
 from quire.executors.cuda.weights import Loader, check_model, packed_bytes
@@ -102,13 +102,13 @@ class CudaExecutor(ExecutorBase):
             self._blocks: KVBlocks = allocate_blocks(
                 spec, config.num_blocks, config.kv_bytes, self._device
             )
-        self._runner = Runner(self._decoder, self._blocks, limits, self._device, stream)
+        self._runner = GraphRunner(self._decoder, self._blocks, limits, self._device, stream)
         self._ended_at = float("-inf")  # of the step that was collected last
         num_blocks = int(self._blocks.keys.shape[1])
         super().__init__(
             model_capacity(spec, num_blocks, config.max_batch_size, config.max_step_tokens),
             kernels=self._kernel_names(gemm.name),
-            fallback=self._fallback(gemm.name),
+            fallback=gemm.fallback if self._is_gpu else None,
             is_warm=False,
             clock=clock,
         )
@@ -126,11 +126,6 @@ class CudaExecutor(ExecutorBase):
     def _kernel_names(self, gemm: str) -> list[str]:
         name = gemm if self._config.invariant else f"{gemm}, not batch-invariant"
         return [name, *(f"{name} planes" for name in self._weights.formats)]
-
-    def _fallback(self, gemm: str) -> str | None:
-        if self._is_gpu and gemm.startswith("plain"):
-            return "no Hopper GPU (compute capability 9.0): plain Triton products"
-        return None
 
     # ---- the contract
 
@@ -252,23 +247,21 @@ class CudaExecutor(ExecutorBase):
         padding = self._runner.run(packed, num_tokens, last, slots)
         ticket.num_padding = padding
         for index, row in enumerate(sampled):
-            row.answer = index
-        ticket.is_plain = self._sample(sampled, slots) and len(sampled) == len(ticket.rows)
+            row.head_row = index
+        ticket.wants_argmax = self._sample(sampled, slots) and len(sampled) == len(ticket.rows)
         for row in ticket.rows:
             plan = row.plan
             if row.packed is not None and (plan.want >= Want.LOGITS or plan.prompt_targets):
                 self._more_wants(row)
-        ticket.answers, ticket.finite = self._runner.fetch(len(sampled), num_tokens)
+        ticket.sampled, ticket.finite = self._runner.fetch(len(sampled), num_tokens)
 
     def _sample(self, rows: list[StepRow], slots: list[int]) -> bool:
-        """Overwrite the likeliest tokens of rows that are not plain; whether all are."""
+        """Overwrite the likeliest tokens of rows that want another; whether all want the argmax."""
         requests = []
         for index, row in enumerate(rows):
             plan = row.plan
-            assert plan.sampling is not None and row.packed is not None, (
-                "a sample was wanted without saying how"
-            )
-            if not is_plain(plan):
+            assert plan.sampling is not None and row.packed is not None, NO_SAMPLING
+            if not wants_argmax(plan):
                 request = SampleRow(
                     plan.sampling,
                     plan.completion_position,
@@ -292,13 +285,13 @@ class CudaExecutor(ExecutorBase):
         """So few rows that the sampler's arrays fit the memory set aside for them."""
         indices = self._integers([index for index, _ in requests])
         logits = self._decoder.logits[indices]
-        tokens, outcome = sampling.choose(
+        tokens, status = sampling.choose(
             logits, [request for _, request in requests], self._samples.tokens
         )
         own_slots = self._integers([slots[index] for index, _ in requests])
         sampled = tokens.to(torch.int32)
         self._samples.write(own_slots, sampled)
-        self._decoder.overwrite_answers(indices, sampled, outcome.to(torch.int32))
+        self._decoder.overwrite_sampled(indices, sampled, status.to(torch.int32))
         scored = [
             at
             for at, (_, request) in enumerate(requests)
@@ -313,7 +306,7 @@ class CudaExecutor(ExecutorBase):
 
     def _integers(self, values: Sequence[int]) -> Array:
         """On the device."""
-        return torch.from_numpy(np.array(values, np.int64)).to(self._device, non_blocking=True)
+        return sampling.to_device(np.array(values, np.int64), self._device)
 
     def _check_sampling(self, row: StepRow, request: SampleRow) -> None:
         """Token ids that the sampler would write to must be in the vocabulary."""
@@ -340,7 +333,7 @@ class CudaExecutor(ExecutorBase):
     def _every_position(self, row: StepRow, packed: PackedRow) -> None:
         plan = row.plan
         targets = plan.prompt_targets
-        num_top = (plan.sampling.params.prompt_logprobs or 0) if plan.sampling is not None else 0
+        num_top = plan.num_target_logprobs
         step = self.capacity.max_batch_size
         for start in range(0, plan.num_new_tokens, step):
             count = min(step, plan.num_new_tokens - start)

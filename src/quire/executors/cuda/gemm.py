@@ -5,19 +5,20 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quire.executors.cuda.kernels import gemm as plain
+from quire.executors.cuda.kernels import gemm as portable
 from quire.executors.cuda.kernels.gemm import Factors, PlanePointers
-from quire.executors.cuda.planes import QUANT_SHIFT, Array, PlaneFormat, Planes
-from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment
+from quire.executors.cuda.planes import CODE_SHIFT, Array, PlaneFormat, Planes
+from quire.executors.cuda.weights import GATED_DIVISOR, Linear, Segment
 
 _GATE_BLOCK = 1024
 
 
 class Gemm(Protocol):
     """Multiplies. `sums` [splits, tokens, rows] are float32; a gated GEMM's `out` is float16,
-    divided by GATED_SHRINK."""
+    divided by GATED_DIVISOR."""
 
     name: str
+    fallback: str | None  # why these are not the fastest kernels; None where they are
 
     def multiply(self, linear: Linear, tokens: Array, sums: Array, num_tokens: int) -> None:
         """sums[split, token, row], with as many splits of the columns as `sums` has room for; the
@@ -26,7 +27,7 @@ class Gemm(Protocol):
     def multiply_gated(
         self, linear: Linear, tokens: Array, sums: Array | None, out: Array, num_tokens: int
     ) -> None:
-        """out[token, i] = silu(gate i) * value i; `sums` is scratch memory."""
+        """out[token, i] = silu(gate i) * up i; `sums` is scratch memory."""
 
     def needs_gate_sums(self, linear: Linear) -> bool:
         """Whether multiply_gated needs that scratch memory."""
@@ -35,36 +36,36 @@ class Gemm(Protocol):
 def launch_gate(linear: Linear, sums: Array, out: Array, num_tokens: int) -> None:
     """The gating as a kernel of its own."""
     width = linear.num_rows // 2
-    plain.gate[(num_tokens, -(-width // _GATE_BLOCK))](
+    portable.gate[(num_tokens, -(-width // _GATE_BLOCK))](
         sums,
         out,
         width,
         linear.num_rows,
         out.stride(0),
-        1 / GATED_SHRINK,
+        1 / GATED_DIVISOR,
         INTERLEAVED=linear.is_gated,
         BLOCK=_GATE_BLOCK,
     )
 
 
-def factors(planes: Planes, shrunk: float = 1.0) -> Factors:
-    """`shrunk`: what the tokens were divided by."""
+def factors(planes: Planes, divisor: float = 1.0) -> Factors:
+    """`divisor`: what the tokens were divided by."""
     exponent = planes.exponent
-    return Factors(2.0 ** (QUANT_SHIFT - exponent), 2.0**-exponent, 2.0**exponent * shrunk)
+    return Factors(2.0 ** (CODE_SHIFT - exponent), 2.0**-exponent, 2.0**exponent * divisor)
 
 
 def plane_pointers(planes: Planes) -> PlanePointers:
-    quants = planes.quants
+    codes = planes.codes
     return PlanePointers(
-        quants,
-        quants if planes.high is None else planes.high,
-        quants if planes.scales is None else planes.scales,
-        quants if planes.deltas is None else planes.deltas,
+        codes,
+        codes if planes.high is None else planes.high,
+        codes if planes.scales is None else planes.scales,
+        codes if planes.deltas is None else planes.deltas,
     )
 
 
-class PlainGemm:
-    """Plain Triton with tiles of one size: for GPUs other than Hopper and for the interpreter."""
+class PortableGemm:
+    """Triton with tiles of one size: for GPUs other than Hopper and for the interpreter."""
 
     _ROWS = 64
     _TOKENS = 16
@@ -74,7 +75,8 @@ class PlainGemm:
         self._exact = exact
         if exact:
             self._ROWS, self._TOKENS = 256, 32
-        self.name = "plain Triton products"
+        self.name = "portable Triton GEMM"
+        self.fallback: str | None = f"no Hopper GPU (compute capability 9.0): {self.name}"
 
     def needs_gate_sums(self, linear: Linear) -> bool:
         del linear
@@ -100,12 +102,12 @@ class PlainGemm:
             sums.shape[0],
             -(-num_tokens // self._TOKENS),
         )
-        plain.gemm[grid](
+        portable.gemm[grid](
             tokens,
             sums[:, :, segment.first_row :],
             plane_pointers(planes),
-            planes.quants if segment.bias is None else segment.bias,
-            factors(planes, linear.tokens_shrunk),
+            planes.codes if segment.bias is None else segment.bias,
+            factors(planes, linear.token_divisor),
             num_tokens,
             planes.num_rows,
             planes.num_blocks,
@@ -234,7 +236,8 @@ class HopperGemm:
         self._kernels: Any = hopper_gemm
         self._descriptor = hopper.descriptor
         self._dependent_launch = dependent_launch
-        self.name = "wgmma products"
+        self.name = "wgmma GEMM"
+        self.fallback: str | None = None
 
     def needs_gate_sums(self, linear: Linear) -> bool:
         return not linear.is_gated
@@ -281,9 +284,9 @@ class HopperGemm:
             self._descriptor(tokens[:num_tokens], [shape.tokens, shape.columns], 128),
             *self._weight_descriptors(planes, shape),
             out,
-            planes.quants if segment.bias is None else segment.bias,
-            factors(planes, linear.tokens_shrunk),
-            1 / GATED_SHRINK,
+            planes.codes if segment.bias is None else segment.bias,
+            factors(planes, linear.token_divisor),
+            1 / GATED_DIVISOR,
             num_tokens,
             planes.num_rows,
             planes.num_blocks,
@@ -308,20 +311,20 @@ class HopperGemm:
     def _weight_descriptors(self, planes: Planes, shape: Tiling) -> tuple[object, ...]:
         layout = planes.layout
         if layout.is_float:
-            quants = self._descriptor(planes.quants, [shape.rows, shape.columns], 128)
-            return quants, quants, quants, quants
-        quants = self._descriptor(planes.quants, [shape.rows, layout.quant_words], 128)
+            codes = self._descriptor(planes.codes, [shape.rows, shape.columns], 128)
+            return codes, codes, codes, codes
+        codes = self._descriptor(planes.codes, [shape.rows, layout.code_words], 128)
         scales = self._descriptor(
             planes.scales, [shape.rows, layout.scale_words], _swizzle(layout.scale_words)
         )
-        high = deltas = quants
+        high = deltas = codes
         if layout.high_bits:
             high = self._descriptor(
                 planes.high, [shape.rows, layout.high_words], _swizzle(layout.high_words)
             )
         if layout.has_deltas:
             deltas = self._descriptor(planes.deltas, [shape.rows], 0)
-        return quants, high, scales, deltas
+        return codes, high, scales, deltas
 
 
 def _swizzle(words: int) -> int:
@@ -332,6 +335,6 @@ def _swizzle(words: int) -> int:
 def gemm_for(device: str) -> Gemm:
     """The best GEMM kernels this device can run."""
     if device == "cpu":
-        return PlainGemm(exact=True)
+        return PortableGemm(exact=True)
     major, _ = torch.cuda.get_device_capability(device)
-    return HopperGemm() if major == 9 else PlainGemm(exact=False)
+    return HopperGemm() if major == 9 else PortableGemm(exact=False)

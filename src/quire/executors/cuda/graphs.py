@@ -1,4 +1,4 @@
-"""Runner: captures the decoder's body and head as CUDA graphs, one a size, and replays them.
+"""GraphRunner: captures the decoder's body and head as CUDA graphs, one a size, and replays them.
 
 Steps are padded to the next size. Where splits of the context have programs of their own (few
 tokens), there is a graph for each of a few context lengths too. On a CPU the kernels just run.
@@ -32,7 +32,7 @@ def sizes_up_to(largest: int) -> tuple[int, ...]:
     return (*sizes, largest)
 
 
-class Runner:
+class GraphRunner:
     """Runs a step's body and head on a stream."""
 
     def __init__(
@@ -199,10 +199,10 @@ class Runner:
         return self._decoder.logits[:count]
 
     def fetch(self, num_rows: int, num_tokens: int) -> tuple[Array, Array]:
-        """Answers and finite flags on their way to the host; there once the step is done."""
+        """Sampled tokens and finite flags on their way to the host; there once the step is done."""
         most = self._limits.num_rows
-        sent = self._decoder.outcome[: 2 * most + num_tokens]
+        sent = self._decoder.step_results[: 2 * most + num_tokens]
         host = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=self._is_gpu)
         host.copy_(sent, non_blocking=True)
-        outcome = host.numpy()
-        return outcome[: 2 * num_rows].reshape(num_rows, 2), outcome[2 * most :]
+        results = host.numpy()
+        return results[: 2 * num_rows].reshape(num_rows, 2), results[2 * most :]

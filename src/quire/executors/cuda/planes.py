@@ -11,7 +11,7 @@ Activations are kept in operand order throughout; `to_operand_order` and `to_nat
 vectors. Of a block of a row a lane holds four *quarters* (the block's halves, the steps' halves) of
 sixteen weights, in words of 32 bits, and each plane keeps a lane's words together:
 
-    quants  4 bits, 8 a word: weight 2j + l of eight at bit 4j + 16l; words [lane, quarter, 2]
+    codes  4 bits, 8 a word: weight 2j + l of eight at bit 4j + 16l; words [lane, quarter, 2]
             8 bits (Q8_0), 4 a word: words [lane, quarter, 4]
     high    Q6_K's upper two bits, 16 a word; Q5_K's upper bit, two quarters a word
     scales  of a lane's groups (see the format's reorderer below)
@@ -35,9 +35,9 @@ from quire.core.errors import UnsupportedModelError
 Array = Any  # a torch.Tensor; the type checker does not see torch
 
 BLOCK = 256  # columns
-QUANT_SHIFT = 24  # an integer n in a float16's low bits is n * 2**-24
+CODE_SHIFT = 24  # an integer n in a float16's low bits is n * 2**-24
 LARGEST_POWER = 15  # float16 ends just below 2**16
-FLOAT_FORMATS = ("F32", "F16", "BF16")
+FLOAT_FORMATS = ("BF16", "F16")
 _WEIGHTS_AT_ONCE = 1 << 25  # while reordering
 
 
@@ -45,8 +45,8 @@ class Scales(Enum):
     """How a format keeps the scales of a row's block of 256 columns. A group is 32 weights."""
 
     FLOAT16 = "a float16 a group"
-    FLOAT16_OFFSETS = "a float16 scale and a float16 offset a group"
-    PACKED = "a float16 pair a block, a 6-bit scale and a 6-bit offset a group"
+    FLOAT16_MINIMUMS = "a float16 scale and a float16 minimum a group"
+    PACKED = "a float16 pair a block, a 6-bit scale and a 6-bit minimum a group"
     INT8 = "a float16 a block, in `deltas`; an int8 for 16 weights"
 
 
@@ -55,24 +55,24 @@ class PlaneFormat:
     """How a format's planes look; kernels take it as a constant. A new format is a row of
     PLANE_FORMATS and of _SOURCES, and new cases in the kernels where it decodes otherwise."""
 
-    quant_bits: int  # in `quants`; 16: float16 weights, and no other plane
+    code_bits: int  # in `codes`; 16: float16 weights, and no other plane
     high_bits: int = 0  # in `high`
     scales: Scales = Scales.FLOAT16
-    zero_point: int = 0  # subtracted from the quants; 0 where an offset is stored
+    zero_point: int = 0  # subtracted from the codes; 0 where a minimum is stored
 
     @property
     def is_float(self) -> bool:
-        return self.quant_bits == 16
+        return self.code_bits == 16
 
     @property
     def bits(self) -> int:
-        return self.quant_bits + self.high_bits
+        return self.code_bits + self.high_bits
 
     # Words of 32 bits a row and block.
 
     @property
-    def quant_words(self) -> int:
-        return 8 * self.quant_bits
+    def code_words(self) -> int:
+        return 8 * self.code_bits
 
     @property
     def high_words(self) -> int:
@@ -80,7 +80,7 @@ class PlaneFormat:
 
     @property
     def scale_words(self) -> int:
-        return 8 if self.scales is Scales.FLOAT16_OFFSETS else 4
+        return 8 if self.scales is Scales.FLOAT16_MINIMUMS else 4
 
     @property
     def has_deltas(self) -> bool:
@@ -91,13 +91,13 @@ class PlaneFormat:
         return self.scales is Scales.PACKED
 
     @property
-    def has_stored_offsets(self) -> bool:
-        return self.scales is Scales.FLOAT16_OFFSETS
+    def has_stored_minimums(self) -> bool:
+        return self.scales is Scales.FLOAT16_MINIMUMS
 
 
 PLANE_FORMATS = {
     "Q4_0": PlaneFormat(4, zero_point=8),
-    "Q4_1": PlaneFormat(4, scales=Scales.FLOAT16_OFFSETS),
+    "Q4_1": PlaneFormat(4, scales=Scales.FLOAT16_MINIMUMS),
     "Q8_0": PlaneFormat(8, zero_point=128),
     "Q4_K": PlaneFormat(4, scales=Scales.PACKED),
     "Q5_K": PlaneFormat(4, 1, Scales.PACKED),
@@ -105,17 +105,17 @@ PLANE_FORMATS = {
 }
 _FLOAT = PlaneFormat(16)
 DELTA_ROWS = 8  # rows that a block's deltas are padded to a multiple of
-SUPPORTED = (*PLANE_FORMATS, "BF16", "F16")
+SUPPORTED = (*PLANE_FORMATS, *FLOAT_FORMATS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planes:
-    """A matrix in planes; a float matrix has its weights in `quants`, as float16, and no more."""
+    """A matrix in planes; a float matrix has its weights in `codes`, as float16, and no more."""
 
     format: str
     num_rows: int
     num_blocks: int  # of 256 columns, the last one padded with zeros
-    quants: Array  # int32 [blocks * rows, words]; float formats: float16 [rows, blocks * 256]
+    codes: Array  # int32 [blocks * rows, words]; float formats: float16 [rows, blocks * 256]
     exponent: int = 0
     high: Array | None = None  # int32 [blocks * rows, words]
     scales: Array | None = None  # int32 [blocks * rows, words]
@@ -123,7 +123,7 @@ class Planes:
 
     @property
     def num_bytes(self) -> int:
-        arrays = (self.quants, self.high, self.scales, self.deltas)
+        arrays = (self.codes, self.high, self.scales, self.deltas)
         return sum(array.numel() * array.element_size() for array in arrays if array is not None)
 
     @property
@@ -178,7 +178,7 @@ def to_natural_order(x: Array) -> Array:
 class _Pieces:
     """Pieces of each plane, [blocks, rows, words] each."""
 
-    quants: list[Array] = field(default_factory=list)
+    codes: list[Array] = field(default_factory=list)
     high: list[Array] = field(default_factory=list)
     scales: list[Array] = field(default_factory=list)
     deltas: list[Array] = field(default_factory=list)
@@ -190,7 +190,7 @@ def reorder(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Pl
         return _reorder_floats(format_name, raw, num_rows, num_columns)
     blocks = _padded_blocks(format_name, raw, num_rows, num_columns)
     num_blocks = padded(num_columns) // BLOCK
-    exponent = _exponent(_largest_scale(format_name, blocks), QUANT_SHIFT)
+    exponent = _exponent(_largest_scale(format_name, blocks), CODE_SHIFT)
     pieces = _Pieces()
     step = max(1, _WEIGHTS_AT_ONCE // (num_blocks * BLOCK))
     for start in range(0, num_rows, step):
@@ -200,7 +200,7 @@ def reorder(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Pl
         num_rows=num_rows,
         num_blocks=num_blocks,
         exponent=exponent,
-        quants=_joined(pieces.quants),
+        codes=_joined(pieces.codes),
         high=_joined(pieces.high),
         scales=_joined(pieces.scales),
         deltas=_joined_deltas(pieces.deltas),
@@ -228,7 +228,7 @@ def _joined_deltas(pieces: list[Array]) -> Array | None:
 def _reorder_floats(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Planes:
     """As float16 scaled by a power of two: bfloat16 weights keep every bit down to 2**-29 of the
     largest."""
-    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
     values = raw.view(kinds[format_name]).view(num_rows, num_columns)
     width = padded(num_columns)
     exponent = _exponent(_largest(values), 0)
@@ -289,19 +289,19 @@ def _half_bits(x: Array) -> Array:
     return x.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
 
 
-def _in_words(quants: Array, bits: int) -> Array:
-    """Natural quants [rows, blocks, 256] as words [blocks, rows, words]: 4 or 8 bits each.
+def _in_words(codes: Array, bits: int) -> Array:
+    """Natural codes [rows, blocks, 256] as words [blocks, rows, words]: 4 or 8 bits each.
 
     Natural column = (half of the block, lane, half of the steps, sixteen).
     """
-    rows, blocks, _ = quants.shape
+    rows, blocks, _ = codes.shape
     count = 32 // bits
-    fields = quants.view(rows, blocks, 2, 4, 2, 16 // count, count)
+    fields = codes.view(rows, blocks, 2, 4, 2, 16 // count, count)
     if bits == 4:  # weight 2j + l at bit 4j + 16l
         shifts = [4 * (i // 2) + 16 * (i % 2) for i in range(8)]
     else:
         shifts = [8 * i for i in range(4)]
-    words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=quants.device)
+    words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=codes.device)
     for index, shift in enumerate(shifts):
         words |= fields[..., index].to(torch.int32) << shift
     # [rows, blocks, half, lane, steps, words] -> [blocks, rows, lane, half, steps, words]
@@ -341,37 +341,37 @@ def _nibbles(packed: Array, run: int) -> Array:
 
 def _group_scales(blocks: Array, exponent: int) -> Array:
     """Scales of 32 weights each, two (the halves of the block) a lane: [blocks, rows, 4]."""
-    scales = _half(blocks, 0).float() * 2.0 ** (QUANT_SHIFT - exponent)  # [rows, blocks, 8]
+    scales = _half(blocks, 0).float() * 2.0 ** (CODE_SHIFT - exponent)  # [rows, blocks, 8]
     bits = _half_bits(scales).view(*scales.shape[:2], 2, 4)
     return (bits[..., 0, :] | bits[..., 1, :] << 16).transpose(0, 1)
 
 
 def _reorder_q4_0(blocks: Array, exponent: int, pieces: _Pieces) -> None:
-    pieces.quants.append(_in_words(_nibbles(blocks[..., 2:], 16).flatten(-2), 4))
+    pieces.codes.append(_in_words(_nibbles(blocks[..., 2:], 16).flatten(-2), 4))
     pieces.scales.append(_group_scales(blocks, exponent))
 
 
 def _reorder_q8_0(blocks: Array, exponent: int, pieces: _Pieces) -> None:
-    pieces.quants.append(_in_words((blocks[..., 2:] ^ 128).flatten(-2), 8))
+    pieces.codes.append(_in_words((blocks[..., 2:] ^ 128).flatten(-2), 8))
     pieces.scales.append(_group_scales(blocks, exponent))
 
 
 def _reorder_q4_1(blocks: Array, exponent: int, pieces: _Pieces) -> None:
-    """Scale and offset of 32 weights in one word: [blocks, rows, lane, half]."""
-    pieces.quants.append(_in_words(_nibbles(blocks[..., 4:], 16).flatten(-2), 4))
-    scales = _half(blocks, 0).float() * 2.0 ** (QUANT_SHIFT - exponent)
-    offsets = _half(blocks, 2).float() * 2.0**-exponent
-    words = _half_bits(scales) | _half_bits(offsets) << 16
+    """Scale and minimum of 32 weights in one word: [blocks, rows, lane, half]."""
+    pieces.codes.append(_in_words(_nibbles(blocks[..., 4:], 16).flatten(-2), 4))
+    scales = _half(blocks, 0).float() * 2.0 ** (CODE_SHIFT - exponent)
+    minimums = _half(blocks, 2).float() * 2.0**-exponent
+    words = _half_bits(scales) | _half_bits(minimums) << 16
     rows, count, _ = words.shape
     pieces.scales.append(words.view(rows, count, 2, 4).permute(1, 0, 3, 2).reshape(count, rows, 8))
 
 
 def _packed_scales(blocks: Array) -> Array:
-    """Q4_K's and Q5_K's float16 pair, then for each lane 24 bits (scale, offset, of both halves),
+    """Q4_K's and Q5_K's float16 pair, then for each lane 24 bits (scale, minimum, of both halves),
     byte by byte: word 1 + i holds the lanes' bytes i. [blocks, rows, 4]."""
     first, second, low = (blocks[..., at : at + 4].to(torch.int32) for at in (4, 8, 12))
-    upper_scales, upper_offsets = (low & 15) | (first >> 6) << 4, (low >> 4) | (second >> 6) << 4
-    records = (first & 63) | (second & 63) << 6 | upper_scales << 12 | upper_offsets << 18
+    upper_scales, upper_minimums = (low & 15) | (first >> 6) << 4, (low >> 4) | (second >> 6) << 4
+    records = (first & 63) | (second & 63) << 6 | upper_scales << 12 | upper_minimums << 18
     pair = blocks[..., :4].contiguous().view(torch.int32)
     planes = [pair]
     for byte in range(3):
@@ -382,7 +382,7 @@ def _packed_scales(blocks: Array) -> Array:
 
 def _reorder_q4_k(blocks: Array, exponent: int, pieces: _Pieces) -> None:
     del exponent  # the kernel applies it
-    pieces.quants.append(_in_words(_nibbles(blocks[..., 16:], 32), 4))
+    pieces.codes.append(_in_words(_nibbles(blocks[..., 16:], 32), 4))
     pieces.scales.append(_packed_scales(blocks))
 
 
@@ -390,7 +390,7 @@ def _reorder_q5_k(blocks: Array, exponent: int, pieces: _Pieces) -> None:
     del exponent
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
     high = (blocks[..., None, 16:48] >> shifts) & 1  # [rows, blocks, 8, 32]
-    pieces.quants.append(_in_words(_nibbles(blocks[..., 48:], 32), 4))
+    pieces.codes.append(_in_words(_nibbles(blocks[..., 48:], 32), 4))
     pieces.high.append(_high_words(high.flatten(-2), 1))
     pieces.scales.append(_packed_scales(blocks))
 
@@ -400,7 +400,7 @@ def _reorder_q6_k(blocks: Array, exponent: int, pieces: _Pieces) -> None:
     packed = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(4, 1)
     high = ((packed >> shifts) & 3).flatten(2)
-    pieces.quants.append(_in_words(_nibbles(blocks[..., :128], 64), 4))
+    pieces.codes.append(_in_words(_nibbles(blocks[..., :128], 64), 4))
     pieces.high.append(_high_words(high, 2))
     # 16 groups of 16: (half, lane, steps' half) -> (lane, half, steps' half), 4 bytes a lane
     rows, count, _ = blocks.shape

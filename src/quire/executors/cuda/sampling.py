@@ -15,9 +15,8 @@ from quire.core.plan import History, Sampling, SequencePlan
 from quire.core.sampling import MAX_LOGPROBS, SamplingParams
 from quire.executors import elementary
 from quire.executors.cuda.kernels import layers
+from quire.executors.cuda.kernels.layers import FINITE, NOT_FINITE, NOTHING_ALLOWED, TOO_LARGE
 from quire.executors.cuda.planes import Array
-
-FINITE, NOT_FINITE, NOTHING_ALLOWED, TOO_LARGE = 1, 0, 2, 3  # how a row's sampling went
 
 _WEIGHT_ONE = float(2**32)
 _LOW = 0xFFFFFFFF
@@ -33,7 +32,7 @@ class SampleRow(NamedTuple):
     allowed: bytes | None = None
 
 
-def is_plain(plan: SequencePlan) -> bool:
+def wants_argmax(plan: SequencePlan) -> bool:
     """Whether the token is the argmax of the unmodified logits, and no logprobs are wanted."""
     how = plan.sampling
     if how is None or plan.allowed is not None or plan.history is not None:
@@ -68,25 +67,31 @@ def most_demanding_row(vocabulary_size: int) -> SampleRow:
 
 
 def choose(logits: Array, rows: Sequence[SampleRow], samples: Array) -> tuple[Array, Array]:
-    """Tokens and how it went (FINITE and so on) of each row: logits [rows, vocabulary] float32."""
+    """Tokens and statuses of each row: logits [rows, vocabulary] float32."""
     finite = torch.isfinite(logits).all(dim=1)
     scores = logits.clone()
     _adjust(scores, rows, samples)
     best = scores.max(dim=1).values
-    outcome = torch.where(best == float("-inf"), NOTHING_ALLOWED, FINITE)
-    outcome = torch.where(best == float("inf"), TOO_LARGE, outcome)
-    outcome = torch.where(finite, outcome, NOT_FINITE)
+    status = torch.where(best == float("-inf"), NOTHING_ALLOWED, FINITE)
+    status = torch.where(best == float("inf"), TOO_LARGE, status)
+    status = torch.where(finite, status, NOT_FINITE)
     greedy = np.array([row.sampling.params.is_greedy for row in rows])
     if greedy.all():
-        return _first_best(scores, best), outcome
+        return _first_best(scores, best), status
     drawn = _draw(_weights(scores, best, rows), _bits(rows))
     if not greedy.any():
-        return drawn, outcome
-    return torch.where(_on(greedy, logits), _first_best(scores, best), drawn), outcome
+        return drawn, status
+    return torch.where(_on(greedy, logits), _first_best(scores, best), drawn), status
+
+
+def to_device(values: npt.NDArray[np.generic], device: object) -> Array:
+    """A copy that does not wait for the stream. CUDA has read pageable memory, such as `values`, by
+    the time the call returns, so the array need not be kept."""
+    return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def _on(values: npt.NDArray[np.generic], like: Array) -> Array:
-    return torch.from_numpy(values).to(like.device, non_blocking=True)
+    return to_device(values, like.device)
 
 
 def _first_best(scores: Array, best: Array) -> Array:

@@ -1,11 +1,10 @@
 """A plan's rows packed into the integers that the kernels read, in one buffer.
 
     head rows [rows] | head slots [rows]
-    tokens | sources | positions | slots [tokens each]
-    tiles' rows | counts | positions | table offsets | starts [tokens each]
+    BodyInput.fields [BodyField, tokens]
     block tables, one after the other
 
-A graph is captured for a number of tokens, which fixes the offset of everything behind the head.
+A graph is captured for a number of tokens, which fixes the offset of everything after the head.
 The buffer is sent with one copy.
 """
 
@@ -19,15 +18,10 @@ import numpy.typing as npt
 
 from quire.core.plan import SequencePlan
 from quire.executors.base import BLOCK_SIZE
-from quire.executors.cuda.decoder import BodyInput
+from quire.executors.cuda.decoder import BodyField, BodyInput
 from quire.executors.cuda.planes import Array
 
 Integers = npt.NDArray[np.int32]
-
-# The rows of BodyInput.fields, in its order.
-_TOKEN, _SOURCE, _POSITION, _SLOT = range(4)
-_TILE_ROW, _TILE_COUNT, _TILE_POSITION, _TILE_TABLE, _TILE_START = range(4, 9)
-_FIELDS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +31,7 @@ class Layout:
     max_rows: int
 
     def size(self, num_tokens: int, table_entries: int) -> int:
-        return 2 * self.max_rows + _FIELDS * num_tokens + table_entries
+        return 2 * self.max_rows + len(BodyField) * num_tokens + table_entries
 
     def head(self, buffer: Array) -> tuple[Array, Array]:
         """Rows and slots."""
@@ -45,8 +39,10 @@ class Layout:
 
     def body(self, buffer: Array, num_tokens: int) -> BodyInput:
         start = 2 * self.max_rows
-        fields = buffer[start : start + _FIELDS * num_tokens].view(_FIELDS, num_tokens)
-        return BodyInput(fields, buffer[start + _FIELDS * num_tokens :])
+        fields = buffer[start : start + len(BodyField) * num_tokens].view(
+            len(BodyField), num_tokens
+        )
+        return BodyInput(fields, buffer[start + len(BodyField) * num_tokens :])
 
 
 class PackedRow(NamedTuple):
@@ -70,20 +66,22 @@ def pack_body(rows: Sequence[PackedRow], num_tokens: int, tile_tokens: int) -> I
         count = plan.num_new_tokens
         span = slice(row.first, row.first + count)
         used = plan.block_table[: -(-plan.end // BLOCK_SIZE)]
-        fields[_TOKEN, row.first : row.first + len(plan.tokens)] = plan.tokens
+        fields[BodyField.TOKEN, row.first : row.first + len(plan.tokens)] = plan.tokens
         if row.source is not None:
-            fields[_SOURCE, row.last] = row.source
+            fields[BodyField.SOURCE, row.last] = row.source
         positions = np.arange(plan.start, plan.end, dtype=np.int32)
-        fields[_POSITION, span] = positions
+        fields[BodyField.POSITION, span] = positions
         blocks = np.array(used, dtype=np.int32)
-        fields[_SLOT, span] = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        fields[BodyField.SLOT, span] = (
+            blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        )
         starts = np.arange(0, count, tile_tokens, dtype=np.int32)
         tiles = slice(tile, tile + len(starts))
-        fields[_TILE_ROW, tiles] = row.first + starts
-        fields[_TILE_COUNT, tiles] = np.minimum(tile_tokens, count - starts)
-        fields[_TILE_POSITION, tiles] = plan.start + starts
-        fields[_TILE_TABLE, tiles] = offset
-        fields[_TILE_START, tiles] = plan.start
+        fields[BodyField.TILE_ROW, tiles] = row.first + starts
+        fields[BodyField.TILE_COUNT, tiles] = np.minimum(tile_tokens, count - starts)
+        fields[BodyField.TILE_POSITION, tiles] = plan.start + starts
+        fields[BodyField.TILE_TABLE, tiles] = offset
+        fields[BodyField.TILE_START, tiles] = plan.start
         tile += len(starts)
         tables.append(used)
         offset += len(used)
@@ -92,9 +90,9 @@ def pack_body(rows: Sequence[PackedRow], num_tokens: int, tile_tokens: int) -> I
 
 
 def _padding(num_tokens: int) -> Integers:
-    fields = np.zeros((_FIELDS, num_tokens), np.int32)
-    fields[_SOURCE] = -1
-    fields[_SLOT] = -1
+    fields = np.zeros((len(BodyField), num_tokens), np.int32)
+    fields[BodyField.SOURCE] = -1
+    fields[BodyField.SLOT] = -1
     return fields
 
 
@@ -107,13 +105,13 @@ def _pack_single(rows: Sequence[PackedRow], num_tokens: int) -> Integers:
     lengths = np.fromiter(map(len, tables), np.int32, count)
     flat = np.fromiter(chain.from_iterable(tables), np.int32, int(lengths.sum()))
     ends = np.cumsum(lengths, dtype=np.int32)
-    fields[_TOKEN, :count] = [row.plan.tokens[0] if row.plan.tokens else 0 for row in rows]
-    fields[_SOURCE, :count] = [-1 if row.source is None else row.source for row in rows]
-    fields[_POSITION, :count] = starts
-    fields[_SLOT, :count] = flat[ends - 1] * BLOCK_SIZE + starts % BLOCK_SIZE
-    fields[_TILE_ROW, :count] = np.arange(count)
-    fields[_TILE_COUNT, :count] = 1
-    fields[_TILE_POSITION, :count] = starts
-    fields[_TILE_TABLE, :count] = ends - lengths
-    fields[_TILE_START, :count] = starts
+    fields[BodyField.TOKEN, :count] = [row.plan.tokens[0] if row.plan.tokens else 0 for row in rows]
+    fields[BodyField.SOURCE, :count] = [-1 if row.source is None else row.source for row in rows]
+    fields[BodyField.POSITION, :count] = starts
+    fields[BodyField.SLOT, :count] = flat[ends - 1] * BLOCK_SIZE + starts % BLOCK_SIZE
+    fields[BodyField.TILE_ROW, :count] = np.arange(count)
+    fields[BodyField.TILE_COUNT, :count] = 1
+    fields[BodyField.TILE_POSITION, :count] = starts
+    fields[BodyField.TILE_TABLE, :count] = ends - lengths
+    fields[BodyField.TILE_START, :count] = starts
     return np.concatenate([fields.ravel(), flat])

@@ -7,27 +7,34 @@ from dataclasses import dataclass, field
 import torch
 
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, TokenLogprob
-from quire.executors.base import STEPS_REMEMBERED, no_sample
-from quire.executors.cuda import sampling
+from quire.executors.base import (
+    HIDDEN_NOT_FINITE,
+    LOGITS_INFINITE,
+    LOGITS_NOT_FINITE,
+    NO_TOKEN_ALLOWED,
+    STEPS_REMEMBERED,
+    no_sample,
+)
+from quire.executors.cuda.kernels import layers
 from quire.executors.cuda.planes import Array
 from quire.executors.cuda.sampling import Scores
 from quire.executors.cuda.step_input import PackedRow
 
 _FAULTS = {
-    sampling.NOT_FINITE: "the logits are not finite",
-    sampling.NOTHING_ALLOWED: "the mask allows no token",
-    sampling.TOO_LARGE: "the penalties make the logits infinite",
+    layers.NOT_FINITE: LOGITS_NOT_FINITE,
+    layers.NOTHING_ALLOWED: NO_TOKEN_ALLOWED,
+    layers.TOO_LARGE: LOGITS_INFINITE,
 }
 
 
 @dataclass(slots=True)
 class StepRow:
-    """A row of a step: where its answers will be."""
+    """A row of a step: where its results will be."""
 
     plan: SequencePlan
     fault: str | None = None
     packed: PackedRow | None = None
-    answer: int | None = None  # its row of the head
+    head_row: int | None = None  # where it is sampled
     # On the host once the step is done:
     scores: tuple[Scores, int] | None = None  # of its sample, and its index in them
     prompt_scores: list[Scores] = field(default_factory=list)
@@ -40,8 +47,8 @@ class CudaTicket:
     plan: StepPlan
     rows: list[StepRow]
     num_padding: int = 0
-    is_plain: bool = False  # every row wants the argmax of its logits and nothing else
-    answers: Array | None = None  # [rows, 2] on the host, once `done`
+    wants_argmax: bool = False  # every row wants the argmax of its logits and nothing else
+    sampled: Array | None = None  # [rows, (token, status)] on the host, once `done`
     finite: Array | None = None  # [tokens]
     begun: Array | None = None  # events of the stream
     done: Array | None = None
@@ -110,22 +117,22 @@ class SampleRing:
 
 def results_of(ticket: CudaTicket, samples: SampleRing) -> tuple[SequenceResult, ...]:
     """The results of a step that is done; what failed in it is noted for the rows that follow."""
-    results = _plain_results(ticket)
+    results = _argmax_results(ticket)
     if results is None or samples.follows_fault(ticket.rows):
         results = tuple(_result(ticket, row, samples) for row in ticket.rows)
         samples.remember_faults(ticket.plan.step_id, results)
     return results
 
 
-def _plain_results(ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
+def _argmax_results(ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
     """The results where every row was sampled, is sound and asked for nothing else: the usual
     step, without Python work for each row beyond its result. None for any other step."""
-    answers, finite = ticket.answers, ticket.finite
-    if not ticket.is_plain or answers is None or finite is None:
+    sampled, finite = ticket.sampled, ticket.finite
+    if not ticket.wants_argmax or sampled is None or finite is None:
         return None
-    if not finite.all() or not (answers[:, 1] == sampling.FINITE).all():
+    if not finite.all() or not (sampled[:, 1] == layers.FINITE).all():
         return None
-    tokens = answers[:, 0].tolist()
+    tokens = sampled[:, 0].tolist()
     return tuple(
         [
             SequenceResult(row.plan.sequence_id, token)
@@ -140,11 +147,11 @@ def _result(ticket: CudaTicket, row: StepRow, samples: SampleRing) -> SequenceRe
     if fault is not None:
         return SequenceResult(plan.sequence_id, fault=fault)
     token = logprob = None
-    if row.answer is not None:
-        assert ticket.answers is not None
-        token = int(ticket.answers[row.answer, 0])
+    if row.head_row is not None:
+        assert ticket.sampled is not None
+        token = int(ticket.sampled[row.head_row, 0])
         logprob = _sample_score(row, token)
-    num_top = (plan.sampling.params.prompt_logprobs or 0) if plan.sampling is not None else 0
+    num_top = plan.num_target_logprobs
     targets = iter(plan.prompt_targets)
     prompt = tuple(
         entry for scores in row.prompt_scores for entry in _entries(scores, targets, num_top)
@@ -161,12 +168,12 @@ def _late_fault(ticket: CudaTicket, row: StepRow, samples: SampleRing) -> str | 
     if plan.follows is not None and samples.has_faulted(plan):
         return str(no_sample(plan.follows))
     if not ticket.finite[packed.first : packed.last + 1].all():
-        return "the hidden state is not finite"
-    if row.answer is not None:
-        assert ticket.answers is not None
-        return _FAULTS.get(int(ticket.answers[row.answer, 1]))
+        return HIDDEN_NOT_FINITE
+    if row.head_row is not None:
+        assert ticket.sampled is not None
+        return _FAULTS.get(int(ticket.sampled[row.head_row, 1]))
     if row.logits and not all(bool(torch.isfinite(part).all()) for part in row.logits):
-        return _FAULTS[sampling.NOT_FINITE]
+        return _FAULTS[layers.NOT_FINITE]
     return None
 
 

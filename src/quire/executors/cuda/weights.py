@@ -1,7 +1,7 @@
 """A model's weights on the device: every matrix in planes, joined and ordered as the kernels read.
 
 Hidden and feed-forward vectors live in operand order (see planes.py), so the rows of whatever makes
-them are reordered here, once. Rows of gates and of their values alternate by eight, so that a
+them are reordered here, once. Rows of gates and of their ups alternate by eight, so that a
 thread of the GEMM holds both.
 """
 
@@ -25,11 +25,11 @@ from quire.model.spec import ModelSpec, check_lowered
 
 _SPLIT_TILES = 264  # programs that fill a GPU of 132 multiprocessors, two on each
 _TILE_ROWS = 64
-GATED_SHRINK = 16.0  # gated values reach beyond float16: they are kept divided by this
+GATED_DIVISOR = 16.0  # gated values reach beyond float16: they are kept divided by this
 _MIN_SPLIT_BLOCKS = 8  # of 256 columns
 
 # What launchers can launch. Grids have at most 65535 programs in their second and third direction,
-# a norm's row lies in one program, and so does a tile of the query heads of a key head.
+# a norm's row lies in one program, and so does a tile of the query heads of a kv head.
 MAX_HEAD_DIM = 256
 MAX_HIDDEN = 1 << 15
 MAX_GEMM_ROWS = 65535 * _TILE_ROWS
@@ -52,8 +52,8 @@ class Linear:
     segments: tuple[Segment, ...]
     num_rows: int
     num_splits: int
-    is_gated: bool = False  # eight gates, then their eight values, and so on
-    tokens_shrunk: float = 1.0  # what its tokens come divided by
+    is_gated: bool = False  # eight gates, then their eight ups, and so on
+    token_divisor: float = 1.0  # what its tokens come divided by
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +125,7 @@ def _check_shape(spec: ModelSpec) -> None:
         "head_dim": (spec.head_dim, MAX_HEAD_DIM),
         f"num_heads over num_kv_heads, for heads of {spec.head_dim}": (group, most),
         "hidden_size, up to whole blocks": (padded(spec.hidden_size), MAX_HIDDEN),
-        "the rows of its largest product": (rows, MAX_GEMM_ROWS),
+        "the rows of its largest matrix multiplication": (rows, MAX_GEMM_ROWS),
         "context_length": (spec.context_length, MAX_CONTEXT),
     }
     for what, (value, limit) in bounds.items():
@@ -140,7 +140,7 @@ def _check_shape(spec: ModelSpec) -> None:
 
 
 def largest_group(head_dim: int) -> int:
-    """Query heads of one key head whose tile fits a multiprocessor's shared memory."""
+    """Query heads of one kv head whose tile fits a multiprocessor's shared memory."""
     return 128 if head_dim <= 128 else 32
 
 
@@ -180,7 +180,7 @@ class Loader:
             qkv=self._joined([f"{prefix}attn_{x}" for x in ("q", "k", "v")]),
             output=self._hidden(f"{prefix}attn_output"),
             gate_up=self._gated(f"{prefix}ffn_gate", f"{prefix}ffn_up"),
-            down=replace(self._hidden(f"{prefix}ffn_down"), tokens_shrunk=GATED_SHRINK),
+            down=replace(self._hidden(f"{prefix}ffn_down"), token_divisor=GATED_DIVISOR),
         )
 
     # ---- kinds of GEMM
@@ -214,15 +214,15 @@ class Loader:
         return _linear([Segment(planes, 0, bias)], planes.num_rows)
 
     def _gated(self, gate: str, up: str) -> Linear:
-        """Rows of gates and values alternate by eight; with two formats, gates come first."""
+        """Rows of gates and ups alternate by eight; with two formats, gates come first."""
         size = self._tensors[f"{gate}.weight"].shape[0]
         order = operand_order(padded(size))
         names = [f"{gate}.weight", f"{up}.weight"]
         biases = [self._bias(gate), self._bias(up)]
         if self._format(gate) == self._format(up):
             gates = _with_padding(order, size, 2 * size)
-            values = torch.where(gates < size, gates + size, 2 * size)
-            rows = torch.stack([gates.view(-1, 8), values.view(-1, 8)], dim=1).reshape(-1)
+            ups = torch.where(gates < size, gates + size, 2 * size)
+            rows = torch.stack([gates.view(-1, 8), ups.view(-1, 8)], dim=1).reshape(-1)
             bias = None
             if biases[0] is not None:
                 both = torch.cat([*biases, biases[0].new_zeros(1)])

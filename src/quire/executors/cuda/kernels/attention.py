@@ -46,7 +46,7 @@ class AttentionShape(NamedTuple):
     head_dim: int
     block_size: int
     rows: int  # of a program: tokens times `group`
-    group: int  # query heads of a key head, up to a power of two
+    group: int  # query heads of a kv head, up to a power of two
     split_size: int
     tile: int
 
@@ -144,7 +144,7 @@ def attend(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: up to rows / group tokens of one sequence, one key head, its query heads.
+    """One program: up to rows / group tokens of one sequence, one kv head, its query heads.
 
     `tiles` are TokenTiles, `splits` SplitBuffers. DIMS: head_dim up to a power of two. LARGE: a
     layer has more keys than an int32 counts. EXACT: float32 operands, for Triton's interpreter.

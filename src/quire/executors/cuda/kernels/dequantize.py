@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 class WeightRing(NamedTuple):
     """Stages of weights in shared memory: 256 columns each, or TILING.columns of float weights."""
 
-    quants: Any  # [stages, rows, words]; float weights: float16 [stages, rows, columns]
+    codes: Any  # [stages, rows, words]; float weights: float16 [stages, rows, columns]
     high: Any
     scales: Any
     deltas: Any
@@ -26,9 +26,9 @@ class WeightRing(NamedTuple):
 
 @gluon.constexpr_function
 def _nibbles_asm(high_bits: int, odd_quarter: bool) -> str:
-    """Two words of eight 4-bit quants (and their upper bits) to sixteen float16 in eight registers.
+    """Two words of eight 4-bit codes (and their upper bits) to sixteen float16 in eight registers.
 
-    A quant n in the low bits of a half register is the float16 n * 2**-24; the scale carries the
+    A code n in the low bits of a half register is the float16 n * 2**-24; the scale carries the
     2**24, so a pair takes one fused multiply-add. Odd pairs are decoded where they lie, four bits
     further up, with a sixteenth of the scale. Operands: $0-$7 results, $8-$9 words, then $10-$11
     upper bits if there are any, then scale and offset, each twice.
@@ -62,7 +62,7 @@ def _nibbles_asm(high_bits: int, odd_quarter: bool) -> str:
 
 @gluon.constexpr_function
 def _bytes_asm() -> str:
-    """Four words of four 8-bit quants to sixteen float16; $8-$9 the even words, $10-$11 the odd."""
+    """Four words of four 8-bit codes to sixteen float16; $8-$9 the even words, $10-$11 the odd."""
     lines = ["{", ".reg .b32 t;"]
     for word in range(2):
         for index in range(4):
@@ -75,14 +75,14 @@ def _bytes_asm() -> str:
 
 @gluon.constexpr_function
 def _decode_asm(FORMAT, QUARTER):
-    if FORMAT.quant_bits == 8:
+    if FORMAT.code_bits == 8:
         return _bytes_asm()
     return _nibbles_asm(FORMAT.high_bits, QUARTER % 2 == 1)
 
 
 @gluon.constexpr_function
 def _decode_constraints(FORMAT):
-    has_more = FORMAT.quant_bits == 8 or FORMAT.high_bits > 0
+    has_more = FORMAT.code_bits == 8 or FORMAT.high_bits > 0
     return ",".join(["=r"] * 8 + ["r"] * (8 if has_more else 6))
 
 
@@ -217,8 +217,8 @@ def _split_quarters(words, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def _quant_words(
-    quants,
+def _code_words(
+    codes,
     high,
     WORDS: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -227,12 +227,12 @@ def _quant_words(
 ):
     """Of the four quarters the words, and what goes with each: odd words or upper bits."""
     LANE: gl.constexpr = gl.SliceLayout(2, WORDS)
-    if FORMAT.quant_bits == 8:
-        both = quants.load(_lane_layout(ROWS, WARPS, "bytes")).reshape([ROWS, 4, 2, 2, 2, 2])
+    if FORMAT.code_bits == 8:
+        both = codes.load(_lane_layout(ROWS, WARPS, "bytes")).reshape([ROWS, 4, 2, 2, 2, 2])
         even, odd = gl.split(both)
         return _split_quarters(even, WORDS), _split_quarters(odd, WORDS)
     else:
-        loaded = quants.load(_lane_layout(ROWS, WARPS, "nibbles")).reshape([ROWS, 4, 2, 2, 2])
+        loaded = codes.load(_lane_layout(ROWS, WARPS, "nibbles")).reshape([ROWS, 4, 2, 2, 2])
         words = _split_quarters(loaded, WORDS)
         if FORMAT.high_bits == 2:
             upper = high.load(_lane_layout(ROWS, WARPS, "quarters")).reshape([ROWS, 4, 2, 2])
@@ -289,7 +289,7 @@ def _packed_scales(scales, factors, LANE: gl.constexpr, ROWS: gl.constexpr, WARP
             select0,
             select1,
             factors.scales,
-            factors.offsets,
+            factors.minimums,
         ],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True,
@@ -313,7 +313,7 @@ def _scales_and_offsets(
     if FORMAT.has_packed_scales:
         s0, m0, s1, m1 = _packed_scales(scales, factors, LANE, ROWS, WARPS)
         return (s0, s0, s1, s1), (m0, m0, m1, m1)
-    elif FORMAT.has_stored_offsets:
+    elif FORMAT.has_stored_minimums:
         first, second = gl.split(
             scales.load(_lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
         )
@@ -357,8 +357,8 @@ def load_block(
     """A block of ROWS rows from shared memory, for `dequantized_quarter`: words, odd words or upper
     bits, scales, offsets, each a tuple of four quarters. `factors` are gemm.Factors."""
     WORDS: gl.constexpr = _lane_layout(ROWS, WARPS, "quarter")
-    words, more = _quant_words(
-        ring.quants.index(stage), ring.high.index(stage), WORDS, FORMAT, ROWS, WARPS
+    words, more = _code_words(
+        ring.codes.index(stage), ring.high.index(stage), WORDS, FORMAT, ROWS, WARPS
     )
     scales, offsets = _scales_and_offsets(
         ring.scales.index(stage), ring.deltas.index(stage), factors, WORDS, FORMAT, ROWS, WARPS
@@ -393,7 +393,7 @@ def dequantized_quarter(
     more = block[1][QUARTER]
     scales = gl.expand_dims(block[2][QUARTER], 2).broadcast_to([ROWS, 4, 2])
     offsets = gl.expand_dims(block[3][QUARTER], 2).broadcast_to([ROWS, 4, 2])
-    if FORMAT.quant_bits == 8:
+    if FORMAT.code_bits == 8:
         inputs = [words, more, scales, offsets]
     elif FORMAT.high_bits > 0:
         inputs = [words, gl.expand_dims(more, 2).broadcast_to([ROWS, 4, 2]), scales, offsets]

@@ -15,9 +15,9 @@ _ONE = tl.constexpr(2.0**-24)  # an integer 1 in a float16's lowest bit
 
 
 class PlanePointers(NamedTuple):
-    """A matrix's planes; one that its format lacks repeats `quants`."""
+    """A matrix's planes; one that its format lacks repeats `codes`."""
 
-    quants: Any
+    codes: Any
     high: Any
     scales: Any
     deltas: Any
@@ -27,7 +27,7 @@ class Factors(NamedTuple):
     """Powers of two that undo how planes are scaled (see planes.py)."""
 
     scales: Any  # 2**(24 - exponent), times each scale
-    offsets: Any  # 2**-exponent, times each offset
+    minimums: Any  # 2**-exponent, times each minimum
     sums: Any  # 2**exponent, times each sum
 
 
@@ -63,9 +63,9 @@ def _scale_and_offset(
         record = record >> (half * 12)
         block_scale = _from_half_bits(pair) * factors.scales
         scale = _rounded(block_scale * (record & 63).to(tl.float32))
-        block_offset = _from_half_bits(pair >> 16) * factors.offsets
-        offset = -_rounded(block_offset * ((record >> 6) & 63).to(tl.float32))
-    elif FORMAT.has_stored_offsets:
+        block_minimum = _from_half_bits(pair >> 16) * factors.minimums
+        offset = -_rounded(block_minimum * ((record >> 6) & 63).to(tl.float32))
+    elif FORMAT.has_stored_minimums:
         word = tl.load(planes.scales + index * 8 + lane * 2 + half)
         scale = _from_half_bits(word)
         offset = _from_half_bits(word >> 16)
@@ -97,20 +97,20 @@ def one_bit_shift(pair, steps):
 
 
 @triton.jit
-def _quants(planes: PlanePointers, index, half, lane, steps, pair, one, FORMAT: tl.constexpr):
-    if FORMAT.quant_bits == 8:
-        word = tl.load(planes.quants + index * 64 + lane * 16 + half * 8 + steps * 4 + pair // 2)
-        quant = (word >> (16 * (pair % 2) + 8 * one)) & 255
+def _codes(planes: PlanePointers, index, half, lane, steps, pair, one, FORMAT: tl.constexpr):
+    if FORMAT.code_bits == 8:
+        word = tl.load(planes.codes + index * 64 + lane * 16 + half * 8 + steps * 4 + pair // 2)
+        code = (word >> (16 * (pair % 2) + 8 * one)) & 255
     else:
-        word = tl.load(planes.quants + index * 32 + lane * 8 + half * 4 + steps * 2 + pair // 4)
-        quant = (word >> (4 * (pair % 4) + 16 * one)) & 15
+        word = tl.load(planes.codes + index * 32 + lane * 8 + half * 4 + steps * 2 + pair // 4)
+        code = (word >> (4 * (pair % 4) + 16 * one)) & 15
         if FORMAT.high_bits == 2:
             word = tl.load(planes.high + index * 16 + lane * 4 + half * 2 + steps)
-            quant |= ((word >> (two_bits_shift(pair) + 16 * one)) & 3) << 4
+            code |= ((word >> (two_bits_shift(pair) + 16 * one)) & 3) << 4
         elif FORMAT.high_bits == 1:
             word = tl.load(planes.high + index * 8 + lane * 2 + half)
-            quant |= ((word >> (one_bit_shift(pair, steps) + 16 * one)) & 1) << 4
-    return quant.to(tl.float32)
+            code |= ((word >> (one_bit_shift(pair, steps) + 16 * one)) & 1) << 4
+    return code.to(tl.float32)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def dequantized_block(
     column = tl.arange(0, 256)[None, :]
     if FORMAT.is_float:
         index = rows[:, None].to(tl.int64) * (num_blocks * 256) + block * 256 + column
-        weights = tl.load(planes.quants + index).to(tl.float32)
+        weights = tl.load(planes.codes + index).to(tl.float32)
     else:
         half = column // 128
         step = column % 128 // 16
@@ -139,8 +139,8 @@ def dequantized_block(
         index = (block * num_rows + rows[:, None]).to(tl.int64)
         delta = (block * ((num_rows + 7) // 8 * 8) + rows[:, None]).to(tl.int64)
         scale, offset = _scale_and_offset(planes, factors, index, delta, half, lane, steps, FORMAT)
-        quant = _quants(planes, index, half, lane, steps, pair, one, FORMAT)
-        weights = _rounded(quant * _ONE * scale + offset)
+        code = _codes(planes, index, half, lane, steps, pair, one, FORMAT)
+        weights = _rounded(code * _ONE * scale + offset)
     return weights
 
 

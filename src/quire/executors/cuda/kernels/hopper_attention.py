@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.executors.cuda.kernels.attention import operand_column
 from quire.executors.cuda.kernels.hopper import (
     allocate_barriers,
     allow_next_kernel,
@@ -58,7 +59,7 @@ class CacheRing(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a program computes: tokens of one tile and one key head, over a range of tiles."""
+    """What a program computes: tokens of one tile and one kv head, over a range of tiles."""
 
     tile: Any
     num_tiles: Any
@@ -248,13 +249,6 @@ def _merged(max0, sum0, max1, sum1):
 
 
 @gluon.jit
-def _operand_column(column):
-    """A column's index in operand order (see planes.py)."""
-    inner = column % 128
-    return column - inner + inner % 32 // 4 * 16 + inner % 4 // 2 * 8 + inner // 32 * 2 + inner % 2
-
-
-@gluon.jit
 def _store(
     row_max,
     row_sum,
@@ -288,10 +282,10 @@ def _store(
         row = (program.first_row + token).to(gl.int64)[None, :] * output.out_stride
         mask = is_row[None, :] & (d < _COLUMNS)[:, None]
         column = head[None, :] * SHAPE.head_dim + d[:, None]
-        address = output.out + row + _operand_column(column)
+        address = output.out + row + operand_column(column)
         gl.store(address, (acc0 / row_sum[None, :]).to(gl.float16), mask=mask)
         if COLUMN_TILES == 2:
-            address = output.out + row + _operand_column(column + _COLUMNS)
+            address = output.out + row + operand_column(column + _COLUMNS)
             gl.store(address, (acc1 / row_sum[None, :]).to(gl.float16), mask=mask)
 
 
@@ -396,7 +390,7 @@ def attend(
     SPLIT_PROGRAMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One program: up to rows / group tokens of one sequence, one key head, its query heads.
+    """One program: up to rows / group tokens of one sequence, one kv head, its query heads.
 
     Heads of 64 or 128. Arguments are those of kernels/attention.py.
     """

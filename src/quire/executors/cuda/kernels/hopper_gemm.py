@@ -45,7 +45,7 @@ _QUARTER = gl.constexpr(64)  # columns that are dequantised and multiplied at on
 class PlaneDescriptors(NamedTuple):
     """TMA descriptors of a matrix's planes; a plane that its format lacks repeats another."""
 
-    quants: Any
+    codes: Any
     high: Any
     scales: Any
     deltas: Any
@@ -92,7 +92,7 @@ def _step_columns(TILING, FORMAT):
 def _weight_stage_bytes(TILING, FORMAT):
     if FORMAT.is_float:
         return TILING.rows * TILING.columns * 2
-    words = FORMAT.quant_words + FORMAT.scale_words + FORMAT.high_words
+    words = FORMAT.code_words + FORMAT.scale_words + FORMAT.high_words
     return TILING.rows * (4 * words + (2 if FORMAT.has_deltas else 0))
 
 
@@ -127,13 +127,11 @@ def _load_weights(
         mbarrier.expect(full, _weight_stage_bytes(TILING, FORMAT))
         if FORMAT.is_float:
             tma.async_copy_global_to_shared(
-                planes.quants, [row, (first_step + step) * STEP], full, ring.quants.index(stage)
+                planes.codes, [row, (first_step + step) * STEP], full, ring.codes.index(stage)
             )
         else:
             index = (first_step + step) * num_rows + row
-            tma.async_copy_global_to_shared(
-                planes.quants, [index, 0], full, ring.quants.index(stage)
-            )
+            tma.async_copy_global_to_shared(planes.codes, [index, 0], full, ring.codes.index(stage))
             tma.async_copy_global_to_shared(
                 planes.scales, [index, 0], full, ring.scales.index(stage)
             )
@@ -202,7 +200,7 @@ def _multiply_float(
     for step in range(num_steps):
         mbarrier.wait(weights.full.index(weight_stage), weight_phase)
         mbarrier.wait(tokens.full.index(token_stage), token_phase)
-        w = weights.quants.index(weight_stage)
+        w = weights.codes.index(weight_stage)
         x = tokens.tokens.index(token_stage).permute((1, 0))
         sums = warpgroup_mma(w, x, sums, is_async=True)
         # The wgmma before this one has ended: its stages are free.
@@ -401,18 +399,18 @@ def _allocate_planes(planes: PlaneDescriptors, TILING: gl.constexpr, FORMAT: gl.
     ROWS: gl.constexpr = TILING.rows
     if FORMAT.is_float:
         shape: gl.constexpr = [STAGES, ROWS, TILING.columns]
-        quants = gl.allocate_shared_memory(gl.float16, shape, planes.quants.layout)
-        high = quants
-        scales = quants
-        deltas = quants
+        codes = gl.allocate_shared_memory(gl.float16, shape, planes.codes.layout)
+        high = codes
+        scales = codes
+        deltas = codes
     else:
-        quants = gl.allocate_shared_memory(
-            gl.int32, [STAGES, ROWS, FORMAT.quant_words], planes.quants.layout
+        codes = gl.allocate_shared_memory(
+            gl.int32, [STAGES, ROWS, FORMAT.code_words], planes.codes.layout
         )
         scales = gl.allocate_shared_memory(
             gl.int32, [STAGES, ROWS, FORMAT.scale_words], planes.scales.layout
         )
-        high = quants
+        high = codes
         deltas = scales
         if FORMAT.high_bits > 0:
             high = gl.allocate_shared_memory(
@@ -420,7 +418,7 @@ def _allocate_planes(planes: PlaneDescriptors, TILING: gl.constexpr, FORMAT: gl.
             )
         if FORMAT.has_deltas:
             deltas = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS], planes.deltas.layout)
-    return quants, high, scales, deltas
+    return codes, high, scales, deltas
 
 
 @gluon.jit
@@ -433,7 +431,7 @@ def _allocate_rings(
     staged = gl.allocate_shared_memory(
         gl.float16, [TOKEN_STAGES, TILING.tokens, TILING.columns], token_desc.layout
     )
-    quants, high, scales, deltas = _allocate_planes(planes, TILING, FORMAT)
+    codes, high, scales, deltas = _allocate_planes(planes, TILING, FORMAT)
     weight_full = allocate_barriers(WEIGHT_STAGES)
     weight_empty = allocate_barriers(WEIGHT_STAGES)
     token_full = allocate_barriers(TOKEN_STAGES)
@@ -449,14 +447,14 @@ def _allocate_rings(
         if not SHARED_EMPTY:
             mbarrier.init(token_empty.index(stage), count=1)
     fence_async_shared()
-    weights = WeightRing(quants, high, scales, deltas, weight_full, weight_empty)
+    weights = WeightRing(codes, high, scales, deltas, weight_full, weight_empty)
     return weights, TokenRing(staged, token_full, token_empty)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_blocks"])
 def gemm(
     token_desc,
-    quant_desc,
+    code_desc,
     high_desc,
     scale_desc,
     delta_desc,
@@ -493,7 +491,7 @@ def gemm(
     STEP: gl.constexpr = _step_columns(TILING, FORMAT)
     num_steps = count * (_BLOCK // STEP)
     first_step = first * (_BLOCK // STEP)
-    planes = PlaneDescriptors(quant_desc, high_desc, scale_desc, delta_desc)
+    planes = PlaneDescriptors(code_desc, high_desc, scale_desc, delta_desc)
     weights, tokens = _allocate_rings(token_desc, planes, TILING, FORMAT)
     tile = Tile(row_tile, split, token_tile, first_step, num_steps)
     output = Output(out, bias, factors.sums, shrink, num_tokens, num_rows, row_stride, split_stride)

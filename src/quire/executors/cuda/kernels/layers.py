@@ -10,6 +10,10 @@ import triton.language as tl
 
 SCORE_BLOCK = 2048  # columns at once; with SCORE_WARPS it fixes the order of a row's sum
 SCORE_WARPS = 8
+# How a row's sampling went: the second number of `sampled`.
+NOT_FINITE, FINITE, NOTHING_ALLOWED, TOO_LARGE = 0, 1, 2, 3
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
+_FINITE = tl.constexpr(FINITE)
 
 
 class RopeShape(NamedTuple):
@@ -55,7 +59,7 @@ def _begin_dependent(PDL: tl.constexpr):
 
 @triton.jit
 def add_and_norm(
-    state,
+    hidden,
     sums,
     weight,
     out,
@@ -69,28 +73,28 @@ def add_and_norm(
     FINITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """state += the SPLITS of `sums`, added in order; out = RMS norm of it, as float16.
+    """hidden += the SPLITS of `sums`, added in order; out = RMS norm of it, as float16.
 
     One program a token. `size` is the number of columns without padding, which is zero. FINITE:
-    store of each token whether its state is finite.
+    store of each token whether its hidden state is finite.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     index = token * width + column
     scales = tl.load(weight + column, mask=inside, other=0.0)
-    if SPLITS > 0:  # the state comes from the norm before, which has ended
-        x = tl.load(state + index, mask=inside, other=0.0)
+    if SPLITS > 0:  # the hidden state comes from the norm before, which has ended
+        x = tl.load(hidden + index, mask=inside, other=0.0)
         _begin_dependent(PDL)
     else:
         _begin_dependent(PDL)
-        x = tl.load(state + index, mask=inside, other=0.0)
+        x = tl.load(hidden + index, mask=inside, other=0.0)
     if SPLITS > 0:
         added = tl.load(sums + index, mask=inside, other=0.0)
         for split in tl.static_range(1, SPLITS):
             added += tl.load(sums + split * split_stride + index, mask=inside, other=0.0)
         x += added
-        tl.store(state + index, x, mask=inside)
+        tl.store(hidden + index, x, mask=inside)
     mean = tl.sum(x * x, axis=0) / size
     scale = 1.0 / tl.sqrt(mean + epsilon)
     normed = x * scale * scales
@@ -256,9 +260,9 @@ def best_of_chunk(logits, best, width, stride, BLOCK: tl.constexpr, PDL: tl.cons
 
 
 @triton.jit
-def best_of_row(best, slots, samples, answers, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The first of the largest over a row's chunks: to `samples` at the row's slot, and to the
-    answers (token, whether the logits are finite)."""
+def best_of_row(best, slots, samples, sampled, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The first of the largest over a row's chunks: to `samples` at the row's slot, and to
+    `sampled` (token, status)."""
     _begin_dependent(PDL)
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK)
@@ -270,8 +274,8 @@ def best_of_row(best, slots, samples, answers, num_chunks, BLOCK: tl.constexpr, 
     largest = tl.max(x, axis=0)
     first = tl.min(tl.where(inside & (x == largest), chunk, BLOCK), axis=0)
     token = tl.sum(tl.where(chunk == first, tokens, 0), axis=0)
-    tl.store(answers + row * 2, token)
-    tl.store(answers + row * 2 + 1, 1 - not_finite)
+    tl.store(sampled + row * 2, token)
+    tl.store(sampled + row * 2 + 1, tl.where(not_finite == 0, _FINITE, _NOT_FINITE))
     slot = tl.load(slots + row)
     tl.store(samples + tl.maximum(slot, 0), token, mask=slot >= 0)
 

@@ -1,6 +1,6 @@
 """Every GEMM and attention on this machine's GPU at real shapes, in one table.
 
-    python -m quire.executors.cuda.check
+    python -m tests.executors.cuda.check
 
 Errors are against float64 over the weights as the reference decoders give them, relative in the
 2-norm; `bits` says whether a token's sums were the same in every batch. Attention's errors come of
@@ -35,7 +35,7 @@ from quire.executors.cuda.planes import (
     to_natural_order,
     to_operand_order,
 )
-from quire.executors.cuda.weights import GATED_SHRINK, Linear, Segment, num_splits
+from quire.executors.cuda.weights import GATED_DIVISOR, Linear, Segment, num_splits
 from quire.loader.reading import Bytes
 from quire.model.dummy import random_blocks
 from quire.quant.formats import Format, format_named
@@ -99,7 +99,7 @@ def check_gated(gemm: Gemm, case: Case) -> tuple[float, bool]:
     for batch in BATCHES:
         out = torch.full((batch, rows // 2), float("nan"), dtype=torch.half, device="cuda")
         gemm.multiply_gated(case.gated, case.tokens[:batch].contiguous(), sums, out, batch)
-        found[batch] = out.float() * GATED_SHRINK
+        found[batch] = out.float() * GATED_DIVISOR
     pairs = case.wanted.view(len(case.wanted), -1, 2, 8)  # eight gates, then eight ups
     wanted = torch.nn.functional.silu(pairs[:, :, 0]) * pairs[:, :, 1]
     return _judged(found, wanted.flatten(1))
