@@ -126,6 +126,7 @@ check: $(READY)  ## lint, formatting, types, layers, figures that match their re
 	$(BIN)/lint-imports
 	$(BIN)/quire bench report receipts --markdown docs/performance.md \
 	  --markdown docs/performance-tables.md --check
+	$(BIN)/quire bench report receipts/h200 --markdown docs/performance-cuda-tables.md --check
 
 format: $(READY)  ## format and mend what can be mended
 	$(BIN)/ruff check --fix .

@@ -167,9 +167,9 @@ def _figure(receipt: Receipt, path: tuple[str, ...]) -> list[float]:
 
 
 def peak_bytes(receipt: Receipt) -> float | None:
-    """The most memory that a measurement had: of the GPU that ran it, else of the process."""
-    on_gpu = number(receipt.results, "memory", "peak_gpu_bytes")
-    return number(receipt.results, "memory", "peak_rss_bytes") if on_gpu is None else on_gpu
+    """The most memory that a measurement had: of the GPU where that ran it, else of the process."""
+    of = "gpu" if receipt.executed["device"] == "cuda" else "rss"
+    return number(receipt.results, "memory", f"peak_{of}_bytes")
 
 
 def _fitting_scale(chart: Chart) -> Chart:

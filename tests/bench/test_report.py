@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,19 @@ def test_every_row_of_the_committed_grids_has_its_utilisation(folder: Path) -> N
     assert len(rows) == len(grids) > 0
     assert all(row["of memory bandwidth"].endswith("%") for row in rows)
     assert all(row["of arithmetic, prompts"].endswith("%") for row in rows)
+
+
+@pytest.mark.parametrize("folder", [RECEIPTS, RECEIPTS / "h200"], ids=["receipts", "h200"])
+def test_every_committed_grid_is_whole(folder: Path) -> None:
+    """No combination of its batches and prompts is missing, and none is there twice."""
+    grids: dict[str, list[tuple[Any, Any]]] = {}
+    for one in gather([folder]):
+        if one.kind == "grid-cell":
+            cell = (one.settings["batch"], one.settings["prompt_tokens"])
+            grids.setdefault(str(one.model["name"]), []).append(cell)
+    for name, cells in grids.items():
+        batches, prompts = (sorted({cell[place] for cell in cells}) for place in (0, 1))
+        assert sorted(cells) == list(product(batches, prompts)), name
 
 
 def throughput_rows(receipts: list[Receipt]) -> list[dict[str, str]]:
