@@ -173,8 +173,8 @@ def _on_done(
     service: Service, tracing: Tracing | None, rejected: Counter[str]
 ) -> Callable[[Call], None]:
     def done(call: Call) -> None:
-        if call.admission is not None:
-            call.admission.settle(call.outputs)
+        if call.quota is not None:
+            call.quota.settle(call.outputs)
         if call.status is not None and call.status >= 400:
             rejected[str(call.status)] += 1
         quiet = call.method == "GET" and (call.status or 0) < 400

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.core.errors import ConfigError
 from quire.core.request import RequestOutput
 from quire.server.keys import ApiKey
-from quire.server.quotas import Admission
+from quire.server.quotas import QuotaReservation
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -41,7 +41,7 @@ class Call:
     status: int | None = None
     error: str | None = None
     is_streaming: bool = False
-    admission: Admission | None = None
+    quota: QuotaReservation | None = None
     outputs: list[RequestOutput] = field(default_factory=list)
 
     @property

@@ -21,16 +21,16 @@ from quire.llm import AsyncLLM
 from quire.server.bodies import parse_body, prepare_body, run_in_pool
 from quire.server.calls import Call
 from quire.server.errors import ApiError
-from quire.server.generation import (
+from quire.server.replies import DetokenizedText, EmbeddingList, EmbeddingUsage, TokenList
+from quire.server.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from quire.server.service import Service
+from quire.server.submission import (
     ErrorMapper,
     PreparedBody,
     call_and_model,
     outputs_of,
     submit_all,
 )
-from quire.server.replies import DetokenizedText, EmbeddingList, EmbeddingUsage, TokenList
-from quire.server.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from quire.server.service import Service
 from quire.tokenizer import Tokenizer
 
 # ---- embeddings

@@ -1,27 +1,21 @@
 """Chat and plain completions: from a body to an answer, whole or as a stream."""
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.core.errors import QuireError
 from quire.core.request import Completion, RequestOutput
-from quire.core.sampling import SamplingParams
 from quire.core.version import own_version
 from quire.engine.aio import Stream
 from quire.llm import AsyncLLM
-from quire.llm.prompts import Prepared
-from quire.server.bodies import parse_body, prepare_body, run_in_pool, wait_for_disconnect
-from quire.server.calls import SCOPE_KEY, Call
-from quire.server.errors import ApiError, as_api_error
-from quire.server.middleware import ClientGoneError
-from quire.server.quotas import demand_of
+from quire.server.bodies import parse_body, prepare_body, run_in_pool
+from quire.server.calls import Call
+from quire.server.errors import ApiError
 from quire.server.replies import (
     ChatChoice,
     ChatCompletion,
@@ -35,32 +29,25 @@ from quire.server.replies import (
 )
 from quire.server.schemas import (
     ChatRequest,
-    CommonFields,
     CompletionRequest,
     Generation,
-    Strict,
 )
 from quire.server.service import Service
 from quire.server.streaming import ChatFrames, Frames, StreamReply, TextFrames
+from quire.server.submission import (
+    ErrorMapper,
+    PreparedBody,
+    Prompts,
+    call_and_model,
+    outputs_of,
+    submit_all,
+)
 
 T = TypeVar("T")
-B = TypeVar("B", bound=CommonFields)
 G = TypeVar("G", bound=Generation)
 FINGERPRINT = f"quire-{own_version()}"
 _USUAL_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions
 _MANY_LOGPROBS = 1000  # take some milliseconds to write: not on the event loop
-
-
-Prompts = list[tuple[Prepared, SamplingParams]]
-
-
-class PreparedBody(NamedTuple, Generic[B]):
-    """A body and the tokens of its prompts. The text is dropped from the body: it may be large, and
-    the answer may take long.
-    """
-
-    body: B
-    prompts: Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +107,7 @@ def _generation_call(
 
 
 def _prepare_chat(
-    service: Service, llm: AsyncLLM, call: Call, errors: "ErrorMapper", data: bytes
+    service: Service, llm: AsyncLLM, call: Call, errors: ErrorMapper, data: bytes
 ) -> PreparedBody[ChatRequest]:
     body = parse_body(data, ChatRequest, service.body_limits)
     service.check_model(body.model)
@@ -140,7 +127,7 @@ def _prepare_chat(
 
 
 def _prepare_text(
-    service: Service, llm: AsyncLLM, errors: "ErrorMapper", data: bytes
+    service: Service, llm: AsyncLLM, errors: ErrorMapper, data: bytes
 ) -> PreparedBody[CompletionRequest]:
     body = parse_body(data, CompletionRequest, service.body_limits)
     service.check_model(body.model)
@@ -155,38 +142,7 @@ def _prepare_text(
     return PreparedBody(body.model_copy(update={"prompt": ""}), prompts)
 
 
-# ---- checks, errors and submission
-
-
-def call_and_model(service: Service, request: Request) -> tuple[Call, AsyncLLM]:
-    """The call and the model that answers it; raises where it cannot be answered now."""
-    call: Call = request.scope[SCOPE_KEY]
-    return call, service.llm
-
-
-class ErrorMapper:
-    """Turns quire's errors into ApiErrors that name fields of this schema; also a context manager
-    that does so.
-    """
-
-    def __init__(self, service: Service, schema: type[Strict]) -> None:
-        self._service = service
-        self._fields = schema.model_fields
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, QuireError):
-            raise self.as_api_error(error) from error
-
-    async def of(self, work: Awaitable[T]) -> T:
-        with self:
-            return await work
-
-    def as_api_error(self, error: BaseException) -> ApiError:
-        assert isinstance(error, QuireError)
-        return as_api_error(error, self._fields, is_draining=self._service.is_draining)
+# ---- checks
 
 
 def _check_chat(body: ChatRequest) -> None:
@@ -205,67 +161,6 @@ def _check_chat(body: ChatRequest) -> None:
 def _check_streaming(body: Generation) -> None:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-
-
-async def submit_all(
-    service: Service,
-    llm: AsyncLLM,
-    call: Call,
-    body: CommonFields,
-    prompts: Sequence[tuple[Prepared, SamplingParams]],
-    *,
-    stream: bool,
-    pooling: bool = False,
-) -> list[Stream]:
-    """Queue all prompts in one turn of the event loop, if the key's quota admits them; or none."""
-    call.admission = service.meter.admit(call.key, demand_of(prompts, pooling=pooling))
-    submit = partial(
-        llm.submit,
-        key=call.key_name,
-        priority=body.priority or 0,
-        timeout_s=body.timeout,
-        stream=stream,
-        pooling=pooling,
-    )
-    given = await asyncio.gather(
-        *(submit(prompt, params) for prompt, params in prompts), return_exceptions=True
-    )
-    streams = [accepted for accepted in given if isinstance(accepted, Stream)]
-    for failure in given:
-        if isinstance(failure, BaseException):
-            for accepted in streams:
-                accepted.cancel()
-            raise failure
-    return streams
-
-
-async def outputs_of(
-    request: Request, call: Call, streams: Sequence[Stream]
-) -> list[RequestOutput]:
-    """Wait for all outputs; cancel the requests if the client disconnects."""
-    working = asyncio.create_task(_all_ends(streams))
-    leaving = asyncio.create_task(wait_for_disconnect(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        is_gone = not working.done()
-        if is_gone:
-            for stream in streams:
-                stream.cancel()
-        outputs = await working  # also after a disconnect: quotas count them
-        call.outputs += outputs
-        if is_gone:
-            raise ClientGoneError
-        return outputs
-    finally:
-        leaving.cancel()
-        working.cancel()
-        for stream in streams:
-            stream.cancel()
-
-
-async def _all_ends(streams: Sequence[Stream]) -> list[RequestOutput]:
-    """A coroutine to make a task of: a gather() that is cancelled logs unread exceptions."""
-    return await asyncio.gather(*(stream.output() for stream in streams))
 
 
 # ---- answers

@@ -80,7 +80,7 @@ class Middleware:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                limits = () if call.admission is None else call.admission.headers
+                limits = () if call.quota is None else call.quota.headers
                 added = [(name.encode(), value.encode()) for name, value in limits]
                 message = {**message, "headers": [*message["headers"], *added, *extra]}
             await send(message)

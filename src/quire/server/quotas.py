@@ -1,6 +1,7 @@
 """Quotas: requests at a time and a minute, tokens a minute and a day; and what each key has used.
 
-    read the body, tokenise -> Meter.admit(key, demand) -> engine -> Admission.settle(outputs)
+    read the body, tokenise -> Meter.admit(key, demand) -> engine
+      -> QuotaReservation.settle(outputs)
 
 A call reserves the most that it can use before it is queued; its usage replaces that at its end.
 `settle` is called exactly once for every admission, whatever became of the call: with the outputs
@@ -40,7 +41,7 @@ class Demand:
     max_new_tokens: int  # of all completions of all prompts
 
 
-class Admission(Protocol):
+class QuotaReservation(Protocol):
     """The reservation of an admitted call."""
 
     @property
@@ -54,7 +55,7 @@ class Admission(Protocol):
 class Meter(Protocol):
     """Decides whether a key may have what it asks for; raises an ApiError (429) where not."""
 
-    def admit(self, key: ApiKey | None, demand: Demand) -> Admission: ...
+    def admit(self, key: ApiKey | None, demand: Demand) -> QuotaReservation: ...
 
 
 def demand_of(
@@ -228,7 +229,7 @@ class Quotas:
 
     # ---- the meter
 
-    def admit(self, key: ApiKey | None, demand: Demand) -> Admission:
+    def admit(self, key: ApiKey | None, demand: Demand) -> QuotaReservation:
         """Reserve the most that a call can use; a 429 where that exceeds the key's quotas."""
         tokens = demand.num_prompt_tokens + demand.max_new_tokens
         with self._lock:

@@ -310,8 +310,10 @@ class LogprobWriter:
         return f'{{"token":{json.dumps(self._text(token))},"bytes":{spelled}'
 
     def _top_by_text(self, score: TokenLogprob) -> str:
-        """By text; of two tokens with the same text the last, less likely one counts."""
-        found = {self._text(token): _finite(logprob) for token, logprob in score.top}
+        """By text; of tokens with the same text the likeliest counts, which comes first."""
+        found: dict[str, float] = {}
+        for token, logprob in score.top:
+            found.setdefault(self._text(token), _finite(logprob))
         return json.dumps(found)
 
     def _text(self, token: int) -> str:

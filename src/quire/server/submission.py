@@ -1,0 +1,129 @@
+"""From a call to its outputs: prompts are queued together within the key's quota, and waited for
+while the client is there; quire's errors become the API's."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+from starlette.requests import Request
+
+from quire.core.errors import QuireError
+from quire.core.request import RequestOutput
+from quire.core.sampling import SamplingParams
+from quire.engine.aio import Stream
+from quire.llm import AsyncLLM
+from quire.llm.prompts import Prepared
+from quire.server.bodies import wait_for_disconnect
+from quire.server.calls import SCOPE_KEY, Call
+from quire.server.errors import ApiError, as_api_error
+from quire.server.middleware import ClientGoneError
+from quire.server.quotas import demand_of
+from quire.server.schemas import CommonFields, Strict
+from quire.server.service import Service
+
+T = TypeVar("T")
+B = TypeVar("B", bound=CommonFields)
+
+Prompts = list[tuple[Prepared, SamplingParams]]
+
+
+class PreparedBody(NamedTuple, Generic[B]):
+    """A body and the tokens of its prompts. The text is dropped from the body: it may be large, and
+    the answer may take long.
+    """
+
+    body: B
+    prompts: Prompts
+
+
+def call_and_model(service: Service, request: Request) -> tuple[Call, AsyncLLM]:
+    """The call and the model that answers it; raises where it cannot be answered now."""
+    call: Call = request.scope[SCOPE_KEY]
+    return call, service.llm
+
+
+class ErrorMapper:
+    """Turns quire's errors into ApiErrors that name fields of this schema; also a context manager
+    that does so.
+    """
+
+    def __init__(self, service: Service, schema: type[Strict]) -> None:
+        self._service = service
+        self._fields = schema.model_fields
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, QuireError):
+            raise self.as_api_error(error) from error
+
+    async def of(self, work: Awaitable[T]) -> T:
+        with self:
+            return await work
+
+    def as_api_error(self, error: BaseException) -> ApiError:
+        assert isinstance(error, QuireError)
+        return as_api_error(error, self._fields, is_draining=self._service.is_draining)
+
+
+async def submit_all(
+    service: Service,
+    llm: AsyncLLM,
+    call: Call,
+    body: CommonFields,
+    prompts: Sequence[tuple[Prepared, SamplingParams]],
+    *,
+    stream: bool,
+    pooling: bool = False,
+) -> list[Stream]:
+    """Queue all prompts in one turn of the event loop, if the key's quota admits them; or none."""
+    call.quota = service.meter.admit(call.key, demand_of(prompts, pooling=pooling))
+    submit = partial(
+        llm.submit,
+        key=call.key_name,
+        priority=body.priority or 0,
+        timeout_s=body.timeout,
+        stream=stream,
+        pooling=pooling,
+    )
+    given = await asyncio.gather(
+        *(submit(prompt, params) for prompt, params in prompts), return_exceptions=True
+    )
+    streams = [accepted for accepted in given if isinstance(accepted, Stream)]
+    for failure in given:
+        if isinstance(failure, BaseException):
+            for accepted in streams:
+                accepted.cancel()
+            raise failure
+    return streams
+
+
+async def outputs_of(
+    request: Request, call: Call, streams: Sequence[Stream]
+) -> list[RequestOutput]:
+    """Wait for all outputs; cancel the requests if the client disconnects."""
+    working = asyncio.create_task(_all_ends(streams))
+    leaving = asyncio.create_task(wait_for_disconnect(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        is_gone = not working.done()
+        if is_gone:
+            for stream in streams:
+                stream.cancel()
+        outputs = await working  # also after a disconnect: quotas count them
+        call.outputs += outputs
+        if is_gone:
+            raise ClientGoneError
+        return outputs
+    finally:
+        leaving.cancel()
+        working.cancel()
+        for stream in streams:
+            stream.cancel()
+
+
+async def _all_ends(streams: Sequence[Stream]) -> list[RequestOutput]:
+    """A coroutine to make a task of: a gather() that is cancelled logs unread exceptions."""
+    return await asyncio.gather(*(stream.output() for stream in streams))
