@@ -635,6 +635,13 @@ def test_decodes_and_prompts_together_make_a_step_contended() -> None:
     assert split(*ready, shares=in_debt("a")) == ([0, 1, 2], [0, 0, 0, 0, 0, 97])
 
 
+def test_decodes_come_first_on_any_credit() -> None:
+    shares = in_debt("a", "b")
+    shares._credit |= {"a": 0.9, "b": 0.5}
+    ready = [Stub("a", 1), Stub("a", 1), Stub("a", 1), Stub("b", 1), Stub("b", 1)]
+    assert split(*ready, shares=shares, limit=2)[0] == [3, 4], "keys with few decodes first"
+
+
 @pytest.mark.parametrize(("credit", "num_tokens"), [(0.5, 60), (0.0, 34), (-1.0, 34)])
 def test_any_credit_is_credit(credit: float, num_tokens: int) -> None:
     shares = in_debt("a")

@@ -134,17 +134,6 @@ def test_uncaching_a_block_that_is_not_cached_does_nothing() -> None:
     assert pool.num_used == 1
 
 
-def test_all_can_be_uncached() -> None:
-    pool = BlockPool(3)
-    evictable(pool, b"a")
-    used = take(pool)
-    pool.cache(used, b"b")
-    pool.uncache_all()
-    assert pool.num_cached == 0
-    assert (pool.num_free, pool.num_used) == (2, 1)
-    pool.check_integrity([[used]])
-
-
 # ---- corruption is found
 
 

@@ -155,7 +155,7 @@ class Ready(NamedTuple):
 
     decodes: list[Sequence]  # lack one token
     prompts: list[Sequence]  # lack more
-    context: int  # positions that the decodes attend to
+    num_cached: int  # positions of the decodes that are computed already
 
 
 class Grants(NamedTuple):
@@ -193,8 +193,8 @@ class StepBudget:
         headroom that decodes and prompts of keys in credit leave, only a part is used, and the step
         stays within the latency bound of the protected decodes.
         """
-        decodes, prompts, context = ready
-        budget = min(token_limit, self._pacer.step_tokens(len(decodes), context))
+        decodes, prompts, num_cached = ready
+        budget = min(token_limit, self._pacer.step_tokens(len(decodes), num_cached))
         if self._shares.num_keys < 2 or self._pacer.has_target or not self._chunking:
             return budget
         credit = self._shares.credit
@@ -205,9 +205,9 @@ class StepBudget:
         if not protected:
             return shared
         others = [s for s in (*decodes, *prompts) if s.key != protected[0].key]
-        contexts = [sequence.num_computed for sequence in sorted(others, key=_decode_order)]
-        context = sum(sequence.num_computed for sequence in protected)
-        bounded = partial(self._pacer.co_scheduled_tokens, len(protected), context, contexts)
+        each_cached = [sequence.num_computed for sequence in sorted(others, key=_decode_order)]
+        num_cached = sum(sequence.num_computed for sequence in protected)
+        bounded = partial(self._pacer.co_scheduled_tokens, len(protected), num_cached, each_cached)
         in_credit = min(in_credit, bounded(scale=_PROMPT_BOUND_SCALE))
         return min(shared, len(protected) + max(in_credit, bounded()))
 

@@ -23,7 +23,8 @@ _MAX_GAPS = 3.0  # an arrival this many mean gaps late is not expected any more
 class StepTimeModel:
     """Step time as a + b·tokens + c·context, by recursive least squares.
 
-    `context` is the number of cached positions that the step's rows attend to, each row once.
+    `context` is the number of positions that the step's rows attend to, each row once. Predictions
+    are made of cached positions, before the step adds its own.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,8 @@ class Pacer:
         return self._target_s is not None
 
     def step_tokens(self, num_decodes: int, context: int) -> int:
-        """Tokens the next step may hold, `num_decodes` decodes over `context` among them."""
+        """Tokens the next step may hold, among them `num_decodes` decodes over `context` cached
+        positions."""
         if self._target_s is None:
             return self._max_step_tokens
         within = self._model.tokens_within(self._target_s, context)

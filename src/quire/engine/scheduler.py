@@ -32,8 +32,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank
         self.max_batch_size = min(config.max_batch_size, capacity.max_batch_size)
         self.max_step_tokens = min(config.max_step_tokens, capacity.max_step_tokens)
-        self.batch_limit = self.max_batch_size  # lowered while batches fail
-        self.token_limit = self.max_step_tokens  # lowered while memory is short
+        self.batch_limit = self.max_batch_size  # Backoff's, by set_limits(): lowered on failures
+        self.token_limit = self.max_step_tokens  # likewise: lowered while memory is short
         self.wake_at: float | None = None  # when the batching delay ends
         self._model = StepTimeModel()
         self._pacer = Pacer(config, self._model)
@@ -189,7 +189,7 @@ class Scheduler:
         """Running sequences that lack tokens, within the limits on the batch."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        context = 0
+        num_cached = 0
         limit = min(self.batch_limit, self.token_limit)
         for sequence in self.running[:limit]:
             num_computed = sequence.num_computed
@@ -200,12 +200,12 @@ class Scheduler:
                 if sequence.num_pending and sequence.grammar is not None:
                     continue  # the next mask depends on the pending token
                 decodes.append(sequence)
-                context += num_computed
+                num_cached += num_computed
             elif length > num_computed:
                 prompts.append(sequence)
         for sequence in self.running[limit:]:
             sequence.wait_for(WaitReason.DEGRADED, self._now)
-        return Ready(decodes, prompts, context)
+        return Ready(decodes, prompts, num_cached)
 
     def _plan_decode(self, step: Step, sequence: Sequence) -> None:
         """Where blocks run out, the last running sequence is pre-empted for them."""

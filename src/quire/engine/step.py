@@ -42,7 +42,7 @@ class Step:
     id: int
     rows: list[Row] = field(default_factory=list)
     num_tokens: int = 0
-    context: int = 0  # positions its rows attend to
+    context: int = 0  # positions its rows attend to, their own included
     planned_at: float = 0.0
 
     def plan(self) -> StepPlan:

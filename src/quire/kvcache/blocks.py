@@ -91,10 +91,6 @@ class BlockPool:
             del self._evictable[block]
             self._empty.append(block)
 
-    def uncache_all(self) -> None:
-        for block in list(self._hash_of):
-            self.uncache(block)
-
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless the reference counts are those of the block tables."""
         counted = Counter(block for table in tables for block in table)
