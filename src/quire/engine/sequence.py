@@ -112,7 +112,7 @@ class Sequence:
         self.num_slots = count
 
     def admitted(self, num_cached: int) -> None:
-        """It starts behind a cached prefix; the last token is always computed, for its logits."""
+        """It starts after a cached prefix; the last token is always computed, for its logits."""
         self.num_computed = min(num_cached, len(self.tokens) - 1)
         self.num_writable = 0
         self.is_newly_admitted = True

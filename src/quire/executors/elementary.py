@@ -76,7 +76,7 @@ def log(value: float) -> float:
 
 
 def lane_sum(values: Doubles) -> float:
-    """The sum in a fixed order: lane i takes every 16th value from i on, then halves meet halves.
+    """The sum in a fixed order: lane i takes every 16th value from i on, then halves are added to halves.
 
     numpy adds along the slow axis row after row; its pairwise order is for the fast axis alone.
     """

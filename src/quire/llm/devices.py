@@ -205,7 +205,7 @@ class CpuDevice(_HostDevice):
     )
     engine_defaults = EngineConfig(
         max_batch_size=1,
-        max_step_tokens=256,  # beyond it products gain little, and others' tokens come later
+        max_step_tokens=256,  # beyond it GEMMs gain little, and others' tokens come later
         plan_ahead=False,  # it would compute rows of sequences that have ended
     )
     has_threads = True

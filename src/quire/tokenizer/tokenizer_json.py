@@ -160,7 +160,7 @@ def _check_growth(normalizer: Any, name: str) -> None:
 def _longest_made(step: Mapping[str, Any]) -> int:
     """The longest text that a step of a normalizer makes of a character, or puts before it.
 
-    A precompiled map is a table, which begins with its length, and behind it the texts that it
+    A precompiled map is a table, which begins with its length, and after it the texts that it
     makes of characters, each ended by a zero byte; as base64.
     """
     made = (step.get("content"), step.get("prepend"))

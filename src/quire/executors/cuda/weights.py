@@ -265,7 +265,7 @@ class Loader:
         return self._floats(f"{name}.bias") if f"{name}.bias" in self._tensors else None
 
     def _norm(self, name: str) -> Array:
-        """A hidden vector's norm, in operand order, zeros behind its end."""
+        """A hidden vector's norm, in operand order, zeros after its end."""
         weights = self._floats(name)
         whole = torch.zeros(padded(len(weights)), device=self._device)
         whole[: len(weights)] = weights
@@ -273,7 +273,7 @@ class Loader:
 
 
 def _with_padding(rows: Array, size: int, zero_row: int | None = None) -> Array:
-    """Rows behind the last are the row of zeros."""
+    """Rows past the last are the row of zeros."""
     return torch.where(rows < size, rows, size if zero_row is None else zero_row)
 
 

@@ -84,7 +84,7 @@ class Output(NamedTuple):
 def _load_tile(
     desc, table, tiles, full, stage, start, end, kv_head, COLUMN_TILES: gl.constexpr, SHAPE
 ):
-    """The blocks of one tile; blocks behind the end are not loaded, and arrive at once."""
+    """The blocks of one tile; blocks past the end are not loaded, and arrive at once."""
     BLOCK_SIZE: gl.constexpr = SHAPE.block_size
     barrier = full.index(stage)
     for index in gl.static_range(_TILE // BLOCK_SIZE):
@@ -208,7 +208,7 @@ def _scores(ring: CacheRing, query_tile, stage, zeros, COLUMN_TILES: gl.constexp
 
 @gluon.jit
 def _zero_stale_rows(values, start, end):
-    """Positions behind the end were never written, or by another sequence: 0 * NaN is NaN."""
+    """Positions past the end were never written, or by another sequence: 0 * NaN is NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x = values.load(LAYOUT)
     position = start + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))

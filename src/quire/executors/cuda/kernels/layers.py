@@ -305,7 +305,7 @@ def score_rows(
     sampling.Scores. No copy of the row is made.
 
     Sums run in float64: column c goes to sum c % BLOCK, in ascending order, then the BLOCK sums
-    meet in one tree. That order is a function of the row's width alone. Of equal log-probabilities
+    are added in one tree. That order is a function of the row's width alone. Of equal log-probabilities
     the lower token comes first. A row with NaN yields anything, within bounds.
     """
     at = tl.program_id(0).to(tl.int64)
