@@ -76,7 +76,8 @@ def log(value: float) -> float:
 
 
 def lane_sum(values: Doubles) -> float:
-    """The sum in a fixed order: lane i takes every 16th value from i on, then halves are added to halves.
+    """The sum in a fixed order: lane i takes every 16th value from i on, then lanes are added by
+    halves.
 
     numpy adds along the slow axis row after row; its pairwise order is for the fast axis alone.
     """

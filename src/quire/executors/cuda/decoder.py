@@ -266,7 +266,7 @@ class Decoder:
             self._limits.num_tokens * self._padded_hidden,
             SPLITS=0 if added is None else self._num_splits(added, count),
             BLOCK=triton.next_power_of_2(self._padded_hidden),
-            FINITE=is_last,
+            STORE_FINITE=is_last,
             num_warps=min(32, max(1, triton.next_power_of_2(self._padded_hidden) // _NORM_COLUMNS)),
             **self._launch_options(),
         )

@@ -70,13 +70,13 @@ def add_and_norm(
     split_stride,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FINITE: tl.constexpr,
+    STORE_FINITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """hidden += the SPLITS of `sums`, added in order; out = RMS norm of it, as float16.
 
-    One program a token. `size` is the number of columns without padding, which is zero. FINITE:
-    store of each token whether its hidden state is finite.
+    One program a token. `size` is the number of columns without padding, which is zero.
+    STORE_FINITE: store of each token whether its hidden state is finite.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -100,7 +100,7 @@ def add_and_norm(
     normed = x * scale * scales
     normed = tl.minimum(tl.maximum(normed, -65504.0), 65504.0)
     tl.store(out + index, normed.to(tl.float16), mask=inside)
-    if FINITE:
+    if STORE_FINITE:
         not_finite = tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=0)
         tl.store(finite + token, 1 - not_finite)
 
@@ -305,8 +305,8 @@ def score_rows(
     sampling.Scores. No copy of the row is made.
 
     Sums run in float64: column c goes to sum c % BLOCK, in ascending order, then the BLOCK sums
-    are added in one tree. That order is a function of the row's width alone. Of equal log-probabilities
-    the lower token comes first. A row with NaN yields anything, within bounds.
+    are added in one tree. That order is a function of the row's width alone. Of equal
+    log-probabilities the lower token comes first. A row with NaN yields anything, within bounds.
     """
     at = tl.program_id(0).to(tl.int64)
     row = logits + at * stride
