@@ -252,8 +252,8 @@ def _check_memory(name: str, num_bytes: int) -> None:
 # ---- random weights
 
 
-# By format: where a block keeps its float16 scales, and how large each is beside the first. Offsets
-# take the quants' mean off: 7.5 of 0 to 15. Quants of the other formats are centred as they are.
+# By format: where a block keeps its float16 scales, and how large each is relative to the first.
+# Minimums take the codes' mean off: 7.5 of 0 to 15. Codes of other formats are centred as they are.
 _SCALES: dict[str, dict[int, float]] = {
     "Q8_0": {0: 1.0},
     "Q4_0": {0: 1.0},

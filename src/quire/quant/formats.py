@@ -11,7 +11,7 @@ its next bits the weights that follow, and so on. `_planes` undoes that for all 
     bits=4, run=16:   byte 0 = w16 w0, byte 1 = w17 w1, ... byte 15 = w31 w15
     bits=1, run=1:    byte 0 = w7 w6 w5 w4 w3 w2 w1 w0, byte 1 = w15 ... w8
 
-Names in the code: `scale` and `offset` are float32, `quants` the small integers.
+Names in the code: `scale` and `minimum` are float32, `codes` the small integers.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,15 +56,15 @@ def _half(blocks: Blocks, at: int) -> Floats:
     return blocks[:, at : at + 2].view("<f2").astype(np.float32)
 
 
-def _grouped(scale: Floats, quants: npt.NDArray[np.generic]) -> Floats:
-    """Scale [blocks, groups] times quants [blocks, weights], each group having its own scale."""
+def _grouped(scale: Floats, codes: npt.NDArray[np.generic]) -> Floats:
+    """Scale [blocks, groups] times codes [blocks, weights], each group having its own scale."""
     blocks, groups = scale.shape
-    grouped = quants.astype(np.float32).reshape(blocks, groups, quants.shape[1] // groups)
-    return (scale[:, :, None] * grouped).reshape(quants.shape)
+    grouped = codes.astype(np.float32).reshape(blocks, groups, codes.shape[1] // groups)
+    return (scale[:, :, None] * grouped).reshape(codes.shape)
 
 
-def _repeated(offset: Floats, weights: int) -> Floats:
-    return np.repeat(offset, weights // offset.shape[1], axis=1)
+def _repeated(minimum: Floats, weights: int) -> Floats:
+    return np.repeat(minimum, weights // minimum.shape[1], axis=1)
 
 
 def decode_f32(blocks: Blocks) -> Floats:
@@ -84,13 +84,13 @@ def decode_q8_0(blocks: Blocks) -> Floats:
 
 
 def decode_q4_0(blocks: Blocks) -> Floats:
-    quants = _planes(blocks[:, 2:], bits=4, run=16).astype(np.float32)
-    return _half(blocks, 0) * (quants - 8)
+    codes = _planes(blocks[:, 2:], bits=4, run=16).astype(np.float32)
+    return _half(blocks, 0) * (codes - 8)
 
 
 def decode_q4_1(blocks: Blocks) -> Floats:
-    quants = _planes(blocks[:, 4:], bits=4, run=16).astype(np.float32)
-    return _half(blocks, 0) * quants + _half(blocks, 2)
+    codes = _planes(blocks[:, 4:], bits=4, run=16).astype(np.float32)
+    return _half(blocks, 0) * codes + _half(blocks, 2)
 
 
 def decode_q5_0(blocks: Blocks) -> Floats:
@@ -106,11 +106,11 @@ def decode_q5_1(blocks: Blocks) -> Floats:
 
 
 def decode_q2_k(blocks: Blocks) -> Floats:
-    """Sixteen groups of 16, each with a 4-bit scale and a 4-bit offset."""
+    """Sixteen groups of 16, each with a 4-bit scale and a 4-bit minimum."""
     scale = _half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
-    offset = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
-    quants = _planes(blocks[:, 16:80], bits=2, run=32)
-    return _grouped(scale, quants) - _repeated(offset, 256)
+    minimum = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+    codes = _planes(blocks[:, 16:80], bits=2, run=32)
+    return _grouped(scale, codes) - _repeated(minimum, 256)
 
 
 def decode_q3_k(blocks: Blocks) -> Floats:
@@ -123,35 +123,35 @@ def decode_q3_k(blocks: Blocks) -> Floats:
     return _grouped(scale, (low | high << 2).astype(np.float32) - 4)
 
 
-def _scales_and_offsets(blocks: Blocks) -> tuple[Floats, Floats]:
-    """The eight 6-bit scales and eight 6-bit offsets of Q4_K and Q5_K, times their float16s.
+def _scales_and_minimums(blocks: Blocks) -> tuple[Floats, Floats]:
+    """The eight 6-bit scales and eight 6-bit minimums of Q4_K and Q5_K, times their float16s.
 
     Twelve bytes from byte 4 on: the low six bits of the first four are scales 0-3, of the next four
-    offsets 0-3; the last four hold the low nibbles of scales 4-7 and, above them, of offsets 4-7,
+    minimums 0-3; the last four hold the low nibbles of scales 4-7 and, above them, of minimums 4-7,
     whose upper two bits are the top bits of the first eight bytes.
     """
     first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.hstack([first & 63, (low & 15) | (first >> 6) << 4])
-    offsets = np.hstack([second & 63, (low >> 4) | (second >> 6) << 4])
+    minimums = np.hstack([second & 63, (low >> 4) | (second >> 6) << 4])
     return (
         _half(blocks, 0) * scales.astype(np.float32),
-        _half(blocks, 2) * offsets.astype(np.float32),
+        _half(blocks, 2) * minimums.astype(np.float32),
     )
 
 
 def decode_q4_k(blocks: Blocks) -> Floats:
-    """Eight groups of 32, each with a 6-bit scale and a 6-bit offset."""
-    scale, offset = _scales_and_offsets(blocks)
-    quants = _planes(blocks[:, 16:], bits=4, run=32)
-    return _grouped(scale, quants) - _repeated(offset, 256)
+    """Eight groups of 32, each with a 6-bit scale and a 6-bit minimum."""
+    scale, minimum = _scales_and_minimums(blocks)
+    codes = _planes(blocks[:, 16:], bits=4, run=32)
+    return _grouped(scale, codes) - _repeated(minimum, 256)
 
 
 def decode_q5_k(blocks: Blocks) -> Floats:
     """Q4_K with a fifth bit for each weight."""
-    scale, offset = _scales_and_offsets(blocks)
+    scale, minimum = _scales_and_minimums(blocks)
     high = _planes(blocks[:, 16:48], bits=1, run=32)
     low = _planes(blocks[:, 48:], bits=4, run=32)
-    return _grouped(scale, low | high << 4) - _repeated(offset, 256)
+    return _grouped(scale, low | high << 4) - _repeated(minimum, 256)
 
 
 def decode_q6_k(blocks: Blocks) -> Floats:
@@ -179,13 +179,13 @@ def decode_tq1_0(blocks: Blocks) -> Floats:
     first = _trits(blocks[:, :32], run=32, digits=5)
     second = _trits(blocks[:, 32:48], run=16, digits=5)
     rest = _trits(blocks[:, 48:52], run=4, digits=4)
-    quants = np.hstack([first, second, rest]).astype(np.float32)
-    return _half(blocks, 52) * (quants - 1)
+    codes = np.hstack([first, second, rest]).astype(np.float32)
+    return _half(blocks, 52) * (codes - 1)
 
 
 def decode_tq2_0(blocks: Blocks) -> Floats:
-    quants = _planes(blocks[:, :64], bits=2, run=32).astype(np.float32)
-    return _half(blocks, 64) * (quants - 1)
+    codes = _planes(blocks[:, :64], bits=2, run=32).astype(np.float32)
+    return _half(blocks, 64) * (codes - 1)
 
 
 def decode_i2_s(blocks: Blocks) -> Floats:
@@ -211,8 +211,8 @@ def encode_f16(weights: Floats) -> Blocks:
 def encode_q8_0(weights: Floats) -> Blocks:
     scale = np.abs(weights).max(axis=1, keepdims=True) / np.float32(127)
     scaled = weights * _ratio(np.float32(1), scale)
-    quants = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
-    return np.hstack([scale.astype("<f2").view(np.uint8), quants.view(np.uint8)])
+    codes = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
+    return np.hstack([scale.astype("<f2").view(np.uint8), codes.view(np.uint8)])
 
 
 def _ratio(dividend: Floats | np.float32, divisor: Floats) -> Floats:
@@ -230,8 +230,8 @@ def encode_q6_k(weights: Floats) -> Blocks:
     half = _ratio(np.float32(1), inverse).astype("<f2")
     small = np.minimum(127, np.rint(inverse * scales)).astype(np.int8)
     divisor = half.astype(np.float32) * small.astype(np.float32)
-    quants = np.clip(np.rint(_ratio(groups, divisor[:, :, None])), -32, 31) + 32
-    codes = quants.astype(np.uint8).reshape(-1, 2, 4, 32)
+    codes = np.clip(np.rint(_ratio(groups, divisor[:, :, None])), -32, 31) + 32
+    codes = codes.astype(np.uint8).reshape(-1, 2, 4, 32)
     low, high = codes & 15, codes >> 4
     lows = low[:, :, :2] | low[:, :, 2:] << 4
     highs = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
@@ -240,7 +240,7 @@ def encode_q6_k(weights: Floats) -> Blocks:
 
 
 def _group_scales(groups: Floats) -> Floats:
-    """For each group the scale of 6-bit quants whose error, weighted by the squares of the weights,
+    """For each group the scale of 6-bit codes whose error, weighted by the squares of the weights,
     is the least of nineteen candidates: [blocks, groups]."""
     at = np.abs(groups).argmax(axis=2)[:, :, None]
     peak = np.take_along_axis(groups, at, axis=2)
@@ -249,9 +249,9 @@ def _group_scales(groups: Floats) -> Floats:
     chosen = np.zeros_like(best)
     for step in (0, *range(-9, 0), *range(1, 10)):
         inverse = _ratio(np.float32(-32) - np.float32(0.1) * np.float32(step), peak)
-        quants = np.clip(np.rint(groups * inverse), -32, 31)
-        along = (cubes * quants).sum(axis=2)
-        size = (groups * groups * quants * quants).sum(axis=2)
+        codes = np.clip(np.rint(groups * inverse), -32, 31)
+        along = (cubes * codes).sum(axis=2)
+        size = (groups * groups * codes * codes).sum(axis=2)
         better = along * along > best * size
         scale = _ratio(along, size)
         best = np.where(better, scale * along, best)
