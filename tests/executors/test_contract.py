@@ -112,6 +112,14 @@ def test_following_a_step_without_a_sample_faults_that_row_alone(
     assert kept.fault is None and kept.token is not None
 
 
+def test_a_sample_without_sampling_parameters_faults_that_row_alone(executor: Executor) -> None:
+    without = row(PROMPT, TABLE, want=Want.SAMPLE)._replace(sampling=None)
+    sound = row(PROMPT, (4,), sequence_id=1, want=Want.SAMPLE)
+    refused, kept = run(executor, without, sound)
+    assert refused.fault == "a sample is wanted, but the row has no sampling parameters"
+    assert kept.fault is None and kept.token is not None
+
+
 def test_old_samples_are_forgotten(executor: Executor) -> None:
     for step_id in range(100, 100 + FEW_STEPS):
         run(executor, row(PROMPT[:1], TABLE, want=Want.SAMPLE), step_id=step_id)
