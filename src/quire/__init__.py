@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quire.core.sampling import Constraint, SamplingParams
     from quire.engine.aio import AsyncEngine
     from quire.engine.engine import Engine
-    from quire.llm import LLM, AsyncLLM
+    from quire.llm import LLM, AsyncLLM, TextScore, TextStream
 
 __all__ = [
     "LLM",
@@ -44,6 +44,8 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "TextScore",
+    "TextStream",
     "UnsupportedModelError",
 ]
 
@@ -54,7 +56,7 @@ _HOMES = {
     "quire.core.sampling": ("Constraint", "SamplingParams"),
     "quire.engine.aio": ("AsyncEngine",),
     "quire.engine.engine": ("Engine",),
-    "quire.llm": ("LLM", "AsyncLLM"),
+    "quire.llm": ("LLM", "AsyncLLM", "TextScore", "TextStream"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

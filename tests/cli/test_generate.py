@@ -117,8 +117,8 @@ def test_sampling_flags_reach_the_sampler(text_model: Path) -> None:
         [expected] = llm.generate("hi", params)
     assert free["token_ids"] == expected.token_ids
     biased = tokens("--logit-bias", "300=100", "--stop-token-id", "300")
-    assert (biased["token_ids"], biased["finish_reason"]) == ([300], "stop")
-    ended = tokens("--logit-bias", "2=100")
+    assert (biased["token_ids"], biased["finish_reason"]) == ([], "stop")
+    ended = tokens("--logit-bias", "2=100", "--include-stop-token")
     assert (ended["token_ids"], ended["text"]) == ([2], "")
     assert tokens("--logit-bias", "2=100", "--ignore-eos", "--max-tokens", "3")["token_ids"] == [
         *(2, 2, 2)

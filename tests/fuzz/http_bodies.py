@@ -137,6 +137,7 @@ SHARED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("ignore_eos", (False, True)),
     ("stop_token_ids", ([], [5], [2**31 - 1], list(range(256)))),
     ("include_stop_str_in_output", (False, True)),
+    ("include_stop_token", (False, True)),
     ("return_token_ids", (False, True)),
     ("user", ("me", "\n", "x" * 256)),
     ("priority", (0, -100, 100)),

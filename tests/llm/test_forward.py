@@ -204,12 +204,12 @@ def test_requests_and_rows_share_the_cache_without_touching_each_other(rows: LLM
 def test_a_request_that_the_rows_leave_no_room_for_is_refused_alone(rows: LLM) -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0)
     rows.forward_batch([[1] * 500, [1] * 500, [1] * 500, [1] * 100])  # 103 of 128 blocks
-    refused, fits = rows.generate([[1] * 381, [1] * 380], params)
+    refused, fits = rows.generate([[1] * 381, [1] * 380], params, on_error="keep")
     assert "401 tokens need 26 blocks" in str(refused.error)
     assert "rows leave 25 of 128: call clear() first" in str(refused.error)
     assert fits.error is None
     rows.forward_batch([[1] * 500] * 4)
-    [output] = rows.generate([[1]], params)
+    [output] = rows.generate([[1]], params, on_error="keep")
     assert "need 2 blocks of the KV cache, and forward_batch's rows leave 0" in str(output.error)
     rows.clear()
     assert rows.generate([[1]], params)[0].error is None

@@ -45,7 +45,8 @@ def write_json(path: Path, **values: object) -> None:
 
 def ends_at(llm: LLM, token: int) -> bool:
     """Whether a completion ends when this token comes."""
-    [output] = llm.generate([5, 6], replace(GREEDY, logit_bias={token: 100.0}))
+    params = replace(GREEDY, logit_bias={token: 100.0}, include_stop_token=True)
+    [output] = llm.generate([5, 6], params)
     assert output.token_ids[0] == token
     return output.finish_reason is FinishReason.STOP
 

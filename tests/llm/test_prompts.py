@@ -8,12 +8,8 @@ import pytest
 from quire import LLM
 from quire.core.errors import RequestError
 from quire.core.sampling import SamplingParams
-from quire.llm.prompts import (
-    PromptReader,
-    listed_conversations,
-    listed_prompts,
-    params_for_each,
-)
+from quire.llm.parameters import params_for_each, params_of
+from quire.llm.prompts import PromptReader, listed_conversations, listed_prompts
 
 ONE = SamplingParams(max_tokens=3)
 QUESTION = {"role": "user", "content": "hi"}
@@ -23,6 +19,7 @@ QUESTION = {"role": "user", "content": "hi"}
     ("given", "meant"),
     [
         ("hello", ["hello"]),
+        ({"prompt": "x"}, [{"prompt": "x"}]),
         ([1, 2, 3], [[1, 2, 3]]),
         ((1, 2), [[1, 2]]),
         (np.array([1, 2]), [[1, 2]]),
@@ -38,7 +35,7 @@ def test_one_prompt_or_many_make_a_list(given: Any, meant: list[Any]) -> None:
     assert listed_prompts(given) == meant
 
 
-@pytest.mark.parametrize("given", [None, 5, b"bytes", {"prompt": "x"}])
+@pytest.mark.parametrize("given", [None, 5, b"bytes"])
 def test_what_is_no_list_of_prompts_is_refused(given: Any) -> None:
     with pytest.raises(RequestError, match="prompts must be a list"):
         listed_prompts(given)
@@ -49,11 +46,11 @@ def test_one_conversation_or_many_make_a_list() -> None:
     assert listed_conversations([[QUESTION], [QUESTION]]) == [[QUESTION], [QUESTION]]
     assert listed_conversations([]) == []
     with pytest.raises(RequestError, match="messages must be a list"):
-        listed_conversations(QUESTION)  # type: ignore[arg-type]
+        listed_conversations(QUESTION)
 
 
 def test_params_are_one_for_all_or_one_for_each() -> None:
-    assert params_for_each(None, 2) == [SamplingParams()] * 2
+    assert params_for_each(params_of(None, None, {}), 2) == [SamplingParams()] * 2
     assert params_for_each(ONE, 2) == [ONE, ONE]
     assert params_for_each([ONE, SamplingParams()], 2) == [ONE, SamplingParams()]
 

@@ -17,7 +17,7 @@ CHATS: list[dict[str, Any]] = json.loads((FIXTURES / "smollm2" / "golden.json").
     "chats"
 ]
 NUM_TOKENS = len(CHATS[0]["greedy_f32"])
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=8)
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=8, include_stop_token=True)
 
 
 @pytest.fixture(scope="module")

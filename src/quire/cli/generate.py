@@ -197,6 +197,7 @@ def _outcomes(
     outputs = llm.generate(
         [prepared.tokens for prepared in sound],
         [_params(args, llm.max_context - len(prepared.tokens)) for prepared in sound],
+        on_error="keep",
     )
     for prepared, output in zip(sound, outputs, strict=True):
         output.prompt = prepared.text

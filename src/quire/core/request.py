@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from quire.core.errors import QuireError
 from quire.core.plan import TokenLogprob
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingOptions, SamplingParams
 
 
 class Status(StrEnum):
@@ -58,6 +58,10 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: float | None
     pooling: bool  # compute the hidden state after the prompt, and no tokens
     num_generated: int  # the prompt ends with so many tokens of the completion, which goes on
+
+
+class CallOptions(RequestOptions, SamplingOptions, total=False):
+    """The same with the fields of SamplingParams, for calls that take these by name."""
 
 
 class Transition(NamedTuple):
@@ -153,6 +157,11 @@ class RequestOutput:
     pooled: Any = None  # array [hidden], where the request was for that
     error: QuireError | None = None
     prompt: str | None = None  # the text it came as, where it came as text
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """The completions, by the name that vLLM has for them."""
+        return self.completions
 
     @property
     def text(self) -> str:

@@ -6,9 +6,9 @@ state to keep, save or replay: a draw is the same after batching, pre-emption or
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from quire.core.errors import RequestError
 
@@ -31,6 +31,31 @@ class Constraint:
                 f"constraint kind must be one of {CONSTRAINT_KINDS}, got {self.kind!r}",
                 param="constraint",
             )
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of SamplingParams, in the forms that it takes, as keywords of a call."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop_str_in_output: bool
+    include_stop_token: bool
+    n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    constraint: Constraint | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,36 @@ from quire.llm.machine import (
     parse_bytes,
     usable_cores,
 )
+from quire.llm.parameters import no_parameter
 from quire.model.loading import Model, memory_estimate
 from quire.model.spec import check_lowered
 
 AUTO = "auto"
 CACHE_TYPES = ("auto", "f16", "int8")
 UNIT_VARIABLE = "QUIRE_CPU_UNIT"  # of the environment: which kernels to run
+
+# Options of vLLM, transformers and llama-cpp-python, and what there is here instead.
+_OPTION_NAMES = {
+    "model_path": "write model",
+    "max_model_len": "write max_context",
+    "n_ctx": "write max_context",
+    "max_num_seqs": "write max_batch_size",
+    "max_num_batched_tokens": "write max_step_tokens",
+    "n_batch": "write max_step_tokens",
+    "n_threads": "write threads",
+    "n_gpu_layers": 'write device="cuda" or device="cpu": a model runs on one of them',
+    "gpu_memory_utilization": 'write kv_memory, as a size such as "8GiB"',
+    "tensor_parallel_size": "a model runs on one GPU",
+    "enable_prefix_caching": "write prefix_reuse",
+    "enable_chunked_prefill": "write chunking",
+    "dtype": "weights stay as the file has them",
+    "torch_dtype": "weights stay as the file has them",
+    "quantization": "weights stay as the file has them",
+    "tokenizer": "the model's file or folder has it",
+    "trust_remote_code": "no code of a model is ever run",
+    "enforce_eager": "leave it out",
+    "seed": "give seed to SamplingParams or to a call",
+}
 
 _ANY_SIZE = 1 << 30  # the reference executor takes a step of any size
 _MAX_CPU_BATCH = 1 << 20
@@ -68,9 +92,7 @@ class Options:
         for name in self.engine:
             if name not in known:
                 own = [option.name for option in fields(self) if option.name != "engine"]
-                raise ConfigError(
-                    f"there is no option {name!r}; there are {', '.join(sorted(known | {*own}))}"
-                )
+                raise ConfigError(no_parameter(name, known | {*own}, _OPTION_NAMES))
         context = self.max_context
         if context is not None and (isinstance(context, bool) or not isinstance(context, int)):
             raise ConfigError(f"max_context must be an integer, got {context!r}")

@@ -2,28 +2,41 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, Unpack
+
+import numpy as np
 
 from quire.core.errors import ExecutorError, OverloadedError, QuireError, RequestError
 from quire.core.request import (
     Completion,
     Ended,
     FinishReason,
+    Piece,
     RequestMetrics,
     RequestOutput,
     Status,
 )
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingOptions, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
 from quire.llm.forward import ForwardRows, Logits
+from quire.llm.parameters import (
+    OnError,
+    Params,
+    keeps_errors,
+    one_params,
+    params_for_each,
+    params_of,
+)
+from quire.llm.pooling import NO_TOKENS, Vectors, unit_vector
 from quire.llm.progress import ProgressBar
 from quire.llm.prompts import (
     Conversation,
@@ -32,11 +45,11 @@ from quire.llm.prompts import (
     PromptReader,
     listed_conversations,
     listed_prompts,
-    params_for_each,
+    text_of,
 )
+from quire.llm.scoring import SCORED, TextScore, paired, score_of
 from quire.tokenizer import Tokenizer
 
-Params = SamplingParams | Sequence[SamplingParams] | None  # one for all, or one for each
 Asked = TypeVar("Asked")  # a prompt or a conversation
 
 _BATCHES_LIVE = 2  # what runs, and as much waiting: a million prompts cost no more memory
@@ -102,53 +115,174 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         params: Params = None,
         *,
+        sampling_params: Params = None,
+        on_error: OnError = "raise",
         progress: bool | None = None,
+        **keywords: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
         """Complete one prompt or many, each text or token ids; the outputs in the same order.
 
-        A prompt that cannot run has an `error` in its output, and the others go on. `progress`: a
-        bar on standard error; left out, where that is a terminal.
+        How: `params` (or `sampling_params`), one for all or one for each; or fields of
+        SamplingParams by name, such as `max_tokens=32`. The first prompt that fails ends the call
+        with its error; with `on_error="keep"` the error is in its output, and the others go on.
+        `progress`: a bar on standard error; left out, where that is a terminal.
         """
+        chosen = params_of(params, sampling_params, keywords)
         asked = listed_prompts(prompts)
         with self._alone("generate"):
-            return self._run(asked, params, self.prompts.read, progress)
+            return self._run(asked, chosen, self.prompts.read, on_error, progress)
 
     def chat(
         self,
         messages: Conversation | Iterable[Conversation],
         params: Params = None,
         *,
+        sampling_params: Params = None,
         parse_control_tokens: bool = False,
+        on_error: OnError = "raise",
         progress: bool | None = None,
+        **keywords: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation or many: lists of {"role": ..., "content": ...}.
+        """Answer one conversation or many: lists of {"role": ..., "content": ...}, or a string for
+        one message of the user. The rest as in `generate`.
 
         Messages are text: control tokens such as <|im_end|> come from the model's template alone,
         unless `parse_control_tokens` lets messages write them, too.
         """
+        chosen = params_of(params, sampling_params, keywords)
         asked = listed_conversations(messages)
         read = partial(self.prompts.read_chat, parse_control_tokens=parse_control_tokens)
         with self._alone("chat"):
             if asked:
                 _ = self.prompts.template  # a model that cannot chat is no fault of a prompt
-            return self._run(asked, params, read, progress)
+            return self._run(asked, chosen, read, on_error, progress, name="messages")
 
     def _run(
         self,
         asked: list[Asked],
-        params: Params,
+        params: SamplingParams | Sequence[SamplingParams],
         prepare: Callable[[Asked], Prepared],
-        progress: bool | None,
+        on_error: OnError = "raise",
+        progress: bool | None = None,
+        *,
+        name: str = "prompts",
+        pooling: bool = False,
     ) -> list[RequestOutput]:
+        kept = keeps_errors(on_error)
         each = params_for_each(params, len(asked))
         if not asked:
             return []
-        run = _OfflineRun(self._engine, asked, each, prepare)
+        run = _OfflineRun(
+            self._engine, asked, each, prepare, name=name, keeps_errors=kept, pooling=pooling
+        )
         try:
-            return run.run(ProgressBar(len(asked), show=progress))
+            outputs = run.run(ProgressBar(len(asked), show=progress))
         except BaseException:  # Ctrl-C, most likely: the engine's state is unknown
             self._renew_engine()
             raise
+        if run.failure is not None:
+            raise run.failure
+        return outputs
+
+    # ---- as it comes
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        **keywords: Unpack[SamplingOptions],
+    ) -> "TextStream":
+        """The completion of one prompt, piece by piece: `for piece in llm.stream(...)`.
+
+        Leaving the loop ends the request. Parameters as in `generate`.
+        """
+        chosen = one_params(params, sampling_params, keywords)
+        return TextStream(self._pieces(self.prompts.read(prompt), chosen))
+
+    def chat_stream(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        parse_control_tokens: bool = False,
+        **keywords: Unpack[SamplingOptions],
+    ) -> "TextStream":
+        """The answer to one conversation, likewise; parameters as in `chat`."""
+        chosen = one_params(params, sampling_params, keywords)
+        read = self.prompts.read_chat
+        prepared = read(messages, parse_control_tokens=parse_control_tokens)
+        return TextStream(self._pieces(prepared, chosen))
+
+    def _pieces(
+        self, prepared: Prepared, params: SamplingParams
+    ) -> Generator[Piece, None, RequestOutput]:
+        with self._alone("stream"):
+            request = self._engine.add_request(prepared.tokens, params, stream=True)
+            try:
+                while True:
+                    for event in self._engine.step():
+                        if isinstance(event, Ended):
+                            event.output.prompt = prepared.text
+                            return event.output
+                        yield event
+                    self._engine.sleep_until_due()
+            except GeneratorExit:
+                raise
+            except BaseException:  # as in _run
+                self._renew_engine()
+                raise
+            finally:
+                if self._engine.cancel(request.id):
+                    self._engine.settle()
+                    self._engine.take_events()
+
+    # ---- without generating
+
+    def embed(self, prompts: Prompt | Iterable[Prompt]) -> Vectors:
+        """A vector of length 1 for each prompt, as an array [prompts, hidden]: the hidden state
+        after its last token. A rough measure from a model that was not trained to embed.
+        """
+        asked = listed_prompts(prompts)
+        with self._alone("embed"):
+            outputs = self._run(asked, NO_TOKENS, self.prompts.read, pooling=True)
+        return np.array([unit_vector(output.pooled) for output in outputs], np.float32)
+
+    def score(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        completions: Prompt | Iterable[Prompt] | None = None,
+    ) -> list[TextScore]:
+        """How likely the model finds each prompt after its first token; or, where completions are
+        given, how likely each completion after its prompt (one prompt may serve all of them).
+        """
+        pairs = paired(prompts, completions)
+        lengths: list[int] = []
+
+        def read(pair: tuple[Prompt, Prompt | None]) -> Prepared:
+            prompt, completion = pair
+            if completion is None:
+                lengths.append(1)
+                return self.prompts.read(prompt)
+            prepared, length = self.prompts.read_pair(prompt, completion)
+            lengths.append(length)
+            return prepared
+
+        with self._alone("score"):
+            outputs = self._run(pairs, SCORED, read)
+        return [score_of(out, length) for out, length in zip(outputs, lengths, strict=True)]
+
+    def tokenize(self, prompt: Conversation, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text, or of a conversation in the model's template."""
+        _ = self._open
+        return self.prompts.tokenize(prompt, add_special_tokens=add_special_tokens)
+
+    def detokenize(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        _ = self._open
+        return self.prompts.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
 
     # ---- plain forward passes
 
@@ -240,8 +374,8 @@ class LLM:
         _ = self._open
         if not self._call.acquire(blocking=False):
             raise RequestError(
-                f"{name} is refused while another call runs: give all prompts to one call, or use "
-                "AsyncLLM"
+                f"{name} is refused while another call or stream runs: give all prompts to one "
+                "call, end the stream first, or use AsyncLLM"
             )
         try:
             yield
@@ -255,9 +389,33 @@ class LLM:
         self._rows = ForwardRows(engine)
 
 
+class TextStream(Iterator[Piece]):
+    """The pieces of one request as they come; `output` is the whole of it, once it has ended.
+
+    A request that fails raises its error where the pieces end.
+    """
+
+    def __init__(self, pieces: Generator[Piece, None, RequestOutput]) -> None:
+        self._pieces = pieces
+        self.output: RequestOutput | None = None
+
+    def __next__(self) -> Piece:
+        try:
+            return next(self._pieces)
+        except StopIteration as end:
+            self.output = end.value or self.output
+        if self.output is not None and self.output.error is not None:
+            raise self.output.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the request, if it has not ended."""
+        self._pieces.close()
+
+
 class _OfflineRun(Generic[Asked]):
     """One call of generate or chat: feeds the engine prompts as its queue drains. A prompt that
-    cannot run fails alone."""
+    cannot run fails alone where errors are kept, and else ends the call: see `failure`."""
 
     def __init__(
         self,
@@ -265,7 +423,15 @@ class _OfflineRun(Generic[Asked]):
         asked: Sequence[Asked],
         params: Sequence[SamplingParams],
         prepare: Callable[[Asked], Prepared],
+        *,
+        name: str,  # of what was asked, in errors
+        keeps_errors: bool,
+        pooling: bool,
     ) -> None:
+        self.failure: QuireError | None = None
+        self._name = name
+        self._keeps_errors = keeps_errors
+        self._pooling = pooling
         self._engine = engine
         self._asked = asked
         self._params = params
@@ -280,13 +446,15 @@ class _OfflineRun(Generic[Asked]):
     def run(self, bar: ProgressBar) -> list[RequestOutput]:
         engine = self._engine
         tokens_before = engine.stats.completion_tokens
-        while self._next < len(self._asked) or engine.has_work:
+        while self.failure is None and (self._next < len(self._asked) or engine.has_work):
             self._feed()
             for event in engine.step():
                 if isinstance(event, Ended):
                     self._finish(event.output)
             engine.sleep_until_due()
             bar.update(self._num_done, self._told(engine.stats.completion_tokens - tokens_before))
+        if self.failure is not None:
+            self._abandon()
         bar.finish(self._num_done, self._told(engine.stats.completion_tokens - tokens_before))
         return [output for output in self._outputs if output is not None]
 
@@ -299,7 +467,7 @@ class _OfflineRun(Generic[Asked]):
     def _feed(self) -> None:
         """Queue prompts until enough are live."""
         most = _BATCHES_LIVE * self._engine.config.max_batch_size
-        while self._next < len(self._asked) and len(self._live) < most:
+        while self._next < len(self._asked) and len(self._live) < most and self.failure is None:
             try:
                 self._queue(self._next)
             except OverloadedError:
@@ -314,13 +482,33 @@ class _OfflineRun(Generic[Asked]):
     def _queue(self, index: int) -> None:
         if self._prepared is None:
             self._prepared = self._prepare(self._asked[index])
-        request = self._engine.add_request(self._prepared.tokens, self._params[index])
+        request = self._engine.add_request(
+            self._prepared.tokens, self._params[index], pooling=self._pooling
+        )
         self._live[request.id] = (index, self._prepared.text)
 
     def _finish(self, output: RequestOutput) -> None:
         index, output.prompt = self._live.pop(output.request_id)
         self._outputs[index] = output
         self._num_done += 1
+        self._look_at(output.error, index)
+
+    def _look_at(self, error: QuireError | None, index: int) -> None:
+        """Where errors are not kept, the first ends the call; of many prompts it says which."""
+        if error is None or self._keeps_errors or self.failure is not None:
+            return
+        self.failure = error
+        if len(self._asked) > 1:
+            self.failure = copy(error)
+            self.failure.args = (f"{self._name}[{index}]: {error}",)
+            self.failure.__cause__ = error
+
+    def _abandon(self) -> None:
+        """End the call's requests; the engine goes on."""
+        for request_id in list(self._live):
+            self._engine.cancel(request_id)
+        self._engine.settle()
+        self._engine.take_events()
 
     def _refuse(self, index: int, error: QuireError) -> None:
         """The output of a request that never reached the engine."""
@@ -333,6 +521,7 @@ class _OfflineRun(Generic[Asked]):
             metrics=RequestMetrics(now, finished_at=now),
             status=Status.FAILED,
             error=error,
-            prompt=asked if isinstance(asked, str) else None,
+            prompt=text_of(asked),
         )
         self._num_done += 1
+        self._look_at(error, index)

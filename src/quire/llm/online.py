@@ -1,13 +1,13 @@
 """AsyncLLM: a model for event loops; requests come and go, and share every step."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from quire.core.errors import RequestError
-from quire.core.request import Piece, RequestOptions, RequestOutput
+from quire.core.request import CallOptions, Piece, RequestOptions, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.aio import AsyncEngine, Stream
 from quire.engine.engine import Engine
@@ -15,7 +15,10 @@ from quire.engine.stats import Snapshot
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
 from quire.llm.forward import ForwardRows, Logits
-from quire.llm.prompts import Conversation, Prepared, Prompt, PromptReader
+from quire.llm.parameters import OnError, keeps_errors, one_params, split_keywords
+from quire.llm.pooling import NO_TOKENS, Vectors, unit_vector
+from quire.llm.prompts import Conversation, Prepared, Prompt, PromptReader, text_of
+from quire.llm.scoring import SCORED, TextScore, score_of
 from quire.tokenizer import Tokenizer
 
 _LONG_TEXT = 16_384  # characters; tokenising more would block the event loop
@@ -24,9 +27,10 @@ _LONG_TEXT = 16_384  # characters; tokenising more would block the event loop
 class AsyncLLM:
     """A model file, ready to serve. Made like LLM; close it, or use it in an `async with`.
 
-    `prompts` turns a prompt or a conversation into tokens. Further options of every request:
-    `key` says whose it is (fairness, prefix reuse), `priority` (lower is more urgent), `timeout_s`
-    and `request_id`.
+    `prompts` turns a prompt or a conversation into tokens. Calls take `params` (or
+    `sampling_params`), or fields of SamplingParams by name, such as `max_tokens=32`. Further
+    options of every request: `key` says whose it is (fairness, prefix reuse), `priority` (lower is
+    more urgent), `timeout_s` and `request_id`.
     """
 
     def __init__(
@@ -81,14 +85,18 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        *,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[CallOptions],
     ) -> AsyncIterator[Piece]:
         """The completion as it comes; leaving the loop ends the request.
 
         Raises the request's error: at once where it cannot run, else where it ended with one.
         """
+        request, keywords = split_keywords(options)
+        chosen = one_params(params, sampling_params, keywords)
         prepared = await self._read(prompt)
-        handle = await self._engine.submit(prepared.tokens, params, **options)
+        handle = await self._engine.submit(prepared.tokens, chosen, **request)
         try:
             async for piece in handle:
                 yield piece
@@ -100,12 +108,15 @@ class AsyncLLM:
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
+        sampling_params: SamplingParams | None = None,
         parse_control_tokens: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[CallOptions],
     ) -> AsyncIterator[Piece]:
         """The answer to a conversation as it comes; see `stream` and `read_chat`."""
+        request, keywords = split_keywords(options)
+        chosen = one_params(params, sampling_params, keywords)
         prepared = await self._read_chat(messages, parse_control_tokens)
-        handle = await self._engine.submit(prepared.tokens, params, **options)
+        handle = await self._engine.submit(prepared.tokens, chosen, **request)
         try:
             async for piece in handle:
                 yield piece
@@ -116,25 +127,67 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        *,
+        sampling_params: SamplingParams | None = None,
+        on_error: OnError = "raise",
+        **options: Unpack[CallOptions],
     ) -> RequestOutput:
         """Complete one prompt; for many, gather many calls.
 
-        A request that cannot run raises; an error while it runs is in the output.
+        A request that fails raises; with `on_error="keep"` an error while it runs is in the output.
         """
-        return await self._complete(await self._read(prompt), params, options)
+        request, keywords = split_keywords(options)
+        chosen = one_params(params, sampling_params, keywords)
+        return await self._complete(await self._read(prompt), chosen, on_error, request)
 
     async def chat(
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
+        sampling_params: SamplingParams | None = None,
         parse_control_tokens: bool = False,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[CallOptions],
     ) -> RequestOutput:
-        """Answer one conversation; see `generate` and `read_chat`."""
+        """Answer one conversation, or a string as one message; see `generate` and `read_chat`."""
+        request, keywords = split_keywords(options)
+        chosen = one_params(params, sampling_params, keywords)
         prepared = await self._read_chat(messages, parse_control_tokens)
-        return await self._complete(prepared, params, options)
+        return await self._complete(prepared, chosen, on_error, request)
+
+    async def embed(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Vectors:
+        """The prompt's vector of length 1, as in LLM.embed; an array [hidden]."""
+        options["pooling"] = True
+        output = await self._complete(await self._read(prompt), NO_TOKENS, "raise", options)
+        return unit_vector(output.pooled)
+
+    async def score(
+        self, prompt: Prompt, completion: Prompt | None = None, **options: Unpack[RequestOptions]
+    ) -> TextScore:
+        """How likely the model finds a prompt, or a completion after it, as in LLM.score."""
+        self._check_open()
+        start = 1
+        if completion is None:
+            prepared = await self._read(prompt)
+        else:
+            read = self.prompts.read_pair
+            prepared, start = await asyncio.to_thread(read, prompt, completion)
+        return score_of(await self._complete(prepared, SCORED, "raise", options), start)
+
+    async def tokenize(self, prompt: Conversation, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text, or of a conversation in the model's template."""
+        self._check_open()
+        return await asyncio.to_thread(
+            self.prompts.tokenize, prompt, add_special_tokens=add_special_tokens
+        )
+
+    async def detokenize(
+        self, token_ids: Iterable[int], *, skip_special_tokens: bool = False
+    ) -> str:
+        """The text of tokens."""
+        self._check_open()
+        return self.prompts.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def submit(
         self,
@@ -251,7 +304,7 @@ class AsyncLLM:
         self._check_open()
         if isinstance(prompt, Prepared):
             return prompt
-        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+        if len(text_of(prompt) or "") > _LONG_TEXT:
             return await asyncio.to_thread(self.prompts.read, prompt)
         return self.prompts.read(prompt)
 
@@ -267,8 +320,15 @@ class AsyncLLM:
             raise RequestError("this AsyncLLM is closed")
 
     async def _complete(
-        self, prepared: Prepared, params: SamplingParams | None, options: RequestOptions
+        self,
+        prepared: Prepared,
+        params: SamplingParams,
+        on_error: OnError,
+        options: RequestOptions,
     ) -> RequestOutput:
+        kept = keeps_errors(on_error)
         output = await self._engine.generate(prepared.tokens, params, **options)
         output.prompt = prepared.text
+        if output.error is not None and not kept:
+            raise output.error
         return output

@@ -6,12 +6,11 @@ from operator import index
 from typing import Any, NamedTuple
 
 from quire.core.errors import RequestError
-from quire.core.sampling import SamplingParams
 from quire.tokenizer import ChatTemplate, Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, object]  # a mapping: {"prompt"} or {"prompt_token_ids"}
 Message = Mapping[str, object]
-Conversation = Sequence[Message]
+Conversation = str | Sequence[Message]  # a string is one message of the user
 
 
 class Prepared(NamedTuple):
@@ -34,6 +33,8 @@ class PromptReader:
 
     def read(self, prompt: Prompt) -> Prepared:
         """The tokens of a text, with those the model wants around it; token ids as they are."""
+        if isinstance(prompt, Mapping):
+            prompt = _from_mapping(prompt)
         if not isinstance(prompt, str):
             return Prepared(self._checked_ids(prompt))
         if self._tokenizer is None:
@@ -61,6 +62,8 @@ class PromptReader:
         Control tokens come from the template; in a message their names are letters, unless
         `parse_control_tokens` says that its author may write them.
         """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         text, own_spans = self.template.render(messages)
         assert self._tokenizer is not None
         spans = True if parse_control_tokens else own_spans
@@ -68,6 +71,52 @@ class PromptReader:
             self._tokenizer, text, "messages", add_special=False, parse_special=spans
         )
         return Prepared(tokens, text)
+
+    def tokenize(self, prompt: Conversation, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text, or of a conversation in the model's template; of any length.
+
+        `add_special_tokens`: with those that the model wants around a text.
+        """
+        if not isinstance(prompt, str):
+            return list(self.read_chat(prompt).tokens)
+        return self._need_tokenizer().encode(prompt, add_special=add_special_tokens)
+
+    def detokenize(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        tokenizer = self._need_tokenizer()
+        tokens = _token_ids(token_ids, "token_ids")
+        for number, token in enumerate(tokens):
+            if not 0 <= token < tokenizer.vocabulary_size:
+                raise RequestError(
+                    f"token_ids[{number}] is {token}; the vocabulary has 0 to "
+                    f"{tokenizer.vocabulary_size - 1}",
+                    param="token_ids",
+                )
+        return tokenizer.decode(tokens, skip_special=skip_special_tokens)
+
+    def read_pair(self, prompt: Prompt, completion: Prompt) -> tuple[Prepared, int]:
+        """A prompt with its completion, and how many tokens the prompt is of them.
+
+        Texts are tokenised together: the completion's tokens are those past the prompt's number.
+        """
+        first = self.read(prompt)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            whole = self.read(prompt + completion)
+        else:
+            whole = Prepared([*first.tokens, *self._continuation(completion)])
+        if len(whole.tokens) <= len(first.tokens):
+            raise RequestError("the completion has no tokens of its own", param="completions")
+        return whole, len(first.tokens)
+
+    def _continuation(self, completion: Prompt) -> Sequence[int]:
+        if isinstance(completion, str):
+            return self.tokenize(completion, add_special_tokens=False)
+        return self.read(completion).tokens
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer: it takes token ids", param="prompt")
+        return self._tokenizer
 
     @property
     def can_chat(self) -> bool:
@@ -109,6 +158,8 @@ class PromptReader:
 
 def listed_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list of prompts."""
+    if isinstance(prompts, Mapping):
+        return [prompts]
     items = _listed(prompts, "prompts")
     if isinstance(items, str) or (items and _is_token(items[0])):
         return [items]
@@ -118,31 +169,9 @@ def listed_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 def listed_conversations(messages: Conversation | Iterable[Conversation]) -> list[Conversation]:
     """One conversation or many, as a list of conversations."""
     items = _listed(messages, "messages")
-    if items and isinstance(items[0], Mapping):
+    if isinstance(items, str) or (items and isinstance(items[0], Mapping)):
         return [items]
     return list(items)
-
-
-def params_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    """One for all, or one for each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or isinstance(params, str):
-        raise RequestError(
-            f"params must be SamplingParams or a list of them, got {params!r:.100}", param="params"
-        )
-    for number, one in enumerate(params):
-        if not isinstance(one, SamplingParams):
-            raise RequestError(
-                f"params[{number}] must be SamplingParams, got {one!r:.100}", param="params"
-            )
-    if len(params) != count:
-        raise RequestError(
-            f"there are {count} prompts but {len(params)} params: give one for each", param="params"
-        )
-    return list(params)
 
 
 def _listed(given: Any, name: str) -> Any:
@@ -156,19 +185,38 @@ def _listed(given: Any, name: str) -> Any:
     return list(given)
 
 
-def _token_ids(prompt: Any) -> list[int]:
+def text_of(prompt: Any) -> str | None:
+    """The text that a prompt comes as, if it does."""
+    given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return given if isinstance(given, str) else None
+
+
+def _from_mapping(prompt: Mapping[str, object]) -> Any:
+    """The prompt in a mapping, such as vLLM's TextPrompt or TokensPrompt."""
+    for name in prompt:
+        if name not in ("prompt", "prompt_token_ids"):
+            raise RequestError(
+                f'a prompt has no {name!r}: give {{"prompt": text}} or '
+                '{"prompt_token_ids": [...]}, without anything else',
+                param="prompt",
+            )
+    if "prompt_token_ids" in prompt:  # the text, if it is there too, is what they were made of
+        return prompt["prompt_token_ids"]
+    return prompt.get("prompt", "")
+
+
+def _token_ids(prompt: Any, name: str = "prompt") -> list[int]:
     """Plain integers; the engine checks that the model has such tokens."""
     if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
-        raise RequestError(
-            f"a prompt is text or a list of token ids, got {prompt!r:.100}", param="prompt"
-        )
+        what = "a prompt is text or" if name == "prompt" else f"{name} must be"
+        raise RequestError(f"{what} a list of token ids, got {prompt!r:.100}", param=name)
     if isinstance(prompt, list | tuple) and set(map(type, prompt)) == {int}:
         return list(prompt)
     tokens = []
     for number, token in enumerate(prompt):
         if not _is_token(token):
             raise RequestError(
-                f"prompt token {number} must be an integer, got {token!r:.100}", param="prompt"
+                f"{name} token {number} must be an integer, got {token!r:.100}", param=name
             )
         tokens.append(index(token))
     return tokens

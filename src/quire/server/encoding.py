@@ -1,9 +1,4 @@
-"""Endpoints that encode and do not generate: embeddings, /tokenize and /detokenize.
-
-An embedding is the model's hidden state after the last token of an input and the final norm, scaled
-to length 1. It is what a model made for writing has to offer: fit to compare texts roughly, and no
-match for a model trained to embed.
-"""
+"""Endpoints that encode and do not generate: embeddings, /tokenize and /detokenize."""
 
 import base64
 import json
@@ -16,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.request import RequestOutput
-from quire.core.sampling import SamplingParams
 from quire.llm import AsyncLLM
+from quire.llm.pooling import NO_TOKENS, unit_vector
 from quire.server.bodies import parse_body, prepare_body, run_in_pool
 from quire.server.calls import Call
 from quire.server.errors import ApiError
@@ -36,7 +31,6 @@ from quire.tokenizer import Tokenizer
 # ---- embeddings
 
 
-_NO_TOKENS = SamplingParams(max_tokens=1)  # the least there is; pooling samples nothing
 _MANY_NUMBERS = 4096  # take some milliseconds to write: not on the event loop
 
 
@@ -64,7 +58,7 @@ def _prepare(
     body = parse_body(data, EmbeddingRequest, service.body_limits)
     service.check_model(body.model)
     with errors:
-        prompts = [(llm.prompts.read(text).without_text(), _NO_TOKENS) for text in body.prompts]
+        prompts = [(llm.prompts.read(text).without_text(), NO_TOKENS) for text in body.prompts]
     return PreparedBody(body.model_copy(update={"input": ""}), prompts)
 
 
@@ -82,9 +76,7 @@ def _written(model: str, outputs: list[RequestOutput], encoding: str | None) -> 
 
 
 def _vector(pooled: Any, encoding: str | None) -> list[float] | str:
-    state = np.asarray(pooled, np.float64)
-    length = float(np.linalg.norm(state))
-    unit = (state / length if length > 0 else state).astype(np.float32)
+    unit = unit_vector(pooled)
     if encoding == "base64":
         return base64.b64encode(unit.astype("<f4").tobytes()).decode()
     return [float(value) for value in unit]
