@@ -12,6 +12,7 @@ FUZZ_READERS := gguf gguf_model safetensors tokenizer_json config
 NATIVE := build/native/.built
 NODE_CLIENT := build/node/.ready
 CUDA_VENV := build/cuda
+CLIENTS := build/clients
 BENCH_RIVALS ?= llama.cpp
 BENCH_PYTHON ?= $(BIN)/python
 BENCH_MIXES ?= Q4_K_M Q5_K_M Q6_K Q8_0 TQ2_0
@@ -19,7 +20,7 @@ BENCH_LOAD := --device cpu --prompt-tokens 64 --new-tokens 32 --batch 1,4,16,64
 
 SANITIZED := build/sanitized
 
-.PHONY: help setup native node-client test test-cuda test-long fuzz mutate sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
+.PHONY: help setup native node-client test test-cuda test-clients test-long fuzz mutate sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +67,14 @@ test-cuda: $(CUDA_VENV)/.ready  ## run the CUDA executor's tests: interpreted, e
 	TRITON_INTERPRET=1 PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q \
 	  -W ignore::DeprecationWarning:triton tests/executors/cuda
 	PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q tests/executors/cuda/test_hopper_compiles.py
+
+$(CLIENTS)/.ready: tests/clients/requirements.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $(CLIENTS)/.ready
+
+test-clients: $(READY) $(NATIVE) $(CLIENTS)/.ready  ## run the guide's recipes for LangChain, LlamaIndex and llm
+	$(BIN)/python -m pytest -q tests/clients
 
 test-long: $(READY) $(NATIVE)  ## run the long random tests
 	QUIRE_HYPOTHESIS=random $(BIN)/python -m pytest -q -n $(WORKERS) -m long
