@@ -651,7 +651,8 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
         | {Feature.ATTENTION_SOFT_CAP, Feature.LOGIT_SOFT_CAP}
     ),
-    "cuda": frozenset(_OF_LLAMA),
+    # Those of BitNet beside ternary matrices alone.
+    "cuda": frozenset(_OF_LLAMA | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}),
     "reference": frozenset(Feature),
 }
 

@@ -193,3 +193,22 @@ def _tile(kept: Array, start: int, size: int) -> Array:
     there = kept[start : start + size]
     tile[: len(there)] = there.to(torch.float64)
     return tile
+
+
+def decoded_ternary(planes: Planes) -> Array:
+    """What kernels/hopper_ternary.py multiplies, divided by 64, in natural order: [rows, columns].
+
+    Lane t of a warp has words 4 t to 4 t + 3 of a row's block; field j of word q is four bytes, of
+    which it keeps the upper two bits: operand columns 64 q + 16 j + 4 t to + 3.
+    """
+    words = planes.codes.view(planes.num_blocks, planes.num_rows, 4, 4)  # t, q
+    block = torch.empty((planes.num_blocks, planes.num_rows, 256), dtype=torch.int32)
+    for lane in range(4):
+        for word in range(4):
+            for field in range(4):
+                kept = (words[:, :, lane, word] << 2 * field) & -0x3F3F3F40  # 0xC0C0C0C0
+                start = 64 * word + 16 * field + 4 * lane
+                for byte in range(4):
+                    signed = kept << 24 - 8 * byte >> 24
+                    block[:, :, start + byte] = signed >> 6
+    return to_natural_order(block.transpose(0, 1).reshape(planes.num_rows, -1))

@@ -233,7 +233,7 @@ def test_other_formats_are_refused_by_name() -> None:
 
 def test_other_kinds_of_model_are_refused_by_name() -> None:
     with (
-        load_model(fixture_file("tiny-bitnet/TQ2_0.gguf")) as model,
+        load_model(fixture_file("tiny-bitnet/F32.gguf")) as model,
         pytest.raises(UnsupportedModelError, match="norms before its output projections"),
     ):
         CudaExecutor(model, CONFIG)

@@ -14,9 +14,9 @@ if triton.knobs.runtime.interpret:
 from tests.executors.cuda.compiling import SHARED_MEMORY, compiled, pretend  # noqa: E402
 
 from quire.executors.cuda import attention as launchers  # noqa: E402
-from quire.executors.cuda.gemm import HopperGemm, tiling  # noqa: E402
+from quire.executors.cuda.gemm import HopperGemm, ternary_tiling, tiling  # noqa: E402
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
-from quire.executors.cuda.planes import DELTA_ROWS, PLANE_FORMATS, Planes  # noqa: E402
+from quire.executors.cuda.planes import DELTA_ROWS, PLANE_FORMATS, TERNARY, Planes  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment  # noqa: E402
 
 TOKENS = (1, 16, 32, 64, 8192)
@@ -89,6 +89,29 @@ def test_a_gemm_fits_its_registers_and_runs_on_tensor_cores(
     assert usage.shared <= SHARED_MEMORY
     assert "HGMMA" in listing
     assert f"64x{cut.tokens}x16" in listing
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_a_ternary_gemm_runs_on_the_tensor_cores_integers(
+    has_scales: bool, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend()
+    gemm = HopperGemm()
+    catch = _Catch(gemm._ternary_kernels.gemm)
+    monkeypatch.setattr(gemm._ternary_kernels, "gemm", catch)
+    rows, blocks = 13824, 2
+    scales = torch.empty(rows * blocks, dtype=torch.float16) if has_scales else None
+    planes = Planes(TERNARY, rows, blocks, _words(blocks * rows, 16), deltas=scales)
+    linear = Linear((Segment(planes, 0, None),), rows, 1)
+    tokens = torch.empty((num_tokens, 512), dtype=torch.int8)
+    gemm.multiply(linear, tokens, torch.empty((1, num_tokens, rows)), num_tokens)
+    usage, listing = compiled(catch.found, tmp_path)
+    cut = ternary_tiling(planes, 1, num_tokens)
+    print(num_tokens, cut, usage)
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY
+    assert f"IGMMA.64x{min(cut.tokens, 128)}x32.S8.S8" in listing
 
 
 @pytest.mark.parametrize(("num_tokens", "num_splits"), [(4, 0), (4, 4), (256, 0), (2048, 0)])

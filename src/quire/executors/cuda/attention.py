@@ -45,7 +45,7 @@ class AttentionInput:
     queries: Array  # [tokens, heads, head_dim], bfloat16
     tables: Array  # block tables, one after the other
     tiles: TokenTiles
-    out: Array  # [tokens, heads * head_dim], float16 in operand order
+    out: Array  # [tokens, heads * head_dim], float16 or float32, in operand order
 
 
 class LayerCache(NamedTuple):

@@ -20,16 +20,17 @@ from quire.executors.cuda.attention import (
 )
 from quire.executors.cuda.gemm import Gemm, factors, plane_pointers
 from quire.executors.cuda.kernels import gemm as gemm_kernels
-from quire.executors.cuda.kernels import layers
+from quire.executors.cuda.kernels import layers, ternary
 from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.planes import Array, padded
 from quire.executors.cuda.weights import LayerWeights, Linear, ModelWeights
-from quire.model.spec import ModelSpec
+from quire.model.spec import Activation, ModelSpec
 
 _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _NORM_COLUMNS = 128  # a warp, up to 32 warps
 _TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any GEMM
+_TOKENS_THAT_FILL_TERNARY = 128
 
 
 class BodyField(IntEnum):
@@ -65,6 +66,14 @@ class BodyShape:
 
     num_tokens: int
     num_splits: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TernarySource:
+    """What a launch of `norm_and_quantize` reads."""
+
+    kind: int
+    pointers: ternary.Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,8 @@ def kv_block_bytes(spec: ModelSpec) -> int:
 
 class Decoder:
     """Runs the kernels of one model. `samples` is where sampled tokens stay on the device."""
+
+    _ROUNDED_EMBEDDING = True
 
     def __init__(
         self,
@@ -151,18 +162,8 @@ class Decoder:
         half = torch.float16
         self.hidden = self._zeros((tokens, self._padded_hidden), torch.float32)
         self.normed = self._zeros((tokens, self._padded_hidden), half)
-        self.attention_output = self._zeros((tokens, padded(spec.query_size)), half)
         self.queries = self._zeros((tokens, spec.num_heads, spec.head_dim), torch.bfloat16)
-        self.gated = self._zeros((tokens, padded(spec.ffn_size)), half)
-        linears = [
-            x for layer in self._weights.layers for x in (layer.qkv, layer.output, layer.down)
-        ]
-        most = max(linear.num_splits * linear.num_rows for linear in linears)
-        self._sums = self._zeros((most * tokens,), torch.float32)
-        gates = [layer.gate_up for layer in self._weights.layers]
-        self._gate_sums = None
-        if any(self._gemm.needs_gate_sums(gate) for gate in gates):
-            self._gate_sums = self._zeros((1, tokens, gates[0].num_rows), torch.float32)
+        self._make_activations()
         self._attention = attention_for(
             spec,
             max_split_tokens=limits.max_split_tokens,
@@ -185,6 +186,22 @@ class Decoder:
         self.sampled = self.step_results[: 2 * rows].view(rows, 2)
         self.finite = self.step_results[2 * rows :]
 
+    def _make_activations(self) -> None:
+        """What GEMMs read and write."""
+        spec, tokens = self._spec, self._limits.num_tokens
+        self._activations = self.normed
+        self.attention_output = self._zeros((tokens, padded(spec.query_size)), torch.float16)
+        self.gated = self._zeros((tokens, padded(spec.ffn_size)), torch.float16)
+        linears = [
+            x for layer in self._weights.layers for x in (layer.qkv, layer.output, layer.down)
+        ]
+        most = max(linear.num_splits * linear.num_rows for linear in linears)
+        self._sums = self._zeros((most * tokens,), torch.float32)
+        gates = [layer.gate_up for layer in self._weights.layers]
+        self._gate_sums = None
+        if any(self._gemm.needs_gate_sums(gate) for gate in gates):
+            self._gate_sums = self._zeros((1, tokens, gates[0].num_rows), torch.float32)
+
     def _zeros(self, shape: tuple[int, ...], kind: object) -> Array:
         return torch.zeros(shape, dtype=kind, device=self._device)
 
@@ -205,14 +222,19 @@ class Decoder:
         for index, layer in enumerate(self._weights.layers):
             self._norm(count, layer.attention_norm, previous)
             self._attend(shape, body, blocks, index, layer)
-            self._multiply(layer.output, self.attention_output, count)
+            self._project(count, layer)
             self._norm(count, layer.feed_forward_norm, layer.output)
-            self._gemm.multiply_gated(
-                layer.gate_up, self.normed, self._gate_sums, self.gated, count
-            )
-            self._multiply(layer.down, self.gated, count)
+            self._feed_forward(count, layer)
             previous = layer.down
         self._norm(count, self._weights.output_norm, previous, is_last=True)
+
+    def _project(self, count: int, layer: LayerWeights) -> None:
+        """The output projection of attention."""
+        self._multiply(layer.output, self.attention_output, count)
+
+    def _feed_forward(self, count: int, layer: LayerWeights) -> None:
+        self._gemm.multiply_gated(layer.gate_up, self.normed, self._gate_sums, self.gated, count)
+        self._multiply(layer.down, self.gated, count)
 
     def _embed(self, count: int, body: BodyInput) -> None:
         planes = self._weights.embedding
@@ -226,6 +248,7 @@ class Decoder:
             planes.num_blocks,
             factors(planes),
             FORMAT=planes.layout,
+            ROUNDED=self._ROUNDED_EMBEDDING,
             num_warps=4,
             **self._launch_options(),
         )
@@ -280,7 +303,7 @@ class Decoder:
         layer: LayerWeights,
     ) -> None:
         count = shape.num_tokens
-        self._multiply(layer.qkv, self.normed, count)
+        self._multiply(layer.qkv, self._activations, count)
         self._rope(count, body, blocks, index, layer)
         self._attention.attend(
             AttentionInput(self.queries, body.tables, body.tiles, self.attention_output),
@@ -302,14 +325,20 @@ class Decoder:
             self._cosines if layer.query_norm is None else layer.query_norm,
             self._cosines if layer.key_norm is None else layer.key_norm,
             layers.QueryKeyValue(self.queries, blocks.keys[index], blocks.values[index]),
+            self._ternary_sums(layer.qkv),
             self._limits.num_tokens * layer.qkv.num_rows,
             layer.qkv.num_rows,
             spec.norm_epsilon,
             SHAPE=self._rope_shape,
             SPLITS=self._num_splits(layer.qkv, count),
+            TERNARY=layer.qkv.is_ternary,
             num_warps=4,
             **self._launch_options(),
         )
+
+    def _ternary_sums(self, qkv: Linear) -> layers.TernarySums:
+        del qkv
+        return layers.TernarySums(self._cosines, 1.0, 1.0, 1.0)  # not read
 
     # ---- the head
 
@@ -357,3 +386,103 @@ class Decoder:
         )
         head = self._weights.head
         self._gemm.multiply(head, self.head_rows, self.logits[None], count)
+
+
+class TernaryDecoder(Decoder):
+    """The same for BitNet models: the layers' GEMMs take int8 activations with one scale a token,
+    which the norm before them makes (see kernels/ternary.py)."""
+
+    # A weight rounded to float16 could round to another int8 code.
+    _ROUNDED_EMBEDDING = False
+
+    def _make_activations(self) -> None:
+        spec, tokens = self._spec, self._limits.num_tokens
+        query, ffn = padded(spec.query_size), padded(spec.ffn_size)
+        self._activations = self._zeros((tokens, self._padded_hidden), torch.int8)
+        self.attention_output = self._zeros((tokens, query), torch.float32)
+        self._attention_codes = self._zeros((tokens, query), torch.int8)
+        self._gated_codes = self._zeros((tokens, ffn), torch.int8)
+        self._units = self._zeros((tokens,), torch.float32)
+        most = max(
+            linear.num_splits * linear.num_rows
+            for layer in self._weights.layers
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
+        self._sums = self._zeros((most * tokens,), torch.float32)
+
+    def _num_splits(self, linear: Linear, count: int) -> int:
+        """Sums of integers are the same in any splits: large steps need none."""
+        if linear.sums_integers and count > _TOKENS_THAT_FILL_TERNARY:
+            return 1
+        return super()._num_splits(linear, count)
+
+    def _norm(
+        self, count: int, weight: Array, added: Linear | None, *, is_last: bool = False
+    ) -> None:
+        self._quantize(
+            count,
+            self._source(ternary.VECTORS if added is None else ternary.SUMS, self.hidden, added),
+            weight,
+            self._activations,
+            self._spec.hidden_size,
+            added,
+            is_last=is_last,
+        )
+
+    def _project(self, count: int, layer: LayerWeights) -> None:
+        source = self._source(ternary.VECTORS, self.attention_output, None)
+        weight, codes = layer.attention_sub_norm, self._attention_codes
+        self._quantize(count, source, weight, codes, self._spec.query_size, None)
+        self._multiply(layer.output, codes, count)
+
+    def _feed_forward(self, count: int, layer: LayerWeights) -> None:
+        self._multiply(layer.gate_up, self._activations, count)
+        source = self._source(ternary.GATED, self.hidden, layer.gate_up)
+        weight, codes = layer.feed_forward_sub_norm, self._gated_codes
+        self._quantize(count, source, weight, codes, self._spec.ffn_size, layer.gate_up)
+        self._multiply(layer.down, codes, count)
+
+    def _ternary_sums(self, qkv: Linear) -> layers.TernarySums:
+        return layers.TernarySums(self._units, *qkv.scales)
+
+    def _source(self, kind: int, vectors: Array, linear: Linear | None) -> _TernarySource:
+        scales = (1.0,) if linear is None else linear.scales
+        rows = 0 if linear is None else linear.num_rows
+        stride = self._limits.num_tokens * rows
+        source = ternary.Source(vectors, self._sums, stride, scales[0], scales[-1])
+        return _TernarySource(kind, source)
+
+    def _quantize(
+        self,
+        count: int,
+        source: _TernarySource,
+        weight: Array | None,
+        codes: Array,
+        size: int,
+        linear: Linear | None,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """From the source to codes and units; after the last layer to `normed`."""
+        width = padded(size)
+        block = int(triton.next_power_of_2(width))
+        ternary.norm_and_quantize[(count,)](
+            source.pointers,
+            self._units if weight is None else weight,
+            ternary.Target(codes, self._units, self.normed, self.finite),
+            width,
+            size,
+            self._spec.norm_epsilon,
+            SOURCE=source.kind,
+            SPLITS=1 if linear is None else self._num_splits(linear, count),
+            SQUARED_RELU=self._spec.activation is Activation.RELU2,
+            NORM=weight is not None,
+            OUTPUT_HALVES=is_last,
+            BLOCK=block,
+            num_warps=min(32, max(1, block // _NORM_COLUMNS)),
+            **self._launch_options(),
+        )
+
+
+def decoder_for(weights: ModelWeights) -> type[Decoder]:
+    return TernaryDecoder if weights.is_ternary else Decoder

@@ -25,7 +25,7 @@ from quire.core.plan import StepPlan, StepResult, Want
 from quire.core.sampling import MAX_LOGPROBS
 from quire.executors.base import NO_SAMPLING, ExecutorBase, model_capacity
 from quire.executors.cuda import sampling
-from quire.executors.cuda.decoder import Decoder, KVBlocks, Limits
+from quire.executors.cuda.decoder import Decoder, KVBlocks, Limits, decoder_for
 from quire.executors.cuda.gemm import gemm_for
 from quire.executors.cuda.graphs import GraphRunner
 from quire.executors.cuda.memory import (
@@ -41,7 +41,7 @@ from quire.executors.cuda.planes import Array, to_natural_order
 from quire.executors.cuda.sampling import SampleRow, wants_argmax
 from quire.executors.cuda.step_input import PackedRow
 from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, results_of
-from quire.executors.cuda.weights import Loader, check_model, packed_bytes
+from quire.executors.cuda.weights import check_model, load_weights, packed_bytes
 from quire.model.loading import Model
 
 _MAX_SPLIT_TOKENS = 16
@@ -85,12 +85,12 @@ class CudaExecutor(ExecutorBase):
         self._is_gpu = config.device != "cpu"
         check_fits(model, self._device)
         with weights_memory(self._device, packed_bytes(model.tensors)):
-            self._weights = Loader(spec, model.tensors, self._device).load()
+            self._weights = load_weights(spec, model.tensors, self._device)
         gemm = gemm_for(self._device)
         self._samples = SampleRing(config.max_batch_size, self._device)
         limits = self._limits()
         with buffers_memory(self._device):
-            self._decoder = Decoder(
+            self._decoder: Decoder = decoder_for(self._weights)(
                 spec, self._weights, gemm, limits, self._samples.tokens, self._device
             )
         self._rows_sampled_at_once = rows_sampled_at_once(

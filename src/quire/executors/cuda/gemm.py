@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quire.executors.cuda.kernels import gemm as portable
+from quire.executors.cuda.kernels import ternary as portable_ternary
 from quire.executors.cuda.kernels.gemm import Factors, PlanePointers
 from quire.executors.cuda.planes import CODE_SHIFT, Array, PlaneFormat, Planes
 from quire.executors.cuda.weights import GATED_DIVISOR, Linear, Segment
@@ -102,6 +103,9 @@ class PortableGemm:
             sums.shape[0],
             -(-num_tokens // self._TOKENS),
         )
+        if planes.is_ternary:
+            self._multiply_ternary(grid, segment, tokens, sums, num_tokens)
+            return
         portable.gemm[grid](
             tokens,
             sums[:, :, segment.first_row :],
@@ -119,6 +123,31 @@ class PortableGemm:
             FORMAT=planes.layout,
             BIAS=segment.bias is not None,
             EXACT=self._exact,
+        )
+
+    def _multiply_ternary(
+        self,
+        grid: tuple[int, int, int],
+        segment: Segment,
+        tokens: Array,
+        sums: Array,
+        num_tokens: int,
+    ) -> None:
+        planes = segment.planes
+        portable_ternary.gemm[grid](
+            tokens,
+            sums[:, :, segment.first_row :],
+            planes.codes,
+            planes.codes if planes.deltas is None else planes.deltas,
+            num_tokens,
+            planes.num_rows,
+            planes.num_blocks,
+            tokens.stride(0),
+            sums.stride(1),
+            sums.stride(0),
+            ROWS=self._ROWS,
+            TOKENS=self._TOKENS,
+            BLOCK_SCALES=planes.deltas is not None,
         )
 
 
@@ -227,13 +256,44 @@ def _large_tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_token
     return Tiling(128, 256, 64, 4, 2 if layout.bits == 8 else 3, 8, 168)
 
 
+class TernaryTiling(NamedTuple):
+    """The same for ternary weights; a stage holds 256 columns of weights and of tokens."""
+
+    rows: int  # a program
+    tokens: int  # a program
+    stages: int
+    warps: int  # that multiply
+    registers: int  # a thread, at most
+
+
+# By the number of tokens: up to 8, 16, 32, 64, and more.
+TERNARY_TILINGS = (
+    TernaryTiling(64, 8, 10, 4, 80),
+    TernaryTiling(64, 16, 6, 4, 80),
+    TernaryTiling(64, 32, 5, 4, 80),
+    TernaryTiling(64, 64, 4, 4, 80),
+    TernaryTiling(64, 128, 3, 4, 128),
+)
+TERNARY_LARGE = TernaryTiling(128, 256, 3, 8, 168)  # where sums are of integers
+
+
+def ternary_tiling(planes: Planes, num_splits: int, num_tokens: int) -> TernaryTiling:
+    if planes.deltas is None and num_tokens > _TOKEN_TILES[-1]:
+        num_tiles = -(-planes.num_rows // 128) * num_splits * -(-num_tokens // 256)
+        if num_tiles > _FULL:
+            return TERNARY_LARGE
+    sizes = (tiling for tiling in TERNARY_TILINGS if num_tokens <= tiling.tokens)
+    return next(sizes, TERNARY_TILINGS[-1])
+
+
 class HopperGemm:
     """Tensor-core GEMMs on GPUs of compute capability 9.0."""
 
     def __init__(self, *, dependent_launch: bool = True) -> None:
-        from quire.executors.cuda.kernels import hopper, hopper_gemm
+        from quire.executors.cuda.kernels import hopper, hopper_gemm, hopper_ternary
 
         self._kernels: Any = hopper_gemm
+        self._ternary_kernels: Any = hopper_ternary
         self._descriptor = hopper.descriptor
         self._dependent_launch = dependent_launch
         self.name = "wgmma GEMM"
@@ -247,6 +307,9 @@ class HopperGemm:
 
     def multiply(self, linear: Linear, tokens: Array, sums: Array, num_tokens: int) -> None:
         for index, segment in enumerate(linear.segments):
+            if segment.planes.is_ternary:
+                self.launch_ternary(segment, tokens, sums, num_tokens, is_first=index == 0)
+                continue
             shape = self._tiling(segment, linear, num_tokens)
             self.launch(segment, linear, tokens, sums, num_tokens, shape, is_first=index == 0)
 
@@ -296,6 +359,43 @@ class HopperGemm:
             FORMAT=planes.layout,
             GATED=gated,
             BIAS=segment.bias is not None,
+            LAUNCH=self._order(is_first),
+            num_warps=shape.warps,
+            maxnreg=shape.registers,
+            launch_pdl=self._dependent_launch,
+        )
+
+    def launch_ternary(
+        self,
+        segment: Segment,
+        tokens: Array,
+        sums: Array,
+        num_tokens: int,
+        shape: TernaryTiling | None = None,
+        *,
+        is_first: bool = True,
+    ) -> None:
+        planes = segment.planes
+        num_splits = sums.shape[0]
+        shape = shape or ternary_tiling(planes, num_splits, num_tokens)
+        words = self._descriptor(planes.codes, [shape.rows, 16], 64)
+        scales = words
+        if planes.deltas is not None:
+            scales = self._descriptor(planes.deltas, [shape.rows], 0)
+        out = sums[:, :, segment.first_row :]
+        grid = (-(-num_tokens // shape.tokens), -(-planes.num_rows // shape.rows), num_splits)
+        self._ternary_kernels.gemm[grid](
+            self._descriptor(tokens[:num_tokens], [shape.tokens, 256], 128),
+            words,
+            scales,
+            out,
+            num_tokens,
+            planes.num_rows,
+            planes.num_blocks,
+            out.stride(-2),
+            out.stride(0),
+            TILING=shape,
+            BLOCK_SCALES=planes.deltas is not None,
             LAUNCH=self._order(is_first),
             num_warps=shape.warps,
             maxnreg=shape.registers,

@@ -38,6 +38,7 @@ BLOCK = 256  # columns
 CODE_SHIFT = 24  # an integer n in a float16's low bits is n * 2**-24
 LARGEST_POWER = 15  # float16 ends just below 2**16
 FLOAT_FORMATS = ("BF16", "F16")
+TERNARY = "ternary"  # the one form of TQ1_0, TQ2_0 and I2_S: see ternary.py
 _WEIGHTS_AT_ONCE = 1 << 25  # while reordering
 
 
@@ -131,7 +132,12 @@ class Planes:
         return self.format in FLOAT_FORMATS
 
     @property
+    def is_ternary(self) -> bool:
+        return self.format == TERNARY
+
+    @property
     def layout(self) -> PlaneFormat:
+        """Not of ternary planes, which have kernels of their own."""
         return _FLOAT if self.is_float else PLANE_FORMATS[self.format]
 
     @property
@@ -145,7 +151,8 @@ def check_supported(format_name: str, tensor: str) -> None:
     if format_name not in SUPPORTED:
         raise UnsupportedModelError(
             f"tensor {tensor} has format {format_name}, which the CUDA executor does not run yet; "
-            f"it runs {', '.join(SUPPORTED)}: use device='cpu', or a file of another mix"
+            f"it runs {', '.join(SUPPORTED)}, and TQ1_0, TQ2_0 and I2_S of BitNet models: "
+            "use device='cpu', or a file of another mix"
         )
 
 
@@ -203,7 +210,7 @@ def reorder(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Pl
         codes=_joined(pieces.codes),
         high=_joined(pieces.high),
         scales=_joined(pieces.scales),
-        deltas=_joined_deltas(pieces.deltas),
+        deltas=joined_deltas(pieces.deltas),
     )
 
 
@@ -215,7 +222,7 @@ def _joined(pieces: list[Array]) -> Array | None:
     return whole.reshape(-1, *whole.shape[2:]).contiguous()
 
 
-def _joined_deltas(pieces: list[Array]) -> Array | None:
+def joined_deltas(pieces: list[Array]) -> Array | None:
     """The same for deltas, which have no words. Each block's begin at a multiple of 16 bytes:
     TMA raises an illegal instruction where a copy along the last axis does not."""
     if not pieces:

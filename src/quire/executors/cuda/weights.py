@@ -7,7 +7,10 @@ thread of the GEMM holds both.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NoReturn
 
+import numpy as np
 import torch
 
 from quire.core.errors import UnsupportedModelError
@@ -20,13 +23,22 @@ from quire.executors.cuda.planes import (
     reorder,
     to_operand_order,
 )
+from quire.executors.cuda.ternary import MAX_COLUMNS, in_order, pack, planes_of
 from quire.loader.tensor import Tensor
-from quire.model.spec import ModelSpec, check_lowered
+from quire.model.spec import (
+    LAYER_LINEARS,
+    Feature,
+    ModelSpec,
+    check_lowered,
+    features,
+    takes_bytes_by_token,
+)
 
 _SPLIT_TILES = 264  # programs that fill a GPU of 132 multiprocessors, two on each
 _TILE_ROWS = 64
 GATED_DIVISOR = 16.0  # gated values reach beyond float16: they are kept divided by this
 _MIN_SPLIT_BLOCKS = 8  # of 256 columns
+_MIN_TERNARY_SPLIT_BLOCKS = 4
 
 # What launchers can launch. Grids have at most 65535 programs in their second and third direction,
 # a norm's row lies in one program, and so does a tile of the query heads of a kv head.
@@ -54,6 +66,16 @@ class Linear:
     num_splits: int
     is_gated: bool = False  # eight gates, then their eight ups, and so on
     token_divisor: float = 1.0  # what its tokens come divided by
+    scales: tuple[float, ...] = ()  # of ternary matrices, one each: their sums come without
+
+    @property
+    def is_ternary(self) -> bool:
+        return self.segments[0].planes.is_ternary
+
+    @property
+    def sums_integers(self) -> bool:
+        """Whether its sums are exact, so that any splits of its columns give the same."""
+        return all(x.planes.is_ternary and x.planes.deltas is None for x in self.segments)
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +92,8 @@ class LayerWeights:
     output: Linear
     gate_up: Linear
     down: Linear
+    attention_sub_norm: Array | None = None  # before the output projection
+    feed_forward_sub_norm: Array | None = None  # before down
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +114,10 @@ class ModelWeights:
         return total
 
     @property
+    def is_ternary(self) -> bool:
+        return self.layers[0].qkv.is_ternary
+
+    @property
     def formats(self) -> tuple[str, ...]:
         linears = [self.head]
         for layer in self.layers:
@@ -98,12 +126,12 @@ class ModelWeights:
         return tuple(sorted(names | {self.embedding.format}))
 
 
-def num_splits(num_rows: int, num_blocks: int) -> int:
+def num_splits(num_rows: int, num_blocks: int, min_blocks: int = _MIN_SPLIT_BLOCKS) -> int:
     """Splits of the columns: by the matrix's shape and never by the batch."""
     splits = 1
     for wanted in (2, 4):
         tiles = -(-num_rows // _TILE_ROWS) * wanted
-        if tiles <= _SPLIT_TILES and num_blocks // wanted >= _MIN_SPLIT_BLOCKS:
+        if tiles <= _SPLIT_TILES and num_blocks // wanted >= min_blocks:
             splits = wanted
     return splits
 
@@ -111,10 +139,39 @@ def num_splits(num_rows: int, num_blocks: int) -> int:
 def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     """Refuse what these kernels do not compute, before anything is moved."""
     check_lowered(spec, "cuda")
+    is_ternary = is_ternary_model(spec, tensors)
+    # What BitNet models have beyond a llama has kernels beside ternary matrices alone.
+    own = {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
+    refused = [] if is_ternary else [x for x, _ in features(spec) if x in own]
+    if refused:
+        _refuse(spec, f"{refused[0]} and matrices that are not ternary")
+    if is_ternary and any(name.endswith(".bias") for name in tensors):
+        _refuse(spec, "biases beside ternary matrices")
     _check_shape(spec)
     for name, tensor in tensors.items():
-        if len(tensor.shape) == 2:
+        if len(tensor.shape) == 2 and not (is_ternary and _is_linear(name)):
             check_supported(tensor.format.name, name)
+
+
+def _refuse(spec: ModelSpec, what: str) -> NoReturn:
+    raise UnsupportedModelError(
+        f"the {spec.family} model has {what}, which the CUDA executor does not run yet: "
+        "use device='cpu'"
+    )
+
+
+def is_ternary_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether every matrix of its layers is ternary with int8 activations, as BitNet's are."""
+    return all(
+        takes_bytes_by_token(spec, tensor.format)
+        for name, tensor in tensors.items()
+        if _is_linear(name)
+    )
+
+
+def _is_linear(name: str) -> bool:
+    """Whether a tensor is a matrix of a layer."""
+    return name.startswith("blk.") and name.removesuffix(".weight").split(".")[-1] in LAYER_LINEARS
 
 
 def _check_shape(spec: ModelSpec) -> None:
@@ -127,6 +184,7 @@ def _check_shape(spec: ModelSpec) -> None:
         "hidden_size, up to whole blocks": (padded(spec.hidden_size), MAX_HIDDEN),
         "the rows of its largest matrix multiplication": (rows, MAX_GEMM_ROWS),
         "context_length": (spec.context_length, MAX_CONTEXT),
+        "ffn_size": (spec.ffn_size, MAX_COLUMNS),
     }
     for what, (value, limit) in bounds.items():
         if value > limit:
@@ -270,6 +328,67 @@ class Loader:
         whole = torch.zeros(padded(len(weights)), device=self._device)
         whole[: len(weights)] = weights
         return to_operand_order(whole).contiguous()
+
+
+class TernaryLoader(Loader):
+    """The same for BitNet models: ternary matrices of the layers, and norms before projections."""
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        layer = super()._layer(prefix)
+        if not self._spec.sub_norms:
+            return layer
+        return replace(
+            layer,
+            attention_sub_norm=self._norm(f"{prefix}attn_sub_norm.weight"),
+            feed_forward_sub_norm=self._norm(f"{prefix}ffn_sub_norm.weight"),
+        )
+
+    def _joined(self, names: Sequence[str]) -> Linear:
+        return self._ternary([(name, None) for name in names])
+
+    def _hidden(self, name: str) -> Linear:
+        return self._ternary([(name, self._in_operand_order(name))])
+
+    def _gated(self, gate: str, up: str) -> Linear:
+        """All gates, then all values."""
+        return self._ternary([(name, self._in_operand_order(name)) for name in (gate, up)])
+
+    def _in_operand_order(self, name: str) -> Array:
+        size = self._tensors[f"{name}.weight"].shape[0]
+        return _with_padding(operand_order(padded(size)), size)
+
+    def _ternary(self, parts: Sequence[tuple[str, Array | None]]) -> Linear:
+        """One GEMM of several matrices, each in the order of its rows; a segment for each run of
+        matrices of one form."""
+        matrices = [pack(self._tensors[f"{name}.weight"], self._device) for name, _ in parts]
+        ordered = [
+            matrix if rows is None else in_order(matrix, rows)
+            for matrix, (_, rows) in zip(matrices, parts, strict=True)
+        ]
+        segments: list[Segment] = []
+        first_row = 0
+        for _, run in groupby(ordered, key=lambda matrix: matrix.block_scales is None):
+            planes = planes_of(list(run))
+            segments.append(Segment(planes, first_row, None))
+            first_row += planes.num_rows
+        scales = tuple(
+            float(np.float32(matrix.scale) * np.float32(self._own_scale(name)))
+            for matrix, (name, _) in zip(matrices, parts, strict=True)
+        )
+        blocks = segments[0].planes.num_blocks
+        splits = num_splits(first_row, blocks, _MIN_TERNARY_SPLIT_BLOCKS)
+        return Linear(tuple(segments), first_row, splits, scales=scales)
+
+    def _own_scale(self, name: str) -> float:
+        """What the linear's output is multiplied by besides."""
+        if f"{name}.scale" not in self._tensors:
+            return 1.0
+        return float(self._floats(f"{name}.scale").flatten()[0])
+
+
+def load_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], device: str) -> ModelWeights:
+    is_ternary = is_ternary_model(spec, tensors)
+    return (TernaryLoader if is_ternary else Loader)(spec, tensors, device).load()
 
 
 def _with_padding(rows: Array, size: int, zero_row: int | None = None) -> Array:

@@ -225,7 +225,9 @@ def attend(
         output = acc / row_sum[:, None]
         column = operand_column(head[:, None] * SHAPE.head_dim + d[None, :])
         index = (first_row + token).to(tl.int64)[:, None] * out_stride + column
-        tl.store(out + index, output.to(tl.float16), mask=is_row[:, None] & is_dim[None, :])
+        tl.store(
+            out + index, output.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :]
+        )
 
 
 @triton.jit
@@ -270,4 +272,4 @@ def merge_splits(
     output = acc / row_sum[:, None]
     first = row.to(tl.int64) * out_stride
     column = operand_column(head[:, None] * SHAPE.head_dim + d[None, :])
-    tl.store(out + (first + column), output.to(tl.float16), mask=mask)
+    tl.store(out + (first + column), output.to(out.dtype.element_ty), mask=mask)

@@ -162,7 +162,7 @@ _ASM_TWICE = gl.constexpr("prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3
 
 
 @gluon.constexpr_function
-def _lane_layout(ROWS, WARPS, kind):
+def lane_layout(ROWS, WARPS, kind):
     """Which thread holds what, so that the GEMM's operand needs no exchange between threads.
 
     A warp holds 16 rows at a time: its lanes differ by row (three bits) and by lane of the format
@@ -228,21 +228,21 @@ def _code_words(
     """Of the four quarters the words, and what goes with each: odd words or upper bits."""
     LANE: gl.constexpr = gl.SliceLayout(2, WORDS)
     if FORMAT.code_bits == 8:
-        both = codes.load(_lane_layout(ROWS, WARPS, "bytes")).reshape([ROWS, 4, 2, 2, 2, 2])
+        both = codes.load(lane_layout(ROWS, WARPS, "bytes")).reshape([ROWS, 4, 2, 2, 2, 2])
         even, odd = gl.split(both)
         return _split_quarters(even, WORDS), _split_quarters(odd, WORDS)
     else:
-        loaded = codes.load(_lane_layout(ROWS, WARPS, "nibbles")).reshape([ROWS, 4, 2, 2, 2])
+        loaded = codes.load(lane_layout(ROWS, WARPS, "nibbles")).reshape([ROWS, 4, 2, 2, 2])
         words = _split_quarters(loaded, WORDS)
         if FORMAT.high_bits == 2:
-            upper = high.load(_lane_layout(ROWS, WARPS, "quarters")).reshape([ROWS, 4, 2, 2])
+            upper = high.load(lane_layout(ROWS, WARPS, "quarters")).reshape([ROWS, 4, 2, 2])
             first, second = gl.split(upper)
             h0, h2 = gl.split(first)
             h1, h3 = gl.split(second)
             return words, _in_layout((h0, h1, h2, h3), LANE)
         elif FORMAT.high_bits == 1:
             first, second = gl.split(
-                high.load(_lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
+                high.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
             )
             first = gl.convert_layout(first, LANE, assert_trivial=True)
             second = gl.convert_layout(second, LANE, assert_trivial=True)
@@ -273,7 +273,7 @@ def _packed_scales(scales, factors, LANE: gl.constexpr, ROWS: gl.constexpr, WARP
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANE))
     select0 = (lane | ((lane + 4) << 4)).expand_dims(0)
     select1 = (0x7010 & 0xF0FF | ((lane + 4) << 8)).expand_dims(0)
-    words = scales.load(_lane_layout(ROWS, WARPS, "replicated")).reshape([ROWS, 2, 2])
+    words = scales.load(lane_layout(ROWS, WARPS, "replicated")).reshape([ROWS, 2, 2])
     even, odd = gl.split(words)
     t0, t2 = gl.split(even)
     t1, t3 = gl.split(odd)
@@ -315,13 +315,13 @@ def _scales_and_offsets(
         return (s0, s0, s1, s1), (m0, m0, m1, m1)
     elif FORMAT.has_stored_minimums:
         first, second = gl.split(
-            scales.load(_lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
+            scales.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
         )
         s0, m0 = _duplicated(gl.convert_layout(first, LANE, assert_trivial=True))
         s1, m1 = _duplicated(gl.convert_layout(second, LANE, assert_trivial=True))
         return (s0, s0, s1, s1), (m0, m0, m1, m1)
     else:
-        words = scales.load(_lane_layout(ROWS, WARPS, "lanes"))
+        words = scales.load(lane_layout(ROWS, WARPS, "lanes"))
         words = gl.convert_layout(words, LANE, assert_trivial=True)
         if FORMAT.has_deltas:
             delta = deltas.load(ROW).expand_dims(1).to(gl.int16, bitcast=True).to(gl.int32)
@@ -356,7 +356,7 @@ def load_block(
 ):
     """A block of ROWS rows from shared memory, for `dequantized_quarter`: words, odd words or upper
     bits, scales, offsets, each a tuple of four quarters. `factors` are gemm.Factors."""
-    WORDS: gl.constexpr = _lane_layout(ROWS, WARPS, "quarter")
+    WORDS: gl.constexpr = lane_layout(ROWS, WARPS, "quarter")
     words, more = _code_words(
         ring.codes.index(stage), ring.high.index(stage), WORDS, FORMAT, ROWS, WARPS
     )

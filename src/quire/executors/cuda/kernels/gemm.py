@@ -32,9 +32,11 @@ class Factors(NamedTuple):
 
 
 @triton.jit
-def _rounded(x):
-    """To the nearest float16, as the tensor cores' operand has it."""
-    return x.to(tl.float16).to(tl.float32)
+def _rounded(x, ROUNDED: tl.constexpr):
+    """To the nearest float16, as the tensor cores' operand has it; where not ROUNDED, as it is."""
+    if ROUNDED:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -52,6 +54,7 @@ def _scale_and_offset(
     lane,
     steps,
     FORMAT: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     """Of each weight, [rows, columns] each: the scale times 2**24, the offset as it is added."""
     if FORMAT.has_packed_scales:
@@ -62,9 +65,9 @@ def _scale_and_offset(
         record |= ((tl.load(word + 3) >> (lane * 8)) & 255) << 16
         record = record >> (half * 12)
         block_scale = _from_half_bits(pair) * factors.scales
-        scale = _rounded(block_scale * (record & 63).to(tl.float32))
+        scale = _rounded(block_scale * (record & 63).to(tl.float32), ROUNDED)
         block_minimum = _from_half_bits(pair >> 16) * factors.minimums
-        offset = -_rounded(block_minimum * ((record >> 6) & 63).to(tl.float32))
+        offset = -_rounded(block_minimum * ((record >> 6) & 63).to(tl.float32), ROUNDED)
     elif FORMAT.has_stored_minimums:
         word = tl.load(planes.scales + index * 8 + lane * 2 + half)
         scale = _from_half_bits(word)
@@ -73,7 +76,7 @@ def _scale_and_offset(
         word = tl.load(planes.scales + index * 4 + lane)
         group = ((word >> (8 * (half * 2 + steps))) << 24) >> 24
         block_scale = tl.load(planes.deltas + delta).to(tl.float32) * factors.scales
-        scale = _rounded(block_scale * group.to(tl.float32))
+        scale = _rounded(block_scale * group.to(tl.float32), ROUNDED)
         offset = scale * (-FORMAT.zero_point * _ONE)
     else:
         word = tl.load(planes.scales + index * 4 + lane)
@@ -122,6 +125,7 @@ def dequantized_block(
     num_rows,
     num_blocks,
     FORMAT: tl.constexpr,
+    ROUNDED: tl.constexpr = True,
 ):
     """Weights [rows, 256] of one block of columns, divided by 2**exponent, in operand order. `rows`
     must be in the matrix."""
@@ -138,9 +142,11 @@ def dequantized_block(
         pair = step % 4 * 2 + column // 8 % 2
         index = (block * num_rows + rows[:, None]).to(tl.int64)
         delta = (block * ((num_rows + 7) // 8 * 8) + rows[:, None]).to(tl.int64)
-        scale, offset = _scale_and_offset(planes, factors, index, delta, half, lane, steps, FORMAT)
+        scale, offset = _scale_and_offset(
+            planes, factors, index, delta, half, lane, steps, FORMAT, ROUNDED
+        )
         code = _codes(planes, index, half, lane, steps, pair, one, FORMAT)
-        weights = _rounded(code * _ONE * scale + offset)
+        weights = _rounded(code * _ONE * scale + offset, ROUNDED)
     return weights
 
 
@@ -156,9 +162,10 @@ def embed(
     factors,
     FORMAT: tl.constexpr,
     PDL: tl.constexpr,
+    ROUNDED: tl.constexpr = True,
 ):
     """Each token's row of the embedding. A source of 0 or more is an index into `samples`, where
-    the token is."""
+    the token is. ROUNDED: to float16, as a GEMM has its weights."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -168,7 +175,7 @@ def embed(
     token = tl.where(source >= 0, tl.load(samples + tl.maximum(source, 0)), token)
     rows = token + tl.zeros([1], tl.int32)
     block = tl.program_id(1)
-    weights = dequantized_block(planes, factors, rows, block, num_rows, num_blocks, FORMAT)
+    weights = dequantized_block(planes, factors, rows, block, num_rows, num_blocks, FORMAT, ROUNDED)
     width = num_blocks * 256
     index = at.to(tl.int64) * width + block * 256 + tl.arange(0, 256)[None, :]
     tl.store(out + index, weights * factors.sums)

@@ -72,7 +72,7 @@ class Program(NamedTuple):
 
 
 class Output(NamedTuple):
-    out: Any  # float16 [tokens, heads * head_dim], in operand order
+    out: Any  # float16 or float32 [tokens, heads * head_dim], in operand order
     splits: Any  # attention.SplitBuffers
     out_stride: Any
 
@@ -283,10 +283,10 @@ def _store(
         mask = is_row[None, :] & (d < _COLUMNS)[:, None]
         column = head[None, :] * SHAPE.head_dim + d[:, None]
         address = output.out + row + operand_column(column)
-        gl.store(address, (acc0 / row_sum[None, :]).to(gl.float16), mask=mask)
+        gl.store(address, (acc0 / row_sum[None, :]).to(output.out.dtype.element_ty), mask=mask)
         if COLUMN_TILES == 2:
             address = output.out + row + operand_column(column + _COLUMNS)
-            gl.store(address, (acc1 / row_sum[None, :]).to(gl.float16), mask=mask)
+            gl.store(address, (acc1 / row_sum[None, :]).to(output.out.dtype.element_ty), mask=mask)
 
 
 @gluon.jit

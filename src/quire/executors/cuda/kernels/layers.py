@@ -38,6 +38,15 @@ class QueryKeyValue(NamedTuple):
     value_cache: Any
 
 
+class TernarySums(NamedTuple):
+    """What makes numbers of a ternary GEMM's sums (see kernels/ternary.py)."""
+
+    units: Any  # float32 [token]
+    query_scale: Any
+    key_scale: Any
+    value_scale: Any
+
+
 class ChunkBest(NamedTuple):
     """The argmax of each chunk of a row of logits, [row, chunk] each."""
 
@@ -164,17 +173,20 @@ def rope_and_store(
     query_norm,
     key_norm,
     out,
+    ternary,
     split_stride,
     row_stride,
     epsilon,
     SHAPE: tl.constexpr,
     SPLITS: tl.constexpr,
+    TERNARY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Add the SPLITS of the query, key and value GEMM; norm and rope queries and keys; store
     queries, and keys and values in the cache.
 
-    sums [split, token, heads + 2 * kv heads, head_dim]; `out` is QueryKeyValue. A token of slot -1
+    sums [split, token, heads + 2 * kv heads, head_dim]; `out` is QueryKeyValue; `ternary` is
+    TernarySums where TERNARY. A token of slot -1
     is padding: nothing of it goes to the cache. One program: a token and SHAPE.heads heads.
     """
     NUM_HEADS: tl.constexpr = SHAPE.num_heads
@@ -210,6 +222,12 @@ def rope_and_store(
     is_query = head < NUM_HEADS
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    if TERNARY:
+        unit = tl.load(ternary.units + token)
+        scale = tl.where(is_key, ternary.key_scale, ternary.value_scale)
+        scale = tl.where(is_query, ternary.query_scale, scale)
+        x = tl.div_rn(x, unit) * scale
+        y = tl.div_rn(y, unit) * scale
     if SHAPE.has_norm:
         x, y = _norm_heads(
             x, y, query_norm, key_norm, epsilon, first, second, is_query, is_value, SHAPE
