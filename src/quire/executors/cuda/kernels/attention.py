@@ -112,9 +112,9 @@ def _attend_split(
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         safe = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(s - safe[:, None])
-        shrink = tl.exp2(row_max - safe)
-        row_sum = row_sum * shrink + tl.sum(p, axis=1)
-        acc = acc * shrink[:, None]
+        rescale = tl.exp2(row_max - safe)
+        row_sum = row_sum * rescale + tl.sum(p, axis=1)
+        acc = acc * rescale[:, None]
         v = tl.load(values + index[:, None] + d[None, :], mask=mask, other=0.0)
         if EXACT:
             weights = p.to(tl.bfloat16).to(tl.float32)

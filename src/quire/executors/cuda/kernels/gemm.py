@@ -238,12 +238,12 @@ def gate(
     width,
     sum_stride,
     out_stride,
-    shrink,
+    factor,
     INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """silu(gate) * value * shrink. INTERLEAVED: eight gates, then their eight values, and so on;
-    otherwise all gates come before all values."""
+    """silu(gate) * up * factor. INTERLEAVED: eight gates, then their eight ups, and so on;
+    otherwise all gates come before all ups."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if INTERLEAVED:
@@ -253,7 +253,7 @@ def gate(
         row = token * sum_stride + at
         distance = width
     gates = tl.load(sums + row, mask=at < width, other=0.0)
-    values = tl.load(sums + row + distance, mask=at < width, other=0.0)
-    gated = gates / (1.0 + tl.exp(-gates)) * values
-    gated = tl.minimum(tl.maximum(gated * shrink, -65504.0), 65504.0)
+    ups = tl.load(sums + row + distance, mask=at < width, other=0.0)
+    gated = gates / (1.0 + tl.exp(-gates)) * ups
+    gated = tl.minimum(tl.maximum(gated * factor, -65504.0), 65504.0)
     tl.store(out + token * out_stride + at, gated.to(tl.float16), mask=at < width)

@@ -217,20 +217,20 @@ def _zero_stale_rows(values, start, end):
 
 @gluon.jit
 def _accumulate(
-    ring: CacheRing, weight_tile, stage, acc0, acc1, shrink, COLUMN_TILES: gl.constexpr
+    ring: CacheRing, weight_tile, stage, acc0, acc1, rescale, COLUMN_TILES: gl.constexpr
 ):
-    """acc * shrink + values of a stage times weights, [COLUMNS, rows] twice; frees the values."""
+    """acc * rescale + values of a stage times weights, [COLUMNS, rows] twice; frees the values."""
     acc0 = warpgroup_mma(
         ring.value_tiles.index(stage * COLUMN_TILES).permute((1, 0)),
         weight_tile,
-        acc0 * shrink[None, :],
+        acc0 * rescale[None, :],
         is_async=True,
     )
     if COLUMN_TILES == 2:
         acc1 = warpgroup_mma(
             ring.value_tiles.index(stage * COLUMN_TILES + 1).permute((1, 0)),
             weight_tile,
-            acc1 * shrink[None, :],
+            acc1 * rescale[None, :],
             is_async=True,
         )
     acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
@@ -342,9 +342,9 @@ def _compute(
         new_max = gl.maximum(split_max, gl.max(s, axis=0))
         safe = gl.where(new_max == float("-inf"), 0.0, new_max)
         p = gl.exp2(s - safe[None, :])
-        shrink = gl.exp2(split_max - safe)
+        rescale = gl.exp2(split_max - safe)
         split_max = new_max
-        split_sums = split_sums * shrink[None, :] + p
+        split_sums = split_sums * rescale[None, :] + p
         weight_tile.store(p.to(gl.bfloat16))
         mbarrier.wait(ring.value_full.index(stage), phase)
         if start + _TILE > end:
@@ -354,7 +354,7 @@ def _compute(
                 )
         fence_async_shared()
         split_acc0, split_acc1 = _accumulate(
-            ring, weight_tile, stage, split_acc0, split_acc1, shrink, COLUMN_TILES
+            ring, weight_tile, stage, split_acc0, split_acc1, rescale, COLUMN_TILES
         )
         stage, phase = next_stage(stage, phase, STAGES)
         if (tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1) | (tile == program.last_tile - 1):

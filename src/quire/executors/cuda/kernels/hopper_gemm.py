@@ -75,7 +75,7 @@ class Output(NamedTuple):
     out: Any
     bias: Any
     sum_factor: Any
-    shrink: Any
+    gated_factor: Any
     num_tokens: Any
     num_rows: Any
     row_stride: Any
@@ -305,16 +305,16 @@ def _multiply_quantized(
 
 @gluon.jit
 def _store_gated(sums, tile: Tile, output: Output, TILING: gl.constexpr):
-    """silu(gate) * value: of 16 rows eight are gates and eight are values, in one thread."""
+    """silu(gate) * up: of 16 rows eight are gates and eight are ups, in one thread."""
     ROWS: gl.constexpr = TILING.rows
     TOKENS: gl.constexpr = TILING.tokens
     HALF: gl.constexpr = ROWS // 2
     STORED: gl.constexpr = gl.BlockedLayout(
         [8, 1], [HALF // 8, 32 // (HALF // 8)], [1, TILING.warps], [0, 1]
     )
-    gates, values = gl.split(sums.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    gated = gates / (1.0 + gl.exp(-gates)) * values
-    gated = gated.reshape([HALF, TOKENS]) * output.shrink
+    gates, ups = gl.split(sums.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+    gated = gates / (1.0 + gl.exp(-gates)) * ups
+    gated = gated.reshape([HALF, TOKENS]) * output.gated_factor
     gated = gl.minimum(gl.maximum(gated, -65504.0), 65504.0).to(gl.float16)
     gated = gl.convert_layout(gated, STORED)
     row = tile.row * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
@@ -461,7 +461,7 @@ def gemm(
     out,
     bias,
     factors,
-    shrink,
+    gated_factor,
     num_tokens,
     num_rows,
     num_blocks,
@@ -476,7 +476,7 @@ def gemm(
     """out[split, token, row] = sum over the split's columns of weights[row, :] * tokens[token, :].
 
     Split-K: each split sums its own blocks of 256 columns, and the kernel that reads the sums adds
-    the splits in order. GATED: out[token, i] = silu(gate i) * value i * shrink, without splits.
+    the splits in order. GATED: out[token, i] = silu(gate i) * up i * gated_factor, without splits.
     `factors` are gemm.Factors. The descriptors cannot come in a tuple: Triton's launcher takes
     them as arguments only.
     """
@@ -494,7 +494,9 @@ def gemm(
     planes = PlaneDescriptors(code_desc, high_desc, scale_desc, delta_desc)
     weights, tokens = _allocate_rings(token_desc, planes, TILING, FORMAT)
     tile = Tile(row_tile, split, token_tile, first_step, num_steps)
-    output = Output(out, bias, factors.sums, shrink, num_tokens, num_rows, row_stride, split_stride)
+    output = Output(
+        out, bias, factors.sums, gated_factor, num_tokens, num_rows, row_stride, split_stride
+    )
     gl.warp_specialize(
         [
             (
