@@ -16,8 +16,11 @@ from quire import LLM
 from quire.core.errors import ConfigError, ModelFileError, UnsupportedModelError
 from quire.loader.gguf_writer import write_gguf
 from quire.loader.reading import Region
+from quire.loader.tensor import Tensor
+from quire.model.conversion import plan_conversion
 from quire.model.loading import load_model, read_tokenizer
 from quire.quant import ternary
+from quire.quant.formats import format_named
 
 OURS = FIXTURES / "bitnet-published"
 ALL = Path(__file__).parents[3] / "shared" / "fixtures" / "bitnet-published"  # beside a checkout
@@ -211,10 +214,13 @@ def test_i2_s_runs_under_the_architecture_llama(tmp_path: Path) -> None:
 
 
 def packed_folder(
-    tmp_path: Path, changes: Mapping[str, Any], quantisation: Mapping[str, Any] | None = None
+    tmp_path: Path,
+    changes: Mapping[str, Any],
+    quantisation: Mapping[str, Any] | None = None,
+    source: Path | None = None,
 ) -> Path:
     """The packed checkpoint with other tensors, or other words on its quantisation."""
-    source = published("c", "hf-packed")
+    source = published("c", "hf-packed") if source is None else source
     config = json.loads((source / "config.json").read_text())
     if quantisation is not None:
         config["quantization_config"] = quantisation
@@ -352,12 +358,90 @@ def test_an_i2_s_scale_must_be_a_size(tmp_path: Path, scale: float) -> None:
 
 
 def test_an_embedding_in_i2_s_is_refused(tmp_path: Path) -> None:
-    content = bytearray(published("c", "i2s.gguf").read_bytes())
-    name = b"token_embd.weight"
-    at = content.find(name) + len(name) + 4 + 2 * 8  # behind the number of axes and two sizes
-    assert content[at] == 8, "Q8_0"
-    content[at] = 36
     path = tmp_path / "broken.gguf"
-    path.write_bytes(content)
+    with load_model(published("c", "i2s.gguf")) as model:
+        fields: dict[str, Any] = {key: model.metadata[key] for key in model.metadata}
+        codes = np.ones((400, 384), np.uint8)
+        data = np.append(ternary.pack_i2s(codes), ternary.i2s_tail(np.float32(1)))
+        embedding = Tensor("token_embd.weight", codes.shape, format_named("I2_S", ""), data)
+        write_gguf(path, fields, list({**model.tensors, embedding.name: embedding}.values()))
     with pytest.raises(UnsupportedModelError, match=r"token_embd.*I2_S.*in layers alone"):
+        load_model(path)
+
+
+def relabelled(source: Path, path: Path, types: Mapping[int, int]) -> Path:
+    """The file with other numbers of types in the list of its tensors."""
+    content = bytearray(source.read_bytes())
+    with load_model(source) as model:
+        for name, tensor in model.tensors.items():
+            kind = tensor.format.ggml_type
+            if kind in types:
+                at = content.find(name.encode()) + len(name) + 4 + 8 * len(tensor.shape)
+                assert content[at] == kind, name
+                content[at] = types[kind]
+    path.write_bytes(content)
+    return path
+
+
+TQ1_0, TQ2_0, I2_S = 34, 35, 36
+
+
+@pytest.mark.parametrize("said", [TQ1_0, TQ2_0, I2_S])
+@pytest.mark.parametrize("real", [TQ1_0, TQ2_0, I2_S])
+def test_one_ternary_type_in_the_name_of_another_is_refused(
+    real: int, said: int, tmp_path: Path
+) -> None:
+    to = {TQ1_0: "TQ1_0", TQ2_0: "TQ2_0", I2_S: "I2_S"}[real]
+    with load_model(published("a", "hf-packed")) as model:
+        plan_conversion(model, to).write(tmp_path / "sound.gguf")
+    path = relabelled(tmp_path / "sound.gguf", tmp_path / "m.gguf", {real: said})
+    if real == said:
+        load_model(path).close()
+        return
+    with pytest.raises(ModelFileError, match=r"of another type than the file says|overlaps"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("lost", [1, 40, 4096, 200_000])
+@pytest.mark.parametrize("to", ["TQ1_0", "TQ2_0", "I2_S"])
+def test_a_file_that_is_cut_is_refused(to: str, lost: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    with load_model(published("a", "hf-packed")) as model:
+        plan_conversion(model, to).write(path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-lost])
+    with pytest.raises(ModelFileError, match="truncated or broken"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "complaint"),
+    [
+        ((96,), r"attn_q\.weight has shape \[96\], no matrix's"),
+        ((48, 384), r"attn_q\.weight has shape \[192, 384\], expected \[384, 384\]"),
+        ((96, 256), r"attn_q\.weight has shape \[384, 256\], expected \[384, 384\]"),
+        ((384, 384), r"attn_q\.weight has shape \[1536, 384\]"),
+        ((96, 100), r"rows of 100 ternary weights; quire runs multiples of 128"),
+    ],
+)
+def test_packed_weights_of_another_shape_are_refused(
+    shape: tuple[int, ...], complaint: str, tmp_path: Path
+) -> None:
+    path = packed_folder(tmp_path, {QUERY: lambda _: np.zeros(shape, np.uint8)})
+    with pytest.raises((ModelFileError, UnsupportedModelError), match=complaint):
+        load_model(path)
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 1), (384,)])
+def test_a_scale_must_be_one_number(shape: tuple[int, ...], tmp_path: Path) -> None:
+    path = packed_folder(tmp_path, {f"{QUERY}_scale": lambda _: np.ones(shape, np.float32)})
+    with pytest.raises(ModelFileError, match=r"weight_scale has shape .*, expected \[1\]"):
+        load_model(path)
+
+
+def test_a_packed_checkpoint_that_is_cut_is_refused(tmp_path: Path) -> None:
+    path = packed_folder(tmp_path, {})
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[:-100])
+    with pytest.raises(ModelFileError, match="truncated"):
         load_model(path)

@@ -60,7 +60,9 @@ def test_the_fourth_code_is_refused(at: int) -> None:
 def test_rows_of_four_are_a_quarter_of_the_matrix_apart() -> None:
     codes = random_codes(8, 5)
     packed = sum(codes[2 * i : 2 * i + 2] << (2 * i) for i in range(4))
-    assert np.array_equal(ternary.unpack_rows_of_four(np.asarray(packed, np.uint8)), codes)
+    for part in range(4):
+        rows = ternary.unpack_rows_of_four(np.asarray(packed, np.uint8), part)
+        assert np.array_equal(rows, codes[2 * part : 2 * part + 2])
 
 
 def test_floats_become_the_nearest_of_three() -> None:

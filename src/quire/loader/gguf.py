@@ -180,8 +180,10 @@ def _read_alignment(metadata: Metadata) -> int:
 
 
 def _check_offsets(cursor: Cursor, infos: list[_TensorInfo], begin: int, alignment: int) -> None:
-    """Tensors must be aligned, inside the file, and disjoint."""
+    """Tensors must be aligned, inside the file, and disjoint. Behind a ternary one there is padding
+    alone: BitNet's tools write it so, and nothing else tells one type from another."""
     free_from = 0
+    ternary = None  # the tensor before, if it is one
     for info in sorted(infos, key=lambda info: info.offset):
         if info.offset % alignment:
             raise cursor.error(
@@ -190,6 +192,13 @@ def _check_offsets(cursor: Cursor, infos: list[_TensorInfo], begin: int, alignme
             )
         if info.offset < free_from:
             raise cursor.error(f"tensor {info.name!r} overlaps the tensor before it")
+        if ternary is not None and info.offset - free_from >= alignment:
+            raise cursor.error(
+                f"tensor {ternary.name!r} takes {ternary.nbytes} bytes as {ternary.format.name}, "
+                f"and the file has {info.offset - ternary.offset} of it: it is of another type "
+                "than the file says, or the file is broken"
+            )
+        ternary = info if info.format.is_ternary else None
         free_from = info.offset + info.nbytes
         if begin + free_from > cursor.length:
             raise cursor.error(

@@ -118,7 +118,7 @@ class Cursor:
 
 
 # Fixed-size value types by GGUF's number; numpy's names give their size and meaning.
-_NUMBERS = {
+NUMBER_TYPES = {
     number: np.dtype(name)
     for number, name in (
         *((0, "u1"), (1, "i1"), (2, "<u2"), (3, "<i2"), (4, "<u4"), (5, "<i4"), (6, "<f4")),
@@ -165,9 +165,9 @@ def _read_value(cursor: Cursor, key: str) -> object:
 
 
 def _number_type(cursor: Cursor, value_type: int, what: str) -> np.dtype[np.generic]:
-    if value_type not in _NUMBERS:
+    if value_type not in NUMBER_TYPES:
         raise cursor.error(f"{what} has value type {value_type}, which GGUF does not know")
-    return _NUMBERS[value_type]
+    return NUMBER_TYPES[value_type]
 
 
 def _numbers(
@@ -221,7 +221,7 @@ def _decode_elements(cursor: Cursor, what: str) -> object:
         return tuple(_decode_strings(cursor, count))
     if element_type == _ARRAY:
         return tuple(_decode_elements(cursor, what) for _ in range(count))
-    return _numbers(cursor, _NUMBERS[element_type], count, what)
+    return _numbers(cursor, NUMBER_TYPES[element_type], count, what)
 
 
 def _decode_strings(cursor: Cursor, count: int) -> list[str]:

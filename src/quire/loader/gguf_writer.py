@@ -3,12 +3,16 @@
 import os
 import struct
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from quire.core.errors import ModelFileError
 from quire.loader.gguf import DEFAULT_ALIGNMENT, MAGIC
+from quire.loader.gguf_header import NUMBER_TYPES
 from quire.loader.reading import Bytes
 from quire.quant.formats import Format
 
@@ -16,11 +20,12 @@ VERSION = 3
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64, _INT64 = 4, 5, 6, 7, 8, 9, 10, 11
 
 Scalar = str | int | float | bool
-Field = Scalar | Sequence[Scalar]
+Field = Scalar | Sequence[Scalar] | npt.NDArray[np.generic]  # an array keeps its type
+_BY_TYPE = {dtype: number for number, dtype in NUMBER_TYPES.items()}
 
 
 class Writable(Protocol):
-    """A tensor to write; `data` is read once, when it is written."""
+    """A tensor to write."""
 
     @property
     def name(self) -> str: ...
@@ -30,18 +35,27 @@ class Writable(Protocol):
     def format(self) -> Format: ...
     @property
     def nbytes(self) -> int: ...
-    @property
-    def data(self) -> Bytes: ...
+    def pieces(self) -> Iterator[Bytes]:
+        """Its bytes in order, asked for once, when they are written."""
 
 
-def write_gguf(path: str | Path, fields: Mapping[str, Field], tensors: Sequence[Writable]) -> None:
+# Called with how many bytes of tensors are written, and the tensor at work.
+Progress = Callable[[int, str], None]
+
+
+def write_gguf(
+    path: str | Path,
+    fields: Mapping[str, Field],
+    tensors: Sequence[Writable],
+    progress: Progress | None = None,
+) -> None:
     """Write a model. Fields become the smallest type that other readers expect of such a value."""
     target = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as file:
-                _write(file, fields, tensors)
+                _write(file, fields, tensors, progress)
             os.chmod(temporary, 0o644)  # mkstemp's files are for their owner alone
             os.replace(temporary, target)
         except BaseException:
@@ -51,7 +65,12 @@ def write_gguf(path: str | Path, fields: Mapping[str, Field], tensors: Sequence[
         raise ModelFileError(f"cannot write {target}: {error.strerror or error}") from error
 
 
-def _write(file: BinaryIO, fields: Mapping[str, Field], tensors: Sequence[Writable]) -> None:
+def _write(
+    file: BinaryIO,
+    fields: Mapping[str, Field],
+    tensors: Sequence[Writable],
+    progress: Progress | None,
+) -> None:
     file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(fields)))
     for key, value in fields.items():
         file.write(_string(key) + _field(key, value))
@@ -60,8 +79,14 @@ def _write(file: BinaryIO, fields: Mapping[str, Field], tensors: Sequence[Writab
         file.write(_tensor_info(tensor, offset))
         offset += _aligned(tensor.nbytes)
     file.write(bytes(_aligned(file.tell()) - file.tell()))
+    done = 0
     for tensor in tensors:
-        file.write(tensor.data.data)
+        begun = done
+        for piece in tensor.pieces():
+            done += file.write(piece.data)
+            if progress is not None:
+                progress(done, tensor.name)
+        assert done - begun == tensor.nbytes, f"{tensor.name}: {done - begun} of {tensor.nbytes}"
         file.write(bytes(_aligned(tensor.nbytes) - tensor.nbytes))
 
 
@@ -79,6 +104,9 @@ def _field(key: str, value: Field) -> bytes:
     if isinstance(value, str | int | float):
         kind = _kind(key, value)
         return struct.pack("<I", kind) + _packed(kind, value)
+    if isinstance(value, np.ndarray):
+        kind = _BY_TYPE[value.dtype.newbyteorder("<")]
+        return struct.pack("<IIQ", _ARRAY, kind, value.size) + value.tobytes()
     kinds = {_kind(key, item) for item in value}
     if len(kinds) != 1:
         raise ModelFileError(f"field {key!r} must be a list of values of one type, got {value!r}")
@@ -110,5 +138,5 @@ def _packed(kind: int, value: Scalar) -> bytes:
 
 
 def _string(text: str) -> bytes:
-    raw = text.encode()
+    raw = text.encode(errors="surrogateescape")  # as the reader keeps tokens that are no UTF-8
     return struct.pack("<Q", len(raw)) + raw

@@ -1,6 +1,7 @@
 """Tensor: a named array of weights, packed as in its file, and how to unpack it."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from quire.quant.ternary import check_codes
 # Decoding makes some temporary arrays of its size, so large tensors are read and decoded piece by
 # piece.
 _WEIGHTS_AT_ONCE = 1 << 20
+_BYTES_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +75,16 @@ class Tensor:
         row_bytes = self.num_block_bytes // self.shape[0]
         rows = self._decoded(start * row_bytes, stop * row_bytes)
         return rows.reshape(stop - start, *self.shape[1:])
+
+    def row_blocks(self, start: int, stop: int) -> Bytes:
+        """The blocks of rows start to stop."""
+        row_bytes = self.num_block_bytes // self.shape[0]
+        return self._block_bytes(start * row_bytes, stop * row_bytes)
+
+    def pieces(self) -> Iterator[Bytes]:
+        """All of its bytes in order, a part at a time."""
+        for start in range(0, self.nbytes, _BYTES_AT_ONCE):
+            yield self.read(start, min(start + _BYTES_AT_ONCE, self.nbytes))
 
     def read(self, start: int, stop: int) -> Bytes:
         """Bytes by their offsets in the tensor."""

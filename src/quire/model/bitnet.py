@@ -151,9 +151,15 @@ def _unpacked(tensor: Tensor, scale: np.float32) -> Tensor:
     quarter, columns = _matrix_shape(tensor)
 
     def codes(first: int, last: int) -> Codes:
-        packed = tensor.data.reshape(quarter, columns)
-        check_codes(packed, tensor.name)
-        return unpack_rows_of_four(packed)[first:last]
+        pieces = []
+        while first < last:
+            part, row = divmod(first, quarter)
+            stop = min(row + last - first, quarter)
+            packed = tensor.row_blocks(row, stop).reshape(-1, columns)
+            check_codes(packed, tensor.name)
+            pieces.append(unpack_rows_of_four(packed, part))
+            first += stop - row
+        return np.concatenate(pieces)
 
     return _i2s(tensor, (4 * quarter, columns), codes, lambda: scale)
 

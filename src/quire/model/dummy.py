@@ -151,6 +151,9 @@ class PlannedTensor:
     def nbytes(self) -> int:
         return packed_size(self.format, math.prod(self.shape))
 
+    def pieces(self) -> Iterator[Bytes]:
+        yield self.data
+
     @property
     def data(self) -> Bytes:
         own = np.random.SeedSequence([self.seed, zlib.crc32(self.name.encode())])

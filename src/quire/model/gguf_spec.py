@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to a ModelSpec."""
+"""From a GGUF file's metadata to a ModelSpec, and back."""
 
 from collections.abc import Mapping
 
@@ -183,3 +183,37 @@ def _scaling(fields: Fields) -> RopeScaling | None:
     if kind == "none" or factor in (0.0, 1.0):
         return None
     return LinearScaling(factor)
+
+
+# ---- the metadata of a spec
+
+
+def fields_of_spec(spec: ModelSpec, architecture: str) -> dict[str, str | int | float]:
+    """The fields under the architecture's name from which `spec_from_gguf` makes this spec, as far
+    as GGUF has words for it; rope_freqs.weight is a tensor."""
+    fields: dict[str, str | int | float] = {
+        "vocab_size": spec.vocabulary_size,
+        "context_length": spec.context_length,
+        "embedding_length": spec.hidden_size,
+        "block_count": spec.num_layers,
+        "feed_forward_length": spec.ffn_size,
+        "attention.head_count": spec.num_heads,
+        "attention.head_count_kv": spec.num_kv_heads,
+        "attention.layer_norm_rms_epsilon": spec.norm_epsilon,
+        "rope.dimension_count": spec.rope.dims,
+        "rope.freq_base": spec.rope.base,
+    }
+    if spec.head_dim * spec.num_heads != spec.hidden_size:
+        fields |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
+    match spec.rope.scaling:
+        case LinearScaling(factor):
+            fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+        case YarnScaling() as yarn:
+            fields |= {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": yarn.factor,
+                "rope.scaling.original_context_length": yarn.original_context,
+                "rope.scaling.yarn_beta_fast": yarn.beta_fast,
+                "rope.scaling.yarn_beta_slow": yarn.beta_slow,
+            }
+    return {f"{architecture}.{key}": value for key, value in fields.items()}

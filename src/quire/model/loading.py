@@ -175,17 +175,33 @@ def read_tokenizer(model: Model) -> Tokenizer | None:
     return tokenizer
 
 
-def _folder_tokenizer(folder: SafetensorsFolder) -> Tokenizer | None:
+class TokenizerFiles(NamedTuple):
+    """What a folder says of its tokenizer."""
+
+    content: bytes  # of tokenizer.json
+    config: Mapping[str, object]
+    generation_config: Mapping[str, object]
+    chat_template: str | None  # of a file of its own
+
+
+def tokenizer_files(folder: SafetensorsFolder) -> TokenizerFiles | None:
     content = folder.read_beside(_TOKENIZER, _MAX_TOKENIZER_BYTES)
     if content is None:
         return None
     template = folder.read_beside(_CHAT_TEMPLATE, _MAX_TEMPLATE_BYTES)
-    return Tokenizer.from_json(
+    return TokenizerFiles(
         content,
         _read_config(folder, "tokenizer_config.json") or {},
         _generation_config(folder),
-        chat_template=None if template is None else template.decode(errors="replace"),
+        None if template is None else template.decode(errors="replace"),
     )
+
+
+def _folder_tokenizer(folder: SafetensorsFolder) -> Tokenizer | None:
+    files = tokenizer_files(folder)
+    if files is None:
+        return None
+    return Tokenizer.from_json(*files[:3], chat_template=files.chat_template)
 
 
 def end_token_ids(model: Model, tokenizer: Tokenizer | None) -> tuple[int, ...]:

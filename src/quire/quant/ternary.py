@@ -56,9 +56,10 @@ def i2s_tail(scale: np.float32) -> Blocks:
     return tail
 
 
-def unpack_rows_of_four(packed: Blocks) -> Codes:
-    """Codes [out, in] of Hugging Face's packed bytes [out / 4, in]."""
-    return np.concatenate([(packed >> shift) & 3 for shift in (0, 2, 4, 6)])
+def unpack_rows_of_four(packed: Blocks, part: int) -> Codes:
+    """One of the four rows that each row of Hugging Face's packed bytes holds."""
+    codes: Codes = (packed >> np.uint8(2 * part)) & np.uint8(3)
+    return codes
 
 
 def mean_size(pieces: Iterable[Floats], count: int) -> np.float32:

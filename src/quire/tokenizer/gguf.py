@@ -1,14 +1,22 @@
-"""Building a tokenizer from a GGUF file's metadata."""
+"""Building a tokenizer from a GGUF file's metadata, and the metadata of a tokenizer.json."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
-from quire.tokenizer.bpe import byte_level_backend, pre_tokenizer, sentencepiece_backend
+from quire.tokenizer.bpe import (
+    GPT_2,
+    PRE_TOKENIZERS,
+    byte_level_backend,
+    pre_tokenizer,
+    sentencepiece_backend,
+)
 from quire.tokenizer.control_tokens import ControlTokens
 from quire.tokenizer.detokenizer import (
     PieceBytes,
@@ -16,8 +24,10 @@ from quire.tokenizer.detokenizer import (
     byte_token_value,
     sentencepiece_bytes,
 )
-from quire.tokenizer.text_encoder import TextEncoder, library_errors
+from quire.tokenizer.text_encoder import WINDOW, TextEncoder, encode_text, library_errors
+from quire.tokenizer.tokenizer_json import Config, escaped, parse, spec_from_json, steps
 from quire.tokenizer.vocabulary import (
+    CONTROL_NAMES,
     MIDDLE_END_NAMES,
     PREFIX,
     SpecialTokens,
@@ -213,3 +223,138 @@ def _byte_values(vocabulary: Vocabulary) -> dict[int, bytes]:
             )
         values[token] = bytes([value])
     return values
+
+
+# ---- the metadata of a tokenizer.json
+
+
+GGUFField = str | int | bool | Sequence[str] | npt.NDArray[np.int32]
+_PROBES = (
+    "Hello world, it's 12345 o'clock; WE'LL see.\n\n  Two  spaces\t(and a tab)...\r\n",
+    "naïve cafe\u0301 Straße, Привет мир, 你好，世界 1 234 567,89 ٣٤٥ 👩‍👩‍👧 \u200bend   ",
+    "def f(x):\n        return {'a': x**2, \"b\": [1, 2]}  # camelCase snake_case\n",
+)
+_MAX_PROBED_TOKENS = 8192
+
+
+def fields_of_json(
+    content: bytes,
+    config: Config,
+    generation_config: Config,
+    template: str | None,
+    num_rows: int,
+    name: str = "tokenizer.json",
+) -> dict[str, GGUFField]:
+    """What a GGUF file says of a byte-level tokenizer.json, for an embedding of so many rows.
+
+    A GGUF file names how text is split into words and does not describe it. The name is taken whose
+    tokens are those of the tokenizer.json, which is tried on texts and on tokens of the vocabulary.
+    """
+    description = parse(content, name)
+    wanted = spec_from_json(content, name, config, generation_config, template)
+    named = _pre_tokenizers(description, name)
+    fields = _vocabulary_fields(description, wanted, num_rows) | _special_fields(wanted)
+    if wanted.chat_template is not None:
+        fields["tokenizer.chat_template"] = wanted.chat_template
+    probes = list(_probes(wanted))
+    for pre in named:
+        written = {f"{PREFIX}model": "gpt2", f"{PREFIX}pre": pre, **fields}
+        made = spec_from_gguf(written)
+        assert made is not None
+        if _is_same(made, wanted, probes):
+            return written
+    raise _unwritable(name, f"it differs from {', '.join(named) or 'every known pre-tokenizer'}")
+
+
+def _unwritable(name: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} cannot be written as GGUF metadata, which takes a byte-level BPE vocabulary with "
+        f"a pre-tokenizer that llama.cpp knows by name: {why}. Leave the tokenizer out "
+        "(--no-tokenizer), and the file takes token ids alone"
+    )
+
+
+def _pre_tokenizers(description: Mapping[str, Any], name: str) -> list[str]:
+    """The names of those that split text by the same patterns, the likeliest first."""
+    model = description.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE":
+        raise _unwritable(name, f"its model is {model and model.get('type')!r}")
+    if not any(
+        step.get("type") == "ByteLevel" for step in steps(description["decoder"], "decoders")
+    ):
+        raise _unwritable(name, "its vocabulary is not in bytes")
+    patterns = tuple(_patterns(description, name))
+    known = [pre for pre, kind in PRE_TOKENIZERS.items() if kind.patterns == patterns]
+    ignores = bool(model.get("ignore_merges"))
+    return sorted(known, key=lambda pre: PRE_TOKENIZERS[pre].ignore_merges != ignores)
+
+
+def _patterns(description: Mapping[str, Any], name: str) -> Iterator[str]:
+    for step in steps(description.get("pre_tokenizer"), "pretokenizers"):
+        match step:
+            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}:
+                yield escaped(pattern)
+            case {"type": "Digits", "individual_digits": True}:
+                yield r"\p{N}"
+            case {"type": "ByteLevel"}:
+                if step.get("use_regex", True):
+                    yield GPT_2
+            case _:
+                raise _unwritable(name, f"it splits text by {step.get('type')!r}")
+
+
+def _vocabulary_fields(
+    description: Mapping[str, Any], wanted: TokenizerSpec, num_rows: int
+) -> dict[str, GGUFField]:
+    """Rows of the embedding without a token are padding: llama.cpp wants a token for each."""
+    texts = [text or f"[PAD{token}]" for token, text in enumerate(wanted.texts)]
+    texts += [f"[PAD{token}]" for token in range(len(texts), num_rows)]
+    kinds = np.full(len(texts), TokenKind.NORMAL, np.int32)
+    holes = [token for token, text in enumerate(wanted.texts) if not text]
+    kinds[[*holes, *range(len(wanted.texts), len(texts))]] = TokenKind.UNUSED
+    for added in description.get("added_tokens", []):
+        is_control = added["special"] or added["content"] in CONTROL_NAMES
+        kinds[added["id"]] = TokenKind.CONTROL if is_control else TokenKind.USER_DEFINED
+    merges = description["model"]["merges"]
+    return {
+        f"{PREFIX}tokens": texts,
+        f"{PREFIX}token_type": kinds,
+        f"{PREFIX}merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
+    }
+
+
+def _special_fields(wanted: TokenizerSpec) -> dict[str, GGUFField]:
+    special = wanted.special
+    known = end_token_ids([special.eos], wanted.ids)
+    more = [end for end in special.ends if end not in known]
+    ids = {
+        "bos_token_id": special.bos,
+        "eos_token_id": more.pop(0) if special.eos is None and more else special.eos,
+        "eot_token_id": more.pop(0) if more else None,
+        "eom_token_id": more.pop(0) if more else None,
+        "unknown_token_id": special.unknown,
+        "padding_token_id": special.padding,
+    }
+    fields: dict[str, GGUFField] = {f"{PREFIX}{n}": i for n, i in ids.items() if i is not None}
+    fields[f"{PREFIX}add_bos_token"] = bool(wanted.prefix)
+    fields[f"{PREFIX}add_eos_token"] = bool(wanted.suffix)
+    return fields
+
+
+def _probes(wanted: TokenizerSpec) -> Iterator[str]:
+    yield from _PROBES
+    for token in range(0, len(wanted.texts), -(-len(wanted.texts) // _MAX_PROBED_TOKENS)):
+        text = wanted.piece_bytes(token).decode(errors="ignore")
+        if text:
+            yield text
+
+
+def _is_same(made: TokenizerSpec, wanted: TokenizerSpec, probes: Sequence[str]) -> bool:
+    special = (made.prefix, made.suffix, made.special.bos, made.special.ends)
+    if special != (wanted.prefix, wanted.suffix, wanted.special.bos, wanted.special.ends):
+        return False
+    return all(
+        encode_text(made.encoder, text, None, WINDOW)
+        == encode_text(wanted.encoder, text, None, WINDOW)
+        for text in probes
+    )

@@ -44,10 +44,10 @@ def spec_from_json(
     content: bytes, name: str, config: Config, generation_config: Config, template: str | None
 ) -> TokenizerSpec:
     """The tokenizer of a folder; the configs say which tokens are special and end a generation."""
-    description = _parse(content, name)
+    description = parse(content, name)
     _refuse_unknown_patterns(description, name)
     _check_growth(description.get("normalizer"), name)
-    decoders = list(_steps(description.get("decoder"), "decoders"))
+    decoders = list(steps(description.get("decoder"), "decoders"))
     backend = _load_backend(content, name)
     ids = backend.get_vocab(with_added_tokens=True)
     texts = _texts_by_id(ids, name)
@@ -90,7 +90,7 @@ def read_file(path: Path, limit: int = _MAX_FILE_BYTES) -> bytes:
     return content
 
 
-def _parse(content: bytes, name: str) -> dict[str, Any]:
+def parse(content: bytes, name: str) -> dict[str, Any]:
     try:
         description = json.loads(content, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
@@ -108,12 +108,12 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _steps(component: Any, plural: str) -> Iterator[dict[str, Any]]:
+def steps(component: Any, plural: str) -> Iterator[dict[str, Any]]:
     """The steps of a component of tokenizer.json: itself, or those of a sequence."""
     if not isinstance(component, dict):
         return
-    steps = component.get(plural)
-    for step in steps if isinstance(steps, list) else [component]:
+    listed = component.get(plural)
+    for step in listed if isinstance(listed, list) else [component]:
         if isinstance(step, dict):
             yield step
 
@@ -129,13 +129,13 @@ def _refuse_unknown_patterns(description: Mapping[str, Any], name: str) -> None:
         elif isinstance(value, dict):
             left.extend(value.values())
             regex = value.get("Regex")
-            if regex is not None and _escaped(regex) not in KNOWN_PATTERNS:
+            if regex is not None and escaped(regex) not in KNOWN_PATTERNS:
                 raise UnsupportedModelError(
                     f"{name} splits text by a pattern that is not supported: {str(regex)[:200]!r}"
                 )
 
 
-def _escaped(regex: Any) -> str:
+def escaped(regex: Any) -> str:
     return str(regex).replace("\r", r"\r").replace("\n", r"\n")
 
 
@@ -250,7 +250,7 @@ def _added_around(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What goes before and after a text: as tokenizer.json has it, unless the config says."""
     around: tuple[list[int], list[int]] = ([], [])
-    for step in _steps(description.get("post_processor"), "processors"):
+    for step in steps(description.get("post_processor"), "processors"):
         if step.get("type") == "TemplateProcessing":
             around = _template_around(step, name)
         elif step.get("type") != "ByteLevel":
