@@ -145,10 +145,10 @@ def test_a_part_of_a_tensor_in_arms_packing_is_the_same_part(tmp_path: Path) -> 
 def test_the_program_takes_the_packing(tmp_path: Path) -> None:
     x86 = published("c", "i2s.gguf")
     arm = as_arm(x86, tmp_path / "arm.gguf")
-    asked = ("--prompt", "The model", "--max-tokens", "8", "--logprobs", "3", "--device", "cpu")
+    asked = ("--prompt", "The model", "--max-tokens", "8", "--ignore-eos", "--logprobs", "3")
 
     def completions(path: Path, *more: str) -> object:
-        run = quire("generate", "--model", path, *asked, "--json", *more)
+        run = quire("generate", "--model", path, *asked, "--device", "cpu", "--json", *more)
         assert run.code == 0, run.err
         return json.loads(run.out)["outputs"][0]["completions"]
 
