@@ -152,8 +152,7 @@ def main(model: str) -> int:
         lines = [compare(llm, count) for count in COUNTS]
         alone, _ = lines[-1]
         are_same = [is_same for _, is_same in lines]
-        outputs = llm.generate(PROMPTS[:NUM_BESIDE], SamplingParams(max_tokens=1))
-        prompts = [list(output.prompt_token_ids) for output in outputs]
+        prompts = [llm.tokenize(prompt) for prompt in PROMPTS[:NUM_BESIDE]]
         are_same.append(asyncio.run(beside_a_poisoned_one(llm, prompts, alone)))
     are_same.append(asyncio.run(beside_a_cancelled_one(model, alone)))
     return 0 if all(are_same) else 1
