@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -65,7 +66,7 @@ class Script:
         self.num_run += 1
 
     def _command(self, line: str) -> None:
-        words = line.split()
+        words = shlex.split(line)
         if words[:2] == ["quire", "serve"]:
             self._serve(words[2:])
         elif words[0] == "quire":

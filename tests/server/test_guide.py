@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.program import quire
+from tests.fixture_files import FIXTURES
 from tests.server.guide import GUIDE, Script, run_page
 from tests.server.processes import serving
 
@@ -19,13 +20,15 @@ RUN_HERE = [page for page in PAGES if page.stem != "clients"]  # whose packages 
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
 def test_every_example_runs(page: Path, text_model: Path, tmp_path: Path) -> None:
     shutil.copy(text_model, tmp_path / "model.gguf")
+    if page.stem == "bitnet":
+        shutil.copytree(FIXTURES / "bitnet-published" / "a" / "hf-packed", tmp_path / "bitnet")
     with ExitStack() as stack:
         run_page(page, Script(tmp_path, stack))
 
 
 def test_the_guide_has_its_pages() -> None:
     assert [page.stem for page in PAGES] == [
-        *("clients", "configuration", "from-llama-cpp", "from-vllm", "keys-and-limits"),
+        *("bitnet", "clients", "configuration", "from-llama-cpp", "from-vllm", "keys-and-limits"),
         *("metrics", "quick-start"),
     ]
 
