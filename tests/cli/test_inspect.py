@@ -207,6 +207,19 @@ def test_a_packing_of_what_has_no_i2_s_is_a_problem() -> None:
     assert "has no tensor of type I2_S: leave it out" in run.err
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "inspect"])
-def test_commands_that_load_a_model_take_the_packing(command: str) -> None:
-    assert "--i2s-packing {x86,arm}" in quire(command, "--help").out
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "--prompt", "x", "--model"),
+        ("chat", "--model"),
+        ("serve", "--port", "0"),
+        ("bench", "throughput", "--model"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_that_load_a_model_take_the_packing(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = quire(*command, TINY, "--i2s-packing", "arm", cwd=tmp_path)
+    assert run.code == 1
+    assert "has no tensor of type I2_S: leave it out" in run.err

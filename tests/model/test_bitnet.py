@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tests.cli.program import quire
 from tests.fixture_files import FIXTURES, fixture_file
 
-from quire import LLM
+from quire import LLM, AsyncLLM
 from quire.core.errors import ConfigError, ModelFileError, UnsupportedModelError
 from quire.loader.gguf_writer import write_gguf
 from quire.loader.reading import Region
@@ -161,6 +161,8 @@ def test_a_packing_of_what_has_none_is_refused(packing: str) -> None:
     for path in (fixture_file("tiny/Q8_0.gguf"), published("c", "hf-packed"), "dummy:tiny"):
         with pytest.raises(ConfigError, match=r"no tensor of type I2_S: leave it out"):
             LLM(path, device="cpu", i2s_packing=packing)
+        with pytest.raises(ConfigError, match=r"no tensor of type I2_S: leave it out"):
+            AsyncLLM(path, device="cpu", i2s_packing=packing)
 
 
 def test_there_are_two_packings() -> None:
