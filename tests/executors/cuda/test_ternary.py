@@ -12,7 +12,7 @@ from tests.executors.cuda.emulation import decoded_ternary
 from tests.executors.cuda.half_reference import in_halves, truncated
 from tests.executors.reference.plans import row
 from tests.fixture_files import FIXTURES, fixture_file
-from tests.model.test_bitnet import CASES, FORMS, golden, published
+from tests.model.test_bitnet import CASES, FORMS, as_llama, golden, published
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.core.plan import SequencePlan, StepPlan, Want
@@ -100,6 +100,16 @@ def test_any_chunking_and_any_batch_gives_the_same_bits(name: str) -> None:
         for at in range(len(tokens))
     ]
     np.testing.assert_array_equal(np.concatenate(one_by_one), whole)
+
+
+def test_i2_s_runs_under_the_architecture_llama(tmp_path: Path) -> None:
+    """Interleaved rope, SiLU, and activations that are quantised without a norm."""
+    plan = row((3, 1, 4, 1, 5), TABLE, want=Want.LOGITS)
+    with load_model(as_llama(published("c", "i2s.gguf"), tmp_path / "llama.gguf")) as model:
+        [found] = run(executor_of(model), plan)
+        with in_halves(truncated):
+            [exact] = run(ReferenceExecutor(model, num_blocks=16), plan)
+    assert error(found, exact) <= 1e-6
 
 
 def test_forms_of_the_same_integers_and_scales_give_the_same_bits() -> None:
