@@ -81,17 +81,27 @@ def _floors(receipts: Sequence[Receipt]) -> dict[str, dict[int, float]]:
 
 
 def _note(receipts: Sequence[Receipt]) -> str:
-    loads, machines = set(), set()
+    loads = set()
     for receipt in receipts:
         if receipt.kind == KIND:
             prompt, new = (number(receipt.settings, f"{name}_tokens") for name in ("prompt", "new"))
             loads.add(f"{prompt or 0:g} + {new or 0:g}")
-            machines.add(f"{receipt.machine['cpu']}, {receipt.machine['cores']:g} cores")
+    compared, grids = (_machines(receipts, kind) for kind in (KIND, GRID_KIND))
+    elsewhere = f", measured on {grids}" if grids and grids != compared else ""
     return (
-        f"Requests of {' or '.join(sorted(loads))} tokens (prompt + completion) on "
-        f"{' and '.join(sorted(machines))}, engines in turn; ratios are medians of the rounds, "
+        f"Requests of {' or '.join(sorted(loads))} tokens (prompt + completion) on {compared}, "
+        "engines in turn; ratios are medians of the rounds, "
         "with the least and the most. The floor is the time that a decode step takes at least, for "
         "the bytes that it reads or the integer operations that it computes, at the rates that "
-        f"`quire bench limits` measured; prompts of {_FLOOR_PROMPT} tokens, from the grid. Weights "
-        "that stay in the processor's caches come to more than 100%."
+        f"`quire bench limits` measured; prompts of {_FLOOR_PROMPT} tokens, from the grid"
+        f"{elsewhere}. Weights that stay in the processor's caches come to more than 100%."
     )
+
+
+def _machines(receipts: Sequence[Receipt], kind: str) -> str:
+    found = {
+        f"{receipt.machine['cpu']}, {receipt.machine['cores']:g} cores"
+        for receipt in receipts
+        if receipt.kind == kind
+    }
+    return " and ".join(sorted(found))

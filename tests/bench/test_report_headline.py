@@ -70,6 +70,14 @@ def test_it_has_the_rate_the_ratios_and_the_share_of_the_floor_by_batch() -> Non
     assert "a CPU, 2 cores" in table.note
 
 
+def test_it_says_where_the_grid_was_measured_if_not_where_engines_were_compared() -> None:
+    cell = grid_cell(1, 128, 8e9, 1e9)
+    assert "measured on" not in headline([compared(1, 10.0, 2.0), cell]).note
+    elsewhere = replace(cell, machine={**cell.machine, "cpu": "another", "cores": 8})
+    note = headline([compared(1, 10.0, 2.0), elsewhere]).note
+    assert "from the grid, measured on another, 8 cores." in note
+
+
 def test_the_newest_receipt_of_a_cell_counts_and_a_floor_needs_measured_limits() -> None:
     newer = compared(1, 20.0, 5.0, created="2026-01-03")
     table = headline([newer, compared(1, 10.0, 2.0), grid_cell(1, 128, 8e9, 1e9)])
