@@ -471,6 +471,83 @@ def test_a_deadline_is_kept_and_an_impatient_caller_frees_its_place() -> None:
     run(main())
 
 
+# ---- what can be seen when batches fail
+
+
+class OneRowAtATime(Model):
+    def __call__(self, tokens: Any, mask: Any) -> Any:
+        if len(tokens) > 1:
+            raise ValueError(f"{len(tokens)} rows are too many")
+        return super().__call__(tokens, mask)
+
+
+def test_a_function_that_fails_every_batch_is_seen_to(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with BatchProcessor(OneRowAtATime(), 8, 20) as batcher:
+            outputs = await asyncio.gather(
+                *[batcher.complete([i, 1], GREEDY(max_tokens=3)) for i in range(8)]
+            )
+            snapshot = batcher.snapshot()
+        assert [output.token_ids for output in outputs] == [expected([i, 1], 3) for i in range(8)]
+        stats, report = snapshot.stats, snapshot.health_report
+        assert (stats.num_steps, stats.completion_tokens, stats.prompt_tokens) == (24, 24, 16)
+        assert (stats.batch_size.total, stats.batch_size.sum) == (24, 24)
+        assert stats.batch_size.counts[0] == 24, "all of one row"
+        assert stats.step_tokens.sum == 16 + 16
+        assert stats.steps_failed == {"ValueError": 3}
+        assert stats.faults_isolated == {"ExecutorError": 3}
+        assert (stats.num_step_splits, stats.num_steps_retried) == (3 * 7, 3 * 14)
+        assert snapshot.health == report.state == "degraded"
+        assert report.cause == "ValueError: 8 rows are too many"
+        assert report.since is not None
+        assert (report.batch_limit, report.max_batch_size) == (1, 8)
+        for output in outputs:
+            metrics = output.metrics
+            assert metrics.first_step == metrics.failed_steps[0]
+            assert len(metrics.failed_steps) == 3 * 3, "eight, four and two rows at a time"
+            assert report.last_failed_step in metrics.failed_steps
+            assert metrics.last_step not in (None, *metrics.failed_steps)
+        assert len({output.metrics.last_step for output in outputs}) == 8
+
+    run(main())
+    first, count = [record for record in caplog.records if record.name == "quire.engine"]
+    assert "8 requests failed" in first.getMessage()
+    assert "ValueError: 8 rows are too many" in first.getMessage()
+    assert first.exc_info is not None, "in full, with its traceback"
+    assert "step_failed 2 more times" in count.getMessage()
+    assert count.exc_info is None
+
+
+def test_one_request_that_fails_alone_does_not_degrade_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def forward(tokens: Any, mask: Any) -> Any:
+        if (tokens == 13).any():
+            raise ValueError("token 13 is bad luck")
+        return Model()(tokens, mask)
+
+    async def main() -> None:
+        async with BatchProcessor(forward, 4, 20) as batcher:
+            for _ in range(4):
+                outputs = await asyncio.gather(
+                    *[batcher.complete([i], GREEDY(max_tokens=1)) for i in (1, 2, 3, 13)]
+                )
+                assert batcher.snapshot().health == "ok"
+                assert batcher.snapshot().health_report.cause is None
+            stats = batcher.snapshot().stats
+        assert [output.error is None for output in outputs] == [True, True, True, False]
+        assert stats.faults_isolated == {"ExecutorError": 4}
+        assert stats.steps_failed == {"ValueError": 4}
+        failed = outputs[3].metrics.failed_steps
+        assert outputs[0].metrics.failed_steps == failed[:1], "the whole batch"
+        assert outputs[2].metrics.failed_steps == failed[:2], "then half of it"
+        assert outputs[3].metrics.last_step == failed[2]
+
+    run(main())
+    lines = [record for record in caplog.records if record.name == "quire.engine"]
+    assert [line.__dict__["event"] for line in lines] == ["step_failed", "request_failed"] * 2
+
+
 # ---- limits and targets
 
 

@@ -26,7 +26,7 @@ from quire.core.plan import StepPlan, StepResult
 from quire.core.request import Ended, Piece, Request, RequestOutput, Status
 from quire.engine import Engine
 from quire.engine.aio import AsyncEngine, Stream
-from quire.engine.engine import Health
+from quire.engine.stats import Health
 from quire.executors.fake import FakeExecutor, Faults
 
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from quire.core.errors import (
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, StepResult, Want
 from quire.core.request import FinishReason, Request, RequestOutput, Status, WaitReason
 from quire.engine import Engine
-from quire.engine.engine import Health
 from quire.engine.execution import Backoff, isolate
 from quire.engine.sequence import Sequence
+from quire.engine.stats import Health
 from quire.engine.step import Row
 from quire.executors.fake import FakeExecutor, Faults, StepCost
 
@@ -208,7 +208,8 @@ def test_steps_shrink_until_the_memory_suffices() -> None:
         assert outputs[request.id].status is Status.FINISHED
         assert tokens_of(outputs[request.id]) == solo(request.prompt, request.params)
     assert engine.stats.num_preemptions > 0
-    assert engine.stats.faults_isolated == {}
+    assert engine.stats.faults_isolated == engine.stats.steps_failed
+    assert set(engine.stats.steps_failed) == {"ExecutorMemoryError"}
 
 
 def test_a_prompt_too_large_for_the_memory_is_computed_in_smaller_chunks() -> None:
@@ -260,7 +261,8 @@ def test_batches_that_keep_failing_make_way_for_single_requests_and_come_back() 
     engine = new_engine(executor, max_batch_size=4, plan_ahead=False)
     requests = [engine.add_request([i, i + 1], greedy(60)) for i in range(4)]
     assert engine.health is Health.OK
-    run_until(engine, lambda: engine.health is Health.DEGRADED)
+    run_until(engine, lambda: engine.health_report.batch_limit == 1)
+    assert engine.snapshot().health == "degraded"
     executor.plans.clear()
     engine.step()
     assert [len(plan.sequences) for plan in executor.plans] == [1]
@@ -276,7 +278,7 @@ def test_batches_that_keep_failing_make_way_for_single_requests_and_come_back() 
     assert sizes[:14] == [1] * 14
     assert max(sizes) == 4
     assert engine.health is Health.OK
-    assert engine.stats.faults_isolated == {}
+    assert engine.stats.faults_isolated == {"ExecutorError": 3}, "steps; no request failed"
 
 
 def test_backoff_is_lost_after_three_failures_in_a_row_and_regained_by_doubling() -> None:
@@ -284,16 +286,18 @@ def test_backoff_is_lost_after_three_failures_in_a_row_and_regained_by_doubling(
     failure = ExecutorError("no")
     backoff.failed(8, 100, failure)
     backoff.failed(8, 100, failure)
-    backoff.succeeded()
+    backoff.succeeded(8)
+    assert not backoff.is_degraded
     backoff.failed(8, 100, failure)
     backoff.failed(8, 100, failure)
-    assert not backoff.is_degraded, "not three in a row"
+    assert not backoff.is_lowered, "not three in a row"
+    backoff.succeeded(1)  # of one row: it says nothing about batches
     backoff.failed(8, 100, failure)
-    assert backoff.is_degraded
+    assert backoff.is_lowered
     limits = []
     for _ in range(16 * 3):
         limits.append(backoff.batch_limit)
-        backoff.succeeded()
+        backoff.succeeded(1)
     assert limits == [1] * 16 + [2] * 16 + [4] * 16
     assert not backoff.is_degraded
 
@@ -402,7 +406,7 @@ def test_batch_and_tokens_are_doubled_alike_up_to_their_limits() -> None:
     for _ in range(4):
         found.append((backoff.batch_limit, backoff.token_limit, backoff.is_degraded))
         for _ in range(16):
-            backoff.succeeded()
+            backoff.succeeded(1)
     assert found == [(3, 60, True), (6, 120, True), (6, 240, True), (6, 480, True)]
     assert (backoff.batch_limit, backoff.token_limit, backoff.is_degraded) == (6, 500, False)
 
@@ -418,12 +422,12 @@ def test_a_failure_starts_the_count_of_successes_again() -> None:
     backoff = Backoff(8, 512)
     backoff.failed(4, 64, ExecutorMemoryError("no"))
     for _ in range(15):
-        backoff.succeeded()
+        backoff.succeeded(1)
     backoff.failed(1, 1, ExecutorError("of this row alone"))
-    backoff.succeeded()
+    backoff.succeeded(1)
     assert backoff.batch_limit == 2
     for _ in range(15):
-        backoff.succeeded()
+        backoff.succeeded(1)
     assert backoff.batch_limit == 4
 
 

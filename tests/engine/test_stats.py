@@ -8,8 +8,7 @@ from tests.engine.toys import greedy, play, run_until
 
 from quire.core.request import RequestMetrics, Status, WaitReason
 from quire.engine import Engine
-from quire.engine.engine import Health
-from quire.engine.stats import EngineStats, Histogram
+from quire.engine.stats import EngineStats, Health, Histogram
 from quire.executors.fake import FakeExecutor, Faults, StepCost
 
 TEN_MS = StepCost(a=0.010, b=0.0)

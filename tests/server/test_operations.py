@@ -30,6 +30,7 @@ from tests.server.servers import (
 from tests.server.test_streams import completion_bytes, events
 
 from quire.core.errors import ConfigError, ModelFileError
+from quire.core.plan import StepPlan
 from quire.llm import AsyncLLM
 from quire.server.calls import Tracing, open_tracing
 from quire.server.keys import ApiKey, KeyRing, digest_of
@@ -38,8 +39,12 @@ from quire.server.service import Service, State
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana-dashboard.json"
 # What dashboards rely on; counters as Prometheus' own libraries would name them.
-GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "memory_bytes")
+GAUGES = (
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "memory_bytes"),
+    *("engine_health", "batch_limit"),
+)
 COUNTERS = (
+    *("steps_failed", "steps_retried"),
     *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens"),
     *("generation_tokens", "request_success", "padding_tokens", "fault_isolated"),
 )
@@ -258,6 +263,99 @@ def test_logs_for_people_are_one_line_each(capsys: pytest.CaptureFixture[str]) -
     assert stream.getvalue().endswith(r'info request user="a\nb" n=1' + "\n")
 
 
+# ---- batches that fail
+
+
+class OneRowAtATime(PacedExecutor):
+    """Fails every step of more than one row while it is broken."""
+
+    is_broken = True
+
+    def _raise_faults(self, plan: StepPlan) -> None:
+        if self.is_broken and len(plan.sequences) > 1:
+            raise RuntimeError("one at a time, please")
+
+
+def test_batches_that_fail_are_in_stats_metrics_traces_and_logs(
+    text_model: Path, log_lines: Callable[[], list[dict[str, Any]]]
+) -> None:
+    executor = OneRowAtATime()
+    body = {"prompt": [[3], [4], [5], [6]], "max_tokens": 3, "ignore_eos": True}
+    with fake_server(text_model, executor, {"max_batch_size": 4, "plan_ahead": False}) as server:
+        healthy = server.get("/v1/stats").json["health"]
+        assert (healthy["status"], healthy["cause"], healthy["since_s"]) == ("ok", None, None)
+        reply = server.post("/v1/completions", body, {"x-quire-trace": "1"})
+        stats = server.get("/v1/stats").json
+        samples = metric_samples(server)
+        executor.is_broken = False
+        server.post("/v1/completions", {**body, "prompt": [3], "max_tokens": 64})
+        over = server.get("/v1/stats").json["health"]
+        server.wait_until(lambda: any(line["event"] == "recovered" for line in log_lines()))
+
+    assert reply.status == 200
+    assert stats["num_steps"] == stats["completion_tokens"] == 12
+    assert stats["mean_batch_size"] == 1.0
+    assert stats["faults_isolated"] == {"ExecutorError": 3}
+    health = stats["health"]
+    assert (health["status"], health["cause"]) == (
+        "degraded",
+        "RuntimeError: one at a time, please",
+    )
+    assert health["since_s"] > 0
+    assert (health["batch_limit"], health["max_batch_size"]) == (1, 4)
+    assert health["step_token_limit"] == health["max_step_tokens"] == 512
+    assert health["steps_failed"] == {"RuntimeError": 3}
+    assert (health["step_splits"], health["steps_retried"]) == (3 * 3, 3 * 6)
+    assert (over["status"], over["batch_limit"]) == ("ok", 4)
+
+    assert samples["engine_health", "degraded"] == 1
+    assert samples["engine_health", "ok"] == 0
+    assert samples["degraded_seconds", ""] > 0
+    assert (samples["batch_limit", ""], samples["step_token_limit", ""]) == (1, 512)
+    assert samples["steps_total", ""] == 12
+    assert samples["steps_failed_total", "RuntimeError"] == 3
+    assert (samples["steps_retried_total", ""], samples["step_splits_total", ""]) == (18, 9)
+    assert samples["batch_size_count", ""] == 12
+
+    traces = reply.json["quire_trace"]
+    failed = {step for trace in traces for step in trace["failed_steps"]}
+    assert all(trace["first_step"] in failed for trace in traces)
+    assert all(trace["last_step"] not in failed for trace in traces)
+    lines = log_lines()
+    [first, *more] = [line for line in lines if line["event"] == "step_failed"]
+    assert all(first["step"] in trace["failed_steps"] for trace in traces)
+    assert (first["num_requests"], first["cause"], first["count"]) == (4, "RuntimeError", 1)
+    assert first["error"] == "RuntimeError: one at a time, please"
+    assert "_raise_faults" in first["traceback"]
+    assert [line["count"] for line in more] == [2]
+    [call, later] = [line for line in lines if line["event"] == "request"]
+    assert call["failed_steps"] == sorted(failed)
+    assert call["first_step"] == first["step"]
+    assert call["last_step"] == max(trace["last_step"] for trace in traces)
+    assert "failed_steps" not in later
+    assert later["first_step"] > call["last_step"]
+
+
+def metric_samples(server: RunningServer) -> dict[tuple[str, str], float]:
+    """Values by name, without the prefix, and by the one label that is not the model's name."""
+    return {
+        (
+            sample.name.removeprefix("quire:"),
+            "".join(value for name, value in sample.labels.items() if name != "model_name"),
+        ): sample.value
+        for family in families(server).values()
+        for sample in family.samples
+    }
+
+
+def test_a_key_without_the_scope_is_not_told_why_steps_fail(text_model: Path) -> None:
+    key = "k" * 20
+    with fake_server(text_model, keys=KeyRing([ApiKey("alice", digest_of(key))])) as server:
+        stats = server.get("/v1/stats", {"Authorization": f"Bearer {key}"}).json
+    assert "own" in stats
+    assert "health" not in stats
+
+
 # ---- traces
 
 
@@ -283,6 +381,8 @@ def test_spans_tell_of_each_request(text_model: Path, monkeypatch: pytest.Monkey
     assert span.attributes is not None
     assert span.attributes["quire.request_id"] == "r1"
     assert span.attributes["gen_ai.usage.output_tokens"] == 4
+    assert (span.attributes["quire.first_step"], span.attributes["quire.last_step"]) == (1, 4)
+    assert "quire.failed_steps" not in span.attributes
     assert span.parent is not None
     assert f"{span.parent.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
     names = [event.name for event in span.events]

@@ -23,6 +23,7 @@ class Status(StrEnum):
         return self in _FINAL
 
 
+_MAX_FAILED_STEPS = 16  # that a request's metrics name
 _FINAL = frozenset({Status.FINISHED, Status.CANCELLED, Status.EXPIRED, Status.FAILED})
 
 
@@ -79,9 +80,18 @@ class RequestMetrics:
     finished_at: float | None = None
     num_chunks: int = 0
     num_steps: int = 0  # known at the end
+    first_step: int | None = None  # the id of the first step that had a row of it ...
+    last_step: int | None = None  # ... and of the last; known at the end
+    failed_steps: list[int] = field(default_factory=list)  # that failed with a row of it in them
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     waited_for: dict[WaitReason, float] = field(default_factory=dict)  # seconds by reason
+
+    def failed_in(self, step_id: int) -> None:
+        """A step with a row of it failed; the latest are kept."""
+        self.failed_steps = [*self.failed_steps[1 - _MAX_FAILED_STEPS :], step_id]
+        if self.first_step is None:
+            self.first_step = step_id
 
     @property
     def queued_s(self) -> float | None:

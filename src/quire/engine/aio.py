@@ -16,7 +16,8 @@ from typing import TypeVar, Unpack
 from quire.core.errors import ExecutorError, RequestError
 from quire.core.request import Ended, Event, Piece, Request, RequestOptions, RequestOutput
 from quire.core.sampling import SamplingParams
-from quire.engine.engine import Engine, Health
+from quire.engine.engine import Engine
+from quire.engine.stats import Health
 
 Command = Callable[[], object]
 T = TypeVar("T")
@@ -285,7 +286,9 @@ class AsyncEngine:
                 self._do_commands()
                 events = self.engine.step()
             except Exception as error:  # a bug of ours: every waiting caller gets an error
-                events = self.engine.fail_all(ExecutorError(f"the engine failed: {error!r}"))
+                failure = ExecutorError(f"the engine failed: {error!r}")
+                failure.__cause__ = error
+                events = self.engine.fail_all(failure)
             self._deliver(events)
             if self.engine.health is Health.STUCK:
                 self._report_stuck()

@@ -5,7 +5,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
-from enum import StrEnum
 from functools import partial
 from heapq import heappop, heappush
 
@@ -21,21 +20,22 @@ from quire.core.plan import SequencePlan, SequenceResult, StepResult, Want
 from quire.core.request import Event, Request
 from quire.core.sampling import SamplingParams
 from quire.engine.admission import Admission
-from quire.engine.execution import Backoff, Flight, StepRunner, UnresponsiveError, isolate
+from quire.engine.execution import (
+    Backoff,
+    Flight,
+    Outcome,
+    StepRunner,
+    UnresponsiveError,
+    isolate,
+)
+from quire.engine.health import HealthMonitor
 from quire.engine.lifecycle import Lifecycle
 from quire.engine.output import MakeDetokenizer, MakeGrammar
 from quire.engine.scheduler import Scheduler
-from quire.engine.stats import EngineStats, Snapshot
+from quire.engine.stats import EngineStats, Health, HealthReport, Snapshot
 from quire.engine.step import Row, Step
 from quire.executors.base import Executor
 from quire.kvcache import KVCache
-
-
-class Health(StrEnum):
-    OK = "ok"
-    DEGRADED = "degraded"  # batches failed lately; smaller ones run
-    DRAINING = "draining"  # finishes what it has, takes nothing new
-    STUCK = "stuck"  # the executor does not answer: only a new process helps
 
 
 class Engine:
@@ -64,13 +64,13 @@ class Engine:
             make_detokenizer,
             make_grammar,
         )
-        self._lifecycle = Lifecycle(self._scheduler, self._admission, self.stats)
+        self._health = HealthMonitor(self.stats)
+        self._lifecycle = Lifecycle(self._scheduler, self._admission, self.stats, self._health)
         self._runner = StepRunner(executor, self.config.step_grace_s)
         self._backoff = Backoff(self._scheduler.max_batch_size, self._scheduler.max_step_tokens)
         self._flights: deque[Flight] = deque()
         self._deadlines: list[tuple[float, str]] = []
         self._is_draining = False
-        self._is_stuck = False
 
     # ---- requests
 
@@ -120,8 +120,8 @@ class Engine:
         return request
 
     def _check_open(self) -> None:
-        if self._is_stuck:
-            raise ExecutorError("the executor does not answer; restart the process")
+        if self._health.fatal is not None:
+            raise ExecutorError(f"{self._health.fatal}; restart the process")
         if self._is_draining:
             raise OverloadedError("the engine is draining and takes no new requests", 30.0)
 
@@ -162,7 +162,7 @@ class Engine:
         started = time.perf_counter()
         self._expire_requests()
         step = self._scheduler.schedule(self.clock.now(), is_idle=not self._flights)
-        self._fail_unplanned()
+        self._fail_unplanned(step)
         plan = None if step is None else step.plan()
         host_s = time.perf_counter() - started
         if step is not None and plan is not None:
@@ -217,11 +217,12 @@ class Engine:
             self._give_up(step)
             return 0.0
         started = time.perf_counter()
-        self._backoff.succeeded()
+        self._backoff.succeeded(len(step.rows))
         self._apply_backoff()
         self._record(step, result)
         self._release_sources(step.rows)
-        self._lifecycle.apply(zip(step.rows, result.sequences, strict=True), self.clock.now())
+        results = zip(step.rows, result.sequences, strict=True)
+        self._lifecycle.apply(step.id, results, self.clock.now())
         return time.perf_counter() - started
 
     def _record(self, step: Step, result: StepResult) -> None:
@@ -252,20 +253,21 @@ class Engine:
     def _next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None
 
-    def _fail_unplanned(self) -> None:
+    def _fail_unplanned(self, step: Step | None) -> None:
         """End the requests whose grammar failed while a row of theirs was planned; the row stays in
         the step, and its result is discarded."""
         for sequence, error in self._scheduler.take_failed():
             if not sequence.is_done:
-                self._lifecycle.fail(sequence.live, error, self.clock.now())
+                step_id = 0 if step is None else step.id
+                self._lifecycle.fail(sequence.live, error, step_id, self.clock.now())
 
     # ---- when a step fails
 
     def _recover(self, step: Step, error: ExecutorError) -> None:
         """Isolate the rows that make a step fail; the others go on."""
         self._abandon_later_flights()
-        self._backoff.failed(len(step.rows), step.num_tokens, error)
-        self._apply_backoff()
+        requests = self._note_failed(step)
+        self._health.step_failed(step.id, requests, error, self.clock.now())
         current = []
         for row in step.rows:
             if not row.sequence.is_done and row.epoch == row.sequence.epoch:
@@ -276,14 +278,34 @@ class Engine:
         outcome = isolate(current, run, can_shrink=self.config.chunking)
         self._release_sources(step.rows)
         now = self.clock.now()
-        self._lifecycle.apply(outcome.succeeded, now)
+        self._back_off(step, error, outcome, now)
+        self._lifecycle.apply(step.id, outcome.succeeded, now)
         for row, fault in outcome.failed:
-            if not row.sequence.is_done:
-                self._lifecycle.fail(row.sequence.live, fault, now)
+            sequence = row.sequence
+            if not sequence.is_done:
+                self._lifecycle.fail(sequence.live, fault, sequence.last_step, now)
         for row in outcome.retry:
             self._roll_back(row)
         if isinstance(error, ExecutorMemoryError):
             self._shed_load()
+
+    def _back_off(self, step: Step, error: ExecutorError, outcome: Outcome, now: float) -> None:
+        self.stats.num_step_splits += outcome.num_splits
+        if not outcome.failed:
+            self.stats.count_isolated(error)
+        self._backoff.failed(
+            len(step.rows), step.num_tokens, error, is_explained=outcome.is_explained
+        )
+        self._apply_backoff()
+        if self._backoff.is_degraded:
+            self._health.degraded(now)
+
+    def _note_failed(self, step: Step) -> list[str]:
+        """Name the step in the metrics of its requests; their ids."""
+        requests = {row.sequence.request.id: row.sequence.request for row in step.rows}
+        for request in requests.values():
+            request.metrics.failed_in(step.id)
+        return list(requests)
 
     def _abandon_later_flights(self) -> None:
         """Steps planned on top of a failed one count as never run."""
@@ -313,15 +335,31 @@ class Engine:
 
     def _run_rows(self, rows: SequenceOf[Row], *, is_hung: bool) -> SequenceOf[SequenceResult]:
         """Run some rows of a failed step again, as a step of their own."""
-        again = [row._replace(plan=_resolved(row)) for row in rows]
-        part = Step(self._scheduler.new_step_id(), again)
+        part = self._part(rows)
         timeout_s = self.config.step_timeout_s
         if timeout_s is not None and is_hung:  # a part takes less than the whole step
             timeout_s = min(timeout_s, self.config.step_grace_s)
-        return self._runner.collect(self._runner.submit(part, part.plan()), timeout_s).sequences
+        self.stats.num_steps_retried += 1
+        try:
+            result = self._runner.collect(self._runner.submit(part, part.plan()), timeout_s)
+        except ExecutorError:
+            self._note_failed(part)
+            raise
+        self._record(part, result)
+        return result.sequences
+
+    def _part(self, rows: SequenceOf[Row]) -> Step:
+        step_id = self._scheduler.new_step_id()
+        again = [row._replace(plan=_resolved(row)) for row in rows]
+        for row in again:
+            row.sequence.retried(step_id)
+        num_tokens = sum(row.plan.num_new_tokens for row in again)
+        return Step(step_id, again, num_tokens, context=sum(row.plan.end for row in again))
 
     def _apply_backoff(self) -> None:
         self._scheduler.set_limits(self._backoff.batch_limit, self._backoff.token_limit)
+        if self._health.degraded_since is not None and not self._backoff.is_degraded:
+            self._health.recovered(self.clock.now())
 
     def _shed_load(self) -> None:
         """Pre-empt down to the lowered batch limit, the last in rank first."""
@@ -336,16 +374,17 @@ class Engine:
         self._fail_all(ExecutorError(f"the executor did not answer within {waited:g} s"))
 
     def fail_all(self, error: ExecutorError) -> list[Event]:
-        """End every request with this error; the engine accepts no more."""
+        """End every request with this error, which is no fault of theirs; the engine is stuck: it
+        accepts no more."""
         self._fail_all(error)
         return self.take_events()
 
     def _fail_all(self, error: ExecutorError) -> None:
-        self._is_stuck = True
+        now = self.clock.now()
+        self._health.ended(error, len(self._lifecycle.live), now)
         while self._flights:
             self._release_sources(self._flights.popleft().step.rows)
-        for live in list(self._lifecycle.live.values()):
-            self._lifecycle.fail(live, error, self.clock.now())
+        self._lifecycle.fail_all(error, now)
 
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
         """Override the configuration's weights, from the next step on."""
@@ -377,11 +416,16 @@ class Engine:
 
     @property
     def health(self) -> Health:
-        if self._is_stuck:
+        if self._health.fatal is not None:
             return Health.STUCK
         if self._is_draining:
             return Health.DRAINING
-        return Health.DEGRADED if self._backoff.is_degraded else Health.OK
+        return Health.OK if self._health.degraded_since is None else Health.DEGRADED
+
+    @property
+    def health_report(self) -> HealthReport:
+        """The health with its reason, and what steps may hold now."""
+        return self._health.report(self.health, self._backoff)
 
     def snapshot(self) -> Snapshot:
         """What runs, what waits and why, right now."""
@@ -402,6 +446,7 @@ class Engine:
             memory_bytes=self.executor.memory_bytes,
             utilisation=self.stats.busy_s / elapsed if elapsed > 0 else 0.0,
             health=self.health.value,
+            health_report=self.health_report,
             stats=self.stats,
         )
 
@@ -426,6 +471,7 @@ class Engine:
             self._lifecycle.cancel(live, self.clock.now())
         for flight in self._flights:
             self._runner.cancel(flight)
+        self._health.close(self.clock.now())
         self.executor.close()
 
 

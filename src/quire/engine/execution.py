@@ -57,6 +57,8 @@ class StepRunner:
                 return self._executor.collect(flight.ticket, self._grace_s)
         except StepTimeoutError as error:
             raise UnresponsiveError from error
+        except ExecutorError:
+            raise
         except Exception as error:
             raise _as_executor_error(error) from error
 
@@ -78,6 +80,12 @@ class Outcome:
     failed: list[tuple[Row, ExecutorError]] = field(default_factory=list)
     retry: list[Row] = field(default_factory=list)  # to be planned again
     largest_run: int = 0  # tokens of the largest part that ran
+    num_splits: int = 0
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether some rows failed alone and the others ran: then it was not for their number."""
+        return bool(self.failed and self.succeeded)
 
 
 def isolate(rows: Sequence[Row], run: RunRows, *, can_shrink: bool = False) -> Outcome:
@@ -86,13 +94,18 @@ def isolate(rows: Sequence[Row], run: RunRows, *, can_shrink: bool = False) -> O
     `can_shrink`: a row that lacks memory alone can be planned again as smaller chunks.
     """
     outcome = Outcome()
-    if len(rows) == 1:
-        _run_part(rows, run, outcome)
+    if len(rows) > 1:
+        _run_halves(rows, run, outcome)
     else:
-        _run_part(rows[: len(rows) // 2], run, outcome)
-        _run_part(rows[len(rows) // 2 :], run, outcome)
+        _run_part(rows, run, outcome)
     _retry_for_memory(outcome, can_shrink=can_shrink)
     return outcome
+
+
+def _run_halves(rows: Sequence[Row], run: RunRows, outcome: Outcome) -> None:
+    outcome.num_splits += 1
+    _run_part(rows[: len(rows) // 2], run, outcome)
+    _run_part(rows[len(rows) // 2 :], run, outcome)
 
 
 def _run_part(rows: Sequence[Row], run: RunRows, outcome: Outcome) -> None:
@@ -104,8 +117,7 @@ def _run_part(rows: Sequence[Row], run: RunRows, outcome: Outcome) -> None:
         if len(rows) == 1:
             outcome.failed.append((rows[0], error))
             return
-        _run_part(rows[: len(rows) // 2], run, outcome)
-        _run_part(rows[len(rows) // 2 :], run, outcome)
+        _run_halves(rows, run, outcome)
     else:
         outcome.succeeded.extend(zip(rows, results, strict=True))
         num_tokens = sum(row.plan.num_new_tokens for row in rows)
@@ -136,33 +148,45 @@ class Backoff:
     """Limits on batches: lowered while steps fail, doubled again after a run of successes."""
 
     def __init__(self, max_batch_size: int, max_step_tokens: int) -> None:
-        self._max_batch_size = max_batch_size
-        self._max_step_tokens = max_step_tokens
+        self.max_batch_size = max_batch_size
+        self.max_step_tokens = max_step_tokens
         self.batch_limit = max_batch_size
         self.token_limit = max_step_tokens
-        self._failures = 0
+        self._failures = 0  # batches in a row, not counting those where a row was to blame
         self._successes = 0
 
     @property
-    def is_degraded(self) -> bool:
-        return self.batch_limit < self._max_batch_size or self.token_limit < self._max_step_tokens
+    def is_lowered(self) -> bool:
+        return self.batch_limit < self.max_batch_size or self.token_limit < self.max_step_tokens
 
-    def failed(self, num_rows: int, num_tokens: int, error: ExecutorError) -> None:
+    @property
+    def is_degraded(self) -> bool:
+        """Whether limits are lowered, or the last batch failed and no row was to blame."""
+        return self._failures > 0 or self.is_lowered
+
+    def failed(
+        self, num_rows: int, num_tokens: int, error: ExecutorError, *, is_explained: bool = False
+    ) -> None:
+        """`is_explained`: some rows failed alone and the others ran."""
         self._successes = 0
         if isinstance(error, ExecutorMemoryError):
             self.batch_limit = max(1, min(self.batch_limit, num_rows) // 2)
             self.token_limit = max(1, min(self.token_limit, num_tokens) // 2)
-        elif num_rows > 1:
+        elif num_rows > 1 and not is_explained:
             self._failures += 1
             if self._failures >= _FAILURES_TO_DEGRADE:
                 self.batch_limit = 1
 
-    def succeeded(self) -> None:
-        self._failures = 0
+    def succeeded(self, num_rows: int) -> None:
+        """A whole step ran; one of a single row says nothing about batches."""
+        if num_rows > 1:
+            self._failures = 0
         if not self.is_degraded:
             return
         self._successes += 1
         if self._successes >= _SUCCESSES_TO_RECOVER:
             self._successes = 0
-            self.batch_limit = min(self._max_batch_size, self.batch_limit * 2)
-            self.token_limit = min(self._max_step_tokens, self.token_limit * 2)
+            self.batch_limit = min(self.max_batch_size, self.batch_limit * 2)
+            self.token_limit = min(self.max_step_tokens, self.token_limit * 2)
+            if not self.is_lowered:
+                self._failures = 0

@@ -15,6 +15,7 @@ from quire.core.request import (
     WaitReason,
 )
 from quire.engine.admission import Admission
+from quire.engine.health import HealthMonitor
 from quire.engine.output import NewText
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import LiveRequest, Sequence
@@ -29,12 +30,20 @@ _REASONS = {
 
 
 class Lifecycle:
-    def __init__(self, scheduler: Scheduler, admission: Admission, stats: EngineStats) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        admission: Admission,
+        stats: EngineStats,
+        health: HealthMonitor,
+    ) -> None:
         self.live: dict[str, LiveRequest] = {}
         self.events: list[Event] = []
         self._scheduler = scheduler
         self._admission = admission
         self._stats = stats
+        self._health = health
+        self._step_id = 0  # the step whose results are applied
 
     def take_events(self) -> list[Event]:
         """What happened since the last call."""
@@ -47,8 +56,11 @@ class Lifecycle:
         self.live[live.request.id] = live
         self._scheduler.enqueue(live.sequences[0], WaitReason.QUEUED, now)
 
-    def apply(self, results: Iterable[tuple[Row, SequenceResult]], now: float) -> None:
+    def apply(
+        self, step_id: int, results: Iterable[tuple[Row, SequenceResult]], now: float
+    ) -> None:
         """Apply each row's result to its sequence."""
+        self._step_id = step_id
         cache = self._scheduler.cache
         block_size = cache.block_size
         gaps: dict[float, int] = {}  # number of rows by the time of their previous token
@@ -58,7 +70,7 @@ class Lifecycle:
                 self._stats.discarded_rows += 1
                 continue
             if result.fault is not None:
-                self.fail(sequence.live, RowFaultError(result.fault), now)
+                self._fail_row(sequence.live, RowFaultError(result.fault), now)
                 continue
             start = plan.start
             end = start + len(plan.tokens) + (plan.follows is not None)
@@ -84,6 +96,8 @@ class Lifecycle:
     ) -> None:
         metrics = sequence.request.metrics
         metrics.num_chunks += 1
+        if metrics.first_step is None:
+            metrics.first_step = self._step_id
         start = row.plan.start
         self._stats.prompt_tokens += min(end, sequence.prompt_length) - start
         if result.prompt_logprobs:
@@ -95,7 +109,7 @@ class Lifecycle:
         live = sequence.live
         if token is None:
             sequence.sample_dropped()
-            self.fail(live, RowFaultError("the executor gave no token"), now)
+            self._fail_row(live, RowFaultError("the executor gave no token"), now)
             return
         completion = sequence.completion
         is_first = not sequence.last_token_at
@@ -115,7 +129,7 @@ class Lifecycle:
             try:
                 text, reason = self._detokenize(sequence, token, reason)
             except Exception as error:  # fails this request alone
-                self.fail(live, RowFaultError(f"the detokenizer failed: {error!r}"), now)
+                self._fail_row(live, _caused(f"the detokenizer failed: {error!r}", error), now)
                 return
         if live.wants_pieces:
             is_left_out = completion.is_stop_token_left_out
@@ -128,7 +142,7 @@ class Lifecycle:
 
     def _take_pooled(self, sequence: Sequence, result: SequenceResult, now: float) -> None:
         if result.pooled is None:
-            self.fail(sequence.live, RowFaultError("the executor gave no pooled state"), now)
+            self._fail_row(sequence.live, RowFaultError("the executor gave no pooled state"), now)
             return
         sequence.live.set_pooled(result.pooled)
         self._finish(sequence, FinishReason.STOP, now)
@@ -159,7 +173,7 @@ class Lifecycle:
                 sequence.grammar.accept(token)
             return sequence.grammar.is_complete
         except Exception as error:
-            self.fail(sequence.live, RowFaultError(f"the grammar failed: {error}"), now)
+            self._fail_row(sequence.live, _caused(f"the grammar failed: {error}", error), now)
             return False
 
     def _reason_to_stop(self, sequence: Sequence, token: int) -> FinishReason | None:
@@ -206,11 +220,21 @@ class Lifecycle:
         error = DeadlineError(f"{live.request.id} ran out of time after {waited:.3f} s")
         self._abort(live, Status.EXPIRED, error, now)
 
-    def fail(self, live: LiveRequest, error: QuireError, now: float) -> None:
-        """End a request because of a fault of its own; others go on."""
-        faults = self._stats.faults_isolated
-        faults[type(error).__name__] = faults.get(type(error).__name__, 0) + 1
+    def fail(self, live: LiveRequest, error: QuireError, step_id: int, now: float) -> None:
+        """End a request because of a fault of its own in a step; others go on."""
+        self._stats.count_isolated(error)
+        self._health.request_failed(live.request.id, step_id, error, now)
         self._abort(live, Status.FAILED, error, now)
+
+    def _fail_row(self, live: LiveRequest, error: RowFaultError, now: float) -> None:
+        """Its row of the step that is applied is at fault, and the step's others are sound."""
+        live.request.metrics.failed_in(self._step_id)
+        self.fail(live, error, self._step_id, now)
+
+    def fail_all(self, error: QuireError, now: float) -> None:
+        """End every request because of a fault that is none of theirs."""
+        for live in list(self.live.values()):
+            self._abort(live, Status.FAILED, error, now)
 
     def _abort(self, live: LiveRequest, status: Status, error: QuireError, now: float) -> None:
         for sequence in live.sequences:
@@ -230,6 +254,7 @@ class Lifecycle:
         request.metrics.finished_at = now
         self._admission.completion_rate.completed(now)
         request.metrics.num_steps = sum(sequence.num_steps for sequence in live.sequences)
+        request.metrics.last_step = max(sequence.last_step for sequence in live.sequences) or None
         ended = self._stats.requests_ended
         ended[status.value] = ended.get(status.value, 0) + 1
         self._record(live)
@@ -254,3 +279,9 @@ class Lifecycle:
         request = live.request
         num_sampled = num_tokens - len(request.generated)
         self._stats.requests.record(request.metrics, len(request.prompt), num_sampled)
+
+
+def _caused(message: str, error: Exception) -> RowFaultError:
+    fault = RowFaultError(message)
+    fault.__cause__ = error
+    return fault

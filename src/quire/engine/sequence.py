@@ -77,7 +77,7 @@ class Sequence:
     num_pending: int = 0
     # From num_computed up to here positions can be written without asking the cache for blocks.
     num_writable: int = 0
-    last_step: int = 0  # the step that samples its pending token
+    last_step: int = 0  # the last with a row of it; it samples the token that is pending
     last_token_at: float = 0.0  # 0: it has none yet
     num_steps: int = 0  # that computed a row of it
     epoch: int = 0  # counts the times that it lost its blocks
@@ -124,9 +124,9 @@ class Sequence:
     def planned(self, end: int, step_id: int, samples: bool) -> None:
         """A step computes its positions up to `end`, and samples the token after them."""
         self.num_computed = end
+        self.last_step = step_id
         if samples:
             self.num_pending += 1
-            self.last_step = step_id
 
     def lost_blocks(self) -> None:
         """Its blocks are gone, and with them what was computed; rows in flight are outdated."""
@@ -144,6 +144,10 @@ class Sequence:
         self.wait_since = now
 
     # ---- with a step's result
+
+    def retried(self, step_id: int) -> None:
+        """Its row of a failed step is run again in this one."""
+        self.last_step = step_id
 
     def sample_dropped(self) -> None:
         """A planned sample will not come."""

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from quire.core.request import RequestMetrics, WaitReason
 
@@ -47,7 +48,10 @@ class EngineStats:
     step_tokens: Histogram = field(default_factory=lambda: Histogram(_COUNTS))
     step_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
     host_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
-    num_steps: int = 0
+    num_steps: int = 0  # that ran, parts of failed ones included
+    steps_failed: dict[str, int] = field(default_factory=dict)  # by the type of the root error
+    num_step_splits: int = 0  # times that a failed step, or a part of one, was split in two
+    num_steps_retried: int = 0  # parts of failed steps that were run again, whatever came of them
     prompt_tokens: int = 0  # computed for prompts, recomputation included
     completion_tokens: int = 0  # delivered
     padding_tokens: int = 0
@@ -55,12 +59,18 @@ class EngineStats:
     num_preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # ... and found computed
-    faults_isolated: dict[str, int] = field(default_factory=dict)  # by error type
+    # By error type: requests that failed alone, and steps that failed although each of their rows
+    # could be run.
+    faults_isolated: dict[str, int] = field(default_factory=dict)
     requests_ended: dict[str, int] = field(default_factory=dict)  # by status
     finish_reasons: dict[str, int] = field(default_factory=dict)  # of requests: their first's
     requests: "RequestStats" = field(default_factory=lambda: RequestStats())
     busy_s: float = 0.0  # time with a step in flight
     since: float = 0.0
+
+    def count_isolated(self, error: BaseException) -> None:
+        kind = type(error).__name__
+        self.faults_isolated[kind] = self.faults_isolated.get(kind, 0) + 1
 
 
 def _latencies() -> Histogram:
@@ -130,6 +140,30 @@ class CompletionRate:
         return max(0.0, now - self._since) / len(self._completions)
 
 
+class Health(StrEnum):
+    OK = "ok"
+    DEGRADED = "degraded"  # batches failed lately; smaller ones run
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+    STUCK = "stuck"  # the executor does not answer, or the engine failed: restart the process
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReport:
+    """The engine's state with its reason; `cause` and `since` only while it is degraded or stuck.
+
+    The limits are what steps may hold now, lowered while batches fail or memory is short.
+    """
+
+    state: Health
+    cause: str | None  # the error of the last step that failed, or what ended the engine
+    since: float | None  # on the engine's clock
+    last_failed_step: int | None
+    batch_limit: int
+    max_batch_size: int
+    token_limit: int
+    max_step_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state at one time: what runs, what waits and why, how much memory is used."""
@@ -146,4 +180,5 @@ class Snapshot:
     memory_bytes: Mapping[str, int]
     utilisation: float  # share of the time since the start that a step was in flight
     health: str
+    health_report: HealthReport
     stats: EngineStats

@@ -101,7 +101,23 @@ def _summary_of(outputs: list[RequestOutput]) -> dict[str, object]:
         "finish_reason": outputs[0].finish_reason,
         "queued_s": _rounded(first.queued_s),
         "first_token_s": _rounded(first.time_to_first_token_s),
+        **_steps_of(outputs),
     }
+
+
+def _steps_of(outputs: list[RequestOutput]) -> dict[str, int | list[int]]:
+    """Ids of steps, which the engine's own lines name: the first and last that had rows of the
+    call, and those that failed with rows of it."""
+    metrics = [output.metrics for output in outputs]
+    first = [each.first_step for each in metrics if each.first_step is not None]
+    last = [each.last_step for each in metrics if each.last_step is not None]
+    failed = sorted({step for each in metrics for step in each.failed_steps})
+    found: dict[str, int | list[int]] = {}
+    if first and last:
+        found |= {"first_step": min(first), "last_step": max(last)}
+    if failed:
+        found["failed_steps"] = failed
+    return found
 
 
 def _rounded(seconds: float | None) -> float | None:
@@ -167,8 +183,8 @@ def open_tracing(endpoint: str, model: str) -> Tracing:
     return Tracing(provider.get_tracer("quire"), model, provider.shutdown)
 
 
-def _attributes(call: Call, model: str) -> dict[str, str | int]:
-    found: dict[str, str | int] = {
+def _attributes(call: Call, model: str) -> dict[str, str | int | list[int]]:
+    found: dict[str, str | int | list[int]] = {
         "http.request.method": call.method,
         "url.path": call.path,
         "http.response.status_code": call.status or 0,
@@ -189,6 +205,7 @@ def _attributes(call: Call, model: str) -> dict[str, str | int]:
             "quire.chunks": metrics.num_chunks,
             "quire.steps": metrics.num_steps,
             "quire.preemptions": metrics.num_preemptions,
+            **{f"quire.{name}": value for name, value in _steps_of(call.outputs).items()},
         }
     return found
 

@@ -337,4 +337,7 @@ def trace_of(output: RequestOutput) -> TraceReport:
         chunks=metrics.num_chunks,
         steps=metrics.num_steps,
         preemptions=metrics.num_preemptions,
+        first_step=metrics.first_step,
+        last_step=metrics.last_step,
+        failed_steps=metrics.failed_steps,
     )

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TextIO
@@ -168,11 +168,12 @@ class LineHandler(logging.Handler):
 
 class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        event, fields = _contents(record)
         line: dict[str, Any] = {
             "time": _timestamp(record),
             "level": record.levelname.lower(),
-            "event": record.getMessage(),
-            **getattr(record, "fields", {}),
+            "event": event,
+            **fields,
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -181,14 +182,24 @@ class JsonLines(logging.Formatter):
 
 class PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        fields = getattr(record, "fields", {})
+        event, fields = _contents(record)
         listed = " ".join(
             f"{name}={json.dumps(value, default=str)}" for name, value in fields.items()
         )
-        line = f"{_timestamp(record)} {record.levelname.lower()} {record.getMessage()} {listed}"
+        line = f"{_timestamp(record)} {record.levelname.lower()} {event} {listed}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line.rstrip()
+
+
+def _contents(record: logging.LogRecord) -> tuple[str, Mapping[str, object]]:
+    """A record's event and fields. The engine's records have a message for people besides, as they
+    are also read without a server."""
+    fields: Mapping[str, object] = getattr(record, "fields", {})
+    event: str | None = getattr(record, "event", None)
+    if event is None:
+        return record.getMessage(), fields
+    return event, {"message": record.getMessage(), **fields}
 
 
 def _timestamp(record: logging.LogRecord) -> str:

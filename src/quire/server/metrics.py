@@ -6,13 +6,20 @@ import time
 from collections.abc import Iterable, Mapping
 
 from quire.core.request import WaitReason
-from quire.engine.stats import Histogram, Snapshot
+from quire.engine.stats import Health, Histogram, Snapshot
 from quire.server.audit import AuditLog
 from quire.server.connections import Connections
 from quire.server.keys import ApiKey, may_read_totals
 from quire.server.logs import num_dropped_lines
 from quire.server.quotas import Quotas, Usage
-from quire.server.replies import AuditFigures, KeyFigures, OwnStatsReply, QuotaFigures, StatsReply
+from quire.server.replies import (
+    AuditFigures,
+    HealthFigures,
+    KeyFigures,
+    OwnStatsReply,
+    QuotaFigures,
+    StatsReply,
+)
 from quire.server.service import Service
 
 # ---- /metrics
@@ -26,6 +33,7 @@ def exposition(service: Service, snapshot: Snapshot, rejected: Mapping[str, int]
     """The engine's figures, refused requests and connections, usage by key."""
     writer = _Writer(service.name)
     _write_moment(writer, snapshot, service.num_streams)
+    _write_health(writer, snapshot)
     _write_counters(writer, snapshot)
     writer.counters(
         "requests_rejected_total", "Requests refused before the engine", "code", rejected
@@ -53,6 +61,23 @@ def _write_moment(writer: "_Writer", snapshot: Snapshot, num_streams: int) -> No
     )
 
 
+def _write_health(writer: "_Writer", snapshot: Snapshot) -> None:
+    report, stats = snapshot.health_report, snapshot.stats
+    states = {state.value: float(state is report.state) for state in Health}
+    writer.gauges("engine_health", "1 for the state it is in", "state", states)
+    degraded_s = 0.0 if report.since is None else snapshot.at - report.since
+    writer.gauge("degraded_seconds", "For how long it has been degraded or stuck", degraded_s)
+    writer.gauge("batch_limit", "Sequences a step may hold now", report.batch_limit)
+    writer.gauge("step_token_limit", "Tokens a step may hold now", report.token_limit)
+    writer.counter("steps_total", "Steps that ran, parts of failed ones too", stats.num_steps)
+    failed = dict(stats.steps_failed)
+    writer.counters("steps_failed_total", "Steps that failed", "cause", failed)
+    retried = stats.num_steps_retried
+    writer.counter("steps_retried_total", "Parts of failed steps, run again", retried)
+    splits = stats.num_step_splits
+    writer.counter("step_splits_total", "Failed steps and parts, split in two", splits)
+
+
 def _write_connections(writer: "_Writer", connections: Connections) -> None:
     writer.gauge("connections", "Connections that are open", connections.num_open)
     writer.counters(
@@ -78,7 +103,7 @@ def _write_counters(writer: "_Writer", snapshot: Snapshot) -> None:
     ended = dict.fromkeys(_FINISH_REASONS, 0) | dict(stats.finish_reasons)
     writer.counters("request_success_total", "Requests ended", "finished_reason", ended)
     faults = dict(stats.faults_isolated)
-    writer.counters("fault_isolated_total", "Requests that failed alone", "reason", faults)
+    writer.counters("fault_isolated_total", "Faults kept from others", "reason", faults)
 
 
 def _write_keys(writer: "_Writer", usage: Mapping[str, Usage]) -> None:
@@ -189,6 +214,7 @@ def _with_totals(own: OwnStatsReply, service: Service, snapshot: Snapshot) -> St
             key.name: _figures(service.quotas, snapshot, key, usage)
             for key, usage in _users(service)
         },
+        health=_health_figures(snapshot),
         audit=_audit_figures(service.audit),
         num_running=snapshot.num_running,
         num_waiting=snapshot.num_waiting,
@@ -206,6 +232,23 @@ def _with_totals(own: OwnStatsReply, service: Service, snapshot: Snapshot) -> St
         mean_batch_size=stats.batch_size.mean,
         requests_ended=dict(stats.requests_ended),
         faults_isolated=dict(stats.faults_isolated),
+    )
+
+
+def _health_figures(snapshot: Snapshot) -> HealthFigures:
+    report, stats = snapshot.health_report, snapshot.stats
+    return HealthFigures(
+        status=report.state.value,
+        cause=report.cause,
+        since_s=None if report.since is None else snapshot.at - report.since,
+        batch_limit=report.batch_limit,
+        max_batch_size=report.max_batch_size,
+        step_token_limit=report.token_limit,
+        max_step_tokens=report.max_step_tokens,
+        last_failed_step=report.last_failed_step,
+        steps_failed=dict(stats.steps_failed),
+        steps_retried=stats.num_steps_retried,
+        step_splits=stats.num_step_splits,
     )
 
 

@@ -51,6 +51,9 @@ class TraceReport(BaseModel):
     chunks: int = Field(description="its prompt was computed in")
     steps: int = Field(description="rows of steps it had, its sequences together")
     preemptions: int
+    first_step: int | None = Field(description="the id of the first step with a row of it")
+    last_step: int | None
+    failed_steps: list[int] = Field(description="ids of steps that failed with a row of it")
 
 
 class TopLogprob(BaseModel):
@@ -207,9 +210,26 @@ class AuditFigures(BaseModel):
     num_dropped: int  # events that were not written
 
 
+class HealthFigures(BaseModel):
+    """Whether steps run whole; the limits are what they may hold now, lowered while they fail."""
+
+    status: str = Field(description="ok, degraded, draining or stuck")
+    cause: str | None = Field(description="why it is degraded or stuck")
+    since_s: float | None = Field(description="for how long it is, in seconds")
+    batch_limit: int
+    max_batch_size: int
+    step_token_limit: int
+    max_step_tokens: int
+    last_failed_step: int | None = Field(description="its id")
+    steps_failed: dict[str, int] = Field(description="by the type of the error")
+    steps_retried: int = Field(description="parts of failed steps that were run again")
+    step_splits: int = Field(description="times that a failed step or a part was split in two")
+
+
 class StatsReply(OwnStatsReply):
     """Gauges, and counters since the model was loaded."""
 
+    health: HealthFigures
     audit: AuditFigures | None = None
     keys: dict[str, KeyFigures]  # those in force that have used something
     num_running: int
