@@ -8,6 +8,7 @@ that is cancelled: where they are not, this ends with status 1.
 """
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -159,4 +160,5 @@ def main(model: str) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("quire").setLevel(logging.ERROR)  # it warns of the batch that fails, too
     sys.exit(main(*sys.argv[1:2] or ["smollm2"]))
