@@ -14,6 +14,7 @@ from tests.bench.receipt_samples import receipt
 from quire.cli import main
 from quire.core.errors import ConfigError
 from quire_bench.charts import DARK, LIGHT, MAX_SERIES, Chart, Point, Series, png, svg
+from quire_bench.commands.grid import BATCHES, PROMPTS, QUANTS
 from quire_bench.receipts import Executed, Receipt, write
 from quire_bench.report import BEGIN, END, charts, gather, html, markdown, with_tables, write_pngs
 from quire_bench.report_tables import tables
@@ -287,6 +288,15 @@ def test_every_committed_grid_is_whole(folder: Path) -> None:
     for name, cells in grids.items():
         batches, prompts = (sorted({cell[place] for cell in cells}) for place in (0, 1))
         assert sorted(cells) == list(product(batches, prompts)), name
+
+
+def test_the_gpu_grid_has_every_mix_batch_and_prompt() -> None:
+    cells = {
+        (one.model["quant"], one.settings["batch"], one.settings["prompt_tokens"])
+        for one in gather([RECEIPTS / "h200"])
+        if one.kind == "grid-cell"
+    }
+    assert cells == set(product(QUANTS, BATCHES, PROMPTS))
 
 
 def throughput_rows(receipts: list[Receipt]) -> list[dict[str, str]]:
