@@ -7,7 +7,15 @@ import pytest
 from tests.fixture_files import TINY_BITNET_FILES, TINY_FILES, fixture_file
 
 from quire.core.errors import UnsupportedModelError
-from quire.quant.formats import FORMATS, Format, format_named, format_of_ggml_type
+from quire.quant.formats import (
+    ENCODERS,
+    FORMATS,
+    Format,
+    decode_q6_k,
+    encode_q6_k,
+    format_named,
+    format_of_ggml_type,
+)
 
 # bitnet.cpp's own is not gguf's: tests/quant/test_ternary.py has it.
 GGUF_FORMATS = [known for known in FORMATS if known.name != "I2_S"]
@@ -146,3 +154,48 @@ def test_an_unsupported_type_is_named_with_its_tensor_and_what_is_supported() ->
         format_of_ggml_type(4711, "blk.0.x")
     with pytest.raises(UnsupportedModelError, match=r"'blk.0.x' has type I64"):
         format_named("I64", "blk.0.x")
+
+
+# ---- encoders
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "Q8_0"])
+def test_an_encoder_gives_the_bytes_of_the_reference_quantiser(name: str) -> None:
+    block_format = format_named(name, "")
+    weights = np.random.default_rng(4).normal(0, 0.1, (64, 256)).astype(np.float32)
+    weights[3] = 0
+    weights[5, :32] = [0.5, *[127.0] * 31]  # halves are rounded away from zero
+    expected = gguf.quants.quantize(weights, kind(block_format)).view(np.uint8)
+    found = ENCODERS[name](weights.reshape(-1, block_format.block_size))
+    assert np.array_equal(found.ravel(), expected.ravel())
+
+
+def test_q6_k_is_what_llama_cpp_makes_but_for_ties() -> None:
+    """Its sums are added in another order, so that one of two scales that are as good as equal may
+    be chosen; the error is the same."""
+    same, ours, theirs = [], 0.0, 0.0
+    floats, real = (
+        {t.name: t for t in gguf.GGUFReader(fixture_file(f"tiny/{name}.gguf")).tensors}
+        for name in ("F32", "Q6_K")
+    )
+    for name, tensor in real.items():
+        if tensor.tensor_type == gguf.GGMLQuantizationType.Q6_K:
+            weights = np.array(floats[name].data, np.float32).reshape(-1, 256)
+            expected = np.array(tensor.data).reshape(-1, 210)
+            found = encode_q6_k(weights)
+            same.append((found == expected).all(axis=1))
+            ours += float(np.square(decode_q6_k(found) - weights).sum())
+            theirs += float(np.square(decode_q6_k(expected) - weights).sum())
+    assert np.concatenate(same).mean() > 0.95
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_a_block_of_zeros_and_one_of_a_single_weight_are_kept() -> None:
+    weights = np.zeros((2, 256), np.float32)
+    weights[1, 100] = -3.5
+    for name in ("Q8_0", "Q6_K"):
+        block_format = format_named(name, "")
+        blocks = ENCODERS[name](weights.reshape(-1, block_format.block_size))
+        found = block_format.decode(blocks).reshape(weights.shape)
+        assert found == pytest.approx(weights, rel=1e-2)
+        assert np.count_nonzero(found) == 1

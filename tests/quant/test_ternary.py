@@ -1,5 +1,6 @@
 """Ternary codes, packed and unpacked."""
 
+import gguf
 import numpy as np
 import pytest
 
@@ -80,3 +81,35 @@ def test_halves_are_rounded_to_even_and_zeros_stay_finite() -> None:
     zeros = np.zeros((2, 4), np.float32)
     assert ternary.mean_size([zeros], 8) == np.float32(1e-5)
     assert (ternary.rounded(zeros, np.float32(1e-5)) == 1).all()
+
+
+# ---- llama.cpp's blocks
+
+
+@pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])
+def test_blocks_are_packed_as_the_reference_quantiser_packs_them(name: str) -> None:
+    codes = random_codes(64, 256)
+    codes[7] = 1  # a block of zeros, which gets a scale of zero
+    scale = np.float32(0.3125)
+    kind = gguf.GGMLQuantizationType[name]
+    expected = gguf.quants.quantize((codes.astype(np.float32) - 1) * scale, kind)
+    packed = ternary.pack_tq(codes, ternary.half_scales(codes, scale), name)
+    assert np.array_equal(packed, expected)
+
+
+@pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])
+def test_blocks_are_unpacked_as_they_were_packed_whatever_their_scales(name: str) -> None:
+    codes = random_codes(64, 256)
+    scales = np.random.default_rng(2).integers(0, 256, (64, 2), dtype=np.uint8)  # NaN among them
+    found, kept = ternary.unpack_tq(ternary.pack_tq(codes, scales, name), name)
+    assert np.array_equal(found, codes)
+    assert np.array_equal(kept, scales)
+
+
+def test_every_byte_of_five_digits_gives_them_back() -> None:
+    digits = np.stack(np.unravel_index(np.arange(243), (3,) * 5)).astype(np.uint8)
+    codes = np.ones((243, 256), np.uint8)
+    codes[:, [0, 32, 64, 96, 128]] = digits.T
+    scales = np.zeros((243, 2), np.uint8)
+    found, _ = ternary.unpack_tq(ternary.pack_tq(codes, scales, "TQ1_0"), "TQ1_0")
+    assert np.array_equal(found, codes)
