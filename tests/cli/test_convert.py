@@ -42,6 +42,11 @@ def test_json_holds_the_figures(tmp_path: Path) -> None:
     assert (found["to"], found["matrices"]) == ("TQ1_0", {"I2_S": 14})
     assert found["architecture"] == "bitnet-b1.58"
     assert found["embeddings"] == {"token_embd.weight": "Q6_K"}
+    assert found["tokenizer"] == {
+        "num_tokens": 448,
+        "pre_tokenizer": "llama-bpe",
+        "has_chat_template": True,
+    }
     assert found["scales"] == {
         "rounded": 0,
         "largest_relative_error": 0.0,

@@ -19,6 +19,7 @@ from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.gguf import GGUFFile
 from quire.loader.gguf_writer import write_gguf
 from quire.loader.tensor import Tensor
+from quire.model import conversion
 from quire.model.conversion import Conversion, plan_conversion
 from quire.model.loading import load_model, read_tokenizer
 from quire.quant.formats import format_named
@@ -144,6 +145,22 @@ def test_files_of_ours_become_each_other_byte_for_byte(
         assert (tmp_path / "there").read_bytes() == made[other].read_bytes(), (one, other)
 
 
+def test_how_many_rows_are_converted_at_once_changes_nothing(
+    packed: Path, made: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "_WEIGHTS_AT_ONCE", 3000)
+    for to, path in made.items():
+        convert(packed, tmp_path / "m.gguf", to)
+        assert (tmp_path / "m.gguf").read_bytes() == path.read_bytes()
+    convert(made["TQ1_0"], tmp_path / "m.gguf", "I2_S")
+    assert (tmp_path / "m.gguf").read_bytes() == made["I2_S"].read_bytes()
+    folder = llama_folder(tmp_path / "llama")
+    convert(folder, tmp_path / "some.gguf", "I2_S")
+    monkeypatch.undo()
+    convert(folder, tmp_path / "all.gguf", "I2_S")
+    assert (tmp_path / "some.gguf").read_bytes() == (tmp_path / "all.gguf").read_bytes()
+
+
 def test_through_llama_cpps_blocks_and_back_every_code_is_kept_and_the_scale_is_said(
     tmp_path: Path,
 ) -> None:
@@ -169,6 +186,18 @@ def test_the_packing_of_arm_builds_becomes_x86s(tmp_path: Path) -> None:
     with load_model(x86) as expected, load_model(tmp_path / "out.gguf") as found:
         for name, tensor in expected.tensors.items():
             assert np.array_equal(found.tensors[name].blocks, tensor.blocks), name
+
+
+def test_a_file_in_parts_becomes_one(made: Mapping[str, Path], tmp_path: Path) -> None:
+    with load_model(made["TQ1_0"]) as model:
+        tensors = list(model.tensors.values())
+        fields: dict[str, Any] = {key: model.metadata[key] for key in model.metadata}
+    for number, part in enumerate((tensors[:9], tensors[9:])):
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(tensors)}
+        path = tmp_path / f"m-{number + 1:05d}-of-00002.gguf"
+        write_gguf(path, split if number else fields | split, part)
+    convert(tmp_path / "m-00001-of-00002.gguf", tmp_path / "m.gguf", "TQ2_0")
+    assert (tmp_path / "m.gguf").read_bytes() == made["TQ2_0"].read_bytes()
 
 
 def test_the_tokenizer_goes_along(packed: Path, made: Mapping[str, Path]) -> None:
@@ -369,7 +398,11 @@ def test_rows_that_do_not_fill_blocks_of_256_are_refused_by_name(to: str, tmp_pa
         convert(published("c", "i2s.gguf"), tmp_path / "m.gguf", to)
 
 
-def test_blocks_of_different_scales_are_no_i2_s(made: Mapping[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1 << 22, 3000])
+def test_blocks_of_different_scales_are_no_i2_s(
+    at_once: int, made: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "_WEIGHTS_AT_ONCE", at_once)
     with load_model(made["TQ2_0"]) as model:
         blocks = model.tensors["blk.1.ffn_up.weight"].data.reshape(-1, 66).copy()
     content = bytearray(made["TQ2_0"].read_bytes())

@@ -45,7 +45,11 @@ def convert(args: argparse.Namespace) -> int:
             model, args.to, embedding=args.embedding, with_tokenizer=not args.no_tokenizer
         )
         bar = ProgressBar(plan.nbytes, estimate=True)
-        plan.write(out, bar.update)
+        try:
+            plan.write(out, bar.update)
+        except BaseException:
+            bar.finish(0, "nothing was written")
+            raise
         bar.finish(plan.nbytes, "written")
     if args.json:
         print_json(_report(args, path, plan))
@@ -72,7 +76,7 @@ def _report(args: argparse.Namespace, path: Path, plan: Conversion) -> dict[str,
         },
         "embeddings": plan.embeddings,
         "embedding_weights_rounded": plan.losses.rounded,
-        "tokenizer": plan.tokenizer,
+        "tokenizer": None if plan.tokenizer is None else plan.tokenizer._asdict(),
         "left_out": list(plan.left_out),
         "notes": list(plan.notes),
     }
@@ -87,7 +91,7 @@ def _lines(out: Path, plan: Conversion) -> list[str]:
         ("embedding", ", ".join(f"{name} {kind}" for name, kind in plan.embeddings.items())),
         ("", _rounding_line(plan)),
         ("architecture", f"{plan.architecture}: {plan.reason}"),
-        ("tokenizer", plan.tokenizer or "none: the file takes token ids alone"),
+        ("tokenizer", _tokenizer_line(plan)),
         ("left out", ", ".join(plan.left_out)),
         *(("note", note) for note in plan.notes),
     ]
@@ -109,3 +113,12 @@ def _scale_line(plan: Conversion) -> str:
 def _rounding_line(plan: Conversion) -> str:
     rounded = {name: count for name, count in plan.losses.rounded.items() if count}
     return ", ".join(f"{count} weights of {name} rounded" for name, count in rounded.items())
+
+
+def _tokenizer_line(plan: Conversion) -> str:
+    found = plan.tokenizer
+    if found is None:
+        return "none: the file takes token ids alone"
+    template = "a" if found.has_chat_template else "no"
+    pre = found.pre_tokenizer or "not named"
+    return f"{found.num_tokens} tokens, pre-tokenizer {pre}, {template} chat template"

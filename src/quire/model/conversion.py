@@ -68,6 +68,12 @@ _GRAPHS = {
 }
 
 
+class WrittenTokenizer(NamedTuple):
+    num_tokens: int
+    pre_tokenizer: str | None  # None: not named
+    has_chat_template: bool
+
+
 class Loss(NamedTuple):
     """A matrix's scale before and after."""
 
@@ -104,14 +110,13 @@ class Conversion:
     losses: Losses
 
     @property
-    def tokenizer(self) -> str | None:
-        """In words; None where the file takes token ids alone."""
-        tokens = self.fields.get("tokenizer.ggml.tokens")
+    def tokenizer(self) -> "WrittenTokenizer | None":
+        """None where the file takes token ids alone."""
+        tokens, pre = (self.fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "pre"))
         if not isinstance(tokens, Sequence):
             return None
-        pre = self.fields.get("tokenizer.ggml.pre", "not named")
-        template = "a" if "tokenizer.chat_template" in self.fields else "no"
-        return f"{len(tokens)} tokens, pre-tokenizer {pre}, {template} chat template"
+        named = pre if isinstance(pre, str) else None
+        return WrittenTokenizer(len(tokens), named, "tokenizer.chat_template" in self.fields)
 
     @property
     def worst_loss(self) -> Loss | None:
