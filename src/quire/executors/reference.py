@@ -635,7 +635,7 @@ def _aligned_copy(x: Floats) -> Floats:
 
 def _gather(layer: Floats, slots: Slots) -> Floats:
     """The tokens at these slots of one layer's blocks: [slots, kv_heads, head_dim]."""
-    tokens = layer.reshape(-1, *layer.shape[2:])
+    tokens = layer.reshape(layer.shape[0] * layer.shape[1], *layer.shape[2:])
     gathered = _aligned((len(slots), *tokens.shape[1:]))
     return np.take(tokens, slots, axis=0, out=gathered, mode="clip")  # "raise" would copy twice
 

@@ -106,6 +106,13 @@ class Metadata(Mapping[str, object]):
         except OverflowError:
             raise self._wrong(key, items, "an array of numbers that a float can hold") from None
 
+    def booleans(self, key: str) -> tuple[bool, ...]:
+        items = self._items(key, "an array of booleans")
+        good = tuple(item for item in items if isinstance(item, bool))
+        if len(good) != len(items):
+            raise self._wrong(key, items, "an array of booleans")
+        return good
+
     def texts(self, key: str) -> tuple[str, ...]:
         items = self._items(key, "an array of strings")
         good = tuple(item for item in items if isinstance(item, str))
@@ -192,6 +199,12 @@ class Fields:
 
     def text(self, key: str, default: str | None = None) -> str:
         return self._metadata.text(self._prefix + key, default)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        return self._metadata.numbers(self._prefix + key)
+
+    def booleans(self, key: str) -> tuple[bool, ...]:
+        return self._metadata.booleans(self._prefix + key)
 
     def section(self, key: str) -> "Fields":
         """A nested object; an empty one where the key is absent."""

@@ -8,7 +8,6 @@ follow each other without overlap or hole, and the last ends with the file.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -204,9 +203,6 @@ def _check_offsets(path: Path, entries: dict[str, _Entry], begin: int, file_byte
 
 def _tensors(entries: dict[str, _Entry], file: FileBytes) -> Iterator[Tensor]:
     for name, entry in entries.items():
-        ours = from_hugging_face(name)
-        if ours is None:
-            continue
         if entry.dtype not in (*DTYPES, _PACKED):
             raise UnsupportedModelError(
                 f"tensor {name!r} has type {entry.dtype:.20}; of safetensors quire runs "
@@ -215,62 +211,8 @@ def _tensors(entries: dict[str, _Entry], file: FileBytes) -> Iterator[Tensor]:
         if entry.start == entry.stop:
             raise ModelFileError(f"tensor {name!r} of shape {entry.shape} is empty")
         region = Region(file, entry.start, entry.stop - entry.start)
-        yield Tensor(ours, entry.shape, _format(entry.dtype, name), region)
+        yield Tensor(name, entry.shape, _format(entry.dtype, name), region)
 
 
 def _format(dtype: str, tensor: str) -> Format:
     return RAW if dtype == _PACKED else format_named(dtype, tensor)
-
-
-# ---- names: ours are GGUF's, and these tables give Hugging Face's in ours
-
-
-_OUTSIDE_LAYERS = {
-    "embed_tokens.weight": "token_embd.weight",
-    "norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
-# Inside layer N: model.layers.N.<left>.<weight, bias or weight_scale> is blk.N.<right>.<the same>.
-_IN_LAYERS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.attn_sub_norm": "attn_sub_norm",
-    "self_attn.inner_attn_ln": "attn_sub_norm",  # the same, in the first BitNet checkpoints
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.ffn_sub_norm": "ffn_sub_norm",
-    "mlp.ffn_layernorm": "ffn_sub_norm",
-}
-
-_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(.+)\.(weight|bias|weight_scale)")
-
-# Tables that old exporters saved although they follow from the configuration.
-_DERIVED = re.compile(r"(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
-
-
-def from_hugging_face(name: str) -> str | None:
-    """Our name of a Hugging Face tensor, or None if it holds nothing a model needs.
-
-    A name we do not know is an error: leaving a weight out would give wrong text, silently.
-    """
-    rest = name.removeprefix("model.")  # checkpoints of the bare decoder leave the prefix out
-    if _DERIVED.fullmatch(rest):
-        return None
-    if rest in _OUTSIDE_LAYERS:
-        return _OUTSIDE_LAYERS[rest]
-    inside = _LAYER.fullmatch(rest)
-    if inside is None or inside[2] not in _IN_LAYERS:
-        raise UnsupportedModelError(
-            f"tensor {name!r} is not part of any model that quire runs (llama, mistral, qwen2, "
-            "qwen3, bitnet)"
-        )
-    layer, part, kind = inside.groups()
-    return f"blk.{layer}.{_IN_LAYERS[part]}.{kind}"

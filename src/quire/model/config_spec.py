@@ -1,21 +1,59 @@
 """From a Hugging Face config.json to a ModelSpec."""
 
+import math
 from collections.abc import Mapping
 
 from quire.core.errors import ModelFileError
 from quire.loader.metadata import Fields, Metadata
-from quire.model.families import CONFIG_FAMILIES, Facts, Family, Windows, describe, find_family
-from quire.model.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
-from quire.model.spec import MAX_SIZES, Activation, Attention, Dense, ModelSpec, Norm, QKNorm
+from quire.model.families import (
+    CONFIG_FAMILIES,
+    Facts,
+    Family,
+    NoRope,
+    RoutedLayers,
+    Routing,
+    Windows,
+    describe,
+    find_family,
+)
+from quire.model.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+)
+from quire.model.spec import (
+    MAX_SIZES,
+    Activation,
+    Attention,
+    Dense,
+    Experts,
+    Latent,
+    ModelSpec,
+    Norm,
+    PositionScale,
+    QKNorm,
+    Router,
+)
 
 _FILE = "config.json"
 _CONTEXT_LIMIT = MAX_SIZES["context_length"]
 _WINDOW_LIMIT = 1 << 62  # ModelSpec takes a window beyond the context for none
 _DEFAULTS: Mapping[str, object] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4}
-_ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "relu2": Activation.RELU2}
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "relu2": Activation.RELU2,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+}
 
-# Fields that change the mathematics in some family and that quire does not compute, with the values
-# that mean "not in this model". config.json is full of other fields; these alone matter.
+# Fields that change the mathematics in some family, with the values that mean "not in this model".
+# A family that gives one a meaning reads it; in others they are refused. config.json is full of
+# other fields; these alone matter.
 _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
@@ -25,18 +63,25 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "embedding_multiplier": (1.0,),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
+    "kv_lora_rank": (),
+    "logit_scale": (1.0,),
     "logits_scaling": (1.0,),
-    "moe_intermediate_size": (0,),
-    "n_routed_experts": (0,),
     "no_rope_layer_interval": (),
     "no_rope_layers": ([],),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
     "partial_rotary_factor": (1.0,),
+    "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
+    "sliding_window_pattern": (),
+    "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
     "use_qk_norm": (False,),
+}
+_OF_EXPERTS: Mapping[str, tuple[object, ...]] = {
+    "moe_intermediate_size": (0,),
+    "n_routed_experts": (0,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
 }
 _ROPE_KEYS = {
     "default": (),
@@ -54,9 +99,24 @@ _ROPE_KEYS = {
         "beta_slow",
         "attention_factor",
         "truncate",
+        "mscale",
+        "mscale_all_dim",
+        "max_position_embeddings",
+    ),
+    "longrope": (
+        "factor",
+        "original_max_position_embeddings",
+        "short_factor",
+        "long_factor",
+        "attention_factor",
     ),
 }
 _ROPE_COMMON_KEYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+
+
+def config_family(config: Mapping[str, object]) -> Family:
+    name = Metadata(_FILE, config).text("model_type")
+    return find_family(CONFIG_FAMILIES, "model_type", name)
 
 
 def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
@@ -65,121 +125,364 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
     `config` is the file as it stands: an explicit null overrides a family's default, which is how
     files switch a sliding window off.
     """
-    name = Metadata(_FILE, config).text("model_type")
-    family = find_family(CONFIG_FAMILIES, "model_type", name)
-    fields = Fields(Metadata(_FILE, {**_DEFAULTS, **family.config_defaults, **config}), _FILE)
-    fields.refuse(_NEUTRAL_VALUES)
+    family = config_family(config)
+    own = config
+    if family.has_senses and isinstance(config.get("text_config"), Mapping):
+        text = Metadata(_FILE, config).section("text_config")
+        own = {**config, **text, "text_config": None}
+    merged = {**_DEFAULTS, **family.config_defaults, **own}
+    fields = Fields(Metadata(_FILE, merged), _FILE)
+    refused = {**_NEUTRAL_VALUES, **({} if family.routing else _OF_EXPERTS)}
+    fields.refuse({key: refused[key] for key in refused.keys() - family.reads})
     return _spec(family, fields)
 
 
 def _spec(family: Family, fields: Fields) -> ModelSpec:
     num_layers = fields.integer("num_hidden_layers", high=MAX_SIZES["num_layers"])
     hidden_size = fields.integer("hidden_size", high=MAX_SIZES["hidden_size"])
-    epsilon = fields.number("rms_norm_eps")
-    attention = _attention(family, fields, hidden_size, epsilon)
-    feed = Dense(
-        size=fields.integer("intermediate_size", high=MAX_SIZES["ffn_size"]),
-        activation=_activation(fields),
-        is_gated=family.is_gated,
-        has_bias=_has_bias(family.ffn_bias, fields),
-        inner_norm=Norm(epsilon=epsilon) if family.sub_norms else None,
-    )
+    norm = Norm(epsilon=fields.number(family.epsilon), kind=family.norm, has_bias=family.norm_bias)
+    attention = _attention(family, fields, hidden_size, norm)
+    windows = _windows(family, fields, num_layers)
+    rope_dims = attention.head_dim if attention.latent is None else attention.latent.rope_dims
     facts = Facts(
         hidden_size=hidden_size,
         vocabulary_size=fields.integer("vocab_size", high=MAX_SIZES["vocabulary_size"]),
         context_length=fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT),
-        norm_epsilon=epsilon,
+        norm=norm,
         attention=attention,
-        ropes=(_rope(fields, attention.head_dim),) * num_layers,
-        windows=_windows(family, fields, num_layers),
-        feed_forwards=(feed,) * num_layers,
+        ropes=_ropes(family, fields, rope_dims, windows),
+        windows=windows,
+        feed_forwards=_feed_forwards(family, fields, norm, num_layers),
+        residual_scale=fields.number("residual_multiplier", 1.0),
+        embedding_scale=fields.number("embedding_multiplier", 1.0),
+        logit_scale=fields.number("logits_scaling", fields.number("logit_scale", 1.0)),
         logit_soft_cap=fields.optional_number("final_logit_softcapping") or 0.0,
         tied_head=fields.boolean("tie_word_embeddings", False),
     )
     return describe(family, facts)
 
 
-def _attention(family: Family, fields: Fields, hidden_size: int, epsilon: float) -> Attention:
+# ---- attention
+
+
+def _attention(family: Family, fields: Fields, hidden_size: int, norm: Norm) -> Attention:
     num_heads = fields.integer("num_attention_heads", high=MAX_SIZES["num_heads"])
     head_dim = max(1, hidden_size // num_heads)
     limit = MAX_SIZES["num_kv_heads"]
-    norm = Norm(epsilon=epsilon)
+    if family.has_latent:
+        return _latent_attention(fields, num_heads)
     return Attention(
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads, high=limit),
         head_dim=fields.integer("head_dim", head_dim, high=MAX_SIZES["head_dim"]),
-        qkv_bias=_has_bias(family.qkv_bias, fields),
-        output_bias=_has_bias(family.output_bias, fields),
-        qk_norm=None if family.qk_norm is None else QKNorm(norm=norm, span=family.qk_norm),
+        qkv_bias=_says(family.qkv_bias, fields),
+        output_bias=_says(family.output_bias, fields),
+        qk_norm=_qk_norm(family, fields, norm),
         output_norm=norm if family.sub_norms else None,
         soft_cap=fields.optional_number("attn_logit_softcapping") or 0.0,
+        scale=_attention_scale(fields),
+        position_scale=_position_scale(fields),
+        has_sinks=family.has_sinks,
     )
 
 
-def _has_bias(where: bool | str, fields: Fields) -> bool:
+def _says(where: bool | str, fields: Fields) -> bool:
     return where if isinstance(where, bool) else fields.boolean(where, False)
 
 
-def _activation(fields: Fields) -> Activation:
-    name = fields.text("hidden_act")
+def _qk_norm(family: Family, fields: Fields, norm: Norm) -> QKNorm | None:
+    if family.qk_norm is None or not _says(family.qk_norm_if or True, fields):
+        return None
+    is_after = family.qk_norm_after_rope
+    own = Norm(epsilon=norm.epsilon, kind=norm.kind, has_weight=not is_after)
+    return QKNorm(norm=own, span=family.qk_norm, is_after_rope=is_after)
+
+
+def _attention_scale(fields: Fields) -> float:
+    """0: the usual one."""
+    scalar = fields.optional_number("query_pre_attn_scalar")
+    if scalar is not None:
+        if not scalar > 0:
+            raise ModelFileError(f"{_FILE}: query_pre_attn_scalar must be positive, got {scalar}")
+        return float(scalar**-0.5)
+    return fields.optional_number("attention_multiplier") or 0.0
+
+
+def _position_scale(fields: Fields) -> PositionScale | None:
+    """Of llama4, whose fields it is read from, and of ministral3, which has it beside its rope."""
+    if fields.get("attn_temperature_tuning") not in (None, False, 0):
+        length = fields.integer("floor_scale", high=_CONTEXT_LIMIT)
+        return PositionScale(factor=fields.number("attn_scale"), length=length, offset=1)
+    rope = _rope_fields(fields)
+    factor = rope.optional_number("llama_4_scaling_beta")
+    if factor is None:
+        return None
+    length = rope.integer("original_max_position_embeddings", high=_CONTEXT_LIMIT)
+    return PositionScale(factor=factor, length=length)
+
+
+def _latent_attention(fields: Fields, num_heads: int) -> Attention:
+    limit, size_limit = MAX_SIZES["head_dim"], MAX_SIZES["hidden_size"]
+    rope_dims = fields.integer("qk_rope_head_dim", high=limit)
+    head_dim = fields.integer("qk_nope_head_dim", high=limit) + rope_dims
+    own = Norm(epsilon=1e-6)  # as the checkpoints were trained, whatever rms_norm_eps is
+    return Attention(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        value_dim=fields.integer("v_head_dim", high=limit),
+        qkv_bias=fields.boolean("attention_bias", False),
+        output_bias=fields.boolean("attention_bias", False),
+        scale=head_dim**-0.5 * _yarn_scale(_rope_fields(fields)),
+        latent=Latent(
+            kv_rank=fields.integer("kv_lora_rank", high=size_limit),
+            rope_dims=rope_dims,
+            norm=own,
+            query_rank=fields.optional_integer("q_lora_rank", high=size_limit),
+        ),
+    )
+
+
+def _yarn_scale(rope: Fields) -> float:
+    """What DeepSeek multiplies the attention's scale by where its context was extended."""
+    dims_scale = rope.optional_number("mscale_all_dim") or 0.0
+    factor = rope.optional_number("factor") or 1.0
+    return _mscale(factor, dims_scale) ** 2 if dims_scale else 1.0
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+# ---- feed-forward
+
+
+def _feed_forwards(
+    family: Family, fields: Fields, norm: Norm, num_layers: int
+) -> tuple[Dense | Experts, ...]:
+    dense = Dense(
+        size=fields.integer(family.dense_size, high=MAX_SIZES["ffn_size"]),
+        activation=_activation(family, fields),
+        is_gated=family.is_gated,
+        has_bias=_says(family.ffn_bias, fields),
+        inner_norm=norm if family.sub_norms else None,
+    )
+    if family.routing is None:
+        return (dense,) * num_layers
+    experts = _experts(family.routing, fields, dense.activation)
+    routed = _routed_layers(family.routing.layers, fields, num_layers)
+    return tuple(experts if is_routed else dense for is_routed in routed)
+
+
+def _activation(family: Family, fields: Fields) -> Activation:
+    key = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
+    name = fields.text(key)
     if name not in _ACTIVATIONS:
-        raise fields.unsupported("hidden_act", _ACTIVATIONS)
-    return _ACTIVATIONS[name]
+        raise fields.unsupported(key, _ACTIVATIONS)
+    found = _ACTIVATIONS[name]
+    is_legacy = family.has_legacy_gelu and found is Activation.GELU
+    return Activation.GELU_TANH if is_legacy else found
+
+
+def _experts(routing: Routing, fields: Fields, activation: Activation) -> Experts:
+    limit, size_limit = MAX_SIZES["num_experts"], MAX_SIZES["ffn_size"]
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    count_key = next((name for name in names if fields.get(name) is not None), names[0])
+    size_key = "moe_intermediate_size"
+    if fields.get(size_key) is None:
+        size_key = "intermediate_size"
+    size = fields.integer(size_key, high=size_limit)
+    num_groups = fields.optional_integer("n_group", high=limit) or 1
+    if fields.get("topk_method") == "greedy":  # DeepSeek V2: all groups are chosen from
+        num_groups = 1
+    router = Router(
+        scoring=routing.scoring,
+        normalises=_says(routing.normalises, fields),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        has_bias=routing.router_bias,
+        has_choice_bias=routing.choice_bias,
+        num_groups=num_groups,
+        num_used_groups=min(
+            fields.optional_integer("topk_group", high=limit) or num_groups, num_groups
+        ),
+        num_group_best=routing.num_group_best,
+        weighs_input=routing.weighs_input,
+    )
+    shared = _shared_size(routing, fields, size)
+    return Experts(
+        count=fields.integer(count_key, high=limit),
+        num_used=fields.integer("num_experts_per_tok", high=limit),
+        size=size,
+        activation=routing.activation or activation,
+        router=router,
+        has_bias=routing.expert_bias,
+        shared=Dense(size=shared, activation=activation) if shared else None,
+        has_shared_gate=routing.has_shared_gate,
+    )
+
+
+def _shared_size(routing: Routing, fields: Fields, expert_size: int) -> int:
+    """Of the shared expert; 0: there is none."""
+    limit = MAX_SIZES["ffn_size"]
+    if routing.shared_size is not None:
+        return fields.integer(routing.shared_size, high=limit)
+    if routing.shared_count is not None and fields.get(routing.shared_count) is not None:
+        return fields.integer(routing.shared_count, low=0, high=limit // expert_size) * expert_size
+    return 0
+
+
+def _routed_layers(kind: RoutedLayers, fields: Fields, num_layers: int) -> list[bool]:
+    layers, limit = range(num_layers), MAX_SIZES["num_layers"]
+    match kind:
+        case RoutedLayers.STEPS:
+            step = fields.integer("decoder_sparse_step", 1, high=limit)
+            dense = _layer_numbers(fields, "mlp_only_layers") or ()
+            return [(layer + 1) % step == 0 and layer not in dense for layer in layers]
+        case RoutedLayers.AFTER_DENSE:
+            first = fields.integer("first_k_dense_replace", 0, low=0, high=limit)
+            return [layer >= first for layer in layers]
+        case RoutedLayers.LISTED:
+            listed = _layer_numbers(fields, "moe_layers")
+            step = fields.integer("interleave_moe_layer_step", 1, high=limit)
+            if listed is None:
+                return [(layer + 1) % step == 0 for layer in layers]
+            return [layer in listed for layer in layers]
+    return [True] * num_layers
+
+
+def _layer_numbers(fields: Fields, key: str) -> frozenset[int] | None:
+    found = fields.get(key)
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(item, int) for item in found):
+        raise ModelFileError(f"{_FILE}: {key} must be a list of layers, got {found!r:.100}")
+    return frozenset(found)
+
+
+# ---- windows
 
 
 def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if family.windows is Windows.NONE:
         fields.refuse({"sliding_window": (), "use_sliding_window": (False,)})
         return (None,) * num_layers
-    window = fields.optional_integer("sliding_window", high=_WINDOW_LIMIT)
+    key = "attention_chunk_size" if family.is_chunked else "sliding_window"
+    is_used = fields.boolean("use_sliding_window", family.windows is not Windows.LATER)
+    window = fields.optional_integer(key, high=_WINDOW_LIMIT) if is_used else None
     if family.windows is Windows.EVERY:
         fields.refuse({"layer_types": ()})
         return (window,) * num_layers
-    if not fields.boolean("use_sliding_window", False):
-        window = None
-    first = fields.integer("max_window_layers", low=0, high=MAX_SIZES["num_layers"])
     kinds = fields.get("layer_types")
     if kinds is None:
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        return _usual_windows(family, fields, window, num_layers)
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelFileError(
             f"{_FILE}: layer_types must be a list of {num_layers} strings, one for each layer"
         )
-    return tuple(_layer_window(fields, kind, window) for kind in kinds)
+    sliding = "chunked_attention" if family.is_chunked else "sliding_attention"
+    for kind in kinds:
+        if kind not in (sliding, "full_attention"):
+            raise fields.unsupported("layer_types", ["full_attention", sliding])
+    return tuple(window if kind == sliding else None for kind in kinds)
 
 
-def _layer_window(fields: Fields, kind: object, window: int | None) -> int | None:
-    if kind == "sliding_attention":
-        return window
-    if kind == "full_attention":
-        return None
-    raise fields.unsupported("layer_types", ["full_attention", "sliding_attention"])
-
-
-def _rope(fields: Fields, head_dim: int) -> Rope:
-    """Newer files say all in rope_parameters, older ones in rope_scaling and rope_theta."""
-    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    rope = old if fields.get("rope_scaling") else new
-    return Rope(
-        base=rope.number("rope_theta", fields.number("rope_theta")),
-        dims=head_dim,
-        interleaved=False,
-        scaling=_scaling(rope, fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT)),
+def _usual_windows(
+    family: Family, fields: Fields, window: int | None, num_layers: int
+) -> tuple[int | None, ...]:
+    limit = MAX_SIZES["num_layers"]
+    if family.windows is Windows.LATER:
+        first = fields.integer("max_window_layers", low=0, high=limit)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if family.windows is Windows.LISTED:
+        fields.refuse({"use_sliding_window": (False,)})
+        return (None,) * num_layers
+    every = family.full_every
+    if fields.get("sliding_window_pattern") is not None:
+        every = fields.integer("sliding_window_pattern", high=limit)
+    return tuple(
+        window if not every or (layer + 1) % every else None for layer in range(num_layers)
     )
 
 
-def _scaling(rope: Fields, context_length: int) -> RopeScaling | None:
+# ---- rope
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    """Newer files say all in rope_parameters, older ones in rope_scaling and rope_theta."""
+    return fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+
+
+def _ropes(
+    family: Family, fields: Fields, head_dim: int, windows: tuple[int | None, ...]
+) -> tuple[Rope | None, ...]:
+    rope, base = _rope_fields(fields), fields.number("rope_theta")
+    own = Fields(Metadata(_FILE, {}), _FILE)  # of layers with a window: unscaled
+    if family.sliding_rope and rope.get("full_attention") is not None:
+        rope, own = rope.section("full_attention"), rope.section("sliding_attention")
+    usual = sliding = _rope(family, fields, rope, head_dim, base)
+    if family.sliding_rope:
+        local = fields.number("rope_local_base_freq", family.sliding_rope_base or base)
+        sliding = _rope(family, fields, own, head_dim, local)
+    has_rope = _layers_with_rope(family, fields, windows)
+    return tuple(
+        None if not is_there else usual if window is None else sliding
+        for window, is_there in zip(windows, has_rope, strict=True)
+    )
+
+
+def _layers_with_rope(
+    family: Family, fields: Fields, windows: tuple[int | None, ...]
+) -> list[bool]:
+    match family.no_rope:
+        case NoRope.FULL_LAYERS:
+            return [window is not None or not any(windows) for window in windows]
+        case NoRope.LISTED:
+            listed = fields.get("no_rope_layers")
+            if not listed:
+                limit = MAX_SIZES["num_layers"]
+                every = fields.integer("no_rope_layer_interval", family.no_rope_every, high=limit)
+                return [(layer + 1) % every != 0 for layer in range(len(windows))]
+            if not isinstance(listed, list) or len(listed) != len(windows):
+                raise ModelFileError(
+                    f"{_FILE}: no_rope_layers must be a list of {len(windows)} numbers, one for "
+                    "each layer"
+                )
+            return [bool(item) for item in listed]
+    return [True] * len(windows)
+
+
+def _rope(family: Family, fields: Fields, rope: Fields, head_dim: int, base: float) -> Rope:
+    key = "partial_rotary_factor"
+    share = rope.number(key, fields.number(key, 1.0))
+    if key not in family.reads:
+        rope.refuse({key: (1.0,)})
+    if not 0 < share <= 1:
+        raise ModelFileError(f"{_FILE}: {key} must be above 0 and at most 1, got {share}")
+    return Rope(
+        base=rope.number("rope_theta", base),
+        dims=int(head_dim * share),
+        interleaved=family.interleaved_in_config,
+        scaling=_scaling(family, fields, rope),
+    )
+
+
+def _scaling(family: Family, fields: Fields, rope: Fields) -> RopeScaling | None:
     key = "rope_type" if rope.get("rope_type") is not None else "type"
     kind = rope.text(key, "default")
-    if kind not in _ROPE_KEYS:
-        raise rope.unsupported(key, _ROPE_KEYS)
-    rope.refuse_unknown((*_ROPE_COMMON_KEYS, *_ROPE_KEYS[kind]))
-    rope.refuse({"partial_rotary_factor": (1.0,), "truncate": (True,)})
+    if "longrope" in family.reads and kind in ("su", "yarn"):
+        kind = "longrope"  # as Phi's first files call it
+    if kind not in _ROPE_KEYS or (kind == "longrope" and "longrope" not in family.reads):
+        raise rope.unsupported(key, sorted(_ROPE_KEYS.keys() - ({"longrope"} - family.reads)))
+    own = ("llama_4_scaling_beta",) if "llama_4_scaling_beta" in family.reads else ()
+    rope.refuse_unknown((*_ROPE_COMMON_KEYS, *_ROPE_KEYS[kind], *own))
     if kind == "default":
         return None
+    if kind == "longrope":
+        return _long_scaling(fields, rope)
     factor = rope.number("factor")
     if kind == "linear":
         return LinearScaling(factor)
+    context_length = fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT)
     original = rope.integer("original_max_position_embeddings", context_length, high=_CONTEXT_LIMIT)
     if kind == "llama3":
         return Llama3Scaling(
@@ -190,5 +493,31 @@ def _scaling(rope: Fields, context_length: int) -> RopeScaling | None:
         original,
         rope.number("beta_fast", 32.0),
         rope.number("beta_slow", 1.0),
-        rope.optional_number("attention_factor"),
+        _attention_factor(rope, factor),
+        truncates=rope.boolean("truncate", True),
+    )
+
+
+def _attention_factor(rope: Fields, factor: float) -> float | None:
+    given = rope.optional_number("attention_factor")
+    scale, dims_scale = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
+    if given is None and scale and dims_scale:
+        return _mscale(factor, scale) / _mscale(factor, dims_scale)
+    return given
+
+
+def _long_scaling(fields: Fields, rope: Fields) -> LongScaling:
+    key = "original_max_position_embeddings"
+    context = fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT)
+    usual = fields.integer(key, context, high=_CONTEXT_LIMIT)
+    original = rope.integer(key, usual, high=_CONTEXT_LIMIT)
+    factor = context / original
+    magnitude = 1.0
+    if factor > 1.0 and original > 1:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongScaling(
+        short=rope.numbers("short_factor"),
+        long=rope.numbers("long_factor"),
+        original_context=original,
+        attention_factor=rope.number("attention_factor", magnitude),
     )

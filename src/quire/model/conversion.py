@@ -26,12 +26,14 @@ from quire.loader.metadata import Metadata
 from quire.loader.reading import Bytes
 from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor, packed_size
+from quire.model.config_spec import config_family
 from quire.model.dummy import DummyModel
 from quire.model.families import GGUF_FAMILIES
 from quire.model.gguf_spec import fields_of_spec, spec_from_gguf
 from quire.model.loading import Model, tokenizer_files
 from quire.model.rope import Llama3Scaling
 from quire.model.spec import LAYER_LINEARS, Activation, ModelSpec
+from quire.model.tensors import named_as_ours
 from quire.quant.formats import ENCODERS, Format, format_named
 from quire.quant.ternary import (
     TQ_BLOCK,
@@ -143,7 +145,11 @@ def plan_conversion(
     source, target, losses = model.source, format_named(to, ""), Losses()
     if isinstance(source, DummyModel):
         raise UnsupportedModelError(f"{source.name} is made in memory and has no file to convert")
-    matrices = _check_matrices(model, source.tensors, target)
+    sources = dict(source.tensors)
+    if isinstance(source, SafetensorsFolder):
+        family = config_family(source.whole_config)
+        sources = named_as_ours(family, model.spec.num_layers, sources)
+    matrices = _check_matrices(model, sources, target)
     if isinstance(source, GGUFFile):
         architecture, reason = _kept_architecture(source.metadata)
         written = _copied_fields(source.metadata, to)
@@ -165,7 +171,7 @@ def plan_conversion(
         tensors=tuple(tensors),
         matrices=matrices,
         embeddings={t.name: t.format.name for t in tensors if t.name in _EMBEDDINGS},
-        left_out=tuple(name for name in source.tensors if _is_left_out(name, model)),
+        left_out=tuple(name for name in sources if _is_left_out(name, model)),
         notes=(*_notes(model.spec, matrices, to), *_tokenizer_notes(written, with_tokenizer)),
         losses=losses,
     )

@@ -2,6 +2,7 @@
 makes a ModelSpec of a family and of what a file says.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -18,6 +19,7 @@ from quire.model.spec import (
     Norm,
     NormKind,
     NormSpan,
+    Scoring,
 )
 
 
@@ -37,6 +39,51 @@ class Windows(StrEnum):
     EVERY = "every"
     LATER = "later"  # those from max_window_layers on
     MOST = "most"  # all but each `full_every`-th
+    LISTED = "listed"  # none: a file with windows must list them
+
+
+class NoRope(StrEnum):
+    """Which layers have no rope."""
+
+    NEVER = "never"
+    FULL_LAYERS = "full layers"  # those without a window, in models that have windows
+    LISTED = "listed"  # no_rope_layers; where there is none each `no_rope_every`-th
+
+
+class RoutedLayers(StrEnum):
+    """Which layers have experts."""
+
+    ALL = "all"
+    STEPS = "steps"  # each decoder_sparse_step-th but those of mlp_only_layers
+    AFTER_DENSE = "after dense"  # those from first_k_dense_replace on
+    LISTED = "listed"  # moe_layers; where there is none each interleave_moe_layer_step-th
+
+
+class ExpertLayout(StrEnum):
+    """How safetensors keep the gate and up matrices of all experts where they are one tensor."""
+
+    HALVES = "halves"  # [experts, gates then ups, in]
+    TRANSPOSED_HALVES = "transposed halves"  # [experts, in, gates then ups]
+    TRANSPOSED_ALTERNATING = "transposed, alternating"  # [experts, in, gate, up, gate, up ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """What files of a family with experts do not say. A text is the field that says it."""
+
+    scoring: Scoring = Scoring.SOFTMAX  # GGUF's expert_gating_func goes before
+    normalises: bool | str = "norm_topk_prob"
+    gguf_normalises: bool = False  # where expert_weights_norm is not there
+    router_bias: bool = False
+    expert_bias: bool = False
+    choice_bias: bool = False
+    num_group_best: int = 1
+    weighs_input: bool = False
+    layers: RoutedLayers = RoutedLayers.ALL
+    shared_size: str | None = None  # of the shared expert
+    shared_count: str | None = None  # how many experts' sizes it has
+    has_shared_gate: bool = False
+    activation: Activation | None = None  # None: as the dense layers'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +97,56 @@ class Family:
     name: str
     architectures: tuple[str, ...] = ()  # GGUF's general.architecture
     model_types: tuple[str, ...] = ()  # config.json's model_type
-    config_defaults: Mapping[str, object] = field(default_factory=dict)
+    with_experts: str | None = None  # the family of files of this architecture with experts
 
+    # ---- layers
     norm: NormKind = NormKind.RMS
+    norm_bias: bool = False
     placement: Placement = Placement.BEFORE
     sub_norms: bool = False
     qk_norm: NormSpan | None = None
+    qk_norm_if: str | None = None  # there only where this field says so
+    qk_norm_after_rope: bool = False  # and without weights
     qkv_bias: bool | str = "attention_bias"
     output_bias: bool | str = "attention_bias"
     ffn_bias: bool | str = "mlp_bias"
     is_gated: bool = True
+    has_sinks: bool = False
+    has_latent: bool = False
     windows: Windows = Windows.NONE
-    full_every: int = 1
+    full_every: int = 1  # 0: never
+    is_chunked: bool = False  # windows are chunks
+    no_rope: NoRope = NoRope.NEVER
+    no_rope_every: int = 4
+    # Norms of queries and keys are for layers with rope, the position scale for those without.
+    splits_by_rope: bool = False
+    sliding_rope: bool = False  # layers with a window have an unscaled rope, of this base
+    sliding_rope_base: float | None = None  # None: the same as other layers'
+    routing: Routing | None = None
+    scales_embedding: bool = False  # by the square root of the hidden size
+    divides_logits: bool = False  # the logits' scale divides
 
-    interleaved_in_gguf: bool = False  # GGUF's q and k rows are in interleaved rope order
+    # ---- config.json and safetensors
+    config_defaults: Mapping[str, object] = field(default_factory=dict)
+    reads: frozenset[str] = frozenset()  # fields that mean something in this family alone
+    epsilon: str = "rms_norm_eps"
+    dense_size: str = "intermediate_size"
+    interleaved_in_config: bool = False  # safetensors' q and k rows are in interleaved rope order
+    has_legacy_gelu: bool = False  # "gelu" means its approximation by tanh
+    has_senses: bool = False  # config.json may keep the decoder's fields under text_config
+    has_extra_layers: bool = False  # layers behind the last predict further tokens: left out
+    norm_offset: float = 0.0  # what norm weights are stored less of
+    expert_layout: ExpertLayout = ExpertLayout.HALVES
+    config_names: Mapping[str, str] = field(default_factory=dict)  # of parts of a layer, in ours
+
+    # ---- GGUF
+    gguf_reads: frozenset[str] = frozenset()
+    interleaved_in_gguf: bool = False
     gguf_activation: Activation = Activation.SILU
     gguf_tied_head: bool = False  # whether or not the file has an output matrix of its own
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    # By layer count: files whose attention scale is (hidden / heads) ** -0.5, which they do not say
+    gguf_hidden_scale_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,40 +157,56 @@ class Facts:
     hidden_size: int
     vocabulary_size: int
     context_length: int
-    norm_epsilon: float
+    norm: Norm
     attention: Attention
     ropes: tuple[Rope | None, ...]
     windows: tuple[int | None, ...]
     feed_forwards: tuple[Dense | Experts, ...]
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_soft_cap: float = 0.0
     tied_head: bool = False
     linear_scales: bool = False
 
 
 def describe(family: Family, facts: Facts) -> ModelSpec:
-    norm = Norm(epsilon=facts.norm_epsilon, kind=family.norm)
     halves = zip(facts.ropes, facts.windows, facts.feed_forwards, strict=True)
     layers = tuple(
-        _layer(family, norm, replace(facts.attention, rope=rope, window=window), feed)
+        _layer(family, facts, _mixer(family, facts.attention, rope, window), feed)
         for rope, window, feed in halves
     )
+    root = math.sqrt(facts.hidden_size) if family.scales_embedding else 1.0
+    scale = facts.logit_scale
     return ModelSpec(
         family=family.name,
         hidden_size=facts.hidden_size,
         vocabulary_size=facts.vocabulary_size,
         context_length=facts.context_length,
         layers=layers,
-        output_norm=norm,
+        output_norm=facts.norm,
+        embedding_scale=facts.embedding_scale * root,
+        logit_scale=1.0 / scale if family.divides_logits and scale else scale,
         logit_soft_cap=facts.logit_soft_cap,
         tied_head=facts.tied_head,
         linear_scales=facts.linear_scales,
     )
 
 
-def _layer(family: Family, norm: Norm, mixer: Attention, feed: Dense | Experts) -> Layer:
+def _mixer(
+    family: Family, attention: Attention, rope: Rope | None, window: int | None
+) -> Attention:
+    is_chunked = family.is_chunked and window is not None
+    mixer = replace(attention, rope=rope, window=window, is_chunked=is_chunked)
+    if not family.splits_by_rope:
+        return mixer
+    return replace(mixer, qk_norm=None) if rope is None else replace(mixer, position_scale=None)
+
+
+def _layer(family: Family, facts: Facts, mixer: Attention, feed: Dense | Experts) -> Layer:
     placement = family.placement
-    before = norm if placement is not Placement.AFTER else None
-    after = norm if placement in (Placement.AROUND, Placement.AFTER) else None
+    before = facts.norm if placement is not Placement.AFTER else None
+    after = facts.norm if placement in (Placement.AROUND, Placement.AFTER) else None
     is_parallel = placement is Placement.PARALLEL
     return Layer(
         mixer=mixer,
@@ -119,16 +216,38 @@ def _layer(family: Family, norm: Norm, mixer: Attention, feed: Dense | Experts) 
         feed_forward_norm=None if is_parallel else before,
         feed_forward_output_norm=after,
         is_parallel=is_parallel,
+        residual_scale=facts.residual_scale,
     )
 
 
 # ---- the table
 
+_SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_AFTER = {"post_attention_layernorm": "post_attention_norm"}
+_QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
+_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
+_GRANITE = {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+_GRANITE_KEYS = {"embedding_scale", "residual_scale", "attention.scale", "logit_scale"}
+_OF_DEEPSEEK = Routing(
+    scoring=Scoring.SIGMOID,
+    choice_bias=True,
+    num_group_best=2,
+    layers=RoutedLayers.AFTER_DENSE,
+    shared_count="n_shared_experts",
+)
+# The norm before the feed-forward has another name in GGUF files of these.
+_NORM_BEFORE_FEED = {"post_attention_norm": "ffn_norm"}
+
 FAMILIES = (
     Family(
         name="llama",
-        architectures=("llama",),  # Mistral's files too
+        architectures=("llama",),  # Mistral's and Mixtral's files too
         model_types=("llama",),
+        with_experts="mixtral",
         interleaved_in_gguf=True,
     ),
     Family(
@@ -138,16 +257,71 @@ FAMILIES = (
         config_defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     Family(
+        name="ministral",
+        model_types=("ministral",),
+        windows=Windows.MOST,
+        full_every=0,
+        config_defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    Family(
+        name="ministral3",
+        architectures=("mistral3",),
+        model_types=("ministral3",),
+        windows=Windows.EVERY,
+        interleaved_in_gguf=True,
+        config_defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+        reads=frozenset({"llama_4_scaling_beta"}),
+        gguf_reads=frozenset(
+            {
+                "attention.temperature_length",
+                "attention.temperature_scale",
+                "rope.scaling.yarn_log_multiplier",
+            }
+        ),
+    ),
+    Family(
+        name="mixtral",
+        model_types=("mixtral",),
+        interleaved_in_gguf=True,
+        windows=Windows.EVERY,
+        config_defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+        },
+        routing=Routing(normalises=True, gguf_normalises=True),
+    ),
+    Family(
         name="qwen2",
         architectures=("qwen2",),
         model_types=("qwen2",),
         qkv_bias=True,
         windows=Windows.LATER,
+        config_defaults={"num_key_value_heads": 32, **_QWEN_WINDOWS},
+    ),
+    Family(
+        name="qwen2moe",
+        architectures=("qwen2moe",),
+        model_types=("qwen2_moe",),
+        qkv_bias="qkv_bias",
+        windows=Windows.LISTED,
         config_defaults={
-            "num_key_value_heads": 32,
+            "qkv_bias": True,
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "use_sliding_window": False,
             "sliding_window": 4096,
-            "max_window_layers": 28,
         },
+        routing=Routing(
+            layers=RoutedLayers.STEPS,
+            shared_size="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
     ),
     Family(
         name="qwen3",
@@ -155,12 +329,23 @@ FAMILIES = (
         model_types=("qwen3",),
         qk_norm=NormSpan.HEAD,
         windows=Windows.LATER,
+        config_defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOWS},
+    ),
+    Family(
+        name="qwen3moe",
+        architectures=("qwen3moe",),
+        model_types=("qwen3_moe",),
+        qk_norm=NormSpan.HEAD,
+        windows=Windows.EVERY,
         config_defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+            "use_sliding_window": False,
             "sliding_window": 4096,
-            "max_window_layers": 28,
         },
+        routing=Routing(gguf_normalises=True, layers=RoutedLayers.STEPS),
     ),
     Family(
         name="bitnet",
@@ -180,6 +365,413 @@ FAMILIES = (
         sub_norms=True,
         gguf_activation=Activation.RELU2,
         gguf_tied_head=True,
+    ),
+    Family(
+        name="phi3",
+        architectures=("phi3",),
+        model_types=("phi3",),
+        windows=Windows.EVERY,
+        config_defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        reads=frozenset({"partial_rotary_factor", "longrope"}),
+        gguf_reads=frozenset({"rope.scaling.attn_factor"}),
+        gguf_names={"ffn_up": "ffn_gate_up"},
+    ),
+    Family(
+        name="gemma",
+        architectures=("gemma",),
+        model_types=("gemma",),
+        norm_offset=1.0,
+        scales_embedding=True,
+        has_legacy_gelu=True,
+        gguf_activation=Activation.GELU_TANH,
+        config_defaults={**_GEMMA, "num_key_value_heads": 16},
+    ),
+    Family(
+        name="gemma2",
+        architectures=("gemma2",),
+        model_types=("gemma2",),
+        placement=Placement.AROUND,
+        norm_offset=1.0,
+        scales_embedding=True,
+        windows=Windows.MOST,
+        full_every=2,
+        has_legacy_gelu=True,
+        gguf_activation=Activation.GELU_TANH,
+        config_defaults={
+            **_GEMMA,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        reads=frozenset({"query_pre_attn_scalar"}),
+        config_names=_SANDWICH,
+        gguf_hidden_scale_at=(46,),
+    ),
+    Family(
+        name="gemma3",
+        architectures=("gemma3",),
+        model_types=("gemma3_text", "gemma3"),
+        placement=Placement.AROUND,
+        qk_norm=NormSpan.HEAD,
+        norm_offset=1.0,
+        scales_embedding=True,
+        windows=Windows.MOST,
+        full_every=6,
+        sliding_rope=True,
+        sliding_rope_base=10000.0,
+        has_senses=True,
+        has_legacy_gelu=True,
+        gguf_activation=Activation.GELU_TANH,
+        config_defaults={
+            **_GEMMA,
+            "rope_theta": 1e6,
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+        },
+        reads=frozenset({"query_pre_attn_scalar", "sliding_window_pattern"}),
+        config_names=_SANDWICH,
+        gguf_reads=frozenset({"rope.freq_base_swa", "attention.sliding_window_pattern"}),
+        gguf_hidden_scale_at=(62,),
+    ),
+    Family(
+        name="gpt-oss",
+        architectures=("gpt-oss",),
+        model_types=("gpt_oss",),
+        has_sinks=True,
+        windows=Windows.MOST,
+        full_every=2,
+        config_defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        routing=Routing(
+            normalises=True,
+            gguf_normalises=True,
+            router_bias=True,
+            expert_bias=True,
+            activation=Activation.CLAMPED_SWIGLU,
+        ),
+        expert_layout=ExpertLayout.TRANSPOSED_ALTERNATING,
+        gguf_names=_NORM_BEFORE_FEED,
+    ),
+    Family(
+        name="olmo2",
+        architectures=("olmo2",),  # Olmo 3's files too
+        model_types=("olmo2",),
+        placement=Placement.AFTER,
+        qk_norm=NormSpan.PROJECTION,
+        sliding_rope=True,
+        config_defaults={"rms_norm_eps": 1e-5},
+        config_names=_AFTER,
+        gguf_reads=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
+    ),
+    Family(
+        name="olmo3",
+        model_types=("olmo3",),
+        placement=Placement.AFTER,
+        qk_norm=NormSpan.PROJECTION,
+        windows=Windows.MOST,
+        full_every=4,
+        sliding_rope=True,
+        config_defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5},
+        config_names=_AFTER,
+    ),
+    Family(
+        name="olmoe",
+        architectures=("olmoe",),
+        model_types=("olmoe",),
+        qk_norm=NormSpan.PROJECTION,
+        config_defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+        routing=Routing(),
+    ),
+    Family(
+        name="smollm3",
+        architectures=("smollm3",),
+        model_types=("smollm3",),
+        no_rope=NoRope.LISTED,
+        interleaved_in_gguf=True,
+        config_defaults={
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+        },
+        reads=frozenset({"no_rope_layers", "no_rope_layer_interval"}),
+    ),
+    Family(
+        name="granite",
+        architectures=("granite",),
+        model_types=("granite",),
+        interleaved_in_gguf=True,
+        divides_logits=True,
+        config_defaults={"attention_multiplier": 1.0},
+        reads=frozenset(_GRANITE),
+        gguf_reads=frozenset(_GRANITE_KEYS),
+    ),
+    Family(
+        name="granitemoe",
+        architectures=("granitemoe",),
+        model_types=("granitemoe",),
+        interleaved_in_gguf=True,
+        divides_logits=True,
+        config_defaults={
+            "attention_multiplier": 1.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        reads=frozenset(_GRANITE),
+        gguf_reads=frozenset(_GRANITE_KEYS),
+        routing=Routing(normalises=True, gguf_normalises=True),
+    ),
+    Family(
+        name="glm4",
+        architectures=("glm4",),
+        model_types=("glm4",),
+        placement=Placement.AROUND,
+        output_bias=False,
+        interleaved_in_config=True,
+        interleaved_in_gguf=True,
+        config_defaults={
+            "attention_bias": True,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-07,
+            "partial_rotary_factor": 0.5,
+        },
+        reads=frozenset({"partial_rotary_factor"}),
+        config_names={
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+        },
+        gguf_names={"ffn_up": "ffn_gate_up"},
+    ),
+    Family(
+        name="glm4moe",
+        architectures=("glm4moe",),
+        model_types=("glm4_moe",),
+        qk_norm=NormSpan.HEAD,
+        qk_norm_if="use_qk_norm",
+        output_bias=False,
+        has_extra_layers=True,
+        config_defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        reads=frozenset({"partial_rotary_factor", "use_qk_norm"}),
+        routing=_OF_DEEPSEEK,
+        gguf_reads=frozenset({"nextn_predict_layers"}),
+        gguf_names=_NORM_BEFORE_FEED,
+    ),
+    Family(
+        name="command-r",
+        architectures=("command-r",),
+        model_types=("cohere",),
+        norm=NormKind.LAYER,
+        placement=Placement.PARALLEL,
+        qk_norm=NormSpan.EACH_HEAD,
+        qk_norm_if="use_qk_norm",
+        interleaved_in_config=True,
+        interleaved_in_gguf=True,
+        epsilon="layer_norm_eps",
+        config_defaults={
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        },
+        reads=frozenset({"logit_scale", "use_qk_norm"}),
+        gguf_reads=frozenset({"logit_scale"}),
+    ),
+    Family(
+        name="cohere2",
+        architectures=("cohere2",),
+        model_types=("cohere2",),
+        norm=NormKind.LAYER,
+        placement=Placement.PARALLEL,
+        windows=Windows.MOST,
+        full_every=4,
+        no_rope=NoRope.FULL_LAYERS,
+        interleaved_in_config=True,
+        interleaved_in_gguf=True,
+        epsilon="layer_norm_eps",
+        config_defaults={
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+        },
+        reads=frozenset({"logit_scale", "sliding_window_pattern"}),
+        gguf_reads=frozenset({"logit_scale", "attention.sliding_window_pattern"}),
+    ),
+    Family(
+        name="starcoder2",
+        architectures=("starcoder2",),
+        model_types=("starcoder2",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        ffn_bias="use_bias",
+        is_gated=False,
+        windows=Windows.EVERY,
+        epsilon="norm_epsilon",
+        gguf_activation=Activation.GELU_TANH,
+        config_defaults={
+            "use_bias": True,
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Family(
+        name="seed_oss",
+        architectures=("seed_oss",),
+        model_types=("seed_oss",),
+        output_bias="attention_out_bias",
+        config_defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
+        gguf_names=_NORM_BEFORE_FEED,
+    ),
+    Family(
+        name="exaone4",
+        architectures=("exaone4",),
+        model_types=("exaone4",),
+        placement=Placement.AFTER,
+        qk_norm=NormSpan.HEAD,
+        qkv_bias=False,
+        output_bias=False,
+        ffn_bias=False,
+        windows=Windows.MOST,
+        full_every=4,
+        no_rope=NoRope.FULL_LAYERS,
+        config_defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+        },
+        reads=frozenset({"sliding_window_pattern"}),
+        config_names=_AFTER,
+        gguf_reads=frozenset({"attention.sliding_window_pattern"}),
+    ),
+    Family(
+        name="llama4",
+        architectures=("llama4",),
+        model_types=("llama4_text", "llama4"),
+        qk_norm=NormSpan.HEAD,
+        qk_norm_if="use_qk_norm",
+        qk_norm_after_rope=True,
+        windows=Windows.MOST,
+        full_every=4,
+        is_chunked=True,
+        no_rope=NoRope.LISTED,
+        splits_by_rope=True,
+        has_senses=True,
+        interleaved_in_config=True,
+        interleaved_in_gguf=True,
+        dense_size="intermediate_size_mlp",
+        config_defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "intermediate_size_mlp": 16384,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 16,
+            "use_qk_norm": True,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        reads=frozenset(
+            {"use_qk_norm", "attention_chunk_size", "no_rope_layers", "no_rope_layer_interval"}
+        ),
+        routing=Routing(
+            scoring=Scoring.SIGMOID,
+            normalises=False,
+            weighs_input=True,
+            layers=RoutedLayers.LISTED,
+            shared_size="intermediate_size",
+        ),
+        expert_layout=ExpertLayout.TRANSPOSED_HALVES,
+    ),
+    Family(
+        name="deepseek2",
+        architectures=("deepseek2",),
+        model_types=("deepseek_v3",),
+        has_latent=True,
+        interleaved_in_config=True,
+        interleaved_in_gguf=True,
+        has_extra_layers=True,
+        config_defaults={
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "q_lora_rank": 1536,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+        },
+        reads=frozenset({"kv_lora_rank"}),
+        routing=_OF_DEEPSEEK,
+        gguf_reads=frozenset(
+            {
+                "attention.kv_lora_rank",
+                "attention.q_lora_rank",
+                "attention.key_length_mla",
+                "attention.value_length_mla",
+                "nextn_predict_layers",
+                "rope.scaling.yarn_log_multiplier",
+            }
+        ),
+    ),
+    Family(
+        name="deepseek2",
+        model_types=("deepseek_v2",),
+        has_latent=True,
+        interleaved_in_config=True,
+        config_defaults={
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "q_lora_rank": 1536,
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+        },
+        reads=frozenset({"kv_lora_rank"}),
+        routing=Routing(
+            normalises=False,
+            layers=RoutedLayers.AFTER_DENSE,
+            shared_count="n_shared_experts",
+        ),
     ),
 )
 

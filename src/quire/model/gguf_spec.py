@@ -1,13 +1,44 @@
 """From a GGUF file's metadata to a ModelSpec, and back."""
 
+import math
 from collections.abc import Mapping
 
 from quire.core.errors import ModelFileError
 from quire.loader.metadata import Fields, Metadata
 from quire.loader.tensor import Tensor
-from quire.model.families import GGUF_FAMILIES, Facts, Family, describe, find_family
-from quire.model.rope import DivisorScaling, LinearScaling, Rope, RopeScaling, YarnScaling
-from quire.model.spec import MAX_SIZES, Attention, Dense, ModelSpec, Norm, QKNorm
+from quire.model.families import (
+    CONFIG_FAMILIES,
+    GGUF_FAMILIES,
+    Facts,
+    Family,
+    NoRope,
+    Routing,
+    Windows,
+    describe,
+    find_family,
+)
+from quire.model.rope import (
+    DivisorScaling,
+    LinearScaling,
+    LongScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+)
+from quire.model.spec import (
+    MAX_SIZES,
+    Attention,
+    Dense,
+    Experts,
+    Latent,
+    ModelSpec,
+    Norm,
+    NormKind,
+    PositionScale,
+    QKNorm,
+    Router,
+    Scoring,
+)
 
 # Keys under the architecture's name that are read below or say nothing about the mathematics.
 _READ_KEYS = frozenset(
@@ -45,49 +76,81 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "attention.max_alibi_bias": (0.0,),
     "attention.scale": (0.0,),
     "embedding_scale": (0.0, 1.0),
-    "expert_count": (0,),
-    "expert_feed_forward_length": (0,),
-    "expert_used_count": (0,),
     "logit_scale": (0.0, 1.0),
     "nextn_predict_layers": (0,),
     "pooling_type": (0, 3),  # none, or the last token's state, which is what Want.POOLED gives
+    "attention.kv_lora_rank": (0,),
+    "attention.sliding_window_pattern": (),
+    "attention.temperature_scale": (0.0,),
     "residual_scale": (0.0, 1.0),
+    "rope.freq_base_swa": (),
     "rope.scale_linear": (0.0, 1.0),
     "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "use_parallel_residual": (False,),
 }
+_OF_EXPERTS: Mapping[str, tuple[object, ...]] = {
+    "expert_count": (0,),
+    "expert_feed_forward_length": (0,),
+    "expert_gating_func": (0,),
+    "expert_group_count": (0,),
+    "expert_group_used_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_used_count": (0,),
+    "expert_weights_norm": (False,),
+    "expert_weights_scale": (0.0, 1.0),
+    "interleave_moe_layer_step": (0,),
+    "leading_dense_block_count": (0,),
+}
+_LAYER_EPSILON = "attention.layer_norm_epsilon"
+_CHUNK = 8192  # of llama4, whose files do not say it
 _SCALING_TYPES = ("none", "linear", "yarn")
 _WINDOW_LIMIT = 1 << 62
 
 
-def spec_from_gguf(metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    """Describe the model; the tensors' names say which optional parts it has."""
+def gguf_family(metadata: Metadata) -> Family:
+    """Of a file's architecture, or what files of that architecture with experts are."""
     architecture = metadata.text("general.architecture")
     family = find_family(GGUF_FAMILIES, "general.architecture", architecture)
-    fields = Fields(metadata, "GGUF metadata", f"{architecture}.")
-    fields.refuse(_NEUTRAL_VALUES)
-    fields.refuse_unknown(_READ_KEYS | _NEUTRAL_VALUES.keys())
-    hidden_size = fields.integer("embedding_length", high=MAX_SIZES["hidden_size"])
-    num_layers = fields.integer("block_count", high=MAX_SIZES["num_layers"])
-    epsilon = fields.number("attention.layer_norm_rms_epsilon")
-    attention = _attention(family, fields, tensors, hidden_size, epsilon)
-    feed = Dense(
-        size=fields.integer("feed_forward_length", high=MAX_SIZES["ffn_size"]),
-        activation=family.gguf_activation,
-        has_bias="blk.0.ffn_up.bias" in tensors,
-        inner_norm=Norm(epsilon=epsilon) if family.sub_norms else None,
+    count = metadata.get(f"{architecture}.expert_count")
+    has_experts = isinstance(count, int) and count > 0
+    return CONFIG_FAMILIES[family.with_experts] if family.with_experts and has_experts else family
+
+
+def spec_from_gguf(metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    """Describe the model; the tensors' names say which optional parts it has."""
+    family = gguf_family(metadata)
+    fields = Fields(metadata, "GGUF metadata", f"{metadata.text('general.architecture')}.")
+    refused = {**_NEUTRAL_VALUES, **({} if family.routing else _OF_EXPERTS)}
+    fields.refuse({key: refused[key] for key in refused.keys() - family.gguf_reads})
+    fields.refuse_unknown(
+        _READ_KEYS | family.gguf_reads | _NEUTRAL_VALUES.keys() | _OF_EXPERTS.keys()
     )
+    return _spec(family, fields, tensors)
+
+
+def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    hidden_size = fields.integer("embedding_length", high=MAX_SIZES["hidden_size"])
+    num_layers = num_decoder_layers(fields)
+    norm = _norm(family, fields)
+    attention = _attention(family, fields, tensors, hidden_size, num_layers)
+    windows = _windows(family, fields, num_layers)
+    rope_dims = attention.head_dim if attention.latent is None else attention.latent.rope_dims
     facts = Facts(
         hidden_size=hidden_size,
         vocabulary_size=_vocabulary_size(fields, tensors),
         context_length=fields.integer("context_length", high=MAX_SIZES["context_length"]),
-        norm_epsilon=epsilon,
+        norm=norm,
         attention=attention,
-        ropes=(_rope(family, fields, tensors, attention.head_dim),) * num_layers,
-        windows=(_window(fields),) * num_layers,
-        feed_forwards=(feed,) * num_layers,
+        ropes=_ropes(family, fields, tensors, rope_dims, windows),
+        windows=windows,
+        feed_forwards=_feed_forwards(family, fields, tensors, norm, num_layers),
+        residual_scale=fields.number("residual_scale", 1.0) or 1.0,
+        embedding_scale=fields.number("embedding_scale", 1.0) or 1.0,
+        logit_scale=fields.number("logit_scale", 1.0) or 1.0,
         logit_soft_cap=fields.number("final_logit_softcapping", 0.0),
         tied_head=family.gguf_tied_head or "output.weight" not in tensors,
         linear_scales="blk.0.attn_q.scale" in tensors,
@@ -95,25 +158,97 @@ def spec_from_gguf(metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelSp
     return describe(family, facts)
 
 
+def num_decoder_layers(fields: Fields) -> int:
+    """Without those that predict further tokens, which come last."""
+    limit = MAX_SIZES["num_layers"]
+    count = fields.integer("block_count", high=limit)
+    return max(1, count - fields.integer("nextn_predict_layers", 0, low=0, high=limit))
+
+
+def _norm(family: Family, fields: Fields) -> Norm:
+    keys = {NormKind.RMS: "attention.layer_norm_rms_epsilon", NormKind.LAYER: _LAYER_EPSILON}
+    epsilon = fields.number(keys[family.norm])
+    return Norm(epsilon=epsilon, kind=family.norm, has_bias=family.norm_bias)
+
+
+# ---- attention
+
+
 def _attention(
     family: Family,
     fields: Fields,
     tensors: Mapping[str, Tensor],
     hidden_size: int,
-    epsilon: float,
+    num_layers: int,
 ) -> Attention:
     num_heads = fields.integer("attention.head_count", high=MAX_SIZES["num_heads"])
+    norm = _norm(family, fields)
+    if family.has_latent:
+        return _latent_attention(fields, num_heads, norm)
     limit = MAX_SIZES["num_kv_heads"]
-    norm = Norm(epsilon=epsilon)
+    has_bias = any(f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_qkv"))
+    scale = fields.number("attention.scale", 0.0)
+    if not scale and num_layers in family.gguf_hidden_scale_at:
+        scale = (hidden_size / num_heads) ** -0.5
     return Attention(
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads, high=limit),
         head_dim=_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=family.qkv_bias is True or "blk.0.attn_q.bias" in tensors,
+        qkv_bias=family.qkv_bias is True or has_bias,
         output_bias="blk.0.attn_output.bias" in tensors,
-        qk_norm=None if family.qk_norm is None else QKNorm(norm=norm, span=family.qk_norm),
+        qk_norm=_qk_norm(family, tensors, norm),
         output_norm=norm if family.sub_norms else None,
         soft_cap=fields.number("attn_logit_softcapping", 0.0),
+        scale=scale,
+        position_scale=_position_scale(family, fields),
+        has_sinks=family.has_sinks,
+    )
+
+
+def _qk_norm(family: Family, tensors: Mapping[str, Tensor], norm: Norm) -> QKNorm | None:
+    """A family that has it in some models alone: where the file has its weights."""
+    if family.qk_norm is None:
+        return None
+    is_after = family.qk_norm_after_rope
+    if family.qk_norm_if and not is_after and "blk.0.attn_q_norm.weight" not in tensors:
+        return None
+    own = Norm(epsilon=norm.epsilon, kind=norm.kind, has_weight=not is_after)
+    return QKNorm(norm=own, span=family.qk_norm, is_after_rope=is_after)
+
+
+def _position_scale(family: Family, fields: Fields) -> PositionScale | None:
+    if family.splits_by_rope:  # llama4, whose files do not say it
+        return PositionScale(factor=0.1, length=_CHUNK, offset=1)
+    factor = fields.number("attention.temperature_scale", 0.0)
+    if not factor:
+        return None
+    limit = MAX_SIZES["context_length"]
+    length = fields.optional_integer("attention.temperature_length", high=limit)
+    if length is None:
+        length = fields.integer("rope.scaling.original_context_length", high=limit)
+    return PositionScale(factor=factor, length=length)
+
+
+def _latent_attention(fields: Fields, num_heads: int, norm: Norm) -> Attention:
+    """Files say the sizes of the cached vector; those of heads have the suffix _mla."""
+    limit, size_limit = MAX_SIZES["head_dim"], MAX_SIZES["hidden_size"]
+    head_dim = fields.integer("attention.key_length_mla", high=limit)
+    rope_dims = fields.integer("rope.dimension_count", high=limit)
+    multiplier = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
+    factor = fields.number("rope.scaling.factor", 1.0)
+    extended = 1.0 + multiplier * math.log(factor) if factor > 1 else 1.0
+    return Attention(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        value_dim=fields.integer("attention.value_length_mla", high=limit),
+        scale=head_dim**-0.5 * extended**2,
+        latent=Latent(
+            kv_rank=fields.integer("attention.kv_lora_rank", high=size_limit),
+            rope_dims=rope_dims,
+            norm=norm,
+            query_rank=fields.optional_integer("attention.q_lora_rank", high=size_limit),
+        ),
     )
 
 
@@ -133,19 +268,138 @@ def _vocabulary_size(fields: Fields, tensors: Mapping[str, Tensor]) -> int:
     return fields.integer("vocab_size", rows, high=MAX_SIZES["vocabulary_size"])
 
 
-def _window(fields: Fields) -> int | None:
-    """Zero means none."""
-    return fields.integer("attention.sliding_window", 0, low=0, high=_WINDOW_LIMIT) or None
+def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Zero means none. A pattern says of each layer whether it has the window."""
+    window = fields.integer("attention.sliding_window", 0, low=0, high=_WINDOW_LIMIT) or None
+    if family.is_chunked:
+        window = _CHUNK
+    pattern = fields.get("attention.sliding_window_pattern")
+    if pattern is not None:
+        slides = fields.booleans("attention.sliding_window_pattern")
+        if len(slides) < num_layers:
+            raise fields.unsupported("attention.sliding_window_pattern")
+        return tuple(window if is_there else None for is_there in slides[:num_layers])
+    if family.windows is not Windows.MOST or not family.full_every:
+        return (window,) * num_layers
+    return tuple(window if (layer + 1) % family.full_every else None for layer in range(num_layers))
+
+
+# ---- feed-forward
+
+
+def _feed_forwards(
+    family: Family, fields: Fields, tensors: Mapping[str, Tensor], norm: Norm, num_layers: int
+) -> tuple[Dense | Experts, ...]:
+    limit = MAX_SIZES["num_layers"]
+    dense = Dense(
+        size=fields.integer("feed_forward_length", high=MAX_SIZES["ffn_size"]),
+        activation=family.gguf_activation,
+        is_gated=family.is_gated,
+        has_bias="blk.0.ffn_up.bias" in tensors,
+        inner_norm=norm if family.sub_norms else None,
+    )
+    if family.routing is None:
+        return (dense,) * num_layers
+    experts = _experts(family.routing, fields, dense)
+    first = fields.integer("leading_dense_block_count", 0, low=0, high=limit)
+    step = fields.integer("interleave_moe_layer_step", 1, high=limit)
+    return tuple(
+        experts if layer >= first and (layer + 1) % step == 0 else dense
+        for layer in range(num_layers)
+    )
+
+
+def _experts(routing: Routing, fields: Fields, dense: Dense) -> Experts:
+    limit, size_limit = MAX_SIZES["num_experts"], MAX_SIZES["ffn_size"]
+    size = fields.integer("expert_feed_forward_length", dense.size, high=size_limit)
+    scoring = _scoring(routing, fields)
+    groups = fields.integer("expert_group_count", 1, high=limit)
+    router = Router(
+        scoring=scoring,
+        normalises=fields.boolean("expert_weights_norm", routing.gguf_normalises),
+        scale=fields.number("expert_weights_scale", 1.0) or 1.0,
+        has_bias=routing.router_bias,
+        has_choice_bias=routing.choice_bias and scoring is Scoring.SIGMOID,
+        num_groups=groups,
+        num_used_groups=fields.integer("expert_group_used_count", groups, high=limit),
+        num_group_best=routing.num_group_best if scoring is Scoring.SIGMOID else 1,
+        weighs_input=routing.weighs_input,
+    )
+    shared = _shared_size(routing, fields, size)
+    return Experts(
+        count=fields.integer("expert_count", high=limit),
+        num_used=fields.integer("expert_used_count", high=limit),
+        size=size,
+        activation=routing.activation or dense.activation,
+        router=router,
+        has_bias=routing.expert_bias,
+        shared=Dense(size=shared, activation=dense.activation) if shared else None,
+        has_shared_gate=routing.has_shared_gate,
+    )
+
+
+def _scoring(routing: Routing, fields: Fields) -> Scoring:
+    key = "expert_gating_func"
+    kinds = {0: routing.scoring, 1: Scoring.SOFTMAX, 2: Scoring.SIGMOID}
+    number = fields.integer(key, 0, low=0, high=MAX_SIZES["num_experts"])
+    if number not in kinds:
+        raise fields.unsupported(key, ["1 (softmax)", "2 (sigmoid)"])
+    return kinds[number]
+
+
+def _shared_size(routing: Routing, fields: Fields, expert_size: int) -> int:
+    """Of the shared expert; 0: there is none."""
+    if routing.shared_size is None and routing.shared_count is None:
+        return 0
+    limit = MAX_SIZES["ffn_size"]
+    key = "expert_shared_feed_forward_length"
+    if fields.get(key) is not None:
+        return fields.integer(key, low=0, high=limit)
+    usual = 1 if routing.shared_size is not None else 0
+    count = fields.integer("expert_shared_count", usual, low=0, high=limit // expert_size)
+    return count * expert_size
+
+
+# ---- rope
+
+
+def _ropes(
+    family: Family,
+    fields: Fields,
+    tensors: Mapping[str, Tensor],
+    head_dim: int,
+    windows: tuple[int | None, ...],
+) -> tuple[Rope | None, ...]:
+    usual = _rope(family, fields, tensors, head_dim)
+    sliding = usual
+    if family.sliding_rope:
+        base = family.sliding_rope_base or usual.base
+        sliding = Rope(
+            base=fields.number("rope.freq_base_swa", base),
+            dims=usual.dims,
+            interleaved=usual.interleaved,
+        )
+    has_rope = [True] * len(windows)
+    if family.no_rope is NoRope.FULL_LAYERS:
+        has_rope = [window is not None or not any(windows) for window in windows]
+    elif family.no_rope is NoRope.LISTED:
+        has_rope = [(layer + 1) % family.no_rope_every != 0 for layer in range(len(windows))]
+    return tuple(
+        None if not is_there else usual if window is None else sliding
+        for window, is_there in zip(windows, has_rope, strict=True)
+    )
 
 
 def _rope(family: Family, fields: Fields, tensors: Mapping[str, Tensor], head_dim: int) -> Rope:
     dims = fields.integer("rope.dimension_count", head_dim, high=MAX_SIZES["head_dim"])
-    scaling = _scaling(fields)
+    scaling = _scaling(family, fields)
     divisors = tensors.get("rope_freqs.weight")
     if divisors is not None:
         if scaling is not None:
             raise fields.unsupported("rope.scaling.type", ["none beside rope_freqs.weight"])
-        scaling = _divisors(divisors, dims)
+        scaling = DivisorScaling(_factors(divisors, dims))
+    elif "rope_factors_long.weight" in tensors:
+        scaling = _long_scaling(fields, tensors, dims)
     return Rope(
         base=fields.number("rope.freq_base", 10000.0),
         dims=dims,
@@ -154,16 +408,28 @@ def _rope(family: Family, fields: Fields, tensors: Mapping[str, Tensor], head_di
     )
 
 
-def _divisors(tensor: Tensor, dims: int) -> DivisorScaling:
+def _long_scaling(fields: Fields, tensors: Mapping[str, Tensor], dims: int) -> LongScaling:
+    limit = MAX_SIZES["context_length"]
+    if "rope_factors_short.weight" not in tensors:
+        raise ModelFileError("tensor rope_factors_short.weight is missing beside the long factors")
+    return LongScaling(
+        short=_factors(tensors["rope_factors_short.weight"], dims),
+        long=_factors(tensors["rope_factors_long.weight"], dims),
+        original_context=fields.integer("rope.scaling.original_context_length", high=limit),
+        attention_factor=fields.number("rope.scaling.attn_factor", 1.0),
+    )
+
+
+def _factors(tensor: Tensor, dims: int) -> tuple[float, ...]:
     if tensor.shape != (dims // 2,):
         raise ModelFileError(
             f"tensor {tensor.name} has shape {list(tensor.shape)}, expected [{dims // 2}]: half of "
             f"the {dims} rope dimensions"
         )
-    return DivisorScaling(tuple(tensor.to_float32().tolist()))
+    return tuple(tensor.to_float32().tolist())
 
 
-def _scaling(fields: Fields) -> RopeScaling | None:
+def _scaling(family: Family, fields: Fields) -> RopeScaling | None:
     factor = fields.number("rope.scaling.factor", 1.0)
     kind = fields.text("rope.scaling.type", "linear")  # a factor alone means linear
     if kind not in _SCALING_TYPES:
@@ -179,10 +445,21 @@ def _scaling(fields: Fields) -> RopeScaling | None:
             ),
             beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+            attention_factor=_attention_factor(family, fields, factor),
         )
     if kind == "none" or factor in (0.0, 1.0):
         return None
     return LinearScaling(factor)
+
+
+def _attention_factor(family: Family, fields: Fields, factor: float) -> float | None:
+    """Where a multiplier is given: DeepSeek's is for the attention's scale alone."""
+    multiplier = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if not multiplier or factor <= 1.0:
+        return None
+    if family.has_latent:
+        return 1.0
+    return (1.0 + 0.1 * math.log(factor)) / (1.0 + 0.1 * multiplier * math.log(factor))
 
 
 # ---- the metadata of a spec

@@ -18,10 +18,11 @@ from quire.loader.reading import DISK, Files, parse_json_object
 from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
 from quire.model.bitnet import weights_of, with_packing
-from quire.model.config_spec import spec_from_config
+from quire.model.config_spec import config_family, spec_from_config
 from quire.model.dummy import DummyModel
-from quire.model.gguf_spec import spec_from_gguf
+from quire.model.gguf_spec import gguf_family, spec_from_gguf
 from quire.model.spec import ModelSpec, check_tensors
+from quire.model.tensors import arranged, named_as_ours, named_in_gguf
 from quire.tokenizer import Tokenizer, check_vocabulary
 
 LARGEST_SOUND_NORM = 1000.0  # trained norm weights stay far below
@@ -76,9 +77,14 @@ def load_model(path: str | Path, files: Files = DISK, *, i2s_packing: str | None
     tensors = with_packing(source.tensors, i2s_packing, source.path.name)
     if isinstance(source, GGUFFile):
         spec = spec_from_gguf(source.metadata, tensors)
+        family = gguf_family(source.metadata)
+        tensors = named_in_gguf(family, spec.num_layers, tensors)
     else:
         spec = spec_from_config(source.whole_config)
+        family = config_family(source.whole_config)
+        tensors = named_as_ours(family, spec.num_layers, tensors)
         tensors = weights_of(source.whole_config, tensors)
+    tensors = arranged(family, spec, tensors, is_gguf=isinstance(source, GGUFFile))
     if spec.tied_head:
         tensors.pop("output.weight", None)  # some files keep a copy of the tied matrix
     check_tensors(spec, tensors)

@@ -1,7 +1,7 @@
 """Rotary position embedding as data: base, pairing and scaling, and the frequencies they give."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None  # None: the paper's 1 + ln(factor) / 10
+    truncates: bool = True  # the ramp between the two begins and ends at whole dimensions
 
     def __post_init__(self) -> None:
         _at_least("rope scaling factor", self.factor, 1.0)
@@ -76,10 +77,13 @@ class YarnScaling:
 
     def scale(self, frequencies: Frequencies, base: float) -> Frequencies:
         dims = 2 * len(frequencies)
-        low = max(math.floor(self._dimension(self.beta_fast, dims, base)), 0)
-        high = min(math.ceil(self._dimension(self.beta_slow, dims, base)), dims - 1)
+        first = self._dimension(self.beta_fast, dims, base)
+        last = self._dimension(self.beta_slow, dims, base)
+        if self.truncates:
+            first, last = math.floor(first), math.ceil(last)
+        low, high = max(first, 0), min(last, dims - 1)
         span = max(high - low, 0.001)
-        stretched = np.clip((np.arange(len(frequencies)) - low) / span, 0.0, 1.0)
+        stretched: Frequencies = np.clip((np.arange(len(frequencies)) - low) / span, 0.0, 1.0)
         return stretched * frequencies / self.factor + (1.0 - stretched) * frequencies
 
     def _dimension(self, rotations: float, dims: int, base: float) -> float:
@@ -111,7 +115,45 @@ class DivisorScaling:
         return frequencies / np.array(self.divisors, dtype=np.float64)
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DivisorScaling
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """longrope: each frequency is divided by its own number, one of a set for contexts up to the
+    original and one for longer ones.
+
+    transformers chooses the set by a sequence's length, so that a key would depend on tokens after
+    it. Here it follows from `context`, the longest that there can be, once for all.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context: int
+    attention_factor: float
+    context: int = 0  # ModelSpec sets it
+
+    def __post_init__(self) -> None:
+        _at_least("rope original context", self.original_context, 1)
+        _at_least("rope attention_factor", self.attention_factor, 0.0, MAX_MAGNITUDE)
+        for name, factors in (("short_factor", self.short), ("long_factor", self.long)):
+            for index, factor in enumerate(factors):
+                if not 0 < factor < math.inf:
+                    raise ModelFileError(
+                        f"rope {name}[{index}] must be a number above 0, got {factor}"
+                    )
+
+    @property
+    def is_long(self) -> bool:
+        return self.context > self.original_context
+
+    @property
+    def magnitude(self) -> float:
+        return self.attention_factor
+
+    def scale(self, frequencies: Frequencies) -> Frequencies:
+        factors = self.long if self.is_long else self.short
+        return frequencies / np.array(factors, dtype=np.float64)
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DivisorScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +180,19 @@ class Rope:
                 f"rope_freqs.weight has {len(self.scaling.divisors)} numbers, expected "
                 f"{self.dims // 2}: half of the {self.dims} rope dimensions"
             )
+        if isinstance(self.scaling, LongScaling):
+            for factors in (self.scaling.short, self.scaling.long):
+                if len(factors) * 2 != self.dims:
+                    raise ModelFileError(
+                        f"longrope has {len(factors)} factors, expected {self.dims // 2}: half of "
+                        f"the {self.dims} rope dimensions"
+                    )
+
+    def within(self, context: int) -> "Rope":
+        """The rope of a model that is run with contexts of at most so many positions."""
+        if not isinstance(self.scaling, LongScaling):
+            return self
+        return replace(self, scaling=replace(self.scaling, context=context))
 
     def frequencies(self) -> Frequencies:
         """Radians by which a position rotates each pair: [dims / 2], float64."""
@@ -155,7 +210,9 @@ class Rope:
     @property
     def magnitude(self) -> float:
         """What cosines and sines are multiplied by."""
-        return self.scaling.magnitude if isinstance(self.scaling, YarnScaling) else 1.0
+        if isinstance(self.scaling, YarnScaling | LongScaling):
+            return self.scaling.magnitude
+        return 1.0
 
     def tables(self, num_positions: int) -> tuple[Table, Table]:
         """Cosines and sines of positions 0 to `num_positions`, [positions, dims / 2] each."""

@@ -305,7 +305,7 @@ class ModelSpec:
         seen: dict[Layer, Layer] = {}
         for layer in self.layers:
             if layer not in seen:
-                seen[layer] = _with_window_in(layer, self.context_length)
+                seen[layer] = _within(layer, self.context_length)
         object.__setattr__(self, "layers", tuple(seen[layer] for layer in self.layers))
 
     @property
@@ -390,11 +390,14 @@ def _width(feed: Dense | Experts) -> int:
     return max(feed.size, feed.shared.size if feed.shared is not None else 0)
 
 
-def _with_window_in(layer: Layer, context_length: int) -> Layer:
-    window = layer.mixer.window
-    if window is None or window < context_length:
-        return layer
-    return replace(layer, mixer=replace(layer.mixer, window=None, is_chunked=False))
+def _within(layer: Layer, context_length: int) -> Layer:
+    """The layer in a model of that context: what depends on it is fixed once."""
+    mixer = layer.mixer
+    if mixer.rope is not None:
+        mixer = replace(mixer, rope=mixer.rope.within(context_length))
+    if mixer.window is not None and mixer.window >= context_length:
+        mixer = replace(mixer, window=None, is_chunked=False)
+    return replace(layer, mixer=mixer)
 
 
 def _check_size(name: str, value: int, limit: int | None = None) -> None:
@@ -573,7 +576,9 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 # Already part of the spec as Rope.scaling.
-_READ_INTO_SPEC = frozenset({"rope_freqs.weight"})
+_READ_INTO_SPEC = frozenset(
+    {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+)
 
 
 def check_tensors(spec: ModelSpec, tensors: Mapping[str, Shaped]) -> None:

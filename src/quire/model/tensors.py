@@ -1,0 +1,438 @@
+"""From the tensors of a file to those of a ModelSpec: names of Hugging Face, and what files fuse,
+stack, transpose or store less one. Nothing is copied: a tensor made of others reads their bytes.
+"""
+
+import bisect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.loader.reading import Bytes, Region
+from quire.loader.tensor import Tensor
+from quire.model.families import ExpertLayout, Family
+from quire.model.spec import Attention, Latent, ModelSpec
+from quire.quant.formats import format_named
+
+# ---- names: ours are GGUF's, and these tables give Hugging Face's in ours
+
+_OUTSIDE_LAYERS = {
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "norm.bias": "output_norm.bias",
+    "lm_head.weight": "output.weight",
+}
+
+# Inside layer N: model.layers.N.<left>.<weight, bias or weight_scale> is blk.N.<right>.<the same>.
+_IN_LAYERS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.attn_sub_norm": "attn_sub_norm",
+    "self_attn.inner_attn_ln": "attn_sub_norm",  # the same, in the first BitNet checkpoints
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_gate_up",
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
+    "mlp.ffn_layernorm": "ffn_sub_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.input_linear": "ffn_gate_up_exps",
+    "block_sparse_moe.output_linear": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{
+        f"mlp.shared_expert{s}.{name}_proj": f"ffn_{name}_shexp"
+        for s in ("", "s")
+        for name in ("gate", "up", "down")
+    },
+    "feed_forward.router": "ffn_gate_inp",
+    **{f"feed_forward.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+    **{
+        f"feed_forward.shared_expert.{name}_proj": f"ffn_{name}_shexp"
+        for name in ("gate", "up", "down")
+    },
+}
+
+# Parameters without a suffix, whole.
+_WHOLE_IN_LAYERS = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{
+        f"{module}.experts.{theirs}": ours
+        for module in ("mlp", "feed_forward")
+        for theirs, ours in (
+            ("gate_up_proj", "ffn_gate_up_exps.weight"),
+            ("gate_up_proj_bias", "ffn_gate_up_exps.bias"),
+            ("down_proj", "ffn_down_exps.weight"),
+            ("down_proj_bias", "ffn_down_exps.bias"),
+        )
+    },
+}
+_EXPERT_MATRICES = {
+    **{f"{name}_proj": name for name in ("gate", "up", "down")},
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",  # Mixtral's
+}
+
+_IN_OUR_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([\w.]+)\.(\w+)", re.ASCII)
+_PREFIX = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?")
+_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(.+)")
+_PART = re.compile(r"(.+)\.(weight|bias|weight_scale)")
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(0|[1-9][0-9]{0,4})\.(\w+)\.weight")
+
+# Tables that old exporters saved although they follow from the configuration.
+_DERIVED = re.compile(r"(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
+# Of models that see or hear: quire runs their decoder.
+_NOT_OF_DECODER = re.compile(
+    r"(model\.)?(vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision"
+    r"|embed_audio)\..+"
+)
+
+
+def from_hugging_face(family: Family, name: str) -> str | None:
+    """Our name of a Hugging Face tensor, or None if it holds nothing a model needs.
+
+    A name we do not know is an error: leaving a weight out would give wrong text, silently.
+    """
+    prefix = _PREFIX.match(name)
+    assert prefix is not None  # it may be empty
+    rest = name[prefix.end() :]  # checkpoints of the bare decoder leave the prefix out
+    if _DERIVED.fullmatch(rest) or (family.has_senses and _NOT_OF_DECODER.fullmatch(name)):
+        return None
+    inside = _LAYER.fullmatch(rest)
+    ours = _OUTSIDE_LAYERS.get(rest) if inside is None else _in_layer(family, inside[2])
+    if ours is None:
+        raise UnsupportedModelError(
+            f"tensor {name!r} is not part of the {family.name} model as quire runs it"
+        )
+    return ours if inside is None else f"blk.{inside[1]}.{ours}"
+
+
+def _in_layer(family: Family, name: str) -> str | None:
+    if name in _WHOLE_IN_LAYERS:
+        return _WHOLE_IN_LAYERS[name]
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None and expert[2] in _EXPERT_MATRICES:
+        return f"ffn_{_EXPERT_MATRICES[expert[2]]}_exps.{expert[1]}.weight"
+    part = _PART.fullmatch(name)
+    ours = None if part is None else family.config_names.get(part[1], _IN_LAYERS.get(part[1]))
+    return None if part is None or ours is None else f"{ours}.{part[2]}"
+
+
+def named_as_ours(
+    family: Family, num_layers: int, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A checkpoint's tensors under our names; what it has for training alone is left out."""
+    found: dict[str, Tensor] = {}
+    for theirs, tensor in tensors.items():
+        name = from_hugging_face(family, theirs)
+        if name is None or (family.has_extra_layers and _layer_of(name) >= num_layers):
+            continue
+        if name in found:
+            raise ModelFileError(f"tensor {theirs!r} appears twice, as {name}")
+        found[name] = replace(tensor, name=name)
+    return found
+
+
+def _layer_of(name: str) -> int:
+    """The layer that a tensor is of; -1: none."""
+    inside = _IN_OUR_LAYER.fullmatch(name)
+    return -1 if inside is None else int(inside[1])
+
+
+def named_in_gguf(
+    family: Family, num_layers: int, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A GGUF file's tensors under the names that all families share."""
+    found: dict[str, Tensor] = {}
+    for theirs, tensor in tensors.items():
+        if family.has_extra_layers and _layer_of(theirs) >= num_layers:
+            continue
+        name = theirs
+        inside = _IN_OUR_LAYER.fullmatch(theirs)
+        if inside is not None and inside[2] in family.gguf_names:
+            name = f"blk.{inside[1]}.{family.gguf_names[inside[2]]}.{inside[3]}"
+        found[name] = tensor if name == theirs else replace(tensor, name=name)
+    return found
+
+
+# ---- tensors made of others
+
+Words = npt.NDArray[np.unsignedinteger]  # weights as they stand
+
+
+class _Joined:
+    """Byte ranges of tensors, one after the other."""
+
+    def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
+        self._pieces = pieces
+        self._ends = list(accumulate(stop - start for _, start, stop in pieces))
+        self.size = self._ends[-1]
+
+    def read(self, start: int, stop: int) -> Bytes:
+        found = []
+        index = bisect.bisect_right(self._ends, start)
+        while start < stop:
+            tensor, _, last = self._pieces[index]
+            begin = last - (self._ends[index] - start)
+            end = min(last, begin + stop - start)
+            found.append(tensor.read(begin, end))
+            start += end - begin
+            index += 1
+        return np.concatenate(found) if found else np.empty(0, np.uint8)
+
+
+class _Slabs:
+    """Bytes that are computed, one slab of equal size after the other; the last is kept."""
+
+    def __init__(self, count: int, slab_bytes: int, make: Callable[[int], Bytes]) -> None:
+        self.size = count * slab_bytes
+        self._slab_bytes = slab_bytes
+        self._make = make
+        self._last: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))
+
+    def read(self, start: int, stop: int) -> Bytes:
+        size = self._slab_bytes
+        found = []
+        for index in range(start // size, -(-stop // size)):
+            begin = index * size
+            found.append(self._slab(index)[max(0, start - begin) : stop - begin])
+        return np.concatenate(found) if found else np.empty(0, np.uint8)
+
+    def _slab(self, index: int) -> Bytes:
+        if self._last[0] != index:
+            self._last = (index, self._make(index))
+        return self._last[1]
+
+
+def _joined(name: str, shape: tuple[int, ...], pieces: Sequence[tuple[Tensor, int, int]]) -> Tensor:
+    source = _Joined(pieces)
+    return Tensor(name, shape, pieces[0][0].format, Region(source, 0, source.size))
+
+
+def _rows(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Rows of a matrix, or a part of a vector."""
+    _check_divisible(tensor)
+    per_row = tensor.nbytes // tensor.shape[0]
+    shape = (stop - start, *tensor.shape[1:])
+    return _joined(name, shape, [(tensor, start * per_row, stop * per_row)])
+
+
+def _half_rows(name: str, tensor: Tensor, half: int) -> Tensor:
+    """One half of the rows of every matrix of a stack: [n, 2 * out, ...] as [n, out, ...]."""
+    _check_divisible(tensor)
+    count, double = tensor.shape[:2]
+    per_matrix = tensor.nbytes // count
+    size = per_matrix // 2
+    pieces = [
+        (tensor, index * per_matrix + half * size, index * per_matrix + (half + 1) * size)
+        for index in range(count)
+    ]
+    return _joined(name, (count, double // 2, *tensor.shape[2:]), pieces)
+
+
+def _stack(name: str, tensors: Sequence[Tensor]) -> Tensor:
+    first = tensors[0]
+    for tensor in tensors:
+        _check_divisible(tensor)
+        if tensor.shape != first.shape or tensor.format is not first.format:
+            raise UnsupportedModelError(
+                f"tensor {tensor.name} differs from {first.name} in shape or type: experts of one "
+                "layer must be alike"
+            )
+    pieces = [(tensor, 0, tensor.nbytes) for tensor in tensors]
+    return _joined(name, (len(tensors), *first.shape), pieces)
+
+
+def _remade(
+    name: str, tensor: Tensor, shape: tuple[int, ...], take: Callable[[Words], Words]
+) -> Tensor:
+    """A stack of arrays, each of them made of one array of `tensor` by `take`."""
+    if not tensor.format.is_float:
+        raise UnsupportedModelError(
+            f"tensor {tensor.name} has type {tensor.format.name}; quire reads F32, F16 and BF16 "
+            "where matrices are transposed or columns alternate"
+        )
+    count, width = tensor.shape[0], tensor.format.block_bytes
+    slab_bytes = tensor.nbytes // count
+
+    def make(index: int) -> Bytes:
+        raw = tensor.read(index * slab_bytes, (index + 1) * slab_bytes)
+        words = raw.view(f"<u{width}").reshape(tensor.shape[1:])
+        return np.ascontiguousarray(take(words)).ravel().view(np.uint8)
+
+    source = _Slabs(count, math.prod(shape[1:]) * width, make)
+    return Tensor(name, shape, tensor.format, Region(source, 0, source.size))
+
+
+def _with_offset(tensor: Tensor, offset: float) -> Tensor:
+    """Floats with a number added, as F32."""
+    source = _Slabs(
+        1,
+        4 * tensor.num_weights,
+        lambda _: (tensor.to_float32() + np.float32(offset)).astype("<f4").ravel().view(np.uint8),
+    )
+    kind = format_named("F32", tensor.name)
+    return Tensor(tensor.name, tensor.shape, kind, Region(source, 0, source.size))
+
+
+def _check_divisible(tensor: Tensor) -> None:
+    if tensor.format.tail_bytes:
+        raise UnsupportedModelError(
+            f"tensor {tensor.name} has type {tensor.format.name}, whose scale is for the whole "
+            "tensor: it cannot be divided"
+        )
+
+
+# ---- what files fuse
+
+
+def arranged(
+    family: Family, spec: ModelSpec, tensors: Mapping[str, Tensor], *, is_gguf: bool
+) -> dict[str, Tensor]:
+    """The tensors as the spec names them: fused ones divided, experts stacked."""
+    found: dict[str, Tensor] = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        stacked = re.fullmatch(r"(blk\.\d+\.ffn_\w+_exps)\.(\d+)\.weight", name)
+        if stacked is not None:
+            stacks.setdefault(f"{stacked[1]}.weight", {})[int(stacked[2])] = tensor
+        elif 0 <= _layer_of(name) < spec.num_layers:
+            _check_has_rows(tensor)
+            for part in _parts(family, spec, tensor, is_gguf):
+                found[part.name] = part
+        else:
+            found[name] = tensor
+    for name, experts in stacks.items():
+        if sorted(experts) != list(range(len(experts))):
+            raise ModelFileError(f"{name}: the experts are not numbered from 0 on")
+        found[name] = _stack(name, [experts[index] for index in range(len(experts))])
+    if family.norm_offset and not is_gguf:
+        for name, tensor in found.items():
+            if name.endswith("_norm.weight"):
+                found[name] = _with_offset(tensor, family.norm_offset)
+    return found
+
+
+def _check_has_rows(tensor: Tensor) -> None:
+    if not tensor.shape:
+        raise ModelFileError(f"tensor {tensor.name} has no dimensions")
+
+
+def _parts(family: Family, spec: ModelSpec, tensor: Tensor, is_gguf: bool) -> Iterator[Tensor]:
+    """The tensors that one of a layer's holds: mostly itself."""
+    inside = _IN_OUR_LAYER.fullmatch(tensor.name)
+    assert inside is not None
+    index, stem, suffix = inside.groups()
+    prefix, layer = f"blk.{index}.", spec.layers[int(index)]
+    match stem:
+        case "attn_qkv":
+            yield from _divided_qkv(tensor, prefix, suffix, layer.mixer)
+        case "ffn_gate_up":
+            half = tensor.shape[0] // 2
+            yield _rows(f"{prefix}ffn_gate.{suffix}", tensor, 0, half)
+            yield _rows(f"{prefix}ffn_up.{suffix}", tensor, half, 2 * half)
+        case "ffn_gate_up_exps":
+            yield from _divided_experts(family, tensor, prefix, suffix)
+        case "ffn_down_exps" if not is_gguf and suffix == "weight" and _is_transposed(family):
+            yield from _transposed_down(tensor)
+        case "attn_kv_b" if layer.mixer.latent is not None:
+            yield from _divided_kv_b(tensor, prefix, layer.mixer, layer.mixer.latent)
+        case "ffn_gate_inp_shexp" if tensor.shape[0] == 1:
+            yield replace(tensor, shape=tensor.shape[1:])  # a matrix of one row
+        case _:
+            yield tensor
+
+
+def _divided_qkv(tensor: Tensor, prefix: str, suffix: str, part: Attention) -> Iterator[Tensor]:
+    values = part.num_kv_heads * part.value_dim
+    sizes = {"attn_q": part.query_size, "attn_k": part.kv_size, "attn_v": values}
+    if tensor.shape[0] != sum(sizes.values()):
+        raise ModelFileError(
+            f"tensor {tensor.name} has shape {list(tensor.shape)}, expected "
+            f"{sum(sizes.values())} rows: queries, keys and values"
+        )
+    start = 0
+    for name, size in sizes.items():
+        yield _rows(f"{prefix}{name}.{suffix}", tensor, start, start + size)
+        start += size
+
+
+def _is_transposed(family: Family) -> bool:
+    layout = family.expert_layout
+    return layout in (ExpertLayout.TRANSPOSED_HALVES, ExpertLayout.TRANSPOSED_ALTERNATING)
+
+
+def _divided_experts(family: Family, tensor: Tensor, prefix: str, suffix: str) -> Iterator[Tensor]:
+    """Gate and up of a stack of experts."""
+    is_bias = suffix == "bias"
+    _check_dimensions(tensor, 2 if is_bias else 3)
+    layout = family.expert_layout
+    count, size = tensor.shape[0], tensor.shape[1 if is_bias else 2] // 2
+    for index, name in enumerate(("gate", "up")):
+        full = f"{prefix}ffn_{name}_exps.{suffix}"
+        if layout is ExpertLayout.HALVES:
+            yield _half_rows(full, tensor, index)
+            continue
+        columns = slice(index * size, (index + 1) * size)
+        if layout is ExpertLayout.TRANSPOSED_ALTERNATING:
+            columns = slice(index, None, 2)
+        shape = (count, size) if is_bias else (count, size, tensor.shape[1])
+        yield _remade(full, tensor, shape, _columns_as_rows(columns))
+
+
+def _columns_as_rows(columns: slice) -> Callable[[Words], Words]:
+    return lambda words: words[..., columns].T
+
+
+def _transposed_down(tensor: Tensor) -> Iterator[Tensor]:
+    _check_dimensions(tensor, 3)
+    count, in_size, out_size = tensor.shape
+    yield _remade(tensor.name, tensor, (count, out_size, in_size), _columns_as_rows(slice(None)))
+
+
+def _divided_kv_b(tensor: Tensor, prefix: str, part: Attention, latent: Latent) -> Iterator[Tensor]:
+    """By head: rows of the key's matrix, which is kept transposed, then rows of the value's."""
+    heads, rank = part.num_heads, latent.kv_rank
+    plain_dims = part.head_dim - latent.rope_dims
+    rows = plain_dims + part.value_dim
+    if tensor.shape != (heads * rows, rank):
+        raise ModelFileError(
+            f"tensor {tensor.name} has shape {list(tensor.shape)}, expected {[heads * rows, rank]}"
+        )
+    stack = replace(tensor, shape=(heads, rows, rank))
+    keys, values = (heads, rank, plain_dims), (heads, part.value_dim, rank)
+    yield _remade(f"{prefix}attn_k_b.weight", stack, keys, lambda words: words[:plain_dims].T)
+    yield _remade(f"{prefix}attn_v_b.weight", stack, values, lambda words: words[plain_dims:])
+
+
+def _check_dimensions(tensor: Tensor, count: int) -> None:
+    if len(tensor.shape) != count:
+        raise ModelFileError(
+            f"tensor {tensor.name} has shape {list(tensor.shape)}, expected {count} dimensions"
+        )

@@ -1,0 +1,100 @@
+"""Every family against transformers: from safetensors, and from GGUF as the family writes it."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.drawn_families import CASES, DRAWN, drawn_config, write_drawn
+from tests.executors.reference.plans import logits, row
+from tests.model.gguf_families import ARCHITECTURES, write_family
+
+from quire.executors.reference import ReferenceExecutor
+from quire.model.families import CONFIG_FAMILIES, GGUF_FAMILIES
+from quire.model.loading import Model, load_model
+from quire.model.rope import YarnScaling
+from quire.model.spec import Attention, ModelSpec
+
+Floats = npt.NDArray[np.float32]
+SCATTERED_BLOCKS = (9, 2, 14)
+BOUND = 1e-5
+# longrope's set is fixed by the longest context: transformers' short set needs a shorter one.
+CONTEXTS = {"phi3-short": 48}
+OF_STORED_FIXTURES = {"llama", "mistral", "qwen2", "qwen3", "bitnet"}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@contextmanager
+def drawn(case: str, folder: Path) -> Iterator[Model]:
+    target = folder / case
+    with load_model(target if target.exists() else write_drawn(case, target)) as model:
+        if case in CONTEXTS:
+            model = replace(model, spec=replace(model.spec, context_length=CONTEXTS[case]))
+        yield model
+
+
+def computed(model: Model, case: str) -> Floats:
+    executor = ReferenceExecutor(model, num_blocks=16)
+    tokens = np.load(DRAWN / case / "golden.npz")["tokens"].tolist()
+    found = logits(executor, row(tokens, SCATTERED_BLOCKS))
+    executor.close()
+    return found
+
+
+def relative_error(found: Floats, golden: Floats) -> float:
+    return float(np.linalg.norm(found - golden) / np.linalg.norm(golden))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_family_gives_the_logits_of_transformers(case: str, folder: Path) -> None:
+    golden = np.load(DRAWN / case / "golden.npz")["logits"]
+    with drawn(case, folder) as model:
+        assert relative_error(computed(model, case), golden) <= BOUND
+
+
+def test_every_family_is_compared() -> None:
+    compared = {drawn_config(case)["model_type"] for case in CASES} | OF_STORED_FIXTURES
+    # A model that sees keeps its decoder's fields under text_config.
+    assert CONFIG_FAMILIES.keys() == compared | {"gemma3", "llama4"}
+    written = {*ARCHITECTURES.values()} | OF_STORED_FIXTURES - {"mistral"}
+    assert GGUF_FAMILIES.keys() == written | {"bitnet-25", "bitnet-b1.58"}
+
+
+def as_llama_cpp_reads(case: str, spec: ModelSpec) -> ModelSpec:
+    """What GGUF files of these families do not say, and llama.cpp takes for granted."""
+
+    def changed(mixer: Attention) -> Attention:
+        if case == "gpt-oss":  # yarn's `truncate`
+            assert mixer.rope is not None and isinstance(mixer.rope.scaling, YarnScaling)
+            scaling = replace(mixer.rope.scaling, truncates=True)
+            return replace(mixer, rope=replace(mixer.rope, scaling=scaling))
+        if mixer.position_scale is not None:  # the length of chunks and of steps of the scale
+            mixer = replace(mixer, position_scale=replace(mixer.position_scale, length=8192))
+        return replace(mixer, window=None, is_chunked=False)
+
+    if case not in ("gpt-oss", "llama4"):
+        return spec
+    layers = [replace(layer, mixer=changed(layer.mixer)) for layer in spec.layers]
+    return replace(spec, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_the_gguf_of_a_family_gives_the_same(case: str, folder: Path) -> None:
+    golden = np.load(DRAWN / case / "golden.npz")["logits"]
+    with drawn(case, folder) as model:
+        path = write_family(case, drawn_config(case), model, folder / f"{case}.gguf")
+        spec = as_llama_cpp_reads(case, model.spec)
+        if spec != model.spec:
+            unlike, golden = golden, computed(replace(model, spec=spec), case)
+            assert relative_error(golden, unlike) > 1e-3
+    with load_model(path) as copy:
+        assert relative_error(computed(copy, case), golden) <= BOUND

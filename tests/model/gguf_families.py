@@ -1,0 +1,272 @@
+"""Writes a drawn family as GGUF with that family's own conventions: keys from its config.json, its
+q and k rows permuted, tensors fused and named as llama.cpp's converter does it."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.loader.gguf_writer import Field, write_gguf
+from quire.loader.reading import Bytes
+from quire.model.loading import Model
+from quire.quant.formats import Format, format_named
+
+Floats = npt.NDArray[np.float32]
+Config = dict[str, Any]
+
+# By case: the architecture. Cases of the same family whose settings GGUF cannot say are not here.
+ARCHITECTURES = {
+    "phi3": "phi3",
+    "phi3-long": "phi3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "qwen3moe": "qwen3moe",
+    "qwen2moe": "qwen2moe",
+    "mixtral": "llama",
+    "gpt-oss": "gpt-oss",
+    "olmoe": "olmoe",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "granitemoe": "granitemoe",
+    "ministral3": "mistral3",
+    "glm4": "glm4",
+    "command-r": "command-r",
+    "cohere2": "cohere2",
+    "starcoder2": "starcoder2",
+    "seed_oss": "seed_oss",
+    "exaone4": "exaone4",
+    "glm4moe": "glm4moe",
+    "llama4": "llama4",
+    "deepseek2": "deepseek2",
+    "deepseek2-lite": "deepseek2",
+}
+PERMUTED = {"llama", "mistral3", "smollm3", "granite", "granitemoe"}
+FUSED_QKV = {"phi3"}
+FUSED_GATE = {"phi3", "glm4"}
+WITH_PATTERN = {"olmo2", "exaone4"}
+NORM_BEFORE_FEED = {"gpt-oss", "seed_oss", "glm4moe"}  # it is called post_attention_norm
+
+
+@dataclass(frozen=True)
+class Written:
+    name: str
+    weights: Floats
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weights.shape
+
+    @property
+    def format(self) -> Format:
+        return format_named("F32", self.name)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes
+
+    def pieces(self) -> Iterator[Bytes]:
+        yield np.ascontiguousarray(self.weights, "<f4").ravel().view(np.uint8)
+
+
+def write_family(case: str, config: Config, model: Model, path: Path) -> Path:
+    """`model`: what quire loads of the safetensors."""
+    architecture = ARCHITECTURES[case]
+    tensors = {name: tensor.to_float32() for name, tensor in model.tensors.items()}
+    own = _fields(architecture, config) | _scaling(architecture, config, tensors)
+    fields: dict[str, Field] = {"general.architecture": architecture}
+    fields |= {f"{architecture}.{key}": value for key, value in own.items()}
+    written = _renamed(architecture, _fused(architecture, _permuted(architecture, config, tensors)))
+    write_gguf(path, fields, [Written(name, weights) for name, weights in written.items()])
+    return path
+
+
+# ---- keys
+
+
+def _fields(architecture: str, config: Config) -> dict[str, Field]:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope: Config = config.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    base = rope.get("full_attention", rope).get("rope_theta", config.get("rope_theta"))
+    fields: dict[str, Field] = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": int(head_dim * share),
+        "rope.freq_base": float(base),
+        "vocab_size": config["vocab_size"],
+    }
+    for key, name in (
+        ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+        ("layer_norm_eps", "attention.layer_norm_epsilon"),
+        ("norm_epsilon", "attention.layer_norm_epsilon"),
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+        ("embedding_multiplier", "embedding_scale"),
+        ("residual_multiplier", "residual_scale"),
+        ("attention_multiplier", "attention.scale"),
+        ("logits_scaling", "logit_scale"),
+        ("logit_scale", "logit_scale"),
+    ):
+        if config.get(key) is not None:
+            fields[name] = float(config[key])
+    if config.get("sliding_window"):
+        fields["attention.sliding_window"] = config["sliding_window"]
+    if architecture in WITH_PATTERN and "layer_types" in config:
+        kinds = config["layer_types"]
+        fields["attention.sliding_window_pattern"] = [kind != "full_attention" for kind in kinds]
+    return fields | _expert_fields(config) | _OWN.get(architecture, _nothing)(config)
+
+
+def _expert_fields(config: Config) -> dict[str, Field]:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((config[name] for name in names if config.get(name)), None)
+    if count is None:
+        return {}
+    fields: dict[str, Field] = {
+        "expert_count": count,
+        "expert_used_count": config["num_experts_per_tok"],
+    }
+    if config.get("moe_intermediate_size"):
+        fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if config.get("shared_expert_intermediate_size"):
+        name = "expert_shared_feed_forward_length"
+        fields[name] = config["shared_expert_intermediate_size"]
+    return fields
+
+
+def _deepseek_experts(config: Config) -> dict[str, Field]:
+    is_third = config["model_type"] != "deepseek_v2"
+    fields: dict[str, Field] = {
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": is_third,
+        "expert_gating_func": 2 if is_third else 1,
+    }
+    if config["n_group"] > 1:
+        fields |= {
+            "expert_group_count": config["n_group"],
+            "expert_group_used_count": config["topk_group"],
+        }
+    return fields
+
+
+def _deepseek(config: Config) -> dict[str, Field]:
+    rank, rope_dims = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    fields: dict[str, Field] = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rope_dims,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope_dims,
+        "attention.value_length_mla": config["v_head_dim"],
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": rope_dims,
+    }
+    if config["q_lora_rank"] is not None:
+        fields["attention.q_lora_rank"] = config["q_lora_rank"]
+    return fields | _deepseek_experts(config)
+
+
+def _llama4(config: Config) -> dict[str, Field]:
+    return {
+        "feed_forward_length": config["intermediate_size_mlp"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "interleave_moe_layer_step": config["interleave_moe_layer_step"],
+        "expert_gating_func": 2,
+    }
+
+
+def _nothing(_: Config) -> dict[str, Field]:
+    return {}
+
+
+_OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
+    "glm4moe": _deepseek_experts,
+    "deepseek2": _deepseek,
+    "llama4": _llama4,
+}
+
+
+def _scaling(architecture: str, config: Config, tensors: dict[str, Floats]) -> dict[str, Field]:
+    rope: Config = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind == "longrope":
+        for name in ("long", "short"):
+            factors = np.array(rope[f"{name}_factor"], np.float32)
+            tensors[f"rope_factors_{name}.weight"] = factors
+        original = int(config["original_max_position_embeddings"])
+        factor = config["max_position_embeddings"] / original
+        return {
+            "rope.scaling.original_context_length": original,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(factor) / math.log(original)),
+        }
+    if kind == "default":
+        return {}
+    fields: dict[str, Field] = {"rope.scaling.type": kind, "rope.scaling.factor": rope["factor"]}
+    if kind == "yarn":
+        original = rope["original_max_position_embeddings"]
+        fields["rope.scaling.original_context_length"] = original
+        for name in ("beta_fast", "beta_slow"):
+            if name in rope:
+                fields[f"rope.scaling.yarn_{name}"] = rope[name]
+    if rope.get("mscale_all_dim"):
+        unit = 0.1 if architecture == "deepseek2" else 1.0
+        fields["rope.scaling.yarn_log_multiplier"] = unit * rope["mscale_all_dim"]
+    if rope.get("llama_4_scaling_beta"):
+        fields["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    return fields
+
+
+# ---- tensors
+
+
+def _permuted(architecture: str, config: Config, tensors: dict[str, Floats]) -> dict[str, Floats]:
+    if architecture not in PERMUTED:
+        return tensors
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    found = {}
+    for name, weights in tensors.items():
+        part = name.split(".")[-2]
+        found[name] = _interleaved(weights, heads[part]) if part in heads else weights
+    return found
+
+
+def _interleaved(weights: Floats, num_heads: int) -> Floats:
+    """Rows reordered so that the two of a pair, half a head apart, become neighbours."""
+    halves = weights.reshape(num_heads, 2, -1, *weights.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weights.shape)
+
+
+def _fused(architecture: str, tensors: dict[str, Floats]) -> dict[str, Floats]:
+    groups: list[tuple[tuple[str, ...], str]] = []
+    if architecture in FUSED_QKV:
+        groups.append((("attn_q", "attn_k", "attn_v"), "attn_qkv"))
+    if architecture in FUSED_GATE:
+        groups.append((("ffn_gate", "ffn_up"), "ffn_up"))
+    found = dict(tensors)
+    for parts, whole in groups:
+        for name in [n for n in tensors if n.split(".")[-2] == parts[0]]:
+            pieces = [found.pop(name.replace(parts[0], part)) for part in parts]
+            found[name.replace(parts[0], whole)] = np.concatenate(pieces)
+    return found
+
+
+def _renamed(architecture: str, tensors: dict[str, Floats]) -> dict[str, Floats]:
+    if architecture not in NORM_BEFORE_FEED:
+        return tensors
+    return {n.replace(".ffn_norm.", ".post_attention_norm."): w for n, w in tensors.items()}

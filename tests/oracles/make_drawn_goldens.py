@@ -1,0 +1,283 @@
+"""Makes tests/fixtures/drawn: logits by transformers of a tiny model of each family.
+
+Needs torch and transformers, which the tests do not; run it in an environment of its own:
+
+    pip install torch==2.13.0 transformers==5.22.2 safetensors
+    python tests/oracles/make_drawn_goldens.py tests/fixtures/drawn [CASE ...]
+
+A folder holds config.json as transformers writes it, tensors.json (the names and shapes of the
+tensors in the checkpoint that it writes), and golden.npz: `tokens`, and `logits` in float32,
+[tokens, vocabulary]. Weights are not stored: they follow from names and shapes (drawn_weights.py).
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers  # type: ignore[import-not-found,unused-ignore]
+from safetensors.numpy import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from drawn_weights import drawn  # type: ignore[import-not-found,unused-ignore]
+
+NUM_TOKENS = 40
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 1.9],
+    "long_factor": [1.2, 1.9, 2.8, 4.0, 6.5, 9.0],
+}
+
+# By case: the model type and its settings; what is None is left out.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3-long": (
+        "phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 16},
+    ),
+    "phi3-short": (
+        "phi3",
+        {
+            "rope_parameters": {
+                **LONG,
+                "partial_rotary_factor": 0.5,
+                "short_factor": LONG["short_factor"][:3],
+                "long_factor": LONG["long_factor"][:3],
+            },
+            "original_max_position_embeddings": 48,
+            "max_position_embeddings": 96,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9}),
+    "gemma2-scale": (
+        "gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9, "num_hidden_layers": 2},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 9,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "qwen3moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3moe-dense": (
+        "qwen3_moe",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "qwen2moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 9,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 6.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "ministral": (
+        "ministral",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "command-r": ("cohere", {"use_qk_norm": True}),
+    "cohere2": ("cohere2", {"sliding_window": 9}),
+    "starcoder2": ("starcoder2", {"sliding_window": 9}),
+    "seed_oss": ("seed_oss", {"head_dim": 16}),
+    "exaone4": ("exaone4", {"sliding_window": 9}),
+    "glm4moe": (
+        "glm4_moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 16,
+            "floor_scale": 8,
+        },
+    ),
+    "deepseek2": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 20,
+            "q_lora_rank": 28,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek2-lite": (
+        "deepseek_v2",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 20,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    for name in names or CASES:
+        target = folder / name
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        make(*CASES[name], target)
+        size = sum(file.stat().st_size for file in target.iterdir())
+        print(f"{name}: {size} bytes", flush=True)
+
+
+def make(model_type: str, settings: dict[str, Any], target: Path) -> None:
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model.to(torch.float32).save_pretrained(folder)
+        file = folder / "model.safetensors"
+        shapes = {key: list(value.shape) for key, value in sorted(load_file(file).items())}
+        weights = {key: drawn(key, tuple(shape)) for key, shape in shapes.items()}
+        save_file(weights, file, metadata={"format": "pt"})
+        stored = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        shutil.copy(folder / "config.json", target / "config.json")
+    tokens = np.random.default_rng(7).integers(0, SIZES["vocab_size"], NUM_TOKENS, dtype=np.int32)
+    with torch.no_grad():
+        logits = stored.eval()(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+    lines = ",\n".join(f"{json.dumps(key)}: {shape}" for key, shape in shapes.items())
+    (target / "tensors.json").write_text("{\n" + lines + "\n}\n")
+    np.savez_compressed(target / "golden.npz", tokens=tokens, logits=logits.float().numpy())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
