@@ -171,10 +171,10 @@ def test_sampling_is_per_request_and_repeatable() -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        GREEDY(ignore_eos=True),
-        SamplingParams(seed=5, ignore_eos=True),
-        SamplingParams(seed=5, ignore_eos=True, frequency_penalty=1.5, repetition_penalty=1.3),
-        SamplingParams(seed=1, min_tokens=8),
+        GREEDY(max_tokens=16, ignore_eos=True),
+        SamplingParams(16, seed=5, ignore_eos=True),
+        SamplingParams(16, seed=5, ignore_eos=True, frequency_penalty=1.5, repetition_penalty=1.3),
+        SamplingParams(16, seed=1, min_tokens=8),
     ],
     ids=["greedy", "sampled", "penalties", "minimum"],
 )

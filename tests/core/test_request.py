@@ -44,6 +44,7 @@ def test_what_is_final() -> None:
 
 def test_a_request_asks_for_its_prompt_once_and_for_each_completion() -> None:
     assert new_request(max_tokens=5, n=4).num_tokens_asked == 3 + 20
+    assert new_request(n=4).num_tokens_asked == 3, "it does not say how many"
 
 
 def test_times_are_unknown_until_they_happen() -> None:

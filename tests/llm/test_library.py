@@ -321,3 +321,38 @@ def test_texts_become_tokens_and_texts_again(text_model: Path, text_llm: LLM, ll
         assert await one.detokenize(ids) == "Hello there"
 
     run(text_model, work)
+
+
+# ---- how long a completion is that does not say
+
+
+def test_without_max_tokens_a_completion_goes_on_to_the_end_of_the_context(
+    text_model: Path, text_llm: LLM
+) -> None:
+    [output] = text_llm.generate("Hello", temperature=0.0, ignore_eos=True)
+    assert len(output.prompt_token_ids) + len(output.token_ids) == text_llm.max_context == 512
+    assert output.finish_reason == "length"
+    [none] = text_llm.generate("Hello", temperature=0.0, ignore_eos=True, max_tokens=None)
+    assert none.token_ids == output.token_ids
+    [two] = text_llm.generate("Hello", n=2, seed=1, ignore_eos=True)
+    assert [len(c.token_ids) for c in two.outputs] == [len(output.token_ids)] * 2
+    [ended] = text_llm.chat("Hello", logit_bias={2: 100.0})
+    assert ended.finish_reason == "stop"
+    with pytest.raises(RequestError, match=r"prompt \(2\) and min_tokens \(511\) come to 513"):
+        text_llm.generate([1, 2], min_tokens=511)
+
+    async def work(llm: AsyncLLM) -> None:
+        async_output = await llm.generate("Hello", temperature=0.0, ignore_eos=True)
+        assert async_output.token_ids == output.token_ids
+        # The queue counts the tokens that requests ask for: these ask for none in particular.
+        ended = await asyncio.gather(*(llm.chat("a", logit_bias={2: 100.0}) for _ in range(40)))
+        assert {one.finish_reason for one in ended} == {"stop"}
+
+    run(text_model, work, max_batch_size=1, max_queue_tokens=4000)
+
+
+def test_without_max_tokens_a_completion_fills_what_rows_leave_of_the_cache(llm: LLM) -> None:
+    llm.forward_batch([[1] * 512, [1] * 512, [1] * 512, [1] * 300])  # 115 of 128 blocks
+    [output] = llm.generate([1, 2], temperature=0.0, ignore_eos=True)
+    assert 2 + len(output.token_ids) == 13 * 16
+    llm.clear()

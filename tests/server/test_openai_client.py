@@ -190,6 +190,15 @@ def test_usage_counts_the_stop_token_and_the_answer_leaves_it_out(
     assert len(ended.choices[0].logprobs.content) == is_included
 
 
+def test_without_max_tokens_an_answer_goes_on_to_the_end_of_the_context(
+    client: openai.OpenAI, expected: LLM
+) -> None:
+    fields = {"max_tokens": None, "extra_body": {"ignore_eos": True}}
+    for answer in (complete(client, **fields), chat(client, **fields)):
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.total_tokens == client.models.retrieve(NAME).max_model_len
+
+
 def test_what_users_of_other_servers_send(client: openai.OpenAI) -> None:
     greedy = complete(client).choices[0]
     extras = {"top_k": 1, "ignore_eos": True, "return_token_ids": True}

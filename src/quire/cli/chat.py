@@ -12,13 +12,13 @@ import quire  # whose names are imported at their first use: the model file is r
 from quire.cli.options import (
     add_model_options,
     add_sampling_options,
+    length_limit,
     load,
     sampling_params,
 )
 from quire.cli.program import print_error, print_status
 from quire.core.errors import RequestError
 
-_USUAL_MAX_TOKENS = 512
 _HELP = "/clear begins anew, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 _EPILOG = f"""\
 {_HELP}.
@@ -36,11 +36,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message, before all others")
     parser.add_argument("--json", action="store_true", help="print each answer as a line of JSON")
     add_model_options(parser)
-    add_sampling_options(parser, temperature=0.7, usual_max_tokens=_USUAL_MAX_TOKENS)
+    add_sampling_options(parser, temperature=0.7)
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling_params(args, _USUAL_MAX_TOKENS)  # what is wrong is said before loading
+    sampling_params(args)  # what is wrong is said before loading
     with asyncio.Runner() as runner:
         llm = load(quire.AsyncLLM, args, max_batch_size=1)
         try:
@@ -130,8 +130,7 @@ class _Chat:
     async def _answer(self, said: list[str]) -> str | None:
         """Print the answer as it comes, and put it into `said`; why it ended."""
         prompt = self._llm.prompts.read_chat(self._messages)
-        room = self._llm.max_context - len(prompt.tokens)
-        params = sampling_params(self._args, min(_USUAL_MAX_TOKENS, room))
+        params = sampling_params(self._args)
         reason = None
         async for piece in self._llm.stream(prompt.tokens, params):
             said.append(piece.text)
@@ -139,5 +138,5 @@ class _Chat:
             if not self._args.json:
                 print(piece.text, end="", flush=True)
         if reason == "length":
-            print_status(f"\n[stopped at {params.max_tokens} tokens]")
+            print_status(f"\n[stopped at {length_limit(params)}]")
         return reason

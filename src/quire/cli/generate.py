@@ -11,6 +11,7 @@ import quire  # whose names are imported at their first use: the model file is r
 from quire.cli.options import (
     add_model_options,
     add_sampling_options,
+    length_limit,
     load,
     sampling_params,
 )
@@ -23,7 +24,6 @@ from quire.core.sampling import SamplingParams
 if TYPE_CHECKING:
     from quire.llm.prompts import Prepared, Prompt, PromptReader
 
-_USUAL_MAX_TOKENS = 256
 _MAX_FILE_BYTES = 64 << 20
 
 _DESCRIPTION = """\
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--raw", action="store_true", help="go on with the text, do not chat")
     add_model_options(parser)
-    add_sampling_options(parser, temperature=0.0, usual_max_tokens=_USUAL_MAX_TOKENS)
+    add_sampling_options(parser, temperature=0.0)
     results = parser.add_argument_group("results")
     results.add_argument("--n", type=int, default=1, metavar="N", help="completions of each prompt")
     results.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
         args.usage_error("--logprobs and --prompt-logprobs need --json")
     prompts = _prompts(args)
-    _params(args, _USUAL_MAX_TOKENS)  # what is wrong is said before loading
+    _params(args)  # what is wrong is said before loading
     if len(prompts) == 1 and args.n == 1 and not args.json:
         return _stream(args, prompts[0])
     return _batch(args, prompts)
@@ -129,7 +129,7 @@ def _read(name: str) -> str:
 def _stream(args: argparse.Namespace, prompt: "Prompt") -> int:
     llm = load(quire.AsyncLLM, args, max_batch_size=1)  # before the loop: Ctrl-C works at once
     prepared = _prepared(args, llm.prompts, prompt)
-    params = _params(args, llm.max_context - len(prepared.tokens))
+    params = _params(args)
     asyncio.run(_print_stream(llm, prepared, params))
     return 0
 
@@ -154,7 +154,7 @@ async def _print_stream(
             print(flush=True)
         await llm.close()
     elapsed = time.monotonic() - started
-    why = f"; stopped at {params.max_tokens} tokens (--max-tokens)" if reason == "length" else ""
+    why = f"; stopped at {length_limit(params)}" if reason == "length" else ""
     print_status(
         f"[{len(prepared.tokens)} prompt tokens, {count} tokens in {elapsed:.1f} s, "
         f"{count / elapsed:.1f} tokens/s{why}]"
@@ -196,7 +196,7 @@ def _outcomes(
     sound = [prepared for prepared in read if not isinstance(prepared, RequestError)]
     outputs = llm.generate(
         [prepared.tokens for prepared in sound],
-        [_params(args, llm.max_context - len(prepared.tokens)) for prepared in sound],
+        _params(args),
         on_error="keep",
     )
     for prepared, output in zip(sound, outputs, strict=True):
@@ -205,10 +205,9 @@ def _outcomes(
     return [error if isinstance(error, RequestError) else next(in_order) for error in read]
 
 
-def _params(args: argparse.Namespace, room: int) -> SamplingParams:
+def _params(args: argparse.Namespace) -> SamplingParams:
     return sampling_params(
         args,
-        min(_USUAL_MAX_TOKENS, room),
         n=args.n,
         logprobs=args.logprobs,
         prompt_logprobs=args.prompt_logprobs,

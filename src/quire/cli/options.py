@@ -146,15 +146,13 @@ def _bias(text: str) -> tuple[int, float]:
 _bias.__name__ = "TOKEN=BIAS"  # argparse names it in errors
 
 
-def add_sampling_options(
-    parser: argparse.ArgumentParser, *, temperature: float, usual_max_tokens: int
-) -> None:
+def add_sampling_options(parser: argparse.ArgumentParser, *, temperature: float) -> None:
     group = parser.add_argument_group("choosing tokens")
     group.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"at most so many tokens (default: {usual_max_tokens}, or what the context leaves)",
+        help="at most so many tokens (default: until the model ends or the context is full)",
     )
     group.add_argument(
         "--temperature",
@@ -200,15 +198,21 @@ def _add_stop_options(group: Options) -> None:
     add("--ignore-eos", action="store_true", help="go on past the model's end of text")
 
 
-def sampling_params(args: argparse.Namespace, max_tokens: int, **more: Any) -> SamplingParams:
-    """What the options above ask for, with room for so many tokens where they do not say."""
+def sampling_params(args: argparse.Namespace, **more: Any) -> SamplingParams:
+    """What the options above ask for."""
     names = [field.name for field in _SAMPLING]
     names += ["max_tokens", "temperature", "stop", "stop_token_ids"]
     names += ["include_stop_str_in_output", "include_stop_token", "ignore_eos"]
     given = {name: getattr(args, name) for name in names}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    values.setdefault("max_tokens", max(1, max_tokens, values.get("min_tokens", 0)))
     return SamplingParams(**values, logit_bias=dict(args.logit_bias or ()), **more)
+
+
+def length_limit(params: SamplingParams) -> str:
+    """What a completion stops at that has come to its greatest length."""
+    if params.max_tokens is None:
+        return "the end of the context"
+    return f"{params.max_tokens} tokens (--max-tokens)"
 
 
 # ---- quire serve

@@ -127,8 +127,8 @@ class Request:
 
     @property
     def num_tokens_asked(self) -> int:
-        """Prompt and completion tokens it may come to."""
-        return len(self.prompt) + self.params.max_tokens * self.params.n
+        """Its prompt tokens and the completion tokens it asks for, if it says how many."""
+        return len(self.prompt) + (self.params.max_tokens or 0) * self.params.n
 
     def move_to(self, status: Status, now: float) -> None:
         assert not self.transitions or not self.status.is_final, f"{self.id} ended twice"

@@ -36,7 +36,7 @@ class Constraint:
 class SamplingOptions(TypedDict, total=False):
     """The fields of SamplingParams, in the forms that it takes, as keywords of a call."""
 
-    max_tokens: int
+    max_tokens: int | None
     min_tokens: int
     temperature: float
     top_k: int
@@ -62,7 +62,7 @@ class SamplingOptions(TypedDict, total=False):
 class SamplingParams:
     """How tokens are chosen. Names and meanings follow OpenAI and vLLM; every field is obeyed."""
 
-    max_tokens: int = 16
+    max_tokens: int | None = None  # None: until the model ends it or the context is full
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens
@@ -85,7 +85,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._normalise()
-        _integer("max_tokens", self.max_tokens, 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         _integer("top_k", self.top_k, 0)
         _integer("n", self.n, 1, MAX_COMPLETIONS)

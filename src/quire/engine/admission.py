@@ -58,7 +58,7 @@ class Admission:
     ) -> Request:
         request_id = request_id or self._new_id(taken_ids)
         tokens, generated = _split(self._checked_prompt(prompt), num_generated, params)
-        self._check_capacity(tokens, params)
+        self._check_capacity(tokens, params, len(generated))
         self._check_params(params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
@@ -134,7 +134,9 @@ class Admission:
             )
         return tokens
 
-    def _check_capacity(self, tokens: tuple[int, ...], params: SamplingParams) -> None:
+    def _check_capacity(
+        self, tokens: tuple[int, ...], params: SamplingParams, num_generated: int
+    ) -> None:
         capacity = self._capacity
         if len(tokens) >= capacity.max_context:
             raise RequestError(
@@ -142,23 +144,34 @@ class Admission:
                 "with at least one for the completion",
                 param="prompt",
             )
-        total = len(tokens) + params.max_tokens
+        name, asked = "max_tokens", params.max_tokens
+        if asked is None:
+            name, asked = "min_tokens", max(params.min_tokens, num_generated + 1)
+        total = len(tokens) + asked
         if total > capacity.max_context:
             raise RequestError(
-                f"prompt ({len(tokens)}) and max_tokens ({params.max_tokens}) come to {total} "
-                f"tokens; the context holds {capacity.max_context}",
-                param="max_tokens",
+                f"prompt ({len(tokens)}) and {name} ({asked}) come to {total} tokens; the context "
+                f"holds {capacity.max_context}",
+                param=name,
             )
         self._check_blocks(total)
         if not self._config.chunking and total > capacity.max_step_tokens:
             raise RequestError(
                 f"without chunking a step must hold all {total} tokens; it holds "
                 f"{capacity.max_step_tokens}",
-                param="max_tokens",
+                param=name,
             )
         batch = min(self._config.max_batch_size, capacity.max_batch_size)
         if params.n > batch:
             raise RequestError(f"n is {params.n}; a batch holds {batch} sequences", param="n")
+
+    @property
+    def _max_length(self) -> int:
+        """Tokens that a request may come to which does not say how many it wants."""
+        capacity = self._capacity
+        num_blocks = capacity.num_blocks - self._num_reserved_blocks
+        length = min(capacity.max_context, num_blocks * capacity.block_size)
+        return length if self._config.chunking else min(length, capacity.max_step_tokens)
 
     def _check_blocks(self, num_tokens: int) -> None:
         needed = self._cache.blocks_for(num_tokens)
@@ -236,6 +249,11 @@ class Admission:
         is_whole = pooling or params.prompt_logprobs is not None
         grammar = self._grammar(params, request.generated)
         number = next(self._sequence_ids)
+        max_length = self._max_length
+        if live.sequences:
+            max_length = live.sequences[0].max_length  # of the prompt that it was forked from
+        elif params.max_tokens is not None:
+            max_length = len(request.prompt) + params.max_tokens
         transcript = self._transcript(params)
         text = "" if transcript is None else transcript.add_all(request.generated)
         logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
@@ -254,7 +272,7 @@ class Admission:
             has_row_extras=is_whole or params.needs_history or grammar is not None,
             stop_token_ids=frozenset(stop_ids),
             prompt_length=len(request.prompt),
-            max_length=len(request.prompt) + params.max_tokens,
+            max_length=max_length,
         )
 
     def _urgency(self, request: Request) -> float:
@@ -297,7 +315,7 @@ def _split(
             "num_generated continues one completion: it takes n=1 and no prompt_logprobs",
             param="num_generated",
         )
-    if num_generated >= params.max_tokens:
+    if params.max_tokens is not None and num_generated >= params.max_tokens:
         raise RequestError(
             f"max_tokens is {params.max_tokens} and {num_generated} tokens are generated: none is "
             "left to generate",

@@ -182,7 +182,7 @@ class Lifecycle:
         if token in sequence.stop_token_ids and count > params.min_tokens:
             sequence.stopped_by_token(token)
             return FinishReason.STOP
-        return FinishReason.LENGTH if count >= params.max_tokens else None
+        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.max_length else None
 
     def _detokenize(
         self, sequence: Sequence, token: int, reason: FinishReason | None

@@ -301,12 +301,11 @@ class Scheduler:
         )
 
     def _expected_context(self, newcomer: Sequence) -> int:
-        """The batch's context when each completion is half way to its max_tokens."""
+        """The batch's context when each completion is half way to its greatest length."""
         total = 0
         for sequence in (*self.running, newcomer):
-            params = sequence.request.params
-            total += len(sequence.tokens)
-            total += (params.max_tokens - len(sequence.completion.token_ids)) // 2
+            length = len(sequence.tokens)
+            total += length + (sequence.max_length - length) // 2
         return total
 
     def _admit(self, sequence: Sequence) -> None:

@@ -46,7 +46,6 @@ from quire.server.submission import (
 T = TypeVar("T")
 G = TypeVar("G", bound=Generation)
 FINGERPRINT = f"quire-{own_version()}"
-_USUAL_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions
 _MANY_LOGPROBS = 1000  # take some milliseconds to write: not on the event loop
 
 
@@ -136,9 +135,8 @@ def _prepare_text(
     with errors:
         for text in body.prompts:
             prompt = llm.prompts.read(text)
-            room = min(_USUAL_COMPLETION_TOKENS, llm.max_context - len(prompt.tokens))
-            usual = max(room, body.min_tokens or 0)
-            prompts.append((prompt.without_text(), body.sampling(usual, body.logprobs)))
+            room = llm.max_context - len(prompt.tokens)
+            prompts.append((prompt.without_text(), body.sampling(room, body.logprobs)))
     return PreparedBody(body.model_copy(update={"prompt": ""}), prompts)
 
 

@@ -66,7 +66,8 @@ def demand_of(
     return Demand(
         len(listed),
         sum(len(prompt.tokens) for prompt, _ in listed),
-        0 if pooling else sum(params.max_tokens * params.n for _, params in listed),
+        # Where a client does not say how many, the server has put what the context leaves.
+        0 if pooling else sum((params.max_tokens or 0) * params.n for _, params in listed),
     )
 
 

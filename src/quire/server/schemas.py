@@ -133,7 +133,12 @@ class CommonFields(Strict):
 class Generation(CommonFields):
     """What chat and plain completions share."""
 
-    max_tokens: int | None = Field(default=None, ge=1, le=_MOST)
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=_MOST,
+        description="left out: until the model ends it or the context is full",
+    )
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     n: int | None = Field(default=None, ge=1, le=MAX_COMPLETIONS)
@@ -173,14 +178,15 @@ class Generation(CommonFields):
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
 
-    def sampling(self, usual_max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters; `usual_max_tokens` where the client gives no max_tokens."""
+    def sampling(self, room: int, logprobs: int | None) -> SamplingParams:
+        """The engine's parameters; `room`: tokens that the context leaves, for quotas to count
+        where the client gives no max_tokens."""
         given: dict[str, Any] = {
             name: value for name in _SAMPLED if (value := getattr(self, name)) is not None
         }
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        given.setdefault("max_tokens", max(1, usual_max_tokens))
+        given.setdefault("max_tokens", max(1, room))
         return SamplingParams(**given, logprobs=logprobs)
 
 
