@@ -1,11 +1,13 @@
 """The error tree: what a caller may catch, and what errors carry."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import quire
 from quire.core import errors
 
 TREE: dict[str, tuple[type[Exception], ...]] = {
@@ -58,6 +60,22 @@ def test_every_request_error_names_its_parameter() -> None:
         if not any(keyword.arg == "param" for keyword in call.keywords)
     )
     assert nameless == WITHOUT_PARAMETER
+
+
+# Private names, paths of modules, classes that users do not import.
+INTERNAL = re.compile(r"(?<![\w-])_[a-z]\w*|\bquire\.[a-z]\w*|\b(?:[A-Z][a-z]+){2,}\b|\bself\b")
+
+
+def test_no_message_to_users_names_internals() -> None:
+    found = []
+    for path in (path for name in ("core", "engine", "llm") for path in _modules(SOURCES / name)):
+        for error in (*TREE, "QuireError"):
+            for call in _calls_of(path, error):
+                nodes = [node for argument in call.args for node in ast.walk(argument)]
+                texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+                words = INTERNAL.findall(" ".join(map(str, texts)))
+                found += [(path.name, word) for word in words if word not in quire.__all__]
+    assert found == []
 
 
 def _modules(path: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,7 +13,15 @@ import pytest
 from tests.llm.conftest import KV_MEMORY
 from tests.llm.text_models import write_changed_model
 
-from quire import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
+from quire import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    Constraint,
+    QuireError,
+    RequestError,
+    SamplingParams,
+)
 from quire.core.errors import RowFaultError
 from quire.core.sampling import SamplingOptions
 from quire.llm.prompts import Conversation, Prompt
@@ -356,3 +365,37 @@ def test_without_max_tokens_a_completion_fills_what_rows_leave_of_the_cache(llm:
     [output] = llm.generate([1, 2], temperature=0.0, ignore_eos=True)
     assert 2 + len(output.token_ids) == 13 * 16
     llm.clear()
+
+
+# ---- mistakes
+
+
+MISTAKES: dict[str, Callable[[Any], object]] = {
+    "prompts must be a list, got int": lambda llm: llm.generate(5),
+    "got {1.5}": lambda llm: llm.generate([[{1.5}]]),
+    "prompt_token_ids must be a list": lambda llm: llm.generate({"prompt_token_ids": "x"}),
+    "messages must be a list, got dict": lambda llm: llm.chat(QUESTION[0]),
+    "messages[0] must be an object": lambda llm: llm.chat([[5]]),
+    "got 'a'; this call takes one prompt": lambda llm: llm.stream(["a"]),
+    "params must be SamplingParams": lambda llm: llm.stream("a", [GREEDY]),
+    "params[0] must be SamplingParams": lambda llm: llm.generate("a", [1]),
+    "tokenize takes a text or a list": lambda llm: llm.tokenize(5),
+    "token_ids[0] must be an integer": lambda llm: llm.detokenize([1.5]),
+    "nothing to score": lambda llm: llm.score([[5]]),
+    "rows must be a list, got None": lambda llm: llm.forward_batch(None),
+    "a batch holds 64 sequences": lambda llm: llm.generate("a", n=100),
+    "needs a grammar engine": lambda llm: llm.generate("a", constraint=Constraint("json_object")),
+    "model must be a name or a path, got 5": lambda _: LLM(5),  # type: ignore[arg-type]
+    "key_weights must map names": lambda llm: LLM(key_weights=5),
+    "device must be one of auto": lambda llm: LLM(device="gpu"),
+}
+# Private names, paths of modules, reprs of objects.
+INTERNAL = re.compile(r"(?<!\w)_\w+|\bquire\.\w+|object at 0x|has no attribute|\.py\b")
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_told_in_the_users_words(text_llm: LLM, message: str) -> None:
+    with pytest.raises(QuireError) as caught:
+        MISTAKES[message](text_llm)
+    assert message in str(caught.value)
+    assert not INTERNAL.search(str(caught.value))

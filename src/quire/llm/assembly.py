@@ -53,6 +53,8 @@ class Assembly:
 
 def assemble(model: str | Path, options: Options) -> Assembly:
     """Load a model by name or path; what is wrong with the options is said before that."""
+    if not isinstance(model, str | Path):
+        raise ConfigError(f"model must be a name or a path, got {model!r:.100}")
     options.engine_config()
     template = read_template(options.chat_template)
     path = resolve(model, print_notice)

@@ -77,6 +77,10 @@ class PromptReader:
 
         `add_special_tokens`: with those that the model wants around a text.
         """
+        if not isinstance(prompt, str | list | tuple):
+            raise RequestError(
+                f"tokenize takes a text or a list of messages, got {prompt!r:.100}", param="prompt"
+            )
         if not isinstance(prompt, str):
             return list(self.read_chat(prompt).tokens)
         return self._need_tokenizer().encode(prompt, add_special=add_special_tokens)
@@ -201,13 +205,13 @@ def _from_mapping(prompt: Mapping[str, object]) -> Any:
                 param="prompt",
             )
     if "prompt_token_ids" in prompt:  # the text, if it is there too, is what they were made of
-        return prompt["prompt_token_ids"]
+        return _token_ids(prompt["prompt_token_ids"], "prompt_token_ids")
     return prompt.get("prompt", "")
 
 
 def _token_ids(prompt: Any, name: str = "prompt") -> list[int]:
     """Plain integers; the engine checks that the model has such tokens."""
-    if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, str | bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
         what = "a prompt is text or" if name == "prompt" else f"{name} must be"
         raise RequestError(f"{what} a list of token ids, got {prompt!r:.100}", param=name)
     if isinstance(prompt, list | tuple) and set(map(type, prompt)) == {int}:
@@ -215,8 +219,10 @@ def _token_ids(prompt: Any, name: str = "prompt") -> list[int]:
     tokens = []
     for number, token in enumerate(prompt):
         if not _is_token(token):
+            which = f"prompt token {number}" if name == "prompt" else f"{name}[{number}]"
+            several = "; this call takes one prompt" if isinstance(token, str | list) else ""
             raise RequestError(
-                f"{name} token {number} must be an integer, got {token!r:.100}", param=name
+                f"{which} must be an integer, got {token!r:.100}{several}", param=name
             )
         tokens.append(index(token))
     return tokens
