@@ -32,6 +32,18 @@ def test_each_link_leads_somewhere(path: Path) -> None:
         assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+
+
+def test_every_test_that_a_page_of_the_guide_names_is_there() -> None:
+    named = [
+        found for page in ROOT.glob("docs/guide/*.md") for found in TEST.findall(page.read_text())
+    ]
+    assert len(named) > 25
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text() or not name, f"{path}::{name}"
+
+
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 FILE = re.compile(r"`((?:\w+/)*\w+\.(?:py|h|cpp))`")
 FUNCTION = re.compile(r"`(\w+)` in `((?:\w+/)+\w+\.py)`")

@@ -85,7 +85,9 @@ class Script:
         self._server = self._stack.enter_context(serving(*given, "--device", "reference"))
 
     def _at_port(self, text: str) -> str:
-        assert self._server is not None, "an example before its server"
+        if self._server is None:
+            assert PORT.search(text) is None, "an example before its server"
+            return text
         return PORT.sub(rf"\1:{self._server.port}", text)
 
     def _executed(self, command: list[str]) -> "subprocess.CompletedProcess[str]":

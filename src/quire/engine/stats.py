@@ -59,8 +59,8 @@ class EngineStats:
     num_preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # ... and found computed
-    # By error type: requests that failed alone, and steps that failed although each of their rows
-    # could be run.
+    # By error type. An isolated fault is a request that failed alone, or a step that failed although
+    # each of its rows could be run.
     faults_isolated: dict[str, int] = field(default_factory=dict)
     requests_ended: dict[str, int] = field(default_factory=dict)  # by status
     finish_reasons: dict[str, int] = field(default_factory=dict)  # of requests: their first's
@@ -69,6 +69,7 @@ class EngineStats:
     since: float = 0.0
 
     def count_isolated(self, error: BaseException) -> None:
+        """Count an isolated fault."""
         kind = type(error).__name__
         self.faults_isolated[kind] = self.faults_isolated.get(kind, 0) + 1
 
