@@ -59,7 +59,7 @@ class EngineStats:
     num_preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # ... and found computed
-    # By error type. An isolated fault is a request that failed alone, or a step that failed although
+    # By error type. An isolated fault is a request that failed alone, or a step that failed though
     # each of its rows could be run.
     faults_isolated: dict[str, int] = field(default_factory=dict)
     requests_ended: dict[str, int] = field(default_factory=dict)  # by status
