@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from tests.drawn_families import CASES, drawn_config
 from tests.fixture_files import FIXTURES
 from tests.model.flat_spec import biases
 
@@ -200,3 +201,34 @@ def test_what_transformers_writes_today_is_read(family: str) -> None:
     found = spec_from_config(config)
     assert found.family == config["model_type"]
     assert found.tied_head is config["tie_word_embeddings"]
+
+
+def in_the_older_form(config: dict[str, Any]) -> dict[str, Any]:
+    """As files on the hub mostly are: rope_theta and rope_scaling, and no list of layers."""
+    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    old["torch_dtype"] = config.get("dtype")
+    rope = dict(config.get("rope_parameters") or {})
+    if "full_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if key in rope and (key != "original_max_position_embeddings" or "long_factor" in rope):
+            old[key] = rope.pop(key)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    old["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    if config["model_type"] != "ministral":  # whose list is not the usual one
+        del_layers = old.pop("layer_types", None)
+        assert del_layers is None or len(del_layers) == config["num_hidden_layers"]
+    return old
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_older_form_of_a_config_gives_the_same_spec(case: str) -> None:
+    config = drawn_config(case)
+    assert spec_from_config(in_the_older_form(config)) == spec_from_config(config)
+
+
+def test_a_config_of_a_model_that_sees_holds_the_decoders_fields_apart() -> None:
+    text = drawn_config("gemma3")
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 7}}
+    assert spec_from_config(whole) == spec_from_config(text)

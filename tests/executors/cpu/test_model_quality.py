@@ -7,19 +7,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.drawn_families import CASES, DRAWN, in_its_context, write_drawn
 from tests.executors.cpu.bitnet import EmulatedBitNet
 from tests.executors.cpu.blocks import UNITS, nmse
 from tests.executors.cpu.running import opened
 from tests.executors.reference.plans import logits, row
 from tests.fixture_files import FIXTURES, TINY_BITNET_FILES, TINY_FILES, fixture_file
 
+from quire.core.errors import UnsupportedModelError
 from quire.executors.base import Executor
 from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.lowering import Threads
 from quire.executors.reference import ReferenceExecutor
 from quire.model.loading import Model, load_model
+from quire.model.spec import unsupported
 
 FAMILIES = sorted(folder.name for folder in (FIXTURES / "families").iterdir())
+ON_CPU = {"phi3", "phi3-long", "phi3-short", "ministral", "seed_oss"}  # of the drawn families
 TABLE = (9, 2, 14)
 CHATS: list[dict[str, Any]] = json.loads((FIXTURES / "smollm2" / "golden.json").read_text())[
     "chats"
@@ -43,6 +47,24 @@ def test_every_family_gives_the_logits_of_transformers(family: str) -> None:
     with opened(FIXTURES / "families" / family) as executor:
         found = logits(executor, row(golden["tokens"].tolist(), TABLE))
     assert nmse(found, golden["logits"]) <= 1e-6  # keys and values in half precision
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_family_is_run_as_transformers_does_or_refused_by_name(case: str, tmp_path: Path) -> None:
+    golden = np.load(DRAWN / case / "golden.npz")
+    with load_model(write_drawn(case, tmp_path)) as model:
+        model = in_its_context(case, model)
+        lacking = unsupported(model.spec, "cpu")
+        assert bool(lacking) == (case not in ON_CPU)
+        if lacking:
+            with pytest.raises(UnsupportedModelError) as caught:
+                CpuExecutor(model, num_blocks=16, threads=Threads(1, may_spin=False))
+            assert all(what in str(caught.value) for what in lacking)
+            return
+        executor = CpuExecutor(model, num_blocks=16, threads=Threads(1, may_spin=False))
+    found = logits(executor, row(golden["tokens"].tolist(), TABLE))
+    executor.close()
+    assert nmse(found, golden["logits"]) <= 1e-5  # keys and values in half precision
 
 
 @pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.drawn_families import CASES, DRAWN, drawn_config, write_drawn
-from tests.executors.reference.plans import logits, row
+from tests.drawn_families import CASES, DRAWN, drawn_config, in_its_context, write_drawn
+from tests.executors.reference.plans import logits, row, run
 from tests.model.gguf_families import ARCHITECTURES, write_family
 
 from quire.executors.reference import ReferenceExecutor
@@ -22,8 +22,6 @@ from quire.model.spec import Attention, ModelSpec
 Floats = npt.NDArray[np.float32]
 SCATTERED_BLOCKS = (9, 2, 14)
 BOUND = 1e-5
-# longrope's set is fixed by the longest context: transformers' short set needs a shorter one.
-CONTEXTS = {"phi3-short": 48}
 OF_STORED_FIXTURES = {"llama", "mistral", "qwen2", "qwen3", "bitnet"}
 
 
@@ -37,9 +35,7 @@ def folder() -> Iterator[Path]:
 def drawn(case: str, folder: Path) -> Iterator[Model]:
     target = folder / case
     with load_model(target if target.exists() else write_drawn(case, target)) as model:
-        if case in CONTEXTS:
-            model = replace(model, spec=replace(model.spec, context_length=CONTEXTS[case]))
-        yield model
+        yield in_its_context(case, model)
 
 
 def computed(model: Model, case: str) -> Floats:
@@ -67,6 +63,29 @@ def test_every_family_is_compared() -> None:
     assert CONFIG_FAMILIES.keys() == compared | {"gemma3", "llama4"}
     written = {*ARCHITECTURES.values()} | OF_STORED_FIXTURES - {"mistral"}
     assert GGUF_FAMILIES.keys() == written | {"bitnet-25", "bitnet-b1.58"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_company_and_chunks_change_no_bit_of_a_family(case: str, folder: Path) -> None:
+    tokens = np.load(DRAWN / case / "golden.npz")["tokens"].tolist()[:30]
+    generator = np.random.default_rng(3)
+    with drawn(case, folder) as model:
+        executor = ReferenceExecutor(model, num_blocks=64, block_size=4)
+        alone = logits(executor, row(tokens, range(8)))
+        found, start = [], 0
+        while start < len(tokens):  # each step: a chunk of it, and two others before and after
+            stop = min(len(tokens), start + int(generator.integers(1, 12)))
+            others = [generator.permutation(tokens)[: 5 * n].tolist() for n in (1, 3)]
+            results = run(
+                executor,
+                row(others[0], range(10, 20), sequence_id=1),
+                row(tokens[start:stop], range(30, 38), start=start, sequence_id=2),
+                row(others[1], range(40, 50), sequence_id=3),
+            )
+            found.append(results[1].logits)
+            start = stop
+        executor.close()
+    assert np.concatenate(found).tobytes() == alone.tobytes()
 
 
 def as_llama_cpp_reads(case: str, spec: ModelSpec) -> ModelSpec:
