@@ -44,6 +44,11 @@ def test_every_test_that_a_page_of_the_guide_names_is_there() -> None:
         assert f"def {name}(" in (ROOT / path).read_text() or not name, f"{path}::{name}"
 
 
+def test_the_readme_links_every_page_of_the_guide() -> None:
+    linked = set(re.findall(r"\]\(docs/guide/([\w-]+\.md)\)", (ROOT / "README.md").read_text()))
+    assert linked == {path.name for path in ROOT.glob("docs/guide/*.md")}
+
+
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 FILE = re.compile(r"`((?:\w+/)*\w+\.(?:py|h|cpp))`")
 FUNCTION = re.compile(r"`(\w+)` in `((?:\w+/)+\w+\.py)`")
