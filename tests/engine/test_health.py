@@ -203,10 +203,25 @@ def test_the_end_of_the_engine_is_no_isolated_fault(caplog: pytest.LogCaptureFix
 def test_an_executor_that_does_not_answer_says_how_long(caplog: pytest.LogCaptureFixture) -> None:
     faults = Faults(hangs=lambda _: True, heeds_cancel=False)
     engine = new_engine(FakeExecutor(faults=faults), step_timeout_s=2.0, step_grace_s=1.0)
-    engine.add_request([1], greedy(1))
+    request = engine.add_request([1], greedy(1))
     finish(engine, check=False)
     assert engine.health_report.cause == "the executor did not answer within 3 s"
     assert engine.stats.faults_isolated == {}
-    assert [line["event"] for line in lines(caplog)] == ["engine_ended"]
+    assert engine.health_report.last_failed_step == 1
+    assert request.metrics.failed_steps == [1]
+    assert [(line["event"], line["step"]) for line in lines(caplog)] == [("engine_ended", 1)]
     with pytest.raises(ExecutorError, match="did not answer within 3 s; restart the process"):
         engine.add_request([1], greedy(1))
+
+
+def test_a_failed_step_whose_requests_were_all_cancelled_is_no_isolated_fault() -> None:
+    executor, engine = moody_engine(num_requests=2)
+    executor.error = ExecutorError("no")
+    engine = new_engine(executor)  # plans ahead: a step is in flight between two calls
+    requests = [engine.add_request([first], greedy(5)) for first in range(2)]
+    engine.step()
+    for request in requests:
+        engine.cancel(request.id)
+    finish(engine)
+    assert engine.stats.steps_failed == {"ExecutorError": 1}
+    assert engine.stats.faults_isolated == {}

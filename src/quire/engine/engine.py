@@ -109,6 +109,10 @@ class Engine:
             num_generated=num_generated,
             taken_ids=self._lifecycle.live,
         )
+        self._queue(request, now, stream=stream, pooling=pooling)
+        return request
+
+    def _queue(self, request: Request, now: float, *, stream: bool, pooling: bool) -> None:
         scheduler = self._scheduler
         num_parked = len(scheduler.parked)
         self._admission.check_queue(request, scheduler.waiting, num_parked, self.clock.now())
@@ -117,7 +121,6 @@ class Engine:
         scheduler.request_arrived(now)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.id))
-        return request
 
     def _check_open(self) -> None:
         if self._health.fatal is not None:
@@ -291,7 +294,7 @@ class Engine:
 
     def _back_off(self, step: Step, error: ExecutorError, outcome: Outcome, now: float) -> None:
         self.stats.num_step_splits += outcome.num_splits
-        if not outcome.failed:
+        if not outcome.failed and (outcome.succeeded or outcome.retry):
             self.stats.count_isolated(error)
         self._backoff.failed(
             len(step.rows), step.num_tokens, error, is_explained=outcome.is_explained
@@ -370,8 +373,9 @@ class Engine:
     def _give_up(self, step: Step) -> None:
         """The executor is unresponsive: fail every request."""
         self._release_sources(step.rows)
+        self._note_failed(step)
         waited = (self.config.step_timeout_s or 0.0) + self.config.step_grace_s
-        self._fail_all(ExecutorError(f"the executor did not answer within {waited:g} s"))
+        self._fail_all(ExecutorError(f"the executor did not answer within {waited:g} s"), step.id)
 
     def fail_all(self, error: ExecutorError) -> list[Event]:
         """End every request with this error, which is no fault of theirs; the engine is stuck: it
@@ -379,9 +383,9 @@ class Engine:
         self._fail_all(error)
         return self.take_events()
 
-    def _fail_all(self, error: ExecutorError) -> None:
+    def _fail_all(self, error: ExecutorError, step_id: int | None = None) -> None:
         now = self.clock.now()
-        self._health.ended(error, len(self._lifecycle.live), now)
+        self._health.ended(error, len(self._lifecycle.live), step_id, now)
         while self._flights:
             self._release_sources(self._flights.popleft().step.rows)
         self._lifecycle.fail_all(error, now)

@@ -134,12 +134,15 @@ class HealthMonitor:
         message = f"{request_id} failed alone in step {step_id}"
         self._log.report("request_failed", message, error, now, fields)
 
-    def ended(self, error: BaseException, num_requests: int, now: float) -> None:
-        """The engine takes and finishes no requests any more."""
+    def ended(
+        self, error: BaseException, num_requests: int, step_id: int | None, now: float
+    ) -> None:
+        """The engine takes and finishes no requests any more; `step_id`: the step that hangs."""
         if self.fatal is not None:
             return
         self.fatal, self.fatal_since = error, now
-        fields = {"num_requests": num_requests, "error": str(error)}
+        self.last_failed_step = self.last_failed_step if step_id is None else step_id
+        fields = {"step": step_id, "num_requests": num_requests, "error": str(error)}
         text = f"the engine ended with {num_requests} requests: {error}"
         _write("engine_ended", text, fields, error, logging.ERROR)
 
