@@ -103,7 +103,10 @@ class BatchProcessor:
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[int]:
-        """The completion's tokens; options as for Engine.add_request (key, priority, timeout_s)."""
+        """The completion's tokens; options as for Engine.add_request (key, priority, timeout_s).
+
+        Without `max_tokens` it goes on to an end token, which is left out, or to `max_context`.
+        """
         output = await self.complete(prompt, params, **options)
         if output.error is not None:
             raise output.error

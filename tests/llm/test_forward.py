@@ -144,9 +144,9 @@ def test_truncating_a_row_gives_blocks_back(rows: LLM) -> None:
 
 
 def test_rows_may_grow_into_blocks_that_others_give_back_in_the_same_call(rows: LLM) -> None:
-    rows.forward_batch([[1], [1] * 500, [1] * 500, [1] * 500])  # 97 of 128 blocks
-    rows.forward_batch([[1] * 512, [1], [1], [1]])  # 32 are needed before the others give theirs
-    assert rows.stats.kv_usage * 128 == 35
+    rows.forward_batch([[1], [1] * 500, [1] * 500, [1] * 500, [1]])  # 98 of 128 blocks
+    rows.forward_batch([[1] * 512, [1], [1], [1], [1]])  # the first needs 32 of them
+    assert rows.stats.kv_usage * 128 == 36
 
 
 @pytest.mark.parametrize(
