@@ -10,7 +10,7 @@ again.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ from quire.model.spec import (
 
 Floats = npt.NDArray[np.float32]
 Slots = npt.NDArray[np.intp]
+KVPrecision = Literal["float32", "float16", "bfloat16"]
 
 _ALIGNMENT = 64  # bytes
 # Few enough that BLAS keeps a product on one thread: its sums may change with their number, and on
@@ -59,10 +60,15 @@ class KVBlocks:
     """Keys and values of every layer in blocks; a slot is the index of one token in them.
 
     Latent attention has one key a token, and its values are the first part of it.
+
+    They are floats; those of a cache of halves (`precision`) are rounded when they are written.
     """
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, precision: KVPrecision = "float32"
+    ) -> None:
         self.block_size = block_size
+        self._rounded = _ROUNDING[precision]
         self.keys: list[Floats] = []  # [blocks, block_size, kv_heads, head_dim] each
         self.values: list[Floats] = []
         for layer in spec.layers:
@@ -86,8 +92,8 @@ class KVBlocks:
 
     def write(self, layer: int, slot: int, key: Floats, value: Floats) -> None:
         block, offset = divmod(slot, self.block_size)
-        self.keys[layer][block, offset] = key
-        self.values[layer][block, offset] = value
+        self.keys[layer][block, offset] = self._rounded(key)
+        self.values[layer][block, offset] = self._rounded(value)
 
     def read(self, layer: int, slots: Slots) -> tuple[Floats, Floats]:
         """Keys and values at these slots alone: [context, kv_heads, head_dim] each."""
@@ -607,6 +613,26 @@ def gated(activation: Activation, gate: Floats, up: Floats) -> Floats:
     return _ACTIVATIONS[activation](gate) * up
 
 
+def _to_float16(x: Floats) -> Floats:
+    return x.astype(np.float16).astype(np.float32)
+
+
+def _to_bfloat16(x: Floats) -> Floats:
+    """The nearest bfloat16, of two the even one; NaN stays NaN."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    upper = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    nearest: Floats = (upper << np.uint32(16)).view(np.float32)
+    return np.where(np.isnan(x), x, nearest)
+
+
+# By the precision of keys and values: what is kept of them.
+_ROUNDING: Mapping[KVPrecision, Callable[[Floats], Floats]] = {
+    "float32": lambda x: x,
+    "float16": _to_float16,
+    "bfloat16": _to_bfloat16,
+}
+
+
 def _units(weights: Floats) -> tuple[Floats, np.float32]:
     """Ternary weights in units of the scale that they share, or of 1 where they share none."""
     scales = np.unique(np.abs(weights[weights != 0]))
@@ -651,7 +677,11 @@ class _Chunk(NamedTuple):
 
 
 class ReferenceExecutor(ThreadedExecutor):
-    """Slow, plain and right. Weights are unpacked to float32 on construction."""
+    """Slow, plain and right. Weights are unpacked to float32 on construction.
+
+    `kv_precision`: float32, or float16 or bfloat16 to be compared with an executor whose KV cache
+    has halves.
+    """
 
     def __init__(
         self,
@@ -661,13 +691,14 @@ class ReferenceExecutor(ThreadedExecutor):
         block_size: int = BLOCK_SIZE,
         max_batch_size: int = 64,
         max_step_tokens: int = 512,
+        kv_precision: KVPrecision = "float32",
         clock: Clock | None = None,
     ) -> None:
         capacity = model_capacity(
             model.spec, num_blocks, max_batch_size, max_step_tokens, block_size
         )
         self._decoder = Decoder(model.spec, model.tensors)
-        self._blocks = KVBlocks(model.spec, num_blocks, block_size)
+        self._blocks = KVBlocks(model.spec, num_blocks, block_size, kv_precision)
         super().__init__(
             capacity,
             "quire-reference",

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from quire.core.plan import BlockCopy, Sampling, SequencePlan, SequenceResult, StepPlan, Want
 from quire.core.sampling import SamplingParams
 from quire.executors.base import Executor
-from quire.executors.reference import ReferenceExecutor
+from quire.executors.reference import KVPrecision, ReferenceExecutor
 from quire.model.loading import load_model
 
 GREEDY = Sampling(SamplingParams(temperature=0.0), seed=0, index=0)
@@ -49,9 +49,13 @@ def logits(executor: Executor, plan: SequencePlan) -> npt.NDArray[np.float32]:
 
 
 @contextmanager
-def opened(path: Path, num_blocks: int = 16, block_size: int = 16) -> Iterator[ReferenceExecutor]:
+def opened(
+    path: Path, num_blocks: int = 16, block_size: int = 16, kv_precision: KVPrecision = "float32"
+) -> Iterator[ReferenceExecutor]:
     with load_model(path) as model:
-        executor = ReferenceExecutor(model, num_blocks=num_blocks, block_size=block_size)
+        executor = ReferenceExecutor(
+            model, num_blocks=num_blocks, block_size=block_size, kv_precision=kv_precision
+        )
         try:
             yield executor
         finally:

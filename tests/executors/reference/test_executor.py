@@ -3,13 +3,15 @@
 import threading
 from collections.abc import Iterator
 
+import gguf
+import numpy as np
 import pytest
 from tests.executors.reference.plans import opened, row, run
 from tests.fixture_files import fixture_file
 
 from quire.core.errors import ConfigError, StepCancelledError, StepTimeoutError
 from quire.core.plan import StepPlan
-from quire.executors.reference import Floats, ReferenceExecutor
+from quire.executors.reference import Floats, KVPrecision, ReferenceExecutor
 from quire.model.loading import load_model
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -52,6 +54,26 @@ def test_a_cancelled_step_stops_between_layers_and_the_next_one_runs() -> None:
             executor.collect(ticket, timeout_s=60)
         assert (executor._blocks.keys[1] == second_layer_was_left_out).all()
         assert run(executor, row(PROMPT, TABLE), step_id=1)[0].fault is None
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_keys_and_values_of_a_cache_in_halves_are_rounded(precision: KVPrecision) -> None:
+    kept = {}
+    each: KVPrecision
+    for each in ("float32", precision):
+        with opened(fixture_file("tiny/Q4_0.gguf"), num_blocks=8, kv_precision=each) as executor:
+            run(executor, row(PROMPT, TABLE))
+            kept[each] = executor._blocks.keys[0][2].copy(), executor._blocks.values[0][2].copy()
+    for exact, found in zip(kept["float32"], kept[precision], strict=True):
+        assert np.array_equal(found, as_halves(exact, precision))
+        assert not np.array_equal(found, exact)
+
+
+def as_halves(x: Floats, precision: str) -> Floats:
+    if precision == "float16":
+        return x.astype(np.float16).astype(np.float32)
+    halves = gguf.quants.quantize(x, gguf.GGMLQuantizationType.BF16)
+    return gguf.quants.dequantize(halves, gguf.GGMLQuantizationType.BF16).reshape(x.shape)
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
