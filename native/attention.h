@@ -111,7 +111,7 @@ INLINE void store_halves(const float* x, int size, uint16_t* out, int stride) {
 }
 
 INLINE float store_codes_of(const float* x, int size, int8_t* out, int stride) {
-  const ByteScale bytes = byte_scale_of(x, size);
+  const ByteScale bytes = byte_scale(largest_magnitude(x, size));
   int8_t codes[16];
   for (int i = 0; i < size; i += 16) {
     const int count = lanes_left(size, i);

@@ -52,7 +52,7 @@ class PackedMatrix {
   // activations: the bytes of ActivationGroups [token][in_size / 32] or of ActivationBlocks
   // [token][in_size / 256], or floats [token][in_size].
   void gemm(const std::string& unit, Activations activations, int num_tokens, Output out,
-            std::optional<Activations> residuals) const {
+            std::optional<Activations> residuals, bool has_unit_scales) const {
     const int64_t token_size = takes_floats()   ? in_size_
                                : takes_blocks() ? in_size_ / activation_block_size
                                                 : in_size_ / group_size;
@@ -77,6 +77,7 @@ class PackedMatrix {
     args.activations = activations.data();
     args.activation_stride = token_size;
     if (residuals) args.residuals = residuals->data();
+    args.has_unit_scales = has_unit_scales;
     args.num_tokens = num_tokens;
     args.out = out.data();
     args.out_stride = num_rows_;
@@ -110,10 +111,11 @@ void bind_weights(nb::module_& m) {
            "num_rows"_a, "in_size"_a)
       .def("unpack", &PackedMatrix::unpack, "out"_a)
       .def("gemm", &PackedMatrix::gemm, "unit"_a, "activations"_a, "num_tokens"_a, "out"_a,
-           "residuals"_a = nb::none(),
+           "residuals"_a = nb::none(), "has_unit_scales"_a = false,
            nb::sig("def gemm(self, unit: str, activations: numpy.typing.NDArray[numpy.generic], "
                    "num_tokens: int, out: numpy.typing.NDArray[numpy.float32], "
-                   "residuals: numpy.typing.NDArray[numpy.generic] | None = None) -> None"))
+                   "residuals: numpy.typing.NDArray[numpy.generic] | None = None, "
+                   "has_unit_scales: bool = False) -> None"))
       .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
       .def_prop_ro("takes_floats", &PackedMatrix::takes_floats)
       .def_prop_ro("takes_blocks", &PackedMatrix::takes_blocks);

@@ -46,6 +46,19 @@ struct Dot {
   INLINE_METHOD Ints total() const { return {sum}; }
 };
 
+// Sums of products of ternary codes, over a whole row; `widen` is called at the end and after 64
+// vectors at most. Codes may lie at any bits of their byte.
+constexpr int max_tokens_apart = 2;  // more sums would not fit the registers
+struct TernaryDot {
+  __m512i sum;
+  INLINE_METHOD void clear() { sum = _mm512_setzero_si512(); }
+  INLINE_METHOD void add(Codes w, const int8_t* a) {
+    sum = _mm512_dpbusd_epi32(sum, w.v, _mm512_set1_epi32(four(a)));
+  }
+  INLINE_METHOD void widen() {}
+  INLINE_METHOD Ints total() const { return {sum}; }
+};
+
 #elif defined(QUIRE_UNIT_AVX2)
 
 struct Codes {
@@ -124,6 +137,27 @@ struct Dot {
   }
 };
 
+// 64 pairs of products of codes up to 2 and bytes fit 16 bits: 64 * 2 * 2 * 127 = 32512.
+constexpr int max_tokens_apart = 0;
+struct TernaryDot {
+  __m256i narrow_lo, narrow_hi, sum_lo, sum_hi;
+  INLINE_METHOD void clear() { narrow_lo = narrow_hi = sum_lo = sum_hi = _mm256_setzero_si256(); }
+  INLINE_METHOD void add(Codes w, const int8_t* a) {
+    const __m256i b = _mm256_set1_epi32(four(a));
+    narrow_lo = _mm256_add_epi16(narrow_lo, _mm256_maddubs_epi16(w.lo, b));
+    narrow_hi = _mm256_add_epi16(narrow_hi, _mm256_maddubs_epi16(w.hi, b));
+    KEEP(narrow_lo);
+    KEEP(narrow_hi);
+  }
+  INLINE_METHOD void widen() {
+    const __m256i one = _mm256_set1_epi16(1);
+    sum_lo = _mm256_add_epi32(sum_lo, _mm256_madd_epi16(narrow_lo, one));
+    sum_hi = _mm256_add_epi32(sum_hi, _mm256_madd_epi16(narrow_hi, one));
+    narrow_lo = narrow_hi = _mm256_setzero_si256();
+  }
+  INLINE_METHOD Ints total() const { return {sum_lo, sum_hi}; }
+};
+
 #else  // portable
 
 struct Codes {
@@ -166,6 +200,18 @@ struct Dot {
         sum.v[row] += (is_signed ? static_cast<int8_t>(code) : code) * a[i];
       }
   }
+  INLINE_METHOD Ints total() const { return sum; }
+};
+
+constexpr int max_tokens_apart = 0;
+struct TernaryDot {
+  Ints sum;
+  INLINE_METHOD void clear() { sum = broadcast_int(0); }
+  INLINE_METHOD void add(const Codes& w, const int8_t* a) {
+    for (int row = 0; row < 16; row++)
+      for (int i = 0; i < 4; i++) sum.v[row] += w.v[4 * row + i] * a[i];
+  }
+  INLINE_METHOD void widen() {}
   INLINE_METHOD Ints total() const { return sum; }
 };
 

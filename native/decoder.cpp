@@ -68,11 +68,12 @@ int Decoder::add_matrix(const char* format, const uint8_t* blocks, int64_t out_s
   if (is_per_token) matrix->activations = ActivationFormat::per_token;
   matrix->has_residual_pass = residual_pass && (matrix->activations == ActivationFormat::groups ||
                                                 matrix->activations == ActivationFormat::blocks);
-  // With one scale for all its blocks a row's sum is an exact integer.
+  // With one scale for all its blocks a row's sum is an integer, in floats exact below 2^24.
   float common = 1.0f;
   const bool is_common =
-      is_per_token &&
+      is_per_token && 127 * in_size < int64_t{1} << 24 &&
       common_ternary_scale(source, blocks, out_size * in_size / source.block_size, &common);
+  matrix->has_unit_scales = is_common;
   if (is_common) matrix->scale = scale * common;
   const int num_panels = static_cast<int>((out_size + panel_rows - 1) / panel_rows);
   matrix->num_bytes = num_bytes;

@@ -30,6 +30,7 @@ struct Matrix {
   ActivationFormat activations;
   int64_t out_size, in_size, panel_bytes;
   bool has_residual_pass;  // a second GEMM with the rounding errors of the activations
+  bool has_unit_scales;    // ternary: all scales but `scale` are 1, sums are exact integers
   float scale;             // of every result
   int bias;                // index of a vector, or -1
   const uint8_t* data;

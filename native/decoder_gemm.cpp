@@ -31,6 +31,7 @@ void Decoder::gemm(const Matrix& matrix, const Activations& from, int first_pane
                    int first, int count, float* out, int64_t out_stride) const {
   Gemm args{};
   args.format = matrix.format;
+  args.has_unit_scales = matrix.has_unit_scales;
   args.weights = matrix.data;
   args.panel_bytes = matrix.panel_bytes;
   args.in_size = matrix.in_size;

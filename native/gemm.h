@@ -144,6 +144,8 @@ void gemm_quantised(const Gemm& p) {
   for (; panel < p.num_panels; panel++) gemm_panels<T, 1>(p, panel);
 }
 
+#include "gemm_ternary.h"
+
 // ---- float weights: sums in order of k, one fma each
 
 INLINE Floats float_weights(int format, const uint8_t* p) {
@@ -196,7 +198,7 @@ void gemm(const Gemm& p) {
     case Q6_K: return gemm_quantised<AsQ6_K>(p);
     case IQ4_NL: return gemm_quantised<AsIQ4_NL>(p);
     case IQ4_XS: return gemm_quantised<AsIQ4_XS>(p);
-    case TERNARY: return gemm_quantised<AsTernary>(p);
+    case TERNARY: return p.has_unit_scales ? gemm_ternary(p) : gemm_quantised<AsTernary>(p);
     case num_formats: return;
   }
 }

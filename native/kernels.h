@@ -15,7 +15,8 @@ constexpr int kv_tile_size = 128;  // positions of an attention tile; tiles star
 struct alignas(64) ActivationGroup {
   int8_t codes[group_size];
   float scale, sum, scaled_sum;
-  float unused[5];
+  float row_sum;  // of the codes of a whole row: in the first group of one with a per-token scale
+  float unused[4];
 };
 static_assert(sizeof(ActivationGroup) == 64, "one cache line");
 
@@ -33,6 +34,7 @@ static_assert(sizeof(ActivationBlock) == 320, "five cache lines");
 // out = W x^T for some panels of a packed matrix W and all tokens of x.
 struct Gemm {
   int format;              // index into the formats of formats.h
+  bool has_unit_scales;    // ternary weights and activations with scales of 1 alone
   const uint8_t* weights;  // of the whole matrix
   int64_t panel_bytes;
   int64_t in_size;  // K

@@ -4,6 +4,8 @@
 // namespace. In every unit a vector has sixteen lanes, every operation rounds as IEEE 754 says,
 // and sums across lanes follow one tree: all units give the same bits.
 
+constexpr float below_half = 0x1.fffffep-2f;  // the largest float below 0.5
+
 #if defined(QUIRE_UNIT_AVX512)
 
 constexpr const char* unit_name = "avx512-vnni";
@@ -29,6 +31,12 @@ INLINE Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
 INLINE Floats absolute(Floats a) { return {_mm512_abs_ps(a.v)}; }
 INLINE Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 INLINE Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }  // nearest, ties to even
+// The nearest, ties away from zero: truncated after the largest float below a half was added.
+INLINE Ints to_ints_half_away(Floats a) {
+  const __m512 sign = _mm512_and_ps(a.v, _mm512_set1_ps(-0.0f));
+  const __m512 half = _mm512_or_ps(sign, _mm512_set1_ps(below_half));
+  return {_mm512_cvttps_epi32(_mm512_add_ps(a.v, half))};
+}
 INLINE Ints load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 INLINE void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x.v); }
 INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
@@ -43,6 +51,9 @@ INLINE Ints add_pairs(Ints sum, Ints pairs, int32_t pair) {
 }
 INLINE Ints broadcast_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 INLINE Ints shift_left_23(Ints a) { return {_mm512_slli_epi32(a.v, 23)}; }
+INLINE Ints shift_right(Ints a, int bits) {
+  return {_mm512_srai_epi32(a.v, static_cast<unsigned>(bits))};
+}
 INLINE Floats bits_as_floats(Ints a) { return {_mm512_castsi512_ps(a.v)}; }
 INLINE Ints bits_as_ints(Floats a) { return {_mm512_castps_si512(a.v)}; }
 INLINE Ints max(Ints a, Ints b) { return {_mm512_max_epi32(a.v, b.v)}; }
@@ -112,6 +123,12 @@ INLINE Floats absolute(Floats a) {
 }
 INLINE Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 INLINE Ints to_ints(Floats a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+INLINE __m256i half_away(__m256 a) {
+  const __m256 sign = _mm256_and_ps(a, _mm256_set1_ps(-0.0f));
+  const __m256 half = _mm256_or_ps(sign, _mm256_set1_ps(below_half));
+  return _mm256_cvttps_epi32(_mm256_add_ps(a, half));
+}
+INLINE Ints to_ints_half_away(Floats a) { return {half_away(a.lo), half_away(a.hi)}; }
 INLINE Ints load(const int32_t* p) {
   const __m256i* q = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
@@ -142,6 +159,9 @@ INLINE Ints add_pairs(Ints sum, Ints pairs, int32_t pair) {
 INLINE Ints broadcast_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE Ints shift_left_23(Ints a) {
   return {_mm256_slli_epi32(a.lo, 23), _mm256_slli_epi32(a.hi, 23)};
+}
+INLINE Ints shift_right(Ints a, int bits) {
+  return {_mm256_srai_epi32(a.lo, bits), _mm256_srai_epi32(a.hi, bits)};
 }
 INLINE Floats bits_as_floats(Ints a) {
   return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)};
@@ -226,6 +246,11 @@ INLINE int32_t nearest(float x) {
   return static_cast<int32_t>(__builtin_nearbyintf(x));
 }
 INLINE Ints to_ints(Floats a) LANES(Ints, nearest(a.v[i]))
+INLINE int32_t half_away(float x) {
+  if (!(x > -2147483648.0f && x < 2147483648.0f)) return INT32_MIN;
+  return static_cast<int32_t>(x + __builtin_copysignf(below_half, x));
+}
+INLINE Ints to_ints_half_away(Floats a) LANES(Ints, half_away(a.v[i]))
 INLINE Ints load(const int32_t* p) LANES(Ints, p[i])
 INLINE void store(int32_t* p, Ints x) { EACH_LANE p[i] = x.v[i]; }
 INLINE uint32_t bits_of(int32_t x) { return static_cast<uint32_t>(x); }
@@ -241,6 +266,7 @@ INLINE Ints add_pairs(Ints sum, Ints pairs, int32_t pair) LANES(
     Ints, sum.v[i] + low_word(pairs.v[i]) * low_word(pair) + high_word(pairs.v[i]) * high_word(pair))
 INLINE Ints broadcast_int(int32_t x) LANES(Ints, x)
 INLINE Ints shift_left_23(Ints a) LANES(Ints, wrapped(bits_of(a.v[i]) << 23))
+INLINE Ints shift_right(Ints a, int bits) LANES(Ints, a.v[i] >> bits)
 INLINE Floats bits_as_floats(Ints a) LANES(Floats, float_of_bits(bits_of(a.v[i])))
 INLINE Ints bits_as_ints(Floats a) LANES(Ints, wrapped(bits_of_float(a.v[i])))
 INLINE Ints max(Ints a, Ints b) LANES(Ints, a.v[i] > b.v[i] ? a.v[i] : b.v[i])

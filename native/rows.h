@@ -113,6 +113,7 @@ INLINE void store_group(Ints low, Ints high, float scale, ActivationGroup* out) 
   out->scale = scale;
   out->sum = static_cast<float>(sum_of_lanes(low) + sum_of_lanes(high));
   out->scaled_sum = scale * out->sum;
+  out->row_sum = 0.0f;
   for (float& nothing : out->unused) nothing = 0.0f;
 }
 #endif
@@ -129,18 +130,18 @@ void quantise_groups(const float* x, int size, ActivationGroup* out) {
   }
 }
 
-INLINE ByteScale byte_scale_of(const float* x, int size) {
+INLINE int32_t largest_magnitude(const float* x, int size) {
   Ints largest = broadcast_int(0);
   for (int i = 0; i < size; i += 16) {
     const int count = lanes_left(size, i);
     largest = max(largest, magnitude_bits(count == 16 ? load(x + i) : load_first(x + i, count)));
   }
-  return byte_scale(max_of_lanes(largest));
+  return max_of_lanes(largest);
 }
 
 void quantise_blocks(const float* x, int size, ActivationBlock* out) {
   for (; size > 0; size -= activation_block_size, x += activation_block_size, out++) {
-    const ByteScale bytes = byte_scale_of(x, activation_block_size);
+    const ByteScale bytes = byte_scale(largest_magnitude(x, activation_block_size));
     for (int i = 0; i < activation_block_size; i += 16) {
       const Ints codes = byte_codes(load(x + i), bytes.inverse);
       store_bytes(out->codes + i, codes);
@@ -153,9 +154,29 @@ void quantise_blocks(const float* x, int size, ActivationBlock* out) {
   }
 }
 
+// As BitNet models are trained: no scale is that of a smaller maximum than 1e-5, and of two nearest
+// codes the one further from zero is taken, as the reference does.
+INLINE ByteScale per_token_scale(int32_t largest_bits) {
+  constexpr float smallest = 1e-5f;
+  const auto smallest_bits = static_cast<int32_t>(bits_of_float(smallest));
+  if (largest_bits >= smallest_bits) return byte_scale(largest_bits);
+  return {smallest / 127.0f, 127.0f / smallest};
+}
+
 float quantise_per_token(const float* x, int size, ActivationGroup* out) {
-  const ByteScale bytes = byte_scale_of(x, size);
-  for (int i = 0; i < size; i += group_size, out++) quantise_group(x + i, bytes.inverse, 1.0f, out);
+  const ByteScale bytes = per_token_scale(largest_magnitude(x, size));
+  const Floats inverse = broadcast(bytes.inverse), zero = broadcast(0.0f);
+  const bool is_finite = bytes.inverse != 0.0f;
+  const auto codes = [&](const float* from) {
+    return to_ints_half_away(is_finite ? load(from) * inverse : zero);
+  };
+  float row_sum = 0.0f;
+  for (int i = 0; i < size; i += group_size) {
+    ActivationGroup* group = out + i / group_size;
+    store_group(codes(x + i), codes(x + i + 16), 1.0f, group);
+    row_sum += group->sum;  // an integer below 2^24
+  }
+  out->row_sum = row_sum;
   return bytes.scale;
 }
 

@@ -76,8 +76,8 @@ class EmulatedBitNet:
     def _bytes(self, x: Floats) -> tuple[np.ndarray[Any, Any], np.float32]:
         """Codes from -127 to 127 and the one scale of the row, plainly."""
         largest = np.abs(x).max()
-        codes = np.rint(x * (np.float32(127) / largest)).astype(np.int64)
-        return codes, np.float32(largest / np.float32(127))
+        sizes = np.floor(np.abs(x * (np.float32(127) / largest)).astype(np.float64) + 0.5)
+        return np.copysign(sizes, x).astype(np.int64), np.float32(largest / np.float32(127))
 
     def _product(self, name: str, codes: np.ndarray[Any, Any], scale: np.float32) -> Floats:
         weights, scales = ternary(self._tensors[f"{name}.weight"])  # [rows, in], [rows, in / 256]

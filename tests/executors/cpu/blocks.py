@@ -42,7 +42,8 @@ GROUP = np.dtype(
         ("scale", np.float32),
         ("sum", np.float32),
         ("scaled_sum", np.float32),
-        ("unused", np.float32, 5),
+        ("row_sum", np.float32),
+        ("unused", np.float32, 4),
     ]
 )
 BLOCK = np.dtype(
@@ -156,6 +157,8 @@ def gemm(
     columns: npt.NDArray[np.generic],
     num_rows: int,
     residuals: npt.NDArray[np.generic] | None = None,
+    *,
+    has_unit_scales: bool = False,
 ) -> Floats:
     out = np.full((len(columns), num_rows), np.nan, np.float32)
     packed.gemm(
@@ -164,6 +167,7 @@ def gemm(
         num_tokens=len(columns),
         out=out,
         residuals=None if residuals is None else as_bytes(residuals),
+        has_unit_scales=has_unit_scales,
     )
     return out
 

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.executors.cpu.blocks import (
     BLOCK_FORMATS,
@@ -14,6 +15,8 @@ from tests.executors.cpu.blocks import (
     GROUP,
     TERNARY,
     UNITS,
+    Floats,
+    Matrix,
     activations,
     as_seen,
     block_size,
@@ -72,18 +75,42 @@ def test_bytes_for_activations_cost_little(name: str) -> None:
 
 @pytest.mark.parametrize("name", TERNARY)
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("num_tokens", [5, 37])
-def test_ternary_sums_are_exact(name: str, unit: str, num_tokens: int) -> None:
-    size = 1024
-    matrix = random_matrix(name, ODD_ROWS, size, seed=9)
-    blocks = matrix.blocks.reshape(ODD_ROWS, size // 256, -1)
-    put_scales(name, blocks, np.ones(blocks.shape[:2]))
-    x = normal(num_tokens, size)
-    groups = np.zeros((num_tokens, size // 32), GROUP)
-    for column, out in zip(x, groups, strict=True):
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 37])
+@pytest.mark.parametrize("size", [256, 1024, 3328])
+def test_ternary_sums_are_exact(name: str, unit: str, num_tokens: int, size: int) -> None:
+    matrix = with_scales_of_one(random_matrix(name, ODD_ROWS, size, seed=9))
+    columns = per_token(normal(num_tokens, size), unit)
+    expected = as_seen(columns) @ matrix.exact.astype(np.float64).T
+    for has_unit_scales in (False, True):
+        found = gemm(unit, matrix.packed(), columns, ODD_ROWS, has_unit_scales=has_unit_scales)
+        np.testing.assert_array_equal(found, expected)
+
+
+def with_scales_of_one(matrix: Matrix) -> Matrix:
+    blocks = matrix.blocks.reshape(matrix.num_rows, matrix.in_size // 256, -1)
+    put_scales(matrix.format, blocks, np.ones(blocks.shape[:2]))
+    return matrix
+
+
+def per_token(x: Floats, unit: str) -> npt.NDArray[np.generic]:
+    columns = np.zeros((len(x), x.shape[1] // 32), GROUP)
+    for column, out in zip(x, columns, strict=True):
         native.quantise_per_token(unit, column, out.view(np.uint8))
-    found = gemm(unit, matrix.packed(), groups, ODD_ROWS)
-    np.testing.assert_array_equal(found, as_seen(groups) @ matrix.exact.astype(np.float64).T)
+    return columns
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("byte", [0x00, 0xAA])  # codes -1 alone, and 1 alone
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_the_largest_ternary_sums_of_a_long_row_do_not_overflow(
+    unit: str, byte: int, sign: int, num_tokens: int
+) -> None:
+    size = 131_072
+    matrix = extreme_matrix("TQ2_0", 17, size, byte)
+    columns = per_token(np.full((num_tokens, size), sign, np.float32), unit)
+    found = gemm(unit, matrix.packed(), columns, 17, has_unit_scales=True)
+    assert (found == (1 if byte else -1) * sign * 127 * size).all()
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)

@@ -6,7 +6,7 @@ import pytest
 from tests.executors.cpu.blocks import BLOCK, GROUP
 
 from quire.executors.cpu.native import native
-from quire.executors.reference import apply_rope, rms_norm
+from quire.executors.reference import apply_rope, quantised_by_token, rms_norm
 
 Floats = npt.NDArray[np.float32]
 
@@ -78,7 +78,7 @@ def test_sums_of_codes_are_exact(unit: str) -> None:
     sums = groups["codes"].sum(axis=1, dtype=np.int64).astype(np.float32)
     assert np.array_equal(groups["sum"], sums)
     assert np.array_equal(groups["scaled_sum"], groups["scale"] * sums)
-    assert not groups["unused"].any()
+    assert not groups["unused"].any() and not groups["row_sum"].any()
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -135,11 +135,47 @@ def test_a_per_token_scale_serves_all_groups_and_sums_are_of_codes(unit: str) ->
     groups = np.zeros(48, GROUP)
     scale = native.quantise_per_token(unit, x, groups.view(np.uint8))
     largest = np.abs(x).max()
-    codes = np.rint(x * (np.float32(127) / largest)).astype(np.int8).reshape(-1, 32)
+    codes = half_away(x * (np.float32(127) / largest)).astype(np.int8).reshape(-1, 32)
     assert scale == largest / np.float32(127)
     assert np.array_equal(groups["codes"], codes)
     assert (groups["scale"] == 1).all()
     assert np.array_equal(groups["scaled_sum"], codes.sum(axis=1, dtype=np.int64))
+    assert groups["row_sum"][0] == codes.sum(dtype=np.int64)
+
+
+def half_away(x: Floats) -> Floats:
+    """The nearest integers, of two the one further from zero."""
+    return np.copysign(np.floor(np.abs(x).astype(np.float64) + 0.5), x).astype(np.float32)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_per_token_scale_rounds_as_the_reference_does(unit: str) -> None:
+    halves = np.arange(-127, 127, dtype=np.float32) + np.float32(0.5)
+    ties = np.concatenate([halves, np.nextafter(halves, 0), np.nextafter(halves, halves * 2)])
+    x = np.zeros(768, np.float32)
+    x[: len(ties)] = ties
+    x[-1] = 127  # what is multiplied by 1
+    groups = np.zeros(24, GROUP)
+    assert native.quantise_per_token(unit, x, groups.view(np.uint8)) == 1
+    codes, per_unit = quantised_by_token(x)
+    assert per_unit == 1
+    assert np.array_equal(groups["codes"].ravel(), codes)
+    assert np.array_equal(codes, half_away(x))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("largest", [0.0, 1e-38, 3e-7, 9.9e-6, 1e-5])
+def test_small_activations_keep_to_the_smallest_scale_of_training(
+    unit: str, largest: float
+) -> None:
+    x = normal(96)
+    x *= np.float32(largest) / np.abs(x).max()
+    groups = np.zeros(3, GROUP)
+    scale = native.quantise_per_token(unit, x, groups.view(np.uint8))
+    codes, per_unit = quantised_by_token(x)
+    assert np.array_equal(groups["codes"].ravel(), codes)
+    assert scale == pytest.approx(1 / per_unit, rel=1e-6)
+    assert np.abs(codes).max() == round(largest / 1e-5 * 127)
 
 
 @pytest.mark.parametrize("size", SIZES)
