@@ -157,6 +157,15 @@ def test_random_weights_have_the_size_asked_for_and_hardly_a_mean(
     assert np.abs(weights).max() < 8 * size
 
 
+def test_bitnets_matrices_have_one_scale_each_and_those_of_other_families_a_scale_a_block() -> None:
+    def num_scales(name: str, tensor: str) -> int:
+        [planned] = [one for one in DummyModel(name).planned if one.name == tensor]
+        return len(np.unique(planned.data.reshape(-1, 66)[:, 64:].copy().view(np.uint16)))
+
+    assert num_scales("dummy:bitnet-2b:TQ2_0", "blk.3.attn_k.weight") == 1
+    assert num_scales("dummy:tiny:TQ2_0", "blk.1.attn_k.weight") > 1
+
+
 def test_ternary_blocks_hold_ternary_weights() -> None:
     tensor = load_model("dummy:tiny:TQ2_0").tensors["blk.0.attn_q.weight"]
     row = tensor.rows_float32(0, 1)[0]

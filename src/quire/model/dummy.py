@@ -9,7 +9,8 @@ every machine, byte by byte.
 Weights are made straight in their block format, so that a model is made in seconds: every byte of a
 block is random; then its float16 scales are set so that the weights have about the size asked for
 and a mean near zero. Nothing is quantised. The result is noise of a trained model's shape and size:
-it takes as long to compute with, and stays finite.
+it takes as long to compute with, and stays finite. BitNet's ternary matrices have one scale each,
+as trained ones do.
 """
 
 import math
@@ -31,7 +32,7 @@ from quire.loader.reading import Bytes
 from quire.loader.tensor import Tensor, packed_size
 from quire.model.gguf_spec import spec_from_gguf
 from quire.model.quant_mixes import Mix, find_mix, tensor_format
-from quire.model.spec import ModelSpec, tensor_shapes
+from quire.model.spec import ModelSpec, takes_bytes_by_token, tensor_shapes
 from quire.quant.formats import Format, format_named
 
 _MAX_SEED = (1 << 32) - 1
@@ -146,6 +147,7 @@ class PlannedTensor:
     shape: tuple[int, ...]
     format: Format
     seed: int
+    has_one_scale: bool = False  # for all of its blocks
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +164,10 @@ class PlannedTensor:
             spread = _NORM_SPREAD * rng.standard_normal(self.shape, dtype=np.float32)
             return (1 + spread).astype("<f4").view(np.uint8)
         # With this scale a product has about the scale of its input.
-        return random_blocks(self.format, math.prod(self.shape), self.shape[-1] ** -0.5, rng)
+        size = self.shape[-1] ** -0.5
+        return random_blocks(
+            self.format, math.prod(self.shape), size, rng, has_one_scale=self.has_one_scale
+        )
 
 
 class DummyModel:
@@ -228,7 +233,9 @@ def _fields(shape: Shape, asked: DummyName) -> dict[str, str | int | float]:
 def _planned(shape: Shape, metadata: Metadata, asked: DummyName) -> Iterator[PlannedTensor]:
     spec = _spec(shape, metadata)
     for name, sizes in tensor_shapes(spec).items():
-        yield PlannedTensor(name, sizes, tensor_format(asked.mix, spec, name, sizes), asked.seed)
+        chosen = tensor_format(asked.mix, spec, name, sizes)
+        is_trained_ternary = takes_bytes_by_token(spec, chosen)
+        yield PlannedTensor(name, sizes, chosen, asked.seed, is_trained_ternary)
 
 
 def _spec(shape: Shape, metadata: Metadata) -> ModelSpec:
@@ -280,7 +287,12 @@ _SAMPLE_BLOCKS = 256
 
 
 def random_blocks(
-    block_format: Format, num_weights: int, size: float, rng: np.random.Generator
+    block_format: Format,
+    num_weights: int,
+    size: float,
+    rng: np.random.Generator,
+    *,
+    has_one_scale: bool = False,
 ) -> Bytes:
     """So many weights of about that size (root mean square), packed."""
     data = _random_bytes(packed_size(block_format, num_weights), rng)
@@ -293,7 +305,7 @@ def random_blocks(
     for at, factor in _SCALES[block_format.name].items():
         halves = blocks[:, at : at + 2].view("<u2")
         bits = np.float16(scale * factor).view(np.uint16)
-        halves &= _jitter(int(bits) & 0x7FFF)
+        halves &= 0 if has_one_scale else _jitter(int(bits) & 0x7FFF)
         halves += bits
     return data
 
