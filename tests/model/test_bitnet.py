@@ -6,11 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 from tests.cli.program import quire
-from tests.fixture_files import FIXTURES, fixture_file
+from tests.fixture_files import fixture_file
+from tests.model.bitnet_forms import (
+    CASES,
+    FORMS,
+    VOCABULARY,
+    Floats,
+    PlainModel,
+    as_folder,
+    as_gguf,
+    error,
+    golden,
+    packing_of,
+    permuted,
+    published,
+    random_model,
+)
 
 from quire import LLM, AsyncLLM
 from quire.core.errors import ConfigError, ModelFileError, UnsupportedModelError
@@ -22,54 +36,11 @@ from quire.model.loading import load_model, read_tokenizer
 from quire.quant import ternary
 from quire.quant.formats import format_named
 
-OURS = FIXTURES / "bitnet-published"
-ALL = Path(__file__).parents[3] / "shared" / "fixtures" / "bitnet-published"  # beside a checkout
-
-# By file: the golden logits, and how far the reference executor may be from them. Where the head is
-# in blocks the tool rounds its activations; llama.cpp's formats take a scale for 256 activations.
-FORMS = {
-    "i2s.gguf": ("i2s", 1e-6),
-    "i2s-b158.gguf": ("i2s_b158", 1e-6),
-    "hf-bf16": ("hf_bf16", 1e-6),
-    "hf-packed": ("hf_packed", 1e-6),
-    "extra/hf-packed-bitlinear": ("hf_packed_bitlinear", 1e-6),
-    "extra/i2s-embq6k.gguf": ("i2s_embq6k", 2e-4),
-    "tq2.gguf": ("tq2", 2e-3),
-    "extra/tq1.gguf": ("tq1", 2e-3),
-    "extra/tq2-silu-upstream.gguf": ("tq2_silu_upstream", 2e-3),
-    "extra/tq1-silu-upstream.gguf": ("tq1_silu_upstream", 2e-3),
-    "extra/i2s-arm.gguf": ("i2s_arm", 1e-6),
-}
-CASES = [("a", form) for form in FORMS] + [
-    ("c", form) for form in FORMS if "tq" not in form and "q6k" not in form
-]
-
-Floats = npt.NDArray[np.float32]
-
-
-def published(model: str, name: str) -> Path:
-    for folder in (OURS, ALL):
-        if (folder / model / name).exists():
-            return folder / model / name
-    pytest.skip(f"{model}/{name} is not beside this checkout")
-
-
-def golden(model: str, name: str) -> tuple[list[int], Floats]:
-    extra = ALL / model / "extra" / "golden-extra.npz"
-    files = [np.load(published(model, "golden.npz")), *([np.load(extra)] if extra.exists() else [])]
-    found = {key: content[key] for content in files for key in content}
-    return found["tokens"].tolist(), found[name]
-
 
 def logits(path: Path, device: str, tokens: list[int], packing: str | None = None) -> Floats:
     with LLM(path, device=device, kv_memory="8MiB", i2s_packing=packing) as llm:
         found: Floats = np.asarray(llm.forward_batch([tokens])[0], np.float32)
         return found
-
-
-def error(found: Floats, expected: Floats) -> float:
-    """The normalised mean square error."""
-    return float(np.square(found - expected).sum() / np.square(expected).sum())
 
 
 @pytest.mark.parametrize(("model", "form"), CASES, ids=lambda part: str(part))
@@ -79,7 +50,7 @@ def test_a_published_form_gives_the_logits_of_its_tool(model: str, form: str) ->
     tokens, expected = golden(model, name)
     if model == "c" and form in ("i2s.gguf", "extra/i2s-arm.gguf"):
         limit = 2e-4  # its embedding is in Q8_0
-    packing = "arm" if "arm" in form else None
+    packing = packing_of(form)
     assert error(logits(path, "reference", tokens, packing), expected) <= limit
     assert error(logits(path, "cpu", tokens, packing), expected) <= 1e-3
 
@@ -184,32 +155,38 @@ def test_a_file_that_does_not_name_its_pre_tokenizer_is_tokenised_as_the_model_w
     assert asked["hf_tokenizers"] != asked["bitnetcpp_no_pre_default"]
 
 
-def as_llama(source: Path, path: Path) -> Path:
-    """The same matrices under the architecture `llama`: SiLU, interleaved rope, no sub-norms."""
-    with load_model(source) as model:
-        metadata = model.metadata
-        fields: dict[str, Any] = {"general.architecture": "llama"}
-        for key in metadata:
-            if key.startswith("bitnet-25."):
-                fields["llama." + key.removeprefix("bitnet-25.")] = metadata[key]
-        kept = [tensor for name, tensor in model.tensors.items() if "sub_norm" not in name]
-        write_gguf(path, fields, kept)
-    return path
-
-
-def test_i2_s_runs_under_the_architecture_llama(tmp_path: Path) -> None:
-    path = as_llama(published("c", "i2s.gguf"), tmp_path / "llama.gguf")
+# The CPU's cache of halves costs 3e-5.
+@pytest.mark.parametrize(("device", "limit"), [("reference", 1e-9), ("cpu", 1e-4)])
+def test_i2_s_under_the_architecture_llama_has_its_queries_and_keys_interleaved(
+    tmp_path: Path, device: str, limit: float
+) -> None:
+    plain = random_model(8, sub_norms=False)
+    tokens = np.random.default_rng(4).integers(0, VOCABULARY, 10).tolist()
+    expected = PlainModel(plain, relu2=False).logits(tokens)
+    path = as_gguf(permuted(plain), tmp_path / "llama.gguf", "llama", "I2_S")
     with load_model(path) as model:
         assert model.spec.family == "llama"
-        assert model.spec.rope.interleaved
-        assert not model.spec.sub_norms
         assert model.tensors["blk.0.attn_q.weight"].format.name == "I2_S"
-    tokens, _ = golden("c", "i2s")
-    alone = logits(path, "cpu", tokens)
-    assert error(alone, logits(path, "reference", tokens)) <= 1e-3
-    with LLM(path, device="cpu", kv_memory="8MiB") as llm:
-        batch = llm.forward_batch([tokens[:7], tokens, tokens[3:]])
-    assert np.array_equal(np.asarray(batch[1]), alone), "the same bits in a batch"
+    assert error(logits(path, device, tokens), expected) <= limit
+    as_they_are = as_gguf(plain, tmp_path / "wrong.gguf", "llama", "I2_S")
+    assert error(logits(as_they_are, device, tokens), expected) > 1e-3
+    packed = as_folder(
+        plain, tmp_path / "hf", linear_class="bitlinear", mode="offline", activation="silu"
+    )
+    assert error(logits(packed, device, tokens), expected) <= limit
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_relu2"), [("bitnet", False), ("bitnet-25", True), ("bitnet-b1.58", True)]
+)
+def test_each_architecture_has_its_activation_and_its_sub_norms(
+    tmp_path: Path, architecture: str, is_relu2: bool
+) -> None:
+    model = random_model(7)
+    tokens = np.random.default_rng(4).integers(0, VOCABULARY, 10).tolist()
+    expected = PlainModel(model, relu2=is_relu2).logits(tokens)
+    path = as_gguf(model, tmp_path / "model.gguf", architecture, "TQ2_0")
+    assert error(logits(path, "reference", tokens), expected) <= 1e-9
 
 
 # ---- files that are not sound

@@ -13,7 +13,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tests.fixture_files import fixture_file
-from tests.model.test_bitnet import as_arm, error, logits, packed_folder, published
+from tests.model.bitnet_forms import error, published
+from tests.model.test_bitnet import as_arm, logits, packed_folder
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.gguf import GGUFFile

@@ -12,7 +12,7 @@ from tests.executors.cuda.emulation import decoded_ternary
 from tests.executors.cuda.half_reference import in_halves, truncated
 from tests.executors.reference.plans import row
 from tests.fixture_files import FIXTURES, fixture_file
-from tests.model.test_bitnet import CASES, FORMS, as_llama, golden, published
+from tests.model.bitnet_forms import CASES, FORMS, as_llama, golden, published
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.core.plan import SequencePlan, StepPlan, Want
