@@ -546,6 +546,7 @@ def test_one_request_that_fails_alone_does_not_degrade_the_others(
     run(main())
     lines = [record for record in caplog.records if record.name == "quire.engine"]
     assert [line.__dict__["event"] for line in lines] == ["step_failed", "request_failed"] * 2
+    assert [line.exc_info is not None for line in lines] == [True, False, False, False]
 
 
 # ---- limits and targets

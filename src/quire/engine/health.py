@@ -54,15 +54,17 @@ class FaultLog:
         now: float,
         fields: Mapping[str, object],
     ) -> None:
-        """A line with everything for a cause's first time, later a count at most once a minute."""
+        """A line with everything for a cause's first time, with a traceback unless another event
+        gave it; later a count at most once a minute."""
         cause = _cause_of(event, error)
         if cause not in self._causes and len(self._causes) >= _MAX_CAUSES:
             cause = _Cause(event, "others", "")
         found = self._causes.get(cause)
         if found is None:
+            is_new = all(known[1:] != cause[1:] for known in self._causes)
             self._causes[cause] = _Repeats(now)
             more = {**fields, "cause": cause.kind, "error": str(error), "count": 1}
-            _write(event, f"{message}: {error}", more, error)
+            _write(event, f"{message}: {error}", more, _root(error) if is_new else None)
             return
         found.add()
         if now - found.logged_at >= REPEATS_S:
@@ -144,7 +146,7 @@ class HealthMonitor:
         self.last_failed_step = self.last_failed_step if step_id is None else step_id
         fields = {"step": step_id, "num_requests": num_requests, "error": str(error)}
         text = f"the engine ended with {num_requests} requests: {error}"
-        _write("engine_ended", text, fields, error, logging.ERROR)
+        _write("engine_ended", text, fields, _root(error), logging.ERROR)
 
     def report(self, state: Health, backoff: Backoff) -> HealthReport:
         cause, since = None, None

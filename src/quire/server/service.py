@@ -35,7 +35,7 @@ class State(StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
-    STUCK = "stuck"  # the executor does not answer: only a new process helps
+    STUCK = "stuck"  # the executor does not answer, or the engine failed: only a new process helps
     FAILED = "failed"  # the model could not be loaded
 
 
@@ -137,7 +137,7 @@ class Service:
         if self.state is State.STUCK:
             raise ApiError(
                 503,
-                "the executor does not answer; the server restarts",
+                "the executor does not answer or the engine failed; the server restarts",
                 code="stuck",
                 retry_after_s=RESTART_S,
             )
