@@ -1,5 +1,6 @@
 """BitNet models in another form: the codes are the same, and so are logits where scales are."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -160,6 +161,17 @@ def test_how_many_rows_are_converted_at_once_changes_nothing(
     monkeypatch.undo()
     convert(folder, tmp_path / "all.gguf", "I2_S")
     assert (tmp_path / "some.gguf").read_bytes() == (tmp_path / "all.gguf").read_bytes()
+
+
+def test_progress_counts_every_byte(packed: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, str]] = []
+    with load_model(packed) as model:
+        plan = plan_conversion(model, "TQ2_0")
+        plan.write(tmp_path / "m.gguf", lambda done, name: told.append((done, name)))
+    counts = [done for done, _ in told]
+    assert counts == sorted(counts)
+    assert counts[-1] == plan.nbytes == sum(tensor.nbytes for tensor in plan.tensors)
+    assert {name for _, name in told} == {tensor.name for tensor in plan.tensors}
 
 
 def test_through_llama_cpps_blocks_and_back_every_code_is_kept_and_the_scale_is_said(
@@ -386,6 +398,26 @@ def test_which_architecture_is_written_follows_from_the_activation(
     assert give_the_same_bits(tmp_path / "b.gguf", silu)
     again = convert(tmp_path / "b.gguf", tmp_path / "c.gguf", "I2_S")
     assert (again.architecture, again.reason[:12]) == ("bitnet", "the source's")
+
+
+@pytest.mark.parametrize("name", ["silu-tq2", "silu-tq1", "llama-tq2", "llama3-tq2"])
+def test_llama_cpp_runs_what_is_written(name: str, packed: Path, tmp_path: Path) -> None:
+    """Its logits of these very files are kept (tests/oracles/make_llama_cpp_goldens.py). It rounds
+    activations by 256, and these models are trained for a scale a token."""
+    source, _, kind = name.partition("-")
+    if source == "silu":
+        folder = changed_folder(packed, tmp_path / source, {"hidden_act": "silu"})
+    else:
+        rope = LLAMA_3 if source == "llama3" else None
+        folder = llama_folder(tmp_path / source, {"rope_scaling": rope})
+    path = tmp_path / f"{name}.gguf"
+    convert(folder, path, {"tq2": "TQ2_0", "tq1": "TQ1_0"}[kind])
+    golden = np.load(published("a", "llama-cpp.npz"))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert digest == str(golden[f"{name}.sha256"]), f"make the golden again, of {path}"
+    assert golden["tokens"].tolist() == TOKENS
+    for found in (logits(path, "reference", TOKENS), logits(folder, "reference", TOKENS)):
+        assert error(found, golden[name]) <= 2e-3
 
 
 # ---- what cannot be converted
