@@ -25,6 +25,8 @@ ARCHITECTURES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
+    "gemma4-experts": "gemma4",
     "qwen3moe": "qwen3moe",
     "qwen2moe": "qwen2moe",
     "mixtral": "llama",
@@ -50,7 +52,7 @@ ARCHITECTURES = {
 PERMUTED = {"llama", "mistral3", "smollm3", "granite", "granitemoe"}
 FUSED_QKV = {"phi3"}
 FUSED_GATE = {"phi3", "glm4"}
-WITH_PATTERN = {"olmo2", "exaone4"}
+WITH_PATTERN = {"olmo2", "exaone4", "gemma4"}
 NORM_BEFORE_FEED = {"gpt-oss", "seed_oss", "glm4moe"}  # it is called post_attention_norm
 
 
@@ -81,6 +83,8 @@ def write_family(case: str, config: Config, model: Model, path: Path) -> Path:
     tensors = {name: tensor.to_float32() for name, tensor in model.tensors.items()}
     own = _fields(architecture, config) | _scaling(architecture, config, tensors)
     fields: dict[str, Field] = {"general.architecture": architecture}
+    if architecture == "gemma4":
+        tensors = _fused_experts(tensors)
     fields |= {f"{architecture}.{key}": value for key, value in own.items()}
     written = _renamed(architecture, _fused(architecture, _permuted(architecture, config, tensors)))
     write_gguf(path, fields, [Written(name, weights) for name, weights in written.items()])
@@ -138,7 +142,7 @@ def _expert_fields(config: Config) -> dict[str, Field]:
         return {}
     fields: dict[str, Field] = {
         "expert_count": count,
-        "expert_used_count": config["num_experts_per_tok"],
+        "expert_used_count": config.get("num_experts_per_tok") or config["top_k_experts"],
     }
     if config.get("moe_intermediate_size"):
         fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
@@ -190,6 +194,33 @@ def _llama4(config: Config) -> dict[str, Field]:
     }
 
 
+def _gemma4(config: Config) -> dict[str, Field]:
+    num_layers, num_shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
+    own = next(iter(config["per_layer_config"].values()))
+    full, heads = own["head_dim"], config["num_key_value_heads"]
+    fields: dict[str, Field] = {
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "attention.shared_kv_layers": num_shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+    }
+    if config["use_double_wide_mlp"]:
+        size, first = config["intermediate_size"], num_layers - num_shared
+        sizes = [size if layer < first else 2 * size for layer in range(num_layers)]
+        fields["feed_forward_length"] = sizes
+    if "num_key_value_heads" in own:
+        counts = {"full_attention": own["num_key_value_heads"], "sliding_attention": heads}
+        fields["attention.head_count_kv"] = [counts[kind] for kind in config["layer_types"]]
+    if config["top_k_experts"]:
+        fields["expert_used_count"] = config["top_k_experts"]
+    return fields
+
+
 def _nothing(_: Config) -> dict[str, Field]:
     return {}
 
@@ -198,6 +229,7 @@ _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
     "glm4moe": _deepseek_experts,
     "deepseek2": _deepseek,
     "llama4": _llama4,
+    "gemma4": _gemma4,
 }
 
 
@@ -215,7 +247,12 @@ def _scaling(architecture: str, config: Config, tensors: dict[str, Floats]) -> d
             "rope.scaling.original_context_length": original,
             "rope.scaling.attn_factor": math.sqrt(1 + math.log(factor) / math.log(original)),
         }
-    if kind == "default":
+    if kind == "proportional":
+        own = next(iter(config["per_layer_config"].values()))
+        num_pairs, share = own["head_dim"] // 2, rope["partial_rotary_factor"]
+        turned = np.arange(num_pairs) < num_pairs * share
+        tensors["rope_freqs.weight"] = np.where(turned, 1.0, 1e30).astype(np.float32)
+    if kind in ("default", "proportional"):
         return {}
     fields: dict[str, Field] = {"rope.scaling.type": kind, "rope.scaling.factor": rope["factor"]}
     if kind == "yarn":
@@ -263,6 +300,14 @@ def _fused(architecture: str, tensors: dict[str, Floats]) -> dict[str, Floats]:
         for name in [n for n in tensors if n.split(".")[-2] == parts[0]]:
             pieces = [found.pop(name.replace(parts[0], part)) for part in parts]
             found[name.replace(parts[0], whole)] = np.concatenate(pieces)
+    return found
+
+
+def _fused_experts(tensors: dict[str, Floats]) -> dict[str, Floats]:
+    found = dict(tensors)
+    for name in [n for n in tensors if ".ffn_gate_exps." in n]:
+        gate, up = found.pop(name), found.pop(name.replace("gate", "up"))
+        found[name.replace("gate", "gate_up")] = np.concatenate([gate, up], axis=1)
     return found
 
 

@@ -205,6 +205,10 @@ def test_what_transformers_writes_today_is_read(family: str) -> None:
 
 def in_the_older_form(config: dict[str, Any]) -> dict[str, Any]:
     """As files on the hub mostly are: rope_theta and rope_scaling, and no list of layers."""
+    if "per_layer_config" in config:  # gemma4, whose ropes were never told otherwise
+        own = next(iter(config["per_layer_config"].values()))
+        heads = {"num_global_key_value_heads": own.get("num_key_value_heads")}
+        return {**config, "per_layer_config": None, "global_head_dim": own["head_dim"], **heads}
     old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
     old["torch_dtype"] = config.get("dtype")
     rope = dict(config.get("rope_parameters") or {})

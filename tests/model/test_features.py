@@ -19,6 +19,7 @@ from quire.model.spec import (
     Feature,
     Latent,
     Layer,
+    LayerInputs,
     ModelSpec,
     Norm,
     NormKind,
@@ -26,6 +27,7 @@ from quire.model.spec import (
     PositionScale,
     QKNorm,
     Router,
+    Scoring,
     check_lowered,
     features,
     unsupported,
@@ -47,6 +49,11 @@ def feed(**changes: object) -> ModelSpec:
     """With these changes in every feed-forward."""
     made = replace(LLAMA.layers[0].feed_forward, **changes)  # type: ignore[arg-type]
     return replace(LLAMA, layers=tuple(replace(x, feed_forward=made) for x in LLAMA.layers))
+
+
+def routed(**changes: object) -> ModelSpec:
+    """With experts in the second layer, with these changes."""
+    return second(feed_forward=replace(EXPERTS, **changes))  # type: ignore[arg-type]
 
 
 def attention(**changes: object) -> ModelSpec:
@@ -88,15 +95,31 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.RELU2: feed(activation=Activation.RELU2),
     Feature.CLAMPED_SWIGLU: feed(activation=Activation.CLAMPED_SWIGLU),
     Feature.EXPERTS: second(feed_forward=EXPERTS),
+    Feature.EXPERT_BIASES: routed(has_bias=True),
+    Feature.SHARED_EXPERT: routed(shared=Dense(size=4, activation=Activation.SILU)),
+    Feature.SIGMOID_ROUTER: routed(router=Router(scoring=Scoring.SIGMOID)),
+    Feature.ROUTER_BIAS: routed(router=Router(has_bias=True)),
+    Feature.ROUTER_CHOICE: routed(router=Router(has_choice_bias=True)),
+    Feature.WEIGHED_EXPERT_INPUT: routed(router=Router(weighs_input=True)),
+    Feature.EXPERTS_BESIDE_DENSE: routed(
+        beside=Dense(size=4, activation=Activation.SILU), beside_norm=NORM
+    ),
+    Feature.LAYER_INPUTS: replace(
+        LLAMA, layer_inputs=LayerInputs(size=4, activation=Activation.SILU, norm=NORM)
+    ),
+    Feature.OUTPUT_SCALE: second(has_output_scale=True),
 }
 OF_SECOND_LAYER = {
     *(Feature.LAYER_NORMS, Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES),
     *(Feature.DIFFERENT_EPSILONS, Feature.PARALLEL_HALVES, Feature.RESIDUAL_SCALE),
     *(Feature.DIFFERENT_LAYERS, Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.SHARED_KV),
-    Feature.EXPERTS,
+    *(Feature.OUTPUT_SCALE, Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT),
+    *(Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE),
+    *(Feature.WEIGHED_EXPERT_INPUT, Feature.EXPERTS_BESIDE_DENSE),
 }
 OF_MODEL = {
     *(Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LOGIT_SOFT_CAP, Feature.LINEAR_SCALES),
+    Feature.LAYER_INPUTS,
 }
 
 
@@ -110,7 +133,7 @@ def test_each_is_found_where_it_is(feature: Feature) -> None:
     found = dict(reversed(list(features(SPECS[feature]))))  # the first layer of each stays
     layer = 1 if feature in OF_SECOND_LAYER else 0
     assert found[feature] == ("" if feature in OF_MODEL else f" in layer {layer}")
-    assert found.keys() <= {feature, Feature.DIFFERENT_LAYERS}
+    assert found.keys() <= {feature, Feature.DIFFERENT_LAYERS, Feature.EXPERTS}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -24,6 +24,7 @@ MORE_KEYS = ("rope_scaling", "layer_types", "sliding_window", "no_rope_layers", 
 FAMILIES = (
     *("families/llama3", "families/mistral", "families/qwen2-yarn", "families/bitnet"),
     *("drawn/phi3-long", "drawn/gemma3", "drawn/qwen2moe", "drawn/gpt-oss", "drawn/olmo3"),
+    *("drawn/gemma4", "drawn/gemma4-experts"),
     *("drawn/llama4", "drawn/deepseek2", "drawn/smollm3", "drawn/ministral3", "drawn/granite"),
 )
 

@@ -52,6 +52,15 @@ LONG: dict[str, Any] = {
     "long_factor": [1.2, 1.9, 2.8, 4.0, 6.5, 9.0],
 }
 
+GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1_000_000.0,
+    },
+}
+
 # By case: the model type and its settings; what is None is left out.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"sliding_window": 9}),
@@ -90,6 +99,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 12,
+            "global_head_dim": 16,
+            "sliding_window": 9,
+            "num_hidden_layers": 6,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 64,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+            "rope_parameters": GEMMA4_ROPE,
+        },
+    ),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            "head_dim": 12,
+            "global_head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+            "rope_parameters": GEMMA4_ROPE,
         },
     ),
     "qwen3moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),

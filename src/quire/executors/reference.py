@@ -164,6 +164,7 @@ class Row:
     state: Floats  # [hidden]
     slots: Slots  # of every position up to its own, [position + 1]
     angles: tuple[Angles, ...]  # one for each of the spec's ropes
+    layer_inputs: Floats | None = None  # [layers, size]
 
     @property
     def slot(self) -> int:
@@ -192,6 +193,7 @@ class Decoder:
         head = self.embedding if spec.tied_head else _decoded(tensors["output.weight"])
         self._head = Linear(head)
         self._layers = [_Layer(spec, tensors, index) for index in range(spec.num_layers)]
+        self._layer_inputs = None if spec.layer_inputs is None else _LayerInputs(spec, tensors)
         self._ropes = [(rope.frequencies(), rope.magnitude) for rope in spec.ropes]
         self._small_bytes = weights.num_bytes
 
@@ -199,14 +201,18 @@ class Decoder:
     def weight_bytes(self) -> int:
         tied = 0 if self.spec.tied_head else self._head.weight.nbytes
         layers = sum(layer.weight_bytes for layer in self._layers)
-        return self.embedding.nbytes + self._small_bytes + tied + layers
+        inputs = 0 if self._layer_inputs is None else self._layer_inputs.weight_bytes
+        return self.embedding.nbytes + self._small_bytes + tied + layers + inputs
 
     def row(self, token: int, slots: Slots) -> Row:
         """The token at the last of these slots."""
         state = self.embedding[token].copy()
         if self.spec.embedding_scale != 1.0:
             state *= self._embedding_scale
-        return Row(state, slots, tuple(self._angles(len(slots) - 1)))
+        row = Row(state, slots, tuple(self._angles(len(slots) - 1)))
+        if self._layer_inputs is not None:
+            row.layer_inputs = self._layer_inputs(token, state)
+        return row
 
     def _angles(self, position: int) -> Iterator[Angles]:
         for frequencies, magnitude in self._ropes:
@@ -262,9 +268,10 @@ class _Weights:
     def get(self, name: str) -> Floats | None:
         return self._arrays.get(name)
 
-    def linear(self, name: str) -> Linear:
+    def linear(self, name: str, *, has_scale: bool = True) -> Linear:
         array = self._arrays[f"{name}.weight"]
-        extras = self.get(f"{name}.bias"), self.get(f"{name}.scale")
+        scale = self.get(f"{name}.scale") if has_scale else None
+        extras = self.get(f"{name}.bias"), scale
         is_rounded = takes_bytes_by_token(self._spec, self._formats[f"{name}.weight"])
         weight, unit_scale = _units(array) if is_rounded else (array, None)
         return Linear(weight, *extras, unit_scale)
@@ -288,6 +295,27 @@ class _Weights:
         return lambda x: rms_norm(x, weight, norm.epsilon)
 
 
+class _LayerInputs:
+    """The vectors that gemma4's layers get of a token."""
+
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+        assert spec.layer_inputs is not None
+        names = ("per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm")
+        weights = _Weights(spec, tensors, "", [f"{name}.weight" for name in names])
+        self.weight_bytes = weights.num_bytes
+        self._size = spec.layer_inputs.size
+        self._embedding = weights.array("per_layer_token_embd.weight")
+        self._projection = weights.linear("per_layer_model_proj")
+        self._projection_scale = np.float32(spec.hidden_size**-0.5)
+        self._norm = weights.norm("per_layer_proj_norm", spec.layer_inputs.norm)
+
+    def __call__(self, token: int, state: Floats) -> Floats:
+        own = self._embedding[token].reshape(-1, self._size) * np.float32(self._size**0.5)
+        projected = self._projection(state) * self._projection_scale
+        both: Floats = self._norm(projected.reshape(-1, self._size)) + own
+        return both * np.float32(0.5**0.5)
+
+
 class _Layer:
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor], index: int) -> None:
         layer = self._layer = spec.layers[index]
@@ -300,6 +328,11 @@ class _Layer:
         self._mixer_output_norm = weights.norm("post_attention_norm", layer.mixer_output_norm)
         self._feed_norm = weights.norm("ffn_norm", layer.feed_forward_norm)
         self._feed_output_norm = weights.norm("post_ffw_norm", layer.feed_forward_output_norm)
+        self._index, self._inputs = index, spec.layer_inputs
+        if self._inputs is not None:
+            self._input_gate, self._input = weights.linear("inp_gate"), weights.linear("proj")
+            self._input_norm = weights.norm("post_norm", self._inputs.norm)
+        self._output_scale = weights.get("layer_output_scale.weight")
 
     def run(self, rows: Sequence[Row], blocks: KVBlocks) -> None:
         normed = [self._mixer_norm(row.state) for row in rows]
@@ -307,12 +340,22 @@ class _Layer:
         for row, query, x in zip(rows, queries, normed, strict=True):
             mixed = self._mixer_output_norm(self._mixer.attend(row, query, blocks))
             if self._layer.is_parallel:
-                mixed = mixed + self._feed_output_norm(self._feed_forward(x))
+                mixed = mixed + self._feed_output_norm(self._feed_forward(x, row.state))
             row.state = row.state + self._scaled(mixed)
-        if not self._layer.is_parallel:
-            for row in rows:
-                fed = self._feed_output_norm(self._feed_forward(self._feed_norm(row.state)))
-                row.state = row.state + self._scaled(fed)
+        for row in rows:
+            if not self._layer.is_parallel:
+                made = self._feed_forward(self._feed_norm(row.state), row.state)
+                row.state = row.state + self._scaled(self._feed_output_norm(made))
+            self._finish(row)
+
+    def _finish(self, row: Row) -> None:
+        if self._inputs is not None:
+            assert row.layer_inputs is not None
+            gate = _ACTIVATIONS[self._inputs.activation](self._input_gate(row.state))
+            made = self._input(gate * row.layer_inputs[self._index])
+            row.state = row.state + self._input_norm(made)
+        if self._output_scale is not None:
+            row.state = row.state * self._output_scale
 
     def _scaled(self, x: Floats) -> Floats:
         scale = self._layer.residual_scale
@@ -440,7 +483,7 @@ def _latent(part: Attention) -> Latent:
     return part.latent
 
 
-FeedForward = Callable[[Floats], Floats]
+FeedForward = Callable[[Floats, Floats], Floats]  # of a row's normed state and its state
 
 
 def _feed_forward(part: Dense | Experts, weights: _Weights) -> FeedForward:
@@ -455,7 +498,7 @@ class _Dense:
         self._down = weights.linear(f"ffn_down{suffix}")
         self._inner_norm = weights.norm("ffn_sub_norm", part.inner_norm)
 
-    def __call__(self, x: Floats) -> Floats:
+    def __call__(self, x: Floats, _state: Floats | None = None) -> Floats:
         if self._gate is None:
             product = _ACTIVATIONS[self._activation](self._up(x))
         else:
@@ -468,17 +511,38 @@ class _Experts:
 
     def __init__(self, part: Experts, weights: _Weights) -> None:
         self._part = part
-        self._router = weights.linear("ffn_gate_inp")
+        self._router = weights.linear("ffn_gate_inp", has_scale=part.router.input_norm is None)
         self._choice_bias = weights.get("exp_probs_b.bias")
         kinds = ("gate", "up", "down")
         self._gate, self._up, self._down = (weights.linears(f"ffn_{x}_exps") for x in kinds)
         self._shared = None if part.shared is None else _Dense(part.shared, weights, "_shexp")
         gate = weights.get("ffn_gate_inp_shexp.weight")
         self._shared_gate = None if gate is None else Linear(gate[None])
+        self._scales = weights.get("ffn_gate_inp.scale"), weights.get("ffn_down_exps.scale")
+        self._router_norm = weights.norm("", part.router.input_norm)
+        self._beside = None if part.beside is None else _Dense(part.beside, weights)
+        self._beside_norm = weights.norm("post_ffw_norm_1", part.beside_norm)
+        self._input_norm = weights.norm("pre_ffw_norm_2", part.beside_norm)
+        self._output_norm = weights.norm("post_ffw_norm_2", part.beside_norm)
 
-    def __call__(self, x: Floats) -> Floats:
+    def __call__(self, x: Floats, state: Floats) -> Floats:
+        if self._beside is None:
+            return self._routed(x, x)
+        made = self._output_norm(self._routed(self._input_norm(state), state))
+        return self._beside_norm(self._beside(x)) + made
+
+    def _logits(self, seen: Floats) -> Floats:
+        scale = self._scales[0]
+        if scale is None:
+            return self._router(seen)
+        return self._router(self._router_norm(seen) * scale * np.float32(len(seen) ** -0.5))
+
+    def _routed(self, x: Floats, seen: Floats) -> Floats:
+        """What the experts make of `x`; the router looks at `seen`."""
         part = self._part
-        chosen, shares = route(part, self._router(x), self._choice_bias)
+        chosen, shares = route(part, self._logits(seen), self._choice_bias)
+        if self._scales[1] is not None:
+            shares = shares * self._scales[1][chosen]
         total = np.zeros(len(x), np.float32)
         for expert, share in zip(chosen, shares, strict=True):
             entering = x * share if part.router.weighs_input else x

@@ -203,6 +203,9 @@ class Fields:
     def numbers(self, key: str) -> tuple[float, ...]:
         return self._metadata.numbers(self._prefix + key)
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        return self._metadata.integers(self._prefix + key)
+
     def booleans(self, key: str) -> tuple[bool, ...]:
         return self._metadata.booleans(self._prefix + key)
 

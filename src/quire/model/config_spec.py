@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from quire.core.errors import ModelFileError
 from quire.loader.metadata import Fields, Metadata
@@ -17,6 +18,7 @@ from quire.model.families import (
     find_family,
 )
 from quire.model.rope import (
+    DivisorScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -31,6 +33,7 @@ from quire.model.spec import (
     Dense,
     Experts,
     Latent,
+    LayerInputs,
     ModelSpec,
     Norm,
     PositionScale,
@@ -58,9 +61,11 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
     "attention_chunk_size": (),
+    "attention_k_eq_v": (False,),
     "attention_multiplier": (),
     "clip_qkv": (),
     "embedding_multiplier": (1.0,),
+    "hidden_size_per_layer_input": (0,),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "kv_lora_rank": (),
@@ -68,12 +73,14 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "logits_scaling": (1.0,),
     "no_rope_layer_interval": (),
     "no_rope_layers": ([],),
+    "num_kv_shared_layers": (0,),
     "partial_rotary_factor": (1.0,),
+    "per_layer_config": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
     "sliding_window_pattern": (),
-    "use_bidirectional_attention": (False,),
+    "use_bidirectional_attention": (False, "vision"),  # of pictures alone
     "use_mrope": (False,),
     "use_qk_norm": (False,),
 }
@@ -111,6 +118,7 @@ _ROPE_KEYS = {
         "attention_factor",
     ),
 }
+_NOT_TURNED = 1e30  # what a frequency is divided by, as in GGUF
 _ROPE_COMMON_KEYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 
 
@@ -143,16 +151,21 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
     norm = Norm(epsilon=fields.number(family.epsilon), kind=family.norm, has_bias=family.norm_bias)
     attention = _attention(family, fields, hidden_size, norm)
     windows = _windows(family, fields, num_layers)
-    rope_dims = attention.head_dim if attention.latent is None else attention.latent.rope_dims
+    sliding = attention
+    if "per_layer_config" in family.reads:
+        attention = _full_attention(family, fields, attention, windows)
     facts = Facts(
         hidden_size=hidden_size,
         vocabulary_size=fields.integer("vocab_size", high=MAX_SIZES["vocabulary_size"]),
         context_length=fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT),
         norm=norm,
         attention=attention,
-        ropes=_ropes(family, fields, rope_dims, windows),
+        sliding_attention=sliding,
+        ropes=_ropes(family, fields, (_rope_dims(attention), _rope_dims(sliding)), windows),
         windows=windows,
         feed_forwards=_feed_forwards(family, fields, norm, num_layers),
+        num_shared_kv=fields.integer("num_kv_shared_layers", 0, low=0, high=num_layers - 1),
+        layer_inputs=_layer_inputs(family, fields, norm),
         residual_scale=fields.number("residual_multiplier", 1.0),
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         logit_scale=fields.number("logits_scaling", fields.number("logit_scale", 1.0)),
@@ -160,6 +173,18 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
         tied_head=fields.boolean("tie_word_embeddings", False),
     )
     return describe(family, facts)
+
+
+def _rope_dims(attention: Attention) -> int:
+    return attention.head_dim if attention.latent is None else attention.latent.rope_dims
+
+
+def _layer_inputs(family: Family, fields: Fields, norm: Norm) -> LayerInputs | None:
+    key = "hidden_size_per_layer_input"
+    size = fields.integer(key, 0, low=0, high=MAX_SIZES["hidden_size"])
+    if not size:
+        return None
+    return LayerInputs(size=size, activation=_activation(family, fields), norm=norm)
 
 
 # ---- attention
@@ -178,9 +203,10 @@ def _attention(family: Family, fields: Fields, hidden_size: int, norm: Norm) -> 
         qkv_bias=_says(family.qkv_bias, fields),
         output_bias=_says(family.output_bias, fields),
         qk_norm=_qk_norm(family, fields, norm),
+        value_norm=_without_weights(norm) if family.has_value_norm else None,
         output_norm=norm if family.sub_norms else None,
         soft_cap=fields.optional_number("attn_logit_softcapping") or 0.0,
-        scale=_attention_scale(fields),
+        scale=1.0 if family.has_unit_scale else _attention_scale(fields),
         position_scale=_position_scale(fields),
         has_sinks=family.has_sinks,
     )
@@ -196,6 +222,34 @@ def _qk_norm(family: Family, fields: Fields, norm: Norm) -> QKNorm | None:
     is_after = family.qk_norm_after_rope
     own = Norm(epsilon=norm.epsilon, kind=norm.kind, has_weight=not is_after)
     return QKNorm(norm=own, span=family.qk_norm, is_after_rope=is_after)
+
+
+def _without_weights(norm: Norm) -> Norm:
+    return Norm(epsilon=norm.epsilon, kind=norm.kind, has_weight=False)
+
+
+def _full_attention(
+    family: Family, fields: Fields, sliding: Attention, windows: tuple[int | None, ...]
+) -> Attention:
+    """Of gemma4's layers without a window: heads of another size, fewer of keys, which may be the
+    values too. Newer files list what differs by layer."""
+    is_shared = fields.boolean("attention_k_eq_v", False)
+    full = next((layer for layer, window in enumerate(windows) if window is None), None)
+    own, names = fields, ("global_head_dim", "num_global_key_value_heads")
+    if full is not None and fields.get("per_layer_config") is not None:
+        own = fields.section("per_layer_config").section(str(full))
+        names = ("head_dim", "num_key_value_heads")
+    count = sliding.num_kv_heads
+    if is_shared:
+        count = own.optional_integer(names[1], high=MAX_SIZES["num_kv_heads"]) or count
+    return replace(
+        sliding,
+        head_dim=own.integer(names[0], sliding.head_dim, high=MAX_SIZES["head_dim"]),
+        value_dim=0,
+        num_kv_heads=count,
+        has_key_values=is_shared,
+        scale=1.0 if family.has_unit_scale else 0.0,
+    )
 
 
 def _attention_scale(fields: Fields) -> float:
@@ -267,11 +321,24 @@ def _feed_forwards(
         has_bias=_says(family.ffn_bias, fields),
         inner_norm=norm if family.sub_norms else None,
     )
-    if family.routing is None:
-        return (dense,) * num_layers
-    experts = _experts(family.routing, fields, dense.activation)
-    routed = _routed_layers(family.routing.layers, fields, num_layers)
+    routing = family.routing
+    if routing is None or not _says(routing.is_there_if or True, fields):
+        return _widened(fields, dense, num_layers)
+    experts = _experts(routing, fields, dense.activation)
+    if routing.is_beside_dense:
+        router = replace(experts.router, input_norm=_without_weights(norm))
+        experts = replace(experts, router=router, beside=dense, beside_norm=norm)
+    routed = _routed_layers(routing.layers, fields, num_layers)
     return tuple(experts if is_routed else dense for is_routed in routed)
+
+
+def _widened(fields: Fields, dense: Dense, num_layers: int) -> tuple[Dense, ...]:
+    """Dense layers; gemma4's that share keys and values may be of twice the size."""
+    num_wide = fields.integer("num_kv_shared_layers", 0, low=0, high=num_layers - 1)
+    if not fields.boolean("use_double_wide_mlp", False):
+        num_wide = 0
+    wide = replace(dense, size=2 * dense.size) if num_wide else dense
+    return (dense,) * (num_layers - num_wide) + (wide,) * num_wide
 
 
 def _activation(family: Family, fields: Fields) -> Activation:
@@ -311,7 +378,9 @@ def _experts(routing: Routing, fields: Fields, activation: Activation) -> Expert
     shared = _shared_size(routing, fields, size)
     return Experts(
         count=fields.integer(count_key, high=limit),
-        num_used=fields.integer("num_experts_per_tok", high=limit),
+        num_used=fields.integer(
+            "top_k_experts" if fields.get("top_k_experts") else "num_experts_per_tok", high=limit
+        ),
         size=size,
         activation=routing.activation or activation,
         router=router,
@@ -413,16 +482,19 @@ def _rope_fields(fields: Fields) -> Fields:
 
 
 def _ropes(
-    family: Family, fields: Fields, head_dim: int, windows: tuple[int | None, ...]
+    family: Family,
+    fields: Fields,
+    head_dims: tuple[int, int],  # of layers without and with a window
+    windows: tuple[int | None, ...],
 ) -> tuple[Rope | None, ...]:
     rope, base = _rope_fields(fields), fields.number("rope_theta")
     own = Fields(Metadata(_FILE, {}), _FILE)  # of layers with a window: unscaled
     if family.sliding_rope and rope.get("full_attention") is not None:
         rope, own = rope.section("full_attention"), rope.section("sliding_attention")
-    usual = sliding = _rope(family, fields, rope, head_dim, base)
+    usual = sliding = _rope(family, fields, rope, head_dims[0], base)
     if family.sliding_rope:
         local = fields.number("rope_local_base_freq", family.sliding_rope_base or base)
-        sliding = _rope(family, fields, own, head_dim, local)
+        sliding = _rope(family, fields, own, head_dims[1], local)
     has_rope = _layers_with_rope(family, fields, windows)
     return tuple(
         None if not is_there else usual if window is None else sliding
@@ -458,12 +530,28 @@ def _rope(family: Family, fields: Fields, rope: Fields, head_dim: int, base: flo
         rope.refuse({key: (1.0,)})
     if not 0 < share <= 1:
         raise ModelFileError(f"{_FILE}: {key} must be above 0 and at most 1, got {share}")
+    if _is_proportional(family, rope):
+        return _proportional_rope(rope, head_dim, share, base)
     return Rope(
         base=rope.number("rope_theta", base),
         dims=int(head_dim * share),
         interleaved=family.interleaved_in_config,
         scaling=_scaling(family, fields, rope),
     )
+
+
+def _is_proportional(family: Family, rope: Fields) -> bool:
+    return "proportional" in family.reads and rope.get("rope_type") == "proportional"
+
+
+def _proportional_rope(rope: Fields, head_dim: int, share: float, base: float) -> Rope:
+    """The frequencies are those of a whole head; pairs behind the share of it do not turn."""
+    rope.refuse_unknown(_ROPE_COMMON_KEYS)
+    num_pairs = head_dim // 2
+    num_turned = int(share * head_dim // 2)
+    divisors = (1.0,) * num_turned + (_NOT_TURNED,) * (num_pairs - num_turned)
+    scaling = DivisorScaling(divisors)
+    return Rope(rope.number("rope_theta", base), 2 * num_pairs, interleaved=False, scaling=scaling)
 
 
 def _scaling(family: Family, fields: Fields, rope: Fields) -> RopeScaling | None:

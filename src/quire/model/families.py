@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from quire.core.errors import UnsupportedModelError
+from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model.rope import Rope
 from quire.model.spec import (
     Activation,
@@ -15,6 +15,7 @@ from quire.model.spec import (
     Dense,
     Experts,
     Layer,
+    LayerInputs,
     ModelSpec,
     Norm,
     NormKind,
@@ -83,6 +84,8 @@ class Routing:
     shared_size: str | None = None  # of the shared expert
     shared_count: str | None = None  # how many experts' sizes it has
     has_shared_gate: bool = False
+    is_beside_dense: bool = False  # experts beside a dense feed-forward, with norms of their own
+    is_there_if: str | None = None  # this field says whether a model has experts
     activation: Activation | None = None  # None: as the dense layers'
 
 
@@ -123,6 +126,9 @@ class Family:
     sliding_rope: bool = False  # layers with a window have an unscaled rope, of this base
     sliding_rope_base: float | None = None  # None: the same as other layers'
     routing: Routing | None = None
+    has_value_norm: bool = False
+    has_unit_scale: bool = False  # attention scores are not scaled
+    has_output_scale: bool = False
     scales_embedding: bool = False  # by the square root of the hidden size
     divides_logits: bool = False  # the logits' scale divides
 
@@ -168,13 +174,15 @@ class Facts:
     logit_soft_cap: float = 0.0
     tied_head: bool = False
     linear_scales: bool = False
+    sliding_attention: Attention | None = None  # of layers with a window; None: as others'
+    num_shared_kv: int = 0  # so many layers at the end make no keys and values of their own
+    layer_inputs: LayerInputs | None = None
 
 
 def describe(family: Family, facts: Facts) -> ModelSpec:
-    halves = zip(facts.ropes, facts.windows, facts.feed_forwards, strict=True)
     layers = tuple(
-        _layer(family, facts, _mixer(family, facts.attention, rope, window), feed)
-        for rope, window, feed in halves
+        _layer(family, facts, _mixer(family, facts, index), feed)
+        for index, feed in enumerate(facts.feed_forwards)
     )
     root = math.sqrt(facts.hidden_size) if family.scales_embedding else 1.0
     scale = facts.logit_scale
@@ -189,18 +197,33 @@ def describe(family: Family, facts: Facts) -> ModelSpec:
         logit_scale=1.0 / scale if family.divides_logits and scale else scale,
         logit_soft_cap=facts.logit_soft_cap,
         tied_head=facts.tied_head,
+        layer_inputs=facts.layer_inputs,
         linear_scales=facts.linear_scales,
     )
 
 
-def _mixer(
-    family: Family, attention: Attention, rope: Rope | None, window: int | None
-) -> Attention:
+def _mixer(family: Family, facts: Facts, index: int) -> Attention:
+    rope, window = facts.ropes[index], facts.windows[index]
+    attention = facts.attention
+    if window is not None and facts.sliding_attention is not None:
+        attention = facts.sliding_attention
+    attention = replace(attention, kv_layer=_kv_layer(facts, index))
     is_chunked = family.is_chunked and window is not None
     mixer = replace(attention, rope=rope, window=window, is_chunked=is_chunked)
     if not family.splits_by_rope:
         return mixer
     return replace(mixer, qk_norm=None) if rope is None else replace(mixer, position_scale=None)
+
+
+def _kv_layer(facts: Facts, index: int) -> int | None:
+    """The layer whose keys and values a layer shares: the last of its kind that makes its own."""
+    first_shared = len(facts.windows) - facts.num_shared_kv
+    if index < first_shared:
+        return None
+    is_alike = [window == facts.windows[index] for window in facts.windows[:first_shared]]
+    if not any(is_alike):
+        raise ModelFileError(f"layer {index} shares keys and values with none before it")
+    return max(layer for layer, found in enumerate(is_alike) if found)
 
 
 def _layer(family: Family, facts: Facts, mixer: Attention, feed: Dense | Experts) -> Layer:
@@ -217,6 +240,7 @@ def _layer(family: Family, facts: Facts, mixer: Attention, feed: Dense | Experts
         feed_forward_output_norm=after,
         is_parallel=is_parallel,
         residual_scale=facts.residual_scale,
+        has_output_scale=family.has_output_scale,
     )
 
 
@@ -438,6 +462,62 @@ FAMILIES = (
         config_names=_SANDWICH,
         gguf_reads=frozenset({"rope.freq_base_swa", "attention.sliding_window_pattern"}),
         gguf_hidden_scale_at=(62,),
+    ),
+    Family(
+        name="gemma4",
+        architectures=("gemma4",),
+        model_types=("gemma4_text", "gemma4"),
+        placement=Placement.AROUND,
+        qk_norm=NormSpan.HEAD,
+        has_value_norm=True,
+        has_unit_scale=True,
+        has_output_scale=True,
+        scales_embedding=True,
+        windows=Windows.MOST,
+        full_every=6,
+        sliding_rope=True,
+        sliding_rope_base=10000.0,
+        has_senses=True,
+        gguf_activation=Activation.GELU_TANH,
+        config_defaults={
+            **_GEMMA,
+            "rope_theta": 1e6,
+            "num_key_value_heads": 4,
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 256,
+            "sliding_window": 512,
+        },
+        reads=frozenset(
+            {"num_kv_shared_layers", "attention_k_eq_v", "hidden_size_per_layer_input"}
+            | {"per_layer_config", "proportional", "partial_rotary_factor"}
+        ),
+        config_names={
+            **_SANDWICH,
+            "post_feedforward_layernorm_1": "post_ffw_norm_1",
+            "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+            "post_feedforward_layernorm_2": "post_ffw_norm_2",
+            "post_per_layer_input_norm": "post_norm",
+            "per_layer_input_gate": "inp_gate",
+            "per_layer_projection": "proj",
+            "router.proj": "ffn_gate_inp",
+        },
+        routing=Routing(
+            normalises=True,
+            gguf_normalises=True,
+            is_beside_dense=True,
+            is_there_if="enable_moe_block",
+        ),
+        gguf_reads=frozenset(
+            {
+                "attention.key_length_swa",
+                "attention.shared_kv_layers",
+                "attention.sliding_window_pattern",
+                "attention.value_length_swa",
+                "embedding_length_per_layer_input",
+                "rope.dimension_count_swa",
+                "rope.freq_base_swa",
+            }
+        ),
     ),
     Family(
         name="gpt-oss",

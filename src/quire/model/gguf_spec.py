@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
 
 from quire.core.errors import ModelFileError
 from quire.loader.metadata import Fields, Metadata
@@ -31,6 +34,7 @@ from quire.model.spec import (
     Dense,
     Experts,
     Latent,
+    LayerInputs,
     ModelSpec,
     Norm,
     NormKind,
@@ -105,6 +109,7 @@ _OF_EXPERTS: Mapping[str, tuple[object, ...]] = {
     "interleave_moe_layer_step": (0,),
     "leading_dense_block_count": (0,),
 }
+_KEY_LENGTH_SWA = "attention.key_length_swa"
 _LAYER_EPSILON = "attention.layer_norm_epsilon"
 _CHUNK = 8192  # of llama4, whose files do not say it
 _SCALING_TYPES = ("none", "linear", "yarn")
@@ -138,6 +143,9 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
     norm = _norm(family, fields)
     attention = _attention(family, fields, tensors, hidden_size, num_layers)
     windows = _windows(family, fields, num_layers)
+    sliding = attention
+    if _KEY_LENGTH_SWA in family.gguf_reads:
+        sliding, attention = _both_attentions(fields, tensors, attention, windows)
     rope_dims = attention.head_dim if attention.latent is None else attention.latent.rope_dims
     facts = Facts(
         hidden_size=hidden_size,
@@ -148,6 +156,11 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
         ropes=_ropes(family, fields, tensors, rope_dims, windows),
         windows=windows,
         feed_forwards=_feed_forwards(family, fields, tensors, norm, num_layers),
+        sliding_attention=sliding,
+        num_shared_kv=fields.integer(
+            "attention.shared_kv_layers", 0, low=0, high=max(0, num_layers - 1)
+        ),
+        layer_inputs=_layer_inputs(family, fields, norm),
         residual_scale=fields.number("residual_scale", 1.0) or 1.0,
         embedding_scale=fields.number("embedding_scale", 1.0) or 1.0,
         logit_scale=fields.number("logit_scale", 1.0) or 1.0,
@@ -156,6 +169,14 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
         linear_scales="blk.0.attn_q.scale" in tensors,
     )
     return describe(family, facts)
+
+
+def _layer_inputs(family: Family, fields: Fields, norm: Norm) -> LayerInputs | None:
+    key = "embedding_length_per_layer_input"
+    size = fields.integer(key, 0, low=0, high=MAX_SIZES["hidden_size"])
+    if not size:
+        return None
+    return LayerInputs(size=size, activation=family.gguf_activation, norm=norm)
 
 
 def num_decoder_layers(fields: Fields) -> int:
@@ -192,17 +213,59 @@ def _attention(
         scale = (hidden_size / num_heads) ** -0.5
     return Attention(
         num_heads=num_heads,
-        num_kv_heads=fields.integer("attention.head_count_kv", num_heads, high=limit),
+        num_kv_heads=_by_layer(family, fields, "attention.head_count_kv", num_heads, limit)[0],
         head_dim=_head_dim(fields, hidden_size, num_heads),
         qkv_bias=family.qkv_bias is True or has_bias,
         output_bias="blk.0.attn_output.bias" in tensors,
         qk_norm=_qk_norm(family, tensors, norm),
+        value_norm=_without_weights(norm) if family.has_value_norm else None,
         output_norm=norm if family.sub_norms else None,
         soft_cap=fields.number("attn_logit_softcapping", 0.0),
-        scale=scale,
+        scale=1.0 if family.has_unit_scale else scale,
         position_scale=_position_scale(family, fields),
         has_sinks=family.has_sinks,
     )
+
+
+def _without_weights(norm: Norm) -> Norm:
+    return Norm(epsilon=norm.epsilon, kind=norm.kind, has_weight=False)
+
+
+def _by_layer(
+    family: Family, fields: Fields, key: str, default: int | None, limit: int
+) -> tuple[int, ...]:
+    """A size that gemma4's files may give for each layer; one where it is the same for all."""
+    if _KEY_LENGTH_SWA in family.gguf_reads and isinstance(fields.get(key), np.ndarray):
+        sizes = fields.integers(key)
+        if len(sizes) != fields.integer("block_count", high=MAX_SIZES["num_layers"]):
+            raise fields.unsupported(key, ["a size for each layer"])
+        return sizes
+    return (fields.integer(key, default, high=limit),)
+
+
+def _both_attentions(
+    fields: Fields,
+    tensors: Mapping[str, Tensor],
+    attention: Attention,
+    windows: tuple[int | None, ...],
+) -> tuple[Attention, Attention]:
+    """gemma4's with a window and without; keys are values too where a file has no values."""
+    found = []
+    counts = fields.get("attention.head_count_kv")
+    for is_full in (False, True):
+        kind = [layer for layer, window in enumerate(windows) if (window is None) == is_full]
+        layer = kind[0] if kind else 0
+        count = attention.num_kv_heads
+        if isinstance(counts, np.ndarray):
+            count = fields.integers("attention.head_count_kv")[layer]
+        head_dim = attention.head_dim
+        if not is_full:
+            head_dim = fields.integer(_KEY_LENGTH_SWA, head_dim, high=MAX_SIZES["head_dim"])
+        names = [f"blk.{layer}.attn_{name}.weight" for name in "kv"]
+        has_key_values = names[0] in tensors and names[1] not in tensors
+        sizes = replace(attention, num_kv_heads=count, head_dim=head_dim, value_dim=0, scale=1.0)
+        found.append(replace(sizes, has_key_values=has_key_values))
+    return found[0], found[1]
 
 
 def _qk_norm(family: Family, tensors: Mapping[str, Tensor], norm: Norm) -> QKNorm | None:
@@ -291,16 +354,23 @@ def _feed_forwards(
     family: Family, fields: Fields, tensors: Mapping[str, Tensor], norm: Norm, num_layers: int
 ) -> tuple[Dense | Experts, ...]:
     limit = MAX_SIZES["num_layers"]
+    sizes = _by_layer(family, fields, "feed_forward_length", None, MAX_SIZES["ffn_size"])
     dense = Dense(
-        size=fields.integer("feed_forward_length", high=MAX_SIZES["ffn_size"]),
+        size=sizes[0],
         activation=family.gguf_activation,
         is_gated=family.is_gated,
         has_bias="blk.0.ffn_up.bias" in tensors,
         inner_norm=norm if family.sub_norms else None,
     )
-    if family.routing is None:
-        return (dense,) * num_layers
+    count = fields.get("expert_count")
+    has_experts = isinstance(count, int) and count > 0
+    if family.routing is None or (family.routing.is_there_if and not has_experts):
+        every = sizes * num_layers if len(sizes) == 1 else sizes
+        return tuple(replace(dense, size=size) for size in every)
     experts = _experts(family.routing, fields, dense)
+    if family.routing.is_beside_dense:
+        router = replace(experts.router, input_norm=_without_weights(norm))
+        experts = replace(experts, router=router, beside=dense, beside_norm=norm)
     first = fields.integer("leading_dense_block_count", 0, low=0, high=limit)
     step = fields.integer("interleave_moe_layer_step", 1, high=limit)
     return tuple(
@@ -376,7 +446,7 @@ def _ropes(
         base = family.sliding_rope_base or usual.base
         sliding = Rope(
             base=fields.number("rope.freq_base_swa", base),
-            dims=usual.dims,
+            dims=fields.integer("rope.dimension_count_swa", usual.dims, high=MAX_SIZES["head_dim"]),
             interleaved=usual.interleaved,
         )
     has_rope = [True] * len(windows)

@@ -213,6 +213,9 @@ class Router:
     num_used_groups: int = 1
     num_group_best: int = 1
     weighs_input: bool = False  # an expert's weight multiplies its input, not its output
+    # gemma4: scores are made of the layer's state behind this norm, times a vector and
+    # hidden_size ** -0.5; and each expert has a factor for its weight.
+    input_norm: Norm | None = None
 
     def __post_init__(self) -> None:
         _check_scale("expert_weights_scale", self.scale)
@@ -236,6 +239,10 @@ class Experts:
     has_bias: bool = False
     shared: Dense | None = None  # used by every token
     has_shared_gate: bool = False  # the shared one is multiplied by a sigmoid of its own
+    # gemma4: the half's dense feed-forward beside the experts, which take the layer's state behind
+    # a norm of their own; the outputs of both are normed before they are added.
+    beside: Dense | None = None
+    beside_norm: Norm | None = None
 
     def __post_init__(self) -> None:
         _check_size("num_experts", self.count)
@@ -266,6 +273,7 @@ class Layer:
     feed_forward_output_norm: Norm | None = None
     is_parallel: bool = False
     residual_scale: float = 1.0  # of what is added
+    has_output_scale: bool = False  # what leaves the layer is multiplied by a learned scalar
 
     def __post_init__(self) -> None:
         _check_scale("residual_scale", self.residual_scale)
@@ -278,6 +286,20 @@ class Layer:
             *(self.feed_forward_norm, self.feed_forward_output_norm),
         )
         return tuple(norm for norm in every if norm is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """gemma4: a second embedding has a vector for each layer. The mean of it and of a normed
+    projection of the first, times the root of two, is multiplied by a gate of what leaves a layer,
+    projected, normed and added to that."""
+
+    size: int
+    activation: Activation
+    norm: Norm
+
+    def __post_init__(self) -> None:
+        _check_size("layer_input_size", self.size, MAX_SIZES["hidden_size"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +316,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0  # as attention's
     tied_head: bool = False  # logits come from the embedding matrix
+    layer_inputs: LayerInputs | None = None
     linear_scales: bool = False  # each linear's output is multiplied by a scalar (its .scale)
 
     def __post_init__(self) -> None:
@@ -387,7 +410,8 @@ class ModelSpec:
 def _width(feed: Dense | Experts) -> int:
     if isinstance(feed, Dense):
         return feed.size
-    return max(feed.size, feed.shared.size if feed.shared is not None else 0)
+    others = [part.size for part in (feed.shared, feed.beside) if part is not None]
+    return max(feed.size, *others, 0)
 
 
 def _within(layer: Layer, context_length: int) -> Layer:
@@ -453,8 +477,15 @@ def layer_shapes(spec: ModelSpec, index: int) -> dict[str, Shape]:
         ("post_ffw_norm", layer.feed_forward_output_norm),
     ):
         shapes |= _norm_shapes(name, norm, (hidden,))
-    parts = (_attention_linears(layer.mixer, hidden), _feed_linears(layer.feed_forward, hidden))
+    parts = [_attention_linears(layer.mixer, hidden), _feed_linears(layer.feed_forward, hidden)]
     shapes |= _attention_vectors(layer.mixer) | _feed_vectors(layer.feed_forward, hidden)
+    if layer.has_output_scale:
+        shapes["layer_output_scale.weight"] = (1,)
+    inputs = spec.layer_inputs
+    if inputs is not None:
+        shapes |= _norm_shapes("post_norm", inputs.norm, (hidden,))
+        sizes = {"inp_gate": (inputs.size, hidden), "proj": (hidden, inputs.size)}
+        parts.append({name: (shape, False) for name, shape in sizes.items()})
     for linears in parts:
         for name, (shape, is_biased) in linears.items():
             shapes[f"{name}.weight"] = shape
@@ -538,6 +569,8 @@ def _feed_linears(part: Dense | Experts, hidden: int) -> dict[str, tuple[Shape, 
     }
     if part.shared is not None:
         linears |= _dense_linears(part.shared, hidden, "_shexp")
+    if part.beside is not None:
+        linears |= _dense_linears(part.beside, hidden, "")
     return linears
 
 
@@ -558,6 +591,10 @@ def _feed_vectors(part: Dense | Experts, hidden: int) -> dict[str, Shape]:
         shapes["exp_probs_b.bias"] = (part.count,)
     if part.has_shared_gate:
         shapes["ffn_gate_inp_shexp.weight"] = (hidden,)
+    if part.router.input_norm is not None:
+        shapes |= {"ffn_gate_inp.scale": (hidden,), "ffn_down_exps.scale": (part.count,)}
+    for name in ("post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"):
+        shapes |= _norm_shapes(name, part.beside_norm, (hidden,))
     return shapes
 
 
@@ -567,6 +604,12 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     shapes |= _norm_shapes("output_norm", spec.output_norm, (spec.hidden_size,))
     if not spec.tied_head:
         shapes["output.weight"] = (spec.vocabulary_size, spec.hidden_size)
+    if spec.layer_inputs is not None:
+        every = spec.num_layers * spec.layer_inputs.size
+        shapes["per_layer_token_embd.weight"] = (spec.vocabulary_size, every)
+        shapes["per_layer_model_proj.weight"] = (every, spec.hidden_size)
+        size = (spec.layer_inputs.size,)
+        shapes |= _norm_shapes("per_layer_proj_norm", spec.layer_inputs.norm, size)
     by_layer: dict[Layer, dict[str, Shape]] = {}
     for index, layer in enumerate(spec.layers):
         if layer not in by_layer:
@@ -644,6 +687,15 @@ class Feature(StrEnum):
     RELU2 = "the activation relu2"
     CLAMPED_SWIGLU = "the activation clamped_swiglu"
     EXPERTS = "a mixture of experts"
+    EXPERT_BIASES = "experts with biases"
+    SHARED_EXPERT = "an expert that every token uses"
+    SIGMOID_ROUTER = "a router with a sigmoid"
+    ROUTER_BIAS = "a router with a bias"
+    ROUTER_CHOICE = "a router that chooses by groups of experts or with a bias of its own"
+    WEIGHED_EXPERT_INPUT = "experts whose input is weighed"
+    EXPERTS_BESIDE_DENSE = "experts beside a dense feed-forward"
+    LAYER_INPUTS = "embeddings for each layer"
+    OUTPUT_SCALE = "a scale on what leaves a layer"
 
 
 _OF_LLAMA = {Feature.WINDOWS, Feature.HEAD_NORMS}
@@ -690,6 +742,7 @@ def features(spec: ModelSpec) -> Iterator[tuple[Feature, str]]:
         Feature.LOGIT_SCALE: spec.logit_scale != 1.0,
         Feature.LOGIT_SOFT_CAP: spec.logit_soft_cap != 0.0,
         Feature.LINEAR_SCALES: spec.linear_scales,
+        Feature.LAYER_INPUTS: spec.layer_inputs is not None,
         Feature.LAYER_NORMS: spec.output_norm.kind is not NormKind.RMS,
     }
     yield from ((feature, "") for feature, is_there in whole.items() if is_there)
@@ -714,6 +767,7 @@ def _layer_features(spec: ModelSpec, layer: Layer) -> dict[Feature, bool]:
         Feature.NO_NORMS_BEFORE_HALVES: any(norm is None for norm in before),
         Feature.PARALLEL_HALVES: layer.is_parallel,
         Feature.RESIDUAL_SCALE: layer.residual_scale != 1.0,
+        Feature.OUTPUT_SCALE: layer.has_output_scale,
         Feature.DIFFERENT_LAYERS: _sizes(layer) != _sizes(first),
         **_attention_features(layer.mixer, first.mixer),
         **_feed_features(layer.feed_forward),
@@ -746,6 +800,17 @@ def _feed_features(part: Dense | Experts) -> dict[Feature, bool]:
     found = {Feature.EXPERTS: isinstance(part, Experts)}
     if isinstance(part, Dense):
         found[Feature.UNGATED] = not part.is_gated
+    else:
+        router = part.router
+        found |= {
+            Feature.EXPERT_BIASES: part.has_bias,
+            Feature.SHARED_EXPERT: part.shared is not None,
+            Feature.SIGMOID_ROUTER: router.scoring is Scoring.SIGMOID,
+            Feature.ROUTER_BIAS: router.has_bias,
+            Feature.ROUTER_CHOICE: router.has_choice_bias or router.num_groups > 1,
+            Feature.WEIGHED_EXPERT_INPUT: router.weighs_input,
+            Feature.EXPERTS_BESIDE_DENSE: part.beside is not None,
+        }
     if part.activation is not Activation.SILU:
         found[Feature(f"the activation {part.activation}")] = True
     return found

@@ -26,6 +26,9 @@ _OUTSIDE_LAYERS = {
     "norm.weight": "output_norm.weight",
     "norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
+    "embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
 }
 
 # Inside layer N: model.layers.N.<left>.<weight, bias or weight_scale> is blk.N.<right>.<the same>.
@@ -80,6 +83,11 @@ _IN_LAYERS = {
 # Parameters without a suffix, whole.
 _WHOLE_IN_LAYERS = {
     "self_attn.sinks": "attn_sinks.weight",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     **{
         f"{module}.experts.{theirs}": ours
@@ -363,6 +371,8 @@ def _parts(family: Family, spec: ModelSpec, tensor: Tensor, is_gguf: bool) -> It
             yield from _transposed_down(tensor)
         case "attn_kv_b" if layer.mixer.latent is not None:
             yield from _divided_kv_b(tensor, prefix, layer.mixer, layer.mixer.latent)
+        case "attn_k" | "attn_v" | "attn_k_norm" if layer.mixer.kv_layer is not None:
+            return  # files keep what layers that share keys and values do not use
         case "ffn_gate_inp_shexp" if tensor.shape[0] == 1:
             yield replace(tensor, shape=tensor.shape[1:])  # a matrix of one row
         case _:

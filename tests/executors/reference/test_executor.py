@@ -37,10 +37,10 @@ def test_a_cancelled_step_stops_between_layers_and_the_next_one_runs() -> None:
         layer = executor._decoder._layers[0]
         feed_forward = layer._feed_forward
 
-        def held_up(state: Floats) -> Floats:
+        def held_up(normed: Floats, state: Floats) -> Floats:
             is_running.set()
             assert go_on.wait(60)
-            return feed_forward(state)
+            return feed_forward(normed, state)
 
         layer._feed_forward = held_up
         second_layer_was_left_out = executor._blocks.keys[1].copy()
