@@ -9,6 +9,7 @@ import pytest
 from tests.cli.program import environment, fails, quire
 from tests.fixture_files import FIXTURES, fixture_file
 
+from quire.model.conversion import EMBEDDINGS, FILE_TYPES
 from quire.model.loading import load_model
 
 PACKED = FIXTURES / "bitnet-published" / "a" / "hf-packed"
@@ -115,6 +116,13 @@ def test_a_wrong_call_names_the_types() -> None:
     assert "TQ2_0" in run.err and "I2_S" in run.err
     run = quire("convert", PACKED, "m.gguf")
     assert run.code == 2 and "--to" in run.err
+
+
+def test_the_choices_are_those_of_the_converter() -> None:
+    """Which the options do not import: it takes long."""
+    out = quire("convert", "--help").out
+    assert f"--to {{{','.join(FILE_TYPES)}}}" in out
+    assert f"--embedding {{{','.join(EMBEDDINGS)}}}" in out
 
 
 def test_the_packing_of_what_has_no_i2_s_is_refused(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class Conversion:
     losses: Losses
 
     @property
-    def tokenizer(self) -> "WrittenTokenizer | None":
+    def tokenizer(self) -> WrittenTokenizer | None:
         """None where the file takes token ids alone."""
         tokens, pre = (self.fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "pre"))
         if not isinstance(tokens, Sequence):
@@ -131,7 +131,9 @@ class Conversion:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self, path: Path, progress: Progress | None = None) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all; `losses` are those of the last time."""
+        self.losses.scales.clear()
+        self.losses.rounded.clear()
         write_gguf(path, self.fields, self.tensors, progress)
 
 
