@@ -85,6 +85,9 @@ def write_family(case: str, config: Config, model: Model, path: Path) -> Path:
     fields: dict[str, Field] = {"general.architecture": architecture}
     if architecture == "gemma4":
         tensors = _fused_experts(tensors)
+    if architecture == "glm4moe":  # a layer that predicts a further token comes last
+        own |= {"block_count": config["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
+        tensors[f"blk.{config['num_hidden_layers']}.nextn.enorm.weight"] = np.ones(48, np.float32)
     fields |= {f"{architecture}.{key}": value for key, value in own.items()}
     written = _renamed(architecture, _fused(architecture, _permuted(architecture, config, tensors)))
     write_gguf(path, fields, [Written(name, weights) for name, weights in written.items()])
@@ -159,8 +162,9 @@ def _deepseek_experts(config: Config) -> dict[str, Field]:
         "expert_shared_count": config["n_shared_experts"],
         "expert_weights_scale": float(config["routed_scaling_factor"]),
         "expert_weights_norm": is_third,
-        "expert_gating_func": 2 if is_third else 1,
     }
+    if is_third:
+        fields["expert_gating_func"] = 2  # absent: softmax
     if config["n_group"] > 1:
         fields |= {
             "expert_group_count": config["n_group"],

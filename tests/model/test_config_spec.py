@@ -232,7 +232,34 @@ def test_the_older_form_of_a_config_gives_the_same_spec(case: str) -> None:
     assert spec_from_config(in_the_older_form(config)) == spec_from_config(config)
 
 
-def test_a_config_of_a_model_that_sees_holds_the_decoders_fields_apart() -> None:
-    text = drawn_config("gemma3")
-    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 7}}
+@pytest.mark.parametrize(
+    ("outer", "case"), [("gemma3", "gemma3"), ("mistral3", "ministral3"), ("llama4", "llama4")]
+)
+def test_a_model_that_sees_has_its_decoders_fields_apart(outer: str, case: str) -> None:
+    text = drawn_config(case)
+    whole = {"model_type": outer, "text_config": text, "vision_config": {"hidden_size": 7}}
     assert spec_from_config(whole) == spec_from_config(text)
+    with pytest.raises(ModelFileError, match="text_config is missing"):
+        spec_from_config({"model_type": outer})
+
+
+def test_what_other_models_of_a_family_compute_is_refused_by_name() -> None:
+    for case, key, value in (
+        ("gpt-oss", "swiglu_limit", 9.0),
+        ("deepseek2", "scoring_func", "softmax"),
+        ("deepseek2", "moe_layer_freq", 2),
+        ("qwen2moe", "use_sliding_window", True),
+    ):
+        config = {**drawn_config(case), "layer_types": None, "sliding_window": 9}
+        if case == "deepseek2":
+            del config["sliding_window"]
+        with pytest.raises(UnsupportedModelError, match=f"{key} = .* is not supported"):
+            spec_from_config({**config, key: value})
+
+
+def test_a_pattern_of_windows_may_be_letters() -> None:
+    config = {**drawn_config("exaone4"), "layer_types": None}
+    windows = [spec_from_config({**config, "sliding_window_pattern": p}).windows for p in (2, "LG")]
+    assert windows == [(9, None, 9, None)] * 2
+    with pytest.raises(ModelFileError, match="sliding_window_pattern must be an integer"):
+        spec_from_config({**config, "sliding_window_pattern": "GL"})

@@ -11,7 +11,7 @@ from quire.loader.metadata import Metadata
 from quire.loader.tensor import Tensor
 from quire.model.gguf_spec import spec_from_gguf
 from quire.model.rope import DivisorScaling, LinearScaling, YarnScaling
-from quire.model.spec import Activation, ModelSpec
+from quire.model.spec import Activation, Experts, ModelSpec, PositionScale, Scoring
 
 SIZES: dict[str, object] = {
     "context_length": 512,
@@ -229,3 +229,63 @@ def test_keys_of_other_architectures_are_none_of_our_business() -> None:
     metadata = {"general.architecture": "llama", "llamafile.version": 1, "clip.projector": "x"}
     fields = {f"llama.{key}": value for key, value in SIZES.items()}
     assert spec_from_gguf(Metadata("m.gguf", {**metadata, **fields}), EMBEDDING) == spec()
+
+
+EXPERTS: dict[str, object] = {"expert_count": 8, "expert_used_count": 2}
+
+
+def experts(architecture: str, /, **changes: object) -> Experts:
+    found = spec(architecture, **{**EXPERTS, **changes}).layers[-1].feed_forward
+    assert isinstance(found, Experts)
+    return found
+
+
+def test_a_llama_with_experts_is_a_mixtral() -> None:
+    assert spec(**EXPERTS).family == "mixtral"
+    assert experts("llama").router.normalises and experts("llama").size == 96
+    assert spec(expert_count=0).family == "llama"
+
+
+def test_what_files_do_not_say_of_routers_is_what_llama_cpp_takes_for_granted() -> None:
+    assert experts("qwen3moe").router.normalises
+    assert not experts("qwen2moe").router.normalises and not experts("olmoe").router.normalises
+    latent: dict[str, object] = {
+        "attention.kv_lora_rank": 8,
+        "attention.key_length_mla": 12,
+        "attention.value_length_mla": 8,
+        "rope.dimension_count": 4,
+    }
+    assert experts("deepseek2", **latent).router.scoring is Scoring.SOFTMAX
+    third = experts("deepseek2", **latent, expert_gating_func=2)
+    assert third.router.scoring is Scoring.SIGMOID and not third.router.has_choice_bias
+    with pytest.raises(UnsupportedModelError, match=r"expert_gating_func = 3 .* 1 \(softmax\)"):
+        experts("deepseek2", **latent, expert_gating_func=3)
+
+
+def test_a_pattern_of_windows_is_read_as_a_list_and_as_a_period() -> None:
+    window: dict[str, object] = {"attention.sliding_window": 9, "block_count": 4}
+    assert spec("gemma2", **window).windows == (9, None, 9, None)
+    assert spec("gemma3", **window).windows == (9, 9, 9, 9)
+    key = "attention.sliding_window_pattern"
+    assert spec("gemma3", **window, **{key: 2}).windows == (9, None, 9, None)
+    listed = np.array([False, True, True, False])
+    assert spec("olmo2", **window, **{key: listed}).windows == (None, 9, 9, None)
+    with pytest.raises(UnsupportedModelError, match="sliding_window_pattern"):
+        spec("olmo2", **window, **{key: listed[:3]})
+
+
+def test_attention_scales_that_follow_from_the_number_of_layers() -> None:
+    sizes: dict[str, object] = {"attention.key_length": 16, "attention.value_length": 16}
+    assert spec("gemma2", **sizes).attention.scale == 16**-0.5
+    assert spec("gemma2", **sizes, block_count=46).attention.scale == 12**-0.5
+    assert spec("gemma3", **sizes, block_count=62).attention.scale == 12**-0.5
+
+
+def test_llama4_of_128_experts_has_no_norms_of_queries_and_keys() -> None:
+    few = spec("llama4", **EXPERTS, block_count=4)
+    many = spec("llama4", **{**EXPERTS, "expert_count": 128}, block_count=4)
+    assert few.layers[0].mixer.qk_norm is not None and many.layers[0].mixer.qk_norm is None
+    assert [layer.mixer.rope is None for layer in few.layers] == [False, False, False, True]
+    assert few.layers[3].mixer.position_scale == PositionScale(factor=0.1, length=8192, offset=1)
+    with pytest.raises(UnsupportedModelError, match=r"attention\.sliding_window = 0"):
+        spec("llama4", **EXPERTS, **{"attention.sliding_window": 0})

@@ -99,11 +99,15 @@ def test_any_other_name_is_an_error_that_says_it(name: str) -> None:
 
 
 def test_what_a_model_sees_with_is_left_out_of_families_that_see() -> None:
-    for name in ("vision_tower.a.weight", "model.multi_modal_projector.b.weight"):
-        assert ours("gemma3", name) is None
+    names = ("vision_tower.a.weight", "model.multi_modal_projector.b.weight")
+    family = CONFIG_FAMILIES["gemma3_text"]
+    seen = {name: tensor(name, np.ones(2)) for name in names}
+    assert named_as_ours(family, 2, seen, has_senses=True) == {}
+    with pytest.raises(UnsupportedModelError, match="vision_tower"):
+        named_as_ours(family, 2, seen)
     for prefix in ("language_model.model.", "model.language_model.", "model.", ""):
-        assert ours("gemma3", f"{prefix}layers.0.mlp.up_proj.weight") == "blk.0.ffn_up.weight"
-    assert ours("gemma3", "language_model.lm_head.weight") == "output.weight"
+        assert ours("gemma3_text", f"{prefix}layers.0.mlp.up_proj.weight") == "blk.0.ffn_up.weight"
+    assert ours("gemma3_text", "language_model.lm_head.weight") == "output.weight"
 
 
 def test_layers_that_predict_further_tokens_are_left_out() -> None:

@@ -8,6 +8,7 @@ from quire.core.errors import ModelFileError
 from quire.loader.metadata import Fields, Metadata
 from quire.model.families import (
     CONFIG_FAMILIES,
+    WITH_SENSES,
     Facts,
     Family,
     NoRope,
@@ -80,12 +81,15 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
     "sliding_window_pattern": (),
+    "swiglu_alpha": (1.702,),
+    "swiglu_limit": (7.0,),
     "use_bidirectional_attention": (False, "vision"),  # of pictures alone
     "use_mrope": (False,),
     "use_qk_norm": (False,),
 }
 _OF_EXPERTS: Mapping[str, tuple[object, ...]] = {
     "moe_intermediate_size": (0,),
+    "moe_layer_freq": (1,),
     "n_routed_experts": (0,),
     "num_experts": (0,),
     "num_local_experts": (0,),
@@ -123,7 +127,10 @@ _ROPE_COMMON_KEYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 
 
 def config_family(config: Mapping[str, object]) -> Family:
-    name = Metadata(_FILE, config).text("model_type")
+    fields = Metadata(_FILE, config)
+    name = fields.text("model_type")
+    if name in WITH_SENSES:
+        name = fields.section("text_config").text("model_type", WITH_SENSES[name])
     return find_family(CONFIG_FAMILIES, "model_type", name)
 
 
@@ -135,7 +142,7 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
     """
     family = config_family(config)
     own = config
-    if family.has_senses and isinstance(config.get("text_config"), Mapping):
+    if config["model_type"] in WITH_SENSES:
         text = Metadata(_FILE, config).section("text_config")
         own = {**config, **text, "text_config": None}
     merged = {**_DEFAULTS, **family.config_defaults, **own}
@@ -355,6 +362,10 @@ def _experts(routing: Routing, fields: Fields, activation: Activation) -> Expert
     limit, size_limit = MAX_SIZES["num_experts"], MAX_SIZES["ffn_size"]
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     count_key = next((name for name in names if fields.get(name) is not None), names[0])
+    scoring = fields.get("scoring_func")
+    if scoring not in (None, routing.scoring.value):
+        raise fields.unsupported("scoring_func", [routing.scoring.value])
+    fields.refuse({"moe_layer_freq": (1,)})
     size_key = "moe_intermediate_size"
     if fields.get(size_key) is None:
         size_key = "intermediate_size"
@@ -466,7 +477,10 @@ def _usual_windows(
         fields.refuse({"use_sliding_window": (False,)})
         return (None,) * num_layers
     every = family.full_every
-    if fields.get("sliding_window_pattern") is not None:
+    pattern = fields.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+        every = len(pattern)  # EXAONE's, such as LLLG
+    elif pattern is not None:
         every = fields.integer("sliding_window_pattern", high=limit)
     return tuple(
         window if not every or (layer + 1) % every else None for layer in range(num_layers)

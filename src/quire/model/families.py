@@ -72,7 +72,8 @@ class ExpertLayout(StrEnum):
 class Routing:
     """What files of a family with experts do not say. A text is the field that says it."""
 
-    scoring: Scoring = Scoring.SOFTMAX  # GGUF's expert_gating_func goes before
+    scoring: Scoring = Scoring.SOFTMAX
+    gguf_scoring: Scoring | None = None  # where expert_gating_func is not there; None: as scoring
     normalises: bool | str = "norm_topk_prob"
     gguf_normalises: bool = False  # where expert_weights_norm is not there
     router_bias: bool = False
@@ -139,7 +140,6 @@ class Family:
     dense_size: str = "intermediate_size"
     interleaved_in_config: bool = False  # safetensors' q and k rows are in interleaved rope order
     has_legacy_gelu: bool = False  # "gelu" means its approximation by tanh
-    has_senses: bool = False  # config.json may keep the decoder's fields under text_config
     has_extra_layers: bool = False  # layers behind the last predict further tokens: left out
     norm_offset: float = 0.0  # what norm weights are stored less of
     expert_layout: ExpertLayout = ExpertLayout.HALVES
@@ -151,6 +151,7 @@ class Family:
     gguf_activation: Activation = Activation.SILU
     gguf_tied_head: bool = False  # whether or not the file has an output matrix of its own
     gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_unnormed_at: int = 0  # files of so many experts have no norms of queries and keys
     # By layer count: files whose attention scale is (hidden / heads) ** -0.5, which they do not say
     gguf_hidden_scale_at: tuple[int, ...] = ()
 
@@ -436,7 +437,7 @@ FAMILIES = (
     Family(
         name="gemma3",
         architectures=("gemma3",),
-        model_types=("gemma3_text", "gemma3"),
+        model_types=("gemma3_text",),
         placement=Placement.AROUND,
         qk_norm=NormSpan.HEAD,
         norm_offset=1.0,
@@ -445,7 +446,6 @@ FAMILIES = (
         full_every=6,
         sliding_rope=True,
         sliding_rope_base=10000.0,
-        has_senses=True,
         has_legacy_gelu=True,
         gguf_activation=Activation.GELU_TANH,
         config_defaults={
@@ -466,7 +466,7 @@ FAMILIES = (
     Family(
         name="gemma4",
         architectures=("gemma4",),
-        model_types=("gemma4_text", "gemma4"),
+        model_types=("gemma4_text",),
         placement=Placement.AROUND,
         qk_norm=NormSpan.HEAD,
         has_value_norm=True,
@@ -477,7 +477,6 @@ FAMILIES = (
         full_every=6,
         sliding_rope=True,
         sliding_rope_base=10000.0,
-        has_senses=True,
         gguf_activation=Activation.GELU_TANH,
         config_defaults={
             **_GEMMA,
@@ -755,7 +754,7 @@ FAMILIES = (
     Family(
         name="llama4",
         architectures=("llama4",),
-        model_types=("llama4_text", "llama4"),
+        model_types=("llama4_text",),
         qk_norm=NormSpan.HEAD,
         qk_norm_if="use_qk_norm",
         qk_norm_after_rope=True,
@@ -764,7 +763,6 @@ FAMILIES = (
         is_chunked=True,
         no_rope=NoRope.LISTED,
         splits_by_rope=True,
-        has_senses=True,
         interleaved_in_config=True,
         interleaved_in_gguf=True,
         dense_size="intermediate_size_mlp",
@@ -793,6 +791,7 @@ FAMILIES = (
             shared_size="intermediate_size",
         ),
         expert_layout=ExpertLayout.TRANSPOSED_HALVES,
+        gguf_unnormed_at=128,  # Maverick
     ),
     Family(
         name="deepseek2",
@@ -819,7 +818,7 @@ FAMILIES = (
             "norm_topk_prob": True,
         },
         reads=frozenset({"kv_lora_rank"}),
-        routing=_OF_DEEPSEEK,
+        routing=replace(_OF_DEEPSEEK, gguf_scoring=Scoring.SOFTMAX),  # DeepSeek V2's files
         gguf_reads=frozenset(
             {
                 "attention.kv_lora_rank",
@@ -857,6 +856,14 @@ FAMILIES = (
 
 GGUF_FAMILIES = {name: family for family in FAMILIES for name in family.architectures}
 CONFIG_FAMILIES = {name: family for family in FAMILIES for name in family.model_types}
+# Models that see or hear: config.json keeps the decoder's fields under text_config, which says its
+# own type where it is not this one.
+WITH_SENSES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+}
 
 
 def find_family(families: Mapping[str, Family], field_name: str, name: str) -> Family:

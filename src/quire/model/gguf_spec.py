@@ -217,7 +217,7 @@ def _attention(
         head_dim=_head_dim(fields, hidden_size, num_heads),
         qkv_bias=family.qkv_bias is True or has_bias,
         output_bias="blk.0.attn_output.bias" in tensors,
-        qk_norm=_qk_norm(family, tensors, norm),
+        qk_norm=_qk_norm(family, fields, tensors, norm),
         value_norm=_without_weights(norm) if family.has_value_norm else None,
         output_norm=norm if family.sub_norms else None,
         soft_cap=fields.number("attn_logit_softcapping", 0.0),
@@ -268,9 +268,13 @@ def _both_attentions(
     return found[0], found[1]
 
 
-def _qk_norm(family: Family, tensors: Mapping[str, Tensor], norm: Norm) -> QKNorm | None:
+def _qk_norm(
+    family: Family, fields: Fields, tensors: Mapping[str, Tensor], norm: Norm
+) -> QKNorm | None:
     """A family that has it in some models alone: where the file has its weights."""
     if family.qk_norm is None:
+        return None
+    if family.gguf_unnormed_at and fields.get("expert_count") == family.gguf_unnormed_at:
         return None
     is_after = family.qk_norm_after_rope
     if family.qk_norm_if and not is_after and "blk.0.attn_q_norm.weight" not in tensors:
@@ -335,16 +339,22 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     """Zero means none. A pattern says of each layer whether it has the window."""
     window = fields.integer("attention.sliding_window", 0, low=0, high=_WINDOW_LIMIT) or None
     if family.is_chunked:
+        if window is None and fields.get("attention.sliding_window") is not None:
+            raise fields.unsupported("attention.sliding_window", [f"chunks of {_CHUNK}"])
         window = _CHUNK
+    every = family.full_every if family.windows is Windows.MOST else 0
     pattern = fields.get("attention.sliding_window_pattern")
-    if pattern is not None:
+    if isinstance(pattern, int) and not isinstance(pattern, bool):
+        limit = MAX_SIZES["num_layers"]
+        every = fields.integer("attention.sliding_window_pattern", low=0, high=limit)
+    elif pattern is not None:
         slides = fields.booleans("attention.sliding_window_pattern")
         if len(slides) < num_layers:
             raise fields.unsupported("attention.sliding_window_pattern")
         return tuple(window if is_there else None for is_there in slides[:num_layers])
-    if family.windows is not Windows.MOST or not family.full_every:
-        return (window,) * num_layers
-    return tuple(window if (layer + 1) % family.full_every else None for layer in range(num_layers))
+    return tuple(
+        window if not every or (layer + 1) % every else None for layer in range(num_layers)
+    )
 
 
 # ---- feed-forward
@@ -367,7 +377,7 @@ def _feed_forwards(
     if family.routing is None or (family.routing.is_there_if and not has_experts):
         every = sizes * num_layers if len(sizes) == 1 else sizes
         return tuple(replace(dense, size=size) for size in every)
-    experts = _experts(family.routing, fields, dense)
+    experts = _experts(family.routing, fields, tensors, dense)
     if family.routing.is_beside_dense:
         router = replace(experts.router, input_norm=_without_weights(norm))
         experts = replace(experts, router=router, beside=dense, beside_norm=norm)
@@ -379,7 +389,9 @@ def _feed_forwards(
     )
 
 
-def _experts(routing: Routing, fields: Fields, dense: Dense) -> Experts:
+def _experts(
+    routing: Routing, fields: Fields, tensors: Mapping[str, Tensor], dense: Dense
+) -> Experts:
     limit, size_limit = MAX_SIZES["num_experts"], MAX_SIZES["ffn_size"]
     size = fields.integer("expert_feed_forward_length", dense.size, high=size_limit)
     scoring = _scoring(routing, fields)
@@ -389,7 +401,7 @@ def _experts(routing: Routing, fields: Fields, dense: Dense) -> Experts:
         normalises=fields.boolean("expert_weights_norm", routing.gguf_normalises),
         scale=fields.number("expert_weights_scale", 1.0) or 1.0,
         has_bias=routing.router_bias,
-        has_choice_bias=routing.choice_bias and scoring is Scoring.SIGMOID,
+        has_choice_bias=routing.choice_bias and _has_choice_bias(tensors),
         num_groups=groups,
         num_used_groups=fields.integer("expert_group_used_count", groups, high=limit),
         num_group_best=routing.num_group_best if scoring is Scoring.SIGMOID else 1,
@@ -408,9 +420,14 @@ def _experts(routing: Routing, fields: Fields, dense: Dense) -> Experts:
     )
 
 
+def _has_choice_bias(tensors: Mapping[str, Tensor]) -> bool:
+    return any(name.endswith(".exp_probs_b.bias") for name in tensors)
+
+
 def _scoring(routing: Routing, fields: Fields) -> Scoring:
     key = "expert_gating_func"
-    kinds = {0: routing.scoring, 1: Scoring.SOFTMAX, 2: Scoring.SIGMOID}
+    usual = routing.gguf_scoring or routing.scoring
+    kinds = {0: usual, 1: Scoring.SOFTMAX, 2: Scoring.SIGMOID}
     number = fields.integer(key, 0, low=0, high=MAX_SIZES["num_experts"])
     if number not in kinds:
         raise fields.unsupported(key, ["1 (softmax)", "2 (sigmoid)"])
@@ -502,6 +519,8 @@ def _factors(tensor: Tensor, dims: int) -> tuple[float, ...]:
 def _scaling(family: Family, fields: Fields) -> RopeScaling | None:
     factor = fields.number("rope.scaling.factor", 1.0)
     kind = fields.text("rope.scaling.type", "linear")  # a factor alone means linear
+    if kind == "longrope" and "rope.scaling.attn_factor" in family.gguf_reads:
+        return None  # its factors are tensors
     if kind not in _SCALING_TYPES:
         raise fields.unsupported("rope.scaling.type", _SCALING_TYPES)
     if kind == "yarn":

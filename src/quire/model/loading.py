@@ -20,6 +20,7 @@ from quire.loader.tensor import Tensor
 from quire.model.bitnet import weights_of, with_packing
 from quire.model.config_spec import config_family, spec_from_config
 from quire.model.dummy import DummyModel
+from quire.model.families import WITH_SENSES
 from quire.model.gguf_spec import gguf_family, spec_from_gguf
 from quire.model.spec import ModelSpec, check_tensors
 from quire.model.tensors import arranged, named_as_ours, named_in_gguf
@@ -82,7 +83,8 @@ def load_model(path: str | Path, files: Files = DISK, *, i2s_packing: str | None
     else:
         spec = spec_from_config(source.whole_config)
         family = config_family(source.whole_config)
-        tensors = named_as_ours(family, spec.num_layers, tensors)
+        has_senses = source.config.get("model_type") in WITH_SENSES
+        tensors = named_as_ours(family, spec.num_layers, tensors, has_senses=has_senses)
         tensors = weights_of(source.whole_config, tensors)
     tensors = arranged(family, spec, tensors, is_gguf=isinstance(source, GGUFFile))
     if spec.tied_head:

@@ -130,7 +130,7 @@ def from_hugging_face(family: Family, name: str) -> str | None:
     prefix = _PREFIX.match(name)
     assert prefix is not None  # it may be empty
     rest = name[prefix.end() :]  # checkpoints of the bare decoder leave the prefix out
-    if _DERIVED.fullmatch(rest) or (family.has_senses and _NOT_OF_DECODER.fullmatch(name)):
+    if _DERIVED.fullmatch(rest):
         return None
     inside = _LAYER.fullmatch(rest)
     ours = _OUTSIDE_LAYERS.get(rest) if inside is None else _in_layer(family, inside[2])
@@ -153,11 +153,13 @@ def _in_layer(family: Family, name: str) -> str | None:
 
 
 def named_as_ours(
-    family: Family, num_layers: int, tensors: Mapping[str, Tensor]
+    family: Family, num_layers: int, tensors: Mapping[str, Tensor], *, has_senses: bool = False
 ) -> dict[str, Tensor]:
     """A checkpoint's tensors under our names; what it has for training alone is left out."""
     found: dict[str, Tensor] = {}
     for theirs, tensor in tensors.items():
+        if has_senses and _NOT_OF_DECODER.fullmatch(theirs):
+            continue
         name = from_hugging_face(family, theirs)
         if name is None or (family.has_extra_layers and _layer_of(name) >= num_layers):
             continue
