@@ -65,7 +65,7 @@ def test_every_family_is_compared() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_company_and_chunks_change_no_bit_of_a_family(case: str, folder: Path) -> None:
+def test_batches_and_chunks_change_no_bit_of_a_family(case: str, folder: Path) -> None:
     tokens = np.load(DRAWN / case / "golden.npz")["tokens"].tolist()[:30]
     generator = np.random.default_rng(3)
     with drawn(case, folder) as model:

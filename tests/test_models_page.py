@@ -1,0 +1,78 @@
+"""docs/models.md lists what the registry holds: families, their files and the devices they run on.
+
+After a family or a device changes, write its tables again:
+
+    python -m tests.test_models_page
+"""
+
+import json
+from pathlib import Path
+
+from tests.drawn_families import CASES, DRAWN
+from tests.fixture_files import FIXTURES
+
+from quire.model.config_spec import config_family, spec_from_config
+from quire.model.families import FAMILIES, WITH_SENSES
+from quire.model.spec import LOWERED, Feature, ModelSpec, features, unsupported
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
+
+
+def specs() -> dict[str, list[ModelSpec]]:
+    """By family: the models that are compared with transformers."""
+    folders = [*(DRAWN / case for case in CASES), *sorted((FIXTURES / "families").iterdir())]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
+    found: dict[str, list[ModelSpec]] = {}
+    for config in configs:
+        found.setdefault(config_family(config).name, []).append(spec_from_config(config))
+    return dict(sorted(found.items()))
+
+
+def families_table() -> str:
+    devices = sorted(LOWERED)
+    titles = ["family", "GGUF", "config.json", *devices]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for name, models in specs().items():
+        rows = [family for family in FAMILIES if family.name == name]
+        architectures = [text for family in rows for text in family.architectures]
+        types = [text for family in rows for text in family.model_types]
+        types += [outer for outer, inner in WITH_SENSES.items() if inner in types]
+        cells = [", ".join(f"`{x}`" for x in texts) or "-" for texts in (architectures, types)]
+        for device in devices:
+            runs = [not unsupported(spec, device) for spec in models]
+            cells.append("yes" if all(runs) else "some" if any(runs) else "no")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def features_table() -> str:
+    having: dict[Feature, dict[str, None]] = {}
+    for name, models in specs().items():
+        for spec in models:
+            for feature, _ in features(spec):
+                having.setdefault(feature, {})[name] = None
+    lines = ["| what a model may have beyond a llama | devices | families |", "|---|---|---|"]
+    for feature in Feature:
+        devices = [device for device in sorted(LOWERED) if feature in LOWERED[device]]
+        lines.append(
+            f"| {feature} | {', '.join(devices)} | {', '.join(having.get(feature, '-'))} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def written(page: str) -> str:
+    """The page with today's tables."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{families_table()}\n{features_table()}\n{END}{after}"
+
+
+def test_the_page_lists_what_the_registry_holds() -> None:
+    assert specs().keys() == {family.name for family in FAMILIES}, "each family has a golden"
+    page = PAGE.read_text()
+    assert page == written(page), "run python -m tests.test_models_page"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
