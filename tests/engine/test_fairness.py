@@ -385,6 +385,14 @@ def test_a_key_in_debt_gives_way_whatever_slots_it_has() -> None:
     assert shares.victim_key("new", 4) == "fair", "by slots, for want of credit"
 
 
+def test_a_key_without_credit_is_not_in_debt() -> None:
+    shares = shares_of("even", "fair")
+    shares._credit["even"] = 0.0
+    assert shares.victim_key("new", 1) is None
+    shares._credit["even"] = -1.0
+    assert shares.victim_key("new", 1) == "even"
+
+
 def test_a_newcomer_in_debt_displaces_by_slots_alone() -> None:
     shares = in_debt("fair")
     assert shares.victim_key("flood", 1) is None

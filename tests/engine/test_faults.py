@@ -212,6 +212,18 @@ def test_steps_shrink_until_the_memory_suffices() -> None:
     assert set(engine.stats.steps_failed) == {"ExecutorMemoryError"}
 
 
+def test_for_want_of_memory_the_last_in_rank_leave_the_batch() -> None:
+    engine = new_engine(FakeExecutor(faults=Faults(no_memory_above=8)), plan_ahead=False)
+    requests = [engine.add_request([i, i + 1, i + 2, i + 3], greedy(10)) for i in range(4)]
+    run_until(engine, lambda: engine.health_report.batch_limit == 2)
+    assert [request.status for request in requests] == [
+        Status.RUNNING,
+        Status.RUNNING,
+        Status.PREEMPTED,
+        Status.PREEMPTED,
+    ]
+
+
 def test_a_prompt_too_large_for_the_memory_is_computed_in_smaller_chunks() -> None:
     executor = FakeExecutor(faults=Faults(no_memory_above=50), keep_plans=True)
     engine = new_engine(executor)
@@ -416,6 +428,17 @@ def test_want_of_memory_halves_the_smaller_of_the_step_and_the_limit() -> None:
     backoff.failed(8, 64, ExecutorMemoryError("no"))
     backoff.failed(8, 300, ExecutorMemoryError("no"))
     assert (backoff.batch_limit, backoff.token_limit) == (2, 16)
+
+
+def test_a_batch_that_fails_after_half_a_recovery_lowers_the_limit_at_once() -> None:
+    backoff = Backoff(8, 512)
+    for _ in range(3):
+        backoff.failed(8, 100, ExecutorError("no"))
+    for _ in range(16):
+        backoff.succeeded(1)
+    assert backoff.batch_limit == 2
+    backoff.failed(2, 2, ExecutorError("no"))
+    assert backoff.batch_limit == 1
 
 
 def test_a_failure_starts_the_count_of_successes_again() -> None:

@@ -8,6 +8,7 @@ from tests.engine.toys import ended, greedy, play, run_until
 
 from quire.core.errors import DeadlineError, RequestCancelledError
 from quire.core.request import Ended, FinishReason, Status, WaitReason
+from quire.core.sampling import SamplingParams
 from quire.executors.fake import FakeExecutor
 
 
@@ -116,6 +117,37 @@ def test_a_paused_request_still_has_its_deadline() -> None:
     engine.pause(request.id)
     assert finish(engine)[request.id].status is Status.EXPIRED
     assert engine.clock.now() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_siblings_of_a_first_completion_that_is_out_of_the_batch_wait_as_it_does(
+    is_paused: bool,
+) -> None:
+    executor = FakeExecutor(keep_plans=True)
+    engine = new_engine(executor)
+    request = engine.add_request([1, 2], SamplingParams(max_tokens=6, n=3, seed=5, ignore_eos=True))
+    engine.step()  # the prompt is under way, its sample pending
+    if is_paused:
+        engine.pause(request.id)
+    else:
+        (first,) = engine._lifecycle.live[request.id].sequences
+        engine._scheduler.preempt(first, engine.clock.now())
+    for _ in range(4):
+        engine.step()
+    assert (len(executor.plans) == 1) == is_paused
+    engine.resume(request.id)
+    output = finish(engine)[request.id]
+    assert tokens_of(output) == solo([1, 2], request.params)
+
+
+def test_resuming_what_is_not_paused_or_not_there_changes_nothing() -> None:
+    engine = new_engine()
+    request = engine.add_request([1], greedy(5))
+    engine.step()
+    engine.resume("nobody")
+    engine.resume(request.id)
+    assert tokens_of(finish(engine)[request.id]) == solo([1], greedy(5))
+    engine.resume(request.id)
 
 
 # ---- cancellation

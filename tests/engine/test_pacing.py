@@ -183,6 +183,8 @@ def test_the_contexts_of_other_rows_count_in_their_order() -> None:
     assert paced.co_scheduled_tokens(5, 0, [2000, 2000]) == pytest.approx(30, abs=1)
     assert paced.co_scheduled_tokens(5, 0, [2000, 9000, 2000]) == pytest.approx(40, abs=1)
     assert paced.co_scheduled_tokens(5, 0, [20_000, 10]) == 8, "the first row is always counted"
+    # A token of its own and one for its context: 25 rows fill the 50.
+    assert paced.co_scheduled_tokens(5, 0, [200] * 60) == pytest.approx(25, abs=1)
 
 
 def test_other_keys_always_get_eight_tokens() -> None:

@@ -1,5 +1,7 @@
 """Scheduler: who joins the batch, who is pre-empted for it, and how rows are planned."""
 
+from unittest.mock import patch
+
 import pytest
 from tests.engine.simulated import finish, new_engine, solo, tokens_of
 from tests.engine.toys import Multiples, greedy, rows_of, run_until, toy_engine
@@ -7,19 +9,30 @@ from tests.engine.toys import Multiples, greedy, rows_of, run_until, toy_engine
 from quire.core.plan import StepPlan
 from quire.core.request import Status, WaitReason
 from quire.core.sampling import Constraint, SamplingParams
+from quire.engine import Engine
+from quire.engine.pacing import StepTimeModel
 from quire.engine.sequence import Sequence
 from quire.engine.step import RowPlanner, Step
 from quire.executors.fake import FakeExecutor
 
 
-def plans_of_a_run(*, plan_ahead: bool) -> list[StepPlan]:
+def plans_of_a_run(*, plan_ahead: bool) -> tuple[list[StepPlan], list[tuple[int, int]]]:
+    """The plans of a run, and each step's tokens and context as the step-time model is told."""
     executor = FakeExecutor(keep_plans=True, num_blocks=20, block_size=4)
     engine = new_engine(executor, max_batch_size=6, max_step_tokens=16, plan_ahead=plan_ahead)
+    observed = []
+    with patch.object(
+        StepTimeModel, "observe", lambda _, tokens, context, __: observed.append((tokens, context))
+    ):
+        _run_nine(engine)
+    return executor.plans, observed
+
+
+def _run_nine(engine: Engine) -> None:
     for i in range(9):
         params = SamplingParams(max_tokens=5 + i, seed=i, n=2 if i == 3 else 1)
         engine.add_request(range(i, 2 * i + 1), params, key=str(i % 2))
     finish(engine)
-    return executor.plans
 
 
 @pytest.mark.parametrize("plan_ahead", [False, True])
@@ -120,6 +133,36 @@ def test_a_newcomer_takes_the_slot_of_the_last_of_the_largest_key() -> None:
     assert [request.status for request in floods] == [Status.RUNNING] * 3 + [Status.PREEMPTED]
     assert engine.stats.num_preemptions == 1
     assert floods[3].metrics.num_preemptions == 1
+
+
+def test_only_sequences_of_the_largest_key_give_way() -> None:
+    engine = new_engine(max_batch_size=4, plan_ahead=False)
+    floods = [engine.add_request([first], greedy(50), key="flood") for first in range(3)]
+    last = engine.add_request([5], greedy(50), key="zeal")  # the last in rank, of a later name
+    engine.step()
+    engine.step()
+    engine.add_request([9], greedy(50), key="new")
+    engine.step()
+    assert [request.status for request in (*floods, last)] == [
+        Status.RUNNING,
+        Status.RUNNING,
+        Status.PREEMPTED,
+        Status.RUNNING,
+    ]
+
+
+def test_a_sequence_whose_sample_is_pending_pre_empts_nobody() -> None:
+    engine = new_engine(max_batch_size=4)
+    for first in range(3):
+        engine.add_request([first], greedy(50), key="flood")
+    small = engine.add_request([5], greedy(50), key="small")
+    run_until(engine, lambda: small.metrics.first_token_at is not None)
+    engine.step()
+    (sequence,) = engine._lifecycle.live[small.id].sequences
+    assert sequence.num_pending == 1
+    engine._scheduler.preempt(sequence, engine.clock.now())
+    engine._scheduler.schedule(engine.clock.now(), is_idle=False)
+    assert engine.stats.num_preemptions == 1, "its own"
 
 
 def test_a_sequence_without_a_token_since_its_admission_is_not_pre_empted() -> None:
@@ -323,6 +366,17 @@ def test_two_keys_are_charged_for_their_tokens() -> None:
     assert shares.credit("a") == 400.0 - 10, "a token each"
 
 
+def test_tokens_that_are_still_on_the_device_are_charged() -> None:
+    executor = FakeExecutor(keep_plans=True)
+    engine = new_engine(executor, max_batch_size=4, max_step_tokens=100)
+    for first in range(3):
+        engine.add_request([first], greedy(50), key="a")
+    engine.add_request([4], greedy(50), key="b")
+    run_until(engine, lambda: len(executor.plans) == 10)
+    # Three tokens a step against one: the third is one more than an equal share.
+    assert engine._scheduler._shares.credit("a") == 400.0 - 10
+
+
 @pytest.mark.parametrize("chunking", [True, False])
 def test_where_no_running_prompt_finds_blocks_the_first_takes_them_from_the_last(
     chunking: bool,
@@ -332,7 +386,7 @@ def test_where_no_running_prompt_finds_blocks_the_first_takes_them_from_the_last
         executor, max_batch_size=4, max_step_tokens=8, plan_ahead=False, chunking=chunking
     )
     scheduler = engine._scheduler
-    requests = [engine.add_request([number] * 16, greedy(4), key=str(number)) for number in (1, 2)]
+    requests = [engine.add_request([n] * 16, greedy(4), key=str(n)) for n in (1, 2, 3)]
     sequences = [engine._lifecycle.live[request.id].sequences[0] for request in requests]
     for sequence in sequences:
         scheduler._admit(sequence)
@@ -342,12 +396,13 @@ def test_where_no_running_prompt_finds_blocks_the_first_takes_them_from_the_last
         pass
     scheduler._planner.plan_chunk(Step(99), sequences[0], 8)  # what blocks there are is used up
     scheduler._planner.plan_chunk(Step(99), sequences[1], 8)
+    scheduler._planner.plan_chunk(Step(99), sequences[2], 8)
     step = scheduler.schedule(1.0, is_idle=True)
     assert step is not None
     assert [row.sequence for row in step.rows] == [sequences[0]]
     assert step.rows[0].plan.num_new_tokens == 8
-    assert [sequence.is_running for sequence in sequences] == [True, False]
-    assert requests[1].status is Status.PREEMPTED
+    assert [sequence.is_running for sequence in sequences] == [True, True, False]
+    assert requests[2].status is Status.PREEMPTED
 
 
 def test_the_positions_of_its_own_blocks_are_writable_without_the_cache() -> None:
