@@ -66,7 +66,7 @@ _ANY_SIZE = 1 << 30  # the reference executor takes a step of any size
 _MAX_CPU_BATCH = 1 << 20
 # Buffers and graphs are made for so many at least: asking for more later costs nothing.
 _MIN_CUDA_BATCH = 256
-_CUDA_KV_ELEMENT_BYTES = 2  # bfloat16
+_CUDA_KV_ELEMENT_BYTES = 2  # bfloat16 or float16
 _CUDA_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 

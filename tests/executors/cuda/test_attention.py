@@ -45,6 +45,7 @@ def attended(
     *,
     window: int = NO_WINDOW,
     splits: int = 0,
+    out_type: Any = torch.float16,
 ) -> Any:
     """Rows at these positions, so many tokens a program, in operand order."""
     starts = list(positions)[::tokens]
@@ -55,7 +56,7 @@ def attended(
         tables=_integers([0] * len(starts)),
         starts=_integers(starts),
     )
-    out = torch.full((len(positions), 128), float("nan"), dtype=torch.float16)
+    out = torch.full((len(positions), 128), float("nan"), dtype=out_type)
     count = max(1, splits) * len(starts) * HEADS
     buffers = kernels.SplitBuffers(torch.zeros(count), torch.zeros(count), torch.zeros(count, DIM))
     shape = kernels.AttentionShape(HEADS, KV_HEADS, DIM, BLOCK, 16, 2, SPLIT, TILE)
@@ -116,6 +117,35 @@ def test_a_row_has_the_same_bits_alone_in_a_tile_and_in_splits(
     assert together.isfinite().all()
     for tokens, splits in ((1, 0), (3, 0), (1, 4)):
         found = attended(cache, positions, tokens, window=window, splits=splits)
+        assert torch.equal(found, together), (tokens, splits)
+
+
+@pytest.fixture(scope="module")
+def in_float16(cache: dict[str, Any]) -> dict[str, Any]:
+    """A cache in float16, and queries in float32."""
+    queries = torch.randn((CONTEXT, HEADS, DIM), generator=torch.Generator().manual_seed(2))
+    halves = {name: cache[name].to(torch.float16) for name in ("keys", "values")}
+    return {**cache, **halves, "queries": queries}
+
+
+@pytest.mark.parametrize("splits", [0, 4])
+def test_beside_queries_in_float32_nothing_but_the_cache_is_rounded(
+    in_float16: dict[str, Any], splits: int
+) -> None:
+    rows = attended(in_float16, range(70, 78), 1, splits=splits, out_type=torch.float32)
+    found = to_natural_order(rows)
+    for place, position in enumerate(range(70, 78)):
+        wanted = exact(in_float16, position)
+        error = (found[place].double() - wanted).norm() / wanted.norm()
+        assert error < 1e-6  # 2e-4 with queries or weights in one float16
+
+
+def test_a_row_in_float16_has_the_same_bits_alone_in_a_tile_and_in_splits(
+    in_float16: dict[str, Any],
+) -> None:
+    together = attended(in_float16, range(60, 68), 8, out_type=torch.float32)
+    for tokens, splits in ((1, 0), (3, 0), (1, 4)):
+        found = attended(in_float16, range(60, 68), tokens, splits=splits, out_type=torch.float32)
         assert torch.equal(found, together), (tokens, splits)
 
 

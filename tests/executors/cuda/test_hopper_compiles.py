@@ -116,7 +116,9 @@ def test_a_ternary_gemm_runs_on_the_tensor_cores_integers(
 
 @pytest.mark.parametrize(("num_tokens", "num_splits"), [(4, 0), (4, 4), (256, 0), (2048, 0)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (32, 2, 64)])
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_attention_reads_what_tma_loaded(
+    half: str,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -134,10 +136,11 @@ def test_attention_reads_what_tma_loaded(
     merged = _Catch(plain_attention.merge_splits)
     monkeypatch.setattr(attention._kernels, "attend", catch)
     monkeypatch.setattr(plain_attention, "merge_splits", merged)
-    keys = torch.empty((8, kv_heads, 16, head_dim), dtype=torch.bfloat16)
+    keys = torch.empty((8, kv_heads, 16, head_dim), dtype=getattr(torch, half))
+    query_type = torch.bfloat16 if half == "bfloat16" else torch.float32
     integers = torch.empty((5, num_tokens), dtype=torch.int32)
     inputs = launchers.AttentionInput(
-        queries=torch.empty((num_tokens, heads, head_dim), dtype=torch.bfloat16),
+        queries=torch.empty((num_tokens, heads, head_dim), dtype=query_type),
         tables=integers[0],
         tiles=plain_attention.TokenTiles(*integers),
         out=torch.empty((num_tokens, heads * head_dim), dtype=torch.float16),
@@ -147,6 +150,6 @@ def test_attention_reads_what_tma_loaded(
     print(heads, num_tokens, usage)
     assert usage.stack == 0
     assert usage.shared <= SHARED_MEMORY
-    assert "HGMMA" in listing
+    assert ("HGMMA" in listing) and (".BF16" in listing) == (half == "bfloat16")
     assert "UTMALDG" in listing
     assert (merged.found is not None) == (num_splits > 0)

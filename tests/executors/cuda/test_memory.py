@@ -29,7 +29,7 @@ def room_for(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let no more than so many blocks be allocated."""
 
     def limit(most: int) -> None:
-        def allocate(spec: ModelSpec, num_blocks: int, device: str) -> int:
+        def allocate(spec: ModelSpec, num_blocks: int, *rest: object) -> int:
             if num_blocks > most:
                 raise torch.OutOfMemoryError("no room")
             return num_blocks

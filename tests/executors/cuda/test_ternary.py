@@ -1,5 +1,6 @@
 """BitNet on the GPU's kernels: every published form, int8 activations, two-bit weights."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import tests.executors.cuda.interpreting  # noqa: F401
 import torch
 from tests.executors.cuda.emulation import decoded_ternary
-from tests.executors.cuda.half_reference import in_halves, truncated
+from tests.executors.cuda.half_reference import cache_in_halves
 from tests.executors.reference.plans import row
 from tests.fixture_files import FIXTURES, fixture_file
 from tests.model.bitnet_forms import CASES, FORMS, as_llama, golden, published
@@ -69,7 +70,7 @@ def test_a_published_form_gives_the_logits_of_its_tool_and_of_the_reference(
     plan = row(tokens[:NUM_TOKENS], TABLE, want=Want.LOGITS)
     with load_model(path, i2s_packing=packing) as loaded:
         [found] = run(executor_of(loaded), plan)
-        with in_halves(truncated):
+        with cache_in_halves():
             [exact] = run(ReferenceExecutor(loaded, num_blocks=16), plan)
     assert error(found, expected[:NUM_TOKENS]) <= 1e-3
     assert error(found, exact) <= 1e-6  # 1e-4 with one code that differs
@@ -81,7 +82,7 @@ def test_blocks_with_scales_of_their_own_give_the_logits_of_the_reference(name: 
     plan = row((3, 1, 4, 1, 5, 9), TABLE, want=Want.LOGITS)
     with load_model(path) as model:
         executor = executor_of(model)
-        with in_halves(truncated):
+        with cache_in_halves():
             [exact] = run(ReferenceExecutor(model, num_blocks=16), plan)
     assert not executor._weights.layers[0].down.sums_integers
     assert error(run(executor, plan)[0], exact) <= 1e-6
@@ -107,7 +108,7 @@ def test_i2_s_runs_under_the_architecture_llama(tmp_path: Path) -> None:
     plan = row((3, 1, 4, 1, 5), TABLE, want=Want.LOGITS)
     with load_model(as_llama(published("c", "i2s.gguf"), tmp_path / "llama.gguf")) as model:
         [found] = run(executor_of(model), plan)
-        with in_halves(truncated):
+        with cache_in_halves():
             [exact] = run(ReferenceExecutor(model, num_blocks=16), plan)
     assert error(found, exact) <= 1e-6
 
@@ -128,6 +129,32 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     plan = StepPlan(0, (row((1, 2), TABLE, want=Want.LOGITS),))
     [result] = executor.collect(executor.submit(plan), 600).sequences
     assert result.fault is not None and "not finite" in result.fault
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_what_float16_has_no_room_for_fails_its_row(part: int) -> None:
+    """Queries, keys or values of 1e6 and more."""
+    with load_model(FIXTURES / "bitnet-published" / "c" / "i2s.gguf") as model:
+        executor = executor_of(model)
+    layer = executor._weights.layers[0]
+    scales = list(layer.qkv.scales)
+    scales[part] *= 1e8
+    large = replace(layer, qkv=replace(layer.qkv, scales=tuple(scales)))
+    weights = replace(executor._weights, layers=(large, *executor._weights.layers[1:]))
+    executor._decoder._weights = weights
+    plan = StepPlan(0, (row((1, 2), TABLE, want=Want.LOGITS),))
+    [result] = executor.collect(executor.submit(plan), 600).sequences
+    assert result.fault is not None and "not finite" in result.fault
+
+
+def test_the_cache_is_in_float16_beside_ternary_matrices_alone() -> None:
+    ternary = opened(FIXTURES / "bitnet-published" / "c" / "i2s.gguf")
+    assert ternary._blocks.keys.dtype == torch.float16
+    assert "float16 KV cache" in ternary.kernels
+    with load_model(fixture_file("tiny/Q4_0.gguf")) as model:
+        other = CudaExecutor(model, CONFIG)
+    assert other._blocks.keys.dtype == torch.bfloat16
+    assert "bfloat16 KV cache" in other.kernels
 
 
 def test_ternary_matrices_with_float_activations_are_refused_by_name() -> None:

@@ -42,7 +42,7 @@ class Heads(Protocol):
 class AttentionInput:
     """What attention reads and writes in every layer."""
 
-    queries: Array  # [tokens, heads, head_dim], bfloat16
+    queries: Array  # [tokens, heads, head_dim], as the cache or in float32 (kernels/attention.py)
     tables: Array  # block tables, one after the other
     tiles: TokenTiles
     out: Array  # [tokens, heads * head_dim], float16 or float32, in operand order

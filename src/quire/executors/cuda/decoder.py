@@ -92,12 +92,14 @@ class Limits:
 
 
 class KVBlocks:
-    """Keys and values of all layers: [layer, block, kv head, slot, head_dim], bfloat16."""
+    """Keys and values of all layers: [layer, block, kv head, slot, head_dim], in halves."""
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, device: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, device: str, kv_dtype: torch.dtype
+    ) -> None:
         shape = (spec.num_layers, num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
-        self.keys = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        self.values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        self.keys = torch.empty(shape, dtype=kv_dtype, device=device)
+        self.values = torch.empty(shape, dtype=kv_dtype, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -115,6 +117,8 @@ def kv_block_bytes(spec: ModelSpec) -> int:
 class Decoder:
     """Runs the kernels of one model. `samples` is where sampled tokens stay on the device."""
 
+    kv_dtype: torch.dtype = torch.bfloat16
+    _QUERY_DTYPE: torch.dtype = torch.bfloat16
     _ROUNDED_EMBEDDING = True
 
     def __init__(
@@ -162,7 +166,7 @@ class Decoder:
         half = torch.float16
         self.hidden = self._zeros((tokens, self._padded_hidden), torch.float32)
         self.normed = self._zeros((tokens, self._padded_hidden), half)
-        self.queries = self._zeros((tokens, spec.num_heads, spec.head_dim), torch.bfloat16)
+        self.queries = self._zeros((tokens, spec.num_heads, spec.head_dim), self._QUERY_DTYPE)
         self._make_activations()
         self._attention = attention_for(
             spec,
@@ -392,7 +396,10 @@ class TernaryDecoder(Decoder):
     """The same for BitNet models: the layers' GEMMs take int8 activations with one scale a token,
     which the norm before them makes (see kernels/ternary.py)."""
 
-    # A weight rounded to float16 could round to another int8 code.
+    # What is rounded to a half becomes other int8 codes: with queries and softmax weights in halves
+    # logits had an error of 2e-4 to 4e-4, which a reference with the same cache does not have.
+    kv_dtype = torch.float16
+    _QUERY_DTYPE = torch.float32
     _ROUNDED_EMBEDDING = False
 
     def _make_activations(self) -> None:

@@ -100,7 +100,7 @@ class CudaExecutor(ExecutorBase):
         stream = torch.cuda.Stream(self._device) if self._is_gpu else None
         with memory_set_aside(self._rehearse_sampling, self._device, stream):
             self._blocks: KVBlocks = allocate_blocks(
-                spec, config.num_blocks, config.kv_bytes, self._device
+                spec, config.num_blocks, config.kv_bytes, self._device, self._decoder.kv_dtype
             )
         self._runner = GraphRunner(self._decoder, self._blocks, limits, self._device, stream)
         self._ended_at = float("-inf")  # of the step that was collected last
@@ -125,7 +125,8 @@ class CudaExecutor(ExecutorBase):
 
     def _kernel_names(self, gemm: str) -> list[str]:
         name = gemm if self._config.invariant else f"{gemm}, not batch-invariant"
-        return [name, *(f"{name} planes" for name in self._weights.formats)]
+        planes = [f"{name} planes" for name in self._weights.formats]
+        return [name, *planes, f"{self._decoder.kv_dtype} KV cache".removeprefix("torch.")]
 
     # ---- the contract
 

@@ -116,7 +116,11 @@ def max_context(spec: ModelSpec, num_blocks: int | None, kv_bytes: int | None, d
 
 
 def allocate_blocks(
-    spec: ModelSpec, num_blocks: int | None, kv_bytes: int | None, device: str
+    spec: ModelSpec,
+    num_blocks: int | None,
+    kv_bytes: int | None,
+    device: str,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> KVBlocks:
     """The cache: as many blocks as asked for, or as fit into what is left, fewer if they do not."""
     block_bytes = kv_block_bytes(spec)
@@ -131,7 +135,7 @@ def allocate_blocks(
     wanted = num_blocks
     while num_blocks >= _MIN_BLOCKS:
         try:
-            return KVBlocks(spec, num_blocks, device)
+            return KVBlocks(spec, num_blocks, device, kv_dtype)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             num_blocks = int(num_blocks * _SHRINK)

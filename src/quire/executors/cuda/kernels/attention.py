@@ -5,6 +5,9 @@ in tiles of TILE positions, and splits are merged from the first to the last. Wh
 does all splits of a row or each split has its own program (SPLIT_PROGRAMS) changes nothing in the
 arithmetic, and neither do the other rows of a program: what is masked for a row changes none of its
 bits.
+
+Queries and softmax weights are multiplied in the type of the cache. Beside queries in float32 both
+are sums of two such numbers, so that nothing but the cache is rounded.
 """
 
 # ruff: noqa: N803, N806
@@ -62,6 +65,27 @@ def _merged(max0, sum0, acc0, max1, sum1, acc1):
 
 
 @triton.jit
+def _rounding_error(x, half):
+    return (x - half.to(tl.float32)).to(half.dtype)
+
+
+@triton.jit
+def _dot(a, b, acc, PAIRED: tl.constexpr, EXACT: tl.constexpr):
+    """acc + a * b, where `a` is rounded to the type of `b`, and with PAIRED so is its error."""
+    half = a.to(b.dtype)
+    if EXACT:
+        whole = half.to(tl.float32)
+        if PAIRED:
+            whole += _rounding_error(a, half).to(tl.float32)
+        acc += tl.dot(whole, b.to(tl.float32), input_precision="ieee")
+    else:
+        if PAIRED:
+            acc = tl.dot(_rounding_error(a, half), b, acc)
+        acc = tl.dot(half, b, acc)
+    return acc
+
+
+@triton.jit
 def operand_column(column):
     """A column's index in operand order (see planes.py)."""
     inner = column % 128
@@ -88,6 +112,7 @@ def _attend_split(
 ):
     """Online softmax over the positions of one split: maxima, sums and weighted values."""
     ROWS: tl.constexpr = SHAPE.rows
+    PAIRED: tl.constexpr = q.dtype == tl.float32
     d = tl.arange(0, DIMS)
     is_dim = d < SHAPE.head_dim
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -103,10 +128,7 @@ def _attend_split(
         index = slot * SHAPE.head_dim
         mask = is_there[:, None] & is_dim[None, :]
         k = tl.load(keys + index[:, None] + d[None, :], mask=mask, other=0.0)
-        if EXACT:
-            s = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
-        else:
-            s = tl.dot(q, tl.trans(k))
+        s = _dot(q, tl.trans(k), tl.zeros([ROWS, SHAPE.tile], tl.float32), PAIRED, EXACT)
         is_seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
         s = tl.where(is_seen, s * scale, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
@@ -116,11 +138,7 @@ def _attend_split(
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
         v = tl.load(values + index[:, None] + d[None, :], mask=mask, other=0.0)
-        if EXACT:
-            weights = p.to(tl.bfloat16).to(tl.float32)
-            acc += tl.dot(weights, v.to(tl.float32), input_precision="ieee")
-        else:
-            acc = tl.dot(p.to(tl.bfloat16), v, acc)
+        acc = _dot(p, v, acc, PAIRED, EXACT)
         row_max = new_max
     return row_max, row_sum, acc
 

@@ -50,7 +50,7 @@ _TILE, _COLUMNS = gl.constexpr(TILE), gl.constexpr(COLUMNS)
 class CacheRing(NamedTuple):
     """Stages of keys and values in shared memory, a tile of positions each."""
 
-    key_tiles: Any  # bfloat16 [stages * head_dim / COLUMNS, TILE, COLUMNS]
+    key_tiles: Any  # bfloat16 or float16 [stages * head_dim / COLUMNS, TILE, COLUMNS]
     value_tiles: Any
     key_full: Any
     key_empty: Any
@@ -166,7 +166,16 @@ def _load_cache(
 
 
 @gluon.jit
-def _load_queries(queries, query_tile, program: Program, SHAPE: gl.constexpr):
+def _store_halves(x, tile, index: gl.constexpr, error_index: gl.constexpr, PAIRED: gl.constexpr):
+    """`x` rounded to the tile's type, and with PAIRED the error of that."""
+    half = x.to(tile.dtype)
+    tile.index(index).store(half)
+    if PAIRED:
+        tile.index(error_index).store((x - half.to(gl.float32)).to(tile.dtype))
+
+
+@gluon.jit
+def _load_queries(queries, query_tile, program: Program, SHAPE: gl.constexpr, PAIRED: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HEADS_EACH: gl.constexpr = SHAPE.num_heads // SHAPE.num_kv_heads
     GROUP: gl.constexpr = SHAPE.group
@@ -175,32 +184,31 @@ def _load_queries(queries, query_tile, program: Program, SHAPE: gl.constexpr):
     token = (program.first_row + r // GROUP).to(gl.int64)
     row = token * SHAPE.num_heads + program.kv_head * HEADS_EACH + r % GROUP
     column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    for column_tile in gl.static_range(SHAPE.head_dim // _COLUMNS):
+    COLUMN_TILES: gl.constexpr = SHAPE.head_dim // _COLUMNS
+    for column_tile in gl.static_range(COLUMN_TILES):
         q = gl.load(
             queries + row[:, None] * SHAPE.head_dim + column_tile * _COLUMNS + column[None, :],
             mask=is_row[:, None],
             other=0.0,
         )
-        query_tile.index(column_tile).store(q)
+        _store_halves(q, query_tile, column_tile, COLUMN_TILES + column_tile, PAIRED)
     fence_async_shared()
 
 
 @gluon.jit
-def _scores(ring: CacheRing, query_tile, stage, zeros, COLUMN_TILES: gl.constexpr):
+def _scores(
+    ring: CacheRing, query_tile, stage, zeros, COLUMN_TILES: gl.constexpr, PAIRED: gl.constexpr
+):
     """Keys of a stage times queries, [TILE, rows]; frees the keys."""
-    scores = warpgroup_mma(
-        ring.key_tiles.index(stage * COLUMN_TILES),
-        query_tile.index(0).permute((1, 0)),
-        zeros,
-        is_async=True,
-    )
-    if COLUMN_TILES == 2:
-        scores = warpgroup_mma(
-            ring.key_tiles.index(stage * COLUMN_TILES + 1),
-            query_tile.index(1).permute((1, 0)),
-            scores,
-            is_async=True,
-        )
+    scores = zeros
+    for part in gl.static_range(2 if PAIRED else 1):
+        for column_tile in gl.static_range(COLUMN_TILES):
+            scores = warpgroup_mma(
+                ring.key_tiles.index(stage * COLUMN_TILES + column_tile),
+                query_tile.index(part * COLUMN_TILES + column_tile).permute((1, 0)),
+                scores,
+                is_async=True,
+            )
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(ring.key_empty.index(stage))
     return scores
@@ -217,22 +225,25 @@ def _zero_stale_rows(values, start, end):
 
 @gluon.jit
 def _accumulate(
-    ring: CacheRing, weight_tile, stage, acc0, acc1, rescale, COLUMN_TILES: gl.constexpr
+    ring: CacheRing,
+    weight_tile,
+    stage,
+    acc0,
+    acc1,
+    rescale,
+    COLUMN_TILES: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
     """acc * rescale + values of a stage times weights, [COLUMNS, rows] twice; frees the values."""
-    acc0 = warpgroup_mma(
-        ring.value_tiles.index(stage * COLUMN_TILES).permute((1, 0)),
-        weight_tile,
-        acc0 * rescale[None, :],
-        is_async=True,
-    )
+    values0 = ring.value_tiles.index(stage * COLUMN_TILES).permute((1, 0))
+    acc0 = warpgroup_mma(values0, weight_tile.index(0), acc0 * rescale[None, :], is_async=True)
+    if PAIRED:
+        acc0 = warpgroup_mma(values0, weight_tile.index(1), acc0, is_async=True)
     if COLUMN_TILES == 2:
-        acc1 = warpgroup_mma(
-            ring.value_tiles.index(stage * COLUMN_TILES + 1).permute((1, 0)),
-            weight_tile,
-            acc1 * rescale[None, :],
-            is_async=True,
-        )
+        values1 = ring.value_tiles.index(stage * COLUMN_TILES + 1).permute((1, 0))
+        acc1 = warpgroup_mma(values1, weight_tile.index(0), acc1 * rescale[None, :], is_async=True)
+        if PAIRED:
+            acc1 = warpgroup_mma(values1, weight_tile.index(1), acc1, is_async=True)
     acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
     mbarrier.arrive(ring.value_empty.index(stage))
     return acc0, acc1
@@ -316,7 +327,8 @@ def _compute(
     end = program.first_position + program.count
     if PDL:
         wait_for_previous_kernel()
-    _load_queries(queries, query_tile, program, SHAPE)
+    PAIRED: gl.constexpr = queries.dtype.element_ty == gl.float32
+    _load_queries(queries, query_tile, program, SHAPE, PAIRED)
 
     position = program.first_position + gl.arange(0, ROWS, layout=ROW) // SHAPE.group
     n = gl.arange(0, _TILE, layout=gl.SliceLayout(1, MMA))
@@ -335,7 +347,7 @@ def _compute(
     for tile in range(program.first_tile, program.last_tile):
         start = tile * _TILE
         mbarrier.wait(ring.key_full.index(stage), phase)
-        s = _scores(ring, query_tile, stage, zeros, COLUMN_TILES)
+        s = _scores(ring, query_tile, stage, zeros, COLUMN_TILES, PAIRED)
         key_position = (start + n)[:, None]
         is_seen = (key_position <= position[None, :]) & (key_position > position[None, :] - window)
         s = gl.where(is_seen, s * scale, float("-inf"))
@@ -345,7 +357,7 @@ def _compute(
         rescale = gl.exp2(split_max - safe)
         split_max = new_max
         split_sums = split_sums * rescale[None, :] + p
-        weight_tile.store(p.to(gl.bfloat16))
+        _store_halves(p, weight_tile, 0, 1, PAIRED)
         mbarrier.wait(ring.value_full.index(stage), phase)
         if start + _TILE > end:
             for column_tile in gl.static_range(COLUMN_TILES):
@@ -354,7 +366,7 @@ def _compute(
                 )
         fence_async_shared()
         split_acc0, split_acc1 = _accumulate(
-            ring, weight_tile, stage, split_acc0, split_acc1, rescale, COLUMN_TILES
+            ring, weight_tile, stage, split_acc0, split_acc1, rescale, COLUMN_TILES, PAIRED
         )
         stage, phase = next_stage(stage, phase, STAGES)
         if (tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1) | (tile == program.last_tile - 1):
@@ -416,11 +428,13 @@ def attend(
     ROWS: gl.constexpr = SHAPE.rows
     COLUMN_TILES: gl.constexpr = SHAPE.head_dim // _COLUMNS
     TILES: gl.constexpr = STAGES * COLUMN_TILES
-    keys = gl.allocate_shared_memory(gl.bfloat16, [TILES, _TILE, _COLUMNS], LAYOUT)
-    values = gl.allocate_shared_memory(gl.bfloat16, [TILES, _TILE, _COLUMNS], LAYOUT)
-    query_tile = gl.allocate_shared_memory(gl.bfloat16, [COLUMN_TILES, ROWS, _COLUMNS], LAYOUT)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_TILE, ROWS], gl.bfloat16)
-    weight_tile = gl.allocate_shared_memory(gl.bfloat16, [_TILE, ROWS], WEIGHTS)
+    HALF: gl.constexpr = key_desc.dtype
+    PARTS: gl.constexpr = 2 if queries.dtype.element_ty == gl.float32 else 1
+    keys = gl.allocate_shared_memory(HALF, [TILES, _TILE, _COLUMNS], LAYOUT)
+    values = gl.allocate_shared_memory(HALF, [TILES, _TILE, _COLUMNS], LAYOUT)
+    query_tile = gl.allocate_shared_memory(HALF, [PARTS * COLUMN_TILES, ROWS, _COLUMNS], LAYOUT)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_TILE, ROWS], HALF)
+    weight_tile = gl.allocate_shared_memory(HALF, [PARTS, _TILE, ROWS], WEIGHTS)
     ring = CacheRing(
         keys,
         values,

@@ -33,8 +33,8 @@ class RopeShape(NamedTuple):
 class QueryKeyValue(NamedTuple):
     """Where `rope_and_store` writes."""
 
-    queries: Any  # bfloat16 [token, head, head_dim]
-    key_cache: Any  # bfloat16 [block, kv head, slot, head_dim]
+    queries: Any  # [token, head, head_dim]: bfloat16, or float32 beside a cache in float16
+    key_cache: Any  # bfloat16 or float16 [block, kv head, slot, head_dim]
     value_cache: Any
 
 
@@ -164,6 +164,15 @@ def _norm_heads(
 
 
 @triton.jit
+def _cached(x, HALF: tl.constexpr):
+    """As the cache keeps it. What float16 has no room for becomes NaN: the rows that attend to it
+    fail, where a score of minus infinity would only be left out."""
+    if HALF == tl.float16:  # noqa: SIM300
+        x = tl.where(tl.abs(x) <= 65504.0, x, float("nan"))
+    return x.to(HALF)
+
+
+@triton.jit
 def rope_and_store(
     sums,
     positions,
@@ -234,10 +243,11 @@ def rope_and_store(
         )
     roped_x = tl.where(is_value, x, x * cosine - y * sine)
     roped_y = tl.where(is_value, y, x * sine + y * cosine)
-    x = roped_x.to(tl.bfloat16)
-    y = roped_y.to(tl.bfloat16)
     query = out.queries + (token * NUM_HEADS + head) * SHAPE.head_dim
-    _store_pairs(query, x, y, first, second, is_query, SHAPE)
+    QUERY: tl.constexpr = out.queries.dtype.element_ty
+    _store_pairs(query, roped_x.to(QUERY), roped_y.to(QUERY), first, second, is_query, SHAPE)
+    x = _cached(roped_x, out.key_cache.dtype.element_ty)
+    y = _cached(roped_y, out.key_cache.dtype.element_ty)
     is_stored = is_head & (slot >= 0)
     block = (slot // SHAPE.block_size).to(tl.int64)
     kv_head = tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
