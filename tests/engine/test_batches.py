@@ -178,6 +178,30 @@ def test_the_delay_comes_back_when_others_come() -> None:
     assert len(sizes) <= 14
 
 
+def test_a_lone_caller_loses_less_and_less_of_its_time() -> None:
+    executor = FakeExecutor(cost=StepCost(a=0.005, b=0.0), num_blocks=64)
+    engine = new_engine(executor, max_batch_size=8, batch_timeout_ms=20)
+    outputs = closed_loop(engine, [1] * 4000)
+    waits = [output.metrics.queued_s or 0.0 for output in outputs]
+    for count in (1000, 2000, 4000):
+        assert sum(waits[:count]) < count * 0.005 / 64
+    assert sum(delayed(outputs)) <= 5, "each after twice the time"
+    assert sum(waits[2000:]) < 0.5 * sum(waits[:2000])
+
+
+def test_callers_that_never_meet_are_batched_again_after_a_while() -> None:
+    executor, engine = recording(max_batch_size=64, batch_timeout_ms=50)
+    closed_loop(engine, [1] * 10, think_s=0.009)
+    executor.plans.clear()
+    start = engine.clock.now()
+    # One every 10 ms, whose steps take 1 ms each: none finds another.
+    play(engine, one_token_each(engine, [start + i / 100 for i in range(1000)]))
+    sizes = [len(plan.sequences) for plan in executor.plans]
+    assert sizes[0] == 1
+    assert sum(sizes) == 1000
+    assert sum(sizes[-50:]) / 50 > 4, "five or six come within the timeout"
+
+
 # ---- joining and leaving
 
 

@@ -1,6 +1,7 @@
 """Pacing: what the model of step times learns, and the budgets and bounds that follow from it."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from tests.engine.simulated import finish, new_engine
@@ -302,6 +303,41 @@ def test_an_arrival_beside_others_makes_as_many_expected_again() -> None:
     delay.arrived(0.055, 2)
     assert delay.wait_until(0.055, 0.055, 1) is not None
     assert delay.wait_until(0.055, 0.055, 2) is None
+
+
+def test_a_longer_delay_is_tried_again_ever_more_rarely() -> None:
+    """A delay of 30 ms at most a 64th of the time, and then half of that each time."""
+    delay = delay_that_ran_out(1)
+    trials: list[float] = []
+    now = 0.050
+    while len(trials) < 4 and now < 200.0:
+        now += 0.010
+        delay.arrived(now, 1)
+        until = delay.wait_until(now, now, 1)
+        if until is not None:
+            trials.append(now)
+            assert delay.wait_until(until, now, 1) is None
+            now = until
+    gaps = [after - before for before, after in pairwise([0.040, *trials])]
+    assert gaps[0] == pytest.approx(0.030 * 64 * 2, abs=0.1)
+    assert [after / before for before, after in pairwise(gaps)] == pytest.approx([2] * 3, rel=0.2)
+
+
+def test_a_delay_that_brings_more_is_tried_again_sooner() -> None:
+    delay = delay_that_ran_out(1)
+    now = 5.0
+    for moment in (now, now + 0.010):
+        delay.arrived(moment, 1)
+    assert delay.wait_until(now + 0.010, now + 0.010, 1) is not None
+    delay.arrived(now + 0.020, 2)
+    assert delay.wait_until(now + 0.050, now + 0.010, 2) is None, "it came to two"
+    delay.arrived(now + 0.060, 1)
+    assert delay.wait_until(now + 0.060, now + 0.060, 1) is not None, "two are expected now"
+    assert delay.wait_until(now + 0.060, now + 0.060, 2) is None
+    later = now + 0.051 + 0.040 * 64
+    delay.arrived(later - 0.010, 1)
+    delay.arrived(later, 1)
+    assert delay.wait_until(later, later, 2) is not None
 
 
 def test_a_batch_that_was_not_delayed_teaches_nothing() -> None:

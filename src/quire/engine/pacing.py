@@ -18,6 +18,8 @@ _MIN_OBSERVED_STEPS = 8  # before predictions bound anything
 _SCALES = (1.0, 1 / 64, 1 / 4096)  # bring 1, tokens and context to one order of magnitude
 _NUM_ARRIVALS = 8  # that the mean gap is taken of
 _MAX_GAPS = 3.0  # an arrival this many mean gaps late is not expected any more
+_MAX_SHARE_IN_VAIN = 1 / 64  # of the time that may go into delays that bring nobody
+_MAX_DOUBLINGS = 10  # of the time between two such delays
 
 
 class StepTimeModel:
@@ -154,7 +156,9 @@ class BatchingDelay:
     A delay pays only while the gaps between arrivals are shorter than the timeout, and while some
     that are expected have not come. How many are expected is learned: a delay that ran out came to
     what can be had by waiting, so a caller that sends one request after another waits once; an
-    arrival that finds more requests than that shows that there are others again.
+    arrival that finds more requests than that shows that there are others again. As others may
+    come without ever meeting, a longer delay is tried now and then, more rarely each time that it
+    is in vain.
     """
 
     def __init__(self, batch_timeout_s: float) -> None:
@@ -162,6 +166,9 @@ class BatchingDelay:
         self._arrivals: deque[float] = deque(maxlen=_NUM_ARRIVALS)
         self._expected = math.inf  # sequences that a batch may come to by waiting
         self._delayed: float | None = None  # the oldest arrival of the batch that is being delayed
+        self._expected_before = 1.0  # when that delay began
+        self._num_in_vain = 0  # delays in a row that brought no more than were expected
+        self._next_trial = 0.0  # when a batch may wait for more than are expected
 
     def arrived(self, now: float, num_live: int) -> None:
         """A request came; `num_live` sequences run or wait now, its own included."""
@@ -172,15 +179,26 @@ class BatchingDelay:
 
     def wait_until(self, now: float, oldest_arrival: float, num_waiting: int) -> float | None:
         """Until when to delay the batch of those that wait, or None to start now."""
-        if num_waiting >= self._expected or len(self._arrivals) < 2:
+        are_all_here = num_waiting >= self._expected and now < self._next_trial
+        if are_all_here or len(self._arrivals) < 2:
             return None
         gap = (self._arrivals[-1] - self._arrivals[0]) / (len(self._arrivals) - 1)
         if gap > self._timeout_s:
             return None
         deadline = min(oldest_arrival + self._timeout_s, self._arrivals[-1] + _MAX_GAPS * gap)
         if deadline > now:
-            self._delayed = oldest_arrival
+            if self._delayed != oldest_arrival:
+                self._delayed = oldest_arrival
+                self._expected_before = 1 if self._expected == math.inf else self._expected
             return deadline
-        if self._delayed == oldest_arrival:  # the delay ran out: nobody else came
-            self._expected = num_waiting
+        if self._delayed == oldest_arrival:
+            self._ran_out(now, now - oldest_arrival, num_waiting)
         return None
+
+    def _ran_out(self, now: float, waited_s: float, came_to: int) -> None:
+        """A delay came to so many, and then nobody else came."""
+        is_in_vain = came_to <= self._expected_before
+        self._num_in_vain = self._num_in_vain + 1 if is_in_vain else 0
+        self._expected = came_to
+        pause_s = waited_s / _MAX_SHARE_IN_VAIN
+        self._next_trial = now + pause_s * 2.0 ** min(self._num_in_vain, _MAX_DOUBLINGS)
