@@ -12,6 +12,7 @@ import pytest
 from tests.llm.text_models import write_text_model
 from tests.server.guide import GUIDE, Script, run_page
 
+PATIENCE_S = 600.0  # thousands of modules, read from a disk for the first time
 PROGRAMS = Path(__file__).parents[2] / "build" / "clients" / "bin"
 
 
@@ -26,6 +27,7 @@ def test_every_recipe_runs(tmp_path: Path) -> None:
         "LLM_USER_PATH": str(tmp_path / "llm"),
     }
     with ExitStack() as stack:
-        script = Script(tmp_path, stack, python=str(PROGRAMS / "python"), env=environment)
+        python = str(PROGRAMS / "python")
+        script = Script(tmp_path, stack, python=python, env=environment, patience_s=PATIENCE_S)
         run_page(GUIDE / "clients.md", script)
     assert shutil.which("llm", path=environment["PATH"]) == str(PROGRAMS / "llm")

@@ -41,10 +41,12 @@ class Script:
         *,
         python: str = sys.executable,
         env: Mapping[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._folder = folder
         self._stack = stack
         self._python = python
+        self._patience_s = patience_s
         self._environment = {**os.environ, "OPENAI_API_KEY": "none", **(env or {})}
         self._server: ServeProcess | None = None
         self.num_run = 0
@@ -97,7 +99,7 @@ class Script:
             text=True,
             cwd=self._folder,
             env=self._environment,
-            timeout=PATIENCE_S,
+            timeout=self._patience_s,
             check=False,
         )
 
