@@ -9,8 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.engine.machine import EngineMachine
 
 from quire.core.plan import BlockCopy
-from quire.kvcache.blocks import BlockPool
-from quire.kvcache.cache import BlockTable, KVCache
+from quire.kvcache import BlockPool, BlockTable, KVCache
 
 STEPS = 50
 PARTS = 8  # so that workers can share them
@@ -56,7 +55,7 @@ def write_into_shared_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def share_blocks_between_different_prompts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("quire.kvcache.cache.chain", lambda parent, tokens: bytes(tokens[:1]))
+    patch.setattr("quire.kvcache.chain", lambda parent, tokens: bytes(tokens[:1]))
 
 
 def free_a_block_that_is_still_used(patch: pytest.MonkeyPatch) -> None:

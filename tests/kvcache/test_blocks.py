@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.kvcache.blocks import BlockPool
+from quire.kvcache import BlockPool
 
 
 def take(pool: BlockPool) -> int:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.core.plan import BlockCopy
-from quire.kvcache import BlockTable, KVCache
-from quire.kvcache.cache import chain, root_hash
+from quire.kvcache import BlockTable, KVCache, chain, root_hash
 
 PROMPT = list(range(10))  # two full blocks of four and a half
 

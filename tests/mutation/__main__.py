@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "quire"
 PACKAGES = {
     "engine": SOURCE / "engine",
-    "kvcache": SOURCE / "kvcache",
+    "kvcache": SOURCE / "kvcache.py",
     "executors/sampler": SOURCE / "executors" / "sampler.py",
 }
 TESTS = (
