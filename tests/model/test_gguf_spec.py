@@ -186,6 +186,7 @@ def test_frequency_divisors_are_read_from_their_tensor() -> None:
         ("pooling_type", 1),
         ("rope.scaling.type", "longrope"),
         ("rope.scaling.attn_factor", 1.2),
+        ("rope.scaling.yarn_attn_factor", 1.2),
         ("rope.dimension_sections", np.array([16, 24, 24, 0])),
         ("attention.sliding_window_pattern", np.array([True, False])),
         ("something.new", 1),
@@ -194,6 +195,10 @@ def test_frequency_divisors_are_read_from_their_tensor() -> None:
 def test_what_would_change_the_mathematics_is_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=f"llama.{key} = .* is not supported"):
         spec(**{key: value})
+
+
+def test_a_yarn_attention_factor_of_one_changes_nothing() -> None:
+    assert spec(**{"rope.scaling.yarn_attn_factor": 1.0}) == spec()
 
 
 @pytest.mark.parametrize(

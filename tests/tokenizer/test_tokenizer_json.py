@@ -122,6 +122,30 @@ def test_llama_2s_kind_of_folder_and_its_gguf_file_agree(scratch: Path, text: st
         assert tokenizer.decode(tokens) == from_gguf.decode(tokens)
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_added_tokens_pass_the_decoder(tmp_path: Path, special: bool) -> None:
+    """Gemma adds runs of ▁, which are runs of spaces; merges make them, too."""
+    backend = sentencepiece_backend()
+    backend.add_tokens([AddedToken("▁▁", normalized=False, special=special)])
+    path = saved(backend, tmp_path)
+    tokenizer = Tokenizer.from_file(path, CONFIG)
+    added = tokenizer.token_id("▁▁")
+    assert added is not None
+    a = tokenizer.token_id("a")
+    assert a is not None
+    expected = tokenizers.Tokenizer.from_file(str(path)).decode([a, added, a], False)
+    assert tokenizer.decode([a, added, a], skip_special=False) == expected == "a  a"
+
+
+def test_user_defined_runs_of_marks_in_a_gguf_file_are_spaces() -> None:
+    metadata = sentencepiece_metadata(SCORES | {"▁▁": -500.0})
+    metadata["tokenizer.ggml.token_type"][-1] = 4
+    tokenizer = built(metadata)
+    token = tokenizer.token_id("▁▁")
+    assert token is not None
+    assert tokenizer.token_bytes(token) == b"  "
+
+
 def test_tokens_that_a_generation_config_names_end_a_generation(llama: Path) -> None:
     assert Tokenizer.from_file(llama, CONFIG).end_token_ids == (2,)
     assert Tokenizer.from_file(llama, CONFIG, {"eos_token_id": [2, 9]}).end_token_ids == (2, 9)

@@ -141,7 +141,7 @@ class PromptReader:
                 param="messages",
             )
         marks = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-        texts = (None if token is None else tokenizer.token_text(token) for token in marks)
+        texts = (None if token is None else tokenizer.token_name(token) for token in marks)
         return ChatTemplate(tokenizer.chat_template, *texts)
 
     def close(self) -> None:

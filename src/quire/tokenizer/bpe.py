@@ -29,15 +29,23 @@ from quire.tokenizer.vocabulary import PREFIX, TokenKind, Vocabulary
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+NEWLINES = r"[\r\n]"  # each a word
+SPACES_IN_A_LINE = (
+    "\t\x0b\x0c\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007"
+    "\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+)
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _cased_words(ending: str = "") -> str:
-    """Splits where upper case begins anew: camel|Case."""
+def _cased_words(ending: str = "", without: str = "") -> str:
+    """Splits where upper case begins anew: camel|Case. `without`: a script whose letters are none
+    of them."""
+    other = rf"&&[^\p{{{without}}}]]" if without else "]"
+    upper, lower = (letters.removesuffix("]") + other for letters in (_UPPER, _LOWER))
     return (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}"
-        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}"
+        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ending}"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{ending}"
     )
 
 
@@ -82,6 +90,21 @@ _CASED_LETTERS = (
     "\U0001e900-\U0001e943"
 )
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_CJK_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_PUNCTUATION = r"\p{P}\$\+<=>\^~\|"
+BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+KIMI_K2 = rf"\p{{Han}}+|{_cased_words(f'{_CONTRACTIONS}?', without='Han')}" + (
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+YOUTU = _cased_words(f"{_CONTRACTIONS}?") + rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+EXAONE_MOE = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +114,9 @@ class PreTokenizer:
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token as a whole is never built by merging
     add_bos: bool = False  # unless the file says
+    letter_patterns: tuple[str, ...] = ()  # applied after them, to bytes written as letters
+    in_windows: bool = True  # false: a word may depend on text at any distance after it
+    run_characters: str | None = None  # whitespace whose splitting depends on how long it is
 
 
 _LLAMA_3 = PreTokenizer((LLAMA_3,), ignore_merges=True, add_bos=True)
@@ -99,18 +125,21 @@ _SMOLLM = PreTokenizer((r"\p{N}", GPT_2))
 _GPT_2 = PreTokenizer((GPT_2,))
 _QWEN_2 = PreTokenizer((QWEN_2,))
 _GPT_4O = PreTokenizer((GPT_4O,))
+_BLOOM = PreTokenizer((BLOOM,))
+_BAILING = PreTokenizer((BAILING,))
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "default": PreTokenizer((f"[{_PUNCTUATION}]+", GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
         _LLAMA_3,
     ),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), _LLAMA_3_MERGED),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _LLAMA_3_MERGED),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         _SMOLLM,
     ),
+    "mellum2": _SMOLLM,
     **dict.fromkeys(
         ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "a.x-4.0", "mellum", "exaone4"),
         _GPT_2,
@@ -123,27 +152,66 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("kormo", "f2llmv2"), _QWEN_2),
     "qwen35": PreTokenizer((QWEN_35,)),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT_4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), _GPT_4O),
     "seed-coder": PreTokenizer((SEED_CODER,)),
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", _words_like_llama(r"\p{N}+")), ignore_merges=True),
     "deepseek-llm": PreTokenizer(
         (
-            r"[\r\n]",
+            NEWLINES,
             rf"\s?[{_CASED_LETTERS}]+",
             "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
             r"(?<!\s)\s+$",  # \s+$ in the original, which takes quadratic time on runs of spaces
             _CJK,
-            r"\p{N}+",
-        )
+            r"\p{N}",
+        ),
+        run_characters=SPACES_IN_A_LINE,
     ),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
+    "deepseek-coder": PreTokenizer(
+        (NEWLINES, r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"), run_characters=SPACES_IN_A_LINE
+    ),
     **dict.fromkeys(
         ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
-        PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", DEEPSEEK_3)),
+        PreTokenizer((r"\p{N}{1,3}", _CJK_AND_KANA, DEEPSEEK_3)),
+    ),
+    "falcon": PreTokenizer(
+        (f"[{_PUNCTUATION}`]+", GPT_2), letter_patterns=(r"\p{N}+", "[0-9][0-9][0-9]")
+    ),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), _BLOOM),
+    "viking": PreTokenizer((BLOOM, r"\p{N}")),
+    "kimi-k2": PreTokenizer((KIMI_K2,)),
+    "youtu": PreTokenizer(
+        (
+            "[\uac00-\ud7a3\u3131-\u318e]+|[！…“”‘’—：；，\u3001-\u303f\ufe30-\ufe4f]+"
+            f"|[\u3105-\u312f]+|{_CJK_AND_KANA}",
+            YOUTU,
+        ),
+        ignore_merges=True,
+    ),
+    "exaone-moe": PreTokenizer((EXAONE_MOE,)),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+    "chameleon": PreTokenizer(
+        (
+            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+            r"([\t\n]|    |  )",
+            r"\p{N}",
+            rf"[{_PUNCTUATION}`]",
+            GPT_2,
+        ),
+        add_bos=True,
+        run_characters="",
+    ),
+    # Digits in threes from the right. The original, (?=(\d{3})+(?!\d)), takes quadratic time.
+    "superbpe": PreTokenizer(
+        (r"\p{N}+", r"(?:\d{3})++(?!\d)", r"\d{3}"),
+        in_windows=False,
     ),
 }
 
-KNOWN_PATTERNS = frozenset(pattern for kind in PRE_TOKENIZERS.values() for pattern in kind.patterns)
+KNOWN_PATTERNS = {r" ?[^(\s|[.,!?…。，、।۔،])]+"}.union(  # BLOOM in a tokenizer.json
+    pattern
+    for kind in PRE_TOKENIZERS.values()
+    for pattern in (*kind.patterns, *kind.letter_patterns)
+)
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
@@ -177,10 +245,15 @@ def byte_level_backend(
         unk_token=placeholder,
     )
     backend = tokenizers.Tokenizer(model)
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns]
     to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_letters])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*_splits(kind.patterns), to_letters, *_splits(kind.letter_patterns)]
+    )
     return backend
+
+
+def _splits(patterns: Iterable[str]) -> list[Any]:
+    return [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
 
 
 _MAX_MERGED_LENGTH = 1024  # characters: the work to find a token's merges grows with its square

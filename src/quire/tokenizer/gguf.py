@@ -58,6 +58,8 @@ class _Family(NamedTuple):
     unknown: int | None
     add_bos: bool
     strip_space: bool
+    in_windows: bool = True  # as in TextEncoder
+    run_characters: str | None = None
 
 
 def spec_from_gguf(metadata: Mapping[str, object]) -> TokenizerSpec | None:
@@ -98,6 +100,8 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: Vocabulary) -> _Fami
         unknown=_lenient_token_id(metadata, "unknown_token_id", len(vocabulary.texts)),
         add_bos=kind.add_bos,
         strip_space=False,
+        in_windows=kind.in_windows,
+        run_characters=kind.run_characters,
     )
 
 
@@ -128,8 +132,8 @@ def _assemble(
     add_eos = read_flag(metadata, "add_eos_token", False)
     control = vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN)
     user_defined = vocabulary.of_kind(TokenKind.USER_DEFINED)
-    encoder = _text_encoder(family.backend, vocabulary, control, user_defined)
-    literal = partial(_text_encoder, family.backend, vocabulary, [], user_defined)
+    encoder = _text_encoder(family, vocabulary, control, user_defined)
+    literal = partial(_text_encoder, family, vocabulary, [], user_defined)
     controls = {token: vocabulary.texts[token] for token in control}
     return TokenizerSpec(
         encoder=encoder,
@@ -176,9 +180,10 @@ def _lenient_token_id(metadata: Mapping[str, object], name: str, count: int) -> 
 
 
 def _text_encoder(
-    backend: Any, vocabulary: Vocabulary, control: list[int], user_defined: list[int]
+    family: _Family, vocabulary: Vocabulary, control: list[int], user_defined: list[int]
 ) -> TextEncoder:
-    """A tokenizer that shares its merges with `backend` and finds these tokens in text first."""
+    """A tokenizer that shares the family's merges and finds these tokens in text first."""
+    backend = family.backend
     own = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
         own.normalizer = backend.normalizer
@@ -193,15 +198,18 @@ def _text_encoder(
         longest_special=max(map(len, texts + more), default=0),
         longest_token=max(map(len, vocabulary.texts)),
         placeholder=len(vocabulary.texts),
+        in_windows=family.in_windows,
+        run_characters=family.run_characters,
     )
 
 
 def _piece_bytes(vocabulary: Vocabulary, of_normal: PieceBytes) -> Callable[[int], bytes]:
     values = _byte_values(vocabulary)
+    is_spaced = of_normal is sentencepiece_bytes  # Gemma's user-defined ▁▁ is two spaces
 
     def piece_bytes(token: int) -> bytes:
         kind = vocabulary.kinds[token]
-        if kind is TokenKind.NORMAL:
+        if kind is TokenKind.NORMAL or (is_spaced and kind is TokenKind.USER_DEFINED):
             return of_normal(vocabulary.texts[token])
         if kind is TokenKind.BYTE:
             return values[token]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from quire.core.errors import ModelFileError, RequestError
 
 WINDOW = 8192  # characters: some milliseconds of work
-_LOOKAHEAD = 8  # no pattern that splits words looks farther ahead, runs of spaces apart
+_LOOKAHEAD = 16  # no pattern that splits words looks farther ahead, runs of spaces apart
 
 
 class TextEncoder(NamedTuple):
@@ -27,7 +27,8 @@ class TextEncoder(NamedTuple):
     backend: Any  # tokenizers.Tokenizer
     longest_special: int  # of the tokens it finds in text before it splits words, in characters
     longest_token: int | None  # no token covers more characters; None: not known
-    in_windows: bool = True  # false: some token may include any amount of whitespace
+    in_windows: bool = True  # false: a word may depend on text at any distance around it
+    run_characters: str | None = None  # whitespace whose words depend on a run's end; None: all
     placeholder: int | None = None  # its id for bytes without a token; left out of results
     marked: Mapping[int, int] = MappingProxyType({})  # the control tokens that its marks stand for
     forbidden: frozenset[int] = frozenset()  # control tokens that no text may become
@@ -50,7 +51,9 @@ def encode_text(encoder: TextEncoder, text: str, limit: int | None, window: int)
         if start + size >= len(text):
             _extend(ids, encoding.ids[first:], encoder, limit)
             return ids
-        cut = _last_certain_cut(encoding, first, min(size - margin, len(piece.rstrip())))
+        cut = _last_certain_cut(
+            encoding, first, min(size - margin, len(piece.rstrip(encoder.run_characters)))
+        )
         if cut is None:  # one word fills the window
             size *= 8
             continue

@@ -125,6 +125,10 @@ class Tokenizer:
         """A token's bytes as text, with U+FFFD for those that are no character by themselves."""
         return self.token_bytes(token).decode(errors="replace")
 
+    def token_name(self, token: int) -> str:
+        """A token's text in the vocabulary, such as <|im_end|>, as a template writes it."""
+        return self._spec.texts[token]
+
     def token_id(self, text: str) -> int | None:
         """The id of a token by its text in the vocabulary, such as <|im_end|>, if it exists."""
         return self._spec.ids.get(text)

@@ -68,7 +68,7 @@ def spec_from_json(
         control=ControlTokens(encoder, controls, literal, tokens.unknown),
         texts=texts,
         ids=ids,
-        piece_bytes=_bytes_by_id(texts, frozenset(added), piece_bytes),
+        piece_bytes=_bytes_by_id(texts, piece_bytes),
         hidden=frozenset(special.values()).union(tokens.ends),
         special=tokens,
         prefix=prefix,
@@ -345,13 +345,11 @@ def _strips_space(decoder: Mapping[str, Any]) -> bool:
     return bool(decoder.get("type") == "Strip" and decoder.get("start") == 1)
 
 
-def _bytes_by_id(
-    texts: Sequence[str], added: frozenset[int], piece_bytes: PieceBytes
-) -> Callable[[int], bytes]:
+def _bytes_by_id(texts: Sequence[str], piece_bytes: PieceBytes) -> Callable[[int], bytes]:
+    """Added tokens pass the decoder as all others do: Gemma adds ▁▁, which is two spaces."""
+
     def bytes_of(token: int) -> bytes:
         text = texts[token]
-        if token in added:
-            return text.encode()
         if piece_bytes is sentencepiece_bytes:
             value = byte_token_value(text)
             if value is not None:

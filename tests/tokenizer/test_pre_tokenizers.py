@@ -1,0 +1,141 @@
+"""Pre-tokenizers against the `tokenizers` library, set up as the models' tokenizer.json are."""
+
+import json
+from typing import Any
+
+import pytest
+import tokenizers
+from tests.tokenizer.test_byte_level import CHARACTERS, merges, tokenizer_of
+from tests.tokenizer.vocabularies import SPECIALS
+
+from quire.tokenizer.detokenizer import BYTE_ALPHABET
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LLAMA_3 = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    rf"{CONTRACTIONS}?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    rf"{CONTRACTIONS}?|\p{{N}}DIGITS| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KIMI_K2 = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]+{CONTRACTIONS}?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]*{CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def byte_level(*, use_regex: bool) -> dict[str, Any]:
+    kind = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return kind | {"use_regex": use_regex}
+
+
+def digits(*, individual: bool) -> dict[str, Any]:
+    return {"type": "Digits", "individual_digits": individual}
+
+
+LETTERS = byte_level(use_regex=False)
+OFFICIAL: dict[str, list[dict[str, Any]]] = {
+    "glm4": [split(LLAMA_3), LETTERS],
+    "chatglm-bpe": [split(LLAMA_3), LETTERS],
+    "mellum2": [digits(individual=True), byte_level(use_regex=True)],
+    "talkie": [split(GPT_4O.replace("DIGITS", "{1,3}")), LETTERS],
+    "falcon": [
+        {"type": "Punctuation", "behavior": "Contiguous"},
+        byte_level(use_regex=True),
+        digits(individual=False),
+        split("[0-9][0-9][0-9]"),
+    ],
+    "superbpe": [split(r"\p{N}+"), split(r"(?=(\d{3})+(?!\d))"), LETTERS],
+    "bloom": [split(BLOOM), LETTERS],
+    "poro-chat": [split(BLOOM), LETTERS],
+    "gpt3-finnish": [split(BLOOM), LETTERS],
+    "viking": [split(BLOOM), digits(individual=True), LETTERS],
+    "kimi-k2": [split(KIMI_K2), LETTERS],
+    "youtu": [
+        split("[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"),
+        split(GPT_4O.replace("DIGITS", "")),
+        LETTERS,
+    ],
+    "exaone-moe": [
+        split(
+            rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
+            r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+        ),
+        LETTERS,
+    ],
+    "bailingmoe": [
+        split(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+        ),
+        LETTERS,
+    ],
+    "chameleon": [
+        split("<sentinel:[0-9]+>"),
+        split("(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z"),
+        split(r"([\t\n]|    |  )"),
+        digits(individual=True),
+        {"type": "Punctuation", "behavior": "Isolated"},
+        byte_level(use_regex=True),
+    ],
+    "deepseek-llm": [
+        split("[\r\n]"),
+        split(r"\s?[A-Za-zÀ-ÖØ-öø-ƺͰ-ͳА-я]+"),  # the letters of these texts alone
+        split("\\s?[!-/:-~！-／：-～‘-‟　-。]+"),
+        split(r"\s+$"),
+        split("[一-龥ࠀ-一가-퟿]+"),
+        digits(individual=True),
+        LETTERS,
+    ],
+}
+OFFICIAL["bailingmoe2"] = OFFICIAL["bailingmoe"]
+
+TEXTS = [
+    CHARACTERS,
+    "It's 12345 o'clock,\r\n\n  they'LL say: «NO» 1234567 12 1 123456 … x=1,234,567.89",
+    "你好，世界！今天是2024年。안녕하세요 세계 ㄅㄆㄇ こんにちは、カタカナ 漢字かな交じり文",
+    "नमस्ते दुनिया। यह १२३४ है สวัสดีชาวโลก ๑๒๓ مرحبا، بالعالم۔ ١٢٣٤٥ שלום",
+    "Привет, мир! Це 12½ та ¼ ²³ Ⅷ②",
+    "👩‍👩‍👧 🙂🙂 e\u0301a\u0308 naïve cafe\u0301 \u200bzero\u200dwidth\ufeff",
+    "def f(x):\n        return {'a': x**2, \"b\": [1, 2]}  # camelCase HTTPServer snake_case\n\n\n",
+    "a  b   c    d     e      f\t\tg \t h\u00a0\u00a0i \u3000 j   \n   \n k   ",
+    "\n\n\n   \n\r\n\r\n x\n\n\n",
+    "<sentinel:12> IMGIMGABCZ fooIMGIMGDZbar <image> ((a|b)) .,.,!? ...\n//\n/path/to//x\n",
+    "a b c d e f g hello big world 'S 'RE 'LL ſ's",
+]
+
+
+def library(steps: list[dict[str, Any]], *, ignore_merges: bool) -> Any:
+    """The library's tokenizer over the same vocabulary as `tokenizer_of`."""
+    texts = [*SPECIALS, *BYTE_ALPHABET, *(left + right for left, right in merges())]
+    model = {
+        "type": "BPE",
+        "vocab": {text: number for number, text in enumerate(texts)},
+        "merges": [list(pair) for pair in merges()],
+        "ignore_merges": ignore_merges,
+    }
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": steps}
+    return tokenizers.Tokenizer.from_str(
+        json.dumps({"version": "1.0", "model": model, "pre_tokenizer": pre_tokenizer})
+    )
+
+
+@pytest.mark.parametrize("pre", OFFICIAL)
+def test_a_pre_tokenizer_splits_as_the_models_own(pre: str) -> None:
+    wanted = library(OFFICIAL[pre], ignore_merges=pre == "youtu")
+    tokenizer = tokenizer_of(pre)
+    for text in TEXTS:
+        expected = wanted.encode(text).ids
+        if not (pre == "deepseek-llm" and text == CHARACTERS):
+            assert tokenizer.encode(text, add_special=False) == expected, text
