@@ -20,7 +20,8 @@ from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
 from quire.model.isolated import Verdict, examine
 from quire.model.loading import Model, load_model, memory_estimate, norm_health, read_tokenizer
-from quire.model.spec import ModelSpec, unsupported
+from quire.model.rope import LongScaling, RopeScaling
+from quire.model.spec import LOWERED, Experts, ModelSpec, unsupported
 from quire.tokenizer import Tokenizer
 
 
@@ -67,6 +68,10 @@ class ModelFacts:
     rope_scaling: str | None
     sliding_windows: list[int]  # each size once
     tied_head: bool
+    rope_factors: Literal["long", "short"] | None  # longrope's set; None: no longrope
+    num_experts: int | None  # None: every layer is dense
+    num_used_experts: int | None
+    lacking: dict[str, list[str]]  # by device that does not run the model: what it lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +222,8 @@ def _tensor_facts(tensors: Iterable[Tensor], i2s_packing: str | None) -> TensorF
 def _model_facts(spec: ModelSpec) -> ModelFacts:
     rope = spec.ropes[0] if spec.ropes else None
     scaling = None if rope is None else rope.scaling
+    feeds = [layer.feed_forward for layer in spec.layers]
+    experts = next((feed for feed in feeds if isinstance(feed, Experts)), None)
     return ModelFacts(
         family=spec.family,
         context_length=spec.context_length,
@@ -232,7 +239,17 @@ def _model_facts(spec: ModelSpec) -> ModelFacts:
         rope_scaling=None if scaling is None else type(scaling).__name__,
         sliding_windows=sorted({window for window in spec.windows if window is not None}),
         tied_head=spec.tied_head,
+        rope_factors=_rope_factors(scaling),
+        num_experts=None if experts is None else experts.count,
+        num_used_experts=None if experts is None else experts.num_used,
+        lacking={name: found for name in LOWERED if (found := unsupported(spec, name))},
     )
+
+
+def _rope_factors(scaling: RopeScaling | None) -> Literal["long", "short"] | None:
+    if not isinstance(scaling, LongScaling):
+        return None
+    return "long" if scaling.is_long else "short"
 
 
 def _tokenizer_facts(tokenizer: Tokenizer | None) -> TokenizerFacts:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 from tests.cli.program import environment, quire
+from tests.drawn_families import write_drawn
 from tests.fixture_files import FIXTURES, fixture_file
 from tests.llm.text_models import write_changed_model, write_text_model
+
+from quire.model.spec import LOWERED, Feature
 
 TINY = fixture_file("tiny/Q4_K_M.gguf")
 
@@ -99,6 +102,27 @@ def test_a_folder_is_described() -> None:
     found = json.loads(quire("inspect", FIXTURES / "families" / "qwen3", "--json").out)
     assert found["file"]["format"] == "safetensors"
     assert found["model"]["family"] == "qwen3"
+
+
+def test_experts_and_devices_that_do_not_run_a_model_are_said(tmp_path: Path) -> None:
+    path = write_drawn("mixtral", tmp_path)
+    found = json.loads(quire("inspect", path, "--json").out)["model"]
+    assert (found["num_experts"], found["num_used_experts"]) == (8, 2)
+    assert found["lacking"].keys() == {
+        n for n, known in LOWERED.items() if Feature.EXPERTS not in known
+    }
+    assert all("a mixture of experts in layer 0" in what for what in found["lacking"].values())
+    text = quire("inspect", path).out
+    assert "8 experts, 2 for each token" in text
+    assert all(
+        f"not on {name}: a mixture of experts in layer 0" in text for name in found["lacking"]
+    )
+
+
+def test_the_set_of_longrope_is_shown(tmp_path: Path) -> None:
+    path = write_drawn("phi3-long", tmp_path)
+    assert "LongScaling (long factors, by the longest context)" in quire("inspect", path).out
+    assert json.loads(quire("inspect", path, "--json").out)["model"]["rope_factors"] == "long"
 
 
 @pytest.mark.parametrize("as_json", [True, False])

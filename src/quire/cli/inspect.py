@@ -86,16 +86,21 @@ def _file_lines(facts: FileFacts) -> list[str]:
 
 def _model_lines(facts: ModelFacts) -> list[str]:
     scaling = "" if facts.rope_scaling is None else f", {facts.rope_scaling}"
+    if facts.rope_factors is not None:
+        scaling += f" ({facts.rope_factors} factors, by the longest context)"
+    rope = "no rope" if facts.rope_base is None else f"rope base {facts.rope_base:g}{scaling}"
     lines = [
         f"{facts.num_layers} layers, hidden {facts.hidden_size}, feed-forward "
         f"{facts.ffn_size} ({facts.activation})",
-        f"{facts.num_heads} heads and {facts.num_kv_heads} KV heads of {facts.head_dim}, "
-        f"rope base {facts.rope_base:g}{scaling}",
+        f"{facts.num_heads} heads and {facts.num_kv_heads} KV heads of {facts.head_dim}, {rope}",
         f"context {facts.context_length}, vocabulary {facts.vocabulary_size}"
         + (", head tied to the embedding" if facts.tied_head else ""),
     ]
     if facts.sliding_windows:
         lines.append(f"sliding windows of {', '.join(map(str, facts.sliding_windows))} tokens")
+    if facts.num_experts is not None:
+        lines.append(f"{facts.num_experts} experts, {facts.num_used_experts} for each token")
+    lines += [f"not on {name}: {', '.join(what)}" for name, what in facts.lacking.items()]
     return lines
 
 
