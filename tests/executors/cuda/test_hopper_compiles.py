@@ -153,3 +153,29 @@ def test_attention_reads_what_tma_loaded(
     assert ("HGMMA" in listing) and (".BF16" in listing) == (half == "bfloat16")
     assert "UTMALDG" in listing
     assert (merged.found is not None) == (num_splits > 0)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_the_plain_attention_compiles_for_either_cache(
+    half: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the interpreter runs may still not compile."""
+    pretend()
+    spec: Any = SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=32)
+    splits = launchers._Splits(spec, 4, 1, "cpu")
+    options = {"PDL": True, "launch_pdl": True}
+    attention = launchers.PlainAttention(spec, splits, 16, options, exact=False)
+    catch = _Catch(plain_attention.attend)
+    monkeypatch.setattr(plain_attention, "attend", catch)
+    keys = torch.empty((8, 2, 16, 32), dtype=getattr(torch, half))
+    query_type = torch.bfloat16 if half == "bfloat16" else torch.float32
+    integers = torch.empty((5, 4), dtype=torch.int32)
+    inputs = launchers.AttentionInput(
+        queries=torch.empty((4, 4, 32), dtype=query_type),
+        tables=integers[0],
+        tiles=plain_attention.TokenTiles(*integers),
+        out=torch.empty((4, 128)),
+    )
+    attention.attend(inputs, launchers.LayerCache(keys, keys, None), 0)
+    usage, _ = compiled(catch.found, tmp_path)
+    assert usage.stack == 0

@@ -113,6 +113,7 @@ def _attend_split(
     """Online softmax over the positions of one split: maxima, sums and weighted values."""
     ROWS: tl.constexpr = SHAPE.rows
     PAIRED: tl.constexpr = q.dtype == tl.float32
+    TILE_SIZE: tl.constexpr = SHAPE.tile
     d = tl.arange(0, DIMS)
     is_dim = d < SHAPE.head_dim
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -128,7 +129,7 @@ def _attend_split(
         index = slot * SHAPE.head_dim
         mask = is_there[:, None] & is_dim[None, :]
         k = tl.load(keys + index[:, None] + d[None, :], mask=mask, other=0.0)
-        s = _dot(q, tl.trans(k), tl.zeros([ROWS, SHAPE.tile], tl.float32), PAIRED, EXACT)
+        s = _dot(q, tl.trans(k), tl.zeros([ROWS, TILE_SIZE], tl.float32), PAIRED, EXACT)
         is_seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
         s = tl.where(is_seen, s * scale, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
