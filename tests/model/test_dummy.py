@@ -57,7 +57,10 @@ def test_a_name_that_means_nothing_is_refused(name: str, complaint: str) -> None
 
 @pytest.mark.parametrize(
     ("shape", "billions"),
-    [("smollm2-135m", 0.1345), ("llama-1b", 1.174), ("llama-8b", 8.03), ("bitnet-2b", 2.413)],
+    [
+        *(("smollm2-135m", 0.1345), ("llama-1b", 1.174), ("llama-8b", 8.03), ("bitnet-2b", 2.413)),
+        *(("olmoe-7b", 6.919), ("qwen3-30b-a3b", 30.53)),
+    ],
 )
 def test_shapes_have_the_weights_of_the_models_they_stand_for(shape: str, billions: float) -> None:
     weights = sum(np.prod(tensor.shape) for tensor in DummyModel(f"dummy:{shape}").planned)
@@ -216,3 +219,22 @@ def test_every_shape_is_a_model_that_quire_runs(shape: str) -> None:
     planned = {tensor.name: tensor for tensor in model.planned}
     assert ("output.weight" not in planned) == SHAPES[shape].tied_head
     assert planned["token_embd.weight"].shape[0] == SHAPES[shape].vocabulary_size
+
+
+def test_experts_are_quantised_as_the_dense_matrices_of_their_kind_and_routers_are_not() -> None:
+    found = formats("dummy:tiny-moe:Q4_K_M")
+    dense = formats("dummy:tiny:Q4_K_M")
+    for layer in range(2):
+        for name in ("gate", "up", "down"):
+            key = f"blk.{layer}.ffn_{name}"
+            assert found[f"{key}_exps.weight"] == dense[f"{key}.weight"]
+        assert found[f"blk.{layer}.ffn_gate_inp.weight"] == "F32"
+
+
+def test_a_dummy_with_experts_runs() -> None:
+    with LLM("dummy:tiny-moe:Q8_0", device="reference", kv_memory="4MiB") as llm:
+        params = SamplingParams(max_tokens=6, temperature=0.0)
+        both = llm.generate([[1, 2, 3], [4, 5]], params)
+        alone = llm.generate([[1, 2, 3]], params)
+    assert both[0].completions[0].token_ids == alone[0].completions[0].token_ids
+    assert len(alone[0].completions[0].token_ids) == 6

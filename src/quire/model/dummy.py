@@ -16,7 +16,7 @@ as trained ones do.
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,6 +56,14 @@ class Shape:
     rope_base: float = 500_000.0
     context_length: int = 8192
     usual_mix: str = "Q4_K_M"
+    head_size: int | None = None  # None: hidden_size / num_heads
+    num_experts: int = 0
+    num_used_experts: int = 0
+    expert_size: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_size or self.hidden_size // self.num_heads
 
 
 SHAPES = {
@@ -98,6 +106,51 @@ SHAPES = {
         family="bitnet",
         context_length=4096,
         usual_mix="TQ2_0",
+    ),
+    "olmoe-7b": Shape(
+        num_layers=16,
+        hidden_size=2048,
+        ffn_size=1024,
+        num_heads=16,
+        num_kv_heads=16,
+        vocabulary_size=50_304,
+        tied_head=False,
+        family="olmoe",
+        rope_base=10_000.0,
+        context_length=4096,
+        num_experts=64,
+        num_used_experts=8,
+        expert_size=1024,
+    ),
+    "qwen3-30b-a3b": Shape(
+        num_layers=48,
+        hidden_size=2048,
+        ffn_size=6144,
+        num_heads=32,
+        num_kv_heads=4,
+        vocabulary_size=151_936,
+        tied_head=False,
+        family="qwen3moe",
+        rope_base=1e6,
+        context_length=32_768,
+        head_size=128,
+        num_experts=128,
+        num_used_experts=8,
+        expert_size=768,
+    ),
+    "tiny-moe": Shape(
+        num_layers=2,
+        hidden_size=256,
+        ffn_size=512,
+        num_heads=4,
+        num_kv_heads=2,
+        vocabulary_size=512,
+        tied_head=False,
+        family="qwen3moe",
+        context_length=2048,
+        num_experts=8,
+        num_used_experts=2,
+        expert_size=256,
     ),
     "tiny": Shape(
         num_layers=2,
@@ -208,7 +261,7 @@ class DummyModel:
 
 def _fields(shape: Shape, asked: DummyName) -> dict[str, str | int | float]:
     """The metadata of a GGUF file; llama.cpp takes "none" for a model without a tokenizer."""
-    own: Mapping[str, int | float] = {
+    own: dict[str, int | float] = {
         "vocab_size": shape.vocabulary_size,
         "context_length": shape.context_length,
         "embedding_length": shape.hidden_size,
@@ -217,9 +270,17 @@ def _fields(shape: Shape, asked: DummyName) -> dict[str, str | int | float]:
         "attention.head_count": shape.num_heads,
         "attention.head_count_kv": shape.num_kv_heads,
         "attention.layer_norm_rms_epsilon": _NORM_EPSILON,
-        "rope.dimension_count": shape.hidden_size // shape.num_heads,
+        "rope.dimension_count": shape.head_dim,
         "rope.freq_base": shape.rope_base,
     }
+    if shape.head_size is not None:
+        own |= {"attention.key_length": shape.head_size, "attention.value_length": shape.head_size}
+    if shape.num_experts:
+        own |= {
+            "expert_count": shape.num_experts,
+            "expert_used_count": shape.num_used_experts,
+            "expert_feed_forward_length": shape.expert_size,
+        }
     return {
         "general.architecture": shape.family,
         "general.name": asked.text,

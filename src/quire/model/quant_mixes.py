@@ -1,6 +1,6 @@
 """Which format each tensor has in a mix, such as Q4_K_M: the choices llama.cpp's quantiser makes.
 
-They are its choices for dense models without an importance matrix. A mix has a base format; the
+They are its choices without an importance matrix; routers stay floats. A mix has a base format; the
 tensors that suffer most from rounding (the head, values, down projections of some layers) get more
 bits, and rows that do not fill a format's blocks get a format of smaller blocks.
 """
@@ -71,7 +71,7 @@ def find_mix(name: str) -> Mix:
 
 def tensor_format(mix: Mix, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Format:
     """The format that a tensor has in a mix."""
-    if len(shape) < 2:
+    if len(shape) < 2 or "ffn_gate_inp" in name:
         return format_named("F32", name)
     base = format_named(mix.base, name)
     if base.is_float:
@@ -97,7 +97,7 @@ def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
     if name == "token_embd.weight":
         return "Q4_K" if mix.base in ("TQ1_0", "TQ2_0") else mix.base
     layer, kind = _layer_and_kind(name)
-    match kind:
+    match kind.removesuffix("_exps").removesuffix("_shexp"):
         case "attn_v":
             return _values(mix, spec, layer)
         case "ffn_down":
