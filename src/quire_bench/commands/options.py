@@ -29,8 +29,8 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_MODEL,
         metavar="MODEL",
         help="a model file, a name, or dummy:SHAPE[:MIX[:SEED]], which needs no file and holds "
-        "noise: smollm2-135m, llama-1b, llama-8b, bitnet-2b, olmoe-7b, qwen3-30b-a3b, tiny, tiny-moe "
-        "(default: %(default)s)",
+        "noise: smollm2-135m, llama-1b, llama-8b, bitnet-2b, olmoe-7b, qwen3-30b-a3b, tiny, "
+        "tiny-moe (default: %(default)s)",
     )
     group.add_argument(
         "--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or reference"
