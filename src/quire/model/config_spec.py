@@ -308,7 +308,8 @@ def _yarn_scale(rope: Fields) -> float:
     """What DeepSeek multiplies the attention's scale by where its context was extended."""
     dims_scale = rope.optional_number("mscale_all_dim") or 0.0
     factor = rope.optional_number("factor") or 1.0
-    return _mscale(factor, dims_scale) ** 2 if dims_scale else 1.0
+    extended = _mscale(factor, dims_scale)
+    return extended * extended if dims_scale else 1.0
 
 
 def _mscale(factor: float, scale: float) -> float:
@@ -604,7 +605,10 @@ def _attention_factor(rope: Fields, factor: float) -> float | None:
     given = rope.optional_number("attention_factor")
     scale, dims_scale = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
     if given is None and scale and dims_scale:
-        return _mscale(factor, scale) / _mscale(factor, dims_scale)
+        divisor = _mscale(factor, dims_scale)
+        if not divisor > 0:
+            raise ModelFileError(f"{_FILE}: mscale_all_dim of a rope cannot be {dims_scale}")
+        return _mscale(factor, scale) / divisor
     return given
 
 

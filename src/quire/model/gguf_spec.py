@@ -274,7 +274,8 @@ def _qk_norm(
     """A family that has it in some models alone: where the file has its weights."""
     if family.qk_norm is None:
         return None
-    if family.gguf_unnormed_at and fields.get("expert_count") == family.gguf_unnormed_at:
+    count = fields.get("expert_count")
+    if family.gguf_unnormed_at and isinstance(count, int) and count == family.gguf_unnormed_at:
         return None
     is_after = family.qk_norm_after_rope
     if family.qk_norm_if and not is_after and "blk.0.attn_q_norm.weight" not in tensors:
@@ -309,7 +310,7 @@ def _latent_attention(fields: Fields, num_heads: int, norm: Norm) -> Attention:
         num_kv_heads=num_heads,
         head_dim=head_dim,
         value_dim=fields.integer("attention.value_length_mla", high=limit),
-        scale=head_dim**-0.5 * extended**2,
+        scale=head_dim**-0.5 * extended * extended,
         latent=Latent(
             kv_rank=fields.integer("attention.kv_lora_rank", high=size_limit),
             rope_dims=rope_dims,
@@ -548,7 +549,10 @@ def _attention_factor(family: Family, fields: Fields, factor: float) -> float | 
         return None
     if family.has_latent:
         return 1.0
-    return (1.0 + 0.1 * math.log(factor)) / (1.0 + 0.1 * multiplier * math.log(factor))
+    divisor = 1.0 + 0.1 * multiplier * math.log(factor)
+    if not divisor > 0:
+        raise ModelFileError(f"rope.scaling.yarn_log_multiplier cannot be {multiplier}")
+    return (1.0 + 0.1 * math.log(factor)) / divisor
 
 
 # ---- the metadata of a spec
