@@ -36,7 +36,6 @@ from quire.llm.parameters import (
     params_for_each,
     params_of,
 )
-from quire.llm.pooling import NO_TOKENS, Vectors, unit_vector
 from quire.llm.progress import ProgressBar
 from quire.llm.prompts import (
     Conversation,
@@ -47,7 +46,7 @@ from quire.llm.prompts import (
     listed_prompts,
     text_of,
 )
-from quire.llm.scoring import SCORED, TextScore, paired, score_of
+from quire.llm.scoring import NO_TOKENS, SCORED, TextScore, Vectors, paired, score_of, unit_vector
 from quire.tokenizer import Tokenizer
 
 Asked = TypeVar("Asked")  # a prompt or a conversation

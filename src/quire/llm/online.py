@@ -16,9 +16,8 @@ from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
 from quire.llm.forward import ForwardRows, Logits
 from quire.llm.parameters import OnError, keeps_errors, one_params, split_keywords
-from quire.llm.pooling import NO_TOKENS, Vectors, unit_vector
 from quire.llm.prompts import Conversation, Prepared, Prompt, PromptReader, text_of
-from quire.llm.scoring import SCORED, TextScore, score_of
+from quire.llm.scoring import NO_TOKENS, SCORED, TextScore, Vectors, score_of, unit_vector
 from quire.tokenizer import Tokenizer
 
 _LONG_TEXT = 16_384  # characters; tokenising more would block the event loop

@@ -1,8 +1,16 @@
-"""TextScore: how likely a model finds a text, from the log-probabilities of its tokens."""
+"""What a model makes of a text beside writing on: its score and its embedding.
+
+A TextScore comes from the log-probabilities of the text's tokens. An embedding is the hidden state
+after the last token and the final norm, scaled to length 1: fit to compare texts roughly, and no
+match for a model trained to embed.
+"""
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from quire.core.errors import RequestError
 from quire.core.request import RequestOutput
@@ -55,3 +63,18 @@ def score_of(output: RequestOutput, start: int) -> TextScore:
     if not scores:
         raise RequestError("a text of one token has nothing to score", param="prompts")
     return TextScore([score.token for score in scores], [score.logprob for score in scores])
+
+
+# ---- embeddings
+
+
+Vectors = npt.NDArray[np.float32]  # [prompts, hidden], or one of them
+
+NO_TOKENS = SamplingParams(max_tokens=1)  # the least there is; pooling samples nothing
+
+
+def unit_vector(pooled: Any) -> Vectors:
+    """A pooled state at length 1; one of zeros as it is."""
+    state = np.asarray(pooled, np.float64)
+    length = float(np.linalg.norm(state))
+    return (state / length if length > 0 else state).astype(np.float32)
