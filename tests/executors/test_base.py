@@ -8,6 +8,7 @@ from tests.executors.cpu import running
 from tests.executors.reference import plans
 from tests.fixture_files import fixture_file
 
+from quire.batching import CallableExecutor
 from quire.core.errors import ConfigError, ExecutorError, RowFaultError
 from quire.core.plan import BlockCopy, Capacity, SequencePlan, SequenceResult, StepPlan, Want
 from quire.executors.base import (
@@ -18,7 +19,6 @@ from quire.executors.base import (
     StepSamples,
     model_capacity,
 )
-from quire.executors.callable import CallableExecutor
 from quire.executors.fake import FakeExecutor
 from quire.model.loading import load_model
 

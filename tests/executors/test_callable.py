@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.batching import CallableExecutor
 from quire.core.errors import ExecutorError, StepCancelledError
 from quire.core.plan import BlockCopy, Capacity, Sampling, SequencePlan, StepPlan, StepResult, Want
 from quire.core.sampling import SamplingParams
 from quire.executors.base import Executor
-from quire.executors.callable import CallableExecutor
 
 VOCABULARY = 10
 GREEDY = Sampling(SamplingParams(temperature=0.0), seed=0, index=0)
