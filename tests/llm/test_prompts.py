@@ -8,8 +8,13 @@ import pytest
 from quire import LLM
 from quire.core.errors import RequestError
 from quire.core.sampling import SamplingParams
-from quire.llm.parameters import params_for_each, params_of
-from quire.llm.prompts import PromptReader, listed_conversations, listed_prompts
+from quire.llm.prompts import (
+    PromptReader,
+    listed_conversations,
+    listed_prompts,
+    params_for_each,
+    params_of,
+)
 
 ONE = SamplingParams(max_tokens=3)
 QUESTION = {"role": "user", "content": "hi"}

@@ -31,7 +31,7 @@ from quire.llm.machine import (
     parse_bytes,
     usable_cores,
 )
-from quire.llm.parameters import no_parameter
+from quire.llm.prompts import no_parameter
 from quire.model.loading import Model, memory_estimate
 from quire.model.spec import check_lowered
 

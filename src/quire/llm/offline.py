@@ -28,22 +28,20 @@ from quire.engine.stats import Snapshot
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
 from quire.llm.forward import ForwardRows, Logits
-from quire.llm.parameters import (
-    OnError,
-    Params,
-    keeps_errors,
-    one_params,
-    params_for_each,
-    params_of,
-)
 from quire.llm.progress import ProgressBar
 from quire.llm.prompts import (
     Conversation,
+    OnError,
+    Params,
     Prepared,
     Prompt,
     PromptReader,
+    keeps_errors,
     listed_conversations,
     listed_prompts,
+    one_params,
+    params_for_each,
+    params_of,
     text_of,
 )
 from quire.llm.scoring import NO_TOKENS, SCORED, TextScore, Vectors, paired, score_of, unit_vector

@@ -15,8 +15,17 @@ from quire.engine.stats import Snapshot
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
 from quire.llm.forward import ForwardRows, Logits
-from quire.llm.parameters import OnError, keeps_errors, one_params, split_keywords
-from quire.llm.prompts import Conversation, Prepared, Prompt, PromptReader, text_of
+from quire.llm.prompts import (
+    Conversation,
+    OnError,
+    Prepared,
+    Prompt,
+    PromptReader,
+    keeps_errors,
+    one_params,
+    split_keywords,
+    text_of,
+)
 from quire.llm.scoring import NO_TOKENS, SCORED, TextScore, Vectors, score_of, unit_vector
 from quire.tokenizer import Tokenizer
 
