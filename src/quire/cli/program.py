@@ -33,7 +33,9 @@ COMMANDS = {
         "quire.cli.serve:run",
     ),
     "inspect": Command(
-        "look into a model file", "quire.cli.options:add_inspect_options", "quire.cli.inspect:run"
+        "look into a model file",
+        "quire.cli.options:add_inspect_options",
+        "quire.cli.inspect:inspect",
     ),
     "pull": Command(
         "fetch a model known by name", "quire.cli.options:add_pull_options", "quire.cli.files:pull"
@@ -44,7 +46,7 @@ COMMANDS = {
         "quire.cli.files:convert",
     ),
     "doctor": Command(
-        "look at this machine", "quire.cli.options:add_doctor_options", "quire.cli.doctor:run"
+        "look at this machine", "quire.cli.options:add_doctor_options", "quire.cli.inspect:doctor"
     ),
     "audit": Command(
         "check an audit log of the server", "quire.cli.audit:add_options", "quire.cli.audit:run"
