@@ -22,10 +22,9 @@ from quire.executors.fake import FakeExecutor
 from quire.llm import AsyncLLM
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
-from quire.server.runner import make_server
+from quire.server.runner import make_server, read_certificate
 from quire.server.service import Load, Service
 from quire.server.settings import ServerSettings
-from quire.server.tls import read_certificate
 
 PATIENCE_S = 120.0  # a guard against waiting for ever; nothing is measured
 NAME = "tiny-text"

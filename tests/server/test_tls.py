@@ -23,7 +23,7 @@ from tests.server.test_streams import completion_bytes, events
 
 from quire.cli import main
 from quire.core.errors import ConfigError
-from quire.server.tls import Certificate
+from quire.server.runner import Certificate
 
 SMALL = ("--device", "reference", "--kv-memory", "4MiB")
 

@@ -17,8 +17,7 @@ from quire.llm.devices import Options
 from quire.server import ServerSettings, read_keys, serve
 from quire.server.connections import read_networks
 from quire.server.logs import LogFormat, set_up_logs, take_over_standard_streams
-from quire.server.runner import exit_while_loading
-from quire.server.tls import PASSWORD_VARIABLE
+from quire.server.runner import PASSWORD_VARIABLE, exit_while_loading
 from quire.server.usage_file import default_folder
 
 _ENGINE_NUMBERS = {  # options that are fields of EngineConfig, and their types

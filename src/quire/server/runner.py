@@ -1,4 +1,10 @@
-"""serve: the server as a process, from its first signal handler to its exit code."""
+"""serve: the server as a process, from its first signal handler to its exit code; TLS on its
+connections.
+
+The certificate is read again on SIGHUP. A connection counts from its first byte: one that never
+finishes its handshake is held to the limits and deadlines of all others. That is why the event loop
+listens for plain connections, and TLS is put in between here.
+"""
 
 import asyncio
 import gc
@@ -6,22 +12,25 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 
 from quire.core.errors import ConfigError, ExecutorError, QuireError
 from quire.server.app import create_app
+from quire.server.errors import ApiError
 from quire.server.logs import log
-from quire.server.protocol import ConnectionLimits, protocol_class
+from quire.server.protocol import ConnectionLimits, HttpProtocol, protocol_class, refusal_bytes
 from quire.server.service import LOADING_THREAD, Load, Service, State
 from quire.server.settings import ServerSettings
-from quire.server.tls import Certificate, read_certificate, with_tls
 
 # How long a thread that reads a request may keep the interpreter from engine and event loop.
 # A token passes both, so with Python's 5 ms a slow body would add 10 to 20 ms to every gap.
@@ -91,7 +100,7 @@ async def _serve(
     listener: socket.socket,
     on_ready: OnReady,
     on_hangup: Sequence[Reload],
-    certificate: Certificate | None,
+    certificate: "Certificate | None",
 ) -> None:
     service = Service(settings, load)
     server = make_server(service, certificate)
@@ -161,7 +170,7 @@ async def _stop_when_ended(service: Service, server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-def make_server(service: Service, certificate: Certificate | None = None) -> uvicorn.Server:
+def make_server(service: Service, certificate: "Certificate | None" = None) -> uvicorn.Server:
     """uvicorn over the application, with the limits of the settings."""
     settings = service.settings
     limits = ConnectionLimits(
@@ -212,3 +221,128 @@ def _address(listener: socket.socket, settings: ServerSettings) -> str:
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
     scheme = "http" if settings.tls_cert is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+# ---- TLS
+
+
+PASSWORD_VARIABLE = "QUIRE_TLS_KEY_PASSWORD"
+_SHUTDOWN_S = 5.0  # for the client's close_notify
+_BUFFER_BYTES = 32 << 10  # of each connection; asyncio's 256 KiB add up over thousands
+
+
+class Certificate:
+    """The certificate that new connections get."""
+
+    def __init__(self, certificate: Path, key: Path | None, password: str | None = None) -> None:
+        self._certificate = certificate
+        self._key = key or certificate
+        self._password = password
+        self.context = self._read()
+
+    def reload(self) -> None:
+        """Read the files again; raises, and keeps the old context, if they cannot be used."""
+        self.context = self._read()
+        log("reloaded", certificate=str(self._certificate))
+
+    def _read(self) -> ssl.SSLContext:
+        _check_pem(self._certificate, b"-----BEGIN CERTIFICATE-----", "a certificate", "--tls-cert")
+        _check_pem(self._key, b"PRIVATE KEY-----", "a private key", "--tls-key")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self._certificate, self._key, self._password_for_openssl)
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(self._complaint(error)) from None
+        return context
+
+    def _password_for_openssl(self) -> str:
+        """Without this OpenSSL would ask on the terminal."""
+        if self._password is None:
+            raise ConfigError(
+                f"{self._key} is encrypted: put its password into {PASSWORD_VARIABLE}, or decrypt "
+                "it with `openssl pkey`"
+            )
+        return self._password
+
+    def _complaint(self, error: Exception) -> str:
+        reason = getattr(error, "reason", None)
+        if reason == "KEY_VALUES_MISMATCH":
+            return f"the key in {self._key} is not that of the certificate in {self._certificate}"
+        if self._password is not None and reason in ("BAD_DECRYPT", None):
+            return f"{PASSWORD_VARIABLE} is not the password of {self._key}"
+        return f"{self._certificate} and {self._key} cannot be used: {reason or error}"
+
+
+def _check_pem(path: Path, mark: bytes, what: str, option: str) -> None:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot read {path}: {error.strerror or error}") from None
+    if mark not in content:
+        raise ConfigError(f"{option}: {path} holds no {what.partition(' ')[2]} in PEM form")
+
+
+def read_certificate(settings: ServerSettings) -> Certificate | None:
+    if settings.tls_cert is None:
+        return None
+    return Certificate(settings.tls_cert, settings.tls_key, settings.tls_key_password)
+
+
+class TlsProtocol(SSLProtocol):
+    """TLS between a connection and the protocol that it carries."""
+
+    max_size = _BUFFER_BYTES
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, carried: HttpProtocol, context: ssl.SSLContext
+    ) -> None:
+        super().__init__(
+            loop,
+            carried,
+            context,
+            waiter=None,  # type: ignore[arg-type]
+            server_side=True,
+            ssl_handshake_timeout=carried.limits.header_timeout_s,  # type: ignore[arg-type]
+            ssl_shutdown_timeout=_SHUTDOWN_S,
+        )
+        self._carried = carried
+        self._plain: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._plain = cast("asyncio.Transport", transport)
+        try:
+            self._carried.enter(self._plain)
+        except ApiError:
+            self._plain.abort()  # no answer can be sent before the handshake
+        else:
+            super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._carried.leave()
+
+    def _fatal_error(self, exc: BaseException, *_: object) -> None:
+        """A client's mistake is not logged."""
+        if isinstance(exc, ssl.SSLError) and exc.reason == "HTTP_REQUEST":
+            refusal = ApiError(400, "this port speaks TLS: use https", code="http")
+            self._plain.write(refusal_bytes(refusal))
+            self._plain.close()
+        else:
+            self._plain.abort()
+
+
+def with_tls(
+    protocol: type[HttpProtocol], certificate: Certificate
+) -> Callable[..., asyncio.BaseProtocol]:
+    """What makes the protocol of each connection, as uvicorn takes it."""
+
+    def make(
+        *args: Any, _loop: asyncio.AbstractEventLoop | None = None, **kwargs: Any
+    ) -> TlsProtocol:
+        loop = _loop or asyncio.get_running_loop()
+        return TlsProtocol(loop, protocol(*args, _loop=loop, **kwargs), certificate.context)
+
+    return make
