@@ -2,9 +2,9 @@
 
 from starlette.requests import Request
 
-from quire.server.bodies import _queue_of
 from quire.server.calls import SCOPE_KEY, new_call
 from quire.server.keys import ApiKey
+from quire.server.submission import _queue_of
 
 
 def request_of(client: str, key: ApiKey | None = None) -> Request:

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quire.server import json_reader
-from quire.server.bodies import parse_body
+from quire.server import bodies
+from quire.server.bodies import BodyLimits, body_limits, parse_body, read_json
 from quire.server.errors import ApiError
-from quire.server.json_reader import BodyLimits, body_limits, read_json
 from quire.server.schemas import (
     MAX_MESSAGES,
     MAX_PROMPTS,
@@ -23,7 +22,7 @@ from quire.server.schemas import (
 )
 
 WIDE = BodyLimits(1 << 20, 1 << 20, 1 << 20)
-BEYOND_SMALL = b" " * json_reader.SMALL_BYTES  # makes any body one that is read value by value
+BEYOND_SMALL = b" " * bodies.SMALL_BYTES  # makes any body one that is read value by value
 
 
 def refusal(body: bytes, limits: BodyLimits = WIDE) -> ApiError:
@@ -166,7 +165,7 @@ def test_a_prompt_of_ids_is_read_in_slices_and_whole() -> None:
 
 def test_reading_much_lets_other_threads_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = []
-    monkeypatch.setattr(json_reader, "_pause", lambda: turns.append(1))
+    monkeypatch.setattr(bodies, "_pause", lambda: turns.append(1))
     read_json(json.dumps({"a": "b" * 100_000}).encode(), WIDE)
     assert not turns
     read_json(json.dumps([None] * 100_000).encode(), WIDE)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from quire.core.request import RequestOutput
 from quire.llm import AsyncLLM
 from quire.llm.scoring import NO_TOKENS, unit_vector
-from quire.server.bodies import parse_body, prepare_body, run_in_pool
+from quire.server.bodies import parse_body
 from quire.server.calls import Call
 from quire.server.errors import ApiError
 from quire.server.replies import DetokenizedText, EmbeddingList, EmbeddingUsage, TokenList
@@ -24,6 +24,8 @@ from quire.server.submission import (
     PreparedBody,
     call_and_model,
     outputs_of,
+    prepare_body,
+    run_in_pool,
     submit_all,
 )
 from quire.tokenizer import Tokenizer

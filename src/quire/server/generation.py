@@ -13,7 +13,7 @@ from quire.core.request import Completion, RequestOutput
 from quire.core.version import own_version
 from quire.engine.aio import Stream
 from quire.llm import AsyncLLM
-from quire.server.bodies import parse_body, prepare_body, run_in_pool
+from quire.server.bodies import parse_body
 from quire.server.calls import Call
 from quire.server.errors import ApiError
 from quire.server.replies import (
@@ -40,6 +40,8 @@ from quire.server.submission import (
     Prompts,
     call_and_model,
     outputs_of,
+    prepare_body,
+    run_in_pool,
     submit_all,
 )
 

@@ -59,7 +59,7 @@ def post_error_responses(*statuses: int) -> Responses:
 
 
 def request_body(schema: type[Strict]) -> dict[str, Any]:
-    """A body in the description; bodies.py reads it, so that FastAPI does not on the event loop."""
+    """A body in the description; the route reads it, so that FastAPI does not on the event loop."""
     content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{schema.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 

@@ -13,9 +13,9 @@ from typing import Any
 from quire.core.errors import ConfigError
 from quire.llm import AsyncLLM
 from quire.server.audit import open_audit_log
+from quire.server.bodies import BodyLimits, body_limits
 from quire.server.connections import open_connections
 from quire.server.errors import RESTART_S, ApiError
-from quire.server.json_reader import BodyLimits, body_limits
 from quire.server.keys import Access, ApiKey, KeyChanges
 from quire.server.logs import LOGGER, log
 from quire.server.quotas import Meter, Quotas, RequestLimits

@@ -1,8 +1,10 @@
-"""From a call to its outputs: prompts are queued together within the key's quota, and waited for
-while the client is there; quire's errors become the API's."""
+"""From a call to its outputs: the body is prepared off the event loop, its prompts are queued
+together within the key's quota, and waited for while the client is there; quire's errors become the
+API's.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -14,13 +16,15 @@ from quire.core.sampling import SamplingParams
 from quire.engine.aio import Stream
 from quire.llm import AsyncLLM
 from quire.llm.prompts import Prepared
-from quire.server.bodies import wait_for_disconnect
+from quire.server.bodies import SMALL_BYTES
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import ApiError, as_api_error
 from quire.server.middleware import ClientGoneError
 from quire.server.quotas import demand_of
 from quire.server.schemas import CommonFields, Strict
 from quire.server.service import Service
+
+_WATCH_AFTER_S = 0.02  # most work has ended by then, and needs no watch for a disconnect
 
 T = TypeVar("T")
 B = TypeVar("B", bound=CommonFields)
@@ -41,6 +45,59 @@ def call_and_model(service: Service, request: Request) -> tuple[Call, AsyncLLM]:
     """The call and the model that answers it; raises where it cannot be answered now."""
     call: Call = request.scope[SCOPE_KEY]
     return call, service.llm
+
+
+async def prepare_body(
+    service: Service, request: Request, prepare: Callable[[bytes], T], *, is_quick: bool
+) -> T:
+    """What `prepare` makes of the body. It runs in the pool, unless the body is small and
+    `is_quick` to prepare."""
+    message = await request.receive()  # the middleware gives it in one piece
+    if message["type"] != "http.request":
+        raise ClientGoneError
+    body: bytes = message["body"]
+    if is_quick and len(body) <= SMALL_BYTES:
+        return prepare(body)
+    return await run_in_pool(service, request, lambda: prepare(body), len(body))
+
+
+async def run_in_pool(
+    service: Service, request: Request, work: Callable[[], T], size: int = 0
+) -> T:
+    """Work that would block the event loop; cancelled when the client goes away."""
+    working = service.pool.submit(_queue_of(request), work, size)
+    leaving: asyncio.Future[None] | None = None
+
+    def watch() -> None:
+        nonlocal leaving
+        leaving = asyncio.ensure_future(wait_for_disconnect(request))
+        leaving.add_done_callback(lambda _: working.cancel())
+
+    watching = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, watch)
+    try:
+        return await working
+    except asyncio.CancelledError:
+        if leaving is not None and leaving.done():
+            raise ClientGoneError from None
+        raise
+    finally:
+        watching.cancel()
+        if leaving is not None:
+            leaving.cancel()
+
+
+async def wait_for_disconnect(request: Request) -> None:
+    """Wait until the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _queue_of(request: Request) -> str:
+    """The work pool's queue: one for every key; without keys, one for every address."""
+    call: Call = request.scope[SCOPE_KEY]
+    if call.key is not None:
+        return f"key {call.key.name}"
+    return f"address {call.client}"
 
 
 class ErrorMapper:
