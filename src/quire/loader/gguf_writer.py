@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.core.errors import ModelFileError
-from quire.loader.gguf import DEFAULT_ALIGNMENT, MAGIC
-from quire.loader.gguf_header import NUMBER_TYPES
+from quire.loader.gguf import DEFAULT_ALIGNMENT, MAGIC, NUMBER_TYPES
 from quire.loader.reading import Bytes
 from quire.quant.formats import Format
 
