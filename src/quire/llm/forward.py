@@ -1,12 +1,18 @@
-"""ForwardRows: plain forward passes over rows of tokens, with keys and values kept between calls.
+"""What LLM computes beside completions: forward passes over rows of tokens; scores and embeddings
+of texts.
 
-The rows take their blocks from the engine's own cache, so that the two never write the same one.
-They offer nothing to prefix reuse and take nothing from it. Blocks that they keep are reserved:
-requests must fit into the others.
+ForwardRows keeps keys and values between calls. Its rows take their blocks from the engine's own
+cache, so that the two never write the same one. They offer nothing to prefix reuse and take nothing
+from it. Blocks that they keep are reserved: requests must fit into the others.
+
+A TextScore comes from the log-probabilities of a text's tokens. An embedding is the hidden state
+after the last token and the final norm, scaled to length 1: fit to compare texts roughly, and no
+match for a model trained to embed.
 """
 
+import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -16,8 +22,11 @@ import numpy.typing as npt
 
 from quire.core.errors import ExecutorError, QuireError, RequestError, RowFaultError
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, Want
+from quire.core.request import RequestOutput
+from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.kvcache import BlockTable
+from quire.llm.prompts import Prompt, listed_prompts
 
 Logits = npt.NDArray[np.float32]  # [tokens, vocabulary]
 
@@ -247,3 +256,69 @@ def _integer(value: Any, name: str) -> int:
 def _param(name: str) -> str:
     """The parameter of an item such as rows[3][0]."""
     return name.partition("[")[0]
+
+
+# ---- scores
+
+
+SCORED = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+
+
+class TextScore(NamedTuple):
+    """The log-probability of each token of a text, given all before it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole text: the sum."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """The inverse of the tokens' mean probability, by the geometric mean; lower is likelier."""
+        return math.exp(-self.logprob / len(self.logprobs))
+
+
+def paired(
+    prompts: Prompt | Iterable[Prompt], completions: Prompt | Iterable[Prompt] | None
+) -> list[tuple[Prompt, Prompt | None]]:
+    """Each prompt with its completion; one prompt goes with all of them."""
+    firsts = listed_prompts(prompts)
+    if completions is None:
+        return [(prompt, None) for prompt in firsts]
+    seconds = listed_prompts(completions)
+    if len(firsts) == 1:
+        firsts *= len(seconds)
+    if len(firsts) != len(seconds):
+        raise RequestError(
+            f"there are {len(firsts)} prompts but {len(seconds)} completions: give one for each, "
+            "or one prompt for all",
+            param="completions",
+        )
+    return list(zip(firsts, seconds, strict=True))
+
+
+def score_of(output: RequestOutput, start: int) -> TextScore:
+    """Of the prompt's tokens from `start` on, of which the first one has no log-probability."""
+    found = output.prompt_logprobs or []
+    scores = found[start - 1 :]
+    if not scores:
+        raise RequestError("a text of one token has nothing to score", param="prompts")
+    return TextScore([score.token for score in scores], [score.logprob for score in scores])
+
+
+# ---- embeddings
+
+
+Vectors = npt.NDArray[np.float32]  # [prompts, hidden], or one of them
+
+NO_TOKENS = SamplingParams(max_tokens=1)  # the least there is; pooling samples nothing
+
+
+def unit_vector(pooled: Any) -> Vectors:
+    """A pooled state at length 1; one of zeros as it is."""
+    state = np.asarray(pooled, np.float64)
+    length = float(np.linalg.norm(state))
+    return (state / length if length > 0 else state).astype(np.float32)

@@ -27,7 +27,17 @@ from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
-from quire.llm.forward import ForwardRows, Logits
+from quire.llm.forward import (
+    NO_TOKENS,
+    SCORED,
+    ForwardRows,
+    Logits,
+    TextScore,
+    Vectors,
+    paired,
+    score_of,
+    unit_vector,
+)
 from quire.llm.progress import ProgressBar
 from quire.llm.prompts import (
     Conversation,
@@ -44,7 +54,6 @@ from quire.llm.prompts import (
     params_of,
     text_of,
 )
-from quire.llm.scoring import NO_TOKENS, SCORED, TextScore, Vectors, paired, score_of, unit_vector
 from quire.tokenizer import Tokenizer
 
 Asked = TypeVar("Asked")  # a prompt or a conversation

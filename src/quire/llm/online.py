@@ -14,7 +14,16 @@ from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
-from quire.llm.forward import ForwardRows, Logits
+from quire.llm.forward import (
+    NO_TOKENS,
+    SCORED,
+    ForwardRows,
+    Logits,
+    TextScore,
+    Vectors,
+    score_of,
+    unit_vector,
+)
 from quire.llm.prompts import (
     Conversation,
     OnError,
@@ -26,7 +35,6 @@ from quire.llm.prompts import (
     split_keywords,
     text_of,
 )
-from quire.llm.scoring import NO_TOKENS, SCORED, TextScore, Vectors, score_of, unit_vector
 from quire.tokenizer import Tokenizer
 
 _LONG_TEXT = 16_384  # characters; tokenising more would block the event loop

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.core.request import RequestOutput
 from quire.llm import AsyncLLM
-from quire.llm.scoring import NO_TOKENS, unit_vector
+from quire.llm.forward import NO_TOKENS, unit_vector
 from quire.server.bodies import parse_body
 from quire.server.calls import Call
 from quire.server.errors import ApiError
