@@ -115,7 +115,7 @@ def test_what_nobody_foresaw_is_one_line_too(
     def run(_: object) -> int:
         raise ZeroDivisionError("by\nnothing")
 
-    monkeypatch.setattr(generate, "run", run)
+    monkeypatch.setattr(generate, "generate", run)
     monkeypatch.delenv("QUIRE_TRACEBACK", raising=False)
     assert main(["generate"]) == 1
     assert capsys.readouterr().err == (
@@ -141,7 +141,7 @@ def test_interrupts_and_exhaustion_have_exit_codes(
     def run(_: object) -> int:
         raise error
 
-    monkeypatch.setattr(generate, "run", run)
+    monkeypatch.setattr(generate, "generate", run)
     assert main(["generate"]) == code
     assert capsys.readouterr().err == message
 

@@ -24,9 +24,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "generate": Command(
-        "complete prompts", "quire.cli.generate:add_options", "quire.cli.generate:run"
+        "complete prompts", "quire.cli.generate:add_generate_options", "quire.cli.generate:generate"
     ),
-    "chat": Command("talk to a model", "quire.cli.chat:add_options", "quire.cli.chat:run"),
+    "chat": Command(
+        "talk to a model", "quire.cli.generate:add_chat_options", "quire.cli.generate:chat"
+    ),
     "serve": Command(
         "serve a model through OpenAI's API",
         "quire.cli.options:add_serve_options",
