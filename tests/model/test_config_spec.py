@@ -1,6 +1,7 @@
 """From config.json to specs: what is read, what is refused, and how the refusal is worded."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.model.flat_spec import biases
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model.config_spec import spec_from_config
 from quire.model.rope import LinearScaling, Llama3Scaling, YarnScaling
-from quire.model.spec import Activation, ModelSpec
+from quire.model.spec import Activation, ModelSpec, tensor_shapes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -263,3 +264,27 @@ def test_a_pattern_of_windows_may_be_letters() -> None:
     assert windows == [(9, None, 9, None)] * 2
     with pytest.raises(ModelFileError, match="sliding_window_pattern must be an integer"):
         spec_from_config({**config, "sliding_window_pattern": "GL"})
+
+
+# Billions of weights that models of these sizes are known to have (of those that see: the decoder).
+PUBLISHED = {
+    "command-r7b": 8.03,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v3": 671.0,
+    "exaone4-32b": 32.0,
+    "gemma-3-4b": 3.88,
+    "glm-4.5-air": 106.9,
+    "gpt-oss-20b": 20.9,
+    "granite-3.3-8b": 8.17,
+    "llama4-scout": 107.8,
+    "mixtral-8x7b": 46.7,
+    "phi-4-mini": 3.84,
+    "qwen3-30b-a3b": 30.5,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_with_the_fields_of_published_models_have_their_weights(name: str) -> None:
+    config = json.loads((FIXTURES / "published-configs.json").read_text())[name]
+    weights = sum(math.prod(shape) for shape in tensor_shapes(spec_from_config(config)).values())
+    assert weights / 1e9 == pytest.approx(PUBLISHED[name], rel=3e-3)

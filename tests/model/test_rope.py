@@ -44,6 +44,11 @@ def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> No
     assert frequencies(scaling) == pytest.approx([1.0, 0.1, blended, 0.001 / 8])
 
 
+def test_llama3_may_have_nothing_between() -> None:
+    found = frequencies(Llama3Scaling(16.0, 1.0, 1.0, 2048))  # as Llama 4 Scout has it
+    assert found == pytest.approx([1.0, 0.1, 0.01, 0.001 / 16])
+
+
 def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_blends_between() -> None:
     dims, base, context, factor = 32, 10000.0, 4096, 4.0
     low = math.floor(dims * math.log(context / (32 * 2 * math.pi)) / (2 * math.log(base)))
@@ -95,8 +100,8 @@ def test_a_beta_that_no_logarithm_can_be_taken_of_is_refused(beta: float) -> Non
 
 
 def test_llama3_factors_must_be_in_order() -> None:
-    with pytest.raises(ModelFileError, match="high_freq_factor must be above low_freq_factor"):
-        Llama3Scaling(8.0, 4.0, 4.0, 16)
+    with pytest.raises(ModelFileError, match="high_freq_factor must be at least low_freq_factor"):
+        Llama3Scaling(8.0, 4.0, 3.9, 16)
 
 
 @pytest.mark.parametrize("divisor", [0.0, -1.0, math.nan, math.inf])

@@ -43,16 +43,19 @@ class Llama3Scaling:
         _at_least("rope scaling factor", self.factor, 1.0)
         _at_least("rope low_freq_factor", self.low_frequency_factor, 1e-6)
         _at_least("rope original context", self.original_context, 1)
-        if not self.low_frequency_factor < self.high_frequency_factor < math.inf:
+        if not self.low_frequency_factor <= self.high_frequency_factor < math.inf:
             raise ModelFileError(
-                f"rope high_freq_factor must be above low_freq_factor "
+                f"rope high_freq_factor must be at least low_freq_factor "
                 f"({self.low_frequency_factor}), got {self.high_frequency_factor}"
             )
 
     def scale(self, frequencies: Frequencies) -> Frequencies:
         rotations = self.original_context * frequencies / (2 * math.pi)
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+        if low == high:  # Llama 4's: none are between
+            kept = (rotations >= low).astype(np.float64)
+        else:
+            kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
         return (1.0 - kept) * frequencies / self.factor + kept * frequencies
 
 
