@@ -84,7 +84,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds <tw
         (
             QWEN,
             TALK[1:],
-            {"enable_thinking": False},
+            {"variables": {"enable_thinking": False}},
             "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
             "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
         ),
@@ -111,7 +111,7 @@ def test_templates_in_the_style_of_known_models_render_as_expected(
 def test_a_template_means_what_transformers_means_by_it(source: str) -> None:
     values: dict[str, Any] = {"x": "abc", "n": 3, "l": [1, 2, 3], "d": {"k": "v"}}
     expected = transformers_renders(source, **values)
-    assert ChatTemplate(source).render(USER, **values).text == expected
+    assert ChatTemplate(source).render(USER, variables=values).text == expected
 
 
 @given(
@@ -180,8 +180,8 @@ def test_a_template_that_does_not_compile_is_a_model_file_error(source: str, mes
 
 
 def test_what_the_model_sets_cannot_be_given() -> None:
-    with pytest.raises(RequestError, match="bos_token is set by the model"):
-        ChatTemplate(CHATML).render(USER, bos_token="x")
+    with pytest.raises(RequestError, match=r"chat_template_kwargs\.bos_token is set by the engine"):
+        ChatTemplate(CHATML).render(USER, variables={"bos_token": "x"})
 
 
 def test_a_template_may_be_rendered_again_and_keeps_nothing() -> None:

@@ -9,7 +9,9 @@ import pytest
 from quire.core.errors import RequestError
 from quire.tokenizer import ChatTemplate
 from quire.tokenizer.chat_template import MAX_VALUES, plain_values
+from quire.tokenizer.template_forms import TemplateForms
 
+FORMS = TemplateForms(lambda messages, tools: None)
 ECHO = ChatTemplate("{{ messages|tojson }}{{ tools|tojson if tools else '' }}")
 
 
@@ -110,7 +112,7 @@ def test_the_way_to_a_value_is_put_into_words_only_where_it_is_wrong() -> None:
     key = "k" * 1_000_000
     message = {"role": "user", "content": "a", key: [0] * 150_000}
     began = time.process_time()
-    plain_values([message], None, {})
+    plain_values([message], None, {}, FORMS)
     assert time.process_time() - began < 10.0
 
 
@@ -148,7 +150,8 @@ def test_a_long_key_on_the_way_to_a_wrong_value_is_shortened() -> None:
 def test_a_request_holds_a_bounded_number_of_values(request_of: Any) -> None:
     values = [0] * (MAX_VALUES + 1)
     with pytest.raises(RequestError, match=f"is too much: a request may hold {MAX_VALUES} values"):
-        plain_values(*request_of(values))
+        messages, tools, variables = request_of(values)
+        plain_values(messages, tools, variables, FORMS)
 
 
 def test_an_integer_without_end_is_a_request_error() -> None:

@@ -35,7 +35,7 @@ PLAIN = "{{ messages[0].content }}"
 
 
 def render(source: str, **variables: Any) -> str:
-    return ChatTemplate(source).render(MESSAGES, **variables).text
+    return ChatTemplate(source).render(MESSAGES, variables=variables).text
 
 
 @pytest.fixture(autouse=True)
@@ -495,7 +495,7 @@ def test_messages_tools_and_variables_are_never_changed() -> None:
     tools = [{"function": {"name": "f"}}]
     before = copy.deepcopy((messages, tools))
     source = "{% set messages = 1 %}{% set tools = 2 %}{% set x = 3 %}"
-    ChatTemplate(source).render(messages, tools=tools, x={"a": 1})
+    ChatTemplate(source).render(messages, tools=tools, variables={"x": {"a": 1}})
     assert (messages, tools) == before
 
 

@@ -147,7 +147,9 @@ def test_marks_meet_only_where_nothing_of_a_request_stood_between() -> None:
 def test_what_is_written_in_the_template_is_its_own(source: str, own: list[str]) -> None:
     template = ChatTemplate("{% set u = messages[0].content %}" + source, "<BOS>", "<EOS>")
     messages = [{"role": "user", "content": "hello"}]
-    text, spans = template.render(messages, tools=[{"k": "v"}], extra="extra", n=7)
+    text, spans = template.render(
+        messages, tools=[{"k": "v"}], variables={"extra": "extra", "n": 7}
+    )
     assert own_text(text, spans) == own
     assert not re.search("h|e|l|o", "".join(own_text(text, spans)).replace("user", ""))
 

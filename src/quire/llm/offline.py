@@ -46,6 +46,8 @@ from quire.llm.prompts import (
     Prepared,
     Prompt,
     PromptReader,
+    TemplateVariables,
+    Tools,
     keeps_errors,
     listed_conversations,
     listed_prompts,
@@ -145,6 +147,8 @@ class LLM:
         *,
         sampling_params: Params = None,
         parse_control_tokens: bool = False,
+        tools: Tools | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
         on_error: OnError = "raise",
         progress: bool | None = None,
         **keywords: Unpack[SamplingOptions],
@@ -152,12 +156,20 @@ class LLM:
         """Answer one conversation or many: lists of {"role": ..., "content": ...}, or a string for
         one message of the user. The rest as in `generate`.
 
+        `tools` (as in OpenAI's API) and `chat_template_kwargs`, variables such as enable_thinking,
+        go to the model's template. Calls that the model makes are in its text.
+
         Messages are text: control tokens such as <|im_end|> come from the model's template alone,
         unless `parse_control_tokens` lets messages write them, too.
         """
         chosen = params_of(params, sampling_params, keywords)
         asked = listed_conversations(messages)
-        read = partial(self.prompts.read_chat, parse_control_tokens=parse_control_tokens)
+        read = partial(
+            self.prompts.read_chat,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            parse_control_tokens=parse_control_tokens,
+        )
         with self._alone("chat"):
             if asked:
                 _ = self.prompts.template  # a model that cannot chat is no fault of a prompt
@@ -214,12 +226,18 @@ class LLM:
         *,
         sampling_params: SamplingParams | None = None,
         parse_control_tokens: bool = False,
+        tools: Tools | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
         **keywords: Unpack[SamplingOptions],
     ) -> "TextStream":
         """The answer to one conversation, likewise; parameters as in `chat`."""
         chosen = one_params(params, sampling_params, keywords)
-        read = self.prompts.read_chat
-        prepared = read(messages, parse_control_tokens=parse_control_tokens)
+        prepared = self.prompts.read_chat(
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            parse_control_tokens=parse_control_tokens,
+        )
         return TextStream(self._pieces(prepared, chosen))
 
     def _pieces(

@@ -30,6 +30,8 @@ from quire.llm.prompts import (
     Prepared,
     Prompt,
     PromptReader,
+    TemplateVariables,
+    Tools,
     keeps_errors,
     one_params,
     split_keywords,
@@ -126,12 +128,19 @@ class AsyncLLM:
         *,
         sampling_params: SamplingParams | None = None,
         parse_control_tokens: bool = False,
+        tools: Tools | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
         **options: Unpack[CallOptions],
     ) -> AsyncIterator[Piece]:
         """The answer to a conversation as it comes; see `stream` and `read_chat`."""
         request, keywords = split_keywords(options)
         chosen = one_params(params, sampling_params, keywords)
-        prepared = await self._read_chat(messages, parse_control_tokens)
+        prepared = await self.read_chat(
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            parse_control_tokens=parse_control_tokens,
+        )
         handle = await self._engine.submit(prepared.tokens, chosen, **request)
         try:
             async for piece in handle:
@@ -163,13 +172,20 @@ class AsyncLLM:
         *,
         sampling_params: SamplingParams | None = None,
         parse_control_tokens: bool = False,
+        tools: Tools | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
         on_error: OnError = "raise",
         **options: Unpack[CallOptions],
     ) -> RequestOutput:
         """Answer one conversation, or a string as one message; see `generate` and `read_chat`."""
         request, keywords = split_keywords(options)
         chosen = one_params(params, sampling_params, keywords)
-        prepared = await self._read_chat(messages, parse_control_tokens)
+        prepared = await self.read_chat(
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            parse_control_tokens=parse_control_tokens,
+        )
         return await self._complete(prepared, chosen, on_error, request)
 
     async def embed(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Vectors:
@@ -228,14 +244,27 @@ class AsyncLLM:
         return await self._read(prompt)
 
     async def read_chat(
-        self, messages: Conversation, *, parse_control_tokens: bool = False
+        self,
+        messages: Conversation,
+        *,
+        tools: Tools | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
+        parse_control_tokens: bool = False,
     ) -> Prepared:
         """The tokens of a conversation, likewise.
 
         With `parse_control_tokens` messages may write control tokens such as <|im_end|>; without
-        it only the template does, and in messages they are text.
+        it only the template does, and in messages they are text. `tools` and
+        `chat_template_kwargs` go to the template, as in LLM.chat.
         """
-        return await self._read_chat(messages, parse_control_tokens)
+        self._check_open()
+        return await asyncio.to_thread(  # a template may take its time
+            self.prompts.read_chat,
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            parse_control_tokens=parse_control_tokens,
+        )
 
     async def forward_batch(
         self,
@@ -323,13 +352,6 @@ class AsyncLLM:
         if len(text_of(prompt) or "") > _LONG_TEXT:
             return await asyncio.to_thread(self.prompts.read, prompt)
         return self.prompts.read(prompt)
-
-    async def _read_chat(self, messages: Conversation, parse_control_tokens: bool) -> Prepared:
-        """Off the event loop: a template may take its time."""
-        self._check_open()
-        return await asyncio.to_thread(
-            self.prompts.read_chat, messages, parse_control_tokens=parse_control_tokens
-        )
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -18,6 +18,8 @@ from quire.tokenizer import ChatTemplate, Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]  # a mapping: {"prompt"} or {"prompt_token_ids"}
 Message = Mapping[str, object]
+Tools = Sequence[Mapping[str, object]]  # descriptions of functions, as in OpenAI's API
+TemplateVariables = Mapping[str, object]  # of a chat template, such as enable_thinking
 Conversation = str | Sequence[Message]  # a string is one message of the user
 
 
@@ -64,15 +66,26 @@ class PromptReader:
             )
         return _token_ids(prompt)
 
-    def read_chat(self, messages: Conversation, *, parse_control_tokens: bool = False) -> Prepared:
+    def read_chat(
+        self,
+        messages: Conversation,
+        *,
+        tools: Tools | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
+        parse_control_tokens: bool = False,
+    ) -> Prepared:
         """The prompt that asks for the next message of a conversation.
+
+        `tools` and the variables in `chat_template_kwargs` are what the template makes of them.
 
         Control tokens come from the template; in a message their names are letters, unless
         `parse_control_tokens` says that its author may write them.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        text, own_spans = self.template.render(messages)
+        text, own_spans = self.template.render(
+            messages, tools=tools, variables=chat_template_kwargs
+        )
         assert self._tokenizer is not None
         spans = True if parse_control_tokens else own_spans
         tokens = self._encode(
@@ -269,9 +282,9 @@ _CALL_NAMES = {
     "prompt_token_ids": "give token ids in the place of the prompt's text",
     "guided_decoding": "constraints are not in this version",
     "structured_outputs": "constraints are not in this version",
-    "tools": "quire does not call tools yet",
+    "tools": "give tools to chat()",
     "chat_template": _ON_LLM,
-    "chat_template_kwargs": _ON_LLM,
+    "chat_template_kwargs": "give it to chat()",
     "add_generation_prompt": "it is always added",
     "continue_final_message": "put the begun answer into a prompt for generate()",
     "best_of": "write n, and choose yourself",

@@ -121,7 +121,11 @@ def _tokenize(service: Service, call: Call, llm: AsyncLLM, data: bytes) -> str:
 def _tokens_of(llm: AsyncLLM, body: TokenizeRequest, parse_control_tokens: bool) -> list[int]:
     if body.messages is not None:
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        chat = llm.prompts.read_chat(messages, parse_control_tokens=parse_control_tokens)
+        chat = llm.prompts.read_chat(
+            messages,
+            chat_template_kwargs=body.chat_template_kwargs,
+            parse_control_tokens=parse_control_tokens,
+        )
         return list(chat.tokens)
     assert body.prompt is not None
     return _tokenizer(llm).encode(

@@ -114,13 +114,16 @@ def _prepare_chat(
     service.check_model(body.model)
     _check_chat(body)
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    changes: dict[str, Any] = {"messages": []}
+    variables = body.chat_template_kwargs
+    changes: dict[str, Any] = {"messages": [], "chat_template_kwargs": None}
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens
     body = body.model_copy(update=changes)
     with errors:
         prompt = llm.prompts.read_chat(
-            messages, parse_control_tokens=service.parses_control_tokens(call.key)
+            messages,
+            chat_template_kwargs=variables,
+            parse_control_tokens=service.parses_control_tokens(call.key),
         )
         room = llm.max_context - len(prompt.tokens)
         logprobs = body.top_logprobs or 0 if body.logprobs else None

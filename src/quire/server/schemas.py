@@ -219,6 +219,9 @@ class ChatRequest(Generation):
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="variables of the model's chat template, such as enable_thinking"
+    )
 
     audio: None = _refused(_NO_AUDIO)
     function_call: None = _refused(_NO_TOOLS)
@@ -316,6 +319,7 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool = Field(
         default=True, description="put before and after a text what the model wants there"
     )
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="as in a chat")
 
 
 class DetokenizeRequest(Strict):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.core.errors import ModelFileError, QuireError, RequestError
+from quire.tokenizer.template_forms import Message, TemplateForms
 from quire.tokenizer.template_process import PROCESSES, TemplateProcessError
 from quire.tokenizer.template_worker import Question, encoded
 
@@ -19,7 +20,13 @@ RENDER_SECONDS_PER_BYTE = 2e-6  # ... and more for long ones
 MAX_CHARACTERS = 1 << 20  # of the prompt, for any messages ...
 MAX_CHARACTERS_PER_BYTE = 4  # ... and more for long ones
 
-_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+# What the engine and jinja set; a request's variables have other names.
+RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
+    | {"strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner", "self", "loop"}
+)
+MAX_VARIABLES = 64
+_MAX_NAME_LENGTH = 64
 
 
 class RenderedChat(NamedTuple):
@@ -46,6 +53,7 @@ class ChatTemplate:
                 f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_LENGTH}"
             )
         self._compile()
+        self._forms = TemplateForms(self._probed)
         PROCESSES.open(self)
 
     def render(
@@ -54,19 +62,24 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
-        **variables: object,
+        variables: Mapping[str, object] | None = None,
     ) -> RenderedChat:
-        """The prompt for a conversation.
+        """The prompt for a conversation; `variables` are the template's own, such as
+        enable_thinking.
 
         A RequestError means that these messages are wrong, or that the template refuses them; a
         ModelFileError that the template exceeds its limits, such as by an endless loop.
         """
-        for name in variables:
-            if name in _RESERVED:
-                raise RequestError(f"{name} is set by the model and cannot be given", param=name)
-        values = plain_values(messages, tools, {"documents": None} | variables)
+        values = plain_values(messages, tools, variables, self._forms)
         values["add_generation_prompt"] = bool(add_generation_prompt)
         return self._rendered(encoded(values))
+
+    def _probed(self, messages: Sequence[Message], tools: Sequence[Message]) -> str | None:
+        values = {"messages": messages, "tools": tools, "documents": None}
+        try:
+            return self._rendered(encoded(values | {"add_generation_prompt": True})).text
+        except (RequestError, ModelFileError):
+            return None
 
     def close(self) -> None:
         """End the processes, if no other template uses them."""
@@ -117,11 +130,11 @@ _MAX_INTEGER_BITS = 4096
 _SHOWN_KEY_LENGTH = 40  # characters of a key that an error repeats
 
 
-def plain_values(messages: Any, tools: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
+def plain_values(messages: Any, tools: Any, variables: Any, forms: TemplateForms) -> dict[str, Any]:
     """What a template reads of a request; RequestError says what of it is wrong, and where."""
     copier = _Copier()
-    values = {name: copier.plain(value, name) for name, value in variables.items()}
-    values["messages"] = _plain_messages(copier, messages)
+    values = {"documents": None} | _plain_variables(copier, variables)
+    values["messages"] = _plain_messages(copier, messages, forms)
     values["tools"] = _plain_tools(copier, tools)
     return values
 
@@ -208,11 +221,32 @@ def _shortened(key: str) -> str:
     return key if len(key) <= _SHOWN_KEY_LENGTH else f"{key[:_SHOWN_KEY_LENGTH]}…"
 
 
-def _plain_messages(copier: _Copier, messages: Any) -> list[dict[str, Any]]:
-    """Messages of plain data, their contents strings."""
+def _plain_variables(copier: _Copier, variables: Any) -> dict[str, Any]:
+    """A template's variables by name, as plain data."""
+    where = "chat_template_kwargs"
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping):
+        raise _wrong(where, f" must be an object, got {type(variables).__name__}")
+    if len(variables) > MAX_VARIABLES:
+        raise _wrong(where, f" has {len(variables)} names; the limit is {MAX_VARIABLES}")
+    for name in variables:
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > _MAX_NAME_LENGTH:
+            raise _wrong(where, f" has the name {name!r:.100}, which no template can read")
+        if name in RESERVED:
+            raise _wrong(where, f".{name} is set by the engine and cannot be given")
+    copied: dict[str, Any] = copier.plain(variables, where)
+    return copied
+
+
+def _plain_messages(copier: _Copier, messages: Any, forms: TemplateForms) -> list[dict[str, Any]]:
+    """Messages of plain data, in the forms that the template takes."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise _wrong("messages", f" must be a list of at least one message, got {messages!r:.100}")
-    return [_plain_message(copier, message, f"messages[{n}]") for n, message in enumerate(messages)]
+    return [
+        _plain_message(copier, message, f"messages[{n}]", forms)
+        for n, message in enumerate(messages)
+    ]
 
 
 def _plain_tools(copier: _Copier, tools: Any) -> list[Any] | None:
@@ -227,21 +261,30 @@ def _plain_tools(copier: _Copier, tools: Any) -> list[Any] | None:
     return copier.plain(tools, "tools") or None
 
 
-def _plain_message(copier: _Copier, message: Any, where: str) -> dict[str, Any]:
+def _plain_message(
+    copier: _Copier, message: Any, where: str, forms: TemplateForms
+) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _wrong(where, f" must be an object, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _wrong(where, f".role must be a non-empty string, got {role!r:.100}")
     copy: dict[str, Any] = copier.plain(message, where)
-    if message.get("tool_calls"):
-        copy["tool_calls"] = _plain_calls(copier, copy["tool_calls"], f"{where}.tool_calls")
-        if copy.get("content") is None:
-            copy["content"] = ""  # most templates would fail on null
-    if copy.get("content") is None:
+    calls = copy.get("tool_calls")
+    if calls:
+        copy["tool_calls"] = _plain_calls(copier, calls, f"{where}.tool_calls", forms)
+    if copy.get("content") is not None:
+        copy["content"] = _plain_content(copy["content"], role, f"{where}.content", forms)
+    elif calls:
+        copy["content"] = None if forms.takes_null else ""
+    else:
         raise _wrong(where, ".content is missing")
-    copy["content"] = _joined_content(copy["content"], f"{where}.content")
     return copy
+
+
+def _plain_content(content: Any, role: str, where: str, forms: TemplateForms) -> Any:
+    joined = _joined_content(content, where)
+    return content if isinstance(content, list) and forms.takes_parts(role) else joined
 
 
 def _joined_content(content: Any, where: str) -> str:
@@ -263,21 +306,24 @@ def _part_text(part: Any, where: str) -> str:
     return text
 
 
-def _plain_calls(copier: _Copier, calls: Any, where: str) -> list[Any]:
+def _plain_calls(copier: _Copier, calls: Any, where: str, forms: TemplateForms) -> list[Any]:
     if not isinstance(calls, list):
         raise _wrong(where, f" must be a list, got {type(calls).__name__}")
     for n, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _wrong(where, f"[{n}].function must be an object with a name")
-        if isinstance(function.get("arguments"), str):
-            path = f"{where}[{n}].function.arguments"
-            function["arguments"] = copier.plain(_parsed(function["arguments"], path), path)
+        arguments = function.get("arguments")
+        path = f"{where}[{n}].function.arguments"
+        if isinstance(arguments, str) and forms.takes_objects:
+            function["arguments"] = copier.plain(_parsed(arguments, path), path)
+        elif isinstance(arguments, dict) and not forms.takes_objects:
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return calls
 
 
 def _parsed(arguments: str, where: str) -> Any:
-    """OpenAI's API writes arguments as JSON in a string; templates expect the object in it."""
+    """OpenAI's API writes arguments as JSON in a string; most templates expect the object in it."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError) as error:

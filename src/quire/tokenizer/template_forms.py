@@ -1,0 +1,91 @@
+"""In which form a chat template takes what clients write in several: found by rendering probes.
+
+Clients write a tool call's arguments as JSON in a string, and null for the content of a message
+that only calls tools; content may be a list of parts. Templates were written for one form each:
+they fail on another, write None, or leave calls out. Jinja cannot be asked which names a template
+reads in which way, so each is rendered with marks in these places, once for a template.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message], Sequence[Message]], str | None]  # None where it fails
+
+_NAME, _KEY, _FIRST, _SECOND = "probedcall", "probedkey", "probedone", "probedtwo"
+_ID = "probe0001"  # Mistral's templates want nine letters or digits
+_USER = {"role": "user", "content": "x"}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {}}}
+_RESULT = {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": "x"}
+_PARTS = [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
+
+
+class TemplateForms:
+    """What one template takes; each is found when it is first asked for."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._parts: dict[str, bool] = {}
+
+    def takes_parts(self, role: str) -> bool:
+        """Whether a list of parts reaches the prompt as their texts."""
+        if role not in self._parts:
+            self._parts[role] = self._with_parts(role)
+        return self._parts[role]
+
+    @property
+    def takes_objects(self) -> bool:
+        """Whether arguments are an object in tool calls, and not JSON in a string."""
+        return self._call_form[0]
+
+    @property
+    def takes_null(self) -> bool:
+        """Whether the content of a message with tool calls may be null rather than empty."""
+        return self._call_form[1]
+
+    @cached_property
+    def _call_form(self) -> tuple[bool, bool]:
+        """The first pair of forms in which a call reaches the prompt, and not as Python writes it.
+
+        Where none does: objects, and no null.
+        """
+        for as_object, arguments in ((True, {_KEY: "y"}), (False, f'{{"{_KEY}": "y"}}')):
+            null, empty = (self._with_call(content, arguments) for content in (None, ""))
+            if _has_call(null) and not _writes_null(null, empty):
+                return as_object, True
+            if _has_call(empty):
+                return as_object, False
+        return True, False
+
+    def _with_call(self, content: str | None, arguments: object) -> str | None:
+        return self._render([_USER, _calling(content, arguments), _RESULT], [_TOOL])
+
+    def _with_parts(self, role: str) -> bool:
+        message = (_RESULT if role == "tool" else {}) | {"role": role, "content": _PARTS}
+        arguments = {_KEY: "y"} if self.takes_objects else "{}"
+        before: dict[str, list[Message]] = {
+            "user": [],
+            "assistant": [_USER],
+            "tool": [_USER, _calling("", arguments)],
+        }
+        after = [_USER] if role in ("system", "developer", "assistant") else []
+        text = self._render([*before.get(role, []), message, *after], [_TOOL])
+        if text is None or _FIRST not in text or _SECOND not in text:
+            return False
+        return not any(f"{mark}text{mark}:" in text for mark in "'\"")
+
+
+def _has_call(text: str | None) -> bool:
+    return text is not None and _NAME in text and _KEY in text and f"'{_KEY}'" not in text
+
+
+def _writes_null(null: str | None, empty: str | None) -> bool:
+    texts = (null or "", empty or "")
+    return any(texts[0].count(word) > texts[1].count(word) for word in ("None", "null"))
+
+
+def _calling(content: str | None, arguments: object) -> Message:
+    function = {"name": _NAME, "arguments": arguments}
+    call = {"id": _ID, "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}

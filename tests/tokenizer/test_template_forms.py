@@ -1,0 +1,120 @@
+"""Each template gets content, arguments and parts in the form that it was written for."""
+
+from typing import Any
+
+import pytest
+from tests.tokenizer.references import transformers_renders
+
+from quire.core.errors import RequestError
+from quire.tokenizer import ChatTemplate
+from quire.tokenizer.chat_template import MAX_VARIABLES
+
+TEXT = "{{ '[' + m.role + ']' }}"
+LOOP = "{% for m in messages %}" + TEXT + "{}{% endfor %}"
+# Small templates in the ways of published ones, each with what it takes.
+NULL_ALONE = LOOP.replace(
+    "{}",  # DeepSeek-R1-Distill: a message with content has no calls; arguments are text
+    "{% if m.content is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + ':' + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}"
+    "{% endif %}",
+)
+STRING_WANTED = LOOP.replace(
+    "{}",  # Qwen: content is added to text, where null fails
+    "{{ m.content + '.' }}{% for c in m.tool_calls %}"
+    "{{ c.function.name + ':' + (c.function.arguments | tojson) }}{% endfor %}",
+)
+NULL_WRITTEN = LOOP.replace(
+    "{}",  # GLM: null becomes the word None
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}({{ k }}={{ v }}){% endfor %}{% endfor %}",
+)
+BOTH = LOOP.replace(
+    "{}",
+    "{{ m.content if m.content else '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}:"
+    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments|tojson }}"
+    "{% endfor %}",
+)
+AS_PYTHON = LOOP.replace(
+    "{}",  # functionary: an object would be written as Python writes it
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}:"
+    "{{ c.function.arguments }}{% endfor %}",
+)
+PARTS = LOOP.replace(
+    "{}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ p.text }}+{% endfor %}{% endif %}",
+)
+USER = {"role": "user", "content": "hi"}
+OBJECT, TEXTUAL = {"a": 1}, '{"a": 1}'
+
+
+def calling(content: str | None, arguments: object) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    return [USER, {"role": "assistant", "content": content, "tool_calls": [call]}, answer]
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "arguments"),
+    [
+        (NULL_ALONE, None, TEXTUAL),
+        (STRING_WANTED, "", OBJECT),
+        (NULL_WRITTEN, "", OBJECT),
+        (BOTH, None, OBJECT),
+        (AS_PYTHON, None, TEXTUAL),
+    ],
+)
+@pytest.mark.parametrize("given", [OBJECT, TEXTUAL])
+def test_calls_reach_a_template_in_its_own_form(
+    source: str, content: str | None, arguments: object, given: object
+) -> None:
+    expected = transformers_renders(source, messages=calling(content, arguments))
+    assert "f" in expected and "a" in expected and "None" not in expected
+    template = ChatTemplate(source)
+    assert template.render(calling(None, given)).text == expected
+    without = calling(None, given)
+    del without[1]["content"]
+    assert template.render(without).text == expected
+
+
+def test_text_beside_calls_stays() -> None:
+    expected = transformers_renders(BOTH, messages=calling("so:", OBJECT))
+    assert ChatTemplate(BOTH).render(calling("so:", TEXTUAL)).text == expected
+
+
+def test_parts_are_joined_by_the_template_that_reads_them_and_else_by_lines() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
+    assert ChatTemplate(PARTS).render(messages).text == "[system]a+b+[user]a+b+"
+    assert ChatTemplate(BOTH).render(messages).text == "[system]a\nb[user]a\nb"
+    only_user = PARTS.replace("is string", "is string or m.role == 'system'")
+    assert ChatTemplate(only_user).render(messages).text == "[system]a\nb[user]a+b+"
+
+
+def test_parts_are_checked_though_the_template_reads_them() -> None:
+    with pytest.raises(RequestError, match=r"messages\[0\].content\[0\].type 'image_url'"):
+        ChatTemplate(PARTS).render([{"role": "user", "content": [{"type": "image_url"}]}])
+
+
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [
+        ({"messages": []}, r"chat_template_kwargs.messages is set by the engine"),
+        ({"range": 1}, r"chat_template_kwargs.range is set by the engine"),
+        ({"a b": 1}, "has the name 'a b', which no template can read"),
+        ({1: 1}, "has the name 1, which no template can read"),
+        ({"x" * 65: 1}, "which no template can read"),
+        ({f"x{n}": n for n in range(MAX_VARIABLES + 1)}, "has 65 names; the limit is 64"),
+        ([1], "chat_template_kwargs must be an object, got list"),
+        ({"x": b""}, "chat_template_kwargs.x must be plain JSON data"),
+    ],
+)
+def test_variables_that_are_wrong_are_refused_by_name(variables: Any, error: str) -> None:
+    with pytest.raises(RequestError, match=error) as raised:
+        ChatTemplate("{{ x }}").render([USER], variables=variables)
+    assert raised.value.param == "chat_template_kwargs"
+
+
+def test_variables_reach_the_template_and_never_as_its_own_text() -> None:
+    text, spans = ChatTemplate("{{ x }}{{ on }}").render([USER], variables={"x": "<s>", "on": True})
+    assert (text, list(spans)) == ("<s>True", [])
