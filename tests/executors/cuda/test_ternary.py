@@ -295,7 +295,6 @@ def test_activations_round_as_the_reference_rounds_them(size: float) -> None:
         NORM=False,
         OUTPUT_HALVES=False,
         BLOCK=512,
-        EARLY_STATE=False,
         PDL=False,
     )
     for at in range(3):

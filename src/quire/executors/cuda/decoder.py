@@ -12,7 +12,6 @@ import torch
 import triton
 
 from quire.executors.base import BLOCK_SIZE
-from quire.executors.cuda import gemm as gemm_launchers
 from quire.executors.cuda.attention import (
     SPLIT_SIZE,
     AttentionInput,
@@ -487,7 +486,6 @@ class TernaryDecoder(Decoder):
             NORM=weight is not None,
             OUTPUT_HALVES=is_last,
             BLOCK=block,
-            EARLY_STATE=not gemm_launchers.LEADING_LAUNCHES,
             num_warps=min(32, max(1, block // _NORM_COLUMNS)),
             **self._launch_options(),
         )

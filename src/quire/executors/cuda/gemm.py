@@ -13,11 +13,6 @@ from quire.executors.cuda.weights import GATED_DIVISOR, Linear, Segment
 
 _GATE_BLOCK = 1024
 
-# Orders of launches that are measured against each other.
-FETCH_DESCRIPTORS = True  # of tokens, before the previous kernel has ended
-_MAX_FETCH_TOKENS = 32  # a program; for more, the copy that fetches costs what it saves
-LEADING_LAUNCHES = True  # ternary GEMMs let the next kernel start before they wait themselves
-
 
 class Gemm(Protocol):
     """Multiplies. `sums` [splits, tokens, rows] are float32; a gated GEMM's `out` is float16,
@@ -313,8 +308,7 @@ class HopperGemm:
     def multiply(self, linear: Linear, tokens: Array, sums: Array, num_tokens: int) -> None:
         for index, segment in enumerate(linear.segments):
             if segment.planes.is_ternary:
-                order = self._ternary_order(len(linear.segments), index)
-                self.launch_ternary(segment, tokens, sums, num_tokens, order=order)
+                self.launch_ternary(segment, tokens, sums, num_tokens, is_first=index == 0)
                 continue
             shape = self._tiling(segment, linear, num_tokens)
             self.launch(segment, linear, tokens, sums, num_tokens, shape, is_first=index == 0)
@@ -366,7 +360,6 @@ class HopperGemm:
             GATED=gated,
             BIAS=segment.bias is not None,
             LAUNCH=self._order(is_first),
-            FETCH=self._fetches(self._order(is_first), shape.tokens),
             num_warps=shape.warps,
             maxnreg=shape.registers,
             launch_pdl=self._dependent_launch,
@@ -380,12 +373,11 @@ class HopperGemm:
         num_tokens: int,
         shape: TernaryTiling | None = None,
         *,
-        order: int | None = None,
+        is_first: bool = True,
     ) -> None:
         planes = segment.planes
         num_splits = sums.shape[0]
         shape = shape or ternary_tiling(planes, num_splits, num_tokens)
-        order = self._ternary_order(1, 0) if order is None else order
         words = self._descriptor(planes.codes, [shape.rows, 16], 64)
         scales = words
         if planes.deltas is not None:
@@ -404,8 +396,7 @@ class HopperGemm:
             out.stride(0),
             TILING=shape,
             BLOCK_SCALES=planes.deltas is not None,
-            LAUNCH=order,
-            FETCH=self._fetches(order, shape.tokens),
+            LAUNCH=self._order(is_first),
             num_warps=shape.warps,
             maxnreg=shape.registers,
             launch_pdl=self._dependent_launch,
@@ -416,16 +407,6 @@ class HopperGemm:
         if not self._dependent_launch:
             return int(kernels.SERIAL)
         return int(kernels.DEPENDENT if is_first else kernels.CONCURRENT)
-
-    def _fetches(self, order: int, tokens: int) -> bool:
-        """Whether programs of so many tokens fetch their descriptor before they wait."""
-        waits = order in (self._kernels.DEPENDENT, self._kernels.LEADING)
-        return FETCH_DESCRIPTORS and waits and tokens <= _MAX_FETCH_TOKENS
-
-    def _ternary_order(self, num_segments: int, index: int) -> int:
-        if LEADING_LAUNCHES and num_segments == 1 and self._dependent_launch:
-            return int(self._kernels.LEADING)
-        return self._order(index == 0)
 
     def _weight_descriptors(self, planes: Planes, shape: Tiling) -> tuple[object, ...]:
         layout = planes.layout

@@ -12,14 +12,13 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "allocate_barriers",
     "allow_next_kernel",
     "descriptor",
-    "fetch_descriptor",
     "next_stage",
     "wait_for_previous_kernel",
 ]
@@ -44,14 +43,6 @@ def next_stage(stage, phase, NUM_STAGES: gl.constexpr):
         stage = 0
         phase ^= 1
     return stage, phase
-
-
-@gluon.jit
-def fetch_descriptor(desc, first, second, barrier, tile, BYTES: gl.constexpr):
-    """A copy that nobody reads, before the first that counts: that one finds the descriptor in the
-    TMA unit. `tile` must not be written before `barrier` has passed its phase 0."""
-    mbarrier.expect(barrier, BYTES)
-    tma.async_copy_global_to_shared(desc, [first, second], barrier, tile)
 
 
 # Programmatic dependent launch: a kernel starts once every program of the previous one has allowed

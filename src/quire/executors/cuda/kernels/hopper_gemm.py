@@ -27,16 +27,13 @@ from quire.executors.cuda.kernels.dequantize import WeightRing, dequantized_quar
 from quire.executors.cuda.kernels.hopper import (
     allocate_barriers,
     allow_next_kernel,
-    fetch_descriptor,
     next_stage,
     wait_for_previous_kernel,
 )
 
 # How a launch follows the previous kernel. DEPENDENT: starts while that one ends, and waits for it
-# before it reads tokens. CONCURRENT: reads the same tokens as that one, and ends after it. LEADING:
-# DEPENDENT, and lets the next kernel start before it has waited itself; that one must not be
-# CONCURRENT, nor read before its own wait what any kernel of the step wrote.
-SERIAL, DEPENDENT, CONCURRENT, LEADING = 0, 1, 2, 3
+# before it reads tokens. CONCURRENT: reads the same tokens as that one, and ends after it.
+SERIAL, DEPENDENT, CONCURRENT = 0, 1, 2
 _SERIAL = gl.constexpr(SERIAL)
 _DEPENDENT = gl.constexpr(DEPENDENT)
 _CONCURRENT = gl.constexpr(CONCURRENT)
@@ -60,7 +57,6 @@ class TokenRing(NamedTuple):
     tokens: Any  # float16 [stages, tokens, columns]
     full: Any
     empty: Any
-    fetched: Any  # passes once, when the tokens' descriptor has been fetched
 
 
 class Tile(NamedTuple):
@@ -160,19 +156,7 @@ def _load_tokens(
     first_token,
     TILING: gl.constexpr,
     LAUNCH: gl.constexpr,
-    FETCH: gl.constexpr,
 ):
-    BYTES: gl.constexpr = TILING.tokens * TILING.columns * 2
-    LAST: gl.constexpr = TILING.token_stages - 1
-    if FETCH:
-        fetch_descriptor(
-            token_desc,
-            first_token,
-            first_column,
-            ring.fetched.index(0),
-            ring.tokens.index(LAST),
-            BYTES,
-        )
     if LAUNCH == _DEPENDENT:
         wait_for_previous_kernel()
     if LAUNCH != _SERIAL:
@@ -182,10 +166,8 @@ def _load_tokens(
     phase = 1
     for step in range(num_stages):
         mbarrier.wait(ring.empty.index(stage), phase)
-        if FETCH:
-            mbarrier.wait(ring.fetched.index(0), 0, pred=step == LAST)
         full = ring.full.index(stage)
-        mbarrier.expect(full, BYTES)
+        mbarrier.expect(full, TILING.tokens * TILING.columns * 2)
         tma.async_copy_global_to_shared(
             token_desc,
             [first_token, first_column + step * TILING.columns],
@@ -193,8 +175,6 @@ def _load_tokens(
             ring.tokens.index(stage),
         )
         stage, phase = next_stage(stage, phase, TILING.token_stages)
-    if FETCH:  # no copy may be under way when the program ends
-        mbarrier.wait(ring.fetched.index(0), 0)
 
 
 # ---- multiply: the consumer warps
@@ -466,11 +446,9 @@ def _allocate_rings(
         mbarrier.init(token_full.index(stage), count=1)
         if not SHARED_EMPTY:
             mbarrier.init(token_empty.index(stage), count=1)
-    fetched = allocate_barriers(1)
-    mbarrier.init(fetched.index(0), count=1)
     fence_async_shared()
     weights = WeightRing(codes, high, scales, deltas, weight_full, weight_empty)
-    return weights, TokenRing(staged, token_full, token_empty, fetched)
+    return weights, TokenRing(staged, token_full, token_empty)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_blocks"])
@@ -494,7 +472,6 @@ def gemm(
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
     LAUNCH: gl.constexpr,
-    FETCH: gl.constexpr,
 ):
     """out[split, token, row] = sum over the split's columns of weights[row, :] * tokens[token, :].
 
@@ -549,7 +526,6 @@ def gemm(
                     token_tile * TILING.tokens,
                     TILING,
                     LAUNCH,
-                    FETCH,
                 ),
             ),
         ],

@@ -9,8 +9,7 @@ tokens, four or eight multiply.
 A word of weights holds sixteen two-bit two's complement numbers (see planes.py). A mask leaves four
 of them as the upper bits of four bytes: an int8 operand that is 64 times the weight.
 
-Constants of a launch: TILING is a gemm.TernaryTiling; FETCH: the tokens' descriptor is fetched
-before the previous kernel has ended.
+Constants of a launch: TILING is a gemm.TernaryTiling.
 """
 
 # ruff: noqa: N803, N806, RET505
@@ -31,16 +30,14 @@ from quire.executors.cuda.kernels.dequantize import lane_layout
 from quire.executors.cuda.kernels.hopper import (
     allocate_barriers,
     allow_next_kernel,
-    fetch_descriptor,
     next_stage,
     wait_for_previous_kernel,
 )
-from quire.executors.cuda.kernels.hopper_gemm import CONCURRENT, DEPENDENT, LEADING, SERIAL
+from quire.executors.cuda.kernels.hopper_gemm import CONCURRENT, DEPENDENT, SERIAL
 
 _SERIAL = gl.constexpr(SERIAL)
 _DEPENDENT = gl.constexpr(DEPENDENT)
 _CONCURRENT = gl.constexpr(CONCURRENT)
-_LEADING = gl.constexpr(LEADING)
 
 _BLOCK = gl.constexpr(256)  # columns of a stage
 _WORDS = gl.constexpr(16)  # of a row's block
@@ -56,7 +53,6 @@ class Ring(NamedTuple):
     weights_full: Any
     tokens_full: Any
     empty: Any
-    fetched: Any  # passes once, when the tokens' descriptor has been fetched
 
 
 class Tile(NamedTuple):
@@ -120,46 +116,25 @@ def _load_weights(
 
 
 @gluon.jit
-def _load_tokens(
-    token_desc,
-    ring: Ring,
-    tile: Tile,
-    TILING: gl.constexpr,
-    LAUNCH: gl.constexpr,
-    FETCH: gl.constexpr,
-):
-    BYTES: gl.constexpr = TILING.tokens * _BLOCK
-    LAST: gl.constexpr = TILING.stages - 1
-    first = tile.token * TILING.tokens
-    if LAUNCH == _LEADING:
-        allow_next_kernel()
-    if FETCH:
-        column = tile.first_block * _BLOCK
-        fetch_descriptor(
-            token_desc, first, column, ring.fetched.index(0), ring.tokens.index(LAST), BYTES
-        )
-    if (LAUNCH == _DEPENDENT) | (LAUNCH == _LEADING):
+def _load_tokens(token_desc, ring: Ring, tile: Tile, TILING: gl.constexpr, LAUNCH: gl.constexpr):
+    if LAUNCH == _DEPENDENT:
         wait_for_previous_kernel()
-    if (LAUNCH == _DEPENDENT) | (LAUNCH == _CONCURRENT):
+    if LAUNCH != _SERIAL:
         # Not before the tokens are there: a CONCURRENT kernel reads them without waiting.
         allow_next_kernel()
     stage = 0
     phase = 1
     for step in range(tile.num_blocks):
         mbarrier.wait(ring.empty.index(stage), phase)
-        if FETCH:
-            mbarrier.wait(ring.fetched.index(0), 0, pred=step == LAST)
         full = ring.tokens_full.index(stage)
-        mbarrier.expect(full, BYTES)
+        mbarrier.expect(full, TILING.tokens * _BLOCK)
         tma.async_copy_global_to_shared(
             token_desc,
-            [first, (tile.first_block + step) * _BLOCK],
+            [tile.token * TILING.tokens, (tile.first_block + step) * _BLOCK],
             full,
             ring.tokens.index(stage),
         )
         stage, phase = next_stage(stage, phase, TILING.stages)
-    if FETCH:  # no copy may be under way when the program ends
-        mbarrier.wait(ring.fetched.index(0), 0)
 
 
 # ---- multiply: the consumer warps
@@ -313,10 +288,8 @@ def _allocate_ring(
         mbarrier.init(weights_full.index(stage), count=1)
         mbarrier.init(tokens_full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-    fetched = allocate_barriers(1)
-    mbarrier.init(fetched.index(0), count=1)
     fence_async_shared()
-    return Ring(words, scales, tokens, weights_full, tokens_full, empty, fetched)
+    return Ring(words, scales, tokens, weights_full, tokens_full, empty)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_blocks"])
@@ -333,7 +306,6 @@ def gemm(
     TILING: gl.constexpr,
     BLOCK_SCALES: gl.constexpr,
     LAUNCH: gl.constexpr,
-    FETCH: gl.constexpr,
 ):
     """out[split, token, row] = sum over the split's columns of weights[row, :] * tokens[token, :],
     in integers, or in units of the blocks' scales with BLOCK_SCALES."""
@@ -362,7 +334,7 @@ def gemm(
                 ),
             ),
             (_load_weights, (word_desc, scale_desc, ring, tile, num_rows, BLOCK_SCALES, TILING)),
-            (_load_tokens, (token_desc, ring, tile, TILING, LAUNCH, FETCH)),
+            (_load_tokens, (token_desc, ring, tile, TILING, LAUNCH)),
         ],
         [1, 1],
         [24, 24],

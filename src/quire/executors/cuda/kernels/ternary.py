@@ -76,26 +76,22 @@ def norm_and_quantize(
     NORM: tl.constexpr,
     OUTPUT_HALVES: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY_STATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A vector of each token, RMS-normed where NORM, to codes and units; or to float16, for the
-    head. One program a token. `size` is the number of columns without padding, which is zero.
-    EARLY_STATE: the norm before has ended when this kernel starts."""
+    head. One program a token. `size` is the number of columns without padding, which is zero."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     index = token * width + column
     if NORM:
         scales = tl.load(weight + column, mask=inside, other=0.0)
-    if EARLY_STATE and SOURCE == _SUMS:
+    if SOURCE == _SUMS:  # the state comes from the norm before, which has ended
         x = tl.load(source.vectors + index, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if SOURCE == _SUMS:
-        if not EARLY_STATE:
-            x = tl.load(source.vectors + index, mask=inside, other=0.0)
         unit = tl.load(target.units + token)
         added = _added(source.sums, index, source.split_stride, inside, SPLITS)
         x += tl.div_rn(added, unit) * source.scale
