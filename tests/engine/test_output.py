@@ -14,7 +14,7 @@ from quire.core.plan import allows
 from quire.core.request import Ended, FinishReason, Piece, RequestOutput, Status
 from quire.core.sampling import Constraint, SamplingParams
 from quire.engine import Engine
-from quire.engine.output import Transcript
+from quire.engine.sequence import Transcript
 from quire.executors.fake import FakeExecutor
 
 PROMPT = [3, 1, 4]

@@ -9,7 +9,7 @@ from quire.core.plan import SequencePlan
 from quire.core.request import Ended, Event, RequestOutput
 from quire.core.sampling import Constraint, SamplingParams
 from quire.engine import Engine
-from quire.engine.output import Detokenizer, Grammar
+from quire.engine.sequence import Detokenizer, Grammar
 from quire.executors.fake import FakeExecutor
 
 Script = Sequence[tuple[float, Callable[[], object]]]

@@ -11,8 +11,14 @@ from quire.core.plan import Capacity, Sampling, TokenLogprob, Want
 from quire.core.request import Completion, Request, RequestMetrics, Status
 from quire.core.sampling import SamplingParams, new_seed
 from quire.engine.fairness import WaitingQueues
-from quire.engine.output import Grammar, MakeDetokenizer, MakeGrammar, Transcript
-from quire.engine.sequence import LiveRequest, Sequence
+from quire.engine.sequence import (
+    Grammar,
+    LiveRequest,
+    MakeDetokenizer,
+    MakeGrammar,
+    Sequence,
+    Transcript,
+)
 from quire.engine.stats import CompletionRate
 from quire.kvcache import KVCache
 

@@ -30,8 +30,8 @@ from quire.engine.execution import (
 )
 from quire.engine.health import HealthMonitor
 from quire.engine.lifecycle import Lifecycle
-from quire.engine.output import MakeDetokenizer, MakeGrammar
 from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import MakeDetokenizer, MakeGrammar
 from quire.engine.stats import EngineStats, Health, HealthReport, Snapshot
 from quire.engine.step import Row, Step
 from quire.executors.base import Executor

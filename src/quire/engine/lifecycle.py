@@ -16,9 +16,8 @@ from quire.core.request import (
 )
 from quire.engine.admission import Admission
 from quire.engine.health import HealthMonitor
-from quire.engine.output import NewText
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import LiveRequest, Sequence
+from quire.engine.sequence import LiveRequest, NewText, Sequence
 from quire.engine.stats import EngineStats
 from quire.engine.step import Row
 
