@@ -12,8 +12,7 @@ from tests.bench.sound_receipt import is_valid_to_jsonschema
 from quire.cli import main
 from quire.core.errors import ConfigError
 from quire.executors.cpu import has_native_module
-from quire.llm.assembly import Assembly, assemble
-from quire.llm.configuration import read_configuration
+from quire.llm.assembly import Assembly, assemble, read_configuration
 from quire.llm.devices import Options
 from quire_bench import tune
 from quire_bench.measure import Load, Run

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.llm.configuration import (
+from quire.llm.assembly import (
     MAX_CONFIGURATION_BYTES,
     configuration_text,
     read_configuration,

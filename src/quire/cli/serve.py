@@ -11,8 +11,7 @@ from pathlib import Path
 from quire.cli.options import USUAL_STEP_TIMEOUT_S
 from quire.core.errors import ConfigError, ModelFileError
 from quire.llm import AsyncLLM
-from quire.llm.assembly import assemble
-from quire.llm.configuration import read_configuration
+from quire.llm.assembly import assemble, read_configuration
 from quire.llm.devices import Options
 from quire.server import ServerSettings, read_keys, serve
 from quire.server.connections import read_networks

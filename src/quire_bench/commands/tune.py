@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.cli.program import print_error, print_status, printable
 from quire.core.errors import ConfigError
-from quire.llm.configuration import configuration_text
+from quire.llm.assembly import configuration_text
 from quire_bench.commands.options import (
     add_receipt_options,
     add_seed_option,
