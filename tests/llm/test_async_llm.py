@@ -268,3 +268,40 @@ def test_a_batch_size_is_set_between_requests(text_model: Path) -> None:
         assert llm.max_batch_size == 4
 
     run(text_model, work, device=SLOW, max_batch_size=1)
+
+
+def test_a_batch_size_that_is_no_longer_waited_for_holds_nobody_up(text_model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        paused = await llm.submit("Hello", replace(SAMPLED, max_tokens=400))  # nobody reads it
+        while not llm._engine.engine._scheduler.parked:
+            await asyncio.sleep(0.001)
+        setting = asyncio.ensure_future(llm.set_batch_size(4))
+        await asyncio.sleep(0)
+        held = asyncio.ensure_future(llm.generate("Hello", GREEDY))
+        await asyncio.wait({held}, timeout=0.05)
+        assert not held.done(), "it waits for the batch size"
+        setting.cancel()
+        async with asyncio.timeout(60):  # a guard against waiting for ever
+            assert (await held).error is None
+            assert (await llm.generate("Hello", GREEDY)).error is None
+        assert llm.max_batch_size == 2
+        paused.cancel()
+        await llm.set_batch_size(4)
+        assert llm.max_batch_size == 4
+
+    run(text_model, work, device=SLOW, max_batch_size=2, max_unread_tokens=4)
+
+
+def test_a_batch_size_changes_neither_weights_nor_draining(text_model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        llm.set_key_weights({"a": 3.0})
+        await llm.set_batch_size(4)
+        await llm.generate("Hello", GREEDY)
+        assert llm._engine.engine._key_weights == {"a": 3.0}
+        assert llm._engine.engine._scheduler._shares._weights == {"a": 3.0, "b": 2.0}
+        await llm.drain()
+        await llm.set_batch_size(2)
+        with pytest.raises(OverloadedError, match="draining"):
+            await llm.generate("Hello", GREEDY)
+
+    run(text_model, work, device=SLOW, max_batch_size=2, key_weights={"b": 2.0})

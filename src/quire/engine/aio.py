@@ -218,8 +218,12 @@ class AsyncEngine:
                 )
             self._replacement = (make, done)
 
-        await self.call(begin)
-        await asyncio.wrap_future(done)
+        try:
+            await self.call(begin)
+            await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            self.post(lambda: self._cancel_replacement(done))
+            raise
 
     def _post_after_iteration(self, command: Command, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
@@ -316,11 +320,22 @@ class AsyncEngine:
             try:
                 if self._is_closed or self.engine.health is Health.STUCK:
                     raise ExecutorError("the engine is closed")
-                self.engine = make()
+                engine = make()
+                engine.take_over(self.engine)
+                self.engine = engine
             except Exception as error:
                 done.set_exception(error)
             else:
                 done.set_result(None)
+        self._release_held()
+
+    def _cancel_replacement(self, done: Future[None]) -> None:
+        """Its caller was cancelled: what waits for it goes on in the engine there is."""
+        if self._replacement is not None and self._replacement[1] is done:
+            self._replacement = None
+            self._release_held()
+
+    def _release_held(self) -> None:
         held, self._held = self._held, []
         _do_all(held)
 

@@ -71,6 +71,7 @@ class Engine:
         self._flights: deque[Flight] = deque()
         self._deadlines: list[tuple[float, str]] = []
         self._is_draining = False
+        self._key_weights: Mapping[str, float] = {}  # over the configuration's
 
     # ---- requests
 
@@ -392,7 +393,13 @@ class Engine:
 
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
         """Override the configuration's weights, from the next step on."""
+        self._key_weights = dict(weights)
         self._scheduler.set_key_weights({**self.config.key_weights, **weights})
+
+    def take_over(self, previous: "Engine") -> None:
+        """Replace another engine: keep its key weights, and drain if it drains."""
+        self.set_key_weights(previous._key_weights)
+        self._is_draining = previous._is_draining
 
     # ---- beside other users of its executor and cache
 
