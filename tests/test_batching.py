@@ -672,3 +672,27 @@ def test_the_output_tells_what_happened() -> None:
         assert output.prompt_token_ids == (1, 2)
 
     run(main())
+
+
+def test_an_error_that_cannot_be_printed_fails_its_request_alone() -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    model = Model()
+
+    def forward(tokens: Any, mask: Any) -> Any:
+        if (tokens == 9).any():
+            raise UnprintableError
+        return model(tokens, mask)
+
+    async def main() -> None:
+        async with BatchProcessor(forward, 4, 20.0) as batcher:
+            tasks = [batcher.process_request([1, last]) for last in (2, 9, 3)]
+            sound, failed, other = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [sound, other] == [next_token([1, 2]), next_token([1, 3])]
+            assert isinstance(failed, ExecutorError)
+            assert "UnprintableError: an error whose text cannot be made" in str(failed)
+            assert await batcher.process_request([1, 2]) == next_token([1, 2])
+
+    run(main())

@@ -67,9 +67,16 @@ def _as_executor_error(error: Exception) -> ExecutorError:
     if isinstance(error, ExecutorError):
         return error
     kind = ExecutorMemoryError if isinstance(error, MemoryError) else ExecutorError
-    wrapped = kind(f"{type(error).__name__}: {error}")
+    wrapped = kind(f"{type(error).__name__}: {_text_of(error)}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:  # an error of a user's function, whose __str__ may fail, too
+        return "an error whose text cannot be made"
 
 
 @dataclass(slots=True)
