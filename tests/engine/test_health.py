@@ -9,7 +9,8 @@ from tests.engine.toys import greedy, run_until
 from quire.core.errors import ExecutorError
 from quire.core.plan import StepPlan
 from quire.engine import Engine
-from quire.engine.health import REPEATS_S, FaultLog
+from quire.engine.health import REPEATS_S, FaultLog, HealthMonitor
+from quire.engine.stats import EngineStats
 from quire.executors.fake import FakeExecutor, Faults, StepCost
 
 
@@ -225,3 +226,17 @@ def test_a_failed_step_whose_requests_were_all_cancelled_is_no_isolated_fault() 
     finish(engine)
     assert engine.stats.steps_failed == {"ExecutorError": 1}
     assert engine.stats.faults_isolated == {}
+
+
+def test_recovery_counts_no_failures_from_before_it_was_degraded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monitor = HealthMonitor(EngineStats())
+    for step_id in range(3):  # each explained by a row of its own
+        monitor.step_failed(step_id, ["a"], ExecutorError("a row"), 0.0)
+    monitor.step_failed(3, ["a"], ExecutorError("the batch"), 1.0)
+    monitor.degraded(1.0)
+    monitor.step_failed(4, ["a"], ExecutorError("the batch"), 2.0)
+    monitor.recovered(3.0)
+    over = lines(caplog)[-1]
+    assert (over["event"], over["failed_steps"], over["degraded_s"]) == ("recovered", 2, 2.0)

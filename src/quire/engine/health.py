@@ -90,7 +90,7 @@ class HealthMonitor:
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
         self._log = FaultLog()
-        self._num_failed = 0  # steps, since the engine is degraded
+        self._num_failed = 0  # steps, from the one on that degraded the engine
         self.degraded_since: float | None = None
         self.cause: str | None = None
         self.last_failed_step: int | None = None
@@ -106,7 +106,7 @@ class HealthMonitor:
         failed[kind] = failed.get(kind, 0) + 1
         self.last_failed_step = step_id
         self.cause = str(error)
-        self._num_failed += 1
+        self._num_failed = 1 if self.degraded_since is None else self._num_failed + 1
         count = len(request_ids)
         fields = {"step": step_id, "num_requests": count, "requests": request_ids[:_MAX_LISTED]}
         message = f"step {step_id} of {count} requests failed, and its rows are run again in parts"
