@@ -11,7 +11,10 @@ from tests.fixture_files import fixture_file
 from tests.llm.text_models import write_changed_model
 
 from quire import LLM, RequestError, SamplingParams
-from quire.core.errors import RowFaultError
+from quire.core.errors import ExecutorError, RowFaultError
+from quire.engine import Engine
+from quire.executors.fake import FakeExecutor
+from quire.llm.forward import ForwardRows
 
 Logits = npt.NDArray[np.float32]
 GOLDEN = np.load(fixture_file("tiny/golden.npz"))
@@ -230,3 +233,12 @@ def test_a_row_that_is_not_finite_fails_and_counts_no_further(tmp_path: Path) ->
 def test_only_a_number_names_a_row(llm: LLM, row: Any) -> None:
     with pytest.raises(RequestError, match="row must be an integer"):
         llm.clear(row)
+
+
+def test_no_pass_begins_on_an_executor_that_does_not_answer() -> None:
+    executor = FakeExecutor(keep_plans=True)
+    engine = Engine(executor)
+    engine.fail_all(ExecutorError("the executor did not answer"))
+    with pytest.raises(ExecutorError, match="did not answer; restart the process"):
+        ForwardRows(engine).run([[1]])
+    assert executor.plans == []

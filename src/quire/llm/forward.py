@@ -25,6 +25,7 @@ from quire.core.plan import SequencePlan, SequenceResult, StepPlan, Want
 from quire.core.request import RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
+from quire.engine.stats import Health
 from quire.kvcache import BlockTable
 from quire.llm.prompts import Prompt, listed_prompts
 
@@ -66,6 +67,8 @@ class ForwardRows:
         `split`: more rows than a batch holds run in several passes, and are no error.
         """
         self._engine.settle()
+        if self._engine.health is Health.STUCK:  # a step would never come back
+            raise ExecutorError(f"{self._engine.health_report.cause}; restart the process")
         given = _items(rows, "rows")
         chunks = self._checked(given, start_positions, split=split)
         self._make_room(chunks)
