@@ -18,6 +18,7 @@ from quire.loader.gguf import GGUFFile
 from quire.loader.metadata import Metadata
 from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
+from quire.model.generation import read_defaults
 from quire.model.isolated import Verdict, examine
 from quire.model.loading import Model, load_model, memory_estimate, norm_health, read_tokenizer
 from quire.model.rope import LongScaling, RopeScaling
@@ -107,6 +108,17 @@ class CpuForecast(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingFacts:
+    """What the files say of sampling, for requests that say nothing; None: nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryFacts:
     """Bytes."""
 
@@ -126,6 +138,7 @@ class Inspection:
     model: ModelFacts | None = None
     norms: NormFacts | None = None
     tokenizer: TokenizerFacts | None = None
+    sampling: SamplingFacts | None = None
     memory: MemoryFacts | None = None
     isolation: Verdict | None = None  # of the process that read the file first
     problems: list[str] = field(default_factory=list)
@@ -181,6 +194,17 @@ def _inspect_loaded(found: Inspection, model: Model) -> None:
         prompts = PromptReader(tokenizer, model.spec.context_length)
         if prompts.can_chat:
             _ = prompts.template  # whether it compiles
+    with _noting(found.problems):
+        defaults = read_defaults(model)
+        said = defaults.options
+        found.sampling = SamplingFacts(
+            said.get("temperature"),
+            said.get("top_k"),
+            said.get("top_p"),
+            said.get("min_p"),
+            said.get("repetition_penalty"),
+        )
+        found.problems += defaults.notes
     found.memory = _memory_facts(model)  # last: this process has then loaded what a run loads
 
 

@@ -55,7 +55,7 @@ def test_one_conversation_or_many_make_a_list() -> None:
 
 
 def test_params_are_one_for_all_or_one_for_each() -> None:
-    assert params_for_each(params_of(None, None, {}), 2) == [SamplingParams()] * 2
+    assert params_for_each(params_of(None, None, {}, {}), 2) == [SamplingParams()] * 2
     assert params_for_each(ONE, 2) == [ONE, ONE]
     assert params_for_each([ONE, SamplingParams()], 2) == [ONE, SamplingParams()]
 

@@ -2,6 +2,7 @@
 
 import itertools
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def write_text_model(
     pre: str = "gpt-2",
     architecture: str = "llama",
     num_tokens: int = NUM_ROWS,
+    sampling: Mapping[str, float] | None = None,
 ) -> Path:
     """A GGUF file that takes text: control tokens, the 256 bytes, and pairs of letters."""
     writer = gguf.GGUFWriter(path, architecture)
@@ -44,6 +46,11 @@ def write_text_model(
     writer.add_eos_token_id(END)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
+    for name, value in (sampling or {}).items():
+        if isinstance(value, int):
+            writer.add_int32(f"general.sampling.{name}", value)
+        else:
+            writer.add_float32(f"general.sampling.{name}", value)
     _add_tensors(writer, "tiny/Q4_0.gguf", {})
     return _written(writer, path)
 

@@ -25,7 +25,7 @@ from quire.cli.program import print_error, print_json, print_status
 from quire.core.errors import QuireError, RequestError
 from quire.core.plan import TokenLogprob
 from quire.core.request import Completion, RequestOutput
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
     from quire.llm.prompts import Prepared, Prompt, PromptReader
@@ -135,7 +135,7 @@ def _read(name: str) -> str:
 def _stream(args: argparse.Namespace, prompt: "Prompt") -> int:
     llm = load(quire.AsyncLLM, args, max_batch_size=1)  # before the loop: Ctrl-C works at once
     prepared = _prepared(args, llm.prompts, prompt)
-    params = _params(args)
+    params = _params(args, llm.sampling_defaults)
     asyncio.run(_print_stream(llm, prepared, params))
     return 0
 
@@ -202,7 +202,7 @@ def _outcomes(
     sound = [prepared for prepared in read if not isinstance(prepared, RequestError)]
     outputs = llm.generate(
         [prepared.tokens for prepared in sound],
-        _params(args),
+        _params(args, llm.sampling_defaults),
         on_error="keep",
     )
     for prepared, output in zip(sound, outputs, strict=True):
@@ -211,9 +211,10 @@ def _outcomes(
     return [error if isinstance(error, RequestError) else next(in_order) for error in read]
 
 
-def _params(args: argparse.Namespace) -> SamplingParams:
+def _params(args: argparse.Namespace, defaults: SamplingOptions | None = None) -> SamplingParams:
     return sampling_params(
         args,
+        defaults,
         n=args.n,
         logprobs=args.logprobs,
         prompt_logprobs=args.prompt_logprobs,
@@ -401,7 +402,7 @@ class _Chat:
     async def _answer(self, said: list[str]) -> str | None:
         """Print the answer as it comes, and put it into `said`; why it ended."""
         prompt = self._llm.prompts.read_chat(self._messages)
-        params = sampling_params(self._args)
+        params = sampling_params(self._args, self._llm.sampling_defaults)
         reason = None
         async for piece in self._llm.stream(prompt.tokens, params):
             said.append(piece.text)

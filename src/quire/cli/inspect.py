@@ -19,6 +19,7 @@ from quire.inspection import (
     MemoryFacts,
     ModelFacts,
     NormFacts,
+    SamplingFacts,
     TensorFacts,
     TokenizerFacts,
     inspect_model,
@@ -68,6 +69,7 @@ def _print(found: Inspection) -> None:
     _print_section("model", found.model, _model_lines)
     _print_section("tensors", found.tensors, _tensor_lines)
     _print_section("tokenizer", found.tokenizer, _tokenizer_lines)
+    _print_section("sampling", found.sampling, _sampling_lines)
     _print_section("memory", found.memory, _memory_lines)
     _print_section("norms", found.norms, _norm_lines)
     _print_section("isolation", found.isolation, _isolation_lines)
@@ -123,6 +125,11 @@ def _packing_lines(facts: TensorFacts) -> list[str]:
         f"I2_S is taken to be in the packing of {facts.i2s_packing} builds, {why}: nothing in a "
         f"file says. If the model writes nonsense, try --i2s-packing {other}"
     ]
+
+
+def _sampling_lines(facts: SamplingFacts) -> list[str]:
+    given = [f"{name} {value:g}" for name, value in asdict(facts).items() if value is not None]
+    return [f"defaults: {', '.join(given)}"] if given else []
 
 
 def _tokenizer_lines(facts: TokenizerFacts) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from quire.cli.program import print_status
 from quire.core.config import I2S_PACKINGS
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingOptions, SamplingParams
 
 DEFAULT_MODEL = "smollm2"
 USUAL_STEP_TIMEOUT_S = 120.0  # of `quire serve`
@@ -37,6 +37,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_invariance_option(group)
     add_template_option(group)
     add_packing_option(group)
+    add_generation_option(group)
     add_trust_option(group)
 
 
@@ -91,6 +92,15 @@ def add_packing_option(group: Options) -> None:
     )
 
 
+def add_generation_option(group: Options, default: str | None = "auto") -> None:
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default=default,
+        help="none: take no sampling defaults from the model's files (default: auto)",
+    )
+
+
 def add_cache_type_option(group: Options, default: str | None) -> None:
     group.add_argument(
         "--kv-cache-dtype",
@@ -103,7 +113,7 @@ def add_cache_type_option(group: Options, default: str | None) -> None:
 def load(kind: Callable[..., Loaded], args: argparse.Namespace, max_batch_size: int) -> Loaded:
     """An LLM or AsyncLLM as the options above ask for it."""
     names = ("model", "device", "kv_memory", "max_context", "threads", "kv_cache_dtype")
-    more = ("i2s_packing", "trust_model_file")
+    more = ("i2s_packing", "trust_model_file", "generation_config")
     options = {name: getattr(args, name) for name in (*names, *more)}
     options["chat_template"] = True if args.chat_template is None else args.chat_template
     print_status(f"quire: loading {args.model}")
@@ -147,6 +157,7 @@ _bias.__name__ = "TOKEN=BIAS"  # argparse names it in errors
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, temperature: float) -> None:
+    parser.set_defaults(own_temperature=temperature)
     group = parser.add_argument_group("choosing tokens")
     group.add_argument(
         "--max-tokens",
@@ -157,9 +168,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, temperature: float)
     group.add_argument(
         "--temperature",
         type=float,
-        default=temperature,
         metavar="T",
-        help="0: always the likeliest token; higher: more varied (default: %(default)s)",
+        help="0: always the likeliest token; higher: more varied (default: what the model's files "
+        f"say, or {temperature})",
     )
     for field in _SAMPLING:
         group.add_argument(field.flag, type=field.type, metavar=field.metavar, help=field.help)
@@ -198,13 +209,16 @@ def _add_stop_options(group: Options) -> None:
     add("--ignore-eos", action="store_true", help="go on past the model's end of text")
 
 
-def sampling_params(args: argparse.Namespace, **more: Any) -> SamplingParams:
-    """What the options above ask for."""
+def sampling_params(
+    args: argparse.Namespace, defaults: SamplingOptions | None = None, **more: Any
+) -> SamplingParams:
+    """What the options above ask for; else the model's defaults, else the command's."""
     names = [field.name for field in _SAMPLING]
     names += ["max_tokens", "temperature", "stop", "stop_token_ids"]
     names += ["include_stop_str_in_output", "include_stop_token", "ignore_eos"]
     given = {name: getattr(args, name) for name in names}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    values = {"temperature": args.own_temperature, **(defaults or {}), **values}
     return SamplingParams(**values, logit_bias=dict(args.logit_bias or ()), **more)
 
 
@@ -264,6 +278,8 @@ def _add_run_options(group: Options) -> None:
         help="refuse chats: for a model whose template does not compile, or to serve text alone",
     )
     add_packing_option(group)
+    add_generation_option(group, None)
+    add_generation_option(group)
     add_trust_option(group)
     add("--batch-timeout-ms", type=float, metavar="MS", help="longest batching delay")
     add("--slo-itl-ms", type=float, metavar="MS", help="target between tokens")

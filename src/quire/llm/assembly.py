@@ -15,6 +15,7 @@ kv_cache_dtype = "int8"
 """
 
 import json
+import logging
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,17 +25,20 @@ from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, ModelFileError
+from quire.core.sampling import SamplingOptions
 from quire.engine.engine import Engine
 from quire.executors.base import Executor
 from quire.llm.devices import DEVICES, Options, resolve_auto
 from quire.llm.machine import MemoryPlan
 from quire.loader.defaults import resolve
 from quire.loader.reading import read_capped
+from quire.model.generation import read_defaults
 from quire.model.isolated import examine
 from quire.model.loading import Model, end_token_ids, load_model, read_tokenizer
 from quire.model.spec import ModelSpec
 from quire.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 MAX_TEMPLATE_BYTES = 1 << 20
 
 
@@ -51,6 +55,7 @@ class Assembly:
     options: Options
     memory: MemoryPlan
     end_token_ids: tuple[int, ...]
+    defaults: SamplingOptions  # for requests that say nothing
 
     def with_batch_size(self, max_batch_size: int) -> "Assembly":
         """The same for batches of another size, which must have blocks enough."""
@@ -90,7 +95,17 @@ def assemble(model: str | Path, options: Options) -> Assembly:
             options=options,
             memory=memory,
             end_token_ids=end_token_ids(loaded, tokenizer),
+            defaults=_defaults(loaded, options),
         )
+
+
+def _defaults(model: Model, options: Options) -> SamplingOptions:
+    if options.generation_config == "none":
+        return SamplingOptions()
+    found = read_defaults(model)
+    for note in found.notes:
+        _log.warning("%s", note)
+    return found.options
 
 
 def read_template(chosen: str | Path | bool) -> str | None:
@@ -156,6 +171,7 @@ _KINDS: dict[str, dict[str, _Kind]] = {
         "trust_model_file": bool,
         "chat_template": str,
         "i2s_packing": str,
+        "generation_config": str,
     },
 }
 _OWN = ("max_batch_size", "batch_timeout_ms")  # of the engine's fields, those of Options as well

@@ -32,6 +32,7 @@ from quire.llm.machine import (
     usable_cores,
 )
 from quire.llm.prompts import no_parameter
+from quire.model.generation import MODES
 from quire.model.loading import Model, memory_estimate
 from quire.model.spec import check_lowered
 
@@ -85,6 +86,7 @@ class Options:
     trust_model_file: bool = False  # it need not be read without privileges first
     chat_template: str | Path | bool = True  # the model's own, none, or that of a file
     i2s_packing: str | None = None  # of a file's I2_S tensors: that of x86 builds, or "arm"
+    generation_config: str = "auto"  # sampling defaults from the model's files, or "none"
     engine: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,6 +104,11 @@ class Options:
                 f"{self.kv_cache_dtype!r}"
             )
         check_i2s_packing(self.i2s_packing)
+        if self.generation_config not in MODES:
+            raise ConfigError(
+                f"generation_config must be one of {', '.join(MODES)}, got "
+                f"{self.generation_config!r:.100}"
+            )
         for name in ("invariant", "trust_model_file"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")

@@ -73,7 +73,8 @@ class LLM:
     sum in an order that depends on the batch. `trust_model_file=True` reads the file at once, and
     not first in a process without privileges. `chat_template`: the path of a template to use
     instead of the model's own, or False for none. `i2s_packing="arm"` reads I2_S tensors that an
-    ARM build of bitnet.cpp wrote; a file does not say which did, and x86's packing is taken. Any
+    ARM build of bitnet.cpp wrote; a file does not say which did, and x86's packing is taken.
+    `generation_config="none"`: take no sampling defaults from the model's files. Any
     other field of EngineConfig may be given by name. `prompts` turns a prompt or a conversation
     into tokens.
 
@@ -95,6 +96,7 @@ class LLM:
         trust_model_file: bool = False,
         chat_template: str | Path | bool = True,
         i2s_packing: str | None = None,
+        generation_config: str = "auto",
         **engine: Any,
     ) -> None:
         options = Options(
@@ -109,6 +111,7 @@ class LLM:
             trust_model_file=trust_model_file,
             chat_template=chat_template,
             i2s_packing=i2s_packing,
+            generation_config=generation_config,
             engine=engine,
         )
         self._call = threading.Lock()  # locked while a call runs
@@ -135,7 +138,7 @@ class LLM:
         with its error; with `on_error="keep"` the error is in its output, and the others go on.
         `progress`: a bar on standard error; left out, where that is a terminal.
         """
-        chosen = params_of(params, sampling_params, keywords)
+        chosen = params_of(params, sampling_params, keywords, self.sampling_defaults)
         asked = listed_prompts(prompts)
         with self._alone("generate"):
             return self._run(asked, chosen, self.prompts.read, on_error, progress)
@@ -162,7 +165,7 @@ class LLM:
         Messages are text: control tokens such as <|im_end|> come from the model's template alone,
         unless `parse_control_tokens` lets messages write them, too.
         """
-        chosen = params_of(params, sampling_params, keywords)
+        chosen = params_of(params, sampling_params, keywords, self.sampling_defaults)
         asked = listed_conversations(messages)
         read = partial(
             self.prompts.read_chat,
@@ -216,7 +219,7 @@ class LLM:
 
         Leaving the loop ends the request. Parameters as in `generate`.
         """
-        chosen = one_params(params, sampling_params, keywords)
+        chosen = one_params(params, sampling_params, keywords, self.sampling_defaults)
         return TextStream(self._pieces(self.prompts.read(prompt), chosen))
 
     def chat_stream(
@@ -231,7 +234,7 @@ class LLM:
         **keywords: Unpack[SamplingOptions],
     ) -> "TextStream":
         """The answer to one conversation, likewise; parameters as in `chat`."""
-        chosen = one_params(params, sampling_params, keywords)
+        chosen = one_params(params, sampling_params, keywords, self.sampling_defaults)
         prepared = self.prompts.read_chat(
             messages,
             tools=tools,
@@ -347,6 +350,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer | None:
         """None for a model that takes token ids alone."""
         return self._open.tokenizer
+
+    @property
+    def sampling_defaults(self) -> SamplingOptions:
+        """What the model's files say of sampling, for calls without SamplingParams of their own."""
+        return self._open.defaults
 
     @property
     def max_context(self) -> int:

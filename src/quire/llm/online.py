@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 
 from quire.core.errors import RequestError
 from quire.core.request import CallOptions, Piece, RequestOptions, RequestOutput
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingOptions, SamplingParams
 from quire.engine.aio import AsyncEngine, Stream
 from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
@@ -66,6 +66,7 @@ class AsyncLLM:
         trust_model_file: bool = False,
         chat_template: str | Path | bool = True,
         i2s_packing: str | None = None,
+        generation_config: str = "auto",
         **engine: Any,
     ) -> None:
         options = Options(
@@ -80,6 +81,7 @@ class AsyncLLM:
             trust_model_file=trust_model_file,
             chat_template=chat_template,
             i2s_packing=i2s_packing,
+            generation_config=generation_config,
             engine=engine,
         )
         self._wire(assemble(model, options), None)
@@ -112,7 +114,7 @@ class AsyncLLM:
         Raises the request's error: at once where it cannot run, else where it ended with one.
         """
         request, keywords = split_keywords(options)
-        chosen = one_params(params, sampling_params, keywords)
+        chosen = one_params(params, sampling_params, keywords, self.sampling_defaults)
         prepared = await self._read(prompt)
         handle = await self._engine.submit(prepared.tokens, chosen, **request)
         try:
@@ -134,7 +136,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Piece]:
         """The answer to a conversation as it comes; see `stream` and `read_chat`."""
         request, keywords = split_keywords(options)
-        chosen = one_params(params, sampling_params, keywords)
+        chosen = one_params(params, sampling_params, keywords, self.sampling_defaults)
         prepared = await self.read_chat(
             messages,
             tools=tools,
@@ -162,7 +164,7 @@ class AsyncLLM:
         A request that fails raises; with `on_error="keep"` an error while it runs is in the output.
         """
         request, keywords = split_keywords(options)
-        chosen = one_params(params, sampling_params, keywords)
+        chosen = one_params(params, sampling_params, keywords, self.sampling_defaults)
         return await self._complete(await self._read(prompt), chosen, on_error, request)
 
     async def chat(
@@ -179,7 +181,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Answer one conversation, or a string as one message; see `generate` and `read_chat`."""
         request, keywords = split_keywords(options)
-        chosen = one_params(params, sampling_params, keywords)
+        chosen = one_params(params, sampling_params, keywords, self.sampling_defaults)
         prepared = await self.read_chat(
             messages,
             tools=tools,
@@ -309,6 +311,11 @@ class AsyncLLM:
     def tokenizer(self) -> Tokenizer | None:
         """None for a model that takes token ids alone."""
         return self._assembly.tokenizer
+
+    @property
+    def sampling_defaults(self) -> SamplingOptions:
+        """What the model's files say of sampling, for calls without SamplingParams of their own."""
+        return self._assembly.defaults
 
     @property
     def max_context(self) -> int:

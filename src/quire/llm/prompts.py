@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from quire.core.errors import RequestError
 from quire.core.request import RequestOptions
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingOptions, SamplingParams
 from quire.tokenizer import ChatTemplate, Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]  # a mapping: {"prompt"} or {"prompt_token_ids"}
@@ -307,9 +307,15 @@ _CALL_NAMES = {
 
 
 def params_of(
-    params: Params, sampling_params: Params, keywords: Mapping[str, object]
+    params: Params,
+    sampling_params: Params,
+    keywords: Mapping[str, object],
+    defaults: SamplingOptions,
 ) -> SamplingParams | Sequence[SamplingParams]:
-    """The parameters of a call, which come in one of three ways."""
+    """The parameters of a call, which come in one of three ways.
+
+    The model's defaults are for fields that keywords leave out; SamplingParams are taken whole.
+    """
     for name in keywords:
         if name not in _FIELDS:
             raise RequestError(no_parameter(name, _FIELDS, _CALL_NAMES), param=name)
@@ -320,7 +326,7 @@ def params_of(
         )
     given = sampling_params if params is None else params
     if given is None:
-        return SamplingParams.from_mapping(keywords)
+        return SamplingParams.from_mapping({**defaults, **keywords})
     if keywords:
         name = next(iter(keywords))
         kind = "params" if params is not None else "sampling_params"
@@ -336,9 +342,10 @@ def one_params(
     params: SamplingParams | None,
     sampling_params: SamplingParams | None,
     keywords: Mapping[str, object],
+    defaults: SamplingOptions,
 ) -> SamplingParams:
     """The parameters of a call with one prompt."""
-    given = params_of(params, sampling_params, keywords)
+    given = params_of(params, sampling_params, keywords, defaults)
     if not isinstance(given, SamplingParams):
         raise RequestError(f"params must be SamplingParams, got {given!r:.100}", param="params")
     return given

@@ -200,7 +200,7 @@ def tokenizer_files(folder: SafetensorsFolder) -> TokenizerFiles | None:
     return TokenizerFiles(
         content,
         _read_config(folder, "tokenizer_config.json") or {},
-        _generation_config(folder),
+        generation_config(folder),
         None if template is None else template.decode(errors="replace"),
     )
 
@@ -217,7 +217,7 @@ def end_token_ids(model: Model, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if tokenizer is not None:
         named = tokenizer.end_token_ids
     elif isinstance(model.source, SafetensorsFolder):
-        named = _named_ends(_generation_config(model.source))
+        named = _named_ends(generation_config(model.source))
     elif "tokenizer.ggml.eos_token_id" in model.metadata:
         named = (model.metadata.integer("tokenizer.ggml.eos_token_id"),)
     else:
@@ -226,7 +226,7 @@ def end_token_ids(model: Model, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in named if token in known))
 
 
-def _generation_config(folder: SafetensorsFolder) -> Mapping[str, object]:
+def generation_config(folder: SafetensorsFolder) -> Mapping[str, object]:
     """generation_config.json; a folder without one says in config.json what ends a text."""
     config = _read_config(folder, "generation_config.json")
     if config is not None:

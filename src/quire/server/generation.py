@@ -127,7 +127,9 @@ def _prepare_chat(
         )
         room = llm.max_context - len(prompt.tokens)
         logprobs = body.top_logprobs or 0 if body.logprobs else None
-        return PreparedBody(body, [(prompt.without_text(), body.sampling(room, logprobs))])
+        return PreparedBody(
+            body, [(prompt.without_text(), body.sampling(room, logprobs, llm.sampling_defaults))]
+        )
 
 
 def _prepare_text(
@@ -141,7 +143,9 @@ def _prepare_text(
         for text in body.prompts:
             prompt = llm.prompts.read(text)
             room = llm.max_context - len(prompt.tokens)
-            prompts.append((prompt.without_text(), body.sampling(room, body.logprobs)))
+            prompts.append(
+                (prompt.without_text(), body.sampling(room, body.logprobs, llm.sampling_defaults))
+            )
     return PreparedBody(body.model_copy(update={"prompt": ""}), prompts)
 
 

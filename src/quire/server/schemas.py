@@ -20,7 +20,13 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticKnownError
 
-from quire.core.sampling import MAX_COMPLETIONS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from quire.core.sampling import (
+    MAX_COMPLETIONS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    SamplingOptions,
+    SamplingParams,
+)
 
 MAX_PROMPTS = 256  # of one request
 MAX_MESSAGES = 4096
@@ -178,16 +184,18 @@ class Generation(CommonFields):
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
 
-    def sampling(self, room: int, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters; `room`: tokens that the context leaves, for quotas to count
-        where the client gives no max_tokens."""
+    def sampling(
+        self, room: int, logprobs: int | None, defaults: SamplingOptions
+    ) -> SamplingParams:
+        """The engine's parameters, the model's defaults among them; `room`: tokens that the context
+        leaves, for quotas to count where the client gives no max_tokens."""
         given: dict[str, Any] = {
             name: value for name in _SAMPLED if (value := getattr(self, name)) is not None
         }
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         given.setdefault("max_tokens", max(1, room))
-        return SamplingParams(**given, logprobs=logprobs)
+        return SamplingParams.from_mapping({**defaults, **given, "logprobs": logprobs})
 
 
 _SAMPLED = (
