@@ -305,3 +305,16 @@ def test_a_batch_size_changes_neither_weights_nor_draining(text_model: Path) -> 
             await llm.generate("Hello", GREEDY)
 
     run(text_model, work, device=SLOW, max_batch_size=2, key_weights={"b": 2.0})
+
+
+@pytest.mark.parametrize("weights", [{"a": "x"}, {"a": 0}, {"a": 1000}, 5])
+def test_wrong_weights_are_refused_and_end_nothing(text_model: Path, weights: Any) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        with pytest.raises(ConfigError, match="key_weights"):
+            llm.set_key_weights(weights)
+        outputs = await asyncio.gather(
+            *(llm.generate("Hello", GREEDY, key=key) for key in ("a", "b"))
+        )
+        assert [output.error for output in outputs] == [None, None]
+
+    run(text_model, work)

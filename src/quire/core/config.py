@@ -57,12 +57,16 @@ class EngineConfig:
         for name in ("slo_itl_ms", "slo_ttft_ms", "step_timeout_s", "timeout_s"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        if not isinstance(self.key_weights, Mapping):
-            raise ConfigError(f"key_weights must map names to weights, got {self.key_weights!r}")
-        for key, weight in self.key_weights.items():
-            _positive(f"key_weights[{key!r}]", weight)
-            if not 0.01 <= weight <= 100:
-                raise ConfigError(f"key_weights[{key!r}] must be from 0.01 to 100, got {weight}")
+        check_key_weights(self.key_weights)
+
+
+def check_key_weights(weights: Mapping[str, float]) -> None:
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"key_weights must map names to weights, got {weights!r}")
+    for key, weight in weights.items():
+        _positive(f"key_weights[{key!r}]", weight)
+        if not 0.01 <= weight <= 100:
+            raise ConfigError(f"key_weights[{key!r}] must be from 0.01 to 100, got {weight}")
 
 
 def _at_least_one(name: str, value: object) -> None:

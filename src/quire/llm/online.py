@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
+from quire.core.config import check_key_weights
 from quire.core.errors import RequestError
 from quire.core.request import CallOptions, Piece, RequestOptions, RequestOutput
 from quire.core.sampling import SamplingOptions, SamplingParams
@@ -305,7 +306,9 @@ class AsyncLLM:
 
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
         """What keys weigh from now on, by name (as EngineConfig.key_weights, over it)."""
-        self._engine.post(lambda: self._engine.engine.set_key_weights(weights))
+        given = dict(weights) if isinstance(weights, Mapping) else weights
+        check_key_weights(given)  # here: on the engine's thread an error would end the engine
+        self._engine.post(lambda: self._engine.engine.set_key_weights(given))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
