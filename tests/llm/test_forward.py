@@ -140,6 +140,20 @@ def test_clearing_a_row_gives_its_blocks_back(rows: LLM) -> None:
     assert rows.stats.kv_usage == 0.0
 
 
+@pytest.mark.parametrize("row", [-1, 64])
+def test_clearing_a_row_that_no_batch_has_is_refused(rows: LLM, row: int) -> None:
+    with pytest.raises(RequestError, match=f"row is {row}; a batch holds rows 0 to 63"):
+        rows.clear(row)
+
+
+def test_a_row_that_was_split_off_can_be_cleared(rows: LLM) -> None:
+    rows.forward_batch([[1]] * 65, split=True)
+    held = rows.stats.kv_usage
+    rows.clear(64)
+    assert rows.stats.kv_usage == pytest.approx(held * 64 / 65)
+    rows.clear()
+
+
 def test_truncating_a_row_gives_blocks_back(rows: LLM) -> None:
     rows.forward_batch([[1] * 100])
     rows.forward_batch([[1]], [20])
@@ -164,7 +178,8 @@ def test_rows_may_grow_into_blocks_that_others_give_back_in_the_same_call(rows: 
         ([[1]], [0, 0], "1 rows but 2 start_positions"),
         ([[1]], [-1], r"start_positions\[0\] is -1"),
         ([[1]], ["0"], r"start_positions\[0\] must be an integer"),
-        ([[1]], "0", "start_positions must be a list"),
+        ([[1]], "0", "start_positions must be an integer for all rows or a list, got '0'"),
+        ([[1]], 1.5, "start_positions must be an integer for all rows or a list, got 1.5"),
         ([[1]], True, "start_positions must be an integer, got True"),
         ([[1], []], None, r"rows\[1\] is empty: give it a token, or None"),
         ([[1]] * 65, None, "65 rows were given; a batch holds 64"),

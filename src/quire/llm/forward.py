@@ -85,11 +85,19 @@ class ForwardRows:
 
     def clear(self, row: int | None = None) -> None:
         """Forget a row, or all of them, and give their blocks back."""
-        for index in list(self._rows) if row is None else [_integer(row, "row")]:
+        if row is not None and not self._has_place(_integer(row, "row")):
+            raise RequestError(
+                f"row is {row}; a batch holds rows 0 to {self._max_batch_size - 1}", param="row"
+            )
+        for index in list(self._rows) if row is None else [operator.index(row)]:
             kept = self._rows.pop(index, None)
             if kept is not None:
                 self._cache.free(kept.table)
         self._reserve()
+
+    def _has_place(self, row: int) -> bool:
+        """Whether a row can have that number; split passes keep rows beyond a batch."""
+        return 0 <= row < self._max_batch_size or row in self._rows
 
     # ---- before anything changes
 
@@ -235,8 +243,12 @@ def _starts(given: Any, num_rows: int) -> list[int]:
     given = given.tolist() if hasattr(given, "tolist") else given
     if given is None or isinstance(given, int):
         return [_integer(0 if given is None else given, "start_positions")] * num_rows
-    listed = enumerate(_items(given, "start_positions"))
-    starts = [_integer(start, f"start_positions[{n}]") for n, start in listed]
+    if not isinstance(given, list | tuple):
+        raise RequestError(
+            f"start_positions must be an integer for all rows or a list, got {given!r:.100}",
+            param="start_positions",
+        )
+    starts = [_integer(start, f"start_positions[{n}]") for n, start in enumerate(given)]
     if len(starts) != num_rows:
         raise RequestError(
             f"there are {num_rows} rows but {len(starts)} start_positions: give one for each, or "
