@@ -233,6 +233,8 @@ def test_a_key_from_the_environment_locks_it(text_model: Path) -> None:
         (["--port", "99999"], "port must be from 0 to 65535"),
         (["--max-batch-size", "0"], "max_batch_size must be an integer of at least 1"),
         (["--cors-origin", "*"], "CORS origin '*'"),
+        (["--otlp-endpoint", "collector:4318"], "OTLP endpoint 'collector:4318': expected a URL"),
+        (["--otlp-endpoint", "http://"], "OTLP endpoint 'http://': expected a URL"),
         (["--drain-timeout", "nan"], "drain_timeout_s must be 0 or more"),
         (["--device", "abacus"], "device must be one of"),
         (["--request-timeout", "0"], "timeout_s must be a number above 0"),

@@ -71,6 +71,8 @@ class ServerSettings:
             raise ConfigError("a TLS key needs its certificate: give --tls-cert too")
         for origin in self.cors_origins:
             _check_origin(origin)
+        if self.otlp_endpoint is not None:
+            _check_collector(self.otlp_endpoint)
         if self.keys and self.parse_control_tokens:
             raise ConfigError(
                 "with API keys, parse_control_tokens is said of each: write parse_control_tokens = "
@@ -91,6 +93,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _check_collector(url: str) -> None:
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("http", "https") or rest.strip("/") == "":
+        raise ConfigError(f"OTLP endpoint {url!r}: expected a URL such as http://HOST:4318")
 
 
 def _check_origin(origin: str) -> None:
