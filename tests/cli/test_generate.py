@@ -241,6 +241,13 @@ def test_a_request_that_cannot_run_is_one_line_and_exit_code_1(
     assert message in fails("generate", "--model", text_model, *flags)
 
 
+@pytest.mark.parametrize("flags", [["--prompt", "x", "--raw"], ["--prompt-tokens", "1,2"]])
+def test_a_template_that_would_not_be_used_is_refused(text_model: Path, flags: list[str]) -> None:
+    run = quire("generate", "--model", text_model, "--chat-template", "own.jinja", *flags)
+    assert run.code == 2
+    assert f"--chat-template does nothing with {flags[-1 if '--raw' in flags else 0]}" in run.err
+
+
 def test_input_that_is_no_text_is_refused(text_model: Path) -> None:
     error = fails("generate", "--model", text_model, stdin=b"ab\xff\xfe")
     assert error == "quire: standard input is no UTF-8 text: byte 2 is wrong\n"

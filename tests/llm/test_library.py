@@ -386,6 +386,7 @@ MISTAKES: dict[str, Callable[[Any], object]] = {
     "a batch holds 64 sequences": lambda llm: llm.generate("a", n=100),
     "needs a grammar engine": lambda llm: llm.generate("a", constraint=Constraint("json_object")),
     "model must be a name or a path, got 5": lambda _: LLM(5),  # type: ignore[arg-type]
+    "model must be a name or a path, got ''": lambda _: LLM(""),
     "key_weights must map names": lambda llm: LLM(key_weights=5),
     "device must be one of auto": lambda llm: LLM(device="gpu"),
 }

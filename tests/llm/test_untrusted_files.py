@@ -115,7 +115,7 @@ def test_a_template_that_is_not_there_is_named(text_model: Path, value: Any, mes
 
 def test_a_template_that_is_no_text_is_refused(text_model: Path, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="chat_template: 'utf-8' codec can't decode"):
+    with pytest.raises(ConfigError, match=r"own\.jinja is no UTF-8 text: byte 0 is wrong"):
         LLM(text_model, chat_template=tmp_path / "own.jinja", **SMALL)
 
 

@@ -93,6 +93,9 @@ _token_ids.__name__ = "list of token ids"  # argparse names it in errors
 def generate(args: argparse.Namespace) -> int:
     if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
         args.usage_error("--logprobs and --prompt-logprobs need --json")
+    if args.chat_template and (args.raw or args.prompt_tokens):
+        without = "--raw" if args.raw else "--prompt-tokens"
+        args.usage_error(f"--chat-template does nothing with {without}, which does not chat")
     prompts = _prompts(args)
     _params(args)  # what is wrong is said before loading
     if len(prompts) == 1 and args.n == 1 and not args.json:

@@ -77,7 +77,7 @@ class Assembly:
 
 def assemble(model: str | Path, options: Options) -> Assembly:
     """Load a model by name or path; what is wrong with the options is said before that."""
-    if not isinstance(model, str | Path):
+    if not isinstance(model, str | Path) or model == "":
         raise ConfigError(f"model must be a name or a path, got {model!r:.100}")
     options.engine_config()
     template = read_template(options.chat_template)
@@ -114,8 +114,12 @@ def read_template(chosen: str | Path | bool) -> str | None:
         return None
     try:
         return read_capped(Path(chosen), MAX_TEMPLATE_BYTES).decode()
-    except (ModelFileError, UnicodeDecodeError) as error:
+    except ModelFileError as error:
         raise ConfigError(f"chat_template: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"chat_template: {chosen} is no UTF-8 text: byte {error.start} is wrong"
+        ) from None
 
 
 def _with_template(
