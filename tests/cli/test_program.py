@@ -14,7 +14,10 @@ from tests.cli.program import COMMAND, environment, quire
 from quire.cli import generate, main
 from quire.cli.program import COMMANDS, Command
 
-NAMES = ("generate", "chat", "serve", "inspect", "pull", "convert", "doctor", "audit", "bench")
+NAMES = (
+    *("generate", "chat", "serve", "inspect", "pull", "models", "rm", "convert", "doctor"),
+    *("audit", "bench"),
+)
 
 
 def test_the_version_is_the_package_version() -> None:

@@ -40,4 +40,7 @@ def test_an_index_without_the_model_is_one_line_and_leaves_nothing_behind(tmp_pa
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     run = quire("pull", "gpt5")
     assert (run.code, run.out) == (1, "")
-    assert run.err == "quire: no model is known as 'gpt5'; known: smollm2\n"
+    assert run.err.startswith(
+        "quire: gpt5 is neither a file or folder nor a known model (bitnet-2b, "
+    )
+    assert "smollm2, " in run.err and run.err.count("\n") == 1

@@ -29,9 +29,11 @@ def write_text_model(
     architecture: str = "llama",
     num_tokens: int = NUM_ROWS,
     sampling: Mapping[str, float] | None = None,
+    tensors_a_part: int = 0,
 ) -> Path:
-    """A GGUF file that takes text: control tokens, the 256 bytes, and pairs of letters."""
-    writer = gguf.GGUFWriter(path, architecture)
+    """A GGUF file that takes text: control tokens, the 256 bytes, and pairs of letters. With
+    `tensors_a_part` it is written in parts, beside `path`."""
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
     _add_sizes(writer)
     merges = list(itertools.product(string.ascii_letters, repeat=2))
     merges = merges[: num_tokens - len(SPECIALS) - len(BYTE_ALPHABET)]

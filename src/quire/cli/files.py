@@ -1,12 +1,11 @@
-"""`quire pull` and `quire convert`: model files, fetched and converted."""
+"""`quire convert`: a BitNet model as another GGUF file."""
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from quire.cli.program import print_json, printable
+from quire.cli.program import print_json, print_progress, printable
 from quire.core.errors import ConfigError
 from quire.llm.machine import format_bytes
 from quire.llm.progress import ProgressBar
@@ -16,29 +15,13 @@ from quire.model.isolated import examine
 from quire.model.loading import load_model
 
 
-def pull(args: argparse.Namespace) -> int:
-    path = defaults.pull(args.name, _print_progress, recheck=True)
-    if args.json:
-        print_json({"name": args.name, "path": str(path), "bytes": path.stat().st_size})
-    else:
-        print(path)
-    return 0
-
-
-def _print_progress(line: str) -> None:
-    print(f"quire: {line}", file=sys.stderr, flush=True)
-
-
-# ---- quire convert
-
-
 def convert(args: argparse.Namespace) -> int:
     out: Path = args.out
     if out.is_dir():
         raise ConfigError(f"{out} is a folder: name the file to write in it")
     if os.path.lexists(out) and not args.force:
         raise ConfigError(f"{out} is there already: --force replaces it")
-    path = defaults.resolve(args.model, _print_progress)
+    path = defaults.resolve(args.model, _progress)
     examine(args.model, path, trusted=args.trust_model_file).check()
     with load_model(path, i2s_packing=args.i2s_packing) as model:
         plan = plan_conversion(
@@ -57,6 +40,10 @@ def convert(args: argparse.Namespace) -> int:
         for line in _lines(out, plan):
             print(printable(line))
     return 0
+
+
+def _progress(line: str) -> None:
+    print_progress(f"quire: {line}")
 
 
 def _report(args: argparse.Namespace, path: Path, plan: Conversion) -> dict[str, Any]:

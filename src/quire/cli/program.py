@@ -40,8 +40,14 @@ COMMANDS = {
         "quire.cli.inspect:inspect",
     ),
     "pull": Command(
-        "fetch a model known by name", "quire.cli.options:add_pull_options", "quire.cli.files:pull"
+        "fetch a model by name", "quire.cli.options:add_pull_options", "quire.cli.models:pull"
     ),
+    "models": Command(
+        "list the models on this machine",
+        "quire.cli.options:add_models_options",
+        "quire.cli.models:show",
+    ),
+    "rm": Command("remove a model", "quire.cli.options:add_rm_options", "quire.cli.models:remove"),
     "convert": Command(
         "write a BitNet model as another GGUF file",
         "quire.cli.options:add_convert_options",
@@ -63,6 +69,8 @@ _EXTRAS = {
     "bench": ("bench", ("aiohttp", "jsonschema", "matplotlib")),
 }
 
+_TAKE_NAMES = ("generate", "chat", "serve", "inspect", "convert")  # of models, beside paths
+
 FAILURE = 1
 INTERRUPTED = 130  # as shells say of a program ended by Ctrl-C ...
 PIPE_CLOSED = 141  # ... and of one whose reader went away
@@ -72,6 +80,7 @@ examples:
   quire generate --prompt "What is gravity?"    answer a question with the default model
   quire chat --model model.gguf                 talk to a model of your own
   quire serve model.gguf                        serve it through OpenAI's API
+  quire chat --model Qwen/Qwen3-4B-GGUF         fetch a model of the Hugging Face hub, and talk
   quire inspect model.gguf                      see what is in a file, and what it would take
   quire convert bitnet/ bitnet.gguf --to TQ2_0  make a GGUF file of a BitNet checkpoint
   quire doctor                                  see what this machine offers
@@ -115,6 +124,7 @@ def _open_closed_streams() -> None:
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         args = _parser().parse_args(arguments)
+        _find_model(args)
         _begin_reading(args)
         code: int = resolve_name(COMMANDS[args.command].run)(args)
         return code
@@ -134,6 +144,15 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _missing(error)
     except Exception as error:
         return _unexpected(error)
+
+
+def _find_model(args: argparse.Namespace) -> None:
+    """Put a model's path in the place of its name. A path needs nothing of that."""
+    model = getattr(args, "model", None)
+    if args.command in _TAKE_NAMES and isinstance(model, str) and not os.path.exists(model):
+        if resolve_name("quire.loader.defaults:is_own")(model):
+            return
+        resolve_name("quire.cli.models:find")(args)
 
 
 def _begin_reading(args: argparse.Namespace) -> None:
@@ -230,6 +249,11 @@ def printable(line: str) -> str:
 def print_error(message: str) -> None:
     """Say what is wrong, in one line on standard error."""
     print(f"quire: {printable(' '.join(message.split()))}", file=sys.stderr)
+
+
+def print_progress(line: str) -> None:
+    """Say what a command that takes long does, on standard error."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def print_status(line: str) -> None:

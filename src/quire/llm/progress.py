@@ -23,9 +23,9 @@ class ProgressBar:
         stream: TextIO | None = None,
     ) -> None:
         stream = sys.stderr if stream is None else stream
-        is_shown = stream.isatty() if show is None else show
+        self.is_shown = stream.isatty() if show is None else show
         form = _WITH_ESTIMATE if estimate else _WITHOUT_ESTIMATE
-        self._bar = _tqdm(total, form, stream) if is_shown else None
+        self._bar = _tqdm(total, form, stream) if self.is_shown else None
 
     def update(self, done: float, text: str) -> None:
         """So much of the work is done; drawn a few times a second."""

