@@ -1,5 +1,6 @@
 """Pacing: what the model of step times learns, and the budgets and bounds that follow from it."""
 
+import math
 import random
 from itertools import pairwise
 
@@ -347,3 +348,22 @@ def test_a_batch_that_was_not_delayed_teaches_nothing() -> None:
     assert delay.wait_until(0.060, 0.010, 1) is None, "it waited for a step, too late for a delay"
     delay.arrived(0.070, 1)
     assert delay.wait_until(0.070, 0.070, 1) is not None
+
+
+def test_a_delay_that_the_process_slept_through_is_learned_from_like_any_other() -> None:
+    def next_trial(looked_at: float) -> float:
+        """How long after it looked a batch of as many as are expected is delayed again."""
+        delay = BatchingDelay(0.02)
+        delay.arrived(0.0, 1)
+        delay.arrived(0.015, 2)
+        assert delay.wait_until(0.015, 0.0, 2) == 0.02
+        assert delay.wait_until(looked_at, 0.0, 2) is None
+        for waited_s in range(1, 100):
+            now = looked_at + waited_s
+            delay.arrived(now, 1)
+            delay.arrived(now + 0.015, 2)
+            if delay.wait_until(now + 0.015, now, 2) is not None:
+                return waited_s
+        return math.inf
+
+    assert next_trial(3600.0) == next_trial(0.02) < 10

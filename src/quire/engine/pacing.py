@@ -192,7 +192,9 @@ class BatchingDelay:
                 self._expected_before = 1 if self._expected == math.inf else self._expected
             return deadline
         if self._delayed == oldest_arrival:
-            self._ran_out(now, now - oldest_arrival, num_waiting)
+            # The engine may look late, after a pause of the process: that is no price of waiting.
+            waited_s = min(now - oldest_arrival, self._timeout_s)
+            self._ran_out(now, waited_s, num_waiting)
         return None
 
     def _ran_out(self, now: float, waited_s: float, came_to: int) -> None:
