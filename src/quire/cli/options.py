@@ -283,7 +283,6 @@ def _add_run_options(group: Options) -> None:
     )
     add_packing_option(group)
     add_generation_option(group, None)
-    add_generation_option(group)
     add_trust_option(group)
     add("--batch-timeout-ms", type=float, metavar="MS", help="longest batching delay")
     add("--slo-itl-ms", type=float, metavar="MS", help="target between tokens")
