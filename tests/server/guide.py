@@ -47,7 +47,8 @@ class Script:
         self._stack = stack
         self._python = python
         self._patience_s = patience_s
-        self._environment = {**os.environ, "OPENAI_API_KEY": "none", **(env or {})}
+        self._more = dict(env or {})
+        self._environment = {**os.environ, "OPENAI_API_KEY": "none", **self._more}
         self._server: ServeProcess | None = None
         self.num_run = 0
 
@@ -84,7 +85,8 @@ class Script:
             options = ["model.gguf", "--served-model-name", "smollm2", *options]
         self._stack.close()
         given = [str(self._folder / word) if "." in word else word for word in options]
-        self._server = self._stack.enter_context(serving(*given, "--device", "reference"))
+        server = serving(*given, "--device", "reference", env=self._more)
+        self._server = self._stack.enter_context(server)
 
     def _at_port(self, text: str) -> str:
         if self._server is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.cli.program import quire
 from tests.fixture_files import FIXTURES
+from tests.hub_server import serving_hub
 from tests.server.guide import GUIDE, Script, run_page
 from tests.server.processes import serving
 
@@ -22,14 +23,18 @@ def test_every_example_runs(page: Path, text_model: Path, tmp_path: Path) -> Non
     shutil.copy(text_model, tmp_path / "model.gguf")
     if page.stem == "bitnet":
         shutil.copytree(FIXTURES / "bitnet-published" / "a" / "hf-packed", tmp_path / "bitnet")
-    with ExitStack() as stack:
-        run_page(page, Script(tmp_path, stack))
+    with serving_hub() as hub, ExitStack() as stack:
+        content = text_model.read_bytes()
+        files = {"tiny-Q4_0.gguf": content, "tiny-Q8_0.gguf": content + bytes(9)}
+        hub.add("someone/Tiny-GGUF", files)
+        env = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hub")}
+        run_page(page, Script(tmp_path, stack, env=env))
 
 
 def test_the_guide_has_its_pages() -> None:
     assert [page.stem for page in PAGES] == [
         *("bitnet", "clients", "configuration", "from-llama-cpp", "from-rust-engines", "from-vllm"),
-        *("keys-and-limits", "metrics", "quick-start"),
+        *("keys-and-limits", "metrics", "models-by-name", "quick-start"),
     ]
 
 
