@@ -91,10 +91,12 @@ def _first_new_token(encoding: Any, known: int) -> int:
 
 
 def _last_certain_cut(encoding: Any, first: int, bound: int) -> _Cut | None:
-    """The last end of a word within the bound, after at least one new word."""
+    """The last end of a word within the bound, after at least one new word. Where bytes are split
+    as letters (falcon), a word may end within a character: no window can begin there."""
     words, offsets = encoding.word_ids, encoding.offsets
     for token in range(len(words) - 1, first, -1):
-        if words[token] != words[token - 1] and offsets[token][0] <= bound:
+        is_between = offsets[token][0] >= offsets[token - 1][1]
+        if words[token] != words[token - 1] and is_between and offsets[token][0] <= bound:
             last_word = words.index(words[token - 1], first)
             return _Cut(token, offsets[last_word][0], offsets[token][0])
     return None
