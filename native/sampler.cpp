@@ -282,8 +282,8 @@ SampleResult sample(const float* logits, int64_t vocabulary, const SampleRequest
   if (found.has_nan || !std::isfinite(found.best)) return failed(SampleFault::not_finite);
   if (!has_known_tokens(vocabulary, request)) return failed(SampleFault::token_out_of_range);
   const ScannedRow row = {logits, vocabulary, scratch.logit_best.data(), found.best};
-  SampleResult result =
-      scores_are_logits(request) ? choose(row, request, scratch) : choose_adjusted(row, request, scratch);
+  SampleResult result = scores_are_logits(request) ? choose(row, request, scratch)
+                                                   : choose_adjusted(row, request, scratch);
   const int num_logprobs = request.settings->num_logprobs;
   if (result.fault == SampleFault::none && num_logprobs >= 0) {
     result.logprob = logprob_scanned(row, result.token, num_logprobs);

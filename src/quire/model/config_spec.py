@@ -374,6 +374,7 @@ def _experts(routing: Routing, fields: Fields, activation: Activation) -> Expert
     num_groups = fields.optional_integer("n_group", high=limit) or 1
     if fields.get("topk_method") == "greedy":  # DeepSeek V2: all groups are chosen from
         num_groups = 1
+    num_used_groups = fields.optional_integer("topk_group", high=limit) or num_groups
     router = Router(
         scoring=routing.scoring,
         normalises=_says(routing.normalises, fields),
@@ -381,9 +382,7 @@ def _experts(routing: Routing, fields: Fields, activation: Activation) -> Expert
         has_bias=routing.router_bias,
         has_choice_bias=routing.choice_bias,
         num_groups=num_groups,
-        num_used_groups=min(
-            fields.optional_integer("topk_group", high=limit) or num_groups, num_groups
-        ),
+        num_used_groups=min(num_used_groups, num_groups),
         num_group_best=routing.num_group_best,
         weighs_input=routing.weighs_input,
     )
