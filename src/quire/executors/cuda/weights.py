@@ -139,6 +139,7 @@ def num_splits(num_rows: int, num_blocks: int, min_blocks: int = _MIN_SPLIT_BLOC
 def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     """Refuse what these kernels do not compute, before anything is moved."""
     check_lowered(spec, "cuda")
+    _check_shape(spec)
     is_ternary = is_ternary_model(spec, tensors)
     # What BitNet models have beyond a llama has kernels beside ternary matrices alone.
     own = {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
@@ -147,7 +148,6 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
         _refuse(spec, f"{refused[0]} and matrices that are not ternary")
     if is_ternary and any(name.endswith(".bias") for name in tensors):
         _refuse(spec, "biases beside ternary matrices")
-    _check_shape(spec)
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and not (is_ternary and _is_linear(name)):
             check_supported(tensor.format.name, name)
