@@ -10,7 +10,9 @@ import pytest
 from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
+from quire.loader.tensor import Tensor
 from quire.model.dummy import SHAPES, DummyModel, random_blocks, read_name
+from quire.model.gguf_spec import spec_from_gguf
 from quire.model.loading import Model, load_model
 from quire.model.quant_mixes import MIXES
 from quire.quant.formats import FORMATS, Format
@@ -59,7 +61,7 @@ def test_a_name_that_means_nothing_is_refused(name: str, complaint: str) -> None
     ("shape", "billions"),
     [
         *(("smollm2-135m", 0.1345), ("llama-1b", 1.174), ("llama-8b", 8.03), ("bitnet-2b", 2.413)),
-        *(("olmoe-7b", 6.919), ("qwen3-30b-a3b", 30.53)),
+        *(("olmoe-7b", 6.919), ("qwen3-30b-a3b", 30.53), ("gpt-oss-20b", 20.91)),
     ],
 )
 def test_shapes_have_the_weights_of_the_models_they_stand_for(shape: str, billions: float) -> None:
@@ -219,6 +221,32 @@ def test_every_shape_is_a_model_that_quire_runs(shape: str) -> None:
     planned = {tensor.name: tensor for tensor in model.planned}
     assert ("output.weight" not in planned) == SHAPES[shape].tied_head
     assert planned["token_embd.weight"].shape[0] == SHAPES[shape].vocabulary_size
+
+
+def test_eight_experts_leave_bits_for_keys_values_and_attentions_output() -> None:
+    """llama.cpp's choice for Mixtral, and for any model of eight experts."""
+    found = formats("dummy:tiny-moe:Q4_K_M")
+    for layer in range(2):
+        kinds = [found[f"blk.{layer}.attn_{name}.weight"] for name in ("q", "k", "v", "output")]
+        assert kinds == ["Q4_K", "Q8_0", "Q8_0", "Q5_K"]
+    assert formats("dummy:tiny-moe:Q5_K_M")["blk.0.attn_output.weight"] == "Q5_K"
+    assert formats("dummy:tiny-moe:Q6_K")["blk.0.attn_output.weight"] == "Q6_K"
+    many = formats("dummy:olmoe-7b:Q4_K_M")
+    assert [many[f"blk.4.attn_{name}.weight"] for name in "qkv"] == ["Q4_K", "Q4_K", "Q6_K"]
+
+
+def test_gpt_oss_has_its_windows_biases_sinks_and_names() -> None:
+    model = DummyModel("dummy:gpt-oss-20b:Q8_0")
+    planned = {tensor.name: tensor for tensor in model.planned}
+    assert "blk.0.post_attention_norm.weight" in planned and "blk.0.ffn_norm.weight" not in planned
+    assert planned["blk.23.attn_sinks.weight"].shape == (64,)
+    assert planned["blk.1.ffn_gate_exps.bias"].shape == (32, 2880)
+    assert planned["blk.1.ffn_gate_exps.bias"].format.name == "F32"
+    assert abs(planned["blk.1.attn_q.bias"].data.view("<f4").mean()) < 0.01
+    nothing = np.empty(0, np.uint8)
+    held = {one.name: Tensor(one.name, one.shape, one.format, nothing) for one in model.planned}
+    spec = spec_from_gguf(model.metadata, held)
+    assert [layer.mixer.window for layer in spec.layers] == [128, None] * 12
 
 
 def test_experts_are_quantised_as_the_dense_matrices_of_their_kind_and_routers_are_not() -> None:

@@ -16,8 +16,8 @@ as trained ones do.
 import math
 import os
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from quire.loader.defaults import DUMMY_PREFIX
 from quire.loader.metadata import Metadata
 from quire.loader.reading import Bytes
 from quire.loader.tensor import Tensor, packed_size
-from quire.model.gguf_spec import spec_from_gguf
+from quire.model.gguf_spec import gguf_family, spec_from_gguf
 from quire.model.quant_mixes import Mix, find_mix, tensor_format
 from quire.model.spec import ModelSpec, takes_bytes_by_token, tensor_shapes
 from quire.quant.formats import Format, format_named
@@ -60,6 +60,8 @@ class Shape:
     num_experts: int = 0
     num_used_experts: int = 0
     expert_size: int = 0
+    has_biases: bool = False  # of attention's matrices
+    fields: Mapping[str, str | int | float] = field(default_factory=dict)  # this family's own
 
     @property
     def head_dim(self) -> int:
@@ -138,6 +140,30 @@ SHAPES = {
         num_used_experts=8,
         expert_size=768,
     ),
+    "gpt-oss-20b": Shape(
+        num_layers=24,
+        hidden_size=2880,
+        ffn_size=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        vocabulary_size=201_088,
+        tied_head=False,
+        family="gpt-oss",
+        rope_base=150_000.0,
+        context_length=131_072,
+        usual_mix="Q8_0",
+        head_size=64,
+        num_experts=32,
+        num_used_experts=4,
+        expert_size=2880,
+        has_biases=True,
+        fields={
+            "attention.sliding_window": 128,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 4096,
+        },
+    ),
     "tiny-moe": Shape(
         num_layers=2,
         hidden_size=256,
@@ -213,9 +239,10 @@ class PlannedTensor:
     def data(self) -> Bytes:
         own = np.random.SeedSequence([self.seed, zlib.crc32(self.name.encode())])
         rng = np.random.Generator(np.random.SFC64(own))
-        if len(self.shape) == 1:
+        if len(self.shape) == 1 or self.name.endswith(".bias"):
             spread = _NORM_SPREAD * rng.standard_normal(self.shape, dtype=np.float32)
-            return (1 + spread).astype("<f4").view(np.uint8)
+            centre = 0 if self.name.endswith(".bias") else 1
+            return (centre + spread).astype("<f4").ravel().view(np.uint8)
         # With this scale a product has about the scale of its input.
         size = self.shape[-1] ** -0.5
         return random_blocks(
@@ -224,7 +251,8 @@ class PlannedTensor:
 
 
 class DummyModel:
-    """What a GGUF file would hold: its metadata, its spec, and its tensors, made when wanted."""
+    """What a GGUF file would hold: its metadata and its tensors, made when wanted, under the names
+    that files of its family have."""
 
     def __init__(self, name: str) -> None:
         asked = read_name(name)
@@ -261,7 +289,7 @@ class DummyModel:
 
 def _fields(shape: Shape, asked: DummyName) -> dict[str, str | int | float]:
     """The metadata of a GGUF file; llama.cpp takes "none" for a model without a tokenizer."""
-    own: dict[str, int | float] = {
+    own: dict[str, str | int | float] = {
         "vocab_size": shape.vocabulary_size,
         "context_length": shape.context_length,
         "embedding_length": shape.hidden_size,
@@ -281,6 +309,7 @@ def _fields(shape: Shape, asked: DummyName) -> dict[str, str | int | float]:
             "expert_used_count": shape.num_used_experts,
             "expert_feed_forward_length": shape.expert_size,
         }
+    own |= shape.fields
     return {
         "general.architecture": shape.family,
         "general.name": asked.text,
@@ -293,16 +322,20 @@ def _fields(shape: Shape, asked: DummyName) -> dict[str, str | int | float]:
 
 def _planned(shape: Shape, metadata: Metadata, asked: DummyName) -> Iterator[PlannedTensor]:
     spec = _spec(shape, metadata)
+    names = {ours: theirs for theirs, ours in gguf_family(metadata).gguf_names.items()}
     for name, sizes in tensor_shapes(spec).items():
         chosen = tensor_format(asked.mix, spec, name, sizes)
         is_trained_ternary = takes_bytes_by_token(spec, chosen)
-        yield PlannedTensor(name, sizes, chosen, asked.seed, is_trained_ternary)
+        parts = [names.get(part, part) for part in name.split(".")]
+        yield PlannedTensor(".".join(parts), sizes, chosen, asked.seed, is_trained_ternary)
 
 
 def _spec(shape: Shape, metadata: Metadata) -> ModelSpec:
-    """As of a file: the head is tied where there is no output.weight."""
+    """As of a file: the names of tensors say whether the head is tied and attention has biases."""
     size = (shape.vocabulary_size, shape.hidden_size)
     names = ["token_embd.weight"] + ([] if shape.tied_head else ["output.weight"])
+    if shape.has_biases:
+        names += ["blk.0.attn_q.bias", "blk.0.attn_output.bias"]
     nothing = np.empty(0, np.uint8)
     heads = {name: Tensor(name, size, format_named("F32", name), nothing) for name in names}
     return spec_from_gguf(metadata, heads)

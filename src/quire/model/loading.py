@@ -95,8 +95,9 @@ def load_model(path: str | Path, files: Files = DISK, *, i2s_packing: str | None
 
 def _make_model(name: str) -> Model:
     source = DummyModel(name)
-    tensors = source.make_tensors()
-    spec = spec_from_gguf(source.metadata, tensors)
+    made = source.make_tensors()
+    spec = spec_from_gguf(source.metadata, made)
+    tensors = named_in_gguf(gguf_family(source.metadata), spec.num_layers, made)
     check_tensors(spec, tensors)
     return Model(spec, tensors, source)
 

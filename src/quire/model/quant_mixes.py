@@ -1,15 +1,15 @@
 """Which format each tensor has in a mix, such as Q4_K_M: the choices llama.cpp's quantiser makes.
 
-They are its choices without an importance matrix; routers stay floats. A mix has a base format; the
-tensors that suffer most from rounding (the head, values, down projections of some layers) get more
-bits, and rows that do not fill a format's blocks get a format of smaller blocks.
+They are its choices without an importance matrix; routers and biases stay floats. A mix has a base
+format; the tensors that suffer most from rounding (the head, values, down projections of some
+layers) get more bits, and rows that do not fill a format's blocks get a format of smaller blocks.
 """
 
 import re
 from dataclasses import dataclass
 
 from quire.core.errors import ConfigError
-from quire.model.spec import ModelSpec
+from quire.model.spec import Experts, ModelSpec
 from quire.quant.formats import Format, format_named
 
 
@@ -62,6 +62,10 @@ _SMALLER_BLOCKS = {
 }
 
 
+# Mixes that give attn_output of a model with eight experts Q5_K.
+_FINER_OUTPUT = frozenset({"Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M"})
+
+
 def find_mix(name: str) -> Mix:
     """The mix of that name, in whatever case."""
     if name.upper() not in MIXES:
@@ -71,7 +75,7 @@ def find_mix(name: str) -> Mix:
 
 def tensor_format(mix: Mix, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Format:
     """The format that a tensor has in a mix."""
-    if len(shape) < 2 or "ffn_gate_inp" in name:
+    if len(shape) < 2 or name.endswith((".bias", "_norm.weight")) or "ffn_gate_inp" in name:
         return format_named("F32", name)
     base = format_named(mix.base, name)
     if base.is_float:
@@ -97,14 +101,23 @@ def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
     if name == "token_embd.weight":
         return "Q4_K" if mix.base in ("TQ1_0", "TQ2_0") else mix.base
     layer, kind = _layer_and_kind(name)
+    if _num_experts(spec) == 8 and kind in ("attn_k", "attn_v"):  # small beside eight experts
+        return "Q8_0"
     match kind.removesuffix("_exps").removesuffix("_shexp"):
         case "attn_v":
             return _values(mix, spec, layer)
         case "ffn_down":
             return _down(mix, spec, layer)
+        case "attn_output" if _num_experts(spec) == 8:
+            return "Q5_K" if mix.name in _FINER_OUTPUT else mix.base
         case "attn_output":
             return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mix.name, mix.base)
     return mix.base
+
+
+def _num_experts(spec: ModelSpec) -> int:
+    feeds = (layer.feed_forward for layer in spec.layers)
+    return max((feed.count for feed in feeds if isinstance(feed, Experts)), default=0)
 
 
 def _layer_and_kind(name: str) -> tuple[int, str]:
