@@ -19,19 +19,33 @@ PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
 
 
-def specs() -> dict[str, list[ModelSpec]]:
+def fixtures() -> dict[str, list[Path]]:
     """By family: the models that are compared with transformers."""
     folders = [*(DRAWN / case for case in CASES), *sorted((FIXTURES / "families").iterdir())]
-    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
-    found: dict[str, list[ModelSpec]] = {}
-    for config in configs:
-        found.setdefault(config_family(config).name, []).append(spec_from_config(config))
+    found: dict[str, list[Path]] = {}
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text())
+        found.setdefault(config_family(config).name, []).append(folder)
     return dict(sorted(found.items()))
+
+
+def specs() -> dict[str, list[ModelSpec]]:
+    def read(folder: Path) -> ModelSpec:
+        return spec_from_config(json.loads((folder / "config.json").read_text()))
+
+    return {name: [read(folder) for folder in folders] for name, folders in fixtures().items()}
+
+
+def oracles(folders: list[Path]) -> str:
+    """What a family is compared with: transformers' goldens and llama.cpp's."""
+    is_in_both = any((folder / "llama-cpp.npz").exists() for folder in folders)
+    return "transformers, llama.cpp" if is_in_both else "transformers"
 
 
 def families_table() -> str:
     devices = sorted(LOWERED)
-    titles = ["family", "GGUF", "config.json", *devices]
+    titles = ["family", "GGUF", "config.json", *devices, "checked against"]
+    folders = fixtures()
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, models in specs().items():
         rows = [family for family in FAMILIES if family.name == name]
@@ -42,6 +56,7 @@ def families_table() -> str:
         for device in devices:
             runs = [not unsupported(spec, device) for spec in models]
             cells.append("yes" if all(runs) else "some" if any(runs) else "no")
+        cells.append(oracles(folders[name]))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -18,6 +18,8 @@ def write_gguf(model: Model, path: Path) -> Path:
     spec = model.spec
     architecture = "llama" if spec.family == "mistral" else spec.family
     writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tokenizer_model("none")  # which llama.cpp wants said
+    writer.add_vocab_size(spec.vocabulary_size)
     writer.add_context_length(spec.context_length)
     writer.add_embedding_length(spec.hidden_size)
     writer.add_block_count(spec.num_layers)

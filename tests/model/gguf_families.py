@@ -53,6 +53,7 @@ PERMUTED = {"llama", "mistral3", "smollm3", "granite", "granitemoe"}
 FUSED_QKV = {"phi3"}
 FUSED_GATE = {"phi3", "glm4"}
 WITH_PATTERN = {"olmo2", "exaone4", "gemma4"}
+WITHOUT_WINDOW = {"starcoder2"}  # the converter does not write it
 NORM_BEFORE_FEED = {"gpt-oss", "seed_oss", "glm4moe"}  # it is called post_attention_norm
 
 
@@ -82,7 +83,10 @@ def write_family(case: str, config: Config, model: Model, path: Path) -> Path:
     architecture = ARCHITECTURES[case]
     tensors = {name: tensor.to_float32() for name, tensor in model.tensors.items()}
     own = _fields(architecture, config) | _scaling(architecture, config, tensors)
-    fields: dict[str, Field] = {"general.architecture": architecture}
+    fields: dict[str, Field] = {
+        "general.architecture": architecture,
+        "tokenizer.ggml.model": "none",  # which llama.cpp wants said
+    }
     if architecture == "gemma4":
         tensors = _fused_experts(tensors)
     if architecture == "glm4moe":  # a layer that predicts a further token comes last
@@ -130,7 +134,7 @@ def _fields(architecture: str, config: Config) -> dict[str, Field]:
     ):
         if config.get(key) is not None:
             fields[name] = float(config[key])
-    if config.get("sliding_window"):
+    if config.get("sliding_window") and architecture not in WITHOUT_WINDOW:
         fields["attention.sliding_window"] = config["sliding_window"]
     if architecture in WITH_PATTERN and "layer_types" in config:
         kinds = config["layer_types"]
@@ -225,6 +229,10 @@ def _gemma4(config: Config) -> dict[str, Field]:
     return fields
 
 
+def _gpt_oss(config: Config) -> dict[str, Field]:
+    return {"expert_feed_forward_length": config["intermediate_size"]}
+
+
 def _nothing(_: Config) -> dict[str, Field]:
     return {}
 
@@ -234,6 +242,7 @@ _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
     "deepseek2": _deepseek,
     "llama4": _llama4,
     "gemma4": _gemma4,
+    "gpt-oss": _gpt_oss,
 }
 
 

@@ -164,7 +164,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    # llama.cpp takes for granted that there are as many KV heads as heads
+    "olmoe": ("olmoe", {"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 3}),
     "olmo2": ("olmo2", {}),
     "olmo3": (
         "olmo3",

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from tests.drawn_families import CASES, DRAWN, drawn_config, in_its_context, write_drawn
 from tests.executors.reference.plans import logits, row, run
+from tests.model import llama_cpp_files
 from tests.model.gguf_families import ARCHITECTURES, write_family
 
 from quire.executors.reference import ReferenceExecutor
@@ -99,7 +100,7 @@ def as_llama_cpp_reads(case: str, spec: ModelSpec) -> ModelSpec:
             mixer = replace(mixer, position_scale=replace(mixer.position_scale, length=8192))
         return replace(mixer, window=None, is_chunked=False)
 
-    if case not in ("gpt-oss", "llama4"):
+    if case not in ("gpt-oss", "llama4", "starcoder2"):
         return spec
     layers = [replace(layer, mixer=changed(layer.mixer)) for layer in spec.layers]
     return replace(spec, layers=tuple(layers))
@@ -118,3 +119,14 @@ def test_the_gguf_of_a_family_gives_the_same(case: str, folder: Path) -> None:
         found = computed(copy, case)
     assert relative_error(found, golden) <= BOUND
     assert found.argmax(axis=1).tolist() == golden.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("case", llama_cpp_files.CASES)
+def test_the_gguf_of_a_family_gives_the_logits_of_llama_cpp(case: str, tmp_path: Path) -> None:
+    golden = np.load(llama_cpp_files.fixture(case) / "llama-cpp.npz")["logits"]
+    path = llama_cpp_files.write_case(case, tmp_path)
+    found = llama_cpp_files.computed(case, path, as_llama_cpp=True)
+    assert llama_cpp_files.nmse(found, golden) <= llama_cpp_files.BOUND
+    if case in llama_cpp_files.WITHOUT_WINDOWS | llama_cpp_files.BEST_TWO:
+        as_said = llama_cpp_files.computed(case, path, as_llama_cpp=False)
+        assert llama_cpp_files.nmse(as_said, golden) > 10 * llama_cpp_files.BOUND
