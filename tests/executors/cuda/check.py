@@ -22,6 +22,7 @@ from quire.executors.cuda.attention import (
     SPLIT_SIZE,
     Attention,
     AttentionInput,
+    LayerAttention,
     LayerCache,
     attention_for,
 )
@@ -175,7 +176,8 @@ class AttentionCase:
         blocks = list(chain.from_iterable(self.tables))
         flat = torch.tensor(blocks, dtype=torch.int32, device="cuda")
         given = AttentionInput(queries, flat, tiles, out)
-        attention.attend(given, LayerCache(self.keys, self.values, self.window), num_splits)
+        layer = LayerAttention(spec.head_dim**-0.5, self.window)
+        attention.attend(given, LayerCache(self.keys, self.values), layer, num_splits)
         width = spec.num_heads * spec.head_dim
         return to_natural_order(out[: len(self.queries)])[:, :width]
 

@@ -184,7 +184,7 @@ def test_a_mask_that_allows_nothing_is_a_fault_of_its_row(executor: CudaExecutor
 
 
 def test_numbers_that_are_not_finite_fail_their_row(executor: CudaExecutor) -> None:
-    norm = executor._weights.output_norm
+    norm = executor._weights.output_norm.weight
     kept = norm.clone()
     try:
         norm.fill_(float("nan"))
@@ -246,7 +246,7 @@ def test_sizes_must_be_positive() -> None:
 
 def test_without_invariance_large_steps_are_summed_in_one_part(executor: CudaExecutor) -> None:
     decoder = executor._decoder
-    linear = replace(executor._weights.layers[0].down, num_splits=4)
+    linear = replace(executor._weights.layers[0].feed_forward.down, num_splits=4)
     assert decoder._num_splits(linear, 4096) == 4
     free = replace(decoder._limits, invariant=False)
     with pytest.MonkeyPatch.context() as patch:

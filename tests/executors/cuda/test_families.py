@@ -74,7 +74,7 @@ def test_a_product_may_mix_formats() -> None:
     executor.warm_up()
     segments = [segment.planes.format for segment in executor._weights.layers[1].qkv.segments]
     assert segments == ["Q4_K", "Q8_0", "Q4_K"] or segments == ["Q4_K", "Q8_0", "Q6_K"]
-    assert not executor._weights.layers[0].gate_up.is_gated
+    assert not executor._weights.layers[0].feed_forward.gate_up.is_gated
     plan = StepPlan(0, (row(PROMPT[:3], (2, 0), want=Want.LOGITS),))
     found = np.asarray(executor.collect(executor.submit(plan), 60).sequences[0].logits)
     exact = np.asarray(reference.collect(reference.submit(plan), 60).sequences[0].logits)

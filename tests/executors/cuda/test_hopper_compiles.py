@@ -145,7 +145,8 @@ def test_attention_reads_what_tma_loaded(
         tiles=plain_attention.TokenTiles(*integers),
         out=torch.empty((num_tokens, heads * head_dim), dtype=torch.float16),
     )
-    attention.attend(inputs, launchers.LayerCache(keys, keys, None), num_splits)
+    layer = launchers.LayerAttention(head_dim**-0.5)
+    attention.attend(inputs, launchers.LayerCache(keys, keys), layer, num_splits)
     usage, listing = compiled(catch.found, tmp_path)
     print(heads, num_tokens, usage)
     assert usage.stack == 0
@@ -176,6 +177,7 @@ def test_the_plain_attention_compiles_for_either_cache(
         tiles=plain_attention.TokenTiles(*integers),
         out=torch.empty((4, 128)),
     )
-    attention.attend(inputs, launchers.LayerCache(keys, keys, None), 0)
+    layer = launchers.LayerAttention(32**-0.5)
+    attention.attend(inputs, launchers.LayerCache(keys, keys), layer, 0)
     usage, _ = compiled(catch.found, tmp_path)
     assert usage.stack == 0

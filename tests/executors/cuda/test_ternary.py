@@ -84,7 +84,7 @@ def test_blocks_with_scales_of_their_own_give_the_logits_of_the_reference(name: 
         executor = executor_of(model)
         with cache_in_halves():
             [exact] = run(ReferenceExecutor(model, num_blocks=16), plan)
-    assert not executor._weights.layers[0].down.sums_integers
+    assert not executor._weights.layers[0].feed_forward.down.sums_integers
     assert error(run(executor, plan)[0], exact) <= 1e-6
 
 
@@ -123,7 +123,7 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     """A norm's weight that is not a number reaches codes, which cannot say so."""
     with load_model(FIXTURES / "bitnet-published" / "c" / "i2s.gguf") as model:
         executor = executor_of(model)
-    weights = executor._weights.layers[0].feed_forward_sub_norm
+    weights = executor._weights.layers[0].feed_forward.sub_norm
     assert weights is not None
     weights[0] = float("nan")
     plan = StepPlan(0, (row((1, 2), TABLE, want=Want.LOGITS),))
@@ -140,8 +140,8 @@ def test_what_float16_has_no_room_for_fails_its_row(part: int) -> None:
     scales = list(layer.qkv.scales)
     scales[part] *= 1e8
     large = replace(layer, qkv=replace(layer.qkv, scales=tuple(scales)))
-    weights = replace(executor._weights, layers=(large, *executor._weights.layers[1:]))
-    executor._decoder._weights = weights
+    decoder = executor._decoder
+    decoder._layers = (replace(decoder._layers[0], weights=large), *decoder._layers[1:])
     plan = StepPlan(0, (row((1, 2), TABLE, want=Want.LOGITS),))
     [result] = executor.collect(executor.submit(plan), 600).sequences
     assert result.fault is not None and "not finite" in result.fault

@@ -48,19 +48,35 @@ class AttentionInput:
     out: Array  # [tokens, heads * head_dim], float16 or float32, in operand order
 
 
-class LayerCache(NamedTuple):
-    """What differs from layer to layer."""
+class LayerAttention(NamedTuple):
+    """What differs from layer to layer beside keys and values."""
 
+    scale: float  # of scores
+    window: int | None = None
+
+    @property
+    def exp2_scale(self) -> float:
+        """Of scores, for exp2 in place of exp."""
+        return self.scale * math.log2(math.e)
+
+    @property
+    def num_seen(self) -> int:
+        """The window, or more than any context."""
+        return self.window or _NO_WINDOW
+
+
+class LayerCache(NamedTuple):
     keys: Array  # [block, kv head, slot, head_dim]
     values: Array
-    window: int | None
 
 
 class Attention(Protocol):
     def tokens_per_tile(self, num_tokens: int, num_splits: int) -> int:
         """Tokens of one sequence that a program takes in steps of that shape."""
 
-    def attend(self, inputs: AttentionInput, layer: LayerCache, num_splits: int) -> None:
+    def attend(
+        self, inputs: AttentionInput, cache: LayerCache, layer: LayerAttention, num_splits: int
+    ) -> None:
         """One layer's. `num_splits`: splits of the context with a program of their own; 0: one
         program computes all splits."""
 
@@ -124,25 +140,26 @@ class PlainAttention:
         del num_tokens
         return 1 if num_splits else self._shape.rows // self._shape.group
 
-    def attend(self, inputs: AttentionInput, layer: LayerCache, num_splits: int) -> None:
+    def attend(
+        self, inputs: AttentionInput, cache: LayerCache, layer: LayerAttention, num_splits: int
+    ) -> None:
         spec = self._spec
         num_tiles = len(inputs.tiles.rows)
-        window = layer.window or _NO_WINDOW
         attention.attend[(num_tiles, spec.num_kv_heads, max(1, num_splits))](
             inputs.queries,
-            layer.keys,
-            layer.values,
+            cache.keys,
+            cache.values,
             inputs.tables,
             inputs.tiles,
             inputs.out,
             self._splits.buffers,
-            _scale(spec),
-            window,
+            layer.exp2_scale,
+            layer.num_seen,
             inputs.out.stride(0),
             SHAPE=self._shape,
             DIMS=max(_MIN_DIMS, triton.next_power_of_2(spec.head_dim)),
             SPLIT_PROGRAMS=num_splits > 0,
-            LARGE=layer.keys.numel() >= 1 << 31,
+            LARGE=cache.keys.numel() >= 1 << 31,
             EXACT=self._exact,
             num_warps=attention.WARPS,
             num_stages=attention.STAGES,
@@ -150,7 +167,7 @@ class PlainAttention:
             **self._launch_options,
         )
         if num_splits:
-            self._splits.merge(inputs, num_tiles, window, self._shape, self._launch_options)
+            self._splits.merge(inputs, num_tiles, layer.num_seen, self._shape, self._launch_options)
 
 
 class HopperAttention:
@@ -182,25 +199,26 @@ class HopperAttention:
     def tokens_per_tile(self, num_tokens: int, num_splits: int) -> int:
         return 1 if num_splits else self._rows(num_tokens) // self._group
 
-    def attend(self, inputs: AttentionInput, layer: LayerCache, num_splits: int) -> None:
+    def attend(
+        self, inputs: AttentionInput, cache: LayerCache, layer: LayerAttention, num_splits: int
+    ) -> None:
         spec, kernels = self._spec, self._kernels
         num_tokens = len(inputs.tiles.rows)
         shape = _shape(spec, self._block_size, self._rows(num_tokens), kernels.TILE)
         # Every sequence has at most one tile that is not full.
         num_full = num_tokens // self.tokens_per_tile(num_tokens, num_splits)
         num_tiles = min(num_tokens, num_full + self._max_sequences)
-        window = layer.window or _NO_WINDOW
         box = [self._block_size, kernels.COLUMNS]
         kernels.attend[(spec.num_kv_heads, num_tiles, max(1, num_splits))](
             inputs.queries,
-            self._descriptor(layer.keys.view(-1, spec.head_dim), box, 128),
-            self._descriptor(layer.values.view(-1, spec.head_dim), box, 128),
+            self._descriptor(cache.keys.view(-1, spec.head_dim), box, 128),
+            self._descriptor(cache.values.view(-1, spec.head_dim), box, 128),
             inputs.tables,
             inputs.tiles,
             inputs.out,
             self._splits.buffers,
-            _scale(spec),
-            window,
+            layer.exp2_scale,
+            layer.num_seen,
             inputs.out.stride(0),
             SHAPE=shape,
             STAGES=kernels.num_stages(num_tokens),
@@ -211,7 +229,7 @@ class HopperAttention:
             **self._launch_options,
         )
         if num_splits:
-            self._splits.merge(inputs, num_tiles, window, shape, self._launch_options)
+            self._splits.merge(inputs, num_tiles, layer.num_seen, shape, self._launch_options)
 
 
 def attention_for(
@@ -249,8 +267,3 @@ def _shape(spec: Heads, block_size: int, rows: int, tile: int) -> AttentionShape
 def _group(spec: Heads) -> int:
     """Query heads a kv head, up to a power of two."""
     return int(triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
-
-
-def _scale(spec: Heads) -> float:
-    """Of scores, for exp2 in place of exp."""
-    return float(spec.head_dim**-0.5 * math.log2(math.e))

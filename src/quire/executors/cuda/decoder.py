@@ -7,6 +7,7 @@ of some rows and the likeliest token of each.
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +16,7 @@ from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.attention import (
     SPLIT_SIZE,
     AttentionInput,
+    LayerAttention,
     LayerCache,
     attention_for,
 )
@@ -23,8 +25,15 @@ from quire.executors.cuda.kernels import gemm as gemm_kernels
 from quire.executors.cuda.kernels import layers, ternary
 from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.planes import Array, padded
-from quire.executors.cuda.weights import LayerWeights, Linear, ModelWeights
-from quire.model.spec import Activation, ModelSpec
+from quire.executors.cuda.weights import (
+    DenseWeights,
+    LayerWeights,
+    Linear,
+    ModelWeights,
+    NormWeights,
+)
+from quire.model.rope import Rope
+from quire.model.spec import Activation, Attention, ModelSpec
 
 _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
@@ -66,6 +75,31 @@ class BodyShape:
 
     num_tokens: int
     num_splits: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeTables:
+    cosines: Array  # float32 [positions, rope dims / 2]
+    sines: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoweredLayer:
+    """A layer as its launches take it."""
+
+    index: int  # of its keys and values in the cache
+    weights: LayerWeights
+    rope: RopeTables
+    rope_shape: layers.RopeShape
+    attention: LayerAttention
+    epsilon: float  # of the norms of queries and keys
+
+
+class Added(NamedTuple):
+    """What a half of a layer left in `_sums`; the next norm adds it to the hidden states."""
+
+    num_splits: int  # [split, token, column], added in order
+    linear: Linear | None = None  # what made it, where one linear did
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,19 +174,8 @@ class Decoder:
         capability = torch.cuda.get_device_capability(device)[0] if self._is_gpu else 0
         self._has_dependent_launch = capability >= 9
         self._padded_hidden = padded(spec.hidden_size)
-        self._rope_shape = layers.RopeShape(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            rope_dims=spec.rope.dims,
-            is_interleaved=spec.rope.interleaved,
-            has_norm=spec.qk_norm,
-            block_size=BLOCK_SIZE,
-            heads=_ROPE_HEADS,
-            pairs=triton.next_power_of_2(spec.head_dim // 2),
-        )
         self._make_buffers()
-        self._make_angles()
+        self._layers = self._lowered()
 
     def tokens_per_tile(self, shape: BodyShape) -> int:
         """Tokens of one sequence that an attention program takes."""
@@ -196,24 +219,40 @@ class Decoder:
         self._activations = self.normed
         self.attention_output = self._zeros((tokens, padded(spec.query_size)), torch.float16)
         self.gated = self._zeros((tokens, padded(spec.ffn_size)), torch.float16)
-        linears = [
-            x for layer in self._weights.layers for x in (layer.qkv, layer.output, layer.down)
-        ]
+        feeds = [layer.feed_forward for layer in self._weights.layers]
+        linears = [x for layer in self._weights.layers for x in (layer.qkv, layer.output)]
+        linears += [feed.down for feed in feeds]
         most = max(linear.num_splits * linear.num_rows for linear in linears)
         self._sums = self._zeros((most * tokens,), torch.float32)
-        gates = [layer.gate_up for layer in self._weights.layers]
-        self._gate_sums = None
-        if any(self._gemm.needs_gate_sums(gate) for gate in gates):
-            self._gate_sums = self._zeros((1, tokens, gates[0].num_rows), torch.float32)
+        gates = [feed.gate_up for feed in feeds if self._gemm.needs_gate_sums(feed.gate_up)]
+        most = max((gate.num_rows for gate in gates), default=0)
+        self._gate_sums = self._zeros((most * tokens,), torch.float32)
 
     def _zeros(self, shape: tuple[int, ...], kind: object) -> Array:
         return torch.zeros(shape, dtype=kind, device=self._device)
 
-    def _make_angles(self) -> None:
-        self._cosines, self._sines = (
-            torch.from_numpy(table).to(self._device)
-            for table in self._spec.rope.tables(self._limits.max_context)
-        )
+    def _lowered(self) -> tuple[LoweredLayer, ...]:
+        ropes = {rope: self._rope_tables(rope) for rope in self._spec.ropes}
+        lowered = []
+        for index, layer in enumerate(self._spec.layers):
+            part = layer.mixer
+            assert part.rope is not None
+            norm = part.qk_norm
+            lowered.append(
+                LoweredLayer(
+                    index=index,
+                    weights=self._weights.layers[index],
+                    rope=ropes[part.rope],
+                    rope_shape=_rope_shape(part),
+                    attention=LayerAttention(part.scale, part.window),
+                    epsilon=0.0 if norm is None else norm.norm.epsilon,
+                )
+            )
+        return tuple(lowered)
+
+    def _rope_tables(self, rope: Rope) -> RopeTables:
+        tables = rope.tables(self._limits.max_context)
+        return RopeTables(*(torch.from_numpy(table).to(self._device) for table in tables))
 
     # ---- the body
 
@@ -222,23 +261,27 @@ class Decoder:
         which tokens they are finite."""
         count = shape.num_tokens
         self._embed(count, body)
-        previous: Linear | None = None
-        for index, layer in enumerate(self._weights.layers):
-            self._norm(count, layer.attention_norm, previous)
-            self._attend(shape, body, blocks, index, layer)
-            self._project(count, layer)
-            self._norm(count, layer.feed_forward_norm, layer.output)
-            self._feed_forward(count, layer)
-            previous = layer.down
-        self._norm(count, self._weights.output_norm, previous, is_last=True)
+        added: Added | None = None
+        for layer in self._layers:
+            self._norm(count, layer.weights.mixer_norm, added)
+            self._attend(shape, body, blocks, layer)
+            added = self._project(count, layer.weights)
+            self._norm(count, layer.weights.feed_forward_norm, added)
+            added = self._feed_forward(count, layer.weights.feed_forward)
+        self._norm(count, self._weights.output_norm, added, is_last=True)
 
-    def _project(self, count: int, layer: LayerWeights) -> None:
+    def _project(self, count: int, layer: LayerWeights) -> Added:
         """The output projection of attention."""
-        self._multiply(layer.output, self.attention_output, count)
+        return self._multiply(layer.output, self.attention_output, count)
 
-    def _feed_forward(self, count: int, layer: LayerWeights) -> None:
-        self._gemm.multiply_gated(layer.gate_up, self.normed, self._gate_sums, self.gated, count)
-        self._multiply(layer.down, self.gated, count)
+    def _feed_forward(self, count: int, feed: DenseWeights) -> Added:
+        gates = feed.gate_up
+        shape = (1, self._limits.num_tokens, gates.num_rows)
+        sums = None
+        if self._gemm.needs_gate_sums(gates):
+            sums = self._gate_sums[: math.prod(shape)].view(shape)
+        self._gemm.multiply_gated(gates, self.normed, sums, self.gated, count)
+        return self._multiply(feed.down, self.gated, count)
 
     def _embed(self, count: int, body: BodyInput) -> None:
         planes = self._weights.embedding
@@ -271,27 +314,28 @@ class Decoder:
             return linear.num_splits
         return 1
 
-    def _multiply(self, linear: Linear, tokens: Array, count: int) -> None:
+    def _multiply(self, linear: Linear, tokens: Array, count: int) -> Added:
         """A GEMM, into `_sums`: [split, token, row]."""
         shape = (self._num_splits(linear, count), self._limits.num_tokens, linear.num_rows)
         sums = self._sums[: math.prod(shape)].view(shape)
         self._gemm.multiply(linear, tokens, sums, count)
+        return Added(len(sums), linear)
 
     def _norm(
-        self, count: int, weight: Array, added: Linear | None, *, is_last: bool = False
+        self, count: int, norm: NormWeights, added: Added | None, *, is_last: bool = False
     ) -> None:
-        """Add that GEMM's sums to the hidden states, and norm them."""
+        """Add what a half of a layer made to the hidden states, and norm them."""
         layers.add_and_norm[(count,)](
             self.hidden,
             self._sums,
-            weight,
+            norm.weight,
             self.normed,
             self.finite,
             self._padded_hidden,
             self._spec.hidden_size,
-            self._spec.norm_epsilon,
+            norm.epsilon,
             self._limits.num_tokens * self._padded_hidden,
-            SPLITS=0 if added is None else self._num_splits(added, count),
+            SPLITS=0 if added is None else added.num_splits,
             BLOCK=triton.next_power_of_2(self._padded_hidden),
             STORE_FINITE=is_last,
             num_warps=min(32, max(1, triton.next_power_of_2(self._padded_hidden) // _NORM_COLUMNS)),
@@ -299,50 +343,42 @@ class Decoder:
         )
 
     def _attend(
-        self,
-        shape: BodyShape,
-        body: BodyInput,
-        blocks: KVBlocks,
-        index: int,
-        layer: LayerWeights,
+        self, shape: BodyShape, body: BodyInput, blocks: KVBlocks, layer: LoweredLayer
     ) -> None:
-        count = shape.num_tokens
-        self._multiply(layer.qkv, self._activations, count)
-        self._rope(count, body, blocks, index, layer)
-        self._attention.attend(
-            AttentionInput(self.queries, body.tables, body.tiles, self.attention_output),
-            LayerCache(blocks.keys[index], blocks.values[index], self._spec.windows[index]),
-            shape.num_splits,
-        )
+        cache = LayerCache(blocks.keys[layer.index], blocks.values[layer.index])
+        made = self._multiply(layer.weights.qkv, self._activations, shape.num_tokens)
+        self._rope(shape.num_tokens, body, cache, layer, made)
+        given = AttentionInput(self.queries, body.tables, body.tiles, self.attention_output)
+        self._attention.attend(given, cache, layer.attention, shape.num_splits)
 
     def _rope(
-        self, count: int, body: BodyInput, blocks: KVBlocks, index: int, layer: LayerWeights
+        self, count: int, body: BodyInput, cache: LayerCache, layer: LoweredLayer, made: Added
     ) -> None:
-        spec = self._spec
-        heads = spec.num_heads + 2 * spec.num_kv_heads
+        rope, weights = layer.rope, layer.weights
+        heads = layer.rope_shape.num_heads + 2 * layer.rope_shape.num_kv_heads
         layers.rope_and_store[(count, -(-heads // _ROPE_HEADS))](
             self._sums,
             body.fields[BodyField.POSITION],
             body.fields[BodyField.SLOT],
-            self._cosines,
-            self._sines,
-            self._cosines if layer.query_norm is None else layer.query_norm,
-            self._cosines if layer.key_norm is None else layer.key_norm,
-            layers.QueryKeyValue(self.queries, blocks.keys[index], blocks.values[index]),
-            self._ternary_sums(layer.qkv),
-            self._limits.num_tokens * layer.qkv.num_rows,
-            layer.qkv.num_rows,
-            spec.norm_epsilon,
-            SHAPE=self._rope_shape,
-            SPLITS=self._num_splits(layer.qkv, count),
-            TERNARY=layer.qkv.is_ternary,
+            rope.cosines,
+            rope.sines,
+            rope.cosines if weights.query_norm is None else weights.query_norm,
+            rope.cosines if weights.key_norm is None else weights.key_norm,
+            layers.QueryKeyValue(self.queries, cache.keys, cache.values),
+            self._ternary_sums(weights.qkv, rope),
+            self._limits.num_tokens * weights.qkv.num_rows,
+            weights.qkv.num_rows,
+            layer.epsilon,
+            SHAPE=layer.rope_shape,
+            SPLITS=made.num_splits,
+            TERNARY=weights.qkv.is_ternary,
             num_warps=4,
             **self._launch_options(),
         )
 
-    def _ternary_sums(self, qkv: Linear) -> layers.TernarySums:
+    def _ternary_sums(self, qkv: Linear, rope: RopeTables) -> layers.TernarySums:
         del qkv
-        return layers.TernarySums(self._cosines, 1.0, 1.0, 1.0)  # not read
+        return layers.TernarySums(rope.cosines, 1.0, 1.0, 1.0)  # not read
 
     # ---- the head
 
@@ -413,7 +449,7 @@ class TernaryDecoder(Decoder):
         most = max(
             linear.num_splits * linear.num_rows
             for layer in self._weights.layers
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+            for linear in layer.linears
         )
         self._sums = self._zeros((most * tokens,), torch.float32)
 
@@ -424,32 +460,34 @@ class TernaryDecoder(Decoder):
         return super()._num_splits(linear, count)
 
     def _norm(
-        self, count: int, weight: Array, added: Linear | None, *, is_last: bool = False
+        self, count: int, norm: NormWeights, added: Added | None, *, is_last: bool = False
     ) -> None:
+        linear = None if added is None else added.linear
         self._quantize(
             count,
-            self._source(ternary.VECTORS if added is None else ternary.SUMS, self.hidden, added),
-            weight,
+            self._source(ternary.VECTORS if added is None else ternary.SUMS, self.hidden, linear),
+            norm.weight,
             self._activations,
             self._spec.hidden_size,
-            added,
+            linear,
             is_last=is_last,
         )
 
-    def _project(self, count: int, layer: LayerWeights) -> None:
+    def _project(self, count: int, layer: LayerWeights) -> Added:
         source = self._source(ternary.VECTORS, self.attention_output, None)
-        weight, codes = layer.attention_sub_norm, self._attention_codes
-        self._quantize(count, source, weight, codes, self._spec.query_size, None)
-        self._multiply(layer.output, codes, count)
+        codes = self._attention_codes
+        self._quantize(count, source, layer.sub_norm, codes, self._spec.query_size, None)
+        return self._multiply(layer.output, codes, count)
 
-    def _feed_forward(self, count: int, layer: LayerWeights) -> None:
-        self._multiply(layer.gate_up, self._activations, count)
-        source = self._source(ternary.GATED, self.hidden, layer.gate_up)
-        weight, codes = layer.feed_forward_sub_norm, self._gated_codes
-        self._quantize(count, source, weight, codes, self._spec.ffn_size, layer.gate_up)
-        self._multiply(layer.down, codes, count)
+    def _feed_forward(self, count: int, feed: DenseWeights) -> Added:
+        self._multiply(feed.gate_up, self._activations, count)
+        source = self._source(ternary.GATED, self.hidden, feed.gate_up)
+        codes = self._gated_codes
+        self._quantize(count, source, feed.sub_norm, codes, self._spec.ffn_size, feed.gate_up)
+        return self._multiply(feed.down, codes, count)
 
-    def _ternary_sums(self, qkv: Linear) -> layers.TernarySums:
+    def _ternary_sums(self, qkv: Linear, rope: RopeTables) -> layers.TernarySums:
+        del rope
         return layers.TernarySums(self._units, *qkv.scales)
 
     def _source(self, kind: int, vectors: Array, linear: Linear | None) -> _TernarySource:
@@ -489,6 +527,21 @@ class TernaryDecoder(Decoder):
             num_warps=min(32, max(1, block // _NORM_COLUMNS)),
             **self._launch_options(),
         )
+
+
+def _rope_shape(part: Attention) -> layers.RopeShape:
+    assert part.rope is not None
+    return layers.RopeShape(
+        num_heads=part.num_heads,
+        num_kv_heads=part.num_kv_heads,
+        head_dim=part.head_dim,
+        rope_dims=part.rope.dims,
+        is_interleaved=part.rope.interleaved,
+        has_norm=part.qk_norm is not None,
+        block_size=BLOCK_SIZE,
+        heads=_ROPE_HEADS,
+        pairs=triton.next_power_of_2(part.head_dim // 2),
+    )
 
 
 def decoder_for(weights: ModelWeights) -> type[Decoder]:

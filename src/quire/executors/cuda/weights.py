@@ -27,8 +27,11 @@ from quire.executors.cuda.ternary import MAX_COLUMNS, in_order, pack, planes_of
 from quire.loader.tensor import Tensor
 from quire.model.spec import (
     LAYER_LINEARS,
+    Dense,
     Feature,
+    Layer,
     ModelSpec,
+    Norm,
     check_lowered,
     features,
     takes_bytes_by_token,
@@ -83,23 +86,46 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class NormWeights:
+    """A norm of hidden vectors, in operand order."""
+
+    weight: Array
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseWeights:
+    """A feed-forward that every token takes."""
+
+    gate_up: Linear
+    down: Linear
+    sub_norm: Array | None = None  # before down
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    attention_norm: Array
-    feed_forward_norm: Array
+    mixer_norm: NormWeights
+    feed_forward_norm: NormWeights
     query_norm: Array | None
     key_norm: Array | None
     qkv: Linear
     output: Linear
-    gate_up: Linear
-    down: Linear
-    attention_sub_norm: Array | None = None  # before the output projection
-    feed_forward_sub_norm: Array | None = None  # before down
+    feed_forward: DenseWeights
+    sub_norm: Array | None = None  # before the output projection
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, *self.feed_forward.linears
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelWeights:
     embedding: Planes
-    output_norm: Array
+    output_norm: NormWeights
     head: Linear
     layers: tuple[LayerWeights, ...]
 
@@ -109,8 +135,7 @@ class ModelWeights:
         if self.embedding is not self.head.segments[0].planes:
             total += self.embedding.num_bytes
         for layer in self.layers:
-            linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
-            total += sum(linear.num_bytes for linear in linears)
+            total += sum(linear.num_bytes for linear in layer.linears)
         return total
 
     @property
@@ -119,9 +144,7 @@ class ModelWeights:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        linears = [self.head]
-        for layer in self.layers:
-            linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+        linears = [self.head, *(linear for layer in self.layers for linear in layer.linears)]
         names = {segment.planes.format for linear in linears for segment in linear.segments}
         return tuple(sorted(names | {self.embedding.format}))
 
@@ -220,26 +243,36 @@ class Loader:
         head = embedding if spec.tied_head else self._planes(["output.weight"])
         return ModelWeights(
             embedding=embedding,
-            output_norm=self._norm("output_norm.weight"),
+            output_norm=self._hidden_norm("output_norm", spec.output_norm),
             head=Linear((Segment(head, 0, None),), head.num_rows, 1),
-            layers=tuple(self._layer(f"blk.{index}.") for index in range(spec.num_layers)),
+            layers=tuple(self._layer(f"blk.{at}.", part) for at, part in enumerate(spec.layers)),
         )
 
-    def _layer(self, prefix: str) -> LayerWeights:
-        spec = self._spec
+    def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
         head_norms = [None, None]
-        if spec.qk_norm:
+        if layer.mixer.qk_norm is not None:
             head_norms = [self._floats(f"{prefix}attn_{x}_norm.weight") for x in ("q", "k")]
+        assert layer.mixer_norm is not None and layer.feed_forward_norm is not None
+        assert isinstance(layer.feed_forward, Dense)
         return LayerWeights(
-            attention_norm=self._norm(f"{prefix}attn_norm.weight"),
-            feed_forward_norm=self._norm(f"{prefix}ffn_norm.weight"),
+            mixer_norm=self._hidden_norm(f"{prefix}attn_norm", layer.mixer_norm),
+            feed_forward_norm=self._hidden_norm(f"{prefix}ffn_norm", layer.feed_forward_norm),
             query_norm=head_norms[0],
             key_norm=head_norms[1],
             qkv=self._joined([f"{prefix}attn_{x}" for x in ("q", "k", "v")]),
             output=self._hidden(f"{prefix}attn_output"),
+            feed_forward=self._dense(prefix, layer.feed_forward),
+        )
+
+    def _dense(self, prefix: str, part: Dense) -> DenseWeights:
+        del part
+        return DenseWeights(
             gate_up=self._gated(f"{prefix}ffn_gate", f"{prefix}ffn_up"),
             down=replace(self._hidden(f"{prefix}ffn_down"), token_divisor=GATED_DIVISOR),
         )
+
+    def _hidden_norm(self, name: str, norm: Norm) -> NormWeights:
+        return NormWeights(self._norm(f"{name}.weight"), norm.epsilon)
 
     # ---- kinds of GEMM
 
@@ -333,15 +366,17 @@ class Loader:
 class TernaryLoader(Loader):
     """The same for BitNet models: ternary matrices of the layers, and norms before projections."""
 
-    def _layer(self, prefix: str) -> LayerWeights:
-        layer = super()._layer(prefix)
-        if not self._spec.sub_norms:
-            return layer
-        return replace(
-            layer,
-            attention_sub_norm=self._norm(f"{prefix}attn_sub_norm.weight"),
-            feed_forward_sub_norm=self._norm(f"{prefix}ffn_sub_norm.weight"),
-        )
+    def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
+        weights = super()._layer(prefix, layer)
+        if layer.mixer.output_norm is None:
+            return weights
+        return replace(weights, sub_norm=self._norm(f"{prefix}attn_sub_norm.weight"))
+
+    def _dense(self, prefix: str, part: Dense) -> DenseWeights:
+        weights = super()._dense(prefix, part)
+        if part.inner_norm is None:
+            return weights
+        return replace(weights, sub_norm=self._norm(f"{prefix}ffn_sub_norm.weight"))
 
     def _joined(self, names: Sequence[str]) -> Linear:
         return self._ternary([(name, None) for name in names])
