@@ -78,8 +78,11 @@ class Written:
         yield np.ascontiguousarray(self.weights, "<f4").ravel().view(np.uint8)
 
 
-def write_family(case: str, config: Config, model: Model, path: Path) -> Path:
-    """`model`: what quire loads of the safetensors."""
+def write_family(
+    case: str, config: Config, model: Model, path: Path, *, is_old: bool = False
+) -> Path:
+    """`model`: what quire loads of the safetensors. `is_old`: as deepseek2's files were before
+    keys' and values' matrices were divided."""
     architecture = ARCHITECTURES[case]
     tensors = {name: tensor.to_float32() for name, tensor in model.tensors.items()}
     own = _fields(architecture, config) | _scaling(architecture, config, tensors)
@@ -92,6 +95,13 @@ def write_family(case: str, config: Config, model: Model, path: Path) -> Path:
     if architecture == "glm4moe":  # a layer that predicts a further token comes last
         own |= {"block_count": config["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
         tensors[f"blk.{config['num_hidden_layers']}.nextn.enorm.weight"] = np.ones(48, np.float32)
+    if is_old:
+        own |= {
+            name: own.pop(f"{name}_mla")
+            for name in ("attention.key_length", "attention.value_length")
+        }
+        own["attention.head_count_kv"] = config["num_attention_heads"]
+        tensors = _joined_kv_b(tensors)
     fields |= {f"{architecture}.{key}": value for key, value in own.items()}
     written = _renamed(architecture, _fused(architecture, _permuted(architecture, config, tensors)))
     write_gguf(path, fields, [Written(name, weights) for name, weights in written.items()])
@@ -321,6 +331,15 @@ def _fused_experts(tensors: dict[str, Floats]) -> dict[str, Floats]:
     for name in [n for n in tensors if ".ffn_gate_exps." in n]:
         gate, up = found.pop(name), found.pop(name.replace("gate", "up"))
         found[name.replace("gate", "gate_up")] = np.concatenate([gate, up], axis=1)
+    return found
+
+
+def _joined_kv_b(tensors: dict[str, Floats]) -> dict[str, Floats]:
+    found = dict(tensors)
+    for name in [n for n in tensors if ".attn_k_b." in n]:
+        keys, values = found.pop(name), found.pop(name.replace("attn_k_b", "attn_v_b"))
+        whole = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+        found[name.replace("attn_k_b", "attn_kv_b")] = whole.reshape(-1, whole.shape[2])
     return found
 
 

@@ -13,9 +13,11 @@ from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
 from quire.model.config_spec import config_family, spec_from_config
+from quire.model.dummy import random_blocks
 from quire.model.families import CONFIG_FAMILIES, GGUF_FAMILIES
 from quire.model.loading import load_model
 from quire.model.tensors import arranged, from_hugging_face, named_as_ours, named_in_gguf
+from quire.quant.formats import format_named
 
 Floats = npt.NDArray[np.float32]
 
@@ -174,6 +176,22 @@ def test_transposed_and_alternating_experts_are_taken_apart(tmp_path: Path) -> N
         assert own.read(11, len(raw) - 9).tobytes() == raw[11:-9]
         own_bias = found[f"blk.0.ffn_{name}_exps.bias"].to_float32()
         assert np.array_equal(own_bias, bias[:, index::2])
+
+
+def test_a_quantised_matrix_of_keys_and_values_is_divided_without_rounding(tmp_path: Path) -> None:
+    """Values stay in their blocks; keys are transposed, which their blocks cannot be."""
+    with SafetensorsFolder(write_drawn("deepseek2", tmp_path)) as folder:
+        config = {**folder.whole_config, "kv_lora_rank": 64}
+    spec, family = spec_from_config(config), config_family(config)
+    kind, name = format_named("Q8_0", ""), "blk.2.attn_kv_b.weight"
+    data = random_blocks(kind, 4 * 22 * 64, 0.1, np.random.default_rng(2))
+    whole = Tensor(name, (4 * 22, 64), kind, data)
+    found = arranged(family, spec, {name: whole}, is_gguf=True)
+    heads = whole.to_float32().reshape(4, 22, 64)
+    keys, values = (found[f"blk.2.attn_{part}_b.weight"] for part in "kv")
+    assert np.array_equal(keys.to_float32(), heads[:, :12].swapaxes(1, 2))
+    assert np.array_equal(values.to_float32(), heads[:, 12:])
+    assert (keys.format.name, values.format.name) == ("F32", "Q8_0")
 
 
 def test_norm_weights_stored_less_one_get_it_back(tmp_path: Path) -> None:

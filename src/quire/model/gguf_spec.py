@@ -298,9 +298,11 @@ def _position_scale(family: Family, fields: Fields) -> PositionScale | None:
 
 
 def _latent_attention(fields: Fields, num_heads: int, norm: Norm) -> Attention:
-    """Files say the sizes of the cached vector; those of heads have the suffix _mla."""
+    """Files say the sizes of the cached vector; those of heads have the suffix _mla. Older files,
+    whose keys and values have one matrix (attn_kv_b), say those of heads."""
     limit, size_limit = MAX_SIZES["head_dim"], MAX_SIZES["hidden_size"]
-    head_dim = fields.integer("attention.key_length_mla", high=limit)
+    suffix = "" if fields.get("attention.key_length_mla") is None else "_mla"
+    head_dim = fields.integer(f"attention.key_length{suffix}", high=limit)
     rope_dims = fields.integer("rope.dimension_count", high=limit)
     multiplier = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
     factor = fields.number("rope.scaling.factor", 1.0)
@@ -309,7 +311,7 @@ def _latent_attention(fields: Fields, num_heads: int, norm: Norm) -> Attention:
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        value_dim=fields.integer("attention.value_length_mla", high=limit),
+        value_dim=fields.integer(f"attention.value_length{suffix}", high=limit),
         scale=head_dim**-0.5 * extended * extended,
         latent=Latent(
             kv_rank=fields.integer("attention.kv_lora_rank", high=size_limit),

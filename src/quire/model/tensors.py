@@ -437,10 +437,32 @@ def _divided_kv_b(tensor: Tensor, prefix: str, part: Attention, latent: Latent) 
         raise ModelFileError(
             f"tensor {tensor.name} has shape {list(tensor.shape)}, expected {[heads * rows, rank]}"
         )
-    stack = replace(tensor, shape=(heads, rows, rank))
-    keys, values = (heads, rank, plain_dims), (heads, part.value_dim, rank)
-    yield _remade(f"{prefix}attn_k_b.weight", stack, keys, lambda words: words[:plain_dims].T)
-    yield _remade(f"{prefix}attn_v_b.weight", stack, values, lambda words: words[plain_dims:])
+    _check_divisible(tensor)
+    keys, name = (heads, rank, plain_dims), f"{prefix}attn_k_b.weight"
+    if tensor.format.is_float:
+        stack = replace(tensor, shape=(heads, rows, rank))
+        yield _remade(name, stack, keys, lambda words: words[:plain_dims].T)
+    else:
+        yield _transposed_as_floats(name, tensor, keys, rows)
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    ends = [(head * rows + plain_dims, (head + 1) * rows) for head in range(heads)]
+    pieces = [(tensor, start * row_bytes, stop * row_bytes) for start, stop in ends]
+    yield _joined(f"{prefix}attn_v_b.weight", (heads, part.value_dim, rank), pieces)
+
+
+def _transposed_as_floats(
+    name: str, tensor: Tensor, shape: tuple[int, int, int], stride: int
+) -> Tensor:
+    """The first rows of each `stride` rows, transposed. Blocks run along rows, so that weights
+    can only be kept decoded, as F32."""
+    count, _, num_rows = shape
+
+    def make(index: int) -> Bytes:
+        rows = tensor.rows_float32(index * stride, index * stride + num_rows)
+        return np.ascontiguousarray(rows.T, "<f4").ravel().view(np.uint8)
+
+    source = _Slabs(count, 4 * math.prod(shape[1:]), make)
+    return Tensor(name, shape, format_named("F32", name), Region(source, 0, source.size))
 
 
 def _check_dimensions(tensor: Tensor, count: int) -> None:

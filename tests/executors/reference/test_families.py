@@ -121,6 +121,18 @@ def test_the_gguf_of_a_family_gives_the_same(case: str, folder: Path) -> None:
     assert found.argmax(axis=1).tolist() == golden.argmax(axis=1).tolist()
 
 
+@pytest.mark.parametrize("case", ["deepseek2", "deepseek2-lite"])
+def test_older_files_of_deepseek_have_one_matrix_for_keys_and_values(
+    case: str, folder: Path
+) -> None:
+    golden = np.load(DRAWN / case / "golden.npz")["logits"]
+    with drawn(case, folder) as model:
+        path = folder / f"{case}-old.gguf"
+        write_family(case, drawn_config(case), model, path, is_old=True)
+    with load_model(path) as copy:
+        assert relative_error(computed(copy, case), golden) <= BOUND
+
+
 @pytest.mark.parametrize("case", llama_cpp_files.CASES)
 def test_the_gguf_of_a_family_gives_the_logits_of_llama_cpp(case: str, tmp_path: Path) -> None:
     golden = np.load(llama_cpp_files.fixture(case) / "llama-cpp.npz")["logits"]
