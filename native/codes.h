@@ -300,6 +300,18 @@ struct AsIQ4_NL : Traits<IQ4_NL, 8, 0, false, false, true> {
   }
   INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
 };
+struct AsMXFP4 : Traits<MXFP4, 5, mxfp4_zero, false, false, false> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) {
+    return looked_up(mxfp4_codes, four_bits(p, j));
+  }
+  // 2 ** (byte - 128) as the bits of a float: of bytes 0 and 1 a subnormal one, which the second
+  // operand is.
+  INLINE_STATIC Floats scale(const uint8_t* r) {
+    const Ints byte = unsigned_field(r, 0), one = broadcast_int(1);
+    const Ints subnormal = (byte + one) * broadcast_int(1 << 21);
+    return bits_as_floats(max(shift_left_23(byte - one), subnormal));
+  }
+};
 struct AsTernary : Traits<TERNARY, 2, 1, false, false, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return two_bits(p, j, 0); }
   INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }

@@ -32,6 +32,7 @@ enum Format : int {
   Q6_K,
   IQ4_NL,
   IQ4_XS,
+  MXFP4,
   TERNARY,  // TQ1_0, TQ2_0 and I2_S
   num_formats
 };
@@ -59,6 +60,7 @@ constexpr FormatInfo format_infos[num_formats] = {
     {6, 384, 288, 8},  // Q6_K: d, sixteen signed scales
     {4, 256, 32, 1},   // IQ4_NL: d
     {4, 256, 160, 8},  // IQ4_XS: d, eight signed scales
+    {4, 256, 16, 1},   // MXFP4: the exponent of a power of two
     {2, 128, 32, 8},   // ternary: d
 };
 
@@ -85,5 +87,9 @@ constexpr int64_t panel_bytes_of(int format, int64_t in_size) {
 
 constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
+
+// MXFP4's values, doubled, plus a zero point that makes them unsigned.
+constexpr int mxfp4_zero = 12;
+constexpr int8_t mxfp4_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 }  // namespace quire

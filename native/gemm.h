@@ -198,6 +198,7 @@ void gemm(const Gemm& p) {
     case Q6_K: return gemm_quantised<AsQ6_K>(p);
     case IQ4_NL: return gemm_quantised<AsIQ4_NL>(p);
     case IQ4_XS: return gemm_quantised<AsIQ4_XS>(p);
+    case MXFP4: return gemm_quantised<AsMXFP4>(p);
     case TERNARY: return p.has_unit_scales ? gemm_ternary(p) : gemm_quantised<AsTernary>(p);
     case num_formats: return;
   }

@@ -370,6 +370,7 @@ void amx_gemm(const Gemm& p) {
     case Q6_K: return amx_gemm_quantised<AsQ6_K>(p);
     case IQ4_NL: return amx_gemm_quantised<AsIQ4_NL>(p);
     case IQ4_XS: return amx_gemm_quantised<AsIQ4_XS>(p);
+    case MXFP4: return amx_gemm_quantised<AsMXFP4>(p);
     case TERNARY: return suits_tiles<AsTernary>(p) ? amx_gemm_quantised<AsTernary>(p) : gemm(p);
     default: return gemm(p);  // floats
   }

@@ -71,6 +71,7 @@ void read_codes(const SourceFormat& from, const uint8_t* block, uint8_t* codes) 
       spread(block + 128, 64, 2, 32, codes, 4);
       return;
     case IQ4_XS: spread(block + 8, 128, 4, 16, codes, 0); return;
+    case MXFP4: spread(block + 1, 16, 4, 16, codes, 0); return;
     case TERNARY:
       if (from.block_size == i2_s_block_size) return spread_i2_s(block, codes);
       if (from.block_bytes == 66) return spread(block, 64, 2, 32, codes, 0);
@@ -151,6 +152,7 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
         put_signed_scale(record + 32, i, row, block[4 + i / 2] >> (i % 2 * 4),
                          block[2 + i / 4] >> (i % 4 * 2));
       return;
+    case MXFP4: record[row] = block[0]; return;
     case TERNARY: {
       const uint16_t half = ternary_scale(from, block);
       put_half(record, 0, row, reinterpret_cast<const uint8_t*>(&half));
@@ -204,10 +206,18 @@ float half_at(const uint8_t* record, int field, int row) {
   return float_of_half(half);
 }
 
+// MXFP4's scale: a power of two, subnormal for the two lowest exponents.
+float power_of_two(int exponent) {
+  const int bits = exponent < 2 ? 1 << (21 + exponent) : (exponent - 1) << 23;
+  return float_of_bits(static_cast<uint32_t>(bits));
+}
+
 // A code's weight, in the order of operations of GGUF's own decoders.
 float weight_of(Format format, int code, const uint8_t* record, int s, int half, int row) {
-  const float d = half_at(record, 0, row);
   const auto value = [](int x) { return static_cast<float>(x); };
+  if (format == MXFP4)  // whose record holds no half
+    return power_of_two(record[row]) * value(mxfp4_codes[code] - mxfp4_zero);
+  const float d = half_at(record, 0, row);
   const auto field = [&](int base, int i) { return record[base + panel_rows * i + row]; };
   const auto signed_field = [&](int i) { return value(static_cast<int8_t>(field(32, i))); };
   switch (format) {
@@ -254,12 +264,13 @@ void pack_floats(const SourceFormat& from, const uint8_t* blocks, int64_t in_siz
 
 const SourceFormat* source_format(const char* name) {
   static const SourceFormat known[] = {
-      {"F32", F32, 1, 4},          {"F16", F16, 1, 2},          {"BF16", BF16, 1, 2},
-      {"Q8_0", Q8_0, 32, 34},      {"Q4_0", Q4_0, 32, 18},      {"Q4_1", Q4_1, 32, 20},
-      {"Q5_0", Q5_0, 32, 22},      {"Q5_1", Q5_1, 32, 24},      {"Q2_K", Q2_K, 256, 84},
-      {"Q3_K", Q3_K, 256, 110},    {"Q4_K", Q4_K, 256, 144},    {"Q5_K", Q5_K, 256, 176},
-      {"Q6_K", Q6_K, 256, 210},    {"IQ4_NL", IQ4_NL, 32, 18},  {"IQ4_XS", IQ4_XS, 256, 136},
-      {"TQ1_0", TERNARY, 256, 54}, {"TQ2_0", TERNARY, 256, 66}, {"I2_S", TERNARY, 128, 32},
+      {"F32", F32, 1, 4},         {"F16", F16, 1, 2},          {"BF16", BF16, 1, 2},
+      {"Q8_0", Q8_0, 32, 34},     {"Q4_0", Q4_0, 32, 18},      {"Q4_1", Q4_1, 32, 20},
+      {"Q5_0", Q5_0, 32, 22},     {"Q5_1", Q5_1, 32, 24},      {"Q2_K", Q2_K, 256, 84},
+      {"Q3_K", Q3_K, 256, 110},   {"Q4_K", Q4_K, 256, 144},    {"Q5_K", Q5_K, 256, 176},
+      {"Q6_K", Q6_K, 256, 210},   {"IQ4_NL", IQ4_NL, 32, 18},  {"IQ4_XS", IQ4_XS, 256, 136},
+      {"MXFP4", MXFP4, 32, 17},   {"TQ1_0", TERNARY, 256, 54}, {"TQ2_0", TERNARY, 256, 66},
+      {"I2_S", TERNARY, 128, 32},
   };
   for (const SourceFormat& format : known)
     if (std::strcmp(format.name, name) == 0) return &format;

@@ -119,6 +119,15 @@ def test_ternary_mixes_keep_embeddings_finer() -> None:
     assert (own["token_embd.weight"], own["output.weight"]) == ("Q4_K", "Q6_K")
 
 
+def test_mxfp4_is_for_experts_and_for_all_matrices_of_a_model_without_them() -> None:
+    found = formats("dummy:tiny-moe:MXFP4")
+    assert {name for name, block in found.items() if block == "MXFP4"} == {
+        f"blk.{layer}.ffn_{part}_exps.weight" for layer in (0, 1) for part in ("gate", "up", "down")
+    }
+    assert (found["output.weight"], found["blk.1.attn_v.weight"]) == ("Q8_0", "Q8_0")
+    assert formats("dummy:tiny:MXFP4")["blk.1.attn_v.weight"] == "MXFP4"
+
+
 def test_float_mixes_are_float_throughout() -> None:
     assert Counter(formats("dummy:tiny:bf16").values()) == {"BF16": 16, "F32": 5}
 

@@ -151,7 +151,7 @@ SHAPES = {
         family="gpt-oss",
         rope_base=150_000.0,
         context_length=131_072,
-        usual_mix="Q8_0",
+        usual_mix="MXFP4",
         head_size=64,
         num_experts=32,
         num_used_experts=4,
@@ -371,6 +371,7 @@ _SCALES: dict[str, dict[int, float]] = {
     "Q6_K": {208: 1.0},
     "IQ4_NL": {0: 1.0},
     "IQ4_XS": {0: 1.0},
+    "MXFP4": {},  # its scales are powers of two, a byte each
     "TQ1_0": {52: 1.0},
     "TQ2_0": {64: 1.0},
 }
@@ -378,6 +379,7 @@ _SCALES: dict[str, dict[int, float]] = {
 _FLOATS = {"F32": ("<u4", 23, 8), "F16": ("<u2", 10, 5), "BF16": ("<u2", 7, 8)}
 _MEAN_SIZE = math.sqrt(7 / 3)  # root mean square of uniform numbers from 1 to 2
 _SAMPLE_BLOCKS = 256
+_E8M0_ONE = 128  # MXFP4's scale that multiplies its doubled values by 1
 
 
 def random_blocks(
@@ -396,12 +398,23 @@ def random_blocks(
     blocks = data.reshape(-1, block_format.block_bytes)
     _keep_to_the_format(blocks, block_format)
     scale = size / _size_at_scale_one(block_format)
+    if block_format.name == "MXFP4":
+        _set_powers_of_two(blocks, scale)
+        return data
     for at, factor in _SCALES[block_format.name].items():
         halves = blocks[:, at : at + 2].view("<u2")
         bits = np.float16(scale * factor).view(np.uint16)
         halves &= 0 if has_one_scale else _jitter(int(bits) & 0x7FFF)
         halves += bits
     return data
+
+
+def _set_powers_of_two(blocks: Bytes, scale: float) -> None:
+    """Of the powers around the scale as many each as make the mean square that of the scale."""
+    fraction, exponent = math.frexp(scale)  # 0.5 <= fraction < 1
+    share = (4 * fraction**2 - 1) / 3  # of the larger power
+    is_larger = blocks[:, 0] < 256 * share
+    blocks[:, 0] = _E8M0_ONE + exponent - 1 + is_larger
 
 
 def _jitter(bits: int) -> int:
@@ -442,6 +455,8 @@ def _size_at_scale_one(block_format: Format) -> float:
     data = _random_bytes(_SAMPLE_BLOCKS * block_format.block_bytes, rng)
     blocks = data.reshape(-1, block_format.block_bytes)
     _keep_to_the_format(blocks, block_format)
+    if block_format.name == "MXFP4":
+        blocks[:, 0] = _E8M0_ONE
     for at, factor in _SCALES[block_format.name].items():
         blocks[:, at : at + 2].view("<f2")[:] = factor
     weights = block_format.decode(blocks).astype(np.float64)

@@ -40,6 +40,7 @@ MIXES = {
         Mix("Q4_0", "Q4_0", 2),
         Mix("IQ4_NL", "IQ4_NL", 25),
         Mix("IQ4_XS", "IQ4_XS", 30),
+        Mix("MXFP4", "MXFP4", 38),  # of experts alone where a model has them
         Mix("Q3_K_L", "Q3_K", 13),
         Mix("Q3_K_M", "Q3_K", 12),
         Mix("Q3_K_S", "Q3_K", 11),
@@ -97,10 +98,14 @@ def _filled(wanted: Format, name: str, columns: int) -> Format:
 
 def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
     if name == "output.weight" or (name == "token_embd.weight" and spec.tied_head):
-        return "Q8_0" if mix.base == "Q8_0" or not fills_base else "Q6_K"
+        return "Q8_0" if mix.base in ("Q8_0", "MXFP4") or not fills_base else "Q6_K"
     if name == "token_embd.weight":
+        if mix.name == "MXFP4":
+            return "Q8_0"
         return "Q4_K" if mix.base in ("TQ1_0", "TQ2_0") else mix.base
     layer, kind = _layer_and_kind(name)
+    if mix.name == "MXFP4":
+        return mix.base if kind.endswith("_exps") or not _num_experts(spec) else "Q8_0"
     if _num_experts(spec) == 8 and kind in ("attn_k", "attn_v"):  # small beside eight experts
         return "Q8_0"
     match kind.removesuffix("_exps").removesuffix("_shexp"):

@@ -31,6 +31,10 @@ IQ4_VALUES = np.array(
 )
 
 
+# The sixteen values of MXFP4, a float of 4 bits (E2M1), doubled; the code of -0 is that of 0.
+MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
 def _planes(packed: Blocks, bits: int, run: int) -> Blocks:
     """Unpack [blocks, bytes] into [blocks, bytes * 8 / bits] integers of so many bits."""
     blocks, width = packed.shape
@@ -174,6 +178,13 @@ def decode_iq4_xs(blocks: Blocks) -> Floats:
     return _grouped(scale, IQ4_VALUES[_planes(blocks[:, 8:], bits=4, run=16)])
 
 
+def decode_mxfp4(blocks: Blocks) -> Floats:
+    """One scale for 32 weights, a power of two (E8M0): 2 ** (byte - 127), halved as the values are
+    doubled. It is finite for every byte; products may overflow."""
+    scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return scale * MXFP4_VALUES[_planes(blocks[:, 1:], bits=4, run=16)]
+
+
 def decode_tq1_0(blocks: Blocks) -> Floats:
     """Five ternary digits a byte, in runs of 32 and 16 bytes; the last 16 weights four a byte."""
     first = _trits(blocks[:, :32], run=32, digits=5)
@@ -311,6 +322,7 @@ FORMATS = (
     Format("Q6_K", 14, 256, 210, decode_q6_k),
     Format("IQ4_NL", 20, 32, 18, decode_iq4_nl),
     Format("IQ4_XS", 23, 256, 136, decode_iq4_xs),
+    Format("MXFP4", 39, 32, 17, decode_mxfp4),
     Format("TQ1_0", 34, 256, 54, decode_tq1_0),
     Format("TQ2_0", 35, 256, 66, decode_tq2_0),
     Format("I2_S", 36, 128, 32, decode_i2_s, tail_bytes=32),
@@ -338,7 +350,6 @@ _OTHER_NAMES = {
     27: "I64",
     28: "F64",
     29: "IQ1_M",
-    39: "MXFP4",
     40: "NVFP4",
 }
 

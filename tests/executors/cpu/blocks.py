@@ -30,6 +30,7 @@ SCALES: dict[str, tuple[int, ...]] = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "MXFP4": (),  # a power of two in the first byte
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
@@ -72,7 +73,8 @@ class Matrix:
         kind = gguf.GGMLQuantizationType[self.format]
         if self.format == "F16":
             return self.blocks.view(np.float16).astype(np.float32)
-        return np.asarray(gguf.quants.dequantize(self.blocks, kind), dtype=np.float32)
+        with np.errstate(over="ignore"):  # MXFP4's largest scales times its largest values
+            return np.asarray(gguf.quants.dequantize(self.blocks, kind), dtype=np.float32)
 
     def packed(self) -> "native.PackedMatrix":
         return native.PackedMatrix(
@@ -115,6 +117,8 @@ def extreme_matrix(name: str, num_rows: int, in_size: int, byte: int) -> Matrix:
 
 
 def put_scales(name: str, blocks: Bytes, scales: Doubles) -> None:
+    if name == "MXFP4":
+        blocks[..., 0] = 128 + np.rint(np.log2(scales))
     halves = scales.astype(np.float16)[..., None].view(np.uint8)
     for offset in SCALES[name]:
         blocks[..., offset : offset + 2] = halves

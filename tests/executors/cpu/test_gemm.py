@@ -145,6 +145,20 @@ def test_the_largest_scales_and_codes_of_q6_k_together_do_not_overflow(unit: str
     np.testing.assert_allclose(found, as_seen(columns) @ matrix.exact.astype(np.float64).T, 1e-6)
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_every_scale_of_mxfp4_is_the_power_of_two_that_it_stands_for(unit: str) -> None:
+    """From 2 ** -128, which is subnormal, to 2 ** 127: a row each."""
+    blocks = np.zeros((256, 17), np.uint8)
+    blocks[:, 0] = np.arange(256)
+    blocks[:, 1:] = 1 | 2 << 4  # the values 0.5 and 1, doubled
+    matrix = Matrix("MXFP4", 256, 32, blocks)
+    columns = np.zeros((14, 1), GROUP)  # enough of them for a tile
+    columns["codes"][:, :, 3], columns["sum"], columns["scale"] = 1, 1, 1
+    found = gemm(unit, matrix.packed(), columns, 256)
+    assert np.array_equal(found, np.broadcast_to(matrix.exact[:, 3], (14, 256)))
+    assert found[0, 0] == 2.0**-128 and found[0, 255] == 2.0**127
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_number_of_columns_and_every_unit_give_the_same_bits(name: str) -> None:
     size = smallest_size(name)

@@ -36,6 +36,14 @@ def test_codes_and_scales_at_their_limits_come_back_exactly(name: str, byte: int
     np.testing.assert_array_equal(unpacked(matrix), matrix.exact)
 
 
+def test_every_scale_of_mxfp4_comes_back_exactly() -> None:
+    blocks = np.random.default_rng(3).integers(0, 256, (256, 17), np.uint8)
+    blocks[:, 0] = np.arange(256)
+    matrix = Matrix("MXFP4", 256, 32, blocks)
+    assert np.isinf(matrix.exact[255]).any()
+    np.testing.assert_array_equal(unpacked(matrix), matrix.exact)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_weights_take_little_more_than_the_file(name: str) -> None:
     matrix = random_matrix(name, 64, 1024)
