@@ -1,13 +1,21 @@
 """Pre-tokenizers against the `tokenizers` library, set up as the models' tokenizer.json are."""
 
 import json
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.tokenizer.test_byte_level import CHARACTERS, merges, tokenizer_of
 from tests.tokenizer.vocabularies import SPECIALS
+from tokenizers import Regex, pre_tokenizers
 
+from quire.core.errors import UnsupportedModelError
+from quire.tokenizer import Tokenizer
+from quire.tokenizer.bpe import PRE_TOKENIZERS
 from quire.tokenizer.detokenizer import BYTE_ALPHABET
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -100,6 +108,20 @@ OFFICIAL: dict[str, list[dict[str, Any]]] = {
     ],
 }
 OFFICIAL["bailingmoe2"] = OFFICIAL["bailingmoe"]
+OFFICIAL["tiny_aya"] = [
+    split(r"\d{1,3}(?=(?:\d{3})*\b)"),
+    split(GPT_4O.replace("DIGITS", "{1,3}")),
+    LETTERS,
+]
+OFFICIAL["laguna"] = [split(r"[^\n]+|[\n]+"), split(LLAMA_3.replace("{1,3}", "")), LETTERS]
+OFFICIAL["jais-2"] = [
+    split(
+        LLAMA_3.removesuffix(r"|\s+(?!\S)|\s+")
+        + r"|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)"
+        r"|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"
+    ),
+    LETTERS,
+]
 
 TEXTS = [
     CHARACTERS,
@@ -139,3 +161,79 @@ def test_a_pre_tokenizer_splits_as_the_models_own(pre: str) -> None:
         expected = wanted.encode(text).ids
         if not (pre == "deepseek-llm" and text == CHARACTERS):
             assert tokenizer.encode(text, add_special=False) == expected, text
+
+
+FASTER = {name: kind for name, kind in PRE_TOKENIZERS.items() if kind.fast}
+# Where the patterns of these kinds meet: spaces of all kinds, digits that are none, letters that
+# are signs too.
+CRITICAL = "  \u3000\u2003\t\n\r\x85\u1680!'，。_aZéΩＡ中あ가Ḁ\u0301s123456१२²½"
+
+
+@pytest.mark.parametrize("pre", FASTER)
+@given(text=st.text(alphabet=CRITICAL, max_size=40) | st.text(alphabet="1234 a½१", max_size=40))
+@settings(max_examples=400)
+def test_faster_patterns_make_the_same_words(pre: str, text: str) -> None:
+    kind = FASTER[pre]
+    assert words(kind.fast, text) == words(kind.patterns, text)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 31, 100, 513, 700, 1537])
+@pytest.mark.parametrize("around", ["a{}b", "{}", "a{}\nb", "\n{}1", "!\n\n{}\t\n{}x"])
+def test_long_runs_of_spaces_are_cut_in_powers_of_two(length: int, around: str) -> None:
+    kind = PRE_TOKENIZERS["jais-2"]
+    text = around.format(" " * length, "\t" * length)
+    assert words(kind.fast, text) == words(kind.patterns, text)
+
+
+@cache
+def splitter(patterns: tuple[str, ...]) -> Any:
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    )
+
+
+def words(patterns: tuple[str, ...], text: str) -> list[tuple[str, tuple[int, int]]]:
+    found: list[tuple[str, tuple[int, int]]] = splitter(patterns).pre_tokenize_str(text)
+    return found
+
+
+def num_passes(patterns: tuple[str, ...], text: str) -> int:
+    """How many words are looked at, in all passes together."""
+    return sum(len(words(patterns[:count], text)) for count in range(len(patterns)))
+
+
+@pytest.mark.parametrize("pre", ["deepseek-llm", "deepseek-coder"])
+def test_every_newline_is_looked_at_by_few_patterns(pre: str) -> None:
+    """Each is a word: what a pattern costs, it costs for each of a megabyte of them."""
+    kind, text = PRE_TOKENIZERS[pre], "\n" * 1000
+    assert num_passes(kind.patterns, text) > 4 * len(text)
+    assert num_passes(kind.splits, text) <= 2 * len(text) + 1
+
+
+def described(pre: str, steps: list[dict[str, Any]], folder: Path) -> Path:
+    wanted = json.loads(library(steps, ignore_merges=False).to_str())
+    wanted["decoder"] = byte_level(use_regex=True)
+    path = folder / f"{pre}.json"
+    path.write_text(json.dumps(wanted))
+    return path
+
+
+@pytest.mark.parametrize("pre", ["deepseek-llm", "superbpe", "tiny_aya", "jais-2", "laguna"])
+def test_a_tokenizer_json_with_the_patterns_of_a_known_model_is_read(
+    pre: str, tmp_path: Path
+) -> None:
+    steps = list(OFFICIAL[pre])
+    if pre == "deepseek-llm":
+        steps[1] = split(PRE_TOKENIZERS[pre].patterns[1])  # with the letters of all scripts
+    tokenizer = Tokenizer.from_file(described(pre, steps, tmp_path))
+    wanted = library(steps, ignore_merges=False)
+    for text in TEXTS:
+        assert tokenizer.encode(text, add_special=False) == wanted.encode(text).ids, text
+    assert tokenizer._spec.encoder.in_windows == PRE_TOKENIZERS[pre].in_windows
+
+
+@pytest.mark.parametrize("pattern", [r"\s+$", r"(?=(\d{3})+(?!\d))"])
+def test_a_pattern_that_is_slow_alone_is_refused_elsewhere(pattern: str, tmp_path: Path) -> None:
+    path = described("slow", [split(pattern), LETTERS], tmp_path)
+    with pytest.raises(UnsupportedModelError, match="a pattern that is not supported"):
+        Tokenizer.from_file(path)

@@ -126,7 +126,9 @@ def test_a_text_over_the_limit_is_read_no_farther_than_the_limit(text: str) -> N
 
 
 @pytest.mark.parametrize("text", ["a", " ", "\n", "1", "<|im_", "a\n \n", "中", " 中 ", "'s"])
-@pytest.mark.parametrize("pre", ["smollm", "tekken", "deepseek-llm", "superbpe", "default"])
+@pytest.mark.parametrize(
+    "pre", ["smollm", "tekken", "deepseek-llm", "superbpe", "default", "tiny_aya", "jais-2"]
+)
 def test_long_repeating_texts_take_no_quadratic_time(pre: str, text: str) -> None:
     """They would not end: a hundred thousand characters squared are ten thousand million."""
     text *= 100_000 // len(text)

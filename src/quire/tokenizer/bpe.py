@@ -1,7 +1,8 @@
-"""Byte-pair encoding in the two forms that model files use, built on the `tokenizers` library.
+"""Byte-pair encoding in the forms that model files use, built on the `tokenizers` library.
 
 Byte-level, as GPT-2 began it: bytes as letters, merged in a learnt order. SentencePiece: of all
-neighbours that form a token, the best-scored merge first. The library merges pairs in the order of
+neighbours that form a token, the best-scored merge first; or, as Gemma 4's files have it, text in
+SentencePiece's letters, merged in a learnt order. The library merges pairs in the order of
 a list, so the scores become such a list. Of equal scores SentencePiece merges the leftmost pair,
 the library the pair that comes first in the list; as trained scores are all different, that matters
 only where a token can be put together in two ways from the same few letters, as "aaa" from "a" and
@@ -89,7 +90,9 @@ _CASED_LETTERS = (
     "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
     "\U0001e900-\U0001e943"
 )
+_SIGNS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_CJK_OR_NUMBER = rf"\p{{N}}|[{_CJK[1:-2]}&&[^\p{{N}}]]+"  # as one after the other
 _CJK_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _PUNCTUATION = r"\p{P}\$\+<=>\^~\|"
 BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
@@ -105,18 +108,33 @@ BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
+# Runs of spaces in powers of two.
+_CASCADE = "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
+JAIS_2 = LLAMA_3.replace(r"\s+(?!\S)|\s+", rf"{_CASCADE}|\s{{1}}")
+# After a space that is no newline, no newline follows in its run: the pattern tried that there.
+_JAIS_2_FAST = JAIS_2.replace(r"\s*[\r\n]+", r"(?<![^\S\r\n])\s*[\r\n]+")
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How one kind of byte-level vocabulary treats text before it merges."""
+    """How one kind of byte-level vocabulary treats text before it merges.
+
+    `patterns` are those of the models' tokenizer.json. Where one of them takes quadratic time on
+    some text, or many of them make many passes over each word, `fast` ones make the same words.
+    """
 
     patterns: tuple[str, ...]
+    fast: tuple[str, ...] = ()
     ignore_merges: bool = False  # a word that is a token as a whole is never built by merging
     add_bos: bool = False  # unless the file says
     letter_patterns: tuple[str, ...] = ()  # applied after them, to bytes written as letters
     in_windows: bool = True  # false: a word may depend on text at any distance after it
     run_characters: str | None = None  # whitespace whose splitting depends on how long it is
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The patterns that are applied."""
+        return self.fast or self.patterns
 
 
 _LLAMA_3 = PreTokenizer((LLAMA_3,), ignore_merges=True, add_bos=True)
@@ -159,15 +177,27 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         (
             NEWLINES,
             rf"\s?[{_CASED_LETTERS}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"(?<!\s)\s+$",  # \s+$ in the original, which takes quadratic time on runs of spaces
+            rf"\s?[{_SIGNS}]+",
+            r"\s+$",
             _CJK,
             r"\p{N}",
+        ),
+        # Signs hold some of the letters, and a wide space: which of them begin a word and which end
+        # one is as if the patterns were applied one after the other.
+        fast=(
+            rf"{NEWLINES}|\s?[{_CASED_LETTERS}&&[{_SIGNS}]]+"
+            rf"|[\s&&[^\u3000]]?[{_CASED_LETTERS}&&[^{_SIGNS}]]+"
+            rf"|\u3000(?=[{_CASED_LETTERS}&&[^{_SIGNS}]])"
+            rf"|\s?(?:[{_SIGNS}&&[^{_CASED_LETTERS}\u3000]]|\u3000(?![{_CASED_LETTERS}]))+",
+            r"(?<!\s)\s+$",
+            _CJK_OR_NUMBER,
         ),
         run_characters=SPACES_IN_A_LINE,
     ),
     "deepseek-coder": PreTokenizer(
-        (NEWLINES, r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"), run_characters=SPACES_IN_A_LINE
+        (NEWLINES, r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
+        fast=(rf"{NEWLINES}|\s?\p{{L}}+|\s?\p{{P}}+", _CJK_OR_NUMBER),
+        run_characters=SPACES_IN_A_LINE,
     ),
     **dict.fromkeys(
         ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
@@ -200,17 +230,40 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         add_bos=True,
         run_characters="",
     ),
-    # Digits in threes from the right. The original, (?=(\d{3})+(?!\d)), takes quadratic time.
-    "superbpe": PreTokenizer(
-        (r"\p{N}+", r"(?:\d{3})++(?!\d)", r"\d{3}"),
+    "superbpe": PreTokenizer(  # digits in threes from the right
+        (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+        fast=(
+            r"\p{N}+",
+            r"(?<=\A|\D|\A\d|\D\d|\A\d\d|\D\d\d)(?=(?:\d{3})++(?!\d))",
+            r"\d{3}(?=\d)",
+        ),
         in_windows=False,
     ),
+    # Numbers that end at a word's end in threes from the right, others from the left.
+    **dict.fromkeys(
+        ("tiny_aya", "cohere2moe"),
+        PreTokenizer(
+            (r"\d{1,3}(?=(?:\d{3})*\b)", GPT_4O),
+            fast=(
+                r"(?<!\d)\d++\b",
+                rf"\A\d++\z|{GPT_4O}",
+                r"\A\d{1,2}(?=(?:\d{3})+\z)",
+                r"\d{3}",
+            ),
+            in_windows=False,
+        ),
+    ),
+    "jais-2": PreTokenizer((JAIS_2,), fast=(_JAIS_2_FAST,)),
+    "laguna": PreTokenizer((r"[^\n]+|[\n]+", QWEN_2)),
 }
 
+_SLOW = {r"\s+$", r"(?=(\d{3})+(?!\d))", r"\d{1,3}(?=(?:\d{3})*\b)", JAIS_2}
+# Patterns that any tokenizer.json may have.
 KNOWN_PATTERNS = {r" ?[^(\s|[.,!?…。，、।۔،])]+"}.union(  # BLOOM in a tokenizer.json
     pattern
     for kind in PRE_TOKENIZERS.values()
     for pattern in (*kind.patterns, *kind.letter_patterns)
+    if pattern not in _SLOW
 )
 
 
@@ -245,11 +298,16 @@ def byte_level_backend(
         unk_token=placeholder,
     )
     backend = tokenizers.Tokenizer(model)
-    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*_splits(kind.patterns), to_letters, *_splits(kind.letter_patterns)]
-    )
+    backend.pre_tokenizer = word_splitter(kind)
     return backend
+
+
+def word_splitter(kind: PreTokenizer) -> Any:
+    """Splits text into words, and writes their bytes as letters."""
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence(
+        [*_splits(kind.splits), to_letters, *_splits(kind.letter_patterns)]
+    )
 
 
 def _splits(patterns: Iterable[str]) -> list[Any]:
@@ -282,6 +340,27 @@ def sentencepiece_backend(
     backend.normalizer = normalizers.Sequence([*prefix, to_marks])
     if splits_at_spaces(mergeable):
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    return backend
+
+
+def marked_backend(
+    vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], unknown: int | None
+) -> Any:
+    """A tokenizer of the `tokenizers` library, without special tokens, that merges text in
+    SentencePiece's letters by a list. Nothing is split but where no token reaches across."""
+    model = models.BPE(
+        dict(vocabulary.ids),
+        list(merges),
+        unk_token=None if unknown is None else vocabulary.texts[unknown],
+        byte_fallback=True,
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", SPACE_MARK)
+    made = [left + right for left, right in merges]
+    patterns = [WORDS] if splits_at_spaces(made) else []
+    if not any("\n" in text and text.strip("\n") for text in made):
+        patterns.append(r"\n+")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_splits(patterns))
     return backend
 
 

@@ -11,9 +11,9 @@ from tokenizers import AddedToken
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.tokenizer.bpe import (
-    GPT_2,
     PRE_TOKENIZERS,
     byte_level_backend,
+    marked_backend,
     pre_tokenizer,
     sentencepiece_backend,
 )
@@ -25,7 +25,13 @@ from quire.tokenizer.detokenizer import (
     sentencepiece_bytes,
 )
 from quire.tokenizer.text_encoder import WINDOW, TextEncoder, encode_text, library_errors
-from quire.tokenizer.tokenizer_json import Config, escaped, parse, spec_from_json, steps
+from quire.tokenizer.tokenizer_json import (
+    Config,
+    parse,
+    spec_from_json,
+    splitting_patterns,
+    steps,
+)
 from quire.tokenizer.vocabulary import (
     CONTROL_NAMES,
     MIDDLE_END_NAMES,
@@ -45,6 +51,7 @@ from quire.tokenizer.vocabulary import (
 )
 
 _NO_VOCABULARY = ("none", "no_vocab")
+_MARKED = ("gemma4", "sarvam-moe")  # pre-tokenizers that mean text in SentencePiece's letters
 _WITHOUT_TEXT = (TokenKind.UNUSED, TokenKind.UNDEFINED)
 
 
@@ -67,12 +74,14 @@ def spec_from_gguf(metadata: Mapping[str, object]) -> TokenizerSpec | None:
     model = read_text(metadata, f"{PREFIX}model", None)
     if model is None or model in _NO_VOCABULARY:
         return None
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _marked}
     if model not in builders:
         raise UnsupportedModelError(
             f"tokenizer {model!r} ({PREFIX}model) is not supported; supported: "
             f"{', '.join(builders)}, and {' or '.join(_NO_VOCABULARY)} for token ids alone"
         )
+    if model == "gpt2" and read_text(metadata, f"{PREFIX}pre", None) in _MARKED:
+        model = "gemma4"
     vocabulary = read_vocabulary(metadata)
     return _assemble(metadata, vocabulary, builders[model](metadata, vocabulary))
 
@@ -102,6 +111,27 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: Vocabulary) -> _Fami
         strip_space=False,
         in_windows=kind.in_windows,
         run_characters=kind.run_characters,
+    )
+
+
+def _marked(metadata: Mapping[str, object], vocabulary: Vocabulary) -> _Family:
+    """Gemma 4's: SentencePiece's letters, merged by a list."""
+    unknown = _lenient_token_id(metadata, "unknown_token_id", len(vocabulary.texts))
+    merges = read_merges(metadata)
+    try:
+        with library_errors(f"{PREFIX}merges cannot be used"):
+            backend = marked_backend(vocabulary, merges, unknown)
+    except ModelFileError:
+        check_merges(merges, vocabulary.ids)  # its error says more than the library's
+        raise
+    return _Family(
+        backend,
+        sentencepiece_bytes,
+        bos=None,
+        eos=None,
+        unknown=unknown,
+        add_bos=False,
+        strip_space=False,
     )
 
 
@@ -291,24 +321,12 @@ def _pre_tokenizers(description: Mapping[str, Any], name: str) -> list[str]:
         step.get("type") == "ByteLevel" for step in steps(description["decoder"], "decoders")
     ):
         raise _unwritable(name, "its vocabulary is not in bytes")
-    patterns = tuple(_patterns(description, name))
+    patterns = splitting_patterns(description)
+    if patterns is None:
+        raise _unwritable(name, "it splits text by more than patterns")
     known = [pre for pre, kind in PRE_TOKENIZERS.items() if kind.patterns == patterns]
     ignores = bool(model.get("ignore_merges"))
     return sorted(known, key=lambda pre: PRE_TOKENIZERS[pre].ignore_merges != ignores)
-
-
-def _patterns(description: Mapping[str, Any], name: str) -> Iterator[str]:
-    for step in steps(description.get("pre_tokenizer"), "pretokenizers"):
-        match step:
-            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}:
-                yield escaped(pattern)
-            case {"type": "Digits", "individual_digits": True}:
-                yield r"\p{N}"
-            case {"type": "ByteLevel"}:
-                if step.get("use_regex", True):
-                    yield GPT_2
-            case _:
-                raise _unwritable(name, f"it splits text by {step.get('type')!r}")
 
 
 def _vocabulary_fields(
