@@ -47,11 +47,18 @@ INLINE Floats load_stored_first(const Element* p, int count) {
 template <class Element>
 struct HeadCache {
   const LayerCache& layer;
-  int64_t num_kv_heads, kv_head, head_dim;
+  int64_t num_kv_heads, kv_head, head_dim, value_dim;
+
+  HeadCache(const LayerCache& of, const AttentionShape& shape, int head)
+      : layer(of),
+        num_kv_heads(shape.num_kv_heads),
+        kv_head(head),
+        head_dim(shape.head_dim),
+        value_dim(shape.value_dim) {}
 
   INLINE_METHOD Element* keys(int32_t block) const {
     Element* data = reinterpret_cast<Element*>(layer.data + block * layer.block_bytes);
-    return data + kv_head * 2 * head_dim * block_size;
+    return data + kv_head * (head_dim + value_dim) * block_size;
   }
   INLINE_METHOD Element* values(int32_t block) const { return keys(block) + head_dim * block_size; }
   INLINE_METHOD float* scales(float* all, int32_t block) const {
@@ -126,18 +133,18 @@ void store_key_value(const LayerCache& cache, const AttentionShape& shape, const
                      const float* key, const float* value) {
   const int32_t block = row.block_table[row.position / block_size];
   const int slot = row.position % block_size;
-  const int head_dim = shape.head_dim;
-  for (int head = 0; head < shape.num_kv_heads; head++, key += head_dim, value += head_dim) {
+  const int head_dim = shape.head_dim, value_dim = shape.value_dim;
+  for (int head = 0; head < shape.num_kv_heads; head++, key += head_dim, value += value_dim) {
     if (cache.is_int8) {
-      const HeadCache<int8_t> blocks{cache, shape.num_kv_heads, head, head_dim};
-      int8_t* values = blocks.values(block) + slot * head_dim;
+      const HeadCache<int8_t> blocks(cache, shape, head);
+      int8_t* values = blocks.values(block) + slot * value_dim;
       blocks.scales(cache.key_scales, block)[slot] =
           store_codes_of(key, head_dim, blocks.keys(block) + slot, block_size);
-      blocks.scales(cache.value_scales, block)[slot] = store_codes_of(value, head_dim, values, 1);
+      blocks.scales(cache.value_scales, block)[slot] = store_codes_of(value, value_dim, values, 1);
     } else {
-      const HeadCache<uint16_t> blocks{cache, shape.num_kv_heads, head, head_dim};
+      const HeadCache<uint16_t> blocks(cache, shape, head);
       store_halves(key, head_dim, blocks.keys(block) + slot, block_size);
-      store_halves(value, head_dim, blocks.values(block) + slot * head_dim, 1);
+      store_halves(value, value_dim, blocks.values(block) + slot * value_dim, 1);
     }
   }
 }
@@ -269,7 +276,7 @@ INLINE SoftmaxState softmax_weights(const CacheTile<Element>& tile, Span span, f
 
 // sums[query][dimension] += weight * value over the span, for vectors of dimensions from `first`.
 template <class Element, int num_queries, int num_vectors, bool is_partial>
-NOINLINE void add_value_vectors(const float* weights, const CacheTile<Element>& tile, int head_dim,
+NOINLINE void add_value_vectors(const float* weights, const CacheTile<Element>& tile, int value_dim,
                                 Span span, float* sums, int64_t sums_stride, int first) {
   Floats output[num_queries][num_vectors];
   sums += first;
@@ -279,14 +286,14 @@ NOINLINE void add_value_vectors(const float* weights, const CacheTile<Element>& 
   for (int token = span.begin; token < span.end;) {
     const int block = token / block_size;
     const int end = (block + 1) * block_size < span.end ? (block + 1) * block_size : span.end;
-    const int64_t offset = (token % block_size) * head_dim + first;
+    const int64_t offset = (token % block_size) * value_dim + first;
     const Element* row = tile.values[block] + offset;
     const Element* to_prefetch = tile.to_prefetch[block] + offset;
-    for (; token < end; token++, row += head_dim, to_prefetch += head_dim) {
+    for (; token < end; token++, row += value_dim, to_prefetch += value_dim) {
       Floats value[num_vectors];
       UNROLLED(int v = 0; v < num_vectors; v++) {
         value[v] =
-            is_partial ? load_stored_first(row, head_dim - first) : load_stored(row + 16 * v);
+            is_partial ? load_stored_first(row, value_dim - first) : load_stored(row + 16 * v);
         if (v * 16 * sizeof(Element) % 64 == 0) prefetch(to_prefetch + 16 * v);
       }
       UNROLLED(int q = 0; q < num_queries; q++) {
@@ -303,25 +310,26 @@ NOINLINE void add_value_vectors(const float* weights, const CacheTile<Element>& 
 
 // Dimensions from `first` on, as many vectors at once as are left.
 template <class Element, int num_queries, int num_vectors>
-INLINE void add_value_dimensions(const float* weights, const CacheTile<Element>& tile, int head_dim,
-                                 Span span, float* sums, int64_t sums_stride, int first) {
-  for (; first + 16 * num_vectors <= head_dim; first += 16 * num_vectors)
-    add_value_vectors<Element, num_queries, num_vectors, false>(weights, tile, head_dim, span, sums,
-                                                                sums_stride, first);
+INLINE void add_value_dimensions(const float* weights, const CacheTile<Element>& tile,
+                                 int value_dim, Span span, float* sums, int64_t sums_stride,
+                                 int first) {
+  for (; first + 16 * num_vectors <= value_dim; first += 16 * num_vectors)
+    add_value_vectors<Element, num_queries, num_vectors, false>(weights, tile, value_dim, span,
+                                                                sums, sums_stride, first);
   if constexpr (num_vectors > 1)
-    add_value_dimensions<Element, num_queries, num_vectors / 2>(weights, tile, head_dim, span, sums,
-                                                                sums_stride, first);
-  else if (first < head_dim)
-    add_value_vectors<Element, num_queries, 1, true>(weights, tile, head_dim, span, sums,
+    add_value_dimensions<Element, num_queries, num_vectors / 2>(weights, tile, value_dim, span,
+                                                                sums, sums_stride, first);
+  else if (first < value_dim)
+    add_value_vectors<Element, num_queries, 1, true>(weights, tile, value_dim, span, sums,
                                                      sums_stride, first);
 }
 
 template <class Element, int num_queries>
-INLINE void add_values(const float* weights, const CacheTile<Element>& tile, int head_dim,
+INLINE void add_values(const float* weights, const CacheTile<Element>& tile, int value_dim,
                        Span span, float* sums, int64_t sums_stride) {
   if (!is_empty(span))
     add_value_dimensions<Element, num_queries, vectors_per_query(num_queries)>(
-        weights, tile, head_dim, span, sums, sums_stride, 0);
+        weights, tile, value_dim, span, sums, sums_stride, 0);
 }
 
 // ---- several queries over one tile
@@ -333,51 +341,51 @@ struct QueryGroup {
   Span spans[max_queries];  // of each query, in the tile; empty where it attends to none of it
   SoftmaxState states[max_queries];
   float* output;   // [query][stride]
-  int64_t stride;  // head_dim, rounded up to whole vectors
+  int64_t stride;  // value_dim, rounded up to whole vectors
 };
 
 // Tokens that all queries attend to are summed for all at once; tokens that only some attend to
 // (the causal edge of a chunk, the window's begin) for each query alone. A masked token is skipped,
 // never weighted by 0: 0 * NaN is NaN.
 template <class Element, int num_queries>
-INLINE void add_value_spans(const float* weights, const CacheTile<Element>& tile, int head_dim,
+INLINE void add_value_spans(const float* weights, const CacheTile<Element>& tile, int value_dim,
                             QueryGroup& group) {
   const Span common = overlap(group.spans, num_queries);
   const bool none = is_empty(common);
   for (int q = 0; q < num_queries; q++) {
     const Span before{group.spans[q].begin, none ? group.spans[q].end : common.begin};
-    add_values<Element, 1>(weights + q * kv_tile_size, tile, head_dim, before,
+    add_values<Element, 1>(weights + q * kv_tile_size, tile, value_dim, before,
                            group.output + q * group.stride, group.stride);
   }
-  add_values<Element, num_queries>(weights, tile, head_dim, common, group.output, group.stride);
+  add_values<Element, num_queries>(weights, tile, value_dim, common, group.output, group.stride);
   for (int q = 0; q < num_queries && !none; q++) {
     const Span after{common.end, group.spans[q].end};
-    add_values<Element, 1>(weights + q * kv_tile_size, tile, head_dim, after,
+    add_values<Element, 1>(weights + q * kv_tile_size, tile, value_dim, after,
                            group.output + q * group.stride, group.stride);
   }
 }
 
 template <class Element, int num_queries>
-NOINLINE void attend_group(const CacheTile<Element>& tile, int head_dim, float cap,
+NOINLINE void attend_group(const CacheTile<Element>& tile, const AttentionShape& shape, float cap,
                            QueryGroup& group) {
   alignas(64) float scores[num_queries * kv_tile_size];
   const Span any = hull(group.spans, num_queries);
   score_tile<Element, num_queries, vectors_per_query(num_queries)>(
-      group.queries, head_dim, tile, first_block(any), end_block(any), scores);
+      group.queries, shape.head_dim, tile, first_block(any), end_block(any), scores);
   for (int q = 0; q < num_queries; q++)
     if (!is_empty(group.spans[q]))
       group.states[q] = softmax_weights(tile, group.spans[q], cap, scores + q * kv_tile_size);
   for (int64_t i = 0; i < num_queries * group.stride; i++) group.output[i] = 0.0f;
-  add_value_spans<Element, num_queries>(scores, tile, head_dim, group);
+  add_value_spans<Element, num_queries>(scores, tile, shape.value_dim, group);
 }
 
 template <class Element, int num_queries = 1>
-INLINE void attend_any_group(const CacheTile<Element>& tile, int head_dim, float cap,
+INLINE void attend_any_group(const CacheTile<Element>& tile, const AttentionShape& shape, float cap,
                              QueryGroup& group) {
   if (group.count == num_queries)
-    attend_group<Element, num_queries>(tile, head_dim, cap, group);
+    attend_group<Element, num_queries>(tile, shape, cap, group);
   else if constexpr (num_queries < max_queries)
-    attend_any_group<Element, num_queries + 1>(tile, head_dim, cap, group);
+    attend_any_group<Element, num_queries + 1>(tile, shape, cap, group);
 }
 
 // ---- the rows of one sequence
@@ -389,11 +397,14 @@ struct Queries {
   const RowPosition* rows;
   int count, group;
   const float* data;  // of the first row's first head
-  int64_t stride;
+  RowStrides strides;
   float* workspace;
 
   INLINE_METHOD int64_t offset(int query) const {
-    return query / group * stride + static_cast<int64_t>(query % group) * shape.head_dim;
+    return query / group * strides.queries + static_cast<int64_t>(query % group) * shape.head_dim;
+  }
+  INLINE_METHOD int64_t out_offset(int query) const {
+    return query / group * strides.out + static_cast<int64_t>(query % group) * shape.value_dim;
   }
   INLINE_METHOD Span attended(int query) const {
     return attended_by(shape, rows[query / group].position);
@@ -457,9 +468,9 @@ INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, 
   const float factor = cap > 0.0f ? shape.scale / shape.soft_cap : shape.scale * log2_of_e;
   const int num_groups = (queries.count + max_queries - 1) / max_queries;
   QueryGroup group;
-  group.stride = (shape.head_dim + 15) / 16 * 16;
+  group.stride = (shape.value_dim + 15) / 16 * 16;
   float* const packed = queries.workspace;
-  group.output = packed + max_packed_queries * group.stride;
+  group.output = packed + max_packed_queries * ((shape.head_dim + 15) / 16 * 16);
   TileWalk<Element> walk{cache, queries.rows[0].block_table, queries.attended_by_any(), tiles, {},
                          {}};
   walk.begin();
@@ -474,7 +485,7 @@ INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, 
       for (int q = 0; q < group.count; q++)
         group.spans[q] = within_tile(queries.attended(group.begin + q), tile);
       if (is_empty(hull(group.spans, group.count))) continue;
-      attend_any_group<Element>(walk.current, shape.head_dim, cap, group);
+      attend_any_group<Element>(walk.current, shape, cap, group);
       for (int q = 0; q < group.count; q++)
         if (!is_empty(group.spans[q]))
           emit(group.begin + q, tile, group.states[q], group.output + q * group.stride);
@@ -487,13 +498,13 @@ INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, 
 // Adds the next tile to a query's softmax; `out` holds the output of the tiles so far, not yet
 // divided by the sum.
 INLINE void merge(SoftmaxState& total, float* out, SoftmaxState next, const float* output,
-                  int head_dim) {
+                  int value_dim) {
   const float top = total.max_score > next.max_score ? total.max_score : next.max_score;
   const Floats total_factor = power_of_two(broadcast(total.max_score) - broadcast(top));
   const Floats next_factor = power_of_two(broadcast(next.max_score) - broadcast(top));
   total.max_score = top;
   total.sum = first_of(fma(broadcast(total.sum), total_factor, broadcast(next.sum) * next_factor));
-  map_rows(out, output, head_dim, out,
+  map_rows(out, output, value_dim, out,
            [=](Floats a, Floats b) { return fma(a, total_factor, b * next_factor); });
 }
 
@@ -512,19 +523,20 @@ INLINE Span tiles_of(Span attended) {
 
 template <class Element>
 NOINLINE void attend_rows(const HeadCache<Element>& cache, const Queries& queries, float* out) {
-  const int head_dim = queries.shape.head_dim;
+  const int value_dim = queries.shape.value_dim;
   SoftmaxState totals[max_packed_queries];
   const Span tiles = tiles_of(queries.attended_by_any());
   walk_tiles(cache, queries, tiles, [&](int query, int tile, SoftmaxState state, float* output) {
-    float* own = out + queries.offset(query);
+    float* own = out + queries.out_offset(query);
     if (tile == tiles_of(queries.attended(query)).begin) {
       totals[query] = state;
-      copy(output, head_dim, own);
+      copy(output, value_dim, own);
     } else {
-      merge(totals[query], own, state, output, head_dim);
+      merge(totals[query], own, state, output, value_dim);
     }
   });
-  for (int q = 0; q < queries.count; q++) divide(out + queries.offset(q), head_dim, totals[q].sum);
+  for (int q = 0; q < queries.count; q++)
+    divide(out + queries.out_offset(q), value_dim, totals[q].sum);
 }
 
 // Calls work(first head, number of heads) for ranges of a kv head's query heads.
@@ -535,24 +547,21 @@ INLINE void each_head_range(int group, Work work) {
 }
 
 void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head,
-            const RowPosition* rows, int num_rows, const float* queries, float* out, int64_t stride,
-            float* workspace) {
+            const RowPosition* rows, int num_rows, const float* queries, float* out,
+            RowStrides strides, float* workspace) {
   const int group = shape.num_heads / shape.num_kv_heads;
-  const int64_t first_head = static_cast<int64_t>(kv_head) * group * shape.head_dim;
   const int at_once = group < max_packed_queries ? max_packed_queries / group : 1;
   for (int row = 0; row < num_rows; row += at_once) {
     const int count = num_rows - row < at_once ? num_rows - row : at_once;
     each_head_range(group, [&](int first, int heads) {
-      const int64_t offset =
-          row * stride + first_head + static_cast<int64_t>(first) * shape.head_dim;
-      const Queries some{shape,  rows + row, count * heads, heads, queries + offset,
-                         stride, workspace};
+      const int64_t head = static_cast<int64_t>(kv_head) * group + first;
+      const float* from = queries + row * strides.queries + head * shape.head_dim;
+      float* to = out + row * strides.out + head * shape.value_dim;
+      const Queries some{shape, rows + row, count * heads, heads, from, strides, workspace};
       if (cache.is_int8)
-        attend_rows<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some,
-                            out + offset);
+        attend_rows(HeadCache<int8_t>(cache, shape, kv_head), some, to);
       else
-        attend_rows<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some,
-                              out + offset);
+        attend_rows(HeadCache<uint16_t>(cache, shape, kv_head), some, to);
     });
   }
 }
@@ -562,13 +571,13 @@ void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head,
 template <class Element>
 NOINLINE void attend_split_rows(const HeadCache<Element>& cache, const Queries& queries, Span tiles,
                                 int group, float* partials) {
-  const int head_dim = queries.shape.head_dim;
+  const int value_dim = queries.shape.value_dim;
   walk_tiles(cache, queries, tiles, [&](int query, int tile, SoftmaxState state, float* output) {
     const int64_t index = static_cast<int64_t>(tile - tiles.begin) * group + query;
-    float* partial = partials + index * (head_dim + 2);
+    float* partial = partials + index * (value_dim + 2);
     partial[0] = state.max_score;
     partial[1] = state.sum;
-    copy(output, head_dim, partial + 2);
+    copy(output, value_dim, partial + 2);
   });
 }
 
@@ -579,33 +588,32 @@ void attend_split(const LayerCache& cache, const AttentionShape& shape, int kv_h
   const Span tiles{first_tile, first_tile + num_tiles};
   each_head_range(group, [&](int first, int heads) {
     const int64_t head = static_cast<int64_t>(kv_head) * group + first;
-    const Queries some{shape, &row, heads, heads, queries + head * shape.head_dim, 0, workspace};
-    float* own = partials + static_cast<int64_t>(first) * (shape.head_dim + 2);
+    const float* from = queries + head * shape.head_dim;
+    const Queries some{shape, &row, heads, heads, from, {0, 0}, workspace};
+    float* own = partials + static_cast<int64_t>(first) * (shape.value_dim + 2);
     if (cache.is_int8)
-      attend_split_rows<int8_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles,
-                                group, own);
+      attend_split_rows(HeadCache<int8_t>(cache, shape, kv_head), some, tiles, group, own);
     else
-      attend_split_rows<uint16_t>({cache, shape.num_kv_heads, kv_head, shape.head_dim}, some, tiles,
-                                  group, own);
+      attend_split_rows(HeadCache<uint16_t>(cache, shape, kv_head), some, tiles, group, own);
   });
 }
 
 void merge_splits(const AttentionShape& shape, int kv_head, int num_tiles, const float* partials,
                   float* out) {
-  const int group = shape.num_heads / shape.num_kv_heads, head_dim = shape.head_dim;
+  const int group = shape.num_heads / shape.num_kv_heads, value_dim = shape.value_dim;
   for (int query = 0; query < group; query++) {
-    float* own = out + (static_cast<int64_t>(kv_head) * group + query) * head_dim;
+    float* own = out + (static_cast<int64_t>(kv_head) * group + query) * value_dim;
     SoftmaxState total{};
     for (int tile = 0; tile < num_tiles; tile++) {
       const float* partial =
-          partials + (static_cast<int64_t>(tile) * group + query) * (head_dim + 2);
+          partials + (static_cast<int64_t>(tile) * group + query) * (value_dim + 2);
       if (tile == 0) {
         total = {partial[0], partial[1]};
-        copy(partial + 2, head_dim, own);
+        copy(partial + 2, value_dim, own);
       } else {
-        merge(total, own, {partial[0], partial[1]}, partial + 2, head_dim);
+        merge(total, own, {partial[0], partial[1]}, partial + 2, value_dim);
       }
     }
-    divide(own, head_dim, total.sum);
+    divide(own, value_dim, total.sum);
   }
 }

@@ -1,6 +1,7 @@
 // Bindings of the decoder: how Python builds one and runs its steps.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -239,29 +240,28 @@ class BoundDecoder {
   std::vector<SampleScratch> scratch_;
 };
 
-std::unique_ptr<BoundDecoder> make_decoder(int64_t hidden_size, int64_t ffn_size,
-                                           int64_t vocabulary_size, int num_layers, int num_heads,
-                                           int num_kv_heads, int head_dim, int rope_dims,
-                                           bool rope_interleaved, float norm_epsilon, int gate,
-                                           float attention_soft_cap, float logit_soft_cap,
-                                           std::vector<int> windows, const std::string& unit,
+std::unique_ptr<BoundDecoder> make_decoder(int64_t hidden_size, int64_t vocabulary_size,
+                                           float logit_soft_cap, const std::string& unit,
                                            int num_threads, bool may_spin) {
   DecoderShape shape{};
   shape.hidden_size = hidden_size;
-  shape.ffn_size = ffn_size;
   shape.vocabulary_size = vocabulary_size;
-  shape.num_layers = num_layers;
-  shape.num_heads = num_heads;
-  shape.num_kv_heads = num_kv_heads;
-  shape.head_dim = head_dim;
-  shape.rope_dims = rope_dims;
-  shape.rope_interleaved = rope_interleaved;
-  shape.norm_epsilon = norm_epsilon;
-  shape.gate = gate;
-  shape.attention_soft_cap = attention_soft_cap;
   shape.logit_soft_cap = logit_soft_cap;
-  shape.windows = std::move(windows);
   return std::make_unique<BoundDecoder>(shape, unit_named(unit), num_threads, may_spin);
+}
+
+int add_layer(BoundDecoder& self, int num_heads, int num_kv_heads, int head_dim, int value_dim,
+              int rope, int window, float scale, float soft_cap) {
+  LayerAttention layer{};
+  layer.shape.num_heads = num_heads;
+  layer.shape.num_kv_heads = num_kv_heads;
+  layer.shape.head_dim = head_dim;
+  layer.shape.value_dim = value_dim;
+  layer.shape.window = window;
+  layer.shape.scale = scale;
+  layer.shape.soft_cap = soft_cap;
+  layer.rope = rope;
+  return self.decoder.add_layer(layer);
 }
 
 int add_matrix(BoundDecoder& self, const std::string& format, Array<const uint8_t> blocks,
@@ -305,26 +305,33 @@ nb::tuple activation_record(const std::string& activations) {
 }
 
 // Floats that each thread computes in: results of a GEMM, and packed queries of attention.
-int64_t thread_scratch_floats(int64_t head_dim) {
+int64_t thread_scratch_floats(int64_t head_dim, int64_t value_dim) {
   expect_within("head_dim", head_dim, 1, max_head_dim);
-  return Decoder::scratch_size() + attention_workspace(head_dim);
+  expect_within("value_dim", value_dim, 1, max_head_dim);
+  return Decoder::scratch_size() + attention_workspace(head_dim, value_dim);
 }
 
-void add_stage(BoundDecoder& self, const std::string& kind, const std::string& input, int norm,
-               std::vector<int> matrices, const std::string& quantised, int layer, int query_norm,
-               int key_norm) {
-  const char* const kinds[] = {"norm_and_quantise", "project_qkv", "rope_and_store", "attend",
+Norm norm_or_none(const std::optional<Norm>& norm) { return norm ? *norm : Norm{}; }
+
+void add_stage(BoundDecoder& self, const std::string& kind, const std::string& input,
+               const std::string& output, const std::optional<Norm>& norm,
+               std::vector<int> matrices, const std::string& quantised, const std::string& gate,
+               int layer, const std::optional<Norm>& query_norm,
+               const std::optional<Norm>& key_norm) {
+  const char* const kinds[] = {"norm_and_quantise", "project",    "rope_and_store", "attend",
                                "project_and_add",   "gate_and_up"};
-  const char* const inputs[] = {"hidden", "attention_output", "gated"};
+  const char* const rows[] = {"hidden", "projected", "attention_output", "gated"};
   Stage stage;
   stage.kind = static_cast<Stage::Kind>(index_of(kinds, kind));
-  stage.input = static_cast<StageInput>(index_of(inputs, input));
-  stage.norm = norm;
+  stage.input = static_cast<RowKind>(index_of(rows, input));
+  stage.output = static_cast<RowKind>(index_of(rows, output));
+  stage.norm = norm_or_none(norm);
   stage.matrices = std::move(matrices);
   stage.quantised = static_cast<ActivationFormat>(index_of(activation_format_names, quantised));
+  stage.gate = gate_named(gate);
   stage.layer = layer;
-  stage.query_norm = query_norm;
-  stage.key_norm = key_norm;
+  stage.query_norm = norm_or_none(query_norm);
+  stage.key_norm = norm_or_none(key_norm);
   self.decoder.add_stage(std::move(stage));
 }
 
@@ -346,16 +353,16 @@ nb::dict counters(const BoundDecoder& self) {
 }
 
 nb::bytes cache_block(const BoundDecoder& self, int layer, int64_t block) {
-  expect_within("layer", layer, 0, self.decoder.shape().num_layers - 1);
+  expect_within("layer", layer, 0, self.decoder.num_layers() - 1);
   expect_within("block", block, 0, self.decoder.num_blocks() - 1);
   return nb::bytes(reinterpret_cast<const char*>(self.decoder.cache_block(layer, block)),
-                   static_cast<size_t>(self.decoder.block_bytes()));
+                   static_cast<size_t>(self.decoder.block_bytes(layer)));
 }
 
-void set_rope(BoundDecoder& self, Array<const float> cosines, Array<const float> sines,
+void set_rope(BoundDecoder& self, int rope, Array<const float> cosines, Array<const float> sines,
               int64_t positions) {
   expect(cosines.size() == sines.size(), "as many sines as cosines");
-  self.decoder.set_rope(cosines.data(), sines.data(), static_cast<int64_t>(cosines.size()),
+  self.decoder.set_rope(rope, cosines.data(), sines.data(), static_cast<int64_t>(cosines.size()),
                         positions);
 }
 
@@ -376,12 +383,21 @@ void bind_construction(nb::class_<BoundDecoder>& decoder) {
             return self.decoder.add_vector(values.data(), static_cast<int64_t>(values.size()));
           },
           "values"_a)
-      .def("add_stage", &add_stage, "kind"_a, nb::kw_only(), "input"_a = "hidden", "norm"_a = -1,
-           "matrices"_a = std::vector<int>(), "quantised"_a = "floats", "layer"_a = 0,
-           "query_norm"_a = -1, "key_norm"_a = -1)
+      .def(
+          "add_rope",
+          [](BoundDecoder& self, int dims, bool interleaved) {
+            return self.decoder.add_rope(dims, interleaved);
+          },
+          "dims"_a, "interleaved"_a)
+      .def("add_layer", &add_layer, nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+           "value_dim"_a, "rope"_a, "window"_a, "scale"_a, "soft_cap"_a)
+      .def("add_stage", &add_stage, "kind"_a, nb::kw_only(), "input"_a = "hidden",
+           "output"_a = "projected", "norm"_a = nb::none(), "matrices"_a = std::vector<int>(),
+           "quantised"_a = "floats", "gate"_a = "silu", "layer"_a = 0, "query_norm"_a = nb::none(),
+           "key_norm"_a = nb::none())
       .def(
           "set_embedding_and_head",
-          [](BoundDecoder& self, int embedding, int output_norm, int head) {
+          [](BoundDecoder& self, int embedding, const Norm& output_norm, int head) {
             self.decoder.set_embedding_and_head(embedding, output_norm, head);
           },
           "embedding"_a, "output_norm"_a, "head"_a)
@@ -392,7 +408,7 @@ void bind_construction(nb::class_<BoundDecoder>& decoder) {
             self.decoder.allocate_cache(num_blocks, is_int8, prefault_bytes, low_priority);
           },
           "num_blocks"_a, "is_int8"_a, "prefault_bytes"_a, "low_priority"_a = true)
-      .def("set_rope", &set_rope, "cosines"_a, "sines"_a, "positions"_a);
+      .def("set_rope", &set_rope, "rope"_a, "cosines"_a, "sines"_a, "positions"_a);
 }
 
 void bind_steps(nb::class_<BoundDecoder>& decoder) {
@@ -440,15 +456,17 @@ void bind_decoder(nb::module_& m) {
   m.attr("activation_block_size") = activation_block_size;
   m.def("activation_record", &activation_record, "activations"_a,
         nb::sig("def activation_record(activations: str) -> tuple[int, int]"));
-  m.def("thread_scratch_floats", &thread_scratch_floats, "head_dim"_a);
+  m.def("thread_scratch_floats", &thread_scratch_floats, "head_dim"_a, "value_dim"_a);
   m.def("packed_bytes", &packed_bytes, "format"_a, "out_size"_a, "in_size"_a);
+  nb::class_<Norm>(m, "Norm").def(
+      "__init__",
+      [](Norm* self, int weight, float epsilon) { new (self) Norm{Norm::rms, weight, epsilon}; },
+      "weight"_a, "epsilon"_a);
   nb::class_<BoundDecoder> decoder(m, "Decoder");
   bind_construction(decoder);
   bind_steps(decoder);
-  m.def("make_decoder", &make_decoder, nb::kw_only(), "hidden_size"_a, "ffn_size"_a,
-        "vocabulary_size"_a, "num_layers"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-        "rope_dims"_a, "rope_interleaved"_a, "norm_epsilon"_a, "gate"_a, "attention_soft_cap"_a,
-        "logit_soft_cap"_a, "windows"_a, "unit"_a, "num_threads"_a, "may_spin"_a);
+  m.def("make_decoder", &make_decoder, nb::kw_only(), "hidden_size"_a, "vocabulary_size"_a,
+        "logit_soft_cap"_a, "unit"_a, "num_threads"_a, "may_spin"_a);
 }
 
 }  // namespace quire

@@ -65,17 +65,20 @@ class Cache {
     expect_within("num_heads", shape.num_heads, 1, max_heads);
     expect_within("num_kv_heads", shape.num_kv_heads, 1, max_heads);
     expect_within("head_dim", shape.head_dim, 1, max_head_dim);
+    expect_within("value_dim", shape.value_dim, 1, max_head_dim);
     expect_within("window", shape.window, 0, max_positions);
     expect(shape.num_heads % shape.num_kv_heads == 0,
            "num_heads must be a multiple of num_kv_heads");
-    workspace_ = Buffer(bytes_of(attention_workspace(shape.head_dim), sizeof(float)));
+    workspace_ =
+        Buffer(bytes_of(attention_workspace(shape.head_dim, shape.value_dim), sizeof(float)));
     table_.assign(block_table.data(), block_table.data() + block_table.size());
     int32_t num_blocks = 0;
     for (int32_t block : table_) {
       expect_within("a block", block, 0, max_blocks - 1);
       num_blocks = block >= num_blocks ? block + 1 : num_blocks;
     }
-    const int64_t values = checked_product(2, shape.num_kv_heads, shape.head_dim, block_size);
+    const int64_t values =
+        checked_product(shape.num_kv_heads, shape.head_dim + shape.value_dim, block_size);
     const int64_t block_bytes = is_int8 ? values : 2 * values;
     // No result may depend on slots that were not written: all begin as NaN, in bytes as -1.
     data_.assign(static_cast<size_t>(checked_product(num_blocks, block_bytes)), 0xff);
@@ -88,36 +91,34 @@ class Cache {
   }
 
   void store(int position, Input key, Input value) {
-    const size_t size = size_t(shape_.num_kv_heads) * shape_.head_dim;
-    expect(key.size() == size && value.size() == size, "key and value: one row of all kv heads");
+    const auto heads = static_cast<size_t>(shape_.num_kv_heads);
+    expect(key.size() == heads * shape_.head_dim && value.size() == heads * shape_.value_dim,
+           "key and value: one row of all kv heads");
     expect_positions(position, 1);
     kernels_.store_key_value(layer_, shape_, {position, table_.data()}, key.data(), value.data());
   }
 
   // Rows of all heads, at consecutive positions.
   void attend(int position, int num_rows, Input queries, Output out) {
-    const int64_t stride = row_size();
-    expect(int64_t(queries.size()) == num_rows * stride && out.size() == queries.size(),
-           "queries and out: num_rows rows of all heads");
+    expect_rows(num_rows, queries, out);
     expect_positions(position, num_rows);
     std::vector<RowPosition> rows;
     for (int i = 0; i < num_rows; i++) rows.push_back({position + i, table_.data()});
     for (int head = 0; head < shape_.num_kv_heads; head++)
       kernels_.attend(layer_, shape_, head, rows.data(), num_rows, queries.data(), out.data(),
-                      stride, workspace_.as<float>());
+                      strides(), workspace_.as<float>());
   }
 
   // One row split by tiles, each with its own call, the last first.
   void attend_split(int position, Input queries, Output out) {
-    expect(int64_t(queries.size()) == row_size() && out.size() == queries.size(),
-           "queries and out: one row of all heads");
+    expect_rows(1, queries, out);
     expect_positions(position, 1);
     const RowPosition row{position, table_.data()};
     const int start = shape_.window > 0 ? position - shape_.window + 1 : 0;
     const int first = (start > 0 ? start : 0) / kv_tile_size;
     const int num_tiles = position / kv_tile_size + 1 - first;
     const int64_t tile_floats =
-        row_size() / shape_.num_kv_heads / shape_.head_dim * (shape_.head_dim + 2);
+        int64_t{shape_.num_heads / shape_.num_kv_heads} * (shape_.value_dim + 2);
     std::vector<float> partials(static_cast<size_t>(checked_product(tile_floats, num_tiles)));
     for (int head = 0; head < shape_.num_kv_heads; head++) {
       for (int tile = num_tiles - 1; tile >= 0; tile--)
@@ -135,7 +136,16 @@ class Cache {
   }
 
  private:
-  int64_t row_size() const { return int64_t(shape_.num_heads) * shape_.head_dim; }
+  RowStrides strides() const {
+    return {int64_t{shape_.num_heads} * shape_.head_dim,
+            int64_t{shape_.num_heads} * shape_.value_dim};
+  }
+
+  void expect_rows(int num_rows, const Input& queries, const Output& out) const {
+    expect(static_cast<int64_t>(queries.size()) == num_rows * strides().queries &&
+               static_cast<int64_t>(out.size()) == num_rows * strides().out,
+           "queries and out: rows of all heads");
+  }
 
   void expect_positions(int first, int count) const {
     expect(first >= 0 && count > 0 && size_t(first) + size_t(count) <= table_.size() * block_size,
@@ -181,10 +191,9 @@ float quantise_per_token(const std::string& unit, Input x, Records out) {
   return scale;
 }
 
-void gate(const std::string& unit, bool is_relu2, Input gate, Input up, Output out) {
+void gate(const std::string& unit, const std::string& kind, Input gate, Input up, Output out) {
   expect(gate.size() == up.size() && gate.size() == out.size(), "gate, up, out: one size");
-  unit_named(unit).gate(is_relu2 ? Gate::relu2 : Gate::silu, gate.data(), up.data(),
-                        size_of(gate.size()), out.data());
+  unit_named(unit).gate(gate_named(kind), gate.data(), up.data(), size_of(gate.size()), out.data());
 }
 
 void add(const std::string& unit, Output x, Input y) {
@@ -212,7 +221,7 @@ void bind_rows(nb::module_& m) {
   m.def("quantise_groups", &quantise_groups, "unit"_a, "x"_a, "out"_a);
   m.def("quantise_blocks", &quantise_blocks, "unit"_a, "x"_a, "out"_a);
   m.def("quantise_per_token", &quantise_per_token, "unit"_a, "x"_a, "out"_a);
-  m.def("gate", &gate, "unit"_a, "is_relu2"_a, "gate"_a, "up"_a, "out"_a);
+  m.def("gate", &gate, "unit"_a, "kind"_a, "gate"_a, "up"_a, "out"_a);
   m.def("add", &add, "unit"_a, "x"_a, "y"_a);
   m.def("soft_cap", &soft_cap, "unit"_a, "x"_a, "cap"_a);
   m.def("rope", &rope, "unit"_a, "heads"_a, "head_dim"_a, "interleaved"_a, "cosines"_a, "sines"_a);
@@ -231,13 +240,16 @@ void bind_kernels(nb::module_& m) {
       .def(
           "__init__",
           [](Cache* self, const std::string& unit, int num_heads, int num_kv_heads, int head_dim,
-             Table block_table, int window, float scale, float soft_cap, bool is_int8) {
-            const AttentionShape shape{num_heads, num_kv_heads, head_dim, window, scale, soft_cap};
+             Table block_table, int value_dim, int window, float scale, float soft_cap,
+             bool is_int8) {
+            const AttentionShape shape{
+                num_heads, num_kv_heads, head_dim, value_dim > 0 ? value_dim : head_dim,
+                window,    scale,        soft_cap};
             new (self) Cache(unit, shape, is_int8, block_table);
           },
           nb::arg("unit"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
-          nb::arg("block_table"), nb::arg("window") = 0, nb::arg("scale") = 1.0f,
-          nb::arg("soft_cap") = 0.0f, nb::arg("is_int8") = false)
+          nb::arg("block_table"), nb::arg("value_dim") = 0, nb::arg("window") = 0,
+          nb::arg("scale") = 1.0f, nb::arg("soft_cap") = 0.0f, nb::arg("is_int8") = false)
       .def("store", &Cache::store, "position"_a, "key"_a, "value"_a)
       .def("attend", &Cache::attend, "position"_a, "num_rows"_a, "queries"_a, "out"_a)
       .def("attend_split", &Cache::attend_split, "position"_a, "queries"_a, "out"_a)

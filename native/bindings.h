@@ -23,6 +23,15 @@ inline const Kernels& unit_named(const std::string& name) {
   throw nanobind::value_error(("no unit \"" + name + "\" runs on this processor").c_str());
 }
 
+// A gate by the name that quire.model.spec.Activation has for it.
+inline Gate gate_named(const std::string& name) {
+  const char* const names[] = {"silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"};  // as Gate
+  static_assert(sizeof names / sizeof *names == num_gates, "a name for each gate");
+  for (int i = 0; i < num_gates; i++)
+    if (name == names[i]) return static_cast<Gate>(i);
+  throw nanobind::value_error(("no such word for a gate: " + name).c_str());
+}
+
 // A sequence's settings, shared with its requests.
 struct SharedSettings {
   std::shared_ptr<const SampleSettings> settings;

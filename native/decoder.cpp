@@ -42,11 +42,10 @@ ActivationFormat activation_format_of(Format format) {
 }
 
 Decoder::Decoder(const DecoderShape& shape, const Kernels& kernels, int num_threads, bool may_spin)
-    : shape_(checked(shape)),
-      kernels_(kernels),
-      pool_(num_threads, may_spin),
-      attention_scratch_(
-          bytes_of(num_threads * attention_workspace(shape.head_dim), sizeof(float))) {}
+    : shape_(checked(shape)), kernels_(kernels), pool_(num_threads, may_spin) {
+  RowBuffer& hidden = rows_[static_cast<size_t>(RowKind::hidden)];
+  hidden.width = hidden.written = shape.hidden_size;
+}
 
 // ---- construction
 
@@ -98,13 +97,76 @@ int Decoder::add_vector(const float* values, int64_t size) {
   return static_cast<int>(vectors_.size()) - 1;
 }
 
+int Decoder::add_rope(int dims, bool interleaved) {
+  expect_within("rope_dims", dims, 2, max_head_dim);
+  expect(dims % 2 == 0, "rope_dims must be even");
+  expect_within("the ropes of a decoder", static_cast<int64_t>(ropes_.size()), 0, max_layers - 1);
+  ropes_.push_back({dims, interleaved, {}, {}});
+  return static_cast<int>(ropes_.size()) - 1;
+}
+
+int Decoder::add_layer(const LayerAttention& layer) {
+  check_layer(layer);
+  expect(num_blocks_ == 0, "the cache was allocated: a layer must be added before");
+  const AttentionShape& shape = layer.shape;
+  attention_floats_ =
+      std::max(attention_floats_, attention_workspace(shape.head_dim, shape.value_dim));
+  attention_scratch_.grow(bytes_of(pool_.size() * attention_floats_, sizeof(float)));
+  const auto is_alike = [&](const AttendPlan& plan) {
+    return plan.shape.num_heads == shape.num_heads &&
+           plan.shape.num_kv_heads == shape.num_kv_heads &&
+           plan.shape.value_dim == shape.value_dim &&
+           (plan.shape.window == 0) == (shape.window == 0);
+  };
+  const auto plan = std::find_if(attend_plans_.begin(), attend_plans_.end(), is_alike);
+  plan_of_layer_.push_back(static_cast<size_t>(plan - attend_plans_.begin()));
+  if (plan == attend_plans_.end()) attend_plans_.push_back({shape, {}, {}});
+  layers_.push_back(layer);
+  return num_layers() - 1;
+}
+
 void Decoder::add_stage(Stage stage) {
   check_stage(stage);
+  set_written(stage);
+  if (stage.kind == Stage::attend) last_attend_ = stages_.size();
   stages_.push_back(std::move(stage));
 }
 
-void Decoder::set_embedding_and_head(int embedding, int output_norm, int head) {
-  check_embedding_and_head(embedding, output_norm, head);
+// How many floats of its output rows a stage writes.
+int64_t Decoder::output_size(const Stage& stage) const {
+  int64_t size = 0;
+  switch (stage.kind) {
+    case Stage::project:
+      for (const int index : stage.matrices) size += rows_of(index);
+      return size;
+    case Stage::gate_and_up:
+      return stage.quantised == ActivationFormat::floats ? rows_of(stage.matrices[0]) : 0;
+    case Stage::attend: {
+      const AttentionShape& shape = attention_shape(stage.layer);
+      return int64_t{shape.num_heads} * shape.value_dim;
+    }
+    default: return 0;
+  }
+}
+
+void Decoder::set_written(const Stage& stage) {
+  RowKind output = stage.output;
+  if (stage.kind == Stage::gate_and_up)
+    output = RowKind::gated;
+  else if (stage.kind == Stage::attend)
+    output = RowKind::attention_output;
+  else if (stage.kind != Stage::project)
+    return;
+  RowBuffer& rows = rows_[static_cast<size_t>(output)];
+  rows.written = output_size(stage);
+  rows.width = std::max(rows.width, rows.written);
+  reserved_rows_ = 0;  // the reserved rows may be too narrow for this stage
+}
+
+void Decoder::set_embedding_and_head(int embedding, const Norm& output_norm, int head) {
+  expect_matrix("the embedding", embedding, shape_.vocabulary_size, shape_.hidden_size);
+  expect_matrix("the head", head, shape_.vocabulary_size, shape_.hidden_size);
+  expect_norm("the output norm", output_norm, shape_.hidden_size);
   embedding_ = embedding;
   output_norm_ = output_norm;
   head_ = head;
@@ -114,36 +176,58 @@ void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t prefault_
                              bool low_priority) {
   expect_within("the blocks of a cache", num_blocks, 1, max_blocks);
   expect_within("prefault_bytes", prefault_bytes, 0, INT64_MAX);
-  const int64_t layers = shape_.num_layers, heads = shape_.num_kv_heads;
-  const int64_t elements = checked_product(heads, shape_.head_dim, block_size);
-  const int64_t block_bytes = checked_product(2, elements, is_int8 ? 1 : 2);
-  const int64_t cache = checked_product(num_blocks, layers, block_bytes);
-  const int64_t scales =
-      is_int8 ? checked_product(2, num_blocks, layers, heads, block_size, sizeof(float)) : 0;
+  expect_within("the layers of a decoder", num_layers(), 1, max_layers);
   prefault_ = Prefault();
   num_blocks_ = 0;    // until the cache is allocated
   cache_ = Buffer();  // free the old cache first
   cache_scales_ = Buffer();
-  cache_ = Buffer(static_cast<size_t>(cache));
-  cache_scales_ = Buffer(static_cast<size_t>(scales));
-  num_blocks_ = num_blocks;
   is_int8_ = is_int8;
-  block_bytes_ = block_bytes;
+  cache_offsets_.clear();
+  scale_offsets_.clear();
+  std::vector<size_t> sizes;
+  int64_t cache = 0, scales = 0;
+  for (int layer = 0; layer < num_layers(); layer++) {
+    cache_offsets_.push_back(cache);
+    scale_offsets_.push_back(scales);
+    sizes.push_back(bytes_of(num_blocks, static_cast<size_t>(block_bytes(layer))));
+    cache = checked_sum(cache, static_cast<int64_t>(sizes.back()));
+    if (is_int8)
+      scales = checked_sum(
+          scales, checked_product(2, num_blocks, attention_shape(layer).num_kv_heads, block_size));
+  }
+  cache_ = Buffer(static_cast<size_t>(cache));
+  cache_scales_ = Buffer(bytes_of(scales, sizeof(float)));
+  num_blocks_ = num_blocks;
   if (prefault_bytes > 0)
-    prefault_ = Prefault(cache_.data(), bytes_of(num_blocks, static_cast<size_t>(block_bytes_)),
-                         shape_.num_layers, static_cast<size_t>(prefault_bytes), low_priority);
+    prefault_ = Prefault(cache_.data(), std::move(sizes), static_cast<size_t>(prefault_bytes),
+                         low_priority);
 }
 
-void Decoder::set_rope(const float* cosines, const float* sines, int64_t size,
+int64_t Decoder::block_bytes(int layer) const {
+  const AttentionShape& shape = attention_shape(layer);
+  const int64_t elements =
+      checked_product(shape.num_kv_heads, shape.head_dim + shape.value_dim, block_size);
+  return is_int8_ ? elements : 2 * elements;
+}
+
+void Decoder::set_rope(int rope, const float* cosines, const float* sines, int64_t size,
                        int64_t num_positions) {
+  expect_within("a rope", rope, 0, static_cast<int64_t>(ropes_.size()) - 1);
   expect_within("the positions of rope tables", num_positions, 1, max_positions);
-  const int64_t needed = checked_product(num_positions, shape_.rope_dims / 2);
+  RopeTables& tables = ropes_[static_cast<size_t>(rope)];
+  const int64_t needed = checked_product(num_positions, tables.dims / 2);
   expect_within("the size of rope tables", size, needed, needed);
-  num_positions_ = 0;  // until both are set
-  cosines_.assign(cosines, cosines + size);
-  sines_.assign(sines, sines + size);
-  num_positions_ = num_positions;
+  tables.num_positions = 0;  // until both are set
+  tables.cosines.assign(cosines, cosines + size);
+  tables.sines.assign(sines, sines + size);
+  tables.num_positions = num_positions;
   publish();
+}
+
+int64_t Decoder::num_positions() const {
+  int64_t all = max_positions;
+  for (const RopeTables& tables : ropes_) all = std::min(all, tables.num_positions);
+  return all;
 }
 
 int64_t Decoder::weight_bytes() const {
@@ -158,13 +242,14 @@ int64_t Decoder::cache_bytes() const {
 }
 
 void Decoder::publish() {
-  size_t total = hidden_.size() + projected_.size() + attention_output_.size() + gated_.size() +
-                 logits_.size() + scratch_.size() + attention_scratch_.size();
+  size_t total = logits_.size() + scratch_.size() + attention_scratch_.size();
+  for (const RowBuffer& rows : rows_) total += rows.data.size();
   for (const Activations& a : activations_)
     for (const Buffer* buffer :
          {&a.groups, &a.blocks, &a.residuals, &a.block_residuals, &a.scales, &a.floats})
       total += buffer->size();
-  total += sizeof(float) * (cosines_.size() + sines_.size());
+  for (const RopeTables& tables : ropes_)
+    total += sizeof(float) * (tables.cosines.size() + tables.sines.size());
   const std::lock_guard<std::mutex> guard(published_mutex_);
   published_counters_ = counters_;
   published_workspace_bytes_ = static_cast<int64_t>(total);
@@ -187,7 +272,7 @@ void Decoder::read_row(int matrix, int64_t row, float* out) const {
 }
 
 uint8_t* Decoder::cache_block(int layer, int64_t block) const {
-  return cache_.data() + (layer * num_blocks_ + block) * block_bytes_;
+  return cache_.data() + cache_offsets_[static_cast<size_t>(layer)] + block * block_bytes(layer);
 }
 
 // ---- each step
@@ -207,12 +292,11 @@ void Decoder::run(const StepInput& input) {
   std::iota(kept_index_.begin(), kept_index_.end(), 0);
   plan_attention();
   embed(input);
-  for (const Stage& stage : stages_) {
+  for (size_t i = 0; i < stages_.size(); i++) {
     if (is_cancelled_.load(std::memory_order_relaxed)) throw Cancelled();
-    if (stage.kind == Stage::attend && stage.layer == shape_.num_layers - 1)
-      keep_output_rows(input.output_rows);
+    if (i == last_attend_) keep_output_rows(input.output_rows);
     if (num_rows_ == 0) break;
-    compute(stage);
+    compute(stages_[i]);
   }
   counters_.steps++;
   counters_.rows += static_cast<int64_t>(input.tokens.size());
@@ -222,7 +306,7 @@ void Decoder::advance_prefault() {
   int64_t last = 0;
   for (const RowPosition& row : row_positions_)
     last = std::max<int64_t>(last, row.block_table[row.position / block_size]);
-  prefault_.set_used(bytes_of(last + 1, static_cast<size_t>(block_bytes_)));
+  prefault_.set_used(static_cast<double>(last + 1) / static_cast<double>(num_blocks_));
 }
 
 // Once the last layer's keys and values are stored only the output rows are needed: the others,
@@ -234,14 +318,15 @@ void Decoder::keep_output_rows(const std::vector<int>& output_rows) {
     for (int row = begin; row < end; row++) was_finite_[static_cast<size_t>(row)] = is_finite(row);
   });
   std::fill(kept_index_.begin(), kept_index_.end(), -1);
-  const auto move = [](float* rows, int64_t stride, int from, int to) {
-    std::memmove(rows + to * stride, rows + from * stride, bytes_of(stride, sizeof(float)));
+  const auto move = [&](RowKind rows, int from, int to) {
+    std::memmove(row_of(rows, to), row_of(rows, from),
+                 bytes_of(buffer(rows).stride, sizeof(float)));
   };
   num_rows_ = 0;
   for (const int row : output_rows) {
     if (row != num_rows_) {
-      move(hidden_.as<float>(), shape_.hidden_size, row, num_rows_);
-      move(projected_.as<float>(), projected_stride_, row, num_rows_);
+      move(RowKind::hidden, row, num_rows_);
+      move(RowKind::projected, row, num_rows_);
       row_positions_[static_cast<size_t>(num_rows_)] = row_positions_[static_cast<size_t>(row)];
     }
     kept_index_[static_cast<size_t>(row)] = num_rows_++;
@@ -253,7 +338,7 @@ void Decoder::keep_output_rows(const std::vector<int>& output_rows) {
 void Decoder::compute(const Stage& stage) {
   switch (stage.kind) {
     case Stage::norm_and_quantise: return norm_and_quantise(stage);
-    case Stage::project_qkv:
+    case Stage::project:
     case Stage::project_and_add: return project(stage);
     case Stage::gate_and_up: return gate_and_up(stage);
     case Stage::rope_and_store: return rope_and_store(stage);
@@ -269,16 +354,17 @@ void Decoder::reserve_rows(int num_rows) {
     widest = std::max(widest, matrices_[i]->in_size);
     formats |= formats_for({static_cast<int>(i)});
   }
-  projected_stride_ = ((projected_size() + panel_rows - 1) / panel_rows | 1) * panel_rows;
   const auto floats = [](int64_t rows, int64_t size) {
     return bytes_of(checked_product(rows, size), sizeof(float));
   };
-  hidden_.grow(floats(num_rows, shape_.hidden_size));
-  projected_.grow(floats(num_rows, projected_stride_));
-  attention_output_.grow(floats(num_rows, projected_stride_));
-  gated_.grow(floats(num_rows, shape_.ffn_size));
+  for (RowBuffer& rows : rows_) {
+    if (rows.width == 0) continue;
+    // An odd number of cache lines, so that tokens do not share cache sets.
+    rows.stride = ((rows.width + panel_rows - 1) / panel_rows | 1) * panel_rows;
+    rows.data.grow(floats(num_rows, rows.stride));
+  }
   for (Activations& a : activations_) {
-    // Odd numbers of cache lines, so that tokens do not share cache sets.
+    // Odd numbers of cache lines here too.
     a.group_stride = (widest / group_size) | 1;
     a.block_stride = (widest / activation_block_size) | 1;
     a.float_stride = (widest + 15) / 16 * 16 + 16;
@@ -294,17 +380,6 @@ void Decoder::reserve_rows(int num_rows) {
   }
   scratch_.grow(floats(pool_.size(), scratch_size()));
   reserved_rows_ = num_rows;
-}
-
-float* Decoder::input_rows(StageInput which) const {
-  if (which == StageInput::hidden) return hidden_.as<float>();
-  return which == StageInput::attention_output ? attention_output_.as<float>() : gated_.as<float>();
-}
-
-int64_t Decoder::input_size(StageInput which) const {
-  if (which == StageInput::hidden) return shape_.hidden_size;
-  return which == StageInput::attention_output ? int64_t{shape_.num_heads} * shape_.head_dim
-                                               : shape_.ffn_size;
 }
 
 int Decoder::formats_for(const std::vector<int>& matrices) const {
@@ -328,12 +403,12 @@ int Decoder::formats_for(const std::vector<int>& matrices) const {
 void Decoder::copy_blocks(const StepInput& input) {
   for (const auto& [source, target] : input.copies) {
     if (source == target) continue;
-    for (int layer = 0; layer < shape_.num_layers; layer++) {
+    for (int layer = 0; layer < num_layers(); layer++) {
       std::memcpy(cache_block(layer, target), cache_block(layer, source),
-                  static_cast<size_t>(block_bytes_));
+                  static_cast<size_t>(block_bytes(layer)));
       if (!is_int8_) continue;
       const LayerCache cache = layer_cache(layer);
-      const int64_t size = int64_t{shape_.num_kv_heads} * block_size;
+      const int64_t size = int64_t{attention_shape(layer).num_kv_heads} * block_size;
       for (float* scales : {cache.key_scales, cache.value_scales})
         std::memcpy(scales + target * size, scales + source * size, bytes_of(size, sizeof(float)));
     }
@@ -343,33 +418,34 @@ void Decoder::copy_blocks(const StepInput& input) {
 void Decoder::embed(const StepInput& input) {
   pool_.run(num_rows_, 1, [&](int begin, int end, int) {
     for (int row = begin; row < end; row++)
-      read_row(embedding_, input.tokens[static_cast<size_t>(row)],
-               hidden_.as<float>() + row * shape_.hidden_size);
+      read_row(embedding_, input.tokens[static_cast<size_t>(row)], row_of(RowKind::hidden, row));
   });
 }
 
 void Decoder::norm_and_quantise(const Stage& stage) {
   Stopwatch watch(counters_.norm_and_quantise_seconds);
-  const float* from = input_rows(stage.input);
-  const int64_t size = input_size(stage.input);
-  const int64_t stride = stage.input == StageInput::attention_output ? projected_stride_ : size;
+  const int64_t size = matrices_[static_cast<size_t>(stage.matrices[0])]->in_size;
   const int formats = formats_for(stage.matrices);
   pool_.run(num_rows_, 1, [&](int begin, int end, int) {
     for (int row = begin; row < end; row++)
-      norm_and_quantise_row(from + row * stride, size, stage.norm, formats, activations_[current_],
-                            row);
+      norm_and_quantise_row(row_of(stage.input, row), size, stage.norm, formats,
+                            activations_[current_], row);
   });
 }
 
-// Applies rmsnorm where `norm` is an index, and quantises the row to all wanted formats.
-void Decoder::norm_and_quantise_row(const float* x, int64_t size, int norm, int formats,
+void Decoder::apply_norm(const Norm& norm, const float* x, int64_t size, float* out) const {
+  const float* weight = vectors_[static_cast<size_t>(norm.weight)].data();
+  kernels_.rms_norm(x, weight, static_cast<int>(size), norm.epsilon, out);
+}
+
+// Applies the norm if there is one, and quantises the row to all wanted formats.
+void Decoder::norm_and_quantise_row(const float* x, int64_t size, const Norm& norm, int formats,
                                     Activations& to, int row) {
   thread_local std::vector<float> normed;
   const int count = static_cast<int>(size);
-  if (norm >= 0) {
+  if (norm.kind != Norm::none) {
     normed.resize(static_cast<size_t>(size));
-    const float* weight = vectors_[static_cast<size_t>(norm)].data();
-    kernels_.rms_norm(x, weight, count, shape_.norm_epsilon, normed.data());
+    apply_norm(norm, x, size, normed.data());
     x = normed.data();
   }
   const auto groups = [&](const Buffer& of) {
@@ -394,14 +470,12 @@ void Decoder::norm_and_quantise_row(const float* x, int64_t size, int norm, int 
 bool Decoder::is_finite(int row) const {
   const int index = kept_index_[static_cast<size_t>(row)];
   if (index < 0) return was_finite_[static_cast<size_t>(row)];
-  return quire::is_finite(hidden_.as<float>() + index * shape_.hidden_size, shape_.hidden_size);
+  return quire::is_finite(row_of(RowKind::hidden, index), shape_.hidden_size);
 }
 
 void Decoder::final_state(int row, float* out) const {
   const int index = kept_index_[static_cast<size_t>(row)];
-  kernels_.rms_norm(hidden_.as<float>() + index * shape_.hidden_size,
-                    vectors_[static_cast<size_t>(output_norm_)].data(),
-                    static_cast<int>(shape_.hidden_size), shape_.norm_epsilon, out);
+  apply_norm(output_norm_, row_of(RowKind::hidden, index), shape_.hidden_size, out);
 }
 
 }  // namespace quire

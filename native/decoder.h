@@ -37,38 +37,47 @@ struct Matrix {
   int64_t num_bytes;
 };
 
-enum class StageInput { hidden, attention_output, gated };  // the rows that a stage quantises
+// The rows of floats that stages read and write: one for each token of the step.
+enum class RowKind { hidden, projected, attention_output, gated };
+constexpr int num_row_kinds = 4;
+
+struct Norm {
+  enum Kind { none, rms } kind = none;
+  int weight = -1;  // index of a vector
+  float epsilon = 0.0f;
+};
+
+// What a layer's rope_and_store and attend stages compute with.
+struct LayerAttention {
+  AttentionShape shape;
+  int rope;  // index, or -1
+};
 
 struct Stage {
   enum Kind {
     norm_and_quantise,  // rows of `input` for the next GEMM
-    project_qkv,        // queries, keys and values
+    project,            // one or more matrices side by side into `output`
     rope_and_store,     // rotates queries and keys, stores keys and values in the KV cache
     attend,
-    project_and_add,  // attention output or feed-forward down, added to the hidden state
+    project_and_add,  // one matrix, added to the hidden state
     gate_and_up       // the gated feed-forward
   } kind;
-  StageInput input = StageInput::hidden;
-  int norm = -1;              // norm_and_quantise: index of a vector, or -1
-  std::vector<int> matrices;  // project_qkv: three, side by side; gate_and_up: gate, up; else one
+  RowKind input = RowKind::hidden, output = RowKind::projected;
+  Norm norm;                  // norm_and_quantise
+  std::vector<int> matrices;  // gate_and_up: gate, up
   // gate_and_up: groups or blocks where it quantises its result for the next GEMM itself
   ActivationFormat quantised = ActivationFormat::floats;
-  int layer = 0;
-  int query_norm = -1, key_norm = -1;  // rope_and_store
+  Gate gate = Gate::silu;
+  int layer = 0;              // rope_and_store, attend
+  Norm query_norm, key_norm;  // rope_and_store: of each head
 };
 
 struct DecoderShape {
-  int64_t hidden_size, ffn_size, vocabulary_size;
-  int num_layers, num_heads, num_kv_heads, head_dim;
-  int rope_dims;
-  bool rope_interleaved;
-  float norm_epsilon;
-  int gate;                                  // Gate
-  float attention_soft_cap, logit_soft_cap;  // 0: none
-  std::vector<int> windows;                  // per layer; 0: all
+  int64_t hidden_size, vocabulary_size;
+  float logit_soft_cap;  // 0: none
 };
 
-// The same shape; throws std::invalid_argument where a size is out of bounds or inconsistent.
+// The same shape; throws std::invalid_argument where a size is out of bounds.
 const DecoderShape& checked(const DecoderShape& shape);
 
 // The rows of a step. A sequence's rows follow each other and share one block table.
@@ -113,13 +122,16 @@ class Decoder {
   int add_matrix(const char* format, const uint8_t* blocks, int64_t out_size, int64_t in_size,
                  bool per_token_scale, bool residual_pass, float scale, int bias);
   int add_vector(const float* values, int64_t size);
+  int add_rope(int dims, bool interleaved);
+  int add_layer(const LayerAttention& layer);
   void add_stage(Stage stage);
-  void set_embedding_and_head(int embedding, int output_norm, int head);
+  void set_embedding_and_head(int embedding, const Norm& output_norm, int head);
   // prefault_bytes: bytes of the cache that are faulted in ahead of use; low_priority: by a thread
   // of the lowest priority.
   void allocate_cache(int64_t num_blocks, bool is_int8, int64_t prefault_bytes, bool low_priority);
-  // Tables of `size` numbers each, [num_positions][rope_dims / 2].
-  void set_rope(const float* cosines, const float* sines, int64_t size, int64_t num_positions);
+  // A rope's tables of `size` numbers each, [num_positions][dims / 2].
+  void set_rope(int rope, const float* cosines, const float* sines, int64_t size,
+                int64_t num_positions);
 
   // ---- each step
   // Computes all rows up to the last layer's keys and values, and output rows to the end. Throws
@@ -157,17 +169,16 @@ class Decoder {
   const Kernels& kernels() const { return kernels_; }
   int64_t weight_bytes() const;
   void stop_prefault() { prefault_.stop(); }
-  int64_t prefaulted_bytes() const {
-    return static_cast<int64_t>(prefault_.prefaulted()) * shape_.num_layers;
-  }
+  int64_t prefaulted_bytes() const { return static_cast<int64_t>(prefault_.prefaulted()); }
   int64_t cache_bytes() const;
   void read_row(int matrix, int64_t row, float* out) const;
   const Matrix& matrix(int index) const { return *matrices_.at(static_cast<size_t>(index)); }
   uint8_t* cache_block(int layer, int64_t block) const;
   static int64_t scratch_size();  // floats of a thread's GEMM results
-  int64_t block_bytes() const { return block_bytes_; }
+  int num_layers() const { return static_cast<int>(layers_.size()); }
+  int64_t block_bytes(int layer) const;  // of one layer's keys and values
   int64_t num_blocks() const { return num_blocks_; }
-  int64_t num_positions() const { return num_positions_; }  // that the rope tables hold
+  int64_t num_positions() const;  // that all rope tables hold
 
  private:
   static constexpr size_t max_head_rows = 64;  // whose logits are in memory at once
@@ -176,6 +187,20 @@ class Decoder {
   struct Activations {
     Buffer groups, blocks, residuals, block_residuals, scales, floats;
     int64_t group_stride = 0, block_stride = 0, float_stride = 0;
+  };
+
+  // Rows of floats, at most `width` of them each. `written`: how many the last stage that was added
+  // writes there; 0: none.
+  struct RowBuffer {
+    Buffer data;
+    int64_t width = 0, stride = 0, written = 0;
+  };
+
+  struct RopeTables {
+    int dims;
+    bool interleaved;
+    std::vector<float> cosines, sines;
+    int64_t num_positions = 0;
   };
 
   // Rows of one sequence that are attended together; or, where num_tiles is not 0, a split of one
@@ -193,32 +218,46 @@ class Decoder {
     int64_t partial;
   };
 
+  // The tasks of a step for all layers whose heads are alike.
+  struct AttendPlan {
+    AttentionShape shape;  // of the first of these layers
+    std::vector<AttendTask> tasks;
+    std::vector<MergeTask> merges;
+  };
+
   void expect_vector(const char* what, int index, int64_t size) const;
   const Matrix& expect_matrix(const char* what, int index, int64_t out_size, int64_t in_size) const;
+  void expect_norm(const char* what, const Norm& norm, int64_t size) const;
+  void expect_written(const char* what, RowKind rows, int64_t size) const;
   int64_t rows_of(int matrix) const;
   void check_stage(const Stage& stage) const;
   void check_quantise(const Stage& stage) const;
-  void check_qkv(const Stage& stage) const;
+  void check_project(const Stage& stage) const;
+  void check_rope_and_store(const Stage& stage) const;
+  void check_attend(const Stage& stage) const;
   void check_gate(const Stage& stage) const;
-  void check_embedding_and_head(int embedding, int output_norm, int head) const;
+  void check_layer(const LayerAttention& layer) const;
   void check_ready(int64_t num_rows) const;
   void compute(const Stage& stage);
   void embed(const StepInput& input);
   void copy_blocks(const StepInput& input);
   void plan_attention();
-  void split_long_rows();
+  void plan_attention(AttendPlan& plan);
+  void split_long_rows(AttendPlan& plan);
   void advance_prefault();
   void keep_output_rows(const std::vector<int>& output_rows);
   void norm_and_quantise(const Stage& stage);
-  void norm_and_quantise_row(const float* x, int64_t size, int norm, int formats, Activations& to,
-                             int row);
+  void norm_and_quantise_row(const float* x, int64_t size, const Norm& norm, int formats,
+                             Activations& to, int row);
+  void apply_norm(const Norm& norm, const float* x, int64_t size, float* out) const;
   void project(const Stage& stage);
   void gemm_and_add(const Matrix& matrix, int first_panel, int num_panels, float* results);
   void gate_and_up(const Stage& stage);
-  void gate_outputs(const Matrix& gate, const Matrix& up, int64_t output, int size, int first,
-                    int count, float* out, int stride, float* ups) const;
+  void gate_outputs(const Stage& stage, int64_t output, int size, int first, int count, float* out,
+                    int stride, float* ups) const;
   void store_gated(const Stage& stage, const float* x, int64_t output, int size, int token);
   void rope_and_store(const Stage& stage);
+  void apply_rope(int layer, float* heads, int count, int position) const;
   void attend(const Stage& stage);
   void compute_logits(const int* rows, int count);
   // Panels [first_panel, +num_panels) of a matrix times rows [first, +count) into
@@ -228,13 +267,16 @@ class Decoder {
   void scale_and_add_bias(const Matrix& matrix, const Gemm& args, const float* token_scales) const;
   void reserve_rows(int num_rows);
   int formats_for(const std::vector<int>& matrices) const;
-  float* input_rows(StageInput which) const;
-  int64_t input_size(StageInput which) const;
-  int64_t projected_size() const {  // queries, keys and values of a row
-    return int64_t{shape_.num_heads + 2 * shape_.num_kv_heads} * shape_.head_dim;
+  const RowBuffer& buffer(RowKind which) const { return rows_[static_cast<size_t>(which)]; }
+  float* row_of(RowKind which, int64_t row) const {
+    return buffer(which).data.as<float>() + row * buffer(which).stride;
+  }
+  void set_written(const Stage& stage);
+  int64_t output_size(const Stage& stage) const;
+  const AttentionShape& attention_shape(int layer) const {
+    return layers_[static_cast<size_t>(layer)].shape;
   }
   LayerCache layer_cache(int layer) const;
-  AttentionShape attention_shape(int layer) const;
 
   DecoderShape shape_;
   const Kernels& kernels_;
@@ -242,27 +284,33 @@ class Decoder {
   Arena weights_;
   std::vector<std::unique_ptr<Matrix>> matrices_;
   std::vector<std::vector<float>> vectors_;
+  std::vector<RopeTables> ropes_;
+  std::vector<LayerAttention> layers_;
+  std::vector<size_t> plan_of_layer_;  // index into attend_plans_
   std::vector<Stage> stages_;
-  int embedding_ = -1, output_norm_ = -1, head_ = -1;
+  size_t last_attend_ = 0;  // index of a stage
+  int embedding_ = -1, head_ = -1;
+  Norm output_norm_;
 
   Buffer cache_, cache_scales_;
   Prefault prefault_;  // of cache_
-  int64_t num_blocks_ = 0, block_bytes_ = 0;
+  int64_t num_blocks_ = 0;
+  // Before a layer's first block: bytes of cache_, floats of cache_scales_.
+  std::vector<int64_t> cache_offsets_, scale_offsets_;
   bool is_int8_ = false;
-  std::vector<float> cosines_, sines_;
-  int64_t num_positions_ = 0;
 
   int num_rows_ = 0, reserved_rows_ = 0;
-  Buffer hidden_, projected_, attention_output_, gated_, logits_, scratch_;
-  const Buffer attention_scratch_;  // [thread][attention_workspace]
+  RowBuffer rows_[num_row_kinds];
+  Buffer logits_, scratch_;
+  Buffer attention_scratch_;  // [thread][attention_floats_]
+  int64_t attention_floats_ = 0;
   Activations activations_[2];
   int current_ = 0;  // what the next GEMM reads; a gate reads it, writes the other, then swaps
-  int64_t projected_stride_ = 0, logits_stride_ = 0;
+  int64_t logits_stride_ = 0;
   std::vector<RowPosition> row_positions_;
   std::vector<int> kept_index_;   // of each row of the step among those kept; -1: dropped
   std::vector<char> was_finite_;  // of dropped rows, when they were dropped
-  std::vector<AttendTask> attend_tasks_;
-  std::vector<MergeTask> merge_tasks_;
+  std::vector<AttendPlan> attend_plans_;
   std::vector<float> split_partials_;
   std::atomic<bool> is_cancelled_{false};
   Counters counters_;  // written by the thread that runs steps

@@ -1,6 +1,5 @@
 // The stages on the KV cache: rope and store, attention and how it is split into tasks.
 #include <algorithm>
-#include <cmath>
 
 #include "decoder.h"
 
@@ -15,61 +14,57 @@ constexpr int64_t max_partial_floats = int64_t{1} << 26;  // of split rows
 LayerCache Decoder::layer_cache(int layer) const {
   LayerCache cache{};
   cache.data = cache_block(layer, 0);
-  cache.block_bytes = block_bytes_;
+  cache.block_bytes = block_bytes(layer);
   cache.is_int8 = is_int8_;
   if (is_int8_) {
-    const int64_t size = num_blocks_ * shape_.num_kv_heads * block_size;
-    cache.key_scales = cache_scales_.as<float>() + 2 * layer * size;
+    const int64_t size = num_blocks_ * attention_shape(layer).num_kv_heads * block_size;
+    cache.key_scales = cache_scales_.as<float>() + scale_offsets_[static_cast<size_t>(layer)];
     cache.value_scales = cache.key_scales + size;
   }
   return cache;
 }
 
-AttentionShape Decoder::attention_shape(int layer) const {
-  AttentionShape shape{};
-  shape.num_heads = shape_.num_heads;
-  shape.num_kv_heads = shape_.num_kv_heads;
-  shape.head_dim = shape_.head_dim;
-  shape.window = shape_.windows[static_cast<size_t>(layer)];
-  shape.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
-  shape.soft_cap = shape_.attention_soft_cap;
-  return shape;
-}
-
 // Norms queries and keys where the model does, rotates them, and stores keys and values.
 void Decoder::rope_and_store(const Stage& stage) {
   Stopwatch watch(counters_.rope_and_store_seconds);
-  const Rope rope{shape_.rope_dims, shape_.rope_interleaved, cosines_.data(), sines_.data()};
-  const AttentionShape shape = attention_shape(stage.layer);
+  const AttentionShape& shape = attention_shape(stage.layer);
   const LayerCache cache = layer_cache(stage.layer);
-  const int64_t head = shape_.head_dim;
-  const auto norm_heads = [&](float* heads, int count, int norm) {
-    if (norm < 0) return;
-    const float* weight = vectors_[static_cast<size_t>(norm)].data();
-    for (int i = 0; i < count; i++)
-      kernels_.rms_norm(heads + i * head, weight, shape_.head_dim, shape_.norm_epsilon,
-                        heads + i * head);
+  const int64_t head = shape.head_dim;
+  const auto turn = [&](float* heads, int count, const Norm& norm, int position) {
+    for (int i = 0; i < count && norm.kind != Norm::none; i++)
+      apply_norm(norm, heads + i * head, head, heads + i * head);
+    apply_rope(stage.layer, heads, count, position);
   };
   pool_.run(num_rows_, 1, [&](int begin, int end, int) {
     for (int row = begin; row < end; row++) {
-      float* query = projected_.as<float>() + row * projected_stride_;
-      float* key = query + shape_.num_heads * head;
-      const float* value = key + shape_.num_kv_heads * head;
+      float* query = row_of(RowKind::projected, row);
+      float* key = query + shape.num_heads * head;
+      const float* value = key + shape.num_kv_heads * head;
       const RowPosition& at = row_positions_[static_cast<size_t>(row)];
-      norm_heads(query, shape_.num_heads, stage.query_norm);
-      norm_heads(key, shape_.num_kv_heads, stage.key_norm);
-      kernels_.rope(query, shape_.num_heads, shape_.head_dim, rope, at.position);
-      kernels_.rope(key, shape_.num_kv_heads, shape_.head_dim, rope, at.position);
+      turn(query, shape.num_heads, stage.query_norm, at.position);
+      turn(key, shape.num_kv_heads, stage.key_norm, at.position);
       kernels_.store_key_value(cache, shape, at, key, value);
     }
   });
 }
 
-// The same tasks serve every layer, in the order of the rows, so that a thread keeps its rows. Rows
-// at consecutive positions of one sequence share a task.
+void Decoder::apply_rope(int layer, float* heads, int count, int position) const {
+  const LayerAttention& attention = layers_[static_cast<size_t>(layer)];
+  if (attention.rope < 0) return;
+  const RopeTables& tables = ropes_[static_cast<size_t>(attention.rope)];
+  const Rope rope{tables.dims, tables.interleaved, tables.cosines.data(), tables.sines.data()};
+  kernels_.rope(heads, count, attention.shape.head_dim, rope, position);
+}
+
 void Decoder::plan_attention() {
-  attend_tasks_.clear();
-  merge_tasks_.clear();
+  for (AttendPlan& plan : attend_plans_) plan_attention(plan);
+}
+
+// The same tasks serve every layer whose heads are alike, in the order of the rows, so that a
+// thread keeps its rows. Rows at consecutive positions of one sequence share a task.
+void Decoder::plan_attention(AttendPlan& plan) {
+  plan.tasks.clear();
+  plan.merges.clear();
   const auto follows = [&](int row) {
     const RowPosition &at = row_positions_[static_cast<size_t>(row)],
                       &before = row_positions_[static_cast<size_t>(row) - 1];
@@ -79,26 +74,24 @@ void Decoder::plan_attention() {
     for (count = 1; count < attend_rows && first + count < num_rows_ && follows(first + count);)
       count++;
     const int64_t attended = row_positions_[static_cast<size_t>(first)].position + count;
-    for (int head = 0; head < shape_.num_kv_heads; head++)
-      attend_tasks_.push_back({first, count, head, attended * count, 0, 0, 0});
+    for (int head = 0; head < plan.shape.num_kv_heads; head++)
+      plan.tasks.push_back({first, count, head, attended * count, 0, 0, 0});
   }
-  if (pool_.size() > 1) split_long_rows();
+  // Of windows the tiles differ, and they bound the cost.
+  if (pool_.size() > 1 && plan.shape.window == 0) split_long_rows(plan);
 }
 
 // Splits single rows whose context is so long that one thread would compute while others wait, by
 // tiles. The merged bits are those of the whole row, so splits may depend on the thread count.
-void Decoder::split_long_rows() {
-  const bool has_windows =
-      std::any_of(shape_.windows.begin(), shape_.windows.end(), [](int w) { return w != 0; });
-  if (has_windows) return;  // layers attend to different tiles; the window bounds the cost
+void Decoder::split_long_rows(AttendPlan& plan) {
   int64_t total = 0;
-  for (const AttendTask& task : attend_tasks_) total += task.cost;
+  for (const AttendTask& task : plan.tasks) total += task.cost;
   const int64_t share = total / (pool_.size() * 4) + 1;  // cost of a split, at most
-  const int group = shape_.num_heads / shape_.num_kv_heads;
-  const int64_t tile_floats = int64_t{group} * (shape_.head_dim + 2);
+  const int group = plan.shape.num_heads / plan.shape.num_kv_heads;
+  const int64_t tile_floats = int64_t{group} * (plan.shape.value_dim + 2);
   std::vector<AttendTask> split;
   int64_t floats = 0;
-  for (const AttendTask& task : attend_tasks_) {
+  for (const AttendTask& task : plan.tasks) {
     const int tiles =
         row_positions_[static_cast<size_t>(task.first_row)].position / kv_tile_size + 1;
     const bool fits = floats + tiles * tile_floats <= max_partial_floats;
@@ -107,7 +100,7 @@ void Decoder::split_long_rows() {
       continue;
     }
     const int step = static_cast<int>(std::max<int64_t>(1, share / kv_tile_size));
-    merge_tasks_.push_back({task.first_row, task.kv_head, tiles, floats});
+    plan.merges.push_back({task.first_row, task.kv_head, tiles, floats});
     for (int tile = 0; tile < tiles; tile += step) {
       const int count = std::min(step, tiles - tile);
       split.push_back({task.first_row, 1, task.kv_head, int64_t{count} * kv_tile_size, tile, count,
@@ -115,38 +108,39 @@ void Decoder::split_long_rows() {
     }
     floats += tiles * tile_floats;
   }
-  attend_tasks_ = std::move(split);
+  plan.tasks = std::move(split);
   if (static_cast<int64_t>(split_partials_.size()) < floats)
     split_partials_.resize(static_cast<size_t>(floats));
 }
 
 void Decoder::attend(const Stage& stage) {
   Stopwatch watch(counters_.attention_seconds);
-  const AttentionShape shape = attention_shape(stage.layer);
+  const AttentionShape& shape = attention_shape(stage.layer);
+  const AttendPlan& plan = attend_plans_[plan_of_layer_[static_cast<size_t>(stage.layer)]];
   const LayerCache cache = layer_cache(stage.layer);
-  const float* queries = projected_.as<float>();
-  float* out = attention_output_.as<float>();
-  const int64_t stride = projected_stride_;
-  pool_.run(static_cast<int>(attend_tasks_.size()), 1, [&](int begin, int end, int thread) {
-    float* workspace =
-        attention_scratch_.as<float>() + thread * attention_workspace(shape_.head_dim);
+  const RowStrides strides{buffer(RowKind::projected).stride,
+                           buffer(RowKind::attention_output).stride};
+  pool_.run(static_cast<int>(plan.tasks.size()), 1, [&](int begin, int end, int thread) {
+    float* workspace = attention_scratch_.as<float>() + thread * attention_floats_;
     for (int i = begin; i < end; i++) {
-      const AttendTask& task = attend_tasks_[static_cast<size_t>(i)];
+      const AttendTask& task = plan.tasks[static_cast<size_t>(i)];
       const RowPosition* rows = &row_positions_[static_cast<size_t>(task.first_row)];
-      const int64_t at = task.first_row * stride;
+      const float* queries = row_of(RowKind::projected, task.first_row);
+      float* out = row_of(RowKind::attention_output, task.first_row);
       if (task.num_tiles == 0)
-        kernels_.attend(cache, shape, task.kv_head, rows, task.num_rows, queries + at, out + at,
-                        stride, workspace);
+        kernels_.attend(cache, shape, task.kv_head, rows, task.num_rows, queries, out, strides,
+                        workspace);
       else
         kernels_.attend_split(cache, shape, task.kv_head, *rows, task.first_tile, task.num_tiles,
-                              queries + at, split_partials_.data() + task.partial, workspace);
+                              queries, split_partials_.data() + task.partial, workspace);
     }
   });
-  pool_.run(static_cast<int>(merge_tasks_.size()), 1, [&](int begin, int end, int) {
+  pool_.run(static_cast<int>(plan.merges.size()), 1, [&](int begin, int end, int) {
     for (int i = begin; i < end; i++) {
-      const MergeTask& task = merge_tasks_[static_cast<size_t>(i)];
+      const MergeTask& task = plan.merges[static_cast<size_t>(i)];
       kernels_.merge_splits(shape, task.kv_head, task.num_tiles,
-                            split_partials_.data() + task.partial, out + task.row * stride);
+                            split_partials_.data() + task.partial,
+                            row_of(RowKind::attention_output, task.row));
     }
   });
 }

@@ -13,30 +13,33 @@ void expect_number(const char* name, float value, float high) {
                                 std::to_string(high) + ", got " + std::to_string(value));
 }
 
-constexpr float max_cap = 3e38f;  // a finite number
+constexpr float max_number = 3e38f;  // a finite one
 
 }  // namespace
 
 const DecoderShape& checked(const DecoderShape& shape) {
   expect_within("hidden_size", shape.hidden_size, 1, max_hidden_size);
-  expect_within("ffn_size", shape.ffn_size, 1, max_row_size);
   expect_within("vocabulary_size", shape.vocabulary_size, 1, max_vocabulary);
-  expect_within("num_layers", shape.num_layers, 1, max_layers);
+  expect_number("logit_soft_cap", shape.logit_soft_cap, max_number);
+  return shape;
+}
+
+void Decoder::check_layer(const LayerAttention& layer) const {
+  const AttentionShape& shape = layer.shape;
+  expect_within("the layers of a decoder", num_layers(), 0, max_layers - 1);
   expect_within("num_heads", shape.num_heads, 1, max_heads);
   expect_within("num_kv_heads", shape.num_kv_heads, 1, max_heads);
   expect_within("head_dim", shape.head_dim, 1, max_head_dim);
-  expect_within("num_heads * head_dim", int64_t{shape.num_heads} * shape.head_dim, 1, max_row_size);
+  expect_within("value_dim", shape.value_dim, 1, max_head_dim);
+  const int64_t widest = std::max(shape.head_dim, shape.value_dim);
+  expect_within("num_heads * head_dim", shape.num_heads * widest, 1, max_row_size);
   expect(shape.num_heads % shape.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
-  expect_within("rope_dims", shape.rope_dims, 2, shape.head_dim);
-  expect(shape.rope_dims % 2 == 0, "rope_dims must be even");
-  expect_within("gate", shape.gate, 0, static_cast<int>(Gate::relu2));
-  expect_number("norm_epsilon", shape.norm_epsilon, 1.0f);
-  expect_number("attention_soft_cap", shape.attention_soft_cap, max_cap);
-  expect_number("logit_soft_cap", shape.logit_soft_cap, max_cap);
-  expect(static_cast<int64_t>(shape.windows.size()) == shape.num_layers,
-         "windows must have one number for each layer");
-  for (const int window : shape.windows) expect_within("a window", window, 0, max_positions);
-  return shape;
+  expect_within("a window", shape.window, 0, max_positions);
+  expect_number("attention_scale", shape.scale, max_number);
+  expect_number("attention_soft_cap", shape.soft_cap, max_number);
+  expect_within("a rope", layer.rope, -1, static_cast<int64_t>(ropes_.size()) - 1);
+  if (layer.rope >= 0)
+    expect_within("rope_dims", ropes_[static_cast<size_t>(layer.rope)].dims, 2, shape.head_dim);
 }
 
 void Decoder::expect_vector(const char* what, int index, int64_t size) const {
@@ -54,10 +57,15 @@ const Matrix& Decoder::expect_matrix(const char* what, int index, int64_t out_si
   return found;
 }
 
-void Decoder::check_embedding_and_head(int embedding, int output_norm, int head) const {
-  expect_matrix("the embedding", embedding, shape_.vocabulary_size, shape_.hidden_size);
-  expect_matrix("the head", head, shape_.vocabulary_size, shape_.hidden_size);
-  expect_vector("the output norm", output_norm, shape_.hidden_size);
+void Decoder::expect_norm(const char* what, const Norm& norm, int64_t size) const {
+  if (norm.kind == Norm::none) return;
+  expect_number("norm_epsilon", norm.epsilon, 1.0f);
+  expect_vector(what, norm.weight, size);
+}
+
+void Decoder::expect_written(const char* what, RowKind rows, int64_t size) const {
+  const int64_t written = buffer(rows).written;
+  expect_within(what, size, written, written);
 }
 
 int64_t Decoder::rows_of(int matrix) const {
@@ -70,18 +78,9 @@ int64_t Decoder::rows_of(int matrix) const {
 void Decoder::check_stage(const Stage& stage) const {
   switch (stage.kind) {
     case Stage::norm_and_quantise: return check_quantise(stage);
-    case Stage::project_qkv: return check_qkv(stage);
-    case Stage::rope_and_store:
-      expect_within("a layer", stage.layer, 0, shape_.num_layers - 1);
-      if (stage.query_norm >= 0) expect_vector("a query norm", stage.query_norm, shape_.head_dim);
-      if (stage.key_norm >= 0) expect_vector("a key norm", stage.key_norm, shape_.head_dim);
-      return;
-    case Stage::attend:
-      expect_within("a layer", stage.layer, 0, shape_.num_layers - 1);
-      for (const Stage& other : stages_)  // the last layer's attend drops rows
-        expect(other.kind != Stage::attend || other.layer < stage.layer,
-               "layers attend once each, in ascending order");
-      return;
+    case Stage::project: return check_project(stage);
+    case Stage::rope_and_store: return check_rope_and_store(stage);
+    case Stage::attend: return check_attend(stage);
     case Stage::project_and_add: {
       expect(stage.matrices.size() == 1, "a stage adds the product of one matrix");
       const int index = stage.matrices[0];
@@ -96,31 +95,51 @@ void Decoder::check_stage(const Stage& stage) const {
 
 void Decoder::check_quantise(const Stage& stage) const {
   expect(!stage.matrices.empty(), "a stage quantises rows for at least one matrix");
-  for (const int index : stage.matrices)
-    expect_matrix("a matrix", index, rows_of(index), input_size(stage.input));
-  if (stage.norm >= 0) expect_vector("a norm", stage.norm, input_size(stage.input));
+  const int64_t size = buffer(stage.input).written;
+  for (const int index : stage.matrices) expect_matrix("a matrix", index, rows_of(index), size);
+  expect_norm("a norm", stage.norm, size);
 }
 
-void Decoder::check_qkv(const Stage& stage) const {
+void Decoder::check_project(const Stage& stage) const {
   expect(!stage.matrices.empty(), "a stage projects with at least one matrix");
-  int64_t projected = 0;
-  for (const int index : stage.matrices) {
+  expect(stage.output == RowKind::projected, "a projection must not replace rows that others read");
+  for (const int index : stage.matrices)
     expect_matrix("a projection", index, rows_of(index), shape_.hidden_size);
-    projected += rows_of(index);
-  }
-  expect_within("all rows of a projection", projected, projected_size(), projected_size());
+  expect_within("the rows of a projection", output_size(stage), 1, 3 * max_row_size);
+}
+
+void Decoder::check_rope_and_store(const Stage& stage) const {
+  expect_within("a layer", stage.layer, 0, num_layers() - 1);
+  const AttentionShape& shape = attention_shape(stage.layer);
+  expect_written("queries, keys and values", RowKind::projected,
+                 int64_t{shape.num_heads + shape.num_kv_heads} * shape.head_dim +
+                     int64_t{shape.num_kv_heads} * shape.value_dim);
+  expect_norm("a query norm", stage.query_norm, shape.head_dim);
+  expect_norm("a key norm", stage.key_norm, shape.head_dim);
+}
+
+void Decoder::check_attend(const Stage& stage) const {
+  expect_within("a layer", stage.layer, 0, num_layers() - 1);
+  const AttentionShape& shape = attention_shape(stage.layer);
+  expect_within("the queries of a layer", int64_t{shape.num_heads} * shape.head_dim, 1,
+                buffer(RowKind::projected).written);
+  for (const Stage& other : stages_)  // the last layer's attend drops rows
+    expect(other.kind != Stage::attend || other.layer < stage.layer,
+           "layers attend once each, in ascending order");
 }
 
 void Decoder::check_gate(const Stage& stage) const {
   expect(stage.matrices.size() == 2, "a gate has two matrices");
-  expect_matrix("a gate", stage.matrices[0], shape_.ffn_size, shape_.hidden_size);
-  expect_matrix("an up projection", stage.matrices[1], shape_.ffn_size, shape_.hidden_size);
+  const int64_t size = rows_of(stage.matrices[0]);
+  expect_within("ffn_size", size, 1, max_row_size);
+  expect_matrix("a gate", stage.matrices[0], size, shape_.hidden_size);
+  expect_matrix("an up projection", stage.matrices[1], size, shape_.hidden_size);
   expect(stage.quantised != ActivationFormat::per_token,
          "a gate's task sees part of a row: it cannot make a per-token scale");
   if (stage.quantised == ActivationFormat::floats) return;
   // Such a matrix makes reserve_rows allocate the records that the gate writes.
   const bool is_read = std::any_of(matrices_.begin(), matrices_.end(), [&](const auto& m) {
-    return m->in_size == shape_.ffn_size && m->activations == stage.quantised;
+    return m->in_size == size && m->activations == stage.quantised;
   });
   expect(is_read, "no matrix takes what the gate is to write");
 }
@@ -129,7 +148,9 @@ void Decoder::check_ready(int64_t num_rows) const {
   expect(head_ >= 0, "the decoder has no head yet");
   expect(num_blocks_ > 0, "the decoder has no cache yet");
   expect_within("the rows of a step", num_rows, 0, max_step_rows);
-  expect_within("the rows of a step times kv heads", num_rows * shape_.num_kv_heads, 0, INT32_MAX);
+  for (const AttendPlan& plan : attend_plans_)
+    expect_within("the rows of a step times kv heads", num_rows * plan.shape.num_kv_heads, 0,
+                  INT32_MAX);
 }
 
 }  // namespace quire

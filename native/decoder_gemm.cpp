@@ -82,7 +82,7 @@ void Decoder::scale_and_add_bias(const Matrix& matrix, const Gemm& args,
   }
 }
 
-// One or more GEMMs of the same activations: side by side into projected_, or added to hidden_.
+// One or more GEMMs of the same activations: side by side into rows, or added to the hidden state.
 void Decoder::project(const Stage& stage) {
   Stopwatch watch(counters_.gemm_seconds);
   std::vector<int> ends;  // one past the last task of each matrix
@@ -109,13 +109,14 @@ void Decoder::project(const Stage& stage) {
                          scratch_.as<float>() + thread * scratch_size());
           else
             gemm(matrix, activations_[current_], first_panel, num_panels, 0, num_rows_,
-                 projected_.as<float>() + output + int64_t{first_panel} * panel_rows,
-                 projected_stride_);
+                 row_of(stage.output, 0) + output + int64_t{first_panel} * panel_rows,
+                 buffer(stage.output).stride);
         }
       });
 }
 
-// Some panels of a matrix times all rows, added to hidden_; `results` is a thread's scratch.
+// Some panels of a matrix times all rows, added to the hidden state; `results` is a thread's
+// scratch.
 void Decoder::gemm_and_add(const Matrix& matrix, int first_panel, int num_panels, float* results) {
   const int64_t output = int64_t{first_panel} * panel_rows;
   const int size = static_cast<int>(std::min<int64_t>(task_outputs, matrix.out_size - output));
@@ -124,8 +125,7 @@ void Decoder::gemm_and_add(const Matrix& matrix, int first_panel, int num_panels
     gemm(matrix, activations_[current_], first_panel, num_panels, first, count, results,
          task_outputs);
     for (int t = 0; t < count; t++)
-      kernels_.add(hidden_.as<float>() + (first + t) * shape_.hidden_size + output,
-                   results + t * task_outputs, size);
+      kernels_.add(row_of(RowKind::hidden, first + t) + output, results + t * task_outputs, size);
   }
 }
 
@@ -150,8 +150,8 @@ void Decoder::gate_and_up(const Stage& stage) {
       for (int first = 0; first < num_rows_; first += rows_per_pass) {
         const int count = std::min(rows_per_pass, num_rows_ - first);
         for (int offset = 0; offset < size; offset += task_outputs)
-          gate_outputs(gate, up, output + offset, std::min(task_outputs, size - offset), first,
-                       count, gated + offset, stride, ups);
+          gate_outputs(stage, output + offset, std::min(task_outputs, size - offset), first, count,
+                       gated + offset, stride, ups);
         for (int t = 0; t < count; t++)
           store_gated(stage, gated + t * stride, output, size, first + t);
       }
@@ -161,8 +161,10 @@ void Decoder::gate_and_up(const Stage& stage) {
 }
 
 // Some outputs of gate(x) * up(x) into out [token][stride]; `ups` is scratch.
-void Decoder::gate_outputs(const Matrix& gate, const Matrix& up, int64_t output, int size,
-                           int first, int count, float* out, int stride, float* ups) const {
+void Decoder::gate_outputs(const Stage& stage, int64_t output, int size, int first, int count,
+                           float* out, int stride, float* ups) const {
+  const Matrix& gate = *matrices_[static_cast<size_t>(stage.matrices[0])];
+  const Matrix& up = *matrices_[static_cast<size_t>(stage.matrices[1])];
   const Activations& from = activations_[current_];
   const int first_panel = static_cast<int>(output / panel_rows);
   const int num_panels = (size + panel_rows - 1) / panel_rows;
@@ -170,7 +172,7 @@ void Decoder::gate_outputs(const Matrix& gate, const Matrix& up, int64_t output,
   gemm(up, from, first_panel, num_panels, first, count, ups, task_outputs);
   for (int t = 0; t < count; t++) {
     float* x = out + int64_t{t} * stride;
-    kernels_.gate(static_cast<Gate>(shape_.gate), x, ups + t * task_outputs, size, x);
+    kernels_.gate(stage.gate, x, ups + t * task_outputs, size, x);
   }
 }
 
@@ -184,8 +186,7 @@ void Decoder::store_gated(const Stage& stage, const float* x, int64_t output, in
         x, size,
         to.blocks.as<ActivationBlock>() + token * to.block_stride + output / activation_block_size);
   else
-    std::memcpy(gated_.as<float>() + token * shape_.ffn_size + output, x,
-                bytes_of(size, sizeof(float)));
+    std::memcpy(row_of(RowKind::gated, token) + output, x, bytes_of(size, sizeof(float)));
 }
 
 void Decoder::compute_logits(const int* rows, int count) {
@@ -200,8 +201,8 @@ void Decoder::compute_logits(const int* rows, int count) {
   pool_.run(count, 1, [&](int begin, int end, int) {
     for (int i = begin; i < end; i++) {
       const int index = kept_index_[static_cast<size_t>(rows[i])];
-      norm_and_quantise_row(hidden_.as<float>() + index * shape_.hidden_size, shape_.hidden_size,
-                            output_norm_, formats, to, i);
+      norm_and_quantise_row(row_of(RowKind::hidden, index), shape_.hidden_size, output_norm_,
+                            formats, to, i);
     }
   });
   counters_.multiplications += head.out_size * head.in_size * count;

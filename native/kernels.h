@@ -49,7 +49,7 @@ struct Gemm {
 };
 
 // The KV cache of one layer. A block holds, for each kv head, its keys [head_dim][block_size] and
-// its values [block_size][head_dim].
+// its values [block_size][value_dim].
 //   half: uint16 halves. int8: bytes, with one float scale for each (token, kv head) of the keys in
 //   key_scales [block][kv head][block_size], of the values in value_scales likewise.
 struct LayerCache {
@@ -74,7 +74,9 @@ struct Rope {
 };
 
 struct AttentionShape {
-  int num_heads, num_kv_heads, head_dim;
+  int num_heads, num_kv_heads;
+  int head_dim;    // of queries and keys
+  int value_dim;   // of values and of the output
   int window;      // positions a token attends to; 0: all
   float scale;     // of the scores
   float soft_cap;  // 0: none; else scores become cap * tanh(score / cap)
@@ -87,11 +89,19 @@ constexpr int max_queries_at_once = 8;
 
 // Floats of a thread's attention workspace: packed queries, and their output of one tile. Whole
 // cache lines.
-constexpr int64_t attention_workspace(int64_t head_dim) {
-  return (max_packed_queries + max_queries_at_once) * ((head_dim + 15) / 16 * 16);
+constexpr int64_t attention_workspace(int64_t head_dim, int64_t value_dim) {
+  return max_packed_queries * ((head_dim + 15) / 16 * 16) +
+         max_queries_at_once * ((value_dim + 15) / 16 * 16);
 }
 
-enum class Gate : int { silu = 0, relu2 = 1 };
+// Floats from one row (token) to the next.
+struct RowStrides {
+  int64_t queries, out;
+};
+
+// What a feed-forward applies to its gate, as quire.model.spec.Activation.
+enum class Gate : int { silu, gelu, gelu_tanh, relu2, clamped_swiglu };
+constexpr int num_gates = 5;
 
 struct Kernels {
   const char* name;
@@ -112,11 +122,12 @@ struct Kernels {
                           const float* key, const float* value);
   // Attention of the query heads of one kv head for `num_rows` tokens of ONE sequence at ascending,
   // consecutive positions (one block table). queries and out: [row][stride], all heads of a row.
-  // workspace: attention_workspace(head_dim) floats at a cache line, of the calling thread alone.
+  // workspace: attention_workspace() floats at a cache line, of the calling thread alone.
   void (*attend)(const LayerCache&, const AttentionShape&, int kv_head, const RowPosition* rows,
-                 int num_rows, const float* queries, float* out, int64_t stride, float* workspace);
+                 int num_rows, const float* queries, float* out, RowStrides strides,
+                 float* workspace);
   // The same attention of one row split by tiles, with the same bits: for few rows and long
-  // contexts. partials: [tile - first_tile][query head of the kv head][head_dim + 2]. Tiles are
+  // contexts. partials: [tile - first_tile][query head of the kv head][value_dim + 2]. Tiles are
   // those from the one in which the row's window begins to the one that holds its position.
   // merge_splits takes all of them and writes the kv head's query heads of `out`, a row of all
   // heads.

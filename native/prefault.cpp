@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -63,9 +64,9 @@ long process() { return 0; }
 
 struct Prefault::Work {
   uint8_t* data;
-  size_t region_size;
-  int count;
-  size_t margin;  // of each region
+  std::vector<size_t> region_sizes;
+  size_t region_size;  // of the largest: what follows counts its bytes, and a share of the others
+  size_t margin;
   bool low_priority;
   long made_by = process();
 
@@ -79,6 +80,13 @@ struct Prefault::Work {
   std::thread thread{};
 
   bool is_own_process() const { return made_by == process(); }
+
+  // As many bytes of a region as those of the largest.
+  size_t share_of(size_t size, size_t bytes) const {
+    if (size == region_size) return bytes;
+    return static_cast<size_t>(static_cast<double>(bytes) / static_cast<double>(region_size) *
+                               static_cast<double>(size));
+  }
 
   void want(size_t used) {
     const size_t all = std::min(region_size, used + margin);
@@ -108,9 +116,12 @@ struct Prefault::Work {
     if (low_priority) lower_priority();
     while (wait_for_work()) {
       const size_t from = prefaulted.load(), size = std::min(step_bytes, region_size - from);
-      for (int i = 0; i < count; i++) {
+      uint8_t* region = data;
+      for (const size_t own : region_sizes) {
         if (!wait_for_pause()) return;
-        if (!populate(data + static_cast<size_t>(i) * region_size + from, size)) return;
+        const size_t begin = share_of(own, from), end = share_of(own, from + size);
+        if (!populate(region + begin, end - begin)) return;
+        region += own;
       }
       prefaulted.store(from + size);
     }
@@ -135,8 +146,13 @@ Prefault& Prefault::operator=(Prefault&& other) noexcept {
   return *this;
 }
 
-Prefault::Prefault(uint8_t* data, size_t region_size, int count, size_t margin, bool low_priority)
-    : work_(new Work{data, region_size, count, margin / static_cast<size_t>(count), low_priority}) {
+Prefault::Prefault(uint8_t* data, std::vector<size_t> region_sizes, size_t margin,
+                   bool low_priority) {
+  const size_t largest = *std::max_element(region_sizes.begin(), region_sizes.end());
+  const size_t all = std::accumulate(region_sizes.begin(), region_sizes.end(), size_t{0});
+  const double share = static_cast<double>(largest) / static_cast<double>(all);
+  const auto own = static_cast<size_t>(static_cast<double>(margin) * share);
+  work_.reset(new Work{data, std::move(region_sizes), largest, own, low_priority});
   work_->want(0);
   try {
     work_->thread = std::thread([work = work_.get()] { work->run(); });
@@ -155,12 +171,18 @@ void Prefault::stop() {
   if (work_ && work_->is_own_process()) work_->stop();
 }
 
-void Prefault::set_used(size_t bytes) {
+void Prefault::set_used(double share) {
   if (!work_ || !work_->is_own_process()) return;
   work_->last_use.store(milliseconds_now());
-  work_->want(bytes);
+  work_->want(static_cast<size_t>(share * static_cast<double>(work_->region_size) + 0.5));
 }
 
-size_t Prefault::prefaulted() const { return work_ ? work_->prefaulted.load() : 0; }
+size_t Prefault::prefaulted() const {
+  size_t total = 0;
+  if (work_)
+    for (const size_t size : work_->region_sizes)
+      total += work_->share_of(size, work_->prefaulted.load());
+  return total;
+}
 
 }  // namespace quire

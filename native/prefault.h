@@ -7,24 +7,25 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace quire {
 
 class Prefault {
  public:
   Prefault();
-  // For `count` regions of equal size, each used from its beginning: keeps about `margin` bytes, of
-  // all regions together, faulted in ahead of set_used(). Nothing waits for the thread but changes
-  // of the process's memory map, for as long as one large page takes.
-  Prefault(uint8_t* data, size_t region_size, int count, size_t margin, bool low_priority);
+  // For regions that follow each other, each used from its beginning: keeps about `margin` bytes,
+  // of all regions together, faulted in ahead of set_used(). Nothing waits for the thread but
+  // changes of the process's memory map, for as long as one large page takes.
+  Prefault(uint8_t* data, std::vector<size_t> region_sizes, size_t margin, bool low_priority);
   ~Prefault();  // before the memory is freed
   Prefault(Prefault&& other) noexcept;
   Prefault& operator=(Prefault&& other) noexcept;
 
-  // So many bytes of each region are in use now.
-  void set_used(size_t bytes);
+  // Such a share of each region is in use now.
+  void set_used(double share);
   void stop();  // for good; pages not faulted in yet are when they are written
-  // So many bytes of each region are faulted in; 0 where the system cannot do that.
+  // So many bytes of all regions are faulted in; 0 where the system cannot do that.
   size_t prefaulted() const;
 
  private:

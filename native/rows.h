@@ -180,20 +180,7 @@ float quantise_per_token(const float* x, int size, ActivationGroup* out) {
   return bytes.scale;
 }
 
-// ---- gate, addition, soft cap
-
-void apply_gate(Gate kind, const float* gate, const float* up, int size, float* out) {
-  const Floats zero = broadcast(0.0f), one = broadcast(1.0f);
-  if (kind == Gate::silu) {
-    map_rows(gate, up, size, out,
-             [=](Floats g, Floats u) { return g / (one + exponential(zero - g)) * u; });
-  } else {
-    map_rows(gate, up, size, out, [=](Floats g, Floats u) {
-      const Floats positive = max(zero, g);  // in this order NaN stays NaN
-      return positive * positive * u;
-    });
-  }
-}
+// ---- addition, soft cap
 
 void add_rows(float* x, const float* y, int size) {
   map_rows(x, y, size, x, [](Floats a, Floats b) { return a + b; });
@@ -223,6 +210,71 @@ INLINE Floats hyperbolic_tangent(Floats x) {
 void soft_cap(float* x, int64_t size, float cap) {
   const Floats limit = broadcast(cap), inverse = broadcast(1.0f / cap);
   map_row(x, size, x, [=](Floats a) { return limit * hyperbolic_tangent(a * inverse); });
+}
+
+// ---- gates
+
+INLINE Floats silu(Floats x) { return x / (broadcast(1.0f) + exponential(broadcast(0.0f) - x)); }
+
+INLINE Floats relu2(Floats x) {
+  const Floats positive = max(broadcast(0.0f), x);  // in this order NaN stays NaN
+  return positive * positive;
+}
+
+// x (1 + tanh(z)) / 2 is x / (1 + e^-2z), which keeps its precision where tanh is near -1.
+INLINE Floats gelu_tanh(Floats x) {
+  const Floats z = fma(x * x * x, broadcast(0.044715f), x) * broadcast(0.7978845608028654f);
+  return x / (broadcast(1.0f) + exponential(z * broadcast(-2.0f)));
+}
+
+// The complement of the error function for x >= 0, to 1.2e-7 of its value (the Chebyshev fit of
+// Press et al., Numerical Recipes): t * e^(-x^2 + p(t)) with t = 1 / (1 + x / 2).
+INLINE Floats error_complement(Floats x) {
+  const Floats t = broadcast(1.0f) / fma(x, broadcast(0.5f), broadcast(1.0f));
+  Floats p = broadcast(0.17087277f);
+  p = fma(p, t, broadcast(-0.82215223f));
+  p = fma(p, t, broadcast(1.48851587f));
+  p = fma(p, t, broadcast(-1.13520398f));
+  p = fma(p, t, broadcast(0.27886807f));
+  p = fma(p, t, broadcast(-0.18628806f));
+  p = fma(p, t, broadcast(0.09678418f));
+  p = fma(p, t, broadcast(0.37409196f));
+  p = fma(p, t, broadcast(1.00002368f));
+  p = fma(p, t, broadcast(-1.26551223f));
+  return t * exponential(p - x * x);
+}
+
+// x times the normal distribution's share below x: max(x, 0) less half of |x| erfc(|x| / sqrt(2)).
+INLINE Floats gelu(Floats x) {
+  const Floats size = absolute(x);
+  const Floats tail = error_complement(size * broadcast(0.7071067811865476f));
+  return max(broadcast(0.0f), x) - broadcast(0.5f) * size * tail;
+}
+
+// gpt-oss: both are clamped, the sigmoid has a slope, the value gets 1 added. In these orders of
+// operands NaN stays NaN.
+INLINE Floats clamped_swiglu(Floats gate, Floats up) {
+  const Floats limit = broadcast(7.0f), one = broadcast(1.0f), zero = broadcast(0.0f);
+  gate = min(limit, gate);
+  up = max(zero - limit, min(limit, up));
+  return gate / (one + exponential(zero - gate * broadcast(1.702f))) * (up + one);
+}
+
+template <class Function>
+INLINE void gate_rows(const float* gate, const float* up, int size, float* out, Function function) {
+  map_rows(gate, up, size, out, [=](Floats g, Floats u) { return function(g) * u; });
+}
+
+void apply_gate(Gate kind, const float* gate, const float* up, int size, float* out) {
+  switch (kind) {
+    case Gate::silu: return gate_rows(gate, up, size, out, [](Floats x) { return silu(x); });
+    case Gate::gelu: return gate_rows(gate, up, size, out, [](Floats x) { return gelu(x); });
+    case Gate::gelu_tanh:
+      return gate_rows(gate, up, size, out, [](Floats x) { return gelu_tanh(x); });
+    case Gate::relu2: return gate_rows(gate, up, size, out, [](Floats x) { return relu2(x); });
+    case Gate::clamped_swiglu:
+      return map_rows(gate, up, size, out, [](Floats g, Floats u) { return clamped_swiglu(g, u); });
+  }
 }
 
 // ---- rope

@@ -28,6 +28,15 @@ inline int64_t checked_product(int64_t a, int64_t b) {
   return product;
 }
 
+// a + b, as above.
+inline int64_t checked_sum(int64_t a, int64_t b) {
+  int64_t sum;
+  if (a < 0 || b < 0 || __builtin_add_overflow(a, b, &sum))
+    throw std::length_error("a size of " + std::to_string(a) + " plus " + std::to_string(b) +
+                            " cannot be held");
+  return sum;
+}
+
 template <class... Others>
 int64_t checked_product(int64_t a, int64_t b, Others... others) {
   return checked_product(checked_product(a, b), others...);

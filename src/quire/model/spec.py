@@ -706,7 +706,10 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
     "cpu": frozenset(
         _OF_LLAMA
         | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
-        | {Feature.ATTENTION_SOFT_CAP, Feature.LOGIT_SOFT_CAP}
+        | {Feature.ATTENTION_SOFT_CAP, Feature.LOGIT_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}
+        | {Feature.DIFFERENT_LAYERS, Feature.DIFFERENT_EPSILONS, Feature.OTHER_VALUE_SIZE}
+        | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE}
+        | {Feature.GELU, Feature.GELU_TANH, Feature.CLAMPED_SWIGLU}
     ),
     # Those of BitNet beside ternary matrices alone.
     "cuda": frozenset(_OF_LLAMA | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}),

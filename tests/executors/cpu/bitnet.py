@@ -13,7 +13,6 @@ from tests.executors.cpu.blocks import Floats, Matrix, activations, gemm
 from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
 from quire.model.loading import Model
-from quire.model.spec import Activation
 
 _BLOCK = 256  # ternary weights that share a scale
 _GROUP = 32  # whose sum is scaled and added at once
@@ -63,7 +62,7 @@ class EmulatedBitNet:
         codes = self._bytes(x)
         gate, up = (self._product(f"blk.{layer}.ffn_{name}", *codes) for name in ("gate", "up"))
         gated = np.empty_like(gate)
-        native.gate(self._unit, self._spec.activation is Activation.RELU2, gate, up, gated)
+        native.gate(self._unit, self._spec.activation, gate, up, gated)
         gated = self._norm(gated, f"blk.{layer}.ffn_sub_norm")
         return self._product(f"blk.{layer}.ffn_down", *self._bytes(gated))
 

@@ -24,6 +24,7 @@ from quire.llm import devices
 from quire.llm.devices import CpuDevice, Options
 from quire.model.dummy import SHAPES
 from quire.model.loading import load_model
+from quire.model.spec import Dense
 
 PATH = fixture_file("tiny/Q4_0.gguf")
 PROMPT = tuple(range(5, 30))
@@ -139,7 +140,9 @@ def test_a_gate_gives_the_same_bits_whether_or_not_it_writes_for_the_next_produc
                 model.spec, model.tensors, Threads(num_threads, may_spin=False), "", True
             )
             down = lowered._matrices(["blk.0.ffn_down"])[0]
-            formats.append(lowered._gated_format(down))
+            feed = model.spec.layers[0].feed_forward
+            assert isinstance(feed, Dense)
+            formats.append(lowered._gated_format(feed, down))
         with opened(name, 17, num_threads, unit=unit) as executor:
             found.append(logits(executor, row(tokens, table)).tobytes())
     assert formats == ["blocks", "blocks", "floats"]

@@ -142,44 +142,32 @@ def test_more_query_heads_than_kernels_count_are_refused_by_name() -> None:
 
 SOUND: dict[str, Any] = {
     "hidden_size": 16,
-    "ffn_size": 24,
     "vocabulary_size": 20,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "rope_dims": 8,
-    "rope_interleaved": False,
-    "norm_epsilon": 1e-5,
-    "gate": 0,
-    "attention_soft_cap": 0.0,
     "logit_soft_cap": 0.0,
-    "windows": [0, 5],
     "unit": "",
     "num_threads": 1,
     "may_spin": False,
 }
+SOUND_LAYER: dict[str, Any] = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "value_dim": 8,
+    "rope": 0,
+    "window": 5,
+    "scale": 1.0,
+    "soft_cap": 0.0,
+}
 EDGES = (0, -1, -(2**31), 2**31 - 1)
-SIZES = ("hidden_size", "ffn_size", "vocabulary_size", "num_layers", "num_heads", "num_kv_heads")
+SIZES = ("hidden_size", "vocabulary_size")
+LAYER_SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_dim")
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        *({name: value} for name in (*SIZES, "head_dim", "rope_dims") for value in EDGES),
-        *({name: MAX_SIZES[name] + 1} for name in (*SIZES, "head_dim")),
-        {"num_heads": 16384, "num_kv_heads": 16384, "head_dim": 16384},
-        {"num_heads": 5},
-        {"rope_dims": 7},
-        {"rope_dims": 10},
-        {"gate": 2},
-        {"gate": -1},
-        {"windows": [0]},
-        {"windows": [0, -1]},
-        {"windows": [0, 2**31 - 1]},
-        {"norm_epsilon": float("nan")},
-        {"norm_epsilon": -1.0},
-        {"attention_soft_cap": float("inf")},
+        *({name: value} for name in SIZES for value in EDGES),
+        *({name: MAX_SIZES[name] + 1} for name in SIZES),
         {"logit_soft_cap": -1.0},
         {"num_threads": 0},
         {"num_threads": -1},
@@ -192,15 +180,54 @@ def test_the_native_constructor_checks_the_shape_once_more(changes: dict[str, An
         native.make_decoder(**{**SOUND, **changes})
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({name: value} for name in LAYER_SIZES for value in EDGES),
+        *({name: MAX_SIZES.get(name, 1 << 14) + 1} for name in LAYER_SIZES),
+        {"num_heads": 16384, "num_kv_heads": 16384, "head_dim": 16384},
+        {"num_heads": 16384, "num_kv_heads": 16384, "value_dim": 16384},
+        {"num_heads": 5},
+        {"head_dim": 6},  # the rope turns eight
+        {"rope": 1},
+        {"rope": -2},
+        {"window": -1},
+        {"window": 2**31 - 1},
+        {"scale": float("nan")},
+        {"scale": -1.0},
+        {"soft_cap": float("inf")},
+    ],
+    ids=str,
+)
+def test_a_native_layer_is_checked_once_more(changes: dict[str, Any]) -> None:
+    decoder = native.make_decoder(**SOUND)
+    decoder.add_rope(8, False)
+    decoder.add_layer(**SOUND_LAYER)
+    with pytest.raises(ValueError, match="must"):
+        decoder.add_layer(**{**SOUND_LAYER, **changes})
+
+
+@pytest.mark.parametrize("dims", [*EDGES, 7, 16386])
+def test_a_native_rope_is_checked_once_more(dims: int) -> None:
+    with pytest.raises(ValueError, match="rope_dims must"):
+        native.make_decoder(**SOUND).add_rope(dims, False)
+
+
 def test_integers_that_no_native_size_holds_are_refused() -> None:
     for name in SIZES:
         with pytest.raises((TypeError, ValueError)):
             native.make_decoder(**{**SOUND, name: 2**70})
+    for name in LAYER_SIZES:
+        with pytest.raises((TypeError, ValueError)):
+            native.make_decoder(**SOUND).add_layer(**{**SOUND_LAYER, name: 2**70})
 
 
 def filled() -> tuple[Any, dict[str, int]]:
     """A decoder with some matrices [rows, columns] and vectors, by name."""
     decoder = native.make_decoder(**SOUND)
+    decoder.add_rope(8, False)
+    for _ in range(2):
+        decoder.add_layer(**SOUND_LAYER)
     shapes = {"q": (32, 16), "k": (16, 16), "o": (16, 32), "up": (24, 16), "down": (16, 24)}
     shapes |= {"embedding": (20, 16)}
     indices = {}
@@ -221,12 +248,14 @@ def filled() -> tuple[Any, dict[str, int]]:
         ("norm_and_quantise", {"matrices": ["o"]}),
         ("norm_and_quantise", {"matrices": ["q"], "norm": "head norm"}),
         ("norm_and_quantise", {"matrices": ["q"], "norm": 3}),
+        ("norm_and_quantise", {"matrices": ["q"], "norm": "broken norm"}),
+        ("norm_and_quantise", {"matrices": ["down"], "input": "gated"}),
         ("norm_and_quantise", {"matrices": ["q"], "input": "attention_output"}),
         ("norm_and_quantise", {"matrices": ["o"], "input": "attention_output", "norm": "norm"}),
-        ("project_qkv", {"matrices": []}),
-        ("project_qkv", {"matrices": ["q", "k"]}),
-        ("project_qkv", {"matrices": ["q", "k", "k", "k"]}),
-        ("project_qkv", {"matrices": ["o", "k", "k"]}),
+        ("project", {"matrices": []}),
+        ("project", {"matrices": ["o", "k", "k"]}),
+        ("project", {"matrices": ["q"], "output": "hidden"}),
+        ("project", {"matrices": ["q"], "output": "attention_output"}),
         ("project_and_add", {"matrices": []}),
         ("project_and_add", {"matrices": ["q"]}),
         ("project_and_add", {"matrices": ["o", "o"]}),
@@ -235,6 +264,7 @@ def filled() -> tuple[Any, dict[str, int]]:
         ("gate_and_up", {"matrices": ["up", "up"], "quantised": "groups"}),
         ("gate_and_up", {"matrices": ["up", "up"], "quantised": "blocks"}),
         ("gate_and_up", {"matrices": ["up", "up"], "quantised": "per_token"}),
+        ("gate_and_up", {"matrices": ["up", "up"], "gate": "relu"}),
         ("rope_and_store", {"layer": 2}),
         ("rope_and_store", {"layer": -1}),
         ("rope_and_store", {"query_norm": "norm"}),
@@ -251,19 +281,43 @@ def test_stages_that_do_not_fit_what_was_given_are_refused(
     kind: str, options: dict[str, Any]
 ) -> None:
     decoder, indices = filled()
+    decoder.add_stage("project", matrices=[indices[name] for name in "qkk"])
     decoder.add_stage("attend", layer=1)
-    for name, value in options.items():
-        if isinstance(value, list):
-            options = {**options, name: [indices.get(item, item) for item in value]}
-        elif value in indices:
-            options = {**options, name: indices[value]}
+    options = {name: lowered(indices, name, value) for name, value in options.items()}
     with pytest.raises(ValueError, match=r"must|matri|layer|gate|word"):
         decoder.add_stage(kind, **options)
 
 
+def lowered(indices: dict[str, int], name: str, value: Any) -> Any:
+    """The option with names of matrices and vectors replaced."""
+    if name.endswith("norm"):
+        epsilon = 2.0 if value == "broken norm" else 1e-5
+        known = {**indices, "broken norm": indices["norm"]}
+        return native.Norm(weight=known.get(value, value), epsilon=epsilon)
+    return [indices.get(item, item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("names", ["q", "qk", "qkkk"])
+def test_projections_of_another_size_than_a_layer_s_are_refused(names: str) -> None:
+    decoder, indices = filled()
+    decoder.add_stage("project", matrices=[indices[name] for name in names])
+    with pytest.raises(ValueError, match="queries, keys and values must be"):
+        decoder.add_stage("rope_and_store", layer=0)
+
+
+def test_a_layer_without_queries_is_not_attended() -> None:
+    decoder, indices = filled()
+    decoder.add_stage("project", matrices=[indices["k"]])
+    with pytest.raises(ValueError, match="the queries of a layer must be"):
+        decoder.add_stage("attend", layer=0)
+
+
 def test_what_else_a_decoder_is_made_of_is_checked() -> None:
     decoder, indices = filled()
-    zeros = np.zeros(16 * 16 * 4, np.uint8)
+    zeros, eight = np.zeros(16 * 16 * 4, np.uint8), np.ones(8, np.float32)
+    norm, head_norm = (
+        native.Norm(weight=indices[name], epsilon=1e-5) for name in ("norm", "head norm")
+    )
     refused: list[Callable[[], object]] = [
         lambda: decoder.add_matrix("F32", zeros, 16, 16, bias=indices["head norm"]),
         lambda: decoder.add_matrix("F32", zeros, 16, 16, bias=3),
@@ -271,18 +325,20 @@ def test_what_else_a_decoder_is_made_of_is_checked() -> None:
         lambda: decoder.add_matrix("F32", zeros, 2**40, 2**40),
         lambda: decoder.add_matrix("Q4_0", zeros, -16, 16),
         lambda: decoder.add_vector(np.ones(0, np.float32)),
-        lambda: decoder.set_embedding_and_head(indices["q"], indices["norm"], indices["embedding"]),
-        lambda: decoder.set_embedding_and_head(indices["embedding"], indices["norm"], 6),
+        lambda: decoder.set_embedding_and_head(indices["q"], norm, indices["embedding"]),
+        lambda: decoder.set_embedding_and_head(indices["embedding"], norm, 6),
         lambda: decoder.set_embedding_and_head(
-            indices["embedding"], indices["head norm"], indices["embedding"]
+            indices["embedding"], head_norm, indices["embedding"]
         ),
         lambda: decoder.allocate_cache(0, False, 0),
         lambda: decoder.allocate_cache(-1, False, 0),
         lambda: decoder.allocate_cache(2**62, True, 0),
         lambda: decoder.allocate_cache(4, False, -1),
-        lambda: decoder.set_rope(np.ones(8, np.float32), np.ones(4, np.float32), 2),
-        lambda: decoder.set_rope(np.ones(8, np.float32), np.ones(8, np.float32), 3),
-        lambda: decoder.set_rope(np.ones(8, np.float32), np.ones(8, np.float32), 2**62),
+        lambda: decoder.set_rope(0, eight, np.ones(4, np.float32), 2),
+        lambda: decoder.set_rope(0, eight, eight, 3),
+        lambda: decoder.set_rope(0, eight, eight, 2**62),
+        lambda: decoder.set_rope(1, eight, eight, 2),
+        lambda: decoder.set_rope(-1, eight, eight, 2),
         lambda: decoder.cache_block(0, 0),
     ]
     for call in refused:
@@ -297,7 +353,8 @@ def test_a_step_of_a_decoder_that_is_not_complete_is_refused() -> None:
     plan = row((1, 2), (0,))
     with pytest.raises(ValueError, match="no head yet"):
         decoder.step((plan,), [None], [0], (), 256, 0)
-    decoder.set_embedding_and_head(indices["embedding"], indices["norm"], indices["embedding"])
+    norm = native.Norm(weight=indices["norm"], epsilon=1e-5)
+    decoder.set_embedding_and_head(indices["embedding"], norm, indices["embedding"])
     with pytest.raises(ValueError, match="no cache yet"):
         decoder.step((plan,), [None], [0], (), 256, 0)
     with pytest.raises(ValueError, match="num_blocks must be from 0 to 0, got 2"):
@@ -306,7 +363,7 @@ def test_a_step_of_a_decoder_that_is_not_complete_is_refused() -> None:
     [[fault, *_]] = decoder.step((plan,), [None], [0], (), 256, 2)
     assert fault == "positions 0 to 2 are beyond the rope tables of 0"
     tables = np.ones(8, np.float32)
-    decoder.set_rope(tables, tables, 2)
+    decoder.set_rope(0, tables, tables, 2)
     [[fault, *_]] = decoder.step((plan,), [None], [0], (), 256, 2)
     assert fault is None
     with pytest.raises(ValueError, match=r"block 2 .* there are 2 blocks"):

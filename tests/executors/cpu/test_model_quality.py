@@ -23,7 +23,14 @@ from quire.model.loading import Model, load_model
 from quire.model.spec import unsupported
 
 FAMILIES = sorted(folder.name for folder in (FIXTURES / "families").iterdir())
-ON_CPU = {"phi3", "phi3-long", "phi3-short", "ministral", "seed_oss"}  # of the drawn families
+ON_CPU = {
+    "phi3",
+    "phi3-long",
+    "phi3-short",
+    "ministral",
+    "seed_oss",
+    "smollm3",
+}  # of the drawn families
 TABLE = (9, 2, 14)
 CHATS: list[dict[str, Any]] = json.loads((FIXTURES / "smollm2" / "golden.json").read_text())[
     "chats"

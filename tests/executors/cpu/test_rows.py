@@ -1,5 +1,7 @@
 """The native kernels that work on one row: right, and the same bits from every unit."""
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -7,6 +9,7 @@ from tests.executors.cpu.blocks import BLOCK, GROUP
 
 from quire.executors.cpu.native import native
 from quire.executors.reference import apply_rope, quantised_by_token, rms_norm
+from quire.model.spec import Activation
 
 Floats = npt.NDArray[np.float32]
 
@@ -179,27 +182,48 @@ def test_small_activations_keep_to_the_smallest_scale_of_training(
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("is_relu2", [False, True])
-def test_gates_are_the_references_and_the_same_in_every_unit(size: int, is_relu2: bool) -> None:
-    gate, up = normal(size) * 5, normal(size, seed=1)
-    wide = gate.astype(np.float64)
-    active = np.square(np.maximum(wide, 0)) if is_relu2 else wide / (1 + np.exp(-wide))
+@pytest.mark.parametrize("kind", Activation)
+def test_gates_are_the_references_and_the_same_in_every_unit(size: int, kind: Activation) -> None:
+    gate, up = normal(size) * 5, normal(size, seed=1) * 4
     results = [np.empty_like(gate) for _ in UNITS]
     for unit, out in zip(UNITS, results, strict=True):
-        native.gate(unit, is_relu2, gate, up, out)
-    np.testing.assert_allclose(results[0], active * up, rtol=5e-7)
+        native.gate(unit, kind, gate, up, out)
+    np.testing.assert_allclose(results[0], exact_gate(kind, gate, up), rtol=1e-6, atol=2e-7)
     assert same_bits(results)
 
 
+def exact_gate(kind: Activation, gate: Floats, up: Floats) -> npt.NDArray[np.float64]:
+    x, values = gate.astype(np.float64), up.astype(np.float64)
+    if kind is Activation.CLAMPED_SWIGLU:
+        x, values = np.minimum(x, 7), np.clip(values, -7, 7)
+        return np.asarray(x / (1 + np.exp(-1.702 * x)) * (values + 1))
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    active = {
+        Activation.SILU: x / (1 + np.exp(-x)),
+        Activation.RELU2: np.square(np.maximum(x, 0)),
+        Activation.GELU: x * [0.5 * math.erfc(-value / math.sqrt(2)) for value in x],
+        Activation.GELU_TANH: x / (1 + np.exp(-2 * inner)),
+    }
+    return np.asarray(active[kind] * values)
+
+
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("is_relu2", [False, True])
-def test_gates_keep_nan_and_survive_large_numbers(unit: str, is_relu2: bool) -> None:
+@pytest.mark.parametrize("kind", Activation)
+def test_gates_keep_nan_and_survive_large_numbers(unit: str, kind: Activation) -> None:
     gate = np.array([np.nan, 200, -200, 1e4, -1e4], np.float32)
     out = np.empty_like(gate)
-    native.gate(unit, is_relu2, gate, np.ones_like(gate), out)
+    native.gate(unit, kind, gate, np.ones_like(gate), out)
     assert np.isnan(out[0])
-    assert out[1] == (40000 if is_relu2 else 200) and out[3] == (1e8 if is_relu2 else 1e4)
+    clamped, squared = kind is Activation.CLAMPED_SWIGLU, kind is Activation.RELU2
+    for index, large in ((1, 200.0), (3, 1e4)):
+        expected = large * large if squared else 14.0 if clamped else large
+        assert out[index] == pytest.approx(expected, rel=1e-4)
     assert abs(out[2]) < 1e-30 and abs(out[4]) < 1e-30
+
+
+def test_a_gate_that_does_not_exist_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="no such word for a gate: relu"):
+        native.gate(UNITS[0], "relu", normal(4), normal(4), normal(4))
 
 
 @pytest.mark.parametrize("unit", UNITS)

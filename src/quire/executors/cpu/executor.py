@@ -140,8 +140,9 @@ class CpuExecutor(ThreadedExecutor):
             return
         wanted = max(num_positions, 2 * self._num_positions)
         self._num_positions = min(wanted, self._max_context)
-        cosines, sines = self._spec.rope.tables(self._num_positions)
-        self._decoder.set_rope(cosines.ravel(), sines.ravel(), self._num_positions)
+        for index, rope in enumerate(self._spec.ropes):
+            cosines, sines = rope.tables(self._num_positions)
+            self._decoder.set_rope(index, cosines.ravel(), sines.ravel(), self._num_positions)
 
 
 def _fallback() -> str | None:

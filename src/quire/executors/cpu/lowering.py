@@ -4,12 +4,22 @@ says beforehand what memory that takes."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from quire.core.errors import UnsupportedModelError
 from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
-from quire.model.spec import Activation, ModelSpec, check_lowered, takes_bytes_by_token
+from quire.model.spec import (
+    Attention,
+    Dense,
+    ModelSpec,
+    Norm,
+    check_lowered,
+    takes_bytes_by_token,
+)
 
 _NO_VECTOR = -1
+_NO_ROPE = -1
 # The projection that is multiplied twice: with the quantised activations, and with the quantised
 # residual of that rounding. Of all projections that of values loses the most accuracy to
 # rounded activations, and it is a small part of the work.
@@ -65,64 +75,75 @@ class _Lowering:
         self._per_token_scale = per_token_scale
         self.decoder = native.make_decoder(
             hidden_size=spec.hidden_size,
-            ffn_size=spec.ffn_size,
             vocabulary_size=spec.vocabulary_size,
-            num_layers=spec.num_layers,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            rope_dims=spec.rope.dims,
-            rope_interleaved=spec.rope.interleaved,
-            norm_epsilon=spec.norm_epsilon,
-            gate={Activation.SILU: 0, Activation.RELU2: 1}[spec.activation],
-            attention_soft_cap=spec.attention_soft_cap,
             logit_soft_cap=spec.logit_soft_cap,
-            windows=[window or 0 for window in spec.windows],
             unit=unit,
             num_threads=threads.count,
             may_spin=threads.may_spin,
         )
+        for rope in spec.ropes:
+            self.decoder.add_rope(rope.dims, rope.interleaved)
 
-    def add_layer(self, layer: int) -> None:
-        spec, stage = self._spec, self.decoder.add_stage
-        qkv = self._matrices([f"blk.{layer}.attn_{name}" for name in "qkv"])
-        stage("norm_and_quantise", norm=self._norm(layer, "attn_norm"), matrices=qkv)
-        stage("project_qkv", matrices=qkv)
+    def add_layer(self, index: int) -> None:
+        layer, prefix = self._spec.layers[index], f"blk.{index}."
+        self._add_shape(layer.mixer)
+        self._add_attention(index, prefix, layer.mixer, layer.mixer_norm)
+        assert isinstance(layer.feed_forward, Dense)
+        self._add_feed_forward(prefix, layer.feed_forward, layer.feed_forward_norm)
+
+    def _add_shape(self, part: Attention) -> None:
+        # Rounded twice, in single precision: the kernels' own convention, on which bits depend.
+        usual_scale = np.float32(1.0) / np.sqrt(np.float32(part.head_dim))
+        self.decoder.add_layer(
+            num_heads=part.num_heads,
+            num_kv_heads=part.num_kv_heads,
+            head_dim=part.head_dim,
+            value_dim=part.value_dim,
+            rope=_NO_ROPE if part.rope is None else self._spec.ropes.index(part.rope),
+            window=part.window or 0,
+            scale=float(usual_scale) if part.has_usual_scale else part.scale,
+            soft_cap=part.soft_cap,
+        )
+
+    def _add_attention(self, index: int, prefix: str, part: Attention, norm: Norm | None) -> None:
+        stage = self.decoder.add_stage
+        qkv = self._matrices([f"{prefix}attn_{name}" for name in "qkv"])
+        stage("norm_and_quantise", norm=self._norm(f"{prefix}attn_norm", norm), matrices=qkv)
+        stage("project", matrices=qkv)
+        head_norm = None if part.qk_norm is None else part.qk_norm.norm
         stage(
             "rope_and_store",
-            layer=layer,
-            query_norm=self._norm(layer, "attn_q_norm") if spec.qk_norm else _NO_VECTOR,
-            key_norm=self._norm(layer, "attn_k_norm") if spec.qk_norm else _NO_VECTOR,
+            layer=index,
+            query_norm=self._norm(f"{prefix}attn_q_norm", head_norm),
+            key_norm=self._norm(f"{prefix}attn_k_norm", head_norm),
         )
-        stage("attend", layer=layer)
-        output = self._matrices([f"blk.{layer}.attn_output"])
-        self._add_sub_norm(layer, "attention_output", "attn_sub_norm", output)
+        stage("attend", layer=index)
+        output = self._matrices([f"{prefix}attn_output"])
+        output_norm = self._norm(f"{prefix}attn_sub_norm", part.output_norm)
+        stage("norm_and_quantise", input="attention_output", norm=output_norm, matrices=output)
         stage("project_and_add", matrices=output)
-        gate_and_up = self._matrices([f"blk.{layer}.ffn_gate", f"blk.{layer}.ffn_up"])
-        stage("norm_and_quantise", norm=self._norm(layer, "ffn_norm"), matrices=gate_and_up)
-        self._add_feed_forward(layer, gate_and_up)
 
-    def _add_sub_norm(self, layer: int, source: str, norm: str, matrices: list[int]) -> None:
-        """Quantise `source` for a projection, after BitNet's norm where the model has it."""
-        index = self._norm(layer, norm) if self._spec.sub_norms else _NO_VECTOR
-        self.decoder.add_stage("norm_and_quantise", input=source, norm=index, matrices=matrices)
-
-    def _add_feed_forward(self, layer: int, gate_and_up: list[int]) -> None:
+    def _add_feed_forward(self, prefix: str, part: Dense, norm: Norm | None) -> None:
         """Gate, up and down; the gate quantises what it writes where no norm comes between."""
-        down = self._matrices([f"blk.{layer}.ffn_down"])
-        written_as = self._gated_format(down[0])
-        self.decoder.add_stage("gate_and_up", matrices=gate_and_up, quantised=written_as)
+        stage = self.decoder.add_stage
+        gate_and_up = self._matrices([f"{prefix}ffn_gate", f"{prefix}ffn_up"])
+        before = self._norm(f"{prefix}ffn_norm", norm)
+        stage("norm_and_quantise", norm=before, matrices=gate_and_up)
+        down = self._matrices([f"{prefix}ffn_down"])
+        written_as = self._gated_format(part, down[0])
+        stage("gate_and_up", matrices=gate_and_up, gate=part.activation, quantised=written_as)
         if written_as == "floats":
-            self._add_sub_norm(layer, "gated", "ffn_sub_norm", down)
-        self.decoder.add_stage("project_and_add", matrices=down)
+            inner = self._norm(f"{prefix}ffn_sub_norm", part.inner_norm)
+            stage("norm_and_quantise", input="gated", norm=inner, matrices=down)
+        stage("project_and_add", matrices=down)
 
-    def _gated_format(self, down: int) -> str:
+    def _gated_format(self, part: Dense, down: int) -> str:
         """The format that a gate writes for the GEMM with `down`. With blocks a task is 256
         outputs, and each thread needs some of them."""
         activations = self.decoder.activation_format(down)
-        too_few = self._spec.ffn_size < 4 * native.activation_block_size * self._num_threads
+        too_few = part.size < 4 * native.activation_block_size * self._num_threads
         if (
-            self._spec.sub_norms
+            part.inner_norm is not None
             or activations == "per_token"
             or (activations == "blocks" and too_few)
         ):
@@ -132,9 +153,11 @@ class _Lowering:
     def add_embedding_and_head(self) -> None:
         embedding = self._matrices(["token_embd"])[0]
         tied = self._spec.tied_head
+        output_norm = self._norm("output_norm", self._spec.output_norm)
+        assert output_norm is not None
         self.decoder.set_embedding_and_head(
             embedding=embedding,
-            output_norm=self._vector("output_norm.weight"),
+            output_norm=output_norm,
             head=embedding if tied else self._matrices(["output"])[0],
         )
 
@@ -169,8 +192,10 @@ class _Lowering:
         full = f"{name}.bias"
         return self._vector(full) if full in self._tensors else _NO_VECTOR
 
-    def _norm(self, layer: int, name: str) -> int:
-        return self._vector(f"blk.{layer}.{name}.weight")
+    def _norm(self, name: str, norm: Norm | None) -> "native.Norm | None":
+        if norm is None:
+            return None
+        return native.Norm(weight=self._vector(f"{name}.weight"), epsilon=norm.epsilon)
 
     def _vector(self, name: str) -> int:
         return self.decoder.add_vector(self._tensors[name].to_float32())
@@ -192,7 +217,8 @@ def weight_bytes(tensors: Mapping[str, Tensor]) -> int:
 def kv_bytes_per_token(spec: ModelSpec, is_int8: bool) -> int:
     if not is_int8:
         return 2 * spec.num_kv_elements
-    return spec.num_kv_elements + 2 * spec.num_layers * spec.num_kv_heads * _KV_SCALE_BYTES
+    num_scales = sum(2 * layer.mixer.num_kv_heads for layer in spec.layers)
+    return spec.num_kv_elements + num_scales * _KV_SCALE_BYTES
 
 
 def workspace_bytes(
@@ -203,16 +229,25 @@ def workspace_bytes(
     num_threads: int = 1,
 ) -> int:
     """About what steps of so many rows, one of which samples, work in; rope tables included."""
-    widest = max(spec.hidden_size, spec.ffn_size, spec.num_heads * spec.head_dim)
-    projected = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    bytes_per_row = _FLOAT_BYTES * (spec.hidden_size + 2 * projected + spec.ffn_size)
+    mixers = {layer.mixer for layer in spec.layers}
+    projected = max(_projected_size(part) for part in mixers)
+    attended = max(part.num_heads * part.value_dim for part in mixers)
+    widest = max(spec.hidden_size, spec.ffn_size, attended)
+    floats_per_row = spec.hidden_size + projected + attended + spec.ffn_size
+    bytes_per_row = _FLOAT_BYTES * floats_per_row
     for activations, _ in _activation_formats(tensors):
         size, num_bytes = native.activation_record(activations)
         bytes_per_row += 2 * (widest // size | 1) * num_bytes
-    tables = num_positions * spec.rope.dims
-    scratch = num_threads * native.thread_scratch_floats(spec.head_dim)
+    tables = num_positions * sum(rope.dims for rope in spec.ropes)
+    heads = max(part.head_dim for part in mixers), max(part.value_dim for part in mixers)
+    scratch = num_threads * native.thread_scratch_floats(*heads)
     floats = tables + spec.vocabulary_size + scratch
     return num_rows * bytes_per_row + _FLOAT_BYTES * floats
+
+
+def _projected_size(part: Attention) -> int:
+    """Queries, keys and values of one row."""
+    return part.query_size + part.kv_size + part.num_kv_heads * part.value_dim
 
 
 def _activation_formats(tensors: Mapping[str, Tensor]) -> set[tuple[str, bool]]:
