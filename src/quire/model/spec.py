@@ -712,7 +712,12 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.GELU, Feature.GELU_TANH, Feature.CLAMPED_SWIGLU}
     ),
     # Those of BitNet beside ternary matrices alone.
-    "cuda": frozenset(_OF_LLAMA | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}),
+    "cuda": frozenset(
+        _OF_LLAMA
+        | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
+        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.CLAMPED_SWIGLU}
+        | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER}
+    ),
     "reference": frozenset(Feature),
 }
 
