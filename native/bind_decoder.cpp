@@ -49,7 +49,6 @@ constexpr PlanField plan_fields[] = {
     {"completion_position", nullptr},
     {"history", nullptr},
     {"allowed", nullptr},
-    {"other_tables", nullptr},  // of groups that this executor does not have
 };
 const char* const want_names[] = {"NOTHING", "SAMPLE", "LOGITS", "POOLED"};  // as Want
 const char* const logprob_fields[] = {"token", "logprob", "rank", "top"};    // as logprob_to_python
@@ -275,6 +274,36 @@ int add_matrix(BoundDecoder& self, const std::string& format, Array<const uint8_
                                  residual_pass, scale, bias);
 }
 
+void pack_stacked(BoundDecoder& self, int matrix, const std::string& format,
+                  Array<const uint8_t> blocks, int first, int count) {
+  const Matrix& stack = self.decoder.matrix(matrix);
+  expect_within("the matrices to pack", count, 1, stack.num_stacked);
+  expect_blocks(source_named(format), checked_product(stack.out_size, count), stack.in_size,
+                blocks.size());
+  const uint8_t* data = blocks.data();
+  nb::gil_scoped_release released;
+  self.decoder.pack_stacked(matrix, format.c_str(), data, first, count);
+}
+
+int add_experts(BoundDecoder& self, int router, int gate, int up, int down, int count, int num_used,
+                bool is_sigmoid, bool normalises, float scale, int num_groups, int num_used_groups,
+                int num_group_best, bool weighs_input, bool has_shared_gate, int choice_bias,
+                int factors, const std::string& activation) {
+  Experts experts{};
+  experts.routing = {count, num_used,   is_sigmoid,      normalises,
+                     scale, num_groups, num_used_groups, num_group_best};
+  experts.router = router;
+  experts.gate = gate;
+  experts.up = up;
+  experts.down = down;
+  experts.activation = gate_named(activation);
+  experts.weighs_input = weighs_input;
+  experts.has_shared_gate = has_shared_gate;
+  experts.choice_bias = choice_bias;
+  experts.factors = factors;
+  return self.decoder.add_experts(experts);
+}
+
 // The bytes of a matrix once packed.
 int64_t packed_bytes(const std::string& format, int64_t out_size, int64_t in_size) {
   return packed_size(source_named(format), out_size, in_size);
@@ -318,10 +347,11 @@ void add_stage(BoundDecoder& self, const std::string& kind, const std::string& i
                const std::string& output, const std::optional<Norm>& norm,
                std::vector<int> matrices, const std::string& quantised, const std::string& gate,
                int layer, const std::optional<Norm>& query_norm,
-               const std::optional<Norm>& key_norm) {
-  const char* const kinds[] = {"norm_and_quantise", "project",    "rope_and_store", "attend",
-                               "project_and_add",   "gate_and_up"};
-  const char* const rows[] = {"hidden", "projected", "attention_output", "gated"};
+               const std::optional<Norm>& key_norm, int experts) {
+  const char* const kinds[] = {
+      "norm_and_quantise", "project", "rope_and_store",     "attend",     "project_and_add",
+      "gate_and_up",       "route",   "expert_gate_and_up", "expert_down"};
+  const char* const rows[] = {"hidden", "projected", "attention_output", "gated", "branch"};
   Stage stage;
   stage.kind = static_cast<Stage::Kind>(index_of(kinds, kind));
   stage.input = static_cast<RowKind>(index_of(rows, input));
@@ -333,6 +363,7 @@ void add_stage(BoundDecoder& self, const std::string& kind, const std::string& i
   stage.layer = layer;
   stage.query_norm = norm_or_none(query_norm);
   stage.key_norm = norm_or_none(key_norm);
+  stage.experts = experts;
   self.decoder.add_stage(std::move(stage));
 }
 
@@ -395,7 +426,20 @@ void bind_construction(nb::class_<BoundDecoder>& decoder) {
       .def("add_stage", &add_stage, "kind"_a, nb::kw_only(), "input"_a = "hidden",
            "output"_a = "projected", "norm"_a = nb::none(), "matrices"_a = std::vector<int>(),
            "quantised"_a = "floats", "gate"_a = "silu", "layer"_a = 0, "query_norm"_a = nb::none(),
-           "key_norm"_a = nb::none())
+           "key_norm"_a = nb::none(), "experts"_a = -1)
+      .def(
+          "add_stack",
+          [](BoundDecoder& self, const std::string& format, int num_stacked, int64_t out_size,
+             int64_t in_size, float scale, int bias) {
+            return self.decoder.add_stack(format.c_str(), num_stacked, out_size, in_size, scale,
+                                          bias);
+          },
+          "format"_a, "num_stacked"_a, "out_size"_a, "in_size"_a, "scale"_a = 1.0f, "bias"_a = -1)
+      .def("pack_stacked", &pack_stacked, "matrix"_a, "format"_a, "blocks"_a, "first"_a, "count"_a)
+      .def("add_experts", &add_experts, nb::kw_only(), "router"_a, "gate"_a, "up"_a, "down"_a,
+           "count"_a, "num_used"_a, "is_sigmoid"_a, "normalises"_a, "scale"_a, "num_groups"_a,
+           "num_used_groups"_a, "num_group_best"_a, "weighs_input"_a, "has_shared_gate"_a,
+           "choice_bias"_a, "factors"_a, "activation"_a)
       .def(
           "set_embedding_and_head",
           [](BoundDecoder& self, int embedding, const Norm& output_norm, int head) {

@@ -1,6 +1,7 @@
 // Bindings that run the kernels of a named unit on arrays, one function at a time: for tests.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,6 +12,7 @@
 #include "bindings.h"
 #include "kernels.h"
 #include "memory.h"
+#include "routing.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -216,6 +218,36 @@ void rope(const std::string& unit, Output heads, int head_dim, bool interleaved,
   unit_named(unit).rope(heads.data(), size_of(heads.size()) / head_dim, head_dim, rope, 0);
 }
 
+void add_scaled(const std::string& unit, Output x, Input y, float factor) {
+  expect(x.size() == y.size(), "x, y: one size");
+  unit_named(unit).add_scaled(x.data(), y.data(), factor, size_of(x.size()));
+}
+
+// The experts of one token, and their weights.
+std::pair<std::vector<int>, std::vector<float>> choose_experts(
+    Input logits, Input choice_bias, Input factors, int num_used, bool is_sigmoid, bool normalises,
+    float scale, int num_groups, int num_used_groups, int num_group_best) {
+  const Routing routing{
+      size_of(logits.size()), num_used,      is_sigmoid, normalises, scale, num_groups,
+      num_used_groups,        num_group_best};
+  checked(routing);
+  for (const Input& given : {choice_bias, factors})
+    expect(given.size() == 0 || given.size() == logits.size(), "a number for each expert, or none");
+  const auto data = [](const Input& given) { return given.size() ? given.data() : nullptr; };
+  RoutingScratch scratch;
+  std::vector<int> chosen(static_cast<size_t>(num_used));
+  std::vector<float> weights(chosen.size());
+  quire::choose_experts(routing, logits.data(), data(choice_bias), data(factors), scratch,
+                        chosen.data(), weights.data());
+  return {chosen, weights};
+}
+
+void bind_routing(nb::module_& m) {
+  m.def("choose_experts", &choose_experts, nb::kw_only(), "logits"_a, "choice_bias"_a, "factors"_a,
+        "num_used"_a, "is_sigmoid"_a, "normalises"_a, "scale"_a, "num_groups"_a,
+        "num_used_groups"_a, "num_group_best"_a);
+}
+
 void bind_rows(nb::module_& m) {
   m.def("rms_norm", &rms_norm, "unit"_a, "x"_a, "weight"_a, "epsilon"_a, "out"_a);
   m.def("quantise_groups", &quantise_groups, "unit"_a, "x"_a, "out"_a);
@@ -223,6 +255,7 @@ void bind_rows(nb::module_& m) {
   m.def("quantise_per_token", &quantise_per_token, "unit"_a, "x"_a, "out"_a);
   m.def("gate", &gate, "unit"_a, "kind"_a, "gate"_a, "up"_a, "out"_a);
   m.def("add", &add, "unit"_a, "x"_a, "y"_a);
+  m.def("add_scaled", &add_scaled, "unit"_a, "x"_a, "y"_a, "factor"_a);
   m.def("soft_cap", &soft_cap, "unit"_a, "x"_a, "cap"_a);
   m.def("rope", &rope, "unit"_a, "heads"_a, "head_dim"_a, "interleaved"_a, "cosines"_a, "sines"_a);
 }
@@ -236,6 +269,7 @@ void bind_kernels(nb::module_& m) {
     return names;
   });
   bind_rows(m);
+  bind_routing(m);
   nb::class_<Cache>(m, "Cache")
       .def(
           "__init__",

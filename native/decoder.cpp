@@ -145,6 +145,7 @@ int64_t Decoder::output_size(const Stage& stage) const {
       const AttentionShape& shape = attention_shape(stage.layer);
       return int64_t{shape.num_heads} * shape.value_dim;
     }
+    case Stage::expert_down: return shape_.hidden_size;
     default: return 0;
   }
 }
@@ -155,6 +156,8 @@ void Decoder::set_written(const Stage& stage) {
     output = RowKind::gated;
   else if (stage.kind == Stage::attend)
     output = RowKind::attention_output;
+  else if (stage.kind == Stage::expert_down)
+    output = RowKind::branch;
   else if (stage.kind != Stage::project)
     return;
   RowBuffer& rows = rows_[static_cast<size_t>(output)];
@@ -242,11 +245,12 @@ int64_t Decoder::cache_bytes() const {
 }
 
 void Decoder::publish() {
-  size_t total = logits_.size() + scratch_.size() + attention_scratch_.size();
+  size_t total =
+      logits_.size() + scratch_.size() + attention_scratch_.size() + router_scores_.size();
   for (const RowBuffer& rows : rows_) total += rows.data.size();
-  for (const Activations& a : activations_)
+  for (const Activations* a : {activations_, activations_ + 1, slots_, slots_ + 1})
     for (const Buffer* buffer :
-         {&a.groups, &a.blocks, &a.residuals, &a.block_residuals, &a.scales, &a.floats})
+         {&a->groups, &a->blocks, &a->residuals, &a->block_residuals, &a->scales, &a->floats})
       total += buffer->size();
   for (const RopeTables& tables : ropes_)
     total += sizeof(float) * (tables.cosines.size() + tables.sines.size());
@@ -343,6 +347,9 @@ void Decoder::compute(const Stage& stage) {
     case Stage::gate_and_up: return gate_and_up(stage);
     case Stage::rope_and_store: return rope_and_store(stage);
     case Stage::attend: return attend(stage);
+    case Stage::route: return route(stage);
+    case Stage::expert_gate_and_up: return expert_gate_and_up(stage);
+    case Stage::expert_down: return expert_down(stage);
   }
 }
 
@@ -363,23 +370,26 @@ void Decoder::reserve_rows(int num_rows) {
     rows.stride = ((rows.width + panel_rows - 1) / panel_rows | 1) * panel_rows;
     rows.data.grow(floats(num_rows, rows.stride));
   }
-  for (Activations& a : activations_) {
-    // Odd numbers of cache lines here too.
-    a.group_stride = (widest / group_size) | 1;
-    a.block_stride = (widest / activation_block_size) | 1;
-    a.float_stride = (widest + 15) / 16 * 16 + 16;
-    const auto grow = [&](Buffer& buffer, int wanted, int64_t stride, size_t size) {
-      if (formats & wanted) buffer.grow(bytes_of(checked_product(num_rows, stride), size));
-    };
-    grow(a.groups, wants_groups | wants_per_token, a.group_stride, sizeof(ActivationGroup));
-    grow(a.residuals, wants_residuals, a.group_stride, sizeof(ActivationGroup));
-    grow(a.blocks, wants_blocks, a.block_stride, sizeof(ActivationBlock));
-    grow(a.block_residuals, wants_block_residuals, a.block_stride, sizeof(ActivationBlock));
-    grow(a.scales, wants_per_token, 1, sizeof(float));
-    grow(a.floats, wants_floats, a.float_stride, sizeof(float));
-  }
+  for (Activations& a : activations_) reserve_activations(a, num_rows, widest, formats);
+  reserve_slots(num_rows);
   scratch_.grow(floats(pool_.size(), scratch_size()));
   reserved_rows_ = num_rows;
+}
+
+void Decoder::reserve_activations(Activations& to, int64_t num_rows, int64_t widest, int formats) {
+  // Odd numbers of cache lines, so that tokens do not share cache sets.
+  to.group_stride = (widest / group_size) | 1;
+  to.block_stride = (widest / activation_block_size) | 1;
+  to.float_stride = (widest + 15) / 16 * 16 + 16;
+  const auto grow = [&](Buffer& buffer, int wanted, int64_t stride, size_t size) {
+    if (formats & wanted) buffer.grow(bytes_of(checked_product(num_rows, stride), size));
+  };
+  grow(to.groups, wants_groups | wants_per_token, to.group_stride, sizeof(ActivationGroup));
+  grow(to.residuals, wants_residuals, to.group_stride, sizeof(ActivationGroup));
+  grow(to.blocks, wants_blocks, to.block_stride, sizeof(ActivationBlock));
+  grow(to.block_residuals, wants_block_residuals, to.block_stride, sizeof(ActivationBlock));
+  grow(to.scales, wants_per_token, 1, sizeof(float));
+  grow(to.floats, wants_floats, to.float_stride, sizeof(float));
 }
 
 int Decoder::formats_for(const std::vector<int>& matrices) const {

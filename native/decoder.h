@@ -17,6 +17,7 @@
 #include "memory.h"
 #include "pool.h"
 #include "prefault.h"
+#include "routing.h"
 #include "sizes.h"
 
 namespace quire {
@@ -35,11 +36,25 @@ struct Matrix {
   int bias;                // index of a vector, or -1
   const uint8_t* data;
   int64_t num_bytes;
+  int num_stacked = 1;      // matrices of this size one after another: experts
+  int64_t bias_offset = 0;  // of this matrix's bias in its vector
+};
+
+// A routed feed-forward: each row uses a few experts.
+struct Experts {
+  Routing routing;
+  int router;          // float matrix: a row for each expert, then one for the shared expert's gate
+  int gate, up, down;  // stacked matrices
+  Gate activation;
+  bool weighs_input;                   // an expert's weight multiplies its input, not its output
+  bool has_shared_gate;                // the shared expert's output is multiplied by a sigmoid
+  int choice_bias = -1, factors = -1;  // vectors, or -1: see choose_experts
 };
 
 // The rows of floats that stages read and write: one for each token of the step.
-enum class RowKind { hidden, projected, attention_output, gated };
-constexpr int num_row_kinds = 4;
+// branch: what is to be added to hidden states.
+enum class RowKind { hidden, projected, attention_output, gated, branch };
+constexpr int num_row_kinds = 5;
 
 struct Norm {
   enum Kind { none, rms } kind = none;
@@ -59,8 +74,11 @@ struct Stage {
     project,            // one or more matrices side by side into `output`
     rope_and_store,     // rotates queries and keys, stores keys and values in the KV cache
     attend,
-    project_and_add,  // one matrix, added to the hidden state
-    gate_and_up       // the gated feed-forward
+    project_and_add,     // one matrix, added to the hidden state
+    gate_and_up,         // the gated feed-forward
+    route,               // chooses the experts of each row, and orders slots
+    expert_gate_and_up,  // of the chosen experts
+    expert_down          // their sum: `branch` rows, which are added to `output` rows if others
   } kind;
   RowKind input = RowKind::hidden, output = RowKind::projected;
   Norm norm;                  // norm_and_quantise
@@ -70,6 +88,7 @@ struct Stage {
   Gate gate = Gate::silu;
   int layer = 0;              // rope_and_store, attend
   Norm query_norm, key_norm;  // rope_and_store: of each head
+  int experts = -1;           // index of an Experts
 };
 
 struct DecoderShape {
@@ -121,6 +140,13 @@ class Decoder {
   // earlier arguments, std::length_error or std::bad_alloc where memory does not suffice
   int add_matrix(const char* format, const uint8_t* blocks, int64_t out_size, int64_t in_size,
                  bool per_token_scale, bool residual_pass, float scale, int bias);
+  // Matrices of one size, one after another: experts. They are zeros until they are packed; a bias
+  // has a part for each.
+  int add_stack(const char* format, int num_stacked, int64_t out_size, int64_t in_size, float scale,
+                int bias);
+  // Packs `count` matrices of a stack from `first` on; `blocks` has the format of the stack.
+  void pack_stacked(int matrix, const char* format, const uint8_t* blocks, int first, int count);
+  int add_experts(const Experts& experts);
   int add_vector(const float* values, int64_t size);
   int add_rope(int dims, bool interleaved);
   int add_layer(const LayerAttention& layer);
@@ -203,6 +229,11 @@ class Decoder {
     int64_t num_positions = 0;
   };
 
+  // The slots of one expert: [first, first + count).
+  struct ExpertSlots {
+    int expert, first, count;
+  };
+
   // Rows of one sequence that are attended together; or, where num_tiles is not 0, a split of one
   // row's context, whose result goes to `partial` of split_partials_.
   struct AttendTask {
@@ -237,6 +268,9 @@ class Decoder {
   void check_attend(const Stage& stage) const;
   void check_gate(const Stage& stage) const;
   void check_layer(const LayerAttention& layer) const;
+  void check_experts(const Experts& experts) const;
+  void check_stack(const char* what, int index, int count, int64_t out_size, int64_t in_size) const;
+  void check_routed(const Stage& stage) const;
   void check_ready(int64_t num_rows) const;
   void compute(const Stage& stage);
   void embed(const StepInput& input);
@@ -256,6 +290,19 @@ class Decoder {
   void gate_outputs(const Stage& stage, int64_t output, int size, int first, int count, float* out,
                     int stride, float* ups) const;
   void store_gated(const Stage& stage, const float* x, int64_t output, int size, int token);
+  void route(const Stage& stage);
+  void score_experts(const Experts& experts);
+  void order_slots(const Experts& experts);
+  void gather_slots(const Experts& experts);
+  void expert_gate_and_up(const Stage& stage);
+  void gate_slots(const Experts& experts, size_t which, int64_t output, int size,
+                  ActivationFormat made_as, float* scratch);
+  void store_slot(ActivationFormat made_as, const float* x, int64_t output, int size, int slot);
+  void quantise_slots(const Experts& experts);
+  void expert_down(const Stage& stage);
+  void add_expert(const Experts& experts, size_t which, int64_t first, int size, float* scratch);
+  ActivationFormat gated_format(const Experts& experts) const;
+  int64_t router_stride(const Experts& experts) const;
   void rope_and_store(const Stage& stage);
   void apply_rope(int layer, float* heads, int count, int position) const;
   void attend(const Stage& stage);
@@ -263,9 +310,12 @@ class Decoder {
   // Panels [first_panel, +num_panels) of a matrix times rows [first, +count) into
   // out [count][stride].
   void gemm(const Matrix& matrix, const Activations& from, int first_panel, int num_panels,
-            int first, int count, float* out, int64_t out_stride) const;
+            int first, int count, float* out, int64_t out_stride,
+            const uint8_t* next = nullptr) const;
   void scale_and_add_bias(const Matrix& matrix, const Gemm& args, const float* token_scales) const;
   void reserve_rows(int num_rows);
+  void reserve_slots(int num_rows);
+  static void reserve_activations(Activations& to, int64_t num_rows, int64_t widest, int formats);
   int formats_for(const std::vector<int>& matrices) const;
   const RowBuffer& buffer(RowKind which) const { return rows_[static_cast<size_t>(which)]; }
   float* row_of(RowKind which, int64_t row) const {
@@ -287,6 +337,7 @@ class Decoder {
   std::vector<RopeTables> ropes_;
   std::vector<LayerAttention> layers_;
   std::vector<size_t> plan_of_layer_;  // index into attend_plans_
+  std::vector<Experts> experts_;
   std::vector<Stage> stages_;
   size_t last_attend_ = 0;  // index of a stage
   int embedding_ = -1, head_ = -1;
@@ -307,6 +358,16 @@ class Decoder {
   Activations activations_[2];
   int current_ = 0;  // what the next GEMM reads; a gate reads it, writes the other, then swaps
   int64_t logits_stride_ = 0;
+
+  Buffer router_scores_;                         // [row][router_stride]
+  Activations slots_[2];                         // the experts' inputs, and what their gates give
+  std::vector<int> chosen_;                      // experts of each row [row][num_used]
+  std::vector<float> expert_weights_;            // of these
+  std::vector<ExpertSlots> expert_slots_;        // of each expert that has any, ascending
+  std::vector<int> slot_rows_;                   // [slot]
+  std::vector<float> slot_weights_;              // [slot]
+  std::vector<float> shared_weights_;            // of the shared expert [row]
+  std::vector<RoutingScratch> routing_scratch_;  // [thread]
   std::vector<RowPosition> row_positions_;
   std::vector<int> kept_index_;   // of each row of the step among those kept; -1: dropped
   std::vector<char> was_finite_;  // of dropped rows, when they were dropped

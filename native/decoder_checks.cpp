@@ -90,7 +90,46 @@ void Decoder::check_stage(const Stage& stage) const {
       return;
     }
     case Stage::gate_and_up: return check_gate(stage);
+    case Stage::route:
+    case Stage::expert_gate_and_up:
+    case Stage::expert_down: return check_routed(stage);
   }
+}
+
+// Each reads what the one before it left.
+void Decoder::check_routed(const Stage& stage) const {
+  expect_within("experts", stage.experts, 0, static_cast<int64_t>(experts_.size()) - 1);
+  if (stage.kind == Stage::route) return;
+  const auto is_routed = [](const Stage& other) { return other.experts >= 0; };
+  const auto last = std::find_if(stages_.rbegin(), stages_.rend(), is_routed);
+  const Stage::Kind before =
+      stage.kind == Stage::expert_down ? Stage::expert_gate_and_up : Stage::route;
+  expect(last != stages_.rend() && last->kind == before && last->experts == stage.experts,
+         "a routed feed-forward is route, expert_gate_and_up and expert_down, in this order");
+  expect(stage.kind != Stage::expert_down || stage.output == RowKind::hidden ||
+             stage.output == RowKind::branch,
+         "the sum over experts must be of hidden states");
+}
+
+void Decoder::check_stack(const char* what, int index, int count, int64_t out_size,
+                          int64_t in_size) const {
+  const Matrix& stack = expect_matrix(what, index, out_size, in_size);
+  expect_within((std::string("the matrices of ") + what).c_str(), stack.num_stacked, count, count);
+}
+
+void Decoder::check_experts(const Experts& experts) const {
+  const Routing& routing = checked(experts.routing);
+  const Matrix& router =
+      expect_matrix("a router", experts.router, routing.count + (experts.has_shared_gate ? 1 : 0),
+                    shape_.hidden_size);
+  expect(router.activations == ActivationFormat::floats, "a router's weights must be floats");
+  const int64_t size = rows_of(experts.gate);
+  check_stack("experts' gates", experts.gate, routing.count, size, shape_.hidden_size);
+  check_stack("experts' up projections", experts.up, routing.count, size, shape_.hidden_size);
+  check_stack("experts' down projections", experts.down, routing.count, shape_.hidden_size, size);
+  if (experts.choice_bias >= 0)
+    expect_vector("a bias of the choice", experts.choice_bias, routing.count);
+  if (experts.factors >= 0) expect_vector("experts' factors", experts.factors, routing.count);
 }
 
 void Decoder::check_quantise(const Stage& stage) const {

@@ -3,32 +3,17 @@
 #include <cstring>
 
 #include "decoder.h"
+#include "gemm_tasks.h"
 
 namespace quire {
-namespace {
-
-constexpr int panels_per_task = 2;  // so that a gate's task fills one ActivationGroup
-static_assert(panels_per_task * panel_rows == group_size, "a task fills a whole group");
-constexpr int task_outputs = panels_per_task * panel_rows;
-constexpr int rows_per_pass = 256;  // whose results are in a thread's scratch
-
-int tasks_of(int64_t out_size) {
-  return static_cast<int>((out_size + task_outputs - 1) / task_outputs);
-}
-
-// Tasks of a chunk: long runs for each thread, but eight chunks per thread against imbalance.
-int chunk_size(int num_tasks, int num_threads) {
-  return std::max(1, num_tasks / (num_threads * 8));
-}
-
-}  // namespace
 
 int64_t Decoder::scratch_size() {
   return int64_t{rows_per_pass} * (task_outputs + activation_block_size + panel_rows);
 }
 
 void Decoder::gemm(const Matrix& matrix, const Activations& from, int first_panel, int num_panels,
-                   int first, int count, float* out, int64_t out_stride) const {
+                   int first, int count, float* out, int64_t out_stride,
+                   const uint8_t* next) const {
   Gemm args{};
   args.format = matrix.format;
   args.has_unit_scales = matrix.has_unit_scales;
@@ -59,6 +44,7 @@ void Decoder::gemm(const Matrix& matrix, const Activations& from, int first_pane
   args.num_tokens = count;
   args.out = out;
   args.out_stride = out_stride;
+  args.next = next;
   kernels_.gemm(args);
   const float* token_scales =
       matrix.activations == ActivationFormat::per_token ? from.scales.as<float>() + first : nullptr;
@@ -75,7 +61,7 @@ void Decoder::scale_and_add_bias(const Matrix& matrix, const Gemm& args,
       for (int i = 0; i < args.num_rows; i++) x[i] *= factor;
     }
     if (matrix.bias >= 0) {
-      const float* bias = vectors_[static_cast<size_t>(matrix.bias)].data() +
+      const float* bias = vectors_[static_cast<size_t>(matrix.bias)].data() + matrix.bias_offset +
                           int64_t{args.first_panel} * panel_rows;
       for (int i = 0; i < args.num_rows; i++) x[i] += bias[i];
     }

@@ -115,7 +115,8 @@ PackedSource<T, panels> packed_source(const Gemm& p, int panel) {
     source.codes_of[g] = p.weights + (p.first_panel + panel + g) * p.panel_bytes;
     source.scales_of[g] = source.codes_of[g] + p.in_size / 32 * T::info.code_bytes;
   }
-  source.to_next = panels * p.panel_bytes;
+  const bool is_last = panel + panels >= p.num_panels;
+  source.to_next = p.next && is_last ? p.next - source.codes_of[0] : panels * p.panel_bytes;
   return source;
 }
 

@@ -46,6 +46,7 @@ struct Gemm {
   int num_tokens;
   float* out;  // [token][row - first row]
   int64_t out_stride;
+  const uint8_t* next;  // panels that are read after these, to prefetch; null: those that follow
 };
 
 // The KV cache of one layer. A block holds, for each kv head, its keys [head_dim][block_size] and
@@ -117,6 +118,7 @@ struct Kernels {
   float (*quantise_per_token)(const float* x, int size, ActivationGroup* out);
   void (*gate)(Gate kind, const float* gate, const float* up, int size, float* out);
   void (*add)(float* x, const float* y, int size);
+  void (*add_scaled)(float* x, const float* y, float factor, int size);  // the product is rounded
   void (*rope)(float* heads, int num_heads, int head_dim, const Rope&, int position);
   void (*store_key_value)(const LayerCache&, const AttentionShape&, const RowPosition&,
                           const float* key, const float* value);

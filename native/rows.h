@@ -186,6 +186,11 @@ void add_rows(float* x, const float* y, int size) {
   map_rows(x, y, size, x, [](Floats a, Floats b) { return a + b; });
 }
 
+void add_scaled_rows(float* x, const float* y, float factor, int size) {
+  const Floats factors = broadcast(factor);
+  map_rows(x, y, size, x, [=](Floats a, Floats b) { return a + b * factors; });
+}
+
 // tanh(x) = m / (m + 2) with m = e^2x - 1, which near 0 is a polynomial without a constant term,
 // so that small x keep their precision. Beyond 10 it is 1 in single precision.
 INLINE Floats hyperbolic_tangent(Floats x) {

@@ -13,6 +13,7 @@ constexpr int64_t max_hidden_size = int64_t{1} << 20;
 constexpr int64_t max_row_size = int64_t{1} << 22;  // ffn_size, or all query heads
 constexpr int64_t max_vocabulary = int64_t{1} << 24;
 constexpr int64_t max_layers = int64_t{1} << 12;
+constexpr int64_t max_experts = int64_t{1} << 14;
 constexpr int64_t max_heads = int64_t{1} << 14;
 constexpr int64_t max_head_dim = int64_t{1} << 14;
 constexpr int64_t max_positions = int64_t{1} << 30;  // an int holds this plus a tile

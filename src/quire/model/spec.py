@@ -710,14 +710,11 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.DIFFERENT_LAYERS, Feature.DIFFERENT_EPSILONS, Feature.OTHER_VALUE_SIZE}
         | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE}
         | {Feature.GELU, Feature.GELU_TANH, Feature.CLAMPED_SWIGLU}
+        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.WEIGHED_EXPERT_INPUT}
+        | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
     ),
     # Those of BitNet beside ternary matrices alone.
-    "cuda": frozenset(
-        _OF_LLAMA
-        | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
-        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.CLAMPED_SWIGLU}
-        | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER}
-    ),
+    "cuda": frozenset(_OF_LLAMA | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}),
     "reference": frozenset(Feature),
 }
 

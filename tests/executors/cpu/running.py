@@ -12,7 +12,7 @@ from quire.model.loading import load_model
 
 @contextmanager
 def opened(
-    path: Path, num_blocks: int = 16, threads: int = 1, **options: Any
+    path: Path | str, num_blocks: int = 16, threads: int = 1, **options: Any
 ) -> Iterator[CpuExecutor]:
     with load_model(path) as model:
         executor = CpuExecutor(

@@ -28,6 +28,7 @@ NUM_LAYERS = 2  # of the tiny models
 PROMPT = tuple((37 * n + n * n) % 500 for n in range(41))
 TABLE = (7, 3, 11)
 BATCHES = (1, 2, 3, 4, 7, 16, 33, 64)
+EXPERTS = "dummy:tiny-moe:Q4_K_M"
 
 
 @pytest.fixture(
@@ -37,14 +38,20 @@ BATCHES = (1, 2, 3, 4, 7, 16, 33, 64)
         ("tiny/Q4_K_M.gguf", True),
         ("tiny-bitnet/TQ2_0.gguf", False),
         ("mistral", False),
+        (EXPERTS, False),
     ],
-    ids=["Q4_K_M", "int8-cache", "bitnet", "sliding-windows"],
+    ids=["Q4_K_M", "int8-cache", "bitnet", "sliding-windows", "experts"],
 )
 def executor(request: pytest.FixtureRequest) -> Iterator[CpuExecutor]:
     name, is_int8 = request.param
-    path = fixture_file(name) if "/" in name else FIXTURES / "families" / name
-    with opened(path, NUM_BLOCKS, threads=2, kv_int8=is_int8) as found:
+    with opened(path_of(name), NUM_BLOCKS, threads=2, kv_int8=is_int8) as found:
         yield found
+
+
+def path_of(name: str) -> Path | str:
+    if name.startswith("dummy:"):
+        return name
+    return fixture_file(name) if "/" in name else FIXTURES / "families" / name
 
 
 def prompt(executor: CpuExecutor, salt: int = 0) -> tuple[int, ...]:
@@ -119,13 +126,14 @@ def test_a_step_run_again_gives_the_same_bits(executor: CpuExecutor) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tiny/Q4_K_M.gguf", "tiny/Q4_1.gguf", "tiny/F16.gguf", "tiny-bitnet/TQ1_0.gguf"]
+    "name",
+    ["tiny/Q4_K_M.gguf", "tiny/Q4_1.gguf", "tiny/F16.gguf", "tiny-bitnet/TQ1_0.gguf", EXPERTS],
 )
 def test_every_unit_and_number_of_threads_give_the_same_bits(name: str) -> None:
     found = set()
     for unit in UNITS:
         for threads in (1, 2, 3):
-            with opened(fixture_file(name), NUM_BLOCKS, threads, unit=unit) as executor:
+            with opened(path_of(name), NUM_BLOCKS, threads, unit=unit) as executor:
                 bits = logits(executor, row(PROMPT, TABLE)).tobytes()
                 found.add((bits, stored(executor, TABLE, NUM_LAYERS)))
     assert len(found) == 1
@@ -151,6 +159,7 @@ REQUESTS = [request(number) for number in range(max(BATCHES))]
 def outputs(
     requests: list[tuple[tuple[int, ...], SamplingParams]],
     *,
+    name: str = "tiny/Q4_K_M.gguf",
     num_blocks: int = 160,
     threads: int = 1,
     unit: str = "",
@@ -158,8 +167,7 @@ def outputs(
     **config: Any,
 ) -> list[RequestOutput]:
     """What a fresh engine over a fresh executor makes of the requests."""
-    path = fixture_file("tiny/Q4_K_M.gguf")
-    with opened(path, num_blocks, threads, unit=unit, kv_int8=kv_int8) as executor:
+    with opened(path_of(name), num_blocks, threads, unit=unit, kv_int8=kv_int8) as executor:
         engine = Engine(executor, EngineConfig(**config))
         ids = [engine.add_request(prompt, params).id for prompt, params in requests]
         ended = {}
@@ -176,16 +184,16 @@ def content(output: RequestOutput) -> object:
     return [(one.token_ids, one.logprobs, one.finish_reason) for one in output.completions]
 
 
-def in_solo(kv_int8: bool) -> list[object]:
+def in_solo(**model: Any) -> list[object]:
     """Every request by itself: whole prompt at once, nothing reused, blocks in plenty."""
     plain: dict[str, Any] = {"chunking": False, "prefix_reuse": False, "plan_ahead": False}
-    runs = [outputs([one], kv_int8=kv_int8, max_batch_size=1, **plain) for one in REQUESTS]
+    runs = [outputs([one], max_batch_size=1, **model, **plain) for one in REQUESTS]
     return [content(output) for [output] in runs]
 
 
 @pytest.fixture(scope="module")
 def solo() -> list[object]:
-    return in_solo(kv_int8=False)
+    return in_solo()
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -227,6 +235,22 @@ def test_keys_and_values_in_bytes_keep_the_promise_too() -> None:
         REQUESTS, num_blocks=24, threads=2, kv_int8=True, max_batch_size=16, max_step_tokens=16
     )
     assert [content(output) for output in found] == in_solo(kv_int8=True)
+
+
+@pytest.mark.parametrize("batch", [3, 16, 64])
+def test_experts_keep_the_promise_too(batch: int, solo_of_experts: list[object]) -> None:
+    """Each step groups its rows by expert in another way."""
+    chunks: dict[str, Any] = {"max_batch_size": batch, "max_step_tokens": max(batch, 9)}
+    found = outputs(REQUESTS, name=EXPERTS, num_blocks=batch + 3, threads=2, **chunks)
+    assert [content(output) for output in found] == solo_of_experts
+    assert any(output.metrics.num_chunks > 1 for output in found)
+    if batch > 3:
+        assert any(output.metrics.num_preemptions for output in found)
+
+
+@pytest.fixture(scope="module")
+def solo_of_experts() -> list[object]:
+    return in_solo(name=EXPERTS)
 
 
 def test_smollm2_answers_the_same_in_a_batch_and_alone(smollm2_path: Path) -> None:

@@ -24,6 +24,9 @@ from quire.model.spec import unsupported
 
 FAMILIES = sorted(folder.name for folder in (FIXTURES / "families").iterdir())
 ON_CPU = {
+    "mixtral",
+    "qwen3moe",
+    "qwen3moe-dense",
     "phi3",
     "phi3-long",
     "phi3-short",

@@ -1,17 +1,25 @@
 """Lowers a ModelSpec and its tensors to a native decoder: weights packed, stages listed once; and
 says beforehand what memory that takes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.core.errors import UnsupportedModelError
+from quire.executors.cpu.experts import (
+    ExpertLowering,
+    record_bytes,
+    router_bytes,
+    slot_bytes,
+)
 from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
 from quire.model.spec import (
     Attention,
     Dense,
+    Experts,
     ModelSpec,
     Norm,
     check_lowered,
@@ -88,8 +96,10 @@ class _Lowering:
         layer, prefix = self._spec.layers[index], f"blk.{index}."
         self._add_shape(layer.mixer)
         self._add_attention(index, prefix, layer.mixer, layer.mixer_norm)
-        assert isinstance(layer.feed_forward, Dense)
-        self._add_feed_forward(prefix, layer.feed_forward, layer.feed_forward_norm)
+        if isinstance(layer.feed_forward, Dense):
+            self._add_feed_forward(prefix, layer.feed_forward, layer.feed_forward_norm)
+        else:
+            self._add_experts(prefix, layer.feed_forward, layer.feed_forward_norm)
 
     def _add_shape(self, part: Attention) -> None:
         # Rounded twice, in single precision: the kernels' own convention, on which bits depend.
@@ -136,6 +146,16 @@ class _Lowering:
             inner = self._norm(f"{prefix}ffn_sub_norm", part.inner_norm)
             stage("norm_and_quantise", input="gated", norm=inner, matrices=down)
         stage("project_and_add", matrices=down)
+
+    def _add_experts(self, prefix: str, part: Experts, norm: Norm | None) -> None:
+        stage, lowered = self.decoder.add_stage, ExpertLowering(self.decoder, self._tensors, prefix)
+        index = lowered.add(part)
+        before = self._norm(f"{prefix}ffn_norm", norm)
+        matrices = [lowered.router, lowered.gate, lowered.up]
+        stage("norm_and_quantise", norm=before, matrices=matrices)
+        stage("route", experts=index)
+        stage("expert_gate_and_up", experts=index)
+        stage("expert_down", experts=index, output="hidden")
 
     def _gated_format(self, part: Dense, down: int) -> str:
         """The format that a gate writes for the GEMM with `down`. With blocks a task is 256
@@ -206,12 +226,17 @@ class _Lowering:
 
 def weight_bytes(tensors: Mapping[str, Tensor]) -> int:
     """The weights as the kernels keep them, to the byte."""
-    return sum(
-        native.packed_bytes(tensor.format.name, *tensor.shape)
-        if len(tensor.shape) == 2
-        else _FLOAT_BYTES * tensor.num_weights
-        for tensor in tensors.values()
-    )
+    return sum(_packed_bytes(name, tensor, tensors) for name, tensor in tensors.items())
+
+
+def _packed_bytes(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> int:
+    router = router_bytes(name, tensor, tensors)
+    if router is not None:
+        return router
+    if len(tensor.shape) < 2:
+        return _FLOAT_BYTES * tensor.num_weights
+    *stacked, out_size, in_size = tensor.shape
+    return math.prod(stacked) * native.packed_bytes(tensor.format.name, out_size, in_size)
 
 
 def kv_bytes_per_token(spec: ModelSpec, is_int8: bool) -> int:
@@ -236,8 +261,8 @@ def workspace_bytes(
     floats_per_row = spec.hidden_size + projected + attended + spec.ffn_size
     bytes_per_row = _FLOAT_BYTES * floats_per_row
     for activations, _ in _activation_formats(tensors):
-        size, num_bytes = native.activation_record(activations)
-        bytes_per_row += 2 * (widest // size | 1) * num_bytes
+        bytes_per_row += 2 * record_bytes(activations, widest)
+    bytes_per_row += slot_bytes(spec, tensors)
     tables = num_positions * sum(rope.dims for rope in spec.ropes)
     heads = max(part.head_dim for part in mixers), max(part.value_dim for part in mixers)
     scratch = num_threads * native.thread_scratch_floats(*heads)
@@ -254,7 +279,7 @@ def _activation_formats(tensors: Mapping[str, Tensor]) -> set[tuple[str, bool]]:
     """The formats that activations are kept in; True: also for a residual pass."""
     found = set()
     for name, tensor in tensors.items():
-        if len(tensor.shape) == 2:
+        if len(tensor.shape) > 1:
             activations = native.activation_format(tensor.format.name)
             found.add((activations, False))
             if name.endswith(f"{RESIDUAL_PASS}.weight") and activations != "floats":
