@@ -49,6 +49,7 @@ constexpr PlanField plan_fields[] = {
     {"completion_position", nullptr},
     {"history", nullptr},
     {"allowed", nullptr},
+    {"other_tables", nullptr},  // of groups that this executor does not have
 };
 const char* const want_names[] = {"NOTHING", "SAMPLE", "LOGITS", "POOLED"};  // as Want
 const char* const logprob_fields[] = {"token", "logprob", "rank", "top"};    // as logprob_to_python

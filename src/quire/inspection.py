@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from quire.core.errors import QuireError
+from quire.core.windows import peak_blocks
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu import has_native_module
 from quire.executors.cpu.lowering import kv_bytes_per_token, weight_bytes, workspace_bytes
+from quire.executors.reference import kv_token_bytes
 from quire.llm.devices import DEVICES
 from quire.llm.machine import resident_memory
 from quire.llm.prompts import PromptReader
@@ -20,6 +22,7 @@ from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
 from quire.model.generation import read_defaults
 from quire.model.isolated import Verdict, examine
+from quire.model.kv_layout import KVLayout, grouped
 from quire.model.loading import Model, load_model, memory_estimate, norm_health, read_tokenizer
 from quire.model.rope import LongScaling, RopeScaling
 from quire.model.spec import LOWERED, Experts, ModelSpec, unsupported
@@ -290,14 +293,25 @@ def _tokenizer_facts(tokenizer: Tokenizer | None) -> TokenizerFacts:
 
 
 def _memory_facts(model: Model) -> MemoryFacts:
-    estimate = memory_estimate(model, num_kv_tokens=model.spec.context_length)
+    estimate = memory_estimate(model, num_kv_tokens=0)
+    layout = grouped(model.spec, BLOCK_SIZE)
     return MemoryFacts(
         weights_in_file=estimate.weights,
         weights_in_reference_executor=estimate.float32_weights,
         kv_per_token=estimate.kv_per_token,
-        kv_per_context=estimate.kv,
+        kv_per_context=_kv_per_context(model.spec, layout, kv_token_bytes(model.spec, layout)),
         cpu=_cpu_forecast(model) if _runs_on_cpu(model.spec) else None,
     )
+
+
+def _kv_per_context(spec: ModelSpec, layout: KVLayout, token_bytes: int) -> int:
+    """Keys and values of one sequence over the whole context, blocks out of windows given back.
+
+    Each step computes as many tokens as on the CPU: so many blocks are held beside the windows.
+    """
+    chunk = DEVICES["cpu"].engine_defaults.max_step_tokens
+    num_blocks = peak_blocks(layout.windows, BLOCK_SIZE, spec.context_length, chunk)
+    return num_blocks * BLOCK_SIZE * token_bytes
 
 
 def _runs_on_cpu(spec: ModelSpec) -> bool:

@@ -9,14 +9,24 @@ Positions of one sequence, with blocks of four for the drawing:
                      cached, maybe shared           never shared, never cached
 
 A full block is cached under a hash of its tokens and of all blocks before it.
+
+Layers that see the same positions form groups. Each group has blocks of its own for a sequence's
+positions, all from one pool. A windowed group gives those back that no later position sees:
+
+    full group       17    |     3      |     9      |  5
+    windowed group    -    |     -      |     8      |  2      (out of the window: NO_BLOCK)
+
+So a prefix is found again as far as every full group has all of its blocks, and every windowed
+group those that the next position sees.
 """
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
-from quire.core.plan import BlockCopy
+from quire.core.plan import NO_BLOCK, BlockCopy
+from quire.core.windows import NO_WINDOWS, Window, Windows, peak_blocks
 
 _DIGEST_BYTES = 16
 
@@ -129,63 +139,163 @@ class BlockPool:
 
 
 class BlockTable:
-    """The blocks of one sequence; written by KVCache alone."""
+    """The blocks of one sequence, by group; written by KVCache alone."""
 
-    __slots__ = ("blocks", "cached_hashes", "hashes", "ids", "num_cached", "salt")
+    __slots__ = (
+        *("cached_keys", "first_held", "groups", "hashes"),
+        *("ids", "num_cached", "other_ids", "salt"),
+    )
 
-    def __init__(self, salt: str | None) -> None:
+    def __init__(self, salt: str | None, num_groups: int = 1) -> None:
         self.salt = salt  # None: this sequence neither reuses nor offers prefixes
-        self.blocks: list[int] = []
+        self.groups: list[list[int]] = [[] for _ in range(num_groups)]  # all of one length
+        self.first_held = [0] * num_groups  # entries of a group before this one are NO_BLOCK
         self.hashes: list[bytes] = []  # of the full blocks of its tokens, allocated or not
         self.num_cached = 0  # leading blocks that are cached already
-        self.cached_hashes: list[bytes] = []  # it cached itself; outlive the loss of its blocks
-        self.ids: tuple[int, ...] = ()  # `blocks` as plans show them; renewed when they change
+        self.cached_keys: list[bytes] = []  # it cached itself; outlive the loss of its blocks
+        # The groups as plans show them, the first and the others; renewed when they change.
+        self.ids: tuple[int, ...] = ()
+        self.other_ids: tuple[tuple[int, ...], ...] = ((),) * (num_groups - 1)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that it refers to."""
+        return len(self.groups) * len(self.groups[0]) - sum(self.first_held)
+
+    def held(self) -> Iterator[int]:
+        """Its blocks, in each group the last first."""
+        for blocks, first in zip(self.groups, self.first_held, strict=True):
+            for index in range(len(blocks) - 1, first - 1, -1):
+                yield blocks[index]
+
+    def renew_ids(self) -> None:
+        self.ids = tuple(self.groups[0])
+        if len(self.groups) > 1:
+            self.other_ids = tuple([tuple(blocks) for blocks in self.groups[1:]])
 
 
 class KVCache:
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_reuse: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_reuse: bool,
+        windows: Windows = NO_WINDOWS,
+    ) -> None:
         self.block_size = block_size
         self.prefix_reuse = prefix_reuse
+        self.windows = windows
         self.pool = BlockPool(num_blocks)
+        # What tells a group's blocks apart in the index; nothing for the first group.
+        self._suffixes = [n.to_bytes(2, "little") if n else b"" for n in range(len(windows))]
+        self._windowed = [(n, window) for n, window in enumerate(windows) if window is not None]
+
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windowed)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill, wholly or partly."""
+        """Blocks of one group that so many tokens fill, wholly or partly."""
         return -(-num_tokens // self.block_size)
+
+    def peak_blocks(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks that a sequence of so many tokens holds at once, when at most `chunk` of
+        them are in steps that are not collected."""
+        return peak_blocks(self.windows, self.block_size, num_tokens, chunk)
 
     def new_table(self, salt: str | None) -> BlockTable:
         """An empty table; prefixes are reused between tables of equal salt, not at all for None."""
-        return BlockTable(salt if self.prefix_reuse else None)
+        return BlockTable(salt if self.prefix_reuse else None, len(self.windows))
 
-    def admission_cost(self, table: BlockTable, tokens: Sequence[int]) -> int:
-        """Free blocks that admitting a sequence of these tokens takes; used prefixes are free."""
-        needed = self.blocks_for(len(tokens))
-        if table.salt is None:
-            return needed
-        num_full = len(tokens) // self.block_size
-        self._hash_blocks(table, tokens, num_full)
-        for index in range(num_full):
-            block = self.pool.lookup(table.hashes[index])
-            if block is None:
-                return needed
-            needed -= not self.pool.is_free(block)
-        # All is cached: the last token is computed again, in a copy of its block.
-        return needed + (num_full * self.block_size == len(tokens))
+    # ---- prefixes
+
+    def admission_cost(self, table: BlockTable, tokens: Sequence[int], chunk: int) -> int:
+        """Free blocks that admitting a sequence of these tokens takes, at most `chunk` of them at
+        once; used prefixes are free."""
+        found = self._cached_prefix(table, tokens)
+        # Where all is cached the last token is computed again, in a copy of its block.
+        is_whole = len(found[0]) * self.block_size == len(tokens)
+        whole = self.blocks_for(len(tokens)) + is_whole
+        cost = 0
+        for window, blocks in zip(self.windows, found, strict=True):
+            first = 0
+            needed = whole
+            if window is not None:
+                needed = min(needed, window.most_held(self.block_size, chunk))
+                # Blocks that it will have given back are no part of what it holds in the end.
+                first = window.first_seen(len(tokens) - 1) // self.block_size
+            for block in blocks[first:]:
+                needed -= not self.pool.is_free(block)
+            cost += needed
+        return cost
 
     def match_prefix(self, table: BlockTable, tokens: Sequence[int]) -> int:
-        """Take every cached leading block of `tokens`; the number of tokens in them."""
-        assert not table.blocks, "a prefix is matched before anything is allocated"
+        """Take the cached leading blocks of `tokens`; the number of tokens in them."""
+        assert not table.groups[0], "a prefix is matched before anything is allocated"
+        table.groups = self._cached_prefix(table, tokens)
+        for group, blocks in enumerate(table.groups):
+            first = table.first_held[group] = blocks.count(NO_BLOCK)
+            for block in blocks[first:]:
+                self.pool.retain(block)
+        table.num_cached = len(table.groups[0])
+        table.renew_ids()
+        return table.num_cached * self.block_size
+
+    def _cached_prefix(self, table: BlockTable, tokens: Sequence[int]) -> list[list[int]]:
+        """The longest prefix of which every group has all cached that the next position sees: the
+        blocks of each group."""
         if table.salt is None:
-            return 0
-        self._hash_blocks(table, tokens, len(tokens) // self.block_size)
-        for block_hash in table.hashes:
-            block = self.pool.lookup(block_hash)
+            return [[] for _ in self.windows]
+        num_full = len(tokens) // self.block_size
+        self._hash_blocks(table, tokens, num_full)
+        full = [g for g, window in enumerate(self.windows) if window is None]
+        found = {group: self._cached_run(table.hashes[:num_full], group) for group in full}
+        length = min([len(blocks) for blocks in found.values()], default=num_full)
+        if self._windowed:
+            length = self._seen_run(table.hashes, length, len(tokens))
+        for group, window in self._windowed:
+            first = self._first_seen(window, length, len(tokens))
+            seen = self._cached_run(table.hashes[first:length], group)
+            found[group] = [NO_BLOCK] * first + seen
+        return [found[group][:length] for group in range(len(self.windows))]
+
+    def _first_seen(self, window: Window, length: int, num_tokens: int) -> int:
+        """The first block that the next position sees, after so many blocks; the last token is
+        computed in any case."""
+        start = min(length * self.block_size, num_tokens - 1)
+        return min(length, window.first_seen(start) // self.block_size)
+
+    def _cached_run(self, hashes: Sequence[bytes], group: int) -> list[int]:
+        """The blocks of these hashes, up to the first that is not cached."""
+        blocks = []
+        suffix = self._suffixes[group]
+        for block_hash in hashes:
+            block = self.pool.lookup(block_hash + suffix)
             if block is None:
                 break
-            self.pool.retain(block)
-            table.blocks.append(block)
-        table.num_cached = len(table.blocks)
-        table.ids = tuple(table.blocks)
-        return len(table.blocks) * self.block_size
+            blocks.append(block)
+        return blocks
+
+    def _seen_run(self, hashes: Sequence[bytes], length: int, num_tokens: int) -> int:
+        """The most leading blocks, up to `length`, after which every windowed group has cached what
+        the next position sees."""
+        while length:
+            missing = self._last_missing(hashes, length, num_tokens)
+            if missing is None:
+                break
+            length = missing  # after any number between the two that block is seen as well
+        return length
+
+    def _last_missing(self, hashes: Sequence[bytes], length: int, num_tokens: int) -> int | None:
+        """A block that is seen after `length` blocks and not cached; None where all are."""
+        for group, window in self._windowed:
+            suffix = self._suffixes[group]
+            first = self._first_seen(window, length, num_tokens)
+            for index in range(length - 1, first - 1, -1):
+                if self.pool.lookup(hashes[index] + suffix) is None:
+                    return index
+        return None
 
     def _hash_blocks(self, table: BlockTable, tokens: Sequence[int], num_blocks: int) -> None:
         """Hash the first `num_blocks` blocks, each once: a sequence's tokens never change."""
@@ -195,13 +305,18 @@ class KVCache:
             parent = table.hashes[-1] if table.hashes else root_hash(table.salt)
             table.hashes.append(chain(parent, tokens[index * size : (index + 1) * size]))
 
+    # ---- growing
+
     def blocks_needed(self, table: BlockTable, start: int, end: int) -> int:
         """Free blocks that extend() takes for positions start..end, copies included."""
-        needed = self.blocks_for(end) - len(table.blocks)
+        count = self.blocks_for(end)
         first = start // self.block_size
-        for block in table.blocks[first : self.blocks_for(end)]:
-            needed += not self.pool.is_writable(block)
-        return max(0, needed)
+        needed = 0
+        for blocks in table.groups:
+            needed += max(0, count - len(blocks))
+            for block in blocks[first:count]:
+                needed += not self.pool.is_writable(block)
+        return needed
 
     def extend(self, table: BlockTable, start: int, end: int) -> list[BlockCopy] | None:
         """Make positions start..end writable; the copies to do first, None if blocks ran out.
@@ -210,26 +325,28 @@ class KVCache:
         """
         if self.blocks_needed(table, start, end) > self.pool.num_free:
             return None
-        copies = self._unshare(table, start, end)
-        for _ in range(self.blocks_for(end) - len(table.blocks)):
-            table.blocks.append(self._allocate())
-        table.ids = tuple(table.blocks)
+        copies = []
+        for blocks in table.groups:
+            copies += self._unshare(blocks, start, end)
+            for _ in range(self.blocks_for(end) - len(blocks)):
+                blocks.append(self._allocate())
+        table.num_cached = min(table.num_cached, start // self.block_size)
+        table.renew_ids()
         return copies
 
-    def _unshare(self, table: BlockTable, start: int, end: int) -> list[BlockCopy]:
+    def _unshare(self, blocks: list[int], start: int, end: int) -> list[BlockCopy]:
         """Replace the blocks in start..end that are not writable; copy positions before start."""
         copies = []
         first = start // self.block_size
-        for index in range(first, min(self.blocks_for(end), len(table.blocks))):
-            block = table.blocks[index]
+        for index in range(first, min(self.blocks_for(end), len(blocks))):
+            block = blocks[index]
             if self.pool.is_writable(block):
                 continue
-            table.blocks[index] = self._allocate()
+            blocks[index] = self._allocate()
             if index * self.block_size < start:
-                copies.append(BlockCopy(block, table.blocks[index]))
+                copies.append(BlockCopy(block, blocks[index]))
             else:
                 self.pool.release(block)
-        table.num_cached = min(table.num_cached, first)
         return copies
 
     def _allocate(self) -> int:
@@ -244,15 +361,19 @@ class KVCache:
 
     def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
         """A table that shares the blocks of the first tokens; both copy before they write."""
-        child = BlockTable(table.salt)
-        child.blocks = table.blocks[: self.blocks_for(num_tokens)]
-        for block in child.blocks:
+        child = BlockTable(table.salt, len(table.groups))
+        count = self.blocks_for(num_tokens)
+        child.groups = [blocks[:count] for blocks in table.groups]
+        child.first_held = [min(first, count) for first in table.first_held]
+        for block in child.held():
             self.pool.retain(block)
         child.hashes = table.hashes[: num_tokens // self.block_size]
         child.num_cached = min(table.num_cached, len(child.hashes))
-        child.cached_hashes = table.cached_hashes  # of one request: a fault concerns both
-        child.ids = tuple(child.blocks)
+        child.cached_keys = table.cached_keys  # of one request: a fault concerns both
+        child.renew_ids()
         return child
+
+    # ---- what is computed
 
     def cache_full_blocks(
         self, table: BlockTable, tokens: Sequence[int], num_computed: int
@@ -262,23 +383,46 @@ class KVCache:
             return
         num_full = num_computed // self.block_size
         self._hash_blocks(table, tokens, num_full)
-        for index in range(table.num_cached, num_full):
-            if self.pool.cache(table.blocks[index], table.hashes[index]):
-                table.cached_hashes.append(table.hashes[index])
+        for blocks, suffix in zip(table.groups, self._suffixes, strict=True):
+            for index in range(table.num_cached, num_full):
+                key = table.hashes[index] + suffix
+                if self.pool.cache(blocks[index], key):
+                    table.cached_keys.append(key)
         table.num_cached = max(table.num_cached, num_full)
+
+    def release_unseen(self, table: BlockTable, num_computed: int) -> None:
+        """Give back the blocks before all that the last computed position sees.
+
+        Called when a step is collected: no step that may still be run again reads them, and steps
+        submitted later come after every step that does. The last computed position may be computed
+        again, by a fork.
+        """
+        is_changed = False
+        for group, window in self._windowed:
+            first = window.first_seen(num_computed - 1) // self.block_size
+            blocks = table.groups[group]
+            for index in range(table.first_held[group], first):
+                self.pool.release(blocks[index])
+                blocks[index] = NO_BLOCK
+                is_changed = True
+            table.first_held[group] = max(first, table.first_held[group])
+        if is_changed:
+            table.renew_ids()
 
     def free(self, table: BlockTable) -> None:
         """Release every block, the last first, so that long tails are evicted before prefixes."""
-        for block in reversed(table.blocks):
+        for block in table.held():
             self.pool.release(block)
-        table.blocks.clear()
+        for group, blocks in enumerate(table.groups):
+            blocks.clear()
+            table.first_held[group] = 0
         table.num_cached = 0
-        table.ids = ()
+        table.renew_ids()
 
     def free_faulted(self, table: BlockTable) -> None:
         """Free the table of a faulted sequence; blocks that it computed are never reused."""
-        for block_hash in table.cached_hashes:
-            block = self.pool.lookup(block_hash)
+        for key in table.cached_keys:
+            block = self.pool.lookup(key)
             if block is not None:
                 self.pool.uncache(block)
         self.free(table)
@@ -292,11 +436,15 @@ class KVCache:
     ) -> None:
         """Raise AssertionError unless the pool agrees with these, all live tables and copies."""
         tables = list(tables)
-        retained = [table.blocks for table in tables]
+        retained = [list(table.held()) for table in tables]
         self.pool.check_integrity([*retained, [copy.source for copy in copies]])
         for table in tables:
-            assert table.ids == tuple(table.blocks), "ids were not renewed"
-            assert table.num_cached <= len(table.blocks), "cached what it does not have"
+            shown = (table.ids, *table.other_ids)
+            assert shown == tuple(map(tuple, table.groups)), "ids were not renewed"
+            assert table.num_cached <= len(table.ids), "cached what it does not have"
+            for blocks, first in zip(table.groups, table.first_held, strict=True):
+                assert len(blocks) == len(table.ids), "groups differ in length"
+                assert blocks.count(NO_BLOCK) == first, "a block is missing"
 
 
 def root_hash(salt: str) -> bytes:

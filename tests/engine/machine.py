@@ -13,6 +13,7 @@ from quire.core.config import EngineConfig
 from quire.core.errors import OverloadedError
 from quire.core.request import Ended, Piece, Request, RequestOutput, Status
 from quire.core.sampling import SamplingParams
+from quire.core.windows import NO_WINDOWS, Window, Windows, peak_blocks
 from quire.engine import Engine
 from quire.executors.fake import FakeExecutor, Faults
 
@@ -52,20 +53,31 @@ configs = st.fixed_dictionaries(
 pools = st.fixed_dictionaries(
     {"block_size": st.sampled_from([2, 4, 8]), "num_tokens": st.integers(56, 160)}
 )
+groups = st.sampled_from(
+    [
+        NO_WINDOWS,
+        (None, Window(5), Window(5)),
+        (None, Window(9), Window(8, is_chunked=True)),
+        (Window(6),),
+    ]
+)
 
 
 class EngineMachine(RuleBasedStateMachine):
     """Random joins, cancels, deadlines, pauses, faults, pre-emptions, chunks, hits and pools."""
 
-    @initialize(config=configs, pool=pools)
-    def begin(self, config: dict[str, Any], pool: dict[str, int]) -> None:
+    @initialize(config=configs, pool=pools, windows=groups)
+    def begin(self, config: dict[str, Any], pool: dict[str, int], windows: Windows) -> None:
+        settings = EngineConfig(**config, step_timeout_s=1.0, step_grace_s=1.0)
+        self.windows = windows
         self.faulty: dict[str, set[int]] = {kind: set() for kind in ("nan", "raises", "no_memory")}
         self.hanging: set[int] = set()
         self.executor = FakeExecutor(
             block_size=pool["block_size"],
-            num_blocks=pool["num_tokens"] // pool["block_size"],
+            num_blocks=peak_blocks(windows, **pool, chunk=settings.smallest_chunk),
             vocabulary_size=VOCABULARY,
             max_context=64,
+            windows=windows,
             faults=Faults(
                 nan=self._is_poisoned("nan"),
                 raises=self._is_poisoned("raises"),
@@ -75,7 +87,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.engine = Engine(
             self.executor,
-            EngineConfig(**config, step_timeout_s=1.0, step_grace_s=1.0),
+            settings,
             clock=self.executor.clock,
             end_token_ids=[END_TOKEN],
         )
@@ -180,7 +192,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _compare(self, request_id: str, output: RequestOutput) -> None:
         request = self.requests[request_id]
-        expected = solo(request.prompt, request.params, vocabulary_size=VOCABULARY)
+        expected = solo(
+            request.prompt, request.params, vocabulary_size=VOCABULARY, windows=self.windows
+        )
         got = tokens_of(output)
         note(f"{request_id}: {output.status}, {got}, expected {expected}")
         for index, tokens in enumerate(got):

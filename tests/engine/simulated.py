@@ -6,6 +6,7 @@ from functools import lru_cache
 from quire.core.config import EngineConfig
 from quire.core.request import Ended, Event, RequestOutput
 from quire.core.sampling import SamplingParams
+from quire.core.windows import NO_WINDOWS, Windows
 from quire.engine import Engine
 from quire.executors.fake import FakeExecutor
 
@@ -46,10 +47,15 @@ def tokens_of(output: RequestOutput) -> list[list[int]]:
 
 
 def solo(
-    prompt: Iterable[int], params: SamplingParams, *, vocabulary_size: int = 1000
+    prompt: Iterable[int],
+    params: SamplingParams,
+    *,
+    vocabulary_size: int = 1000,
+    windows: Windows = NO_WINDOWS,
 ) -> list[list[int]]:
-    """The tokens this request gets when it has the engine to itself and room for all of it."""
-    found = _solo(tuple(prompt), _Params(params), vocabulary_size)
+    """The tokens this request gets when it has the engine to itself and room for all of it, also
+    for what is out of every window."""
+    found = _solo(tuple(prompt), _Params(params), vocabulary_size, windows)
     return [list(tokens) for tokens in found]
 
 
@@ -68,9 +74,15 @@ class _Params:
 
 @lru_cache(maxsize=20_000)
 def _solo(
-    prompt: tuple[int, ...], key: _Params, vocabulary_size: int
+    prompt: tuple[int, ...], key: _Params, vocabulary_size: int, windows: Windows
 ) -> tuple[tuple[int, ...], ...]:
-    executor = FakeExecutor(num_blocks=512, block_size=64, vocabulary_size=vocabulary_size)
+    executor = FakeExecutor(
+        num_blocks=512,
+        block_size=64,
+        vocabulary_size=vocabulary_size,
+        windows=windows,
+        has_groups=False,
+    )
     engine = new_engine(executor, max_step_tokens=4096, prefix_reuse=False, plan_ahead=False)
     engine.add_request(prompt, key.params)
     (output,) = finish(engine, check=False).values()

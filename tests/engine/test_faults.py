@@ -483,7 +483,7 @@ def mix_up_the_order(engine: Engine, sequence: Sequence) -> None:
 
 
 def lose_a_block(engine: Engine, sequence: Sequence) -> None:
-    engine.cache.pool.retain(sequence.block_table.blocks[0])
+    engine.cache.pool.retain(sequence.block_table.ids[0])
 
 
 @pytest.mark.parametrize(

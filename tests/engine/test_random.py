@@ -72,10 +72,30 @@ def cache_a_block_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
     cache_full_blocks = KVCache.cache_full_blocks
 
     def broken(self: KVCache, table: BlockTable, tokens: list[int], num_computed: int) -> None:
-        reach = min(len(table.blocks) * self.block_size, len(tokens))
+        reach = min(len(table.ids) * self.block_size, len(tokens))
         cache_full_blocks(self, table, tokens, max(num_computed, reach))
 
     patch.setattr(KVCache, "cache_full_blocks", broken)
+
+
+def give_back_what_the_next_position_sees(patch: pytest.MonkeyPatch) -> None:
+    release_unseen = KVCache.release_unseen
+
+    def broken(self: KVCache, table: BlockTable, num_computed: int) -> None:
+        release_unseen(self, table, min(num_computed + self.block_size, len(table.ids)))
+
+    patch.setattr(KVCache, "release_unseen", broken)
+
+
+def take_a_prefix_without_its_window(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCache, "_last_missing", lambda self, hashes, length, num_tokens: None)
+
+
+def find_one_group_in_another(patch: pytest.MonkeyPatch) -> None:
+    lookup = BlockPool.lookup
+    cache = BlockPool.cache
+    patch.setattr(BlockPool, "lookup", lambda self, key: lookup(self, key[:16]))
+    patch.setattr(BlockPool, "cache", lambda self, block, key: cache(self, block, key[:16]))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +106,9 @@ def cache_a_block_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
         share_blocks_between_different_prompts,
         free_a_block_that_is_still_used,
         cache_a_block_before_it_is_full,
+        give_back_what_the_next_position_sees,
+        take_a_prefix_without_its_window,
+        find_one_group_in_another,
     ],
 )
 def test_a_broken_allocator_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_a_prefix_ends_at_the_first_block_that_is_not_cached() -> None:
     table = computed(cache, list(range(12)))
     cache.pool.uncache(table.ids[1])
     assert found_by(cache, list(range(12))) == 4
-    assert cache.admission_cost(cache.new_table("key"), list(range(12))) == 2
+    assert cache.admission_cost(cache.new_table("key"), list(range(12)), 1) == 2
     cache.pool.uncache(table.ids[0])
     assert found_by(cache, list(range(12))) == 0
 
@@ -223,13 +223,15 @@ def test_the_last_of_two_that_shared_writes_in_place() -> None:
 
 def test_admission_cost_is_what_a_sequence_takes_from_the_free_blocks() -> None:
     cache = new_cache()
-    assert cache.admission_cost(cache.new_table("key"), PROMPT) == 3
+    assert cache.admission_cost(cache.new_table("key"), PROMPT, 1) == 3
     used = computed(cache, PROMPT)
-    assert cache.admission_cost(cache.new_table("key"), PROMPT) == 1
-    assert cache.admission_cost(cache.new_table("key"), PROMPT[:8]) == 1, "its last block is copied"
-    assert cache.admission_cost(cache.new_table(None), PROMPT) == 3
+    assert cache.admission_cost(cache.new_table("key"), PROMPT, 1) == 1
+    assert cache.admission_cost(cache.new_table("key"), PROMPT[:8], 1) == 1, (
+        "its last block is copied"
+    )
+    assert cache.admission_cost(cache.new_table(None), PROMPT, 1) == 3
     cache.free(used)
-    assert cache.admission_cost(cache.new_table("key"), PROMPT) == 3, (
+    assert cache.admission_cost(cache.new_table("key"), PROMPT, 1) == 3, (
         "evictable blocks count as free until revived"
     )
 
@@ -341,7 +343,7 @@ def test_a_reader_of_an_uncached_block_keeps_it() -> None:
 
 
 def take_a_block_away(cache: KVCache, table: BlockTable) -> None:
-    cache.pool.release(table.blocks[0])
+    cache.pool.release(table.ids[0])
 
 
 def forget_to_renew_the_table(cache: KVCache, table: BlockTable) -> None:

@@ -9,6 +9,7 @@ from quire.core.errors import ConfigError
 
 # How I2_S tensors are packed, by the builds of bitnet.cpp that read and write them.
 I2S_PACKINGS = ("x86", "arm")
+_ANY_LENGTH = 1 << 30  # of a context
 
 
 def check_i2s_packing(value: str | None) -> None:
@@ -58,6 +59,11 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         check_key_weights(self.key_weights)
+
+    @property
+    def smallest_chunk(self) -> int:
+        """Tokens of one sequence in steps that are not collected: as few as it can go on with."""
+        return (1 if self.chunking else _ANY_LENGTH) + self.plan_ahead
 
 
 def check_key_weights(weights: Mapping[str, float]) -> None:

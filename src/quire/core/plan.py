@@ -12,6 +12,9 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from quire.core.sampling import SamplingParams
+from quire.core.windows import NO_WINDOWS, Windows
+
+NO_BLOCK = -1  # in a block table: what was there is out of the window, and the row never reads it
 
 
 class Want(IntEnum):
@@ -44,7 +47,9 @@ class SequencePlan(NamedTuple):
     """One sequence's chunk of a step.
 
     The new tokens are `tokens`, then, where `follows` names a step, what that step samples for this
-    sequence. They take the positions from `start` on; what they attend to lies in `block_table`.
+    sequence. They take the positions from `start` on; what they attend to lies in `block_table`,
+    and for layers of other groups than the first in `other_tables`, one for each group. Entry i of
+    a table is the block of positions i * block_size on.
     """
 
     sequence_id: int
@@ -58,6 +63,7 @@ class SequencePlan(NamedTuple):
     history: History | None = None  # only where sampling.params.needs_history
     allowed: bytes | None = None  # grammar mask: bit t of the little-endian bit string allows t
     prompt_targets: tuple[int, ...] = ()  # score these as the tokens after each new position
+    other_tables: tuple[tuple[int, ...], ...] = ()  # of the groups after the first
 
     @property
     def num_new_tokens(self) -> int:
@@ -146,6 +152,7 @@ class Capacity(NamedTuple):
     vocabulary_size: int
     max_batch_size: int
     max_step_tokens: int
+    windows: Windows = NO_WINDOWS  # of each group of layers that share a block table
 
 
 def allows(mask: bytes, token: int) -> bool:

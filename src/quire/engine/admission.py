@@ -10,6 +10,7 @@ from quire.core.errors import OverloadedError, RequestError
 from quire.core.plan import Capacity, Sampling, TokenLogprob, Want
 from quire.core.request import Completion, Request, RequestMetrics, Status
 from quire.core.sampling import SamplingParams, new_seed
+from quire.core.windows import longest_context
 from quire.engine.fairness import WaitingQueues
 from quire.engine.sequence import (
     Grammar,
@@ -175,12 +176,17 @@ class Admission:
     def _max_length(self) -> int:
         """Tokens that a request may come to which does not say how many it wants."""
         capacity = self._capacity
-        num_blocks = capacity.num_blocks - self._num_reserved_blocks
-        length = min(capacity.max_context, num_blocks * capacity.block_size)
+        length = longest_context(
+            capacity.windows,
+            capacity.block_size,
+            num_blocks=capacity.num_blocks - self._num_reserved_blocks,
+            limit=capacity.max_context,
+            chunk=self._config.smallest_chunk,
+        )
         return length if self._config.chunking else min(length, capacity.max_step_tokens)
 
     def _check_blocks(self, num_tokens: int) -> None:
-        needed = self._cache.blocks_for(num_tokens)
+        needed = self._cache.peak_blocks(num_tokens, self._config.smallest_chunk)
         num_blocks = self._capacity.num_blocks
         left = num_blocks - self._num_reserved_blocks
         if needed <= left:

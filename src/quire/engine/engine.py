@@ -416,7 +416,8 @@ class Engine:
     def num_blocks_to_spare(self) -> int:
         """Blocks that others may keep so that every live request can still run, alone at least."""
         lengths = [s.max_length for live in self._lifecycle.live.values() for s in live.sequences]
-        return self.cache.pool.num_blocks - self.cache.blocks_for(max(lengths, default=0))
+        largest = self.cache.peak_blocks(max(lengths, default=0), self.config.smallest_chunk)
+        return self.cache.pool.num_blocks - largest
 
     def settle(self) -> None:
         """Wait for the steps in flight and update, so that others may submit steps."""

@@ -78,6 +78,7 @@ class Lifecycle:
             table = sequence.block_table
             if end // block_size > table.num_cached and epoch == sequence.epoch:
                 cache.cache_full_blocks(table, sequence.tokens, end)
+                cache.release_unseen(table, end)
             if plan.want is Want.SAMPLE:
                 before = sequence.last_token_at
                 gaps[before] = gaps.get(before, 0) + 1

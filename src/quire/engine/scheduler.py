@@ -25,7 +25,10 @@ class Scheduler:
     def __init__(self, config: EngineConfig, capacity: Capacity, stats: EngineStats) -> None:
         self.config = config
         self.cache = KVCache(
-            capacity.num_blocks, capacity.block_size, prefix_reuse=config.prefix_reuse
+            capacity.num_blocks,
+            capacity.block_size,
+            prefix_reuse=config.prefix_reuse,
+            windows=capacity.windows,
         )
         self.waiting = WaitingQueues()
         self.parked: set[Sequence] = set()  # their readers do not keep up
@@ -43,7 +46,9 @@ class Scheduler:
         self._planner = RowPlanner(self.cache, chunking=config.chunking)
         self._stats = stats
         self._next_step_id = 1
+        self._last_collected = 0
         self._now = 0.0
+        self._is_idle = True
 
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
         self._shares.set_weights(weights)
@@ -58,7 +63,8 @@ class Scheduler:
         self._delay.arrived(now, len(self.running) + len(self.waiting))
 
     def observe(self, step: Step, elapsed_s: float) -> None:
-        """Learn how long steps take."""
+        """Learn how long steps take; a step was collected."""
+        self._last_collected = max(step.id, self._last_collected)
         self._model.observe(step.num_tokens, step.context, elapsed_s)
 
     def take_failed(self) -> list[tuple[Sequence, QuireError]]:
@@ -134,6 +140,7 @@ class Scheduler:
     def schedule(self, now: float, *, is_idle: bool) -> Step | None:
         """Plan a step, or None when nothing can be planned now (see wake_at)."""
         self._now = now
+        self._is_idle = is_idle
         self.wake_at = None
         if is_idle and self._delays_batch():
             return None
@@ -211,9 +218,16 @@ class Scheduler:
         """Where blocks run out, the last running sequence is pre-empted for them."""
         while not self._planner.plan_row(step, sequence, 1):
             victim = self.running[-1]
+            if victim is sequence and self._gets_blocks_back(sequence):
+                return
             self.preempt(victim, self._now)
             if victim is sequence:
                 return
+
+    def _gets_blocks_back(self, sequence: Sequence) -> bool:
+        """Whether a step in flight may move the sequence's windows on, and so free blocks."""
+        is_in_flight = not self._is_idle and sequence.last_step > self._last_collected
+        return is_in_flight and self.cache.has_windows
 
     def _force_progress(self, step: Step) -> None:
         """Every running sequence lacks blocks: the first takes them from the last."""
@@ -290,15 +304,22 @@ class Scheduler:
             if not self._pacer.admits(num_slots, self._expected_context(sequence)):
                 return WaitReason.PACING
         headroom = self.cache.pool.num_free - sum(map(self._blocks_to_come, self.running))
-        if self.cache.admission_cost(sequence.block_table, sequence.tokens) > headroom:
+        # One that runs alone is given smaller chunks where blocks are few.
+        chunk = self._largest_chunk if self.running else self.config.smallest_chunk
+        if self.cache.admission_cost(sequence.block_table, sequence.tokens, chunk) > headroom:
             return WaitReason.NO_BLOCKS
         return None
 
+    @property
+    def _largest_chunk(self) -> int:
+        """Tokens of a sequence that steps not yet collected may hold."""
+        return max(self.config.smallest_chunk, self.token_limit * (1 + self.config.plan_ahead))
+
     def _blocks_to_come(self, sequence: Sequence) -> int:
-        """Blocks a running sequence still needs for its known tokens; at least one to grow into."""
-        return max(
-            1, self.cache.blocks_for(len(sequence.tokens)) - len(sequence.block_table.blocks)
-        )
+        """Blocks a running sequence still needs for its known tokens; at least one of each group
+        to grow into."""
+        peak = self.cache.peak_blocks(len(sequence.tokens), self._largest_chunk)
+        return max(len(self.cache.windows), peak - sequence.block_table.num_held)
 
     def _expected_context(self, newcomer: Sequence) -> int:
         """The batch's context when each completion is half way to its greatest length."""

@@ -22,6 +22,7 @@ _ROW_FIELDS = (
     "history",
     "allowed",
     "prompt_targets",
+    "other_tables",
 )
 check_fields(SequencePlan, _ROW_FIELDS)
 
@@ -68,6 +69,7 @@ class RowPlanner:
         and that has no row extras, as nearly all rows of a large batch are."""
         start = sequence.num_computed
         is_known = start < len(sequence.tokens)
+        table = sequence.block_table
         row = _new_tuple(
             SequencePlan,
             (
@@ -75,13 +77,14 @@ class RowPlanner:
                 start,
                 (sequence.tokens[start],) if is_known else (),
                 None if is_known else sequence.last_step,
-                sequence.block_table.ids,
+                table.ids,
                 Want.SAMPLE,
                 sequence.sampling,
                 start + 1 - sequence.prompt_length,
                 None,  # history
                 None,  # allowed
                 (),  # prompt targets
+                table.other_ids,
             ),
         )
         step.rows.append(_new_tuple(Row, (row, sequence, sequence.epoch, ())))
@@ -120,6 +123,7 @@ class RowPlanner:
             sequence.goal if is_last else Want.NOTHING,
             sequence.sampling if is_last else None,
             end - sequence.prompt_length if is_last else 0,
+            other_tables=sequence.block_table.other_ids,
         )
         if sequence.has_row_extras:
             row = self._add_extras(row, sequence)

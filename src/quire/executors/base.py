@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from quire.core.clock import Clock, RealClock
 from quire.core.errors import ConfigError, ExecutorError, RowFaultError
 from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, StepResult, Want
+from quire.core.windows import NO_WINDOWS, Windows, longest_context
 
 BLOCK_SIZE = 16  # tokens of a KV-cache block; the native and the CUDA kernels have no other
 STEPS_REMEMBERED = 8  # steps whose samples later rows may follow
@@ -21,6 +22,7 @@ LOGITS_INFINITE = "the penalties make the logits infinite"
 NO_TOKEN_ALLOWED = "the mask allows no token"
 
 _UNWRITTEN = -1
+_SMALLEST_CHUNK = 1  # tokens that a sequence must be able to compute at once
 
 Ticket = Any  # an executor's own handle on a submitted step
 
@@ -84,18 +86,25 @@ def model_capacity(
     max_batch_size: int,
     max_step_tokens: int,
     block_size: int = BLOCK_SIZE,
+    windows: Windows = NO_WINDOWS,
 ) -> Capacity:
-    """The capacity of an executor that runs this model with so many blocks."""
+    """The capacity of an executor that runs this model with so many blocks.
+
+    `windows`: of the groups into which it divides the layers; without any, one table is for all.
+    """
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     return Capacity(
         num_blocks=num_blocks,
         block_size=block_size,
-        max_context=min(spec.context_length, num_blocks * block_size),
+        max_context=longest_context(
+            windows, block_size, num_blocks, limit=spec.context_length, chunk=_SMALLEST_CHUNK
+        ),
         vocabulary_size=spec.vocabulary_size,
         max_batch_size=max_batch_size,
         max_step_tokens=max_step_tokens,
+        windows=windows,
     )
 
 
@@ -156,11 +165,23 @@ class ExecutorBase:
                 f"positions {row.start} to {end} are not within the context of "
                 f"{capacity.max_context}"
             )
-        blocks = row.block_table[: -(-end // capacity.block_size)]
-        if len(blocks) * capacity.block_size < end:
-            raise RowFaultError(f"{len(blocks)} blocks do not hold {end} positions")
-        if min(blocks) < 0 or max(blocks) >= capacity.num_blocks:
-            raise RowFaultError(f"the block table {blocks} leaves the {capacity.num_blocks} blocks")
+        tables = (row.block_table, *row.other_tables)
+        if len(tables) != len(capacity.windows):
+            raise RowFaultError(
+                f"the row has {len(tables)} block tables for {len(capacity.windows)} groups"
+            )
+        for table, window in zip(tables, capacity.windows, strict=True):
+            first = 0 if window is None else window.first_seen(row.start)
+            self._check_table(table, first, end)
+
+    def _check_table(self, table: Sequence[int], first: int, end: int) -> None:
+        """Whether a block table has the positions first..end."""
+        num_blocks, size = self.capacity.num_blocks, self.capacity.block_size
+        if len(table) * size < end:
+            raise RowFaultError(f"{len(table)} blocks do not hold {end} positions")
+        blocks = table[first // size : -(-end // size)]
+        if min(blocks) < 0 or max(blocks) >= num_blocks:
+            raise RowFaultError(f"the block table {blocks} leaves the {num_blocks} blocks")
 
 
 class StepSamples:
@@ -208,13 +229,14 @@ class TokenStore:
         for position, token in enumerate(tokens, start):
             self._slots[table[position // size] * size + position % size] = token
 
-    def read(self, table: Sequence[int], end: int) -> "array[int]":
-        """The tokens at positions 0..end."""
+    def read(self, table: Sequence[int], end: int, start: int = 0) -> "array[int]":
+        """The tokens at positions start..end."""
         size = self.block_size
+        first = start // size
         found = array("q")
-        for block in table[: -(-end // size)]:
+        for block in table[first : -(-end // size)]:
             found += self._slots[block * size : (block + 1) * size]
-        return found[:end]
+        return found[start - first * size : end - first * size]
 
     def copy(self, source: int, target: int) -> None:
         size = self.block_size

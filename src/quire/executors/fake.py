@@ -30,6 +30,7 @@ from quire.core.plan import (
     allows,
 )
 from quire.core.sampling import draw_bits
+from quire.core.windows import NO_WINDOWS, Windows
 from quire.executors.base import (
     BLOCK_SIZE,
     NO_SAMPLING,
@@ -95,6 +96,8 @@ class FakeExecutor(ExecutorBase):
     faults: Faults = field(default_factory=Faults)
     plans: list[StepPlan] = field(default_factory=list)  # every plan, where keep_plans is set
     keep_plans: bool = False
+    windows: Windows = NO_WINDOWS  # what its layers see
+    has_groups: bool = True  # False: one block table for all, whatever they see
 
     def __post_init__(self) -> None:
         capacity = Capacity(
@@ -104,6 +107,7 @@ class FakeExecutor(ExecutorBase):
             vocabulary_size=self.vocabulary_size,
             max_batch_size=self.max_batch_size,
             max_step_tokens=self.max_step_tokens,
+            windows=self.windows if self.has_groups else NO_WINDOWS,
         )
         super().__init__(capacity, is_warm=False, clock=self.clock)
         self._store = TokenStore(self.num_blocks, self.block_size)
@@ -162,7 +166,8 @@ class FakeExecutor(ExecutorBase):
             row = self._samples.resolved(row)
         except RowFaultError as error:
             return SequenceResult(row.sequence_id, fault=str(error))
-        self._store.write(row.block_table, row.start, row.tokens)
+        for table in (row.block_table, *row.other_tables):
+            self._store.write(table, row.start, row.tokens)
         scores = self._prompt_scores(row)
         if self.faults.nan(row):
             return SequenceResult(row.sequence_id, fault="the logits are NaN")
@@ -181,9 +186,15 @@ class FakeExecutor(ExecutorBase):
         return SequenceResult(row.sequence_id, token, logprob, scores)
 
     def _digest(self, row: SequencePlan, end: int) -> int:
-        """A number that every token up to `end` changes, read through the block table."""
-        context = self._store.read(row.block_table, end)
-        return int.from_bytes(blake2b(context.tobytes(), digest_size=8).digest(), "little")
+        """A number that every token changes which the position before `end` sees, read through the
+        block tables."""
+        hasher = blake2b(digest_size=8)
+        tables = (row.block_table, *row.other_tables)
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else window.first_seen(end - 1)
+            table = tables[group if self.has_groups else 0]
+            hasher.update(self._store.read(table, end, first).tobytes())
+        return int.from_bytes(hasher.digest(), "little")
 
     def _choose(self, row: SequencePlan, digest: int) -> int | None:
         sampling = row.sampling

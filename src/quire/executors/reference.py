@@ -28,6 +28,7 @@ from quire.executors.base import (
 from quire.executors.sampler import sample, score
 from quire.executors.worker import CancelFlag, RowResults, ThreadedExecutor
 from quire.loader.tensor import Tensor
+from quire.model.kv_layout import KVLayout, one_group
 from quire.model.loading import Model
 from quire.model.spec import (
     Activation,
@@ -65,24 +66,44 @@ class KVBlocks:
     """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, precision: KVPrecision = "float32"
+        self,
+        spec: ModelSpec,
+        layout: KVLayout,
+        num_blocks: int,
+        block_size: int,
+        precision: KVPrecision = "float32",
     ) -> None:
         self.block_size = block_size
+        self.groups = layout.groups  # of each layer
         self._rounded = _ROUNDING[precision]
-        self.keys: list[Floats] = []  # [blocks, block_size, kv_heads, head_dim] each
-        self.values: list[Floats] = []
-        for layer in spec.layers:
-            for arrays, shape in zip(
-                (self.keys, self.values), _kv_shapes(layer.mixer), strict=True
-            ):
-                arrays.append(np.zeros((num_blocks, block_size, *shape), np.float32))
+        self._memory: list[Floats] = []  # [blocks, numbers], of keys and of values of each slot
+        self.keys = self._layers(spec, layout, num_blocks, lambda part: _kv_shapes(part)[0])
+        self.values = self._layers(spec, layout, num_blocks, lambda part: _kv_shapes(part)[1])
+
+    def _layers(
+        self,
+        spec: ModelSpec,
+        layout: KVLayout,
+        num_blocks: int,
+        shape_of: Callable[[Attention], tuple[int, int]],
+    ) -> list[Floats]:
+        """The blocks of each layer in its slot: [blocks, block_size, kv_heads, head_dim] each."""
+        sizes = layout.slot_sizes(spec, lambda part: math.prod(shape_of(part)))
+        slots = [np.zeros((num_blocks, self.block_size * size), np.float32) for size in sizes]
+        self._memory += slots
+        layers = []
+        for layer, slot in zip(spec.layers, layout.slots, strict=True):
+            shape = shape_of(layer.mixer)
+            own = slots[slot][:, : self.block_size * math.prod(shape)]
+            layers.append(own.reshape(num_blocks, self.block_size, *shape))
+        return layers
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in (*self.keys, *self.values))
+        return sum(array.nbytes for array in self._memory)
 
     def copy(self, source: int, target: int) -> None:
-        for array in (*self.keys, *self.values):
+        for array in self._memory:
             array[target] = array[source]
 
     def slots(self, block_table: Sequence[int], end: int) -> Slots:
@@ -107,6 +128,13 @@ def _kv_shapes(part: Attention) -> tuple[tuple[int, int], tuple[int, int]]:
     if part.latent is not None:
         return (1, part.latent.kv_rank + part.latent.rope_dims), (0, 0)
     return (part.num_kv_heads, part.head_dim), (part.num_kv_heads, part.value_dim)
+
+
+def kv_token_bytes(spec: ModelSpec, layout: KVLayout) -> int:
+    """Bytes of one token in a block: the slots of a group."""
+    keys = layout.token_size(spec, lambda part: math.prod(_kv_shapes(part)[0]))
+    values = layout.token_size(spec, lambda part: math.prod(_kv_shapes(part)[1]))
+    return 4 * (keys + values)
 
 
 class Linear(NamedTuple):
@@ -162,25 +190,25 @@ class Row:
     """One token: its hidden state, and what it attends to."""
 
     state: Floats  # [hidden]
-    slots: Slots  # of every position up to its own, [position + 1]
+    slots: tuple[Slots, ...]  # of each group: of every position up to its own, [position + 1]
     angles: tuple[Angles, ...]  # one for each of the spec's ropes
     layer_inputs: Floats | None = None  # [layers, size]
 
     @property
-    def slot(self) -> int:
-        return int(self.slots[-1])
-
-    @property
     def position(self) -> int:
-        return len(self.slots) - 1
+        return len(self.slots[0]) - 1
 
-    def seen(self, part: Attention) -> Slots:
+    def slot(self, group: int) -> int:
+        return int(self.slots[group][-1])
+
+    def seen(self, part: Attention, group: int) -> Slots:
         """The slots it attends to: its own and those before it, within window or chunk."""
+        slots = self.slots[group]
         if part.window is None:
-            return self.slots
+            return slots
         if part.is_chunked:
-            return self.slots[self.position // part.window * part.window :]
-        return self.slots[-part.window :]
+            return slots[self.position // part.window * part.window :]
+        return slots[-part.window :]
 
 
 class Decoder:
@@ -204,12 +232,12 @@ class Decoder:
         inputs = 0 if self._layer_inputs is None else self._layer_inputs.weight_bytes
         return self.embedding.nbytes + self._small_bytes + tied + layers + inputs
 
-    def row(self, token: int, slots: Slots) -> Row:
-        """The token at the last of these slots."""
+    def row(self, token: int, slots: tuple[Slots, ...]) -> Row:
+        """The token at the last of these slots of each group."""
         state = self.embedding[token].copy()
         if self.spec.embedding_scale != 1.0:
             state *= self._embedding_scale
-        row = Row(state, slots, tuple(self._angles(len(slots) - 1)))
+        row = Row(state, slots, tuple(self._angles(len(slots[0]) - 1)))
         if self._layer_inputs is not None:
             row.layer_inputs = self._layer_inputs(token, state)
         return row
@@ -394,14 +422,16 @@ class _Attention:
         if part.kv_layer is None:
             key = self._turned(self._key(x), part.num_kv_heads, self._key_norm, row)
             value = self._value(x).reshape(part.num_kv_heads, part.value_dim)
-            blocks.write(self._index, row.slot, key, self._value_norm(value))
+            slot = row.slot(blocks.groups[self._index])
+            blocks.write(self._index, slot, key, self._value_norm(value))
         if part.position_scale is not None:
             query = query * position_scale(part.position_scale, row.position)
         return query
 
     def attend(self, row: Row, query: Floats, blocks: KVBlocks) -> Floats:
         part = self._part
-        keys, values = blocks.read(self._kv_layer, row.seen(part))
+        seen = row.seen(part, blocks.groups[self._kv_layer])
+        keys, values = blocks.read(self._kv_layer, seen)
         # Query heads of one group share a kv head: [kv_heads, group, head_dim].
         grouped = query.reshape(part.num_kv_heads, -1, part.head_dim)
         scores = np.matmul(grouped, keys.transpose(1, 2, 0)) * self._scale
@@ -458,7 +488,8 @@ class _LatentAttention(_Attention):
         key = self._with_rope(made[None, latent.kv_rank :], row)
         vector = self._key_norm(made[: latent.kv_rank])
         whole = np.concatenate([vector[None], key], axis=1)
-        blocks.write(self._index, row.slot, whole, np.empty((0, 0), np.float32))
+        slot = row.slot(blocks.groups[self._index])
+        blocks.write(self._index, slot, whole, np.empty((0, 0), np.float32))
         plain = [
             linear(head)
             for linear, head in zip(self._key_heads, heads[:, : self._plain_dims], strict=True)
@@ -470,7 +501,8 @@ class _LatentAttention(_Attention):
 
     def attend(self, row: Row, query: Floats, blocks: KVBlocks) -> Floats:
         part, latent = self._part, _latent(self._part)
-        keys = blocks.read(self._index, row.seen(part))[0][:, 0]  # [context, kv_rank + rope_dims]
+        seen = row.seen(part, blocks.groups[self._index])
+        keys = blocks.read(self._index, seen)[0][:, 0]  # [context, kv_rank + rope_dims]
         scores = np.matmul(_aligned_copy(query), keys.T) * self._scale
         shares = softmax(soft_capped(scores, part.soft_cap))
         vectors = np.matmul(shares, _aligned_copy(keys[:, : latent.kv_rank]))
@@ -725,6 +757,8 @@ def _aligned_copy(x: Floats) -> Floats:
 
 def _gather(layer: Floats, slots: Slots) -> Floats:
     """The tokens at these slots of one layer's blocks: [slots, kv_heads, head_dim]."""
+    if not layer.flags.c_contiguous:  # its slot holds more for other layers
+        return _aligned_copy(layer[slots // layer.shape[1], slots % layer.shape[1]])
     tokens = layer.reshape(layer.shape[0] * layer.shape[1], *layer.shape[2:])
     gathered = _aligned((len(slots), *tokens.shape[1:]))
     return np.take(tokens, slots, axis=0, out=gathered, mode="clip")  # "raise" would copy twice
@@ -744,7 +778,7 @@ class ReferenceExecutor(ThreadedExecutor):
     """Slow, plain and right. Weights are unpacked to float32 on construction.
 
     `kv_precision`: float32, or float16 or bfloat16 to be compared with an executor whose KV cache
-    has halves.
+    has halves. `layout`: of the KV cache; None: one block table for all layers.
     """
 
     def __init__(
@@ -756,13 +790,15 @@ class ReferenceExecutor(ThreadedExecutor):
         max_batch_size: int = 64,
         max_step_tokens: int = 512,
         kv_precision: KVPrecision = "float32",
+        layout: KVLayout | None = None,
         clock: Clock | None = None,
     ) -> None:
+        layout = layout or one_group(model.spec)
         capacity = model_capacity(
-            model.spec, num_blocks, max_batch_size, max_step_tokens, block_size
+            model.spec, num_blocks, max_batch_size, max_step_tokens, block_size, layout.windows
         )
         self._decoder = Decoder(model.spec, model.tensors)
-        self._blocks = KVBlocks(model.spec, num_blocks, block_size, kv_precision)
+        self._blocks = KVBlocks(model.spec, layout, num_blocks, block_size, kv_precision)
         super().__init__(
             capacity,
             "quire-reference",
@@ -791,9 +827,13 @@ class ReferenceExecutor(ThreadedExecutor):
             self._check_row(plan, plan.end)
         except RowFaultError as error:
             return SequenceResult(plan.sequence_id, fault=str(error))
-        slots = self._blocks.slots(plan.block_table, plan.end)
-        positions = enumerate(plan.tokens, plan.start)
-        return _Chunk(plan, tuple(self._decoder.row(t, slots[: p + 1]) for p, t in positions))
+        tables = (plan.block_table, *plan.other_tables)
+        slots = [self._blocks.slots(table, plan.end) for table in tables]
+        rows = [
+            self._decoder.row(token, tuple(of_group[: position + 1] for of_group in slots))
+            for position, token in enumerate(plan.tokens, plan.start)
+        ]
+        return _Chunk(plan, tuple(rows))
 
     def _result(self, chunk: _Chunk | SequenceResult) -> SequenceResult:
         if isinstance(chunk, SequenceResult):

@@ -20,10 +20,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from quire.core.config import EngineConfig, check_i2s_packing
 from quire.core.errors import ConfigError, UnsupportedModelError
-from quire.executors.base import Executor
+from quire.executors.base import BLOCK_SIZE, Executor
 from quire.executors.cpu import check_native_module, check_unit, has_native_module
 from quire.executors.cpu.lowering import Threads, kv_bytes_per_token, weight_bytes, workspace_bytes
-from quire.executors.reference import ReferenceExecutor
+from quire.executors.reference import ReferenceExecutor, kv_token_bytes
 from quire.llm.machine import (
     DEFAULT_KV_BYTES,
     MemoryPlan,
@@ -33,6 +33,7 @@ from quire.llm.machine import (
 )
 from quire.llm.prompts import no_parameter
 from quire.model.generation import MODES
+from quire.model.kv_layout import grouped
 from quire.model.loading import Model, memory_estimate
 from quire.model.spec import check_lowered
 
@@ -214,13 +215,25 @@ class ReferenceDevice(_HostDevice):
     def why_unavailable(self) -> str | None:
         return None
 
-    def memory_plan(self, model: Model, _options: Options, /) -> MemoryPlan:
+    def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan:
         estimate = memory_estimate(model, num_kv_tokens=0)
-        return MemoryPlan(estimate.float32_weights, estimate.kv_per_token, available_memory())
+        layout = grouped(model.spec, BLOCK_SIZE)
+        return MemoryPlan(
+            estimate.float32_weights,
+            estimate.kv_per_token,
+            available_memory(),
+            windows=layout.windows,
+            group_bytes=kv_token_bytes(model.spec, layout),
+            chunk=options.engine_config().smallest_chunk,
+        )
 
     def make_executor(self, model: Model, num_blocks: int, _options: Options, /) -> Executor:
         return ReferenceExecutor(
-            model, num_blocks=num_blocks, max_batch_size=_ANY_SIZE, max_step_tokens=_ANY_SIZE
+            model,
+            num_blocks=num_blocks,
+            max_batch_size=_ANY_SIZE,
+            max_step_tokens=_ANY_SIZE,
+            layout=grouped(model.spec, BLOCK_SIZE),
         )
 
 

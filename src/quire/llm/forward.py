@@ -151,8 +151,10 @@ class ForwardRows:
 
     def _check_blocks(self, chunks: Sequence[_Chunk]) -> None:
         given = {chunk.row for chunk in chunks}
-        kept = sum(len(row.table.blocks) for n, row in self._rows.items() if n not in given)
-        needed = sum(self._cache.blocks_for(chunk.start + len(chunk.tokens)) for chunk in chunks)
+        kept = sum(row.table.num_held for n, row in self._rows.items() if n not in given)
+        ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
+        # A row keeps all of its blocks, also of windowed groups: it may go back to any position.
+        needed = sum(map(self._cache.blocks_for, ends)) * len(self._cache.windows)
         num_blocks = self._cache.pool.num_blocks
         # Not those that requests hold, nor those that the largest of them needs.
         unused = self._cache.pool.num_free + self._num_blocks
@@ -171,7 +173,7 @@ class ForwardRows:
     @property
     def _num_blocks(self) -> int:
         """Blocks that the rows hold."""
-        return sum(len(row.table.blocks) for row in self._rows.values())
+        return sum(row.table.num_held for row in self._rows.values())
 
     def _reserve(self) -> None:
         self._engine.reserve_blocks(self._num_blocks)
@@ -219,8 +221,16 @@ class ForwardRows:
             yield step
 
     def _plan(self, chunk: _Chunk) -> SequencePlan:
-        table = self._rows[chunk.row].table.ids
-        return SequencePlan(chunk.row, chunk.start, chunk.tokens, None, table, Want.LOGITS)
+        table = self._rows[chunk.row].table
+        return SequencePlan(
+            chunk.row,
+            chunk.start,
+            chunk.tokens,
+            None,
+            table.ids,
+            Want.LOGITS,
+            other_tables=table.other_ids,
+        )
 
     def _execute(self, plan: StepPlan) -> tuple[SequenceResult, ...]:
         try:

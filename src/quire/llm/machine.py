@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.core.errors import ConfigError
+from quire.core.windows import NO_WINDOWS, Windows, longest_context, peak_blocks
 from quire.executors.base import BLOCK_SIZE
 
 DEFAULT_KV_BYTES = 2 << 30
@@ -157,13 +158,24 @@ class MemoryPlan:
     """What a model needs and what the machine has, before anything is loaded."""
 
     weights: int  # bytes, as the executor keeps them
-    kv_per_token: int  # bytes
+    kv_per_token: int  # bytes, of all layers
     available: int | None  # bytes; None where the machine does not say
     workspace: int = 0  # bytes that steps work in
+    windows: Windows = NO_WINDOWS  # of the groups of layers
+    group_bytes: int | None = None  # of a token in a block, which holds one group; None: all layers
+    chunk: int = 1  # tokens of a sequence that must fit into steps not collected
 
     @property
     def block_bytes(self) -> int:
-        return self.kv_per_token * BLOCK_SIZE
+        return (self.kv_per_token if self.group_bytes is None else self.group_bytes) * BLOCK_SIZE
+
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """What a sequence of so many tokens holds at most."""
+        return peak_blocks(self.windows, BLOCK_SIZE, num_tokens, self.chunk) * self.block_bytes
+
+    def longest_context(self, num_blocks: int, limit: int) -> int:
+        """Tokens of a sequence that so many blocks hold, up to a limit."""
+        return longest_context(self.windows, BLOCK_SIZE, num_blocks, limit, self.chunk)
 
     def pool_bytes(self, kv_memory: str | int | None) -> int:
         """The bytes of the cache: as asked, or what suits the machine."""
@@ -198,23 +210,26 @@ class MemoryPlan:
     def num_blocks(self, pool_bytes: int, max_context: int | None) -> int:
         """Blocks in so many bytes; a ConfigError where they do not hold the context asked for."""
         count = pool_bytes // self.block_bytes
-        if max_context is not None and count * BLOCK_SIZE < max_context:
-            needed = -(-max_context // BLOCK_SIZE) * self.block_bytes
-            raise ConfigError(
-                f"max_context is {max_context} tokens of {format_bytes(self.kv_per_token)}, but "
-                f"the KV cache of {format_bytes(pool_bytes)} holds {count * BLOCK_SIZE}: "
-                + _way_out(needed, "max_context", count * BLOCK_SIZE)
-            )
-        return count
+        if max_context is None or self.longest_context(count, max_context) == max_context:
+            return count
+        needed, fitting = self.sequence_bytes(max_context), self.longest_context(count, max_context)
+        raise ConfigError(
+            f"max_context is {max_context} tokens, which take {format_bytes(needed)}, but the KV "
+            f"cache of {format_bytes(pool_bytes)} holds {fitting}: "
+            + _way_out(needed, "max_context", fitting)
+        )
 
     def check_batch(self, num_blocks: int, max_batch_size: int) -> None:
-        """Every sequence of a batch needs a block of its own."""
-        if num_blocks < max_batch_size:
-            needed = max_batch_size * self.block_bytes
+        """Every sequence of a batch needs a block of its own in each group of layers."""
+        groups = len(self.windows)
+        if num_blocks < max_batch_size * groups:
+            needed = max_batch_size * groups * self.block_bytes
+            each = f" for each of {groups} groups of layers" if groups > 1 else ""
             raise ConfigError(
                 f"the KV cache holds {num_blocks} blocks of {BLOCK_SIZE} tokens "
                 f"({format_bytes(self.block_bytes)} each), fewer than max_batch_size "
-                f"({max_batch_size}): " + _way_out(needed, "max_batch_size", num_blocks)
+                f"({max_batch_size}){each}: "
+                + _way_out(needed, "max_batch_size", num_blocks // groups)
             )
 
 

@@ -714,7 +714,12 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
     ),
     # Those of BitNet beside ternary matrices alone.
-    "cuda": frozenset(_OF_LLAMA | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}),
+    "cuda": frozenset(
+        _OF_LLAMA
+        | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
+        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.CLAMPED_SWIGLU}
+        | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER}
+    ),
     "reference": frozenset(Feature),
 }
 

@@ -29,6 +29,7 @@ from quire.executors.cuda.attention import (
 from quire.executors.cuda.gemm import Gemm, gemm_for
 from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.planes import (
+    GATED_DIVISOR,
     PLANE_FORMATS,
     Array,
     padded,
@@ -36,7 +37,7 @@ from quire.executors.cuda.planes import (
     to_natural_order,
     to_operand_order,
 )
-from quire.executors.cuda.weights import GATED_DIVISOR, Linear, Segment, num_splits
+from quire.executors.cuda.weights import Linear, Segment, num_splits
 from quire.loader.reading import Bytes
 from quire.model.dummy import random_blocks
 from quire.quant.formats import Format, format_named

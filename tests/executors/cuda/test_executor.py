@@ -246,7 +246,7 @@ def test_sizes_must_be_positive() -> None:
 
 def test_without_invariance_large_steps_are_summed_in_one_part(executor: CudaExecutor) -> None:
     decoder = executor._decoder
-    linear = replace(executor._weights.layers[0].feed_forward.down, num_splits=4)
+    linear = replace(executor._weights.layers[0].dense.down, num_splits=4)
     assert decoder._num_splits(linear, 4096) == 4
     free = replace(decoder._limits, invariant=False)
     with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,16 @@ from quire.model.loading import load_model
 from quire.model.spec import unsupported
 
 FAMILIES = ("llama-linear-biased-tied", "mistral", "qwen2", "qwen2-yarn", "qwen3")
-ON_CUDA = {"phi3", "phi3-long", "phi3-short", "ministral", "seed_oss"}  # of the drawn families
+# Of the drawn families.
+ON_CUDA = {
+    "phi3",
+    "phi3-long",
+    "phi3-short",
+    "ministral",
+    "seed_oss",
+    "mixtral",
+    "qwen3moe",
+}
 PROMPT = (3, 1, 4, 1, 5, 9)
 
 
@@ -74,7 +83,7 @@ def test_a_product_may_mix_formats() -> None:
     executor.warm_up()
     segments = [segment.planes.format for segment in executor._weights.layers[1].qkv.segments]
     assert segments == ["Q4_K", "Q8_0", "Q4_K"] or segments == ["Q4_K", "Q8_0", "Q6_K"]
-    assert not executor._weights.layers[0].feed_forward.gate_up.is_gated
+    assert not executor._weights.layers[0].dense.gate_up.is_gated
     plan = StepPlan(0, (row(PROMPT[:3], (2, 0), want=Want.LOGITS),))
     found = np.asarray(executor.collect(executor.submit(plan), 60).sequences[0].logits)
     exact = np.asarray(reference.collect(reference.submit(plan), 60).sequences[0].logits)

@@ -13,13 +13,14 @@ from tests.executors.cuda.emulation import decoded  # noqa: E402
 from quire.executors.cuda.gemm import PortableGemm, factors, plane_pointers  # noqa: E402
 from quire.executors.cuda.kernels import gemm as kernels  # noqa: E402
 from quire.executors.cuda.planes import (  # noqa: E402
+    GATED_DIVISOR,
     PLANE_FORMATS,
     Planes,
     reorder,
     to_natural_order,
     to_operand_order,
 )
-from quire.executors.cuda.weights import GATED_DIVISOR, Linear, Segment, num_splits  # noqa: E402
+from quire.executors.cuda.weights import Linear, Segment, num_splits  # noqa: E402
 from quire.model.dummy import random_blocks  # noqa: E402
 from quire.quant.formats import format_named  # noqa: E402
 

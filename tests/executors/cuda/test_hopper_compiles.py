@@ -1,5 +1,6 @@
 """Gluon's machine code for Hopper: wgmma, TMA, and no spilled registers."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,23 @@ if triton.knobs.runtime.interpret:
 from tests.executors.cuda.compiling import SHARED_MEMORY, compiled, pretend  # noqa: E402
 
 from quire.executors.cuda import attention as launchers  # noqa: E402
-from quire.executors.cuda.gemm import HopperGemm, ternary_tiling, tiling  # noqa: E402
+from quire.executors.cuda import experts  # noqa: E402
+from quire.executors.cuda.expert_weights import (  # noqa: E402
+    ExpertWeights,
+    RouterWeights,
+    Stack,
+)
+from quire.executors.cuda.gemm import (  # noqa: E402
+    HopperGemm,
+    PortableGemm,
+    ternary_tiling,
+    tiling,
+)
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
+from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
 from quire.executors.cuda.planes import DELTA_ROWS, PLANE_FORMATS, TERNARY, Planes  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment  # noqa: E402
+from quire.model.spec import Activation, Experts, Router  # noqa: E402
 
 TOKENS = (1, 16, 32, 64, 8192)
 
@@ -181,3 +195,73 @@ def test_the_plain_attention_compiles_for_either_cache(
     attention.attend(inputs, launchers.LayerCache(keys, keys), layer, 0)
     usage, _ = compiled(catch.found, tmp_path)
     assert usage.stack == 0
+
+
+MIXTURE = Experts(
+    count=128,
+    num_used=8,
+    size=768,
+    activation=Activation.CLAMPED_SWIGLU,
+    router=Router(normalises=True, has_bias=True),
+)
+
+
+def expert_call(num_tokens: int, tile_tokens: int) -> experts._Call:
+    integers = torch.empty((10, 64), dtype=torch.int32)
+    tiles = expert_kernels.Tiles(*integers[:5])
+    pairs = expert_kernels.Pairs(integers[5], torch.empty(64), *integers[6:8])
+    return experts._Call(MIXTURE, tiles, pairs, num_tokens, 8, tile_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 128, 256, 512, 2048])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("format_name", ["Q4_K", "Q6_K", "BF16"])
+def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
+    format_name: str, gated: bool, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend()
+    gemm = experts.HopperExperts(HopperGemm(), dependent_launch=True)
+    catch = _Catch(gemm._kernels.gemm)
+    monkeypatch.setattr(gemm._kernels, "gemm", catch)
+    rows = 1536
+    planes = made(format_name, 4 * rows, gated=False).segments[0].planes
+    stack = Stack(planes, rows, torch.empty(4 * rows))
+    tile_tokens = gemm.tile_tokens(MIXTURE, num_tokens)
+    call = expert_call(num_tokens, tile_tokens)
+    tokens = torch.empty((num_tokens * 8, 512), dtype=torch.float16)
+    if gated:
+        out = torch.empty((num_tokens * 8, rows // 2), dtype=torch.float16)
+        gemm.multiply_gated(call, stack, tokens, out)
+    else:
+        gemm.multiply_weighed(call, stack, tokens, torch.empty((8, num_tokens, rows)))
+    usage, listing = compiled(catch.found, tmp_path)
+    print(format_name, num_tokens, tile_tokens, usage)
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY
+    assert f"64x{tile_tokens}x16" in listing
+
+
+@pytest.mark.parametrize("count", [32, 128])
+def test_routing_and_grouping_compile_without_spilled_registers(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend()
+    part = replace(MIXTURE, count=count)
+    names = ["score_experts", "choose_experts", "group_tokens"]
+    names += ["multiply_gated", "multiply_weighed"]
+    caught = {name: _Catch(getattr(expert_kernels, name)) for name in names}
+    for name, catch in caught.items():
+        monkeypatch.setattr(expert_kernels, name, catch)
+    planes = made("Q4_K", 1536, gated=False).segments[0].planes
+    stack = Stack(planes, 1536 // count, None)
+    router = torch.empty((count, 512), dtype=torch.float16)
+    weights = ExpertWeights(part, RouterWeights(router, router, 0, None, None), stack, stack)
+    options = {"PDL": True, "launch_pdl": True}
+    runner = experts.ExpertRunner([part], 512, 64, PortableGemm(exact=False), options, "cpu")
+    runner._exact = False
+    runner._gemm = experts.PortableExperts(exact=False)
+    runner.run(weights, torch.empty((64, 512), dtype=torch.float16), torch.empty((8, 64, 512)), 64)
+    for name, catch in caught.items():
+        usage, _ = compiled(catch.found, tmp_path)
+        print(name, count, usage)
+        assert usage.stack == 0

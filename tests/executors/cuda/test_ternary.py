@@ -84,7 +84,7 @@ def test_blocks_with_scales_of_their_own_give_the_logits_of_the_reference(name: 
         executor = executor_of(model)
         with cache_in_halves():
             [exact] = run(ReferenceExecutor(model, num_blocks=16), plan)
-    assert not executor._weights.layers[0].feed_forward.down.sums_integers
+    assert not executor._weights.layers[0].dense.down.sums_integers
     assert error(run(executor, plan)[0], exact) <= 1e-6
 
 
@@ -123,7 +123,7 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     """A norm's weight that is not a number reaches codes, which cannot say so."""
     with load_model(FIXTURES / "bitnet-published" / "c" / "i2s.gguf") as model:
         executor = executor_of(model)
-    weights = executor._weights.layers[0].feed_forward.sub_norm
+    weights = executor._weights.layers[0].dense.sub_norm
     assert weights is not None
     weights[0] = float("nan")
     plan = StepPlan(0, (row((1, 2), TABLE, want=Want.LOGITS),))

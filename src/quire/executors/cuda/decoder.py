@@ -20,6 +20,8 @@ from quire.executors.cuda.attention import (
     LayerCache,
     attention_for,
 )
+from quire.executors.cuda.expert_weights import ExpertWeights
+from quire.executors.cuda.experts import ExpertRunner
 from quire.executors.cuda.gemm import Gemm, factors, plane_pointers
 from quire.executors.cuda.kernels import gemm as gemm_kernels
 from quire.executors.cuda.kernels import layers, ternary
@@ -221,10 +223,17 @@ class Decoder:
         self.gated = self._zeros((tokens, padded(spec.ffn_size)), torch.float16)
         feeds = [layer.feed_forward for layer in self._weights.layers]
         linears = [x for layer in self._weights.layers for x in (layer.qkv, layer.output)]
-        linears += [feed.down for feed in feeds]
+        dense = [feed for feed in feeds if isinstance(feed, DenseWeights)]
+        linears += [feed.down for feed in dense]
+        parts = [experts.part for experts in self._weights.experts]
         most = max(linear.num_splits * linear.num_rows for linear in linears)
+        most = max([most, *(part.num_used * self._padded_hidden for part in parts)])
         self._sums = self._zeros((most * tokens,), torch.float32)
-        gates = [feed.gate_up for feed in feeds if self._gemm.needs_gate_sums(feed.gate_up)]
+        self._experts: ExpertRunner | None = None
+        if parts:
+            options, width = self._launch_options(), self._padded_hidden
+            self._experts = ExpertRunner(parts, width, tokens, self._gemm, options, self._device)
+        gates = [feed.gate_up for feed in dense if self._gemm.needs_gate_sums(feed.gate_up)]
         most = max((gate.num_rows for gate in gates), default=0)
         self._gate_sums = self._zeros((most * tokens,), torch.float32)
 
@@ -274,7 +283,16 @@ class Decoder:
         """The output projection of attention."""
         return self._multiply(layer.output, self.attention_output, count)
 
-    def _feed_forward(self, count: int, feed: DenseWeights) -> Added:
+    def _feed_forward(self, count: int, feed: DenseWeights | ExpertWeights) -> Added:
+        if isinstance(feed, ExpertWeights):
+            assert self._experts is not None
+            slots = (feed.part.num_used, self._limits.num_tokens, self._padded_hidden)
+            sums = self._sums[: math.prod(slots)].view(slots)
+            self._experts.run(feed, self.normed, sums, count)
+            return Added(len(sums))
+        return self._dense(count, feed)
+
+    def _dense(self, count: int, feed: DenseWeights) -> Added:
         gates = feed.gate_up
         shape = (1, self._limits.num_tokens, gates.num_rows)
         sums = None
@@ -479,7 +497,7 @@ class TernaryDecoder(Decoder):
         self._quantize(count, source, layer.sub_norm, codes, self._spec.query_size, None)
         return self._multiply(layer.output, codes, count)
 
-    def _feed_forward(self, count: int, feed: DenseWeights) -> Added:
+    def _dense(self, count: int, feed: DenseWeights) -> Added:
         self._multiply(feed.gate_up, self._activations, count)
         source = self._source(ternary.GATED, self.hidden, feed.gate_up)
         codes = self._gated_codes

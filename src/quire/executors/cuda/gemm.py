@@ -8,8 +8,8 @@ import torch
 from quire.executors.cuda.kernels import gemm as portable
 from quire.executors.cuda.kernels import ternary as portable_ternary
 from quire.executors.cuda.kernels.gemm import Factors, PlanePointers
-from quire.executors.cuda.planes import CODE_SHIFT, Array, PlaneFormat, Planes
-from quire.executors.cuda.weights import GATED_DIVISOR, Linear, Segment
+from quire.executors.cuda.planes import CODE_SHIFT, GATED_DIVISOR, Array, PlaneFormat, Planes
+from quire.executors.cuda.weights import Linear, Segment
 
 _GATE_BLOCK = 1024
 
@@ -345,7 +345,7 @@ class HopperGemm:
         grid = (-(-num_tokens // shape.tokens), -(-planes.num_rows // shape.rows), num_splits)
         kernels.gemm[grid](
             self._descriptor(tokens[:num_tokens], [shape.tokens, shape.columns], 128),
-            *self._weight_descriptors(planes, shape),
+            *self.weight_descriptors(planes, shape),
             out,
             planes.codes if segment.bias is None else segment.bias,
             factors(planes, linear.token_divisor),
@@ -408,7 +408,7 @@ class HopperGemm:
             return int(kernels.SERIAL)
         return int(kernels.DEPENDENT if is_first else kernels.CONCURRENT)
 
-    def _weight_descriptors(self, planes: Planes, shape: Tiling) -> tuple[object, ...]:
+    def weight_descriptors(self, planes: Planes, shape: Tiling) -> tuple[object, ...]:
         layout = planes.layout
         if layout.is_float:
             codes = self._descriptor(planes.codes, [shape.rows, shape.columns], 128)

@@ -23,8 +23,8 @@ fused multiply-add. The sums are multiplied by 2**exponent again.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -37,7 +37,9 @@ Array = Any  # a torch.Tensor; the type checker does not see torch
 BLOCK = 256  # columns
 CODE_SHIFT = 24  # an integer n in a float16's low bits is n * 2**-24
 LARGEST_POWER = 15  # float16 ends just below 2**16
+GATED_DIVISOR = 16.0  # gated values reach beyond float16: they are kept divided by this
 FLOAT_FORMATS = ("BF16", "F16")
+_FLOAT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 TERNARY = "ternary"  # the one form of TQ1_0, TQ2_0 and I2_S: see ternary.py
 _WEIGHTS_AT_ONCE = 1 << 25  # while reordering
 
@@ -191,13 +193,17 @@ class _Pieces:
     deltas: list[Array] = field(default_factory=list)
 
 
-def reorder(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Planes:
-    """Planes of a matrix whose bytes `raw` (uint8) lie as in the file, on raw's device."""
+def reorder(
+    format_name: str, raw: Array, num_rows: int, num_columns: int, exponent: int | None = None
+) -> Planes:
+    """Planes of a matrix whose bytes `raw` (uint8) lie as in the file, on raw's device.
+    `exponent`: that of a stack which the matrix is a part of."""
+    if exponent is None:
+        exponent = exponent_of(format_name, [raw])
     if format_name in FLOAT_FORMATS:
-        return _reorder_floats(format_name, raw, num_rows, num_columns)
+        return _reorder_floats(format_name, raw, num_rows, num_columns, exponent)
     blocks = _padded_blocks(format_name, raw, num_rows, num_columns)
     num_blocks = padded(num_columns) // BLOCK
-    exponent = _exponent(_largest_scale(format_name, blocks), CODE_SHIFT)
     pieces = _Pieces()
     step = max(1, _WEIGHTS_AT_ONCE // (num_blocks * BLOCK))
     for start in range(0, num_rows, step):
@@ -212,6 +218,57 @@ def reorder(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Pl
         scales=_joined(pieces.scales),
         deltas=joined_deltas(pieces.deltas),
     )
+
+
+def reorder_stack(format_name: str, raws: Sequence[Array], rows: Array, num_columns: int) -> Planes:
+    """Planes of a stack of matrices, each below the one before it. `raws` are the bytes of one or
+    more stacks, [matrices, rows, bytes]; `rows` are indices into a matrix's rows of all of them, of
+    which those past the last are rows of zeros. Needs memory for a few matrices beside the planes.
+    """
+    exponent = exponent_of(format_name, raws)
+    num_matrices, num_rows = len(raws[0]), len(rows)
+    whole: Planes | None = None
+    step = max(1, _WEIGHTS_AT_ONCE // (num_rows * padded(num_columns)))
+    for start in range(0, num_matrices, step):
+        some = [raw[start : start + step] for raw in raws]
+        chosen = torch.cat([*some, torch.zeros_like(some[0][:, :1])], dim=1)[:, rows]
+        count = len(chosen) * num_rows
+        piece = reorder(format_name, chosen.reshape(-1), count, num_columns, exponent)
+        if whole is None:
+            whole = _room_for(piece, num_matrices * num_rows)
+        _put(piece, whole, start * num_rows)
+    assert whole is not None
+    return whole
+
+
+def _room_for(piece: Planes, num_rows: int) -> Planes:
+    """Planes like these of so many rows, not yet written."""
+    rows = num_rows if piece.is_float else num_rows * piece.num_blocks
+
+    def room(array: Array | None) -> Array | None:
+        if array is None:
+            return None
+        return torch.empty((rows, *array.shape[1:]), dtype=array.dtype, device=array.device)
+
+    return replace(
+        piece,
+        num_rows=num_rows,
+        codes=room(piece.codes),
+        high=room(piece.high),
+        scales=room(piece.scales),
+        deltas=room(piece.deltas),
+    )
+
+
+def _put(piece: Planes, whole: Planes, first_row: int) -> None:
+    """Copy rows to their place in each plane; both have a multiple of DELTA_ROWS rows."""
+    blocks = 1 if piece.is_float else piece.num_blocks
+    for name in ("codes", "high", "scales", "deltas"):
+        source, target = getattr(piece, name), getattr(whole, name)
+        if source is not None:
+            rows = source.view(blocks, piece.num_rows, *source.shape[1:])
+            placed = target.view(blocks, whole.num_rows, *source.shape[1:])
+            placed[:, first_row : first_row + piece.num_rows] = rows
 
 
 def _joined(pieces: list[Array]) -> Array | None:
@@ -232,13 +289,13 @@ def joined_deltas(pieces: list[Array]) -> Array | None:
     return torch.nn.functional.pad(whole, (0, missing)).reshape(-1).contiguous()
 
 
-def _reorder_floats(format_name: str, raw: Array, num_rows: int, num_columns: int) -> Planes:
+def _reorder_floats(
+    format_name: str, raw: Array, num_rows: int, num_columns: int, exponent: int
+) -> Planes:
     """As float16 scaled by a power of two: bfloat16 weights keep every bit down to 2**-29 of the
     largest."""
-    kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
-    values = raw.view(kinds[format_name]).view(num_rows, num_columns)
+    values = raw.view(_FLOAT_TYPES[format_name]).view(num_rows, num_columns)
     width = padded(num_columns)
-    exponent = _exponent(_largest(values), 0)
     weights = torch.empty((num_rows, width), dtype=torch.float16, device=raw.device)
     step = max(1, _WEIGHTS_AT_ONCE // width)
     order = operand_order(width).to(raw.device)
@@ -266,6 +323,16 @@ def _padded_blocks(format_name: str, raw: Array, num_rows: int, num_columns: int
 
 def _half(blocks: Array, at: int) -> Array:
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def exponent_of(format_name: str, raws: Sequence[Array]) -> int:
+    """The power of two that weights are kept divided by, for matrices that share it."""
+    if format_name in FLOAT_FORMATS:
+        kind = _FLOAT_TYPES[format_name]
+        return _exponent(max(_largest(raw.view(kind)) for raw in raws), 0)
+    size = _SOURCES[format_name].block_bytes
+    largest = max(_largest_scale(format_name, raw.view(-1, size)) for raw in raws)
+    return _exponent(largest, CODE_SHIFT)
 
 
 def _largest_scale(format_name: str, blocks: Array) -> float:

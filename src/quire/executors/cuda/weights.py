@@ -14,7 +14,14 @@ import numpy as np
 import torch
 
 from quire.core.errors import UnsupportedModelError
+from quire.executors.cuda.expert_weights import (
+    ROUTER_MATRIX,
+    ExpertLoader,
+    ExpertWeights,
+    check_experts,
+)
 from quire.executors.cuda.planes import (
+    GATED_DIVISOR,
     Array,
     Planes,
     check_supported,
@@ -27,7 +34,9 @@ from quire.executors.cuda.ternary import MAX_COLUMNS, in_order, pack, planes_of
 from quire.loader.tensor import Tensor
 from quire.model.spec import (
     LAYER_LINEARS,
+    Activation,
     Dense,
+    Experts,
     Feature,
     Layer,
     ModelSpec,
@@ -39,7 +48,6 @@ from quire.model.spec import (
 
 _SPLIT_TILES = 264  # programs that fill a GPU of 132 multiprocessors, two on each
 _TILE_ROWS = 64
-GATED_DIVISOR = 16.0  # gated values reach beyond float16: they are kept divided by this
 _MIN_SPLIT_BLOCKS = 8  # of 256 columns
 _MIN_TERNARY_SPLIT_BLOCKS = 4
 
@@ -114,12 +122,20 @@ class LayerWeights:
     key_norm: Array | None
     qkv: Linear
     output: Linear
-    feed_forward: DenseWeights
+    feed_forward: DenseWeights | ExpertWeights
     sub_norm: Array | None = None  # before the output projection
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output, *self.feed_forward.linears
+        feed = self.feed_forward
+        own = feed.linears if isinstance(feed, DenseWeights) else ()
+        return self.qkv, self.output, *own
+
+    @property
+    def dense(self) -> DenseWeights:
+        """Of a layer without experts."""
+        assert isinstance(self.feed_forward, DenseWeights)
+        return self.feed_forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +152,13 @@ class ModelWeights:
             total += self.embedding.num_bytes
         for layer in self.layers:
             total += sum(linear.num_bytes for linear in layer.linears)
-        return total
+        return total + sum(experts.num_bytes for experts in self.experts)
+
+    @property
+    def experts(self) -> tuple[ExpertWeights, ...]:
+        """Of each layer that has any."""
+        feeds = (layer.feed_forward for layer in self.layers)
+        return tuple(feed for feed in feeds if isinstance(feed, ExpertWeights))
 
     @property
     def is_ternary(self) -> bool:
@@ -146,6 +168,7 @@ class ModelWeights:
     def formats(self) -> tuple[str, ...]:
         linears = [self.head, *(linear for layer in self.layers for linear in layer.linears)]
         names = {segment.planes.format for linear in linears for segment in linear.segments}
+        names |= {name for experts in self.experts for name in experts.formats}
         return tuple(sorted(names | {self.embedding.format}))
 
 
@@ -172,8 +195,19 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     if is_ternary and any(name.endswith(".bias") for name in tensors):
         _refuse(spec, "biases beside ternary matrices")
     for name, tensor in tensors.items():
-        if len(tensor.shape) == 2 and not (is_ternary and _is_linear(name)):
+        is_own = (is_ternary and _is_linear(name)) or name.endswith(ROUTER_MATRIX)
+        if len(tensor.shape) > 1 and not is_own:
             check_supported(tensor.format.name, name)
+    _check_feed_forwards(spec, tensors)
+
+
+def _check_feed_forwards(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+    for index, layer in enumerate(spec.layers):
+        feed = layer.feed_forward
+        if isinstance(feed, Experts):
+            check_experts(feed, tensors, f"blk.{index}.")
+        elif feed.activation is Activation.CLAMPED_SWIGLU:
+            _refuse(spec, f"{Feature.CLAMPED_SWIGLU} in a dense feed-forward")
 
 
 def _refuse(spec: ModelSpec, what: str) -> NoReturn:
@@ -253,7 +287,6 @@ class Loader:
         if layer.mixer.qk_norm is not None:
             head_norms = [self._floats(f"{prefix}attn_{x}_norm.weight") for x in ("q", "k")]
         assert layer.mixer_norm is not None and layer.feed_forward_norm is not None
-        assert isinstance(layer.feed_forward, Dense)
         return LayerWeights(
             mixer_norm=self._hidden_norm(f"{prefix}attn_norm", layer.mixer_norm),
             feed_forward_norm=self._hidden_norm(f"{prefix}ffn_norm", layer.feed_forward_norm),
@@ -261,8 +294,13 @@ class Loader:
             key_norm=head_norms[1],
             qkv=self._joined([f"{prefix}attn_{x}" for x in ("q", "k", "v")]),
             output=self._hidden(f"{prefix}attn_output"),
-            feed_forward=self._dense(prefix, layer.feed_forward),
+            feed_forward=self._feed_forward(prefix, layer.feed_forward),
         )
+
+    def _feed_forward(self, prefix: str, part: Dense | Experts) -> DenseWeights | ExpertWeights:
+        if isinstance(part, Experts):
+            return ExpertLoader(self._tensors, self._device).load(part, prefix)
+        return self._dense(prefix, part)
 
     def _dense(self, prefix: str, part: Dense) -> DenseWeights:
         del part
@@ -371,6 +409,11 @@ class TernaryLoader(Loader):
         if layer.mixer.output_norm is None:
             return weights
         return replace(weights, sub_norm=self._norm(f"{prefix}attn_sub_norm.weight"))
+
+    def _feed_forward(self, prefix: str, part: Dense | Experts) -> DenseWeights | ExpertWeights:
+        if isinstance(part, Experts):
+            return ExpertLoader(self._tensors, self._device).load(part, prefix)
+        return self._dense(prefix, part)
 
     def _dense(self, prefix: str, part: Dense) -> DenseWeights:
         weights = super()._dense(prefix, part)

@@ -83,7 +83,7 @@ class Output(NamedTuple):
 
 
 @gluon.constexpr_function
-def _step_columns(TILING, FORMAT):
+def step_columns(TILING, FORMAT):
     """Columns of a stage of weights."""
     return TILING.columns if FORMAT.is_float else 256
 
@@ -108,7 +108,7 @@ def _shares_empty(TILING, FORMAT):
 
 
 @gluon.jit
-def _load_weights(
+def load_weights(
     planes: PlaneDescriptors,
     ring: WeightRing,
     first_step,
@@ -118,7 +118,7 @@ def _load_weights(
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    STEP: gl.constexpr = _step_columns(TILING, FORMAT)
+    STEP: gl.constexpr = step_columns(TILING, FORMAT)
     stage = 0
     phase = 1
     for step in range(num_steps):
@@ -148,7 +148,7 @@ def _load_weights(
 
 
 @gluon.jit
-def _load_tokens(
+def load_tokens(
     token_desc,
     ring: TokenRing,
     first_column,
@@ -358,6 +358,35 @@ def _epilogue(
         gl.store(address, sums, mask=mask)
 
 
+@gluon.constexpr_function
+def sums_layout(TILING):
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[TILING.warps, 1], instr_shape=[16, TILING.tokens, 16]
+    )
+
+
+@gluon.jit
+def summed(
+    weights: WeightRing,
+    tokens: TokenRing,
+    factors,
+    num_steps,
+    TILING: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """What the rings bring, multiplied: float32 [rows, tokens], in `sums_layout`."""
+    ROWS: gl.constexpr = TILING.rows
+    TOKENS: gl.constexpr = TILING.tokens
+    MMA: gl.constexpr = sums_layout(TILING)
+    sums = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout=MMA))
+    gl.assume(num_steps > 0)
+    if FORMAT.is_float:
+        sums = _multiply_float(sums, weights, tokens, num_steps, TILING, FORMAT)
+    else:
+        sums = _multiply_quantized(sums, weights, tokens, num_steps, factors, MMA, TILING, FORMAT)
+    return sums
+
+
 @gluon.jit
 def _multiply(
     weights: WeightRing,
@@ -371,19 +400,8 @@ def _multiply(
     BIAS: gl.constexpr,
     LAUNCH: gl.constexpr,
 ):
-    ROWS: gl.constexpr = TILING.rows
-    TOKENS: gl.constexpr = TILING.tokens
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[TILING.warps, 1], instr_shape=[16, TOKENS, 16]
-    )
-    sums = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout=MMA))
-    gl.assume(tile.num_steps > 0)
-    if FORMAT.is_float:
-        sums = _multiply_float(sums, weights, tokens, tile.num_steps, TILING, FORMAT)
-    else:
-        sums = _multiply_quantized(
-            sums, weights, tokens, tile.num_steps, factors, MMA, TILING, FORMAT
-        )
+    MMA: gl.constexpr = sums_layout(TILING)
+    sums = summed(weights, tokens, factors, tile.num_steps, TILING, FORMAT)
     if LAUNCH == _CONCURRENT:
         wait_for_previous_kernel()
     _epilogue(sums, tile, output, MMA, TILING, GATED, BIAS)
@@ -422,7 +440,7 @@ def _allocate_planes(planes: PlaneDescriptors, TILING: gl.constexpr, FORMAT: gl.
 
 
 @gluon.jit
-def _allocate_rings(
+def allocate_rings(
     token_desc, planes: PlaneDescriptors, TILING: gl.constexpr, FORMAT: gl.constexpr
 ):
     SHARED_EMPTY: gl.constexpr = _shares_empty(TILING, FORMAT)
@@ -488,11 +506,11 @@ def gemm(
     num_splits = gl.num_programs(2)
     count = num_blocks // num_splits + gl.where(split < num_blocks % num_splits, 1, 0)
     first = split * (num_blocks // num_splits) + gl.minimum(split, num_blocks % num_splits)
-    STEP: gl.constexpr = _step_columns(TILING, FORMAT)
+    STEP: gl.constexpr = step_columns(TILING, FORMAT)
     num_steps = count * (_BLOCK // STEP)
     first_step = first * (_BLOCK // STEP)
     planes = PlaneDescriptors(code_desc, high_desc, scale_desc, delta_desc)
-    weights, tokens = _allocate_rings(token_desc, planes, TILING, FORMAT)
+    weights, tokens = allocate_rings(token_desc, planes, TILING, FORMAT)
     tile = Tile(row_tile, split, token_tile, first_step, num_steps)
     output = Output(
         out, bias, factors.sums, gated_factor, num_tokens, num_rows, row_stride, split_stride
@@ -504,7 +522,7 @@ def gemm(
                 (weights, tokens, factors, tile, output, TILING, FORMAT, GATED, BIAS, LAUNCH),
             ),
             (
-                _load_weights,
+                load_weights,
                 (
                     planes,
                     weights,
@@ -517,7 +535,7 @@ def gemm(
                 ),
             ),
             (
-                _load_tokens,
+                load_tokens,
                 (
                     token_desc,
                     tokens,

@@ -1,0 +1,369 @@
+"""Mixtures of experts: routing, grouping and the grouped GEMMs, launched over buffers that never
+move. A step's launches depend on its number of tokens alone, never on the routing."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import triton
+
+from quire.executors.cuda.expert_weights import ExpertWeights, Stack
+from quire.executors.cuda.gemm import (
+    Gemm,
+    HopperGemm,
+    Tiling,
+    factors,
+    plane_pointers,
+)
+from quire.executors.cuda.kernels import experts as kernels
+from quire.executors.cuda.planes import GATED_DIVISOR, Array, PlaneFormat
+from quire.model.spec import Activation, Experts, Scoring
+
+DIRECT_TOKENS = 8  # steps of so few tokens give each pair a tile of its own: nothing is grouped
+_ROUTER_EXPERTS = 16
+_ROUTER_TOKENS = 16
+_ROUTER_MANY_TOKENS = 64  # of a program, in steps of many tokens
+_ROUTER_SPLITS = 4  # at most
+_GROUP_COLUMNS = 512
+_ACTIVATIONS = {
+    Activation.SILU: kernels.SILU,
+    Activation.CLAMPED_SWIGLU: kernels.CLAMPED_SWIGLU,
+}
+
+
+class ExpertGemm(Protocol):
+    """Grouped GEMMs over tiles of pairs."""
+
+    def tile_tokens(self, part: Experts, num_tokens: int) -> int:
+        """Rows of pairs in a tile."""
+
+    def multiply_gated(self, call: "_Call", stack: Stack, tokens: Array, out: Array) -> None:
+        """Rows of pairs, gated, divided by GATED_DIVISOR: float16 [row, width]."""
+
+    def multiply_weighed(self, call: "_Call", stack: Stack, tokens: Array, out: Array) -> None:
+        """A pair's weight times what its expert makes of its row: float32 [slot, token, row]."""
+
+
+class _Call:
+    """What both GEMMs of a layer take."""
+
+    def __init__(
+        self,
+        part: Experts,
+        tiles: kernels.Tiles,
+        pairs: kernels.Pairs,
+        num_tokens: int,
+        num_tiles: int,
+        tile_tokens: int,
+    ) -> None:
+        self.part = part
+        self.tiles = tiles
+        self.pairs = pairs
+        self.num_tokens = num_tokens
+        self.num_tiles = num_tiles  # at most
+        self.tile_tokens = tile_tokens
+
+
+def max_tiles(part: Experts, num_tokens: int, tile_tokens: int) -> int:
+    """The most tiles that any routing of so many tokens makes."""
+    num_pairs = num_tokens * part.num_used
+    if num_tokens <= DIRECT_TOKENS:
+        return num_pairs
+    used = min(part.count, num_pairs)
+    return min(num_pairs, (num_pairs + used * (tile_tokens - 1)) // tile_tokens)
+
+
+class ExpertRunner:
+    """Runs the experts of any layer of a model, in steps of up to `max_tokens` tokens."""
+
+    def __init__(
+        self,
+        parts: Sequence[Experts],
+        width: int,
+        max_tokens: int,
+        gemm: Gemm,
+        launch_options: dict[str, bool],
+        device: str,
+    ) -> None:
+        """`width`: of a hidden state, with padding."""
+        self._width = width
+        self._gemm = _expert_gemm(gemm, device)
+        self._options = launch_options
+        self._exact = device == "cpu"
+        self._device = device
+        most_experts = max(part.count for part in parts)
+        most_pairs = max(part.num_used for part in parts) * max_tokens
+        most_tiles = max(
+            max_tiles(part, count, self._gemm.tile_tokens(part, count))
+            for part in parts
+            for count in range(1, max_tokens + 1)
+        )
+        self._max_tokens = max_tokens
+        integers = torch.int32
+        chunks = -(-max_tokens // kernels.CHUNK)
+        splits = (_ROUTER_SPLITS, max_tokens, most_experts)
+        self._scores = self._zeros(splits, torch.float32)
+        self._pairs = kernels.Pairs(
+            self._zeros((most_pairs,), integers),
+            self._zeros((most_pairs,), torch.float32),
+            self._zeros((most_pairs,), integers),
+            self._zeros((chunks * most_experts,), integers),
+        )
+        expert, token, row, count = self._zeros((4, most_tiles), integers)
+        self._tiles = kernels.Tiles(expert, token, row, count, self._zeros((1,), integers))
+        self._grouped = self._zeros((most_pairs, width), torch.float16)
+        most = max(-(-part.size // 256) * 256 for part in parts)
+        self._gated = self._zeros((most_pairs * most,), torch.float16)
+
+    def _zeros(self, shape: tuple[int, ...], kind: object) -> Array:
+        return torch.zeros(shape, dtype=kind, device=self._device)
+
+    def run(self, weights: ExpertWeights, tokens: Array, sums: Array, num_tokens: int) -> None:
+        """From the normed hidden states `tokens` to `sums` [slot, token, row]: what each of a
+        token's experts adds, in ascending order of experts."""
+        part = weights.part
+        shape = _router_shape(weights)
+        size = self._gemm.tile_tokens(part, num_tokens)
+        tiles = max_tiles(part, num_tokens, size)
+        call = _Call(part, self._tiles, self._pairs, num_tokens, tiles, size)
+        self._route(weights, shape, tokens, num_tokens)
+        if num_tokens > DIRECT_TOKENS:
+            self._group(shape, tokens, call)
+            tokens = self._grouped
+        else:
+            tokens = tokens[:num_tokens]
+        num_pairs, columns = num_tokens * part.num_used, weights.down.planes.num_columns
+        gated = self._gated[: num_pairs * columns].view(num_pairs, columns)
+        self._gemm.multiply_gated(call, weights.gate_up, tokens[:num_pairs], gated)
+        self._gemm.multiply_weighed(call, weights.down, gated, sums)
+
+    def _route(
+        self, weights: ExpertWeights, shape: kernels.RouterShape, tokens: Array, num_tokens: int
+    ) -> None:
+        router = weights.router
+        pointers = kernels.RouterPointers(
+            router.high,
+            router.low,
+            router.high if router.bias is None else router.bias,
+            router.high if router.choice_bias is None else router.choice_bias,
+        )
+        num_blocks = router.high.shape[1] // 256
+        splits = max(1, min(_ROUTER_SPLITS, num_blocks // 2))
+        size = _ROUTER_TOKENS if num_tokens <= 256 else _ROUTER_MANY_TOKENS
+        experts = shape.experts if self._exact else _ROUTER_EXPERTS
+        grid = (-(-shape.num_experts // experts), splits, -(-num_tokens // size))
+        stride = self._max_tokens * shape.num_experts
+        kernels.score_experts[grid](
+            tokens,
+            pointers,
+            self._scores,
+            self._pairs.counts,
+            num_tokens,
+            num_blocks,
+            -(-num_tokens // kernels.CHUNK),
+            tokens.stride(0),
+            stride,
+            2.0**router.exponent,
+            SHAPE=shape,
+            EXPERTS=max(16, experts),
+            TOKENS=size,
+            EXACT=self._exact,
+            num_warps=2,
+            **self._options,
+        )
+        kernels.choose_experts[(num_tokens,)](
+            self._scores,
+            pointers,
+            self._pairs,
+            self._tiles,
+            stride,
+            weights.part.router.scale,
+            SHAPE=shape,
+            SPLITS=splits,
+            DIRECT=num_tokens <= DIRECT_TOKENS,
+            num_warps=max(1, min(32, shape.experts * shape.experts // 2048)),
+            **self._options,
+        )
+
+    def _group(self, shape: kernels.RouterShape, tokens: Array, call: _Call) -> None:
+        kernels.group_tokens[(call.num_tokens + 1,)](
+            tokens,
+            self._grouped,
+            self._pairs,
+            self._tiles,
+            call.num_tokens,
+            -(-call.num_tokens // kernels.CHUNK),
+            self._width,
+            SHAPE=shape,
+            TOKENS=call.tile_tokens,
+            COLUMNS=_GROUP_COLUMNS,
+            num_warps=4,
+            **self._options,
+        )
+
+
+def _router_shape(weights: ExpertWeights) -> kernels.RouterShape:
+    part, router = weights.part, weights.part.router
+    return kernels.RouterShape(
+        num_experts=part.count,
+        num_used=part.num_used,
+        experts=max(2, triton.next_power_of_2(part.count)),
+        used=triton.next_power_of_2(part.num_used),
+        scoring=kernels.SIGMOID if router.scoring is Scoring.SIGMOID else kernels.SOFTMAX,
+        normalises=router.normalises,
+        has_bias=weights.router.bias is not None,
+        has_choice_bias=weights.router.choice_bias is not None,
+    )
+
+
+class PortableExperts:
+    """Triton with tiles of one size: for GPUs other than Hopper and for the interpreter."""
+
+    def __init__(self, *, exact: bool) -> None:
+        """`exact`: for the interpreter, with few large tiles and float32 operands."""
+        self._exact = exact
+        self._rows, self._tokens = (256, 32) if exact else (64, 16)
+
+    def tile_tokens(self, part: Experts, num_tokens: int) -> int:
+        del part, num_tokens
+        return self._tokens
+
+    def multiply_gated(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
+        planes, part = stack.planes, call.part
+        grid = (-(-stack.rows_per_expert // self._rows), call.num_tiles)
+        kernels.multiply_gated[grid](
+            tokens,
+            out,
+            plane_pointers(planes),
+            planes.codes if stack.bias is None else stack.bias,
+            factors(planes),
+            call.tiles,
+            1 / GATED_DIVISOR,
+            stack.rows_per_expert,
+            part.count,
+            planes.num_blocks,
+            tokens.stride(0),
+            out.stride(0),
+            ROWS=self._rows,
+            TOKENS=self._tokens,
+            FORMAT=planes.layout,
+            BIAS=stack.bias is not None,
+            ACTIVATION=_ACTIVATIONS[part.activation],
+            EXACT=self._exact,
+        )
+
+    def multiply_weighed(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
+        planes, part = stack.planes, call.part
+        grid = (-(-stack.rows_per_expert // self._rows), call.num_tiles)
+        kernels.multiply_weighed[grid](
+            tokens,
+            out,
+            plane_pointers(planes),
+            planes.codes if stack.bias is None else stack.bias,
+            factors(planes, GATED_DIVISOR),
+            call.tiles,
+            call.pairs,
+            stack.rows_per_expert,
+            part.count,
+            planes.num_blocks,
+            tokens.stride(0),
+            out.stride(0),
+            ROWS=self._rows,
+            TOKENS=self._tokens,
+            USED=part.num_used,
+            FORMAT=planes.layout,
+            BIAS=stack.bias is not None,
+            EXACT=self._exact,
+        )
+
+
+# By the tokens of a tile: the fastest tilings of those measured on one H200 at the shapes of
+# Qwen3-30B-A3B and gpt-oss-20b.
+_TOKEN_TILES = (8, 16, 32, 64, 128)
+
+
+def expert_tiling(layout: PlaneFormat, tile_tokens: int) -> Tiling:
+    """How a grouped GEMM is tiled; none of it changes a sum."""
+    if layout.is_float:
+        stages = {8: (256, 3), 16: (128, 4), 32: (128, 4), 64: (128, 4), 128: (64, 4)}
+        columns, count = stages[tile_tokens]
+        if tile_tokens == 128:
+            return Tiling(128, 128, 64, 4, 4, 8, 128)
+        return Tiling(64, tile_tokens, columns, count, count, 4, 80)
+    if tile_tokens == 128:
+        return Tiling(64, 128, 64, 4, 3, 4, 128)
+    if tile_tokens == 64:
+        return Tiling(64, 64, 64, 4, 3, 4, 80)
+    return Tiling(64, tile_tokens, 256, 3, 3, 4, 80)
+
+
+class HopperExperts:
+    """Tensor-core GEMMs on GPUs of compute capability 9.0."""
+
+    def __init__(self, gemm: HopperGemm, *, dependent_launch: bool) -> None:
+        from quire.executors.cuda.kernels import hopper, hopper_experts
+
+        self._kernels: Any = hopper_experts
+        self._descriptor = hopper.descriptor
+        self._gemm = gemm
+        self._dependent_launch = dependent_launch
+
+    def tile_tokens(self, part: Experts, num_tokens: int) -> int:
+        """Room for about twice the mean of an expert's rows: few experts need a second tile."""
+        if num_tokens <= DIRECT_TOKENS:
+            return _TOKEN_TILES[0]
+        wanted = 2 * num_tokens * part.num_used / part.count
+        return next((size for size in _TOKEN_TILES if size >= wanted), _TOKEN_TILES[-1])
+
+    def multiply_gated(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
+        option = _ACTIVATIONS[call.part.activation]
+        self._launch(call, stack, tokens, out, 1.0, option, gated=True)
+
+    def multiply_weighed(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
+        used = call.part.num_used
+        self._launch(call, stack, tokens, out, GATED_DIVISOR, used, gated=False)
+
+    def _launch(
+        self,
+        call: _Call,
+        stack: Stack,
+        tokens: Array,
+        out: Array,
+        divisor: float,
+        option: int,
+        *,
+        gated: bool,
+    ) -> None:
+        planes = stack.planes
+        shape = expert_tiling(planes.layout, call.tile_tokens)
+        grid = (-(-stack.rows_per_expert // shape.rows), call.num_tiles)
+        self._kernels.gemm[grid](
+            self._descriptor(tokens, [shape.tokens, shape.columns], 128),
+            *self._gemm.weight_descriptors(planes, shape),
+            out,
+            planes.codes if stack.bias is None else stack.bias,
+            factors(planes, divisor),
+            1 / GATED_DIVISOR,
+            call.tiles,
+            call.pairs,
+            stack.rows_per_expert,
+            planes.num_rows,
+            planes.num_blocks,
+            out.stride(0),
+            TILING=shape,
+            FORMAT=planes.layout,
+            GATED=gated,
+            BIAS=stack.bias is not None,
+            OPTION=option,
+            PDL=self._dependent_launch,
+            num_warps=shape.warps,
+            maxnreg=shape.registers,
+            launch_pdl=self._dependent_launch,
+        )
+
+
+def _expert_gemm(gemm: Gemm, device: str) -> ExpertGemm:
+    """The grouped GEMMs that go with a GEMM."""
+    if isinstance(gemm, HopperGemm):
+        return HopperExperts(gemm, dependent_launch=True)
+    return PortableExperts(exact=device == "cpu")

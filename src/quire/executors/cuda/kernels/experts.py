@@ -1,0 +1,461 @@
+"""Plain Triton kernels of a mixture of experts: the router's scores, the experts of each token,
+tokens grouped by expert, and the grouped GEMM for GPUs other than Hopper. Triton's interpreter runs
+them on a CPU.
+
+A *pair* is a token and one of its experts: index token * USED + slot, slots in ascending order of
+experts. The grouped GEMM takes rows of pairs sorted by expert, in tiles of one expert's rows. Which
+tokens share a tile changes no sum.
+"""
+
+# ruff: noqa: N803, N806
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from quire.executors.cuda.kernels.gemm import Factors, PlanePointers, dequantized_block
+
+SOFTMAX, SIGMOID = 0, 1  # how scores are made of the router's sums
+_SIGMOID = tl.constexpr(SIGMOID)
+SILU, CLAMPED_SWIGLU = 0, 1
+_CLAMPED_SWIGLU = tl.constexpr(CLAMPED_SWIGLU)
+CHUNK = 64  # tokens whose experts are counted together
+_CHUNK = tl.constexpr(CHUNK)
+_CHUNKS_AT_ONCE = tl.constexpr(8)
+
+
+class RouterPointers(NamedTuple):
+    """The router's matrix as the sum of two float16 matrices, times 2**-exponent."""
+
+    high: Any  # [experts, columns]
+    low: Any
+    bias: Any  # float32 [experts]
+    choice_bias: Any  # float32 [experts]: added to the scores when experts are chosen
+
+
+class Pairs(NamedTuple):
+    """Of each pair, or of each row of sorted pairs."""
+
+    experts: Any  # int32 [pair]
+    weights: Any  # float32 [pair]
+    of_row: Any  # int32 [row]: its pair
+    counts: Any  # int32 [chunk, expert]: how many tokens of a chunk use an expert
+
+
+class Tiles(NamedTuple):
+    """Rows of one expert that a program multiplies, int32 each."""
+
+    expert: Any
+    token: Any  # the first row of the tokens that are read
+    row: Any  # the first row of sorted pairs
+    count: Any  # of rows
+    total: Any  # [1]: how many tiles there are
+
+
+class RouterShape(NamedTuple):
+    """Sizes known when a kernel is compiled."""
+
+    num_experts: int
+    num_used: int
+    experts: int  # the next power of two
+    used: int
+    scoring: int
+    normalises: bool
+    has_bias: bool
+    has_choice_bias: bool
+
+
+@triton.jit
+def _begin_dependent(PDL: tl.constexpr):
+    """As in kernels/layers.py."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+# ---- routing
+
+
+@triton.jit
+def score_experts(
+    tokens,
+    router: RouterPointers,
+    sums,
+    counts,
+    num_tokens,
+    num_blocks,
+    num_chunks,
+    token_stride,
+    split_stride,
+    factor,
+    SHAPE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """sums[split, token, expert] = the router's matrix times the token, in float32 but for the
+    tokens, which are float16. Clears the counts, which `choose_experts` adds to.
+
+    One program: a tile of experts, a split of the columns, a tile of tokens.
+    """
+    split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
+    count = num_blocks // num_splits + tl.where(split < num_blocks % num_splits, 1, 0)
+    first = split * (num_blocks // num_splits) + tl.minimum(split, num_blocks % num_splits)
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, 128)
+    known = tl.minimum(expert, SHAPE.num_experts - 1)[:, None] * (num_blocks * 256)
+    _begin_dependent(PDL)
+    _clear_counts(counts, num_chunks * SHAPE.num_experts)
+    high_sums = tl.zeros([EXPERTS, TOKENS], tl.float32)
+    low_sums = tl.zeros([EXPERTS, TOKENS], tl.float32)
+    for start in range(first * 256, (first + count) * 256, 128):
+        index = known + start + column[None, :]
+        high = tl.load(router.high + index)
+        low = tl.load(router.low + index)
+        at = token[None, :].to(tl.int64) * token_stride + start + column[:, None]
+        x = tl.load(tokens + at, mask=(token < num_tokens)[None, :], other=0.0)
+        if EXACT:
+            x = x.to(tl.float32)
+            high_sums = tl.dot(high.to(tl.float32), x, high_sums, input_precision="ieee")
+            low_sums = tl.dot(low.to(tl.float32), x, low_sums, input_precision="ieee")
+        else:
+            high_sums = tl.dot(high, x, high_sums)
+            low_sums = tl.dot(low, x, low_sums)
+    total = (high_sums + low_sums) * factor
+    mask = (token < num_tokens)[None, :] & (expert < SHAPE.num_experts)[:, None]
+    at = split.to(tl.int64) * split_stride
+    at += token[None, :].to(tl.int64) * SHAPE.num_experts + expert[:, None]
+    tl.store(sums + at, total, mask=mask)
+
+
+@triton.jit
+def _clear_counts(counts, size):
+    """Each program its part."""
+    program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
+    program += tl.num_programs(0) * tl.num_programs(1) * tl.program_id(2)
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    for start in range(program * 128, size, programs * 128):
+        index = start + tl.arange(0, 128)
+        tl.store(counts + index, tl.zeros([128], tl.int32), mask=index < size)
+
+
+@triton.jit
+def choose_experts(
+    sums,
+    router: RouterPointers,
+    pairs: Pairs,
+    tiles: Tiles,
+    split_stride,
+    scale,
+    SHAPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A token's experts in ascending order, and their weights. Of experts that are equally good the
+    first is chosen. One program a token.
+
+    DIRECT: every pair becomes a tile of its own, and nothing is grouped.
+    """
+    token = tl.program_id(0)
+    expert = tl.arange(0, SHAPE.experts)
+    inside = expert < SHAPE.num_experts
+    _begin_dependent(PDL)
+    at = sums + token.to(tl.int64) * SHAPE.num_experts + expert
+    logits = tl.load(at, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        logits += tl.load(at + split * split_stride, mask=inside, other=0.0)
+    if SHAPE.has_bias:
+        logits += tl.load(router.bias + expert, mask=inside, other=0.0)
+    if SHAPE.scoring == _SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        logits = tl.where(inside, logits, float("-inf"))
+        powers = tl.exp(logits - tl.max(logits, axis=0))
+        scores = powers / tl.sum(powers, axis=0)
+    choice = scores
+    if SHAPE.has_choice_bias:
+        choice += tl.load(router.choice_bias + expert, mask=inside, other=0.0)
+    # What is not a number ranks last, so that there are always as many experts as slots.
+    choice = tl.where(inside & (choice == choice), choice, float("-inf"))
+    other, own = choice[None, :], choice[:, None]
+    is_before = (other == own) & (expert[None, :] < expert[:, None])
+    rank = tl.sum(((other > own) | is_before).to(tl.int32), axis=1)
+    is_used = inside & (rank < SHAPE.num_used)
+    slot = tl.cumsum(is_used.to(tl.int32), axis=0) - 1
+    weights = scores
+    if SHAPE.normalises:
+        weights /= tl.sum(tl.where(is_used, scores, 0.0), axis=0)
+    pair = token * SHAPE.num_used + slot
+    tl.store(pairs.experts + pair, expert, mask=is_used)
+    tl.store(pairs.weights + pair, weights * scale, mask=is_used)
+    if DIRECT:
+        tl.store(pairs.of_row + pair, pair, mask=is_used)
+        tl.store(tiles.expert + pair, expert, mask=is_used)
+        tl.store(tiles.token + pair, token + tl.zeros_like(pair), mask=is_used)
+        tl.store(tiles.row + pair, pair, mask=is_used)
+        tl.store(tiles.count + pair, tl.zeros_like(pair) + 1, mask=is_used)
+        tl.store(tiles.total, tl.num_programs(0) * SHAPE.num_used)
+    else:
+        at = pairs.counts + token // _CHUNK * SHAPE.num_experts + expert
+        tl.atomic_add(at, 1, mask=is_used, sem="relaxed")
+
+
+# ---- grouping
+
+
+@triton.jit
+def _counted(counts, chunk, num_chunks, SHAPE: tl.constexpr):
+    """Of each expert: rows in all chunks, and in those before `chunk`."""
+    EXPERTS: tl.constexpr = SHAPE.experts
+    expert = tl.arange(0, EXPERTS)[None, :]
+    totals = tl.zeros([EXPERTS], tl.int32)
+    before = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, num_chunks, _CHUNKS_AT_ONCE):
+        at = start + tl.arange(0, _CHUNKS_AT_ONCE)[:, None]
+        mask = (at < num_chunks) & (expert < SHAPE.num_experts)
+        found = tl.load(counts + at * SHAPE.num_experts + expert, mask=mask, other=0)
+        totals += tl.sum(found, axis=0)
+        before += tl.sum(tl.where(at < chunk, found, 0), axis=0)
+    return totals, before
+
+
+@triton.jit
+def _list_tiles(tiles: Tiles, totals, starts, TOKENS: tl.constexpr, SHAPE: tl.constexpr):
+    """Each expert's rows in tiles of TOKENS."""
+    expert = tl.arange(0, SHAPE.experts)
+    needed = (totals + TOKENS - 1) // TOKENS
+    first = tl.cumsum(needed, axis=0) - needed
+    for index in range(tl.max(needed, axis=0)):
+        mask = index < needed
+        row = starts + index * TOKENS
+        tl.store(tiles.expert + first + index, expert, mask=mask)
+        tl.store(tiles.token + first + index, row, mask=mask)
+        tl.store(tiles.row + first + index, row, mask=mask)
+        left = tl.minimum(totals - index * TOKENS, TOKENS)
+        tl.store(tiles.count + first + index, left, mask=mask)
+    tl.store(tiles.total, tl.sum(needed, axis=0))
+
+
+@triton.jit
+def group_tokens(
+    tokens,
+    grouped,
+    pairs: Pairs,
+    tiles: Tiles,
+    num_tokens,
+    num_chunks,
+    width,
+    SHAPE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sort pairs by expert, then by token, and copy each pair's token to its row of `grouped`.
+
+    One program a token, and one more that lists the tiles, of TOKENS rows at most.
+    """
+    USED: tl.constexpr = SHAPE.used
+    NUM_USED: tl.constexpr = SHAPE.num_used
+    token = tl.program_id(0)
+    expert = tl.arange(0, SHAPE.experts)
+    slot = tl.arange(0, USED)
+    _begin_dependent(PDL)
+    chunk = token // _CHUNK
+    totals, before = _counted(pairs.counts, chunk, num_chunks, SHAPE)
+    starts = tl.cumsum(totals, axis=0) - totals
+    if token == num_tokens:
+        _list_tiles(tiles, totals, starts, TOKENS, SHAPE)
+    else:
+        pair = token * SHAPE.num_used + slot
+        is_slot = slot < SHAPE.num_used
+        own = tl.load(pairs.experts + pair, mask=is_slot, other=-1)
+        first = (starts + before)[None, :]
+        row = tl.sum(tl.where(own[:, None] == expert[None, :], first, 0), axis=1)
+        # Earlier tokens of the chunk, one slot after the other: an expert is in one slot at most.
+        earlier = chunk * _CHUNK + tl.arange(0, _CHUNK)
+        for other_slot in tl.static_range(NUM_USED):
+            at = pairs.experts + earlier * SHAPE.num_used + other_slot
+            other = tl.load(at, mask=earlier < token, other=-2)
+            row += tl.sum((own[:, None] == other[None, :]).to(tl.int32), axis=1)
+        tl.store(pairs.of_row + row, pair, mask=is_slot)
+        column = tl.arange(0, COLUMNS)
+        for start in range(0, width, COLUMNS):
+            inside = start + column < width
+            x = tl.load(tokens + token.to(tl.int64) * width + start + column, mask=inside)
+            to = row[:, None].to(tl.int64) * width + (start + column)[None, :]
+            copies = tl.broadcast_to(x[None, :], [USED, COLUMNS])
+            tl.store(grouped + to, copies, mask=is_slot[:, None] & inside[None, :])
+
+
+# ---- the grouped GEMM
+
+
+@triton.jit
+def activated(gates, ups, ACTIVATION: tl.constexpr):
+    """What a gated expert makes of its gates and values."""
+    if ACTIVATION == _CLAMPED_SWIGLU:
+        gates = tl.minimum(gates, 7.0)
+        ups = tl.minimum(tl.maximum(ups, -7.0), 7.0)
+        out = gates / (1.0 + tl.exp(gates * -1.702)) * (ups + 1.0)
+    else:
+        out = gates / (1.0 + tl.exp(-gates)) * ups
+    return out
+
+
+@triton.jit
+def _expert_sums(
+    tokens,
+    planes: PlanePointers,
+    bias,
+    factors: Factors,
+    row,
+    expert_row,
+    token,
+    is_token,
+    num_rows,
+    num_blocks,
+    token_stride,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BIAS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One expert's rows times these tokens, [ROWS, TOKENS]."""
+    column = tl.arange(0, 256)
+    sums = tl.zeros([ROWS, TOKENS], tl.float32)
+    for block in range(num_blocks):
+        weights = dequantized_block(
+            planes, factors, expert_row + row, block, num_rows, num_blocks, FORMAT
+        )
+        index = token[None, :].to(tl.int64) * token_stride + block * 256 + column[:, None]
+        x = tl.load(tokens + index, mask=is_token[None, :], other=0.0)
+        if EXACT:
+            sums = tl.dot(weights, x.to(tl.float32), sums, input_precision="ieee")
+        else:
+            sums = tl.dot(weights.to(tl.float16), x, sums)
+    sums *= factors.sums
+    if BIAS:
+        sums += tl.load(bias + expert_row + row)[:, None]
+    return sums
+
+
+@triton.jit
+def multiply_gated(
+    tokens,
+    out,
+    planes: PlanePointers,
+    bias,
+    factors: Factors,
+    tiles: Tiles,
+    gated_factor,
+    rows_per_expert,
+    num_experts,
+    num_blocks,
+    token_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """out[row, i] = activated(gate i, value i) * gated_factor, for the rows of each tile: a pair's
+    row of `tokens` times its expert. One program: a tile, ROWS rows of weights."""
+    tile = tl.program_id(1)
+    if tile < tl.load(tiles.total):
+        expert_row = tl.load(tiles.expert + tile) * rows_per_expert
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        known = tl.minimum(row, rows_per_expert - 1)
+        lane = tl.arange(0, TOKENS)
+        is_token = lane < tl.load(tiles.count + tile)
+        token = tl.load(tiles.token + tile) + lane
+        sums = _expert_sums(
+            tokens,
+            planes,
+            bias,
+            factors,
+            known,
+            expert_row,
+            token,
+            is_token,
+            num_experts * rows_per_expert,
+            num_blocks,
+            token_stride,
+            ROWS,
+            TOKENS,
+            FORMAT,
+            BIAS,
+            EXACT,
+        )
+        # Eight gates, then their eight values, and so on.
+        both = tl.permute(tl.reshape(sums, [ROWS // 16, 2, 8, TOKENS]), (0, 2, 3, 1))
+        gates, ups = tl.split(both)
+        gated = tl.reshape(activated(gates, ups, ACTIVATION), [ROWS // 2, TOKENS]) * gated_factor
+        gated = tl.minimum(tl.maximum(gated, -65504.0), 65504.0).to(tl.float16)
+        at = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        to = (tl.load(tiles.row + tile) + lane)[None, :].to(tl.int64) * out_stride + at[:, None]
+        tl.store(out + to, gated, mask=is_token[None, :] & (at < rows_per_expert // 2)[:, None])
+
+
+@triton.jit
+def multiply_weighed(
+    tokens,
+    out,
+    planes: PlanePointers,
+    bias,
+    factors: Factors,
+    tiles: Tiles,
+    pairs: Pairs,
+    rows_per_expert,
+    num_experts,
+    num_blocks,
+    token_stride,
+    slot_stride,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    USED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BIAS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """out[slot, token, i] = a pair's weight times its expert's row i. The norm that reads `out`
+    adds a token's slots in order."""
+    tile = tl.program_id(1)
+    if tile < tl.load(tiles.total):
+        expert_row = tl.load(tiles.expert + tile) * rows_per_expert
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        known = tl.minimum(row, rows_per_expert - 1)
+        lane = tl.arange(0, TOKENS)
+        is_token = lane < tl.load(tiles.count + tile)
+        source = tl.load(tiles.row + tile) + lane
+        sums = _expert_sums(
+            tokens,
+            planes,
+            bias,
+            factors,
+            known,
+            expert_row,
+            source,
+            is_token,
+            num_experts * rows_per_expert,
+            num_blocks,
+            token_stride,
+            ROWS,
+            TOKENS,
+            FORMAT,
+            BIAS,
+            EXACT,
+        )
+        pair = tl.load(pairs.of_row + source, mask=is_token, other=0)
+        sums *= tl.load(pairs.weights + pair, mask=is_token, other=0.0)[None, :]
+        to = (pair % USED).to(tl.int64) * slot_stride
+        to += (pair // USED).to(tl.int64) * rows_per_expert
+        mask = is_token[None, :] & (row < rows_per_expert)[:, None]
+        tl.store(out + to[None, :] + row[:, None], sums, mask=mask)

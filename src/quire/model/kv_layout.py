@@ -1,0 +1,119 @@
+"""KVLayout: which layers share a block table, and where a layer's keys and values are in a block.
+
+Layers that see the same positions form groups. A block holds some tokens of one group: a slot for
+each of its layers. All groups have the same number of slots, so that they take their blocks from
+one pool, and a group that has fewer layers leaves slots unused.
+
+    gemma3-1b: 4 full layers, 22 with a window; 4 slots
+        group 0 (full)      5  11  17  23
+        group 1 (window)    0   1   2   3
+        ...
+        group 6 (window)   24  25   -   -
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.core.windows import Window, Windows, peak_blocks
+from quire.model.spec import Attention, ModelSpec
+
+# Fewer and larger groups are less to keep track of. They may take so much more memory than the
+# smallest layout does: for a whole context, and for contexts within every window.
+_LONG_TOLERANCE = 1.05
+_SHORT_TOLERANCE = 1.15
+_MOST_PARTS = 16  # into which the layers of one kind are divided
+_USUAL_CHUNK = 256  # tokens of a step
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    windows: Windows  # of each group
+    num_slots: int
+    groups: tuple[int, ...]  # of each layer; one that keeps nothing has its kv_layer's
+    slots: tuple[int, ...]  # likewise
+
+    def slot_sizes(self, spec: ModelSpec, size_of: Callable[[Attention], int]) -> tuple[int, ...]:
+        """What each slot must hold of a token: the most that any of its layers leaves."""
+        sizes = [0] * self.num_slots
+        for layer, slot in zip(spec.layers, self.slots, strict=True):
+            sizes[slot] = max(sizes[slot], size_of(layer.mixer))
+        return tuple(sizes)
+
+    def token_size(self, spec: ModelSpec, size_of: Callable[[Attention], int]) -> int:
+        """What a block holds of a token: all slots."""
+        return sum(self.slot_sizes(spec, size_of))
+
+
+def one_group(spec: ModelSpec) -> KVLayout:
+    """One block table for all layers, whatever they see."""
+    return _layout(spec, [(None, sorted(set(_owner_of_each(spec))))])
+
+
+def grouped(spec: ModelSpec, block_size: int) -> KVLayout:
+    """The layout with the fewest groups among those that take little memory."""
+    kinds = _kinds(spec)
+    if kinds.keys() == {None}:
+        return one_group(spec)
+    counts = {len(layers) for layers in kinds.values()}
+    sizes = {-(-count // parts) for count in counts for parts in range(1, _MOST_PARTS + 1)}
+    layouts = [_layout(spec, _split(kinds, size)) for size in sorted(sizes, reverse=True)]
+    costs = [_costs(spec, layout, block_size) for layout in layouts]
+    least_long, least_short = (min(column) for column in zip(*costs, strict=True))
+    for layout, (long, short) in zip(layouts, costs, strict=True):
+        if long <= _LONG_TOLERANCE * least_long and short <= _SHORT_TOLERANCE * least_short:
+            return layout
+    return layouts[costs.index(min(costs))]
+
+
+_Kinds = dict[Window | None, list[int]]  # layers by what is kept of them
+_Groups = list[tuple[Window | None, list[int]]]
+
+
+def _kinds(spec: ModelSpec) -> _Kinds:
+    """A layer keeps what it sees, and all where another that reads it sees otherwise."""
+    seen: dict[int, set[Window | None]] = {}
+    for index, owner in enumerate(_owner_of_each(spec)):
+        part = spec.layers[index].mixer
+        window = None if part.window is None else Window(part.window, part.is_chunked)
+        seen.setdefault(owner, set()).add(window)
+    kinds: _Kinds = {}
+    for owner, windows in sorted(seen.items()):
+        kinds.setdefault(windows.pop() if len(windows) == 1 else None, []).append(owner)
+    return kinds
+
+
+def _owner_of_each(spec: ModelSpec) -> list[int]:
+    """Of each layer: itself, or the one whose keys and values it reads."""
+    parts = [layer.mixer for layer in spec.layers]
+    return [n if part.kv_layer is None else part.kv_layer for n, part in enumerate(parts)]
+
+
+def _split(kinds: _Kinds, size: int) -> _Groups:
+    """Groups of at most `size` layers, those that see all first."""
+    return [
+        (window, kinds[window][start : start + size])
+        for window in sorted(kinds, key=lambda window: window is not None)
+        for start in range(0, len(kinds[window]), size)
+    ]
+
+
+def _layout(spec: ModelSpec, groups: _Groups) -> KVLayout:
+    places = {
+        layer: (group, slot)
+        for group, (_, layers) in enumerate(groups)
+        for slot, layer in enumerate(layers)
+    }
+    kept = [places[owner] for owner in _owner_of_each(spec)]
+    return KVLayout(
+        windows=tuple(window for window, _ in groups),
+        num_slots=max(len(layers) for _, layers in groups),
+        groups=tuple(group for group, _ in kept),
+        slots=tuple(slot for _, slot in kept),
+    )
+
+
+def _costs(spec: ModelSpec, layout: KVLayout, block_size: int) -> tuple[int, int]:
+    """Numbers kept for a whole context, and for a single block of tokens."""
+    size = layout.token_size(spec, lambda part: part.num_kv_elements)
+    blocks = peak_blocks(layout.windows, block_size, spec.context_length, _USUAL_CHUNK)
+    return size * blocks, size * len(layout.windows)
