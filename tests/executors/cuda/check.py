@@ -1,4 +1,4 @@
-"""Every GEMM and attention on this machine's GPU at real shapes, in one table.
+"""Every GEMM, attention and mixture of experts on this machine's GPU at real shapes, in one table.
 
     python -m tests.executors.cuda.check
 
@@ -26,6 +26,8 @@ from quire.executors.cuda.attention import (
     LayerCache,
     attention_for,
 )
+from quire.executors.cuda.expert_weights import ExpertLoader
+from quire.executors.cuda.experts import ExpertRunner
 from quire.executors.cuda.gemm import Gemm, gemm_for
 from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.planes import (
@@ -39,7 +41,9 @@ from quire.executors.cuda.planes import (
 )
 from quire.executors.cuda.weights import Linear, Segment, num_splits
 from quire.loader.reading import Bytes
+from quire.loader.tensor import Tensor
 from quire.model.dummy import random_blocks
+from quire.model.spec import Activation, Experts, Router
 from quire.quant.formats import Format, format_named
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "down": (4096, 14336), "gated": (28672, 4096)}
@@ -250,6 +254,138 @@ def _attention_line(shape: AttentionShape, window: int | None) -> bool:
     return same and error < 6e-3
 
 
+# ---- experts
+
+
+class ExpertShape(NamedTuple):
+    num_experts: int
+    num_used: int
+    size: int
+    hidden: int
+    format_name: str
+    activation: Activation
+
+
+EXPERT_SHAPES = (
+    ExpertShape(32, 8, 768, 2048, "Q4_K", Activation.SILU),
+    ExpertShape(32, 8, 768, 2048, "Q6_K", Activation.SILU),
+    ExpertShape(8, 4, 2880, 2880, "Q8_0", Activation.CLAMPED_SWIGLU),
+    ExpertShape(8, 4, 2880, 2880, "MXFP4", Activation.CLAMPED_SWIGLU),
+    ExpertShape(8, 2, 768, 2048, "BF16", Activation.SILU),
+)
+EXPERT_BATCHES = (1, 2, 8, 9, 16, 33, 64, 130, 256, 600, 2048)
+
+
+class ExpertCase:
+    """Random experts, and what float64 makes of the pairs that the router chose."""
+
+    def __init__(self, shape: ExpertShape) -> None:
+        has_bias = shape.activation is Activation.CLAMPED_SWIGLU
+        router = Router(normalises=True, has_bias=has_bias)
+        self.part = Experts(
+            count=shape.num_experts,
+            num_used=shape.num_used,
+            size=shape.size,
+            activation=shape.activation,
+            router=router,
+            has_bias=has_bias,
+        )
+        self.shape = shape
+        self.tensors = {f"blk.0.{name}": x for name, x in self._drawn(has_bias).items()}
+        self.weights = ExpertLoader(self.tensors, "cuda").load(self.part, "blk.0.")
+        options = {"PDL": True, "launch_pdl": True}
+        self.most = max(EXPERT_BATCHES)
+        self.width = padded(shape.hidden)
+        gemm = gemm_for("cuda")
+        self.runner = ExpertRunner([self.part], self.width, self.most, gemm, options, "cuda")
+        generator = torch.Generator("cuda").manual_seed(1)
+        tokens = torch.zeros((self.most, self.width), device="cuda")
+        drawn = torch.randn((self.most, shape.hidden), generator=generator, device="cuda")
+        tokens[:, : shape.hidden] = drawn
+        self.natural = tokens.half()
+        self.tokens = to_operand_order(self.natural).contiguous()
+
+    def _drawn(self, has_bias: bool) -> dict[str, Tensor]:
+        count, size, hidden = self.shape.num_experts, self.shape.size, self.shape.hidden
+        shapes: dict[str, tuple[int, ...]] = {
+            "ffn_gate_inp.weight": (count, hidden),
+            "ffn_gate_exps.weight": (count, size, hidden),
+            "ffn_up_exps.weight": (count, size, hidden),
+            "ffn_down_exps.weight": (count, hidden, size),
+        }
+        if has_bias:
+            names = {name.replace("weight", "bias"): x[:-1] for name, x in shapes.items()}
+            shapes |= names
+        found = {}
+        for place, (name, sizes) in enumerate(shapes.items()):
+            is_stack = len(sizes) == 3
+            kind = format_named(self.shape.format_name if is_stack else "F32", name)
+            rng = np.random.default_rng(place)
+            data = random_blocks(kind, int(np.prod(sizes)), sizes[-1] ** -0.5, rng)
+            found[name] = Tensor(name, sizes, kind, data)
+        return found
+
+    def found(self, batch: int) -> Array:
+        """What each of a token's experts adds: [slot, token, column]."""
+        slots = (self.part.num_used, self.most, self.width)
+        sums = torch.full(slots, float("nan"), device="cuda")
+        self.runner.run(self.weights, self.tokens, sums, batch)
+        return sums[:, :batch].clone()
+
+    def exact(self, batch: int) -> tuple[Array, float]:
+        """The same in float64, of the pairs that the runner chose for its last batch; and which
+        share of the tokens has the experts of float64 scores."""
+        floats = {
+            name.removeprefix("blk.0."): torch.from_numpy(x.to_float32()).cuda()
+            for name, x in self.tensors.items()
+        }
+        x = self.natural[:batch, : self.shape.hidden].double()
+        used = self.part.num_used
+        chosen = self.runner._pairs.experts[: batch * used].view(batch, used)
+        weights = self.runner._pairs.weights[: batch * used].view(batch, used)
+        logits = x @ floats["ffn_gate_inp.weight"].double().T
+        logits += floats.get("ffn_gate_inp.bias", 0.0)
+        best = logits.topk(used).indices.sort().values
+        out = torch.zeros((used, batch, self.shape.hidden), dtype=torch.double, device="cuda")
+        for expert in range(self.part.count):
+            token, slot = torch.nonzero(chosen == expert, as_tuple=True)
+            rows = [
+                x[token] @ floats[f"ffn_{kind}_exps.weight"][expert].double().T
+                + (floats[f"ffn_{kind}_exps.bias"][expert] if self.part.has_bias else 0.0)
+                for kind in ("gate", "up")
+            ]
+            made = _activated(self.part.activation, *rows)
+            made = made @ floats["ffn_down_exps.weight"][expert].double().T
+            if self.part.has_bias:
+                made += floats["ffn_down_exps.bias"][expert]
+            out[slot, token] = made * weights[token, slot, None]
+        return out, float((best == chosen).all(1).double().mean())
+
+
+def _activated(activation: Activation, gates: Array, ups: Array) -> Array:
+    if activation is Activation.CLAMPED_SWIGLU:
+        gates, ups = gates.clamp(max=7.0), ups.clamp(-7.0, 7.0)
+        return gates * torch.sigmoid(1.702 * gates) * (ups + 1.0)
+    return torch.nn.functional.silu(gates) * ups
+
+
+def _expert_line(shape: ExpertShape) -> bool:
+    case = ExpertCase(shape)
+    largest = case.found(case.most)
+    wanted, agreed = case.exact(case.most)
+    natural = to_natural_order(largest)[:, :, : shape.hidden]
+    error = float((natural.double() - wanted).norm() / wanted.norm())
+    wrong = [x for x in EXPERT_BATCHES if not torch.equal(case.found(x), largest[:, :x])]
+    again = torch.equal(case.found(case.most), largest)
+    print(
+        f"experts {shape.num_experts}x{shape.size} of {shape.hidden} {shape.format_name}: error "
+        f"{error:.2e}  routed alike {agreed:.4f}  bits {wrong or 'same'} "
+        f"{'again' if again else 'NOT AGAIN'}",
+        flush=True,
+    )
+    return error < 2e-3 and not wrong and again and agreed > 0.98
+
+
 # ---- the command
 
 
@@ -258,6 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="*", default=list(_FORMATS), choices=_FORMATS)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--no-attention", action="store_true")
+    parser.add_argument("--no-experts", action="store_true")
     args = parser.parse_args(arguments)
     gemm = gemm_for("cuda")
     print(f"{gemm.name} on {torch.cuda.get_device_name()}; batches {BATCHES}", flush=True)
@@ -280,6 +417,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.no_attention:
         cases = [(shape, window) for shape in ATTENTION_SHAPES for window in WINDOWS]
         is_sound &= all(_attention_line(shape, window) for shape, window in cases)
+    if not args.no_experts:
+        is_sound &= all(_expert_line(shape) for shape in EXPERT_SHAPES)
     print("sound" if is_sound else "NOT SOUND")
     return 0 if is_sound else 1
 

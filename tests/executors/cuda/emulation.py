@@ -83,6 +83,26 @@ def _scales(planes: Planes, half: int, steps: int) -> tuple[Array, Array]:
     return scale, scale * -form.zero_point * 2.0**-24
 
 
+def _float_pairs(words: Array) -> Array:
+    """MXFP4's pairs of a quarter, [..., lane, pair 0-7, 2]: what masks and shifts make of words, as
+    float16."""
+    pairs = []
+    for word in range(2):
+        own = words[..., word]
+        shifted = (own << 5, own << 7), (own >> 3, own << 15)
+        made = [own & -0x71FF7200, own << 8 & -0x71FF7200]  # 0x8E008E00
+        made += [low & 0x0E000E00 | sign & -0x7FFF8000 for low, sign in shifted]
+        pairs += [_halves(bits, 0xFFFF) for bits in made]
+    return _from_bits(torch.stack(pairs, -2))
+
+
+def _powers(planes: Planes, half: int) -> Array:
+    """MXFP4's scales of a quarter: bytes that are the exponents of float16, [block rows, lane]."""
+    assert planes.scales is not None
+    whole = planes.scales.view(planes.num_blocks, -1, 2)[:, : planes.num_rows, half]
+    return _from_bits((whole.reshape(-1, 1) >> torch.arange(4) * 8 & 255) * 0x0400)
+
+
 def decoded(planes: Planes) -> Array:
     """The matrix as the GEMM sees it, in natural order: float64 [rows, columns]."""
     if planes.is_float:
@@ -100,17 +120,26 @@ def decoded(planes: Planes) -> Array:
             elif planes.format == "Q5_K":
                 assert planes.high is not None
                 more = planes.high.view(-1, 4, 2)[:, :, half]
-            codes = _fields(planes, words[:, :, half, steps], more, steps)  # [., lane, pair, 2]
-            scale, offset = _scales(planes, half, steps)
-            places = torch.ones(8, 1) if planes.format == "Q8_0" else _SIXTEENTHS
-            each = _half(scale[..., None, None] / places)
-            value = codes.to(torch.float64) * 2.0**-24 * each
-            value = _half(value + offset[..., None, None])
+            if form.has_powers:
+                value = _float_pairs(words[:, :, half, steps])
+                value = _half(value * _powers(planes, half)[..., None, None])
+            else:
+                value = _dequantized(planes, words[:, :, half, steps], more, half, steps)
             quarter = value.permute(0, 2, 1, 3).reshape(len(words), 64)  # pair, lane, 2
             start = half * 128 + steps * 64
             block[:, start : start + 64] = quarter
     whole = block.view(planes.num_blocks, planes.num_rows, 256).transpose(0, 1)
     return to_natural_order(whole.reshape(planes.num_rows, -1)) * 2.0**planes.exponent
+
+
+def _dequantized(planes: Planes, words: Array, more: Array | None, half: int, steps: int) -> Array:
+    """A quarter's weights, [block rows, lane, pair 0-7, 2]."""
+    codes = _fields(planes, words, more, steps)
+    scale, offset = _scales(planes, half, steps)
+    places = torch.ones(8, 1) if planes.format == "Q8_0" else _SIXTEENTHS
+    each = _half(scale[..., None, None] / places)
+    value = codes.to(torch.float64) * 2.0**-24 * each
+    return _half(value + offset[..., None, None])
 
 
 class Cut(NamedTuple):

@@ -210,19 +210,19 @@ def expert_call(num_tokens: int, tile_tokens: int) -> experts._Call:
     integers = torch.empty((10, 64), dtype=torch.int32)
     tiles = expert_kernels.Tiles(*integers[:5])
     pairs = expert_kernels.Pairs(integers[5], torch.empty(64), *integers[6:8])
-    return experts._Call(MIXTURE, tiles, pairs, num_tokens, 8, tile_tokens)
+    return experts._Call(MIXTURE, tiles, pairs, num_tokens, 8 * num_tokens, tile_tokens)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 128, 256, 512, 2048])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("format_name", ["Q4_K", "Q6_K", "BF16"])
+@pytest.mark.parametrize("format_name", ["Q4_K", "Q6_K", "Q8_0", "MXFP4", "BF16"])
 def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     format_name: str, gated: bool, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend()
     gemm = experts.HopperExperts(HopperGemm(), dependent_launch=True)
-    catch = _Catch(gemm._kernels.gemm)
-    monkeypatch.setattr(gemm._kernels, "gemm", catch)
+    catch = _Catch(gemm._kernels.expert_gemm)
+    monkeypatch.setattr(gemm._kernels, "expert_gemm", catch)
     rows = 1536
     planes = made(format_name, 4 * rows, gated=False).segments[0].planes
     stack = Stack(planes, rows, torch.empty(4 * rows))

@@ -68,7 +68,7 @@ def test_weights_of_any_size_decode_alike(format_name: str, size: float) -> None
     assert (found - exact).norm() / exact.norm() < 6e-4
 
 
-@pytest.mark.parametrize("format_name", ["Q4_0", "Q4_1", "Q8_0", "BF16"])
+@pytest.mark.parametrize("format_name", ["Q4_0", "Q4_1", "Q8_0", "MXFP4", "BF16"])
 def test_columns_that_do_not_fill_a_block_are_followed_by_zeros(format_name: str) -> None:
     raw, exact = made(format_name, 8, 160)
     found = decoded(reorder(format_name, raw, 8, 160))
@@ -81,6 +81,18 @@ def test_columns_that_do_not_fill_a_block_are_followed_by_zeros(format_name: str
 def test_planes_take_no_more_memory_than_the_file(format_name: str) -> None:
     raw, _ = made(format_name, 16, 512)
     assert reorder(format_name, raw, 16, 512).num_bytes == raw.numel()
+
+
+def test_mxfp4_is_decoded_without_rounding() -> None:
+    """Every code with every scale down to 2**-20 of the largest; 2**-30 of it and less is zero."""
+    scales = np.array([[127 - place * 4] for place in range(8)], np.uint8)
+    codes = np.arange(16, dtype=np.uint8) * 17
+    raw = np.concatenate([scales, np.tile(codes, (8, 1))], axis=1)
+    exact = format_named("MXFP4", "test").decode(raw).reshape(1, 256)
+    found = decoded(reorder("MXFP4", torch.from_numpy(raw.reshape(-1)), 1, 256))
+    assert torch.equal(found[:, :192], torch.from_numpy(exact[:, :192]).to(torch.float64))
+    raw[-1, 0] = 127 - 31
+    assert not decoded(reorder("MXFP4", torch.from_numpy(raw.reshape(-1)), 1, 256))[:, 224:].any()
 
 
 def test_operand_order_and_back_is_where_it_began() -> None:

@@ -414,9 +414,13 @@ class HopperGemm:
             codes = self._descriptor(planes.codes, [shape.rows, shape.columns], 128)
             return codes, codes, codes, codes
         codes = self._descriptor(planes.codes, [shape.rows, layout.code_words], 128)
-        scales = self._descriptor(
-            planes.scales, [shape.rows, layout.scale_words], _swizzle(layout.scale_words)
-        )
+        assert planes.scales is not None
+        if layout.has_powers:  # too few words for rows of their own
+            scales = self._descriptor(planes.scales.view(-1), [shape.rows * 2], 0)
+        else:
+            scales = self._descriptor(
+                planes.scales, [shape.rows, layout.scale_words], _swizzle(layout.scale_words)
+            )
         high = deltas = codes
         if layout.high_bits:
             high = self._descriptor(

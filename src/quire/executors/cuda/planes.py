@@ -14,6 +14,7 @@ sixteen weights, in words of 32 bits, and each plane keeps a lane's words togeth
     codes  4 bits, 8 a word: weight 2j + l of eight at bit 4j + 16l; words [lane, quarter, 2]
             8 bits (Q8_0), 4 a word: words [lane, quarter, 4]
     high    Q6_K's upper two bits, 16 a word; Q5_K's upper bit, two quarters a word
+            MXFP4's floats of 4 bits: see _float_words
     scales  of a lane's groups (see the format's reorderer below)
     deltas  Q6_K's float16 for a whole block
 
@@ -51,6 +52,7 @@ class Scales(Enum):
     FLOAT16_MINIMUMS = "a float16 scale and a float16 minimum a group"
     PACKED = "a float16 pair a block, a 6-bit scale and a 6-bit minimum a group"
     INT8 = "a float16 a block, in `deltas`; an int8 for 16 weights"
+    POWERS = "a power of two a group: the exponent of a float16, a byte"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class PlaneFormat:
 
     @property
     def scale_words(self) -> int:
-        return 8 if self.scales is Scales.FLOAT16_MINIMUMS else 4
+        return {Scales.FLOAT16_MINIMUMS: 8, Scales.POWERS: 2}.get(self.scales, 4)
 
     @property
     def has_deltas(self) -> bool:
@@ -97,6 +99,11 @@ class PlaneFormat:
     def has_stored_minimums(self) -> bool:
         return self.scales is Scales.FLOAT16_MINIMUMS
 
+    @property
+    def has_powers(self) -> bool:
+        """MXFP4: codes are floats of 4 bits."""
+        return self.scales is Scales.POWERS
+
 
 PLANE_FORMATS = {
     "Q4_0": PlaneFormat(4, zero_point=8),
@@ -105,6 +112,7 @@ PLANE_FORMATS = {
     "Q4_K": PlaneFormat(4, scales=Scales.PACKED),
     "Q5_K": PlaneFormat(4, 1, Scales.PACKED),
     "Q6_K": PlaneFormat(4, 2, Scales.INT8, zero_point=32),
+    "MXFP4": PlaneFormat(4, scales=Scales.POWERS),
 }
 _FLOAT = PlaneFormat(16)
 DELTA_ROWS = 8  # rows that a block's deltas are padded to a multiple of
@@ -121,7 +129,7 @@ class Planes:
     codes: Array  # int32 [blocks * rows, words]; float formats: float16 [rows, blocks * 256]
     exponent: int = 0
     high: Array | None = None  # int32 [blocks * rows, words]
-    scales: Array | None = None  # int32 [blocks * rows, words]
+    scales: Array | None = None  # int32 [blocks * rows, words]; MXFP4: rows up to a multiple of 8
     deltas: Array | None = None  # float16 [blocks * rows up to a multiple of 8]
 
     @property
@@ -215,7 +223,7 @@ def reorder(
         exponent=exponent,
         codes=_joined(pieces.codes),
         high=_joined(pieces.high),
-        scales=_joined(pieces.scales),
+        scales=_joined(pieces.scales, is_padded=PLANE_FORMATS[format_name].has_powers),
         deltas=joined_deltas(pieces.deltas),
     )
 
@@ -271,11 +279,14 @@ def _put(piece: Planes, whole: Planes, first_row: int) -> None:
             placed[:, first_row : first_row + piece.num_rows] = rows
 
 
-def _joined(pieces: list[Array]) -> Array | None:
-    """Pieces along the rows, as [blocks * rows, words]."""
+def _joined(pieces: list[Array], *, is_padded: bool = False) -> Array | None:
+    """Pieces along the rows, as [blocks * rows, words]; where a row's words are fewer than 16
+    bytes, each block's begin at a multiple of them, as with deltas."""
     if not pieces:
         return None
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    if is_padded:
+        whole = torch.nn.functional.pad(whole, (0, 0, 0, -whole.shape[1] % DELTA_ROWS))
     return whole.reshape(-1, *whole.shape[2:]).contiguous()
 
 
@@ -331,6 +342,8 @@ def exponent_of(format_name: str, raws: Sequence[Array]) -> int:
         kind = _FLOAT_TYPES[format_name]
         return _exponent(max(_largest(raw.view(kind)) for raw in raws), 0)
     size = _SOURCES[format_name].block_bytes
+    if PLANE_FORMATS[format_name].has_powers:
+        return max(int(raw.view(-1, size)[:, 0].max()) for raw in raws) - _POWER_ONE - 1
     largest = max(_largest_scale(format_name, raw.view(-1, size)) for raw in raws)
     return _exponent(largest, CODE_SHIFT)
 
@@ -379,6 +392,30 @@ def _in_words(codes: Array, bits: int) -> Array:
     for index, shift in enumerate(shifts):
         words |= fields[..., index].to(torch.int32) << shift
     # [rows, blocks, half, lane, steps, words] -> [blocks, rows, lane, half, steps, words]
+    return words.permute(1, 0, 3, 2, 4, 5).reshape(blocks, rows, -1)
+
+
+# Of each pair of weights of a word: the bit of a half word where a float's three lower bits begin,
+# and that of its sign. Masks alone bring the first pair to where a float16 has them, a shift the
+# second; the others' signs are shifted apart.
+FLOAT_SHIFTS, SIGN_SHIFTS = (9, 1, 4, 12), (15, 7, 8, 0)
+_POWER_ONE = 127  # the byte of MXFP4's scale 1
+_LARGEST_POWER_FIELD = 30  # of a float16's exponents
+
+
+def _float_words(codes: Array) -> Array:
+    """MXFP4's codes [rows, blocks, 256] as words [blocks, rows, 32], as `_in_words` does.
+
+    A code is sign, two bits of exponent, one of fraction. With the lower three at bits 9 to 11 and
+    the sign at bit 15 it *is* a float16: its value times 2**-14.
+    """
+    rows, blocks, _ = codes.shape
+    fields = codes.view(rows, blocks, 2, 4, 2, 2, 8).to(torch.int32)
+    words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=codes.device)
+    for index in range(8):
+        pair, one = divmod(index, 2)
+        words |= (fields[..., index] & 7) << FLOAT_SHIFTS[pair] + 16 * one
+        words |= (fields[..., index] >> 3) << SIGN_SHIFTS[pair] + 16 * one
     return words.permute(1, 0, 3, 2, 4, 5).reshape(blocks, rows, -1)
 
 
@@ -483,6 +520,15 @@ def _reorder_q6_k(blocks: Array, exponent: int, pieces: _Pieces) -> None:
     pieces.deltas.append(_half(blocks, 208).transpose(0, 1))
 
 
+def _reorder_mxfp4(blocks: Array, exponent: int, pieces: _Pieces) -> None:
+    """A group's scale as the exponent of a float16, the largest 30; 2**-30 of that is zero. Words
+    [blocks, rows, half], a byte for each lane."""
+    pieces.codes.append(_float_words(_nibbles(blocks[..., 1:], 16).flatten(-2)))
+    powers = blocks[..., 0].to(torch.int32) - (_POWER_ONE + 1 + exponent - _LARGEST_POWER_FIELD)
+    fields = powers.clamp(0, _LARGEST_POWER_FIELD).to(torch.uint8).contiguous()
+    pieces.scales.append(fields.view(torch.int32).transpose(0, 1))
+
+
 class _Source(NamedTuple):
     """How a format's blocks lie in a file, and what turns them into pieces of planes."""
 
@@ -498,4 +544,5 @@ _SOURCES = {
     "Q4_K": _Source(256, 144, _reorder_q4_k),
     "Q5_K": _Source(256, 176, _reorder_q5_k),
     "Q6_K": _Source(256, 210, _reorder_q6_k),
+    "MXFP4": _Source(32, 17, _reorder_mxfp4),
 }

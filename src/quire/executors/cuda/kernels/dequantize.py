@@ -74,7 +74,30 @@ def _bytes_asm() -> str:
 
 
 @gluon.constexpr_function
+def _floats_asm() -> str:
+    """Two words of eight floats of 4 bits (MXFP4) to sixteen float16: masks and shifts make each a
+    float16 that is 2**-14 of it (see planes.FLOAT_SHIFTS). $8-$9 the words, $10 the scale twice."""
+    lines = ["{", ".reg .b32 t, u, v;"]
+    for word in range(2):
+        source = f"${8 + word}"
+        lines.append(f"and.b32 t, {source}, 0x8E008E00;")
+        lines.append(f"mul.rn.f16x2 ${word * 4}, t, $10;")
+        lines.append(f"shl.b32 u, {source}, 8;")
+        lines.append("and.b32 t, u, 0x8E008E00;")
+        lines.append(f"mul.rn.f16x2 ${word * 4 + 1}, t, $10;")
+        for index, move, sign in ((2, "shl.b32 u, {}, 5;", 7), (3, "shr.u32 u, {}, 3;", 15)):
+            lines.append(move.format(source))
+            lines.append(f"shl.b32 v, {source}, {sign};")
+            lines.append("and.b32 t, u, 0x0E000E00;")
+            lines.append("lop3.b32 t, v, 0x80008000, t, 0xEA;")
+            lines.append(f"mul.rn.f16x2 ${word * 4 + index}, t, $10;")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
 def _decode_asm(FORMAT, QUARTER):
+    if FORMAT.has_powers:
+        return _floats_asm()
     if FORMAT.code_bits == 8:
         return _bytes_asm()
     return _nibbles_asm(FORMAT.high_bits, QUARTER % 2 == 1)
@@ -83,7 +106,8 @@ def _decode_asm(FORMAT, QUARTER):
 @gluon.constexpr_function
 def _decode_constraints(FORMAT):
     has_more = FORMAT.code_bits == 8 or FORMAT.high_bits > 0
-    return ",".join(["=r"] * 8 + ["r"] * (8 if has_more else 6))
+    inputs = 4 if FORMAT.has_powers else 8 if has_more else 6
+    return ",".join(["=r"] * 8 + ["r"] * inputs)
 
 
 @gluon.constexpr_function
@@ -157,6 +181,16 @@ cvt.rn.f16x2.f32 $2, f2, f2;
 cvt.rn.f16x2.f32 $3, f3, f3;
 }
 """)
+# Of two words the byte at bit $4, as the exponent of a float16, twice.
+_ASM_POWERS = gl.constexpr("""
+{
+.reg .b32 t, u;
+bfe.u32 t, $2, $4, 8;
+bfe.u32 u, $3, $4, 8;
+mul.lo.u32 $0, t, 0x04000400;
+mul.lo.u32 $1, u, 0x04000400;
+}
+""")
 # Two float16 in a word, each twice.
 _ASM_TWICE = gl.constexpr("prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;")
 
@@ -191,6 +225,22 @@ def lane_layout(ROWS, WARPS, kind):
         warps.append([row, *zeros])
         row *= 2
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS, *shape])
+
+
+@gluon.constexpr_function
+def _power_layout(ROWS, WARPS):
+    """Two words a row, one row after the other: every lane of a row holds both."""
+    registers, row = [[1], [16]], 16 * WARPS
+    while row < ROWS:
+        registers.append([2 * row])
+        row *= 2
+    warps = []
+    row = 16
+    while row < 16 * WARPS:
+        warps.append([2 * row])
+        row *= 2
+    lanes = [[0], [0], [2], [4], [8]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [2 * ROWS])
 
 
 # ---- load: words and scales of a block
@@ -298,6 +348,25 @@ def _packed_scales(scales, factors, LANE: gl.constexpr, ROWS: gl.constexpr, WARP
 
 
 @gluon.jit
+def _powers(scales, LANE: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Of MXFP4: the scales of both halves of the block."""
+    ROW: gl.constexpr = gl.SliceLayout(1, LANE)
+    shift = gl.arange(0, 4, layout=gl.SliceLayout(0, LANE)) * 8
+    words = scales.load(_power_layout(ROWS, WARPS)).reshape([ROWS, 2])
+    first, second = gl.split(words)
+    first = gl.convert_layout(first, ROW, assert_trivial=True)
+    second = gl.convert_layout(second, ROW, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        _ASM_POWERS,
+        "=r,=r,r,r,r",
+        [first.expand_dims(1), second.expand_dims(1), shift.expand_dims(0)],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _scales_and_offsets(
     scales,
     deltas,
@@ -313,6 +382,9 @@ def _scales_and_offsets(
     if FORMAT.has_packed_scales:
         s0, m0, s1, m1 = _packed_scales(scales, factors, LANE, ROWS, WARPS)
         return (s0, s0, s1, s1), (m0, m0, m1, m1)
+    elif FORMAT.has_powers:
+        s0, s1 = _powers(scales, LANE, ROWS, WARPS)
+        return (s0, s0, s1, s1), (s0, s0, s1, s1)  # there are no offsets
     elif FORMAT.has_stored_minimums:
         first, second = gl.split(
             scales.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
@@ -393,7 +465,9 @@ def dequantized_quarter(
     more = block[1][QUARTER]
     scales = gl.expand_dims(block[2][QUARTER], 2).broadcast_to([ROWS, 4, 2])
     offsets = gl.expand_dims(block[3][QUARTER], 2).broadcast_to([ROWS, 4, 2])
-    if FORMAT.code_bits == 8:
+    if FORMAT.has_powers:
+        inputs = [words, scales]
+    elif FORMAT.code_bits == 8:
         inputs = [words, more, scales, offsets]
     elif FORMAT.high_bits > 0:
         inputs = [words, gl.expand_dims(more, 2).broadcast_to([ROWS, 4, 2]), scales, offsets]

@@ -72,6 +72,10 @@ def _scale_and_offset(
         word = tl.load(planes.scales + index * 8 + lane * 2 + half)
         scale = _from_half_bits(word)
         offset = _from_half_bits(word >> 16)
+    elif FORMAT.has_powers:
+        field = (tl.load(planes.scales + delta * 2 + half) >> (lane * 8)) & 255
+        scale = _from_half_bits(field << 10)
+        offset = 0.0
     elif FORMAT.has_deltas:
         word = tl.load(planes.scales + index * 4 + lane)
         group = ((word >> (8 * (half * 2 + steps))) << 24) >> 24
@@ -100,12 +104,25 @@ def one_bit_shift(pair, steps):
 
 
 @triton.jit
+def _small_float(bits, place):
+    """MXFP4's value times 2**10, of the pair at this place of a word (see planes.FLOAT_SHIFTS)."""
+    upper = place // 2 % 2  # places 2 and 3
+    lower = place % 2
+    code = (bits >> tl.where(upper == 1, 4 + 8 * lower, 9 - 8 * lower)) & 7
+    sign = (bits >> tl.where(upper == 1, 8 - 8 * lower, 15 - 8 * lower)) & 1
+    doubled = tl.where(code < 2, code, (2 + code % 2) << (tl.maximum(code // 2, 1) - 1))
+    return tl.where(sign == 1, -doubled, doubled).to(tl.float32) * 512.0
+
+
+@triton.jit
 def _codes(planes: PlanePointers, index, half, lane, steps, pair, one, FORMAT: tl.constexpr):
     if FORMAT.code_bits == 8:
         word = tl.load(planes.codes + index * 64 + lane * 16 + half * 8 + steps * 4 + pair // 2)
         code = (word >> (16 * (pair % 2) + 8 * one)) & 255
     else:
         word = tl.load(planes.codes + index * 32 + lane * 8 + half * 4 + steps * 2 + pair // 4)
+        if FORMAT.has_powers:
+            return _small_float(word >> (16 * one), pair % 4)
         code = (word >> (4 * (pair % 4) + 16 * one)) & 15
         if FORMAT.high_bits == 2:
             word = tl.load(planes.high + index * 16 + lane * 4 + half * 2 + steps)

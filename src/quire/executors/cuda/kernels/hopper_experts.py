@@ -137,7 +137,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["num_blocks"])
-def gemm(
+def expert_gemm(
     token_desc,
     code_desc,
     high_desc,

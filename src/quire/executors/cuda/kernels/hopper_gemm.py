@@ -132,9 +132,15 @@ def load_weights(
         else:
             index = (first_step + step) * num_rows + row
             tma.async_copy_global_to_shared(planes.codes, [index, 0], full, ring.codes.index(stage))
-            tma.async_copy_global_to_shared(
-                planes.scales, [index, 0], full, ring.scales.index(stage)
-            )
+            if FORMAT.has_powers:
+                power = (first_step + step) * ((num_rows + 7) // 8 * 8) + row
+                tma.async_copy_global_to_shared(
+                    planes.scales, [power * 2], full, ring.scales.index(stage)
+                )
+            else:
+                tma.async_copy_global_to_shared(
+                    planes.scales, [index, 0], full, ring.scales.index(stage)
+                )
             if FORMAT.high_bits > 0:
                 tma.async_copy_global_to_shared(
                     planes.high, [index, 0], full, ring.high.index(stage)
@@ -425,9 +431,12 @@ def _allocate_planes(planes: PlaneDescriptors, TILING: gl.constexpr, FORMAT: gl.
         codes = gl.allocate_shared_memory(
             gl.int32, [STAGES, ROWS, FORMAT.code_words], planes.codes.layout
         )
-        scales = gl.allocate_shared_memory(
-            gl.int32, [STAGES, ROWS, FORMAT.scale_words], planes.scales.layout
-        )
+        if FORMAT.has_powers:
+            scales = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS * 2], planes.scales.layout)
+        else:
+            scales = gl.allocate_shared_memory(
+                gl.int32, [STAGES, ROWS, FORMAT.scale_words], planes.scales.layout
+            )
         high = codes
         deltas = scales
         if FORMAT.high_bits > 0:
