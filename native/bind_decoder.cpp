@@ -162,6 +162,21 @@ std::pair<int32_t, int32_t> read_copy(nb::handle copy) {
   return {source, target};
 }
 
+// Points the requests to their masks. `masks`, called with the GIL, gives one or None for each row;
+// the list that it gives keeps them alive.
+nb::list read_masks(nb::handle masks, std::vector<SequencePlan>& plans) {
+  const nb::list found = nb::cast<nb::list>(masks());
+  if (found.size() != plans.size()) throw nb::value_error("every plan needs a mask or None");
+  for (size_t i = 0; i < plans.size(); i++) {
+    const nb::handle mask = found[i];
+    if (mask.is_none()) continue;
+    const nb::bytes bits = nb::cast<nb::bytes>(mask);
+    plans[i].request.allowed = static_cast<const uint8_t*>(bits.data());
+    plans[i].request.num_allowed_bytes = static_cast<int64_t>(bits.size());
+  }
+  return found;
+}
+
 // ---- results to Python
 
 nb::object array_of(std::vector<float>&& values, size_t width) {
@@ -200,7 +215,7 @@ class BoundDecoder {
 
   // None where the step was cancelled.
   nb::object step(nb::tuple rows, nb::list requests, nb::list target_logprobs, nb::tuple copies,
-                  int64_t max_context, int64_t num_blocks) {
+                  int64_t max_context, int64_t num_blocks, nb::object masks) {
     expect_within("num_blocks", num_blocks, 0, decoder.num_blocks());
     if (requests.size() != rows.size() || target_logprobs.size() != rows.size())
       throw nb::value_error("every plan needs a request and a number of target logprobs");
@@ -212,10 +227,17 @@ class BoundDecoder {
     for (const nb::handle copy : copies) block_copies.push_back(read_copy(copy));
     std::vector<SequenceResult> results;
     bool is_cancelled = false;
+    nb::list kept;  // what the plans' masks point into
+    const auto before_sampling = [&] {
+      if (masks.is_none()) return;
+      nb::gil_scoped_acquire acquired;
+      kept = read_masks(masks, plans);
+    };
     {
       nb::gil_scoped_release released;
       try {
-        results = run_step(decoder, plans, block_copies, {max_context, num_blocks}, scratch_);
+        results = run_step(decoder, plans, block_copies, {max_context, num_blocks}, scratch_,
+                           before_sampling);
       } catch (const Cancelled&) {
         is_cancelled = true;
       }
@@ -460,10 +482,11 @@ void bind_construction(nb::class_<BoundDecoder>& decoder) {
 void bind_steps(nb::class_<BoundDecoder>& decoder) {
   decoder
       .def("step", &BoundDecoder::step, "plans"_a, "requests"_a, "target_logprobs"_a, "copies"_a,
-           "max_context"_a, "num_blocks"_a,
+           "max_context"_a, "num_blocks"_a, "masks"_a = nb::none(),
            nb::sig("def step(self, plans: tuple[quire.core.plan.SequencePlan, ...], "
                    "requests: list[SampleRequest | None], target_logprobs: list[int], "
-                   "copies: tuple[tuple[int, int], ...], max_context: int, num_blocks: int) "
+                   "copies: tuple[tuple[int, int], ...], max_context: int, num_blocks: int, "
+                   "masks: collections.abc.Callable[[], list[bytes | None]] | None = None) "
                    "-> list[" QUIRE_RESULT_TYPE "] | None"))
       .def(
           "set_cancelled",

@@ -65,7 +65,8 @@ class Step {
       : decoder_(decoder), plans_(plans), scratch_(scratch), results_(plans.size()) {}
 
   std::vector<SequenceResult> run(const std::vector<std::pair<int32_t, int32_t>>& copies,
-                                  const Limits& limits) {
+                                  const Limits& limits,
+                                  const std::function<void()>& before_sampling) {
     check_copies(copies, limits.num_blocks);
     StepInput input;
     input.copies = copies;
@@ -75,6 +76,7 @@ class Step {
       if (results_[i].fault.empty()) add_rows(plans_[i], input);
     }
     decoder_.run(input);
+    before_sampling();
     Pool::Session session(decoder_.pool());
     for (size_t i = 0; i < plans_.size(); i++)
       if (results_[i].fault.empty()) request_outputs(i);
@@ -191,11 +193,13 @@ class PublishAtEnd {
 
 std::vector<SequenceResult> run_step(Decoder& decoder, const std::vector<SequencePlan>& plans,
                                      const std::vector<std::pair<int32_t, int32_t>>& copies,
-                                     const Limits& limits, std::vector<SampleScratch>& scratch) {
+                                     const Limits& limits, std::vector<SampleScratch>& scratch,
+                                     const std::function<void()>& before_sampling) {
   scratch.resize(static_cast<size_t>(decoder.pool().size()));
   const int64_t num_blocks = std::min(limits.num_blocks, decoder.num_blocks());
   const PublishAtEnd publish(decoder);
-  return Step(decoder, plans, scratch).run(copies, {limits.max_context, num_blocks});
+  return Step(decoder, plans, scratch)
+      .run(copies, {limits.max_context, num_blocks}, before_sampling);
 }
 
 }  // namespace quire

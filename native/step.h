@@ -1,6 +1,7 @@
 // The rows of a step and their results, sequence by sequence: native forms of quire.core.plan's
 // SequencePlan and SequenceResult.
 #pragma once
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -37,10 +38,12 @@ struct Limits {
 };
 
 // Computes all plans in one pass over the model; a plan's fault is in its result alone.
+// `before_sampling` is called once the layers are computed: it may still set the plans' masks.
 // Throws Cancelled, or for the whole step std::bad_alloc, or std::invalid_argument where it copies
 // blocks that do not exist or the decoder is not complete.
 std::vector<SequenceResult> run_step(Decoder& decoder, const std::vector<SequencePlan>& plans,
                                      const std::vector<std::pair<int32_t, int32_t>>& copies,
-                                     const Limits& limits, std::vector<SampleScratch>& scratch);
+                                     const Limits& limits, std::vector<SampleScratch>& scratch,
+                                     const std::function<void()>& before_sampling);
 
 }  // namespace quire

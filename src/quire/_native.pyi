@@ -1,6 +1,6 @@
 """quire's CPU kernels; use quire.executors.cpu"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import enum
 from typing import Annotated
 
@@ -162,7 +162,7 @@ class Decoder:
 
     def set_rope(self, rope: int, cosines: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], sines: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], positions: int) -> None: ...
 
-    def step(self, plans: tuple[quire.core.plan.SequencePlan, ...], requests: list[SampleRequest | None], target_logprobs: list[int], copies: tuple[tuple[int, int], ...], max_context: int, num_blocks: int) -> list[tuple[str | None, int | None, tuple[int, float, int, tuple[tuple[int, float], ...]] | None, tuple[tuple[int, float, int, tuple[tuple[int, float], ...]], ...], numpy.typing.NDArray[numpy.float32] | None]] | None: ...
+    def step(self, plans: tuple[quire.core.plan.SequencePlan, ...], requests: list[SampleRequest | None], target_logprobs: list[int], copies: tuple[tuple[int, int], ...], max_context: int, num_blocks: int, masks: Callable[[], list[bytes | None]] | None = None) -> list[tuple[str | None, int | None, tuple[int, float, int, tuple[tuple[int, float], ...]] | None, tuple[tuple[int, float, int, tuple[tuple[int, float], ...]], ...], numpy.typing.NDArray[numpy.float32] | None]] | None: ...
 
     def set_cancelled(self, is_cancelled: bool) -> None: ...
 

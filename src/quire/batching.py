@@ -295,7 +295,7 @@ def _choose(row: SequencePlan, logits: Logits) -> SequenceResult:
         fault = "a forward function gives the logits after the last token, nothing else"
         return SequenceResult(row.sequence_id, fault=fault)
     try:
-        choice = sample(logits, row.sampling, row.completion_position, row.history, row.allowed)
+        choice = sample(logits, row.sampling, row.completion_position, row.history, row.mask())
     except RowFaultError as error:
         return SequenceResult(row.sequence_id, fault=str(error))
     return SequenceResult(row.sequence_id, choice.token, choice.logprob)

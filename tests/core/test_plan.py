@@ -26,7 +26,7 @@ PARAMS = SamplingParams(
     logit_bias={7: -1.5},
     stop=("end",),
     stop_token_ids=(4,),
-    constraint=Constraint("regex", "a+"),
+    structured=Constraint("regex", "a+"),
 )
 FULL_ROW = SequencePlan(
     sequence_id=3,

@@ -5,6 +5,7 @@ Philox against its published vectors, and draws that depend on all they are said
 
 import math
 from dataclasses import FrozenInstanceError, fields
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from quire.core.errors import RequestError
 from quire.core.sampling import (
     CONSTRAINT_KINDS,
     MAX_COMPLETIONS,
+    MAX_CONSTRAINT_LENGTH,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     Constraint,
@@ -179,8 +181,68 @@ def test_a_constraint_names_its_kinds() -> None:
     assert all(kind in str(caught.value) for kind in CONSTRAINT_KINDS)
 
 
-def test_a_constraint_that_came_as_plain_data_is_refused() -> None:
-    assert "constraint" in refusal(constraint={"kind": "json_schema", "value": "{}"})
+class Model:
+    """Looks like a pydantic model class, or like its TypeAdapter, to who asks for a schema."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, object]:
+        return {"type": "string"}
+
+
+class Adapter:
+    def json_schema(self) -> dict[str, object]:
+        return {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "string"},
+        ' {"type" :"string"}',
+        Model,
+        Adapter(),
+        MappingProxyType({"type": "string"}),
+    ],
+)
+def test_a_json_schema_comes_in_any_form(given: object) -> None:
+    wanted = Constraint("json_schema", '{"type": "string"}')
+    assert SamplingParams.from_mapping({"structured": given}).structured == wanted
+
+
+def test_other_constraints_are_written_by_name() -> None:
+    assert SamplingParams(structured=["a", "ü"]).structured == Constraint.choice(("a", "ü"))  # type: ignore[arg-type]
+    assert Constraint.choice(["a", "ü"]).value == '["a", "ü"]'
+    for made, kind in (
+        (Constraint.regex("a+"), "regex"),
+        (Constraint.grammar("start: A"), "grammar"),
+        (Constraint.json_object(), "json_object"),
+    ):
+        assert SamplingParams(structured=made).structured is made
+        assert made.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ("a+", "for a pattern write Constraint.regex"),
+        ("[1]", "a JSON schema is an object, got [1]"),
+        (5, "a JSON schema is an object, got 5"),
+        ({"a": float("nan")}, "cannot be written as JSON"),
+        ({"a": {1, 2}}, "cannot be written as JSON"),
+        ([], "a choice is a list of non-empty strings"),
+        (["a", ""], "a choice is a list of non-empty strings"),
+        (["a", 1], "a choice is a list of non-empty strings"),
+        ({"const": "a" * MAX_CONSTRAINT_LENGTH}, "the limit is 131072"),
+        ("[" * 100_000, "structured is no JSON schema"),
+    ],
+)
+def test_what_is_no_constraint_is_refused(given: object, part: str) -> None:
+    assert part in refusal(structured=given)
+
+
+def test_a_constraint_holds_text() -> None:
+    with pytest.raises(RequestError, match="value is a string, got 5"):
+        Constraint("regex", 5)  # type: ignore[arg-type]
 
 
 def test_an_unknown_field_is_named() -> None:
@@ -231,7 +293,7 @@ def test_a_minimum_above_the_maximum_is_refused() -> None:
 
 
 def test_every_field_is_covered_by_these_tests() -> None:
-    tested = {*INTEGERS, *NUMBERS, "logit_bias", "stop", "stop_token_ids", "constraint"}
+    tested = {*INTEGERS, *NUMBERS, "logit_bias", "stop", "stop_token_ids", "structured"}
     tested |= {"ignore_eos", "include_stop_str_in_output", "include_stop_token"}
     assert {field.name for field in fields(SamplingParams)} == tested
 
@@ -262,7 +324,7 @@ def test_a_refusal_of_an_unknown_field_carries_its_name() -> None:
     assert caught.value.param == "best_of"
     with pytest.raises(RequestError) as caught:
         Constraint("yaml")
-    assert caught.value.param == "constraint"
+    assert caught.value.param == "structured"
 
 
 # ---- random bits

@@ -66,7 +66,7 @@ def test_a_prompt_that_cannot_be_run_is_refused(prompt: Any, words: list[str]) -
         ({"stop_token_ids": [100]}, ["stop_token_ids", "100", "0 to 99"]),
         ({"logit_bias": {100: 1.0}}, ["logit_bias", "100", "0 to 99"]),
         ({"stop": ["x"]}, ["stop strings", "tokenizer"]),
-        ({"constraint": Constraint("regex", "a")}, ["'regex'", "grammar"]),
+        ({"structured": Constraint("regex", "a")}, ["regex", "tokenizer"]),
     ],
 )
 def test_params_that_do_not_fit_this_engine_are_refused(
@@ -130,12 +130,12 @@ def test_without_chunking_a_prompt_must_fit_the_executors_step() -> None:
 
 
 def test_a_constraint_that_cannot_be_compiled_is_its_requests_error() -> None:
-    def make_grammar(constraint: Constraint) -> Any:
-        raise ValueError(f"unbalanced {constraint.value}")
+    def make_grammar(params: SamplingParams) -> Any:
+        raise ValueError("unbalanced (")
 
     engine = toy_engine(FakeExecutor(), make_grammar=make_grammar)
-    with pytest.raises(RequestError, match=r"'regex' .*unbalanced \("):
-        engine.add_request([1], SamplingParams(constraint=Constraint("regex", "(")))
+    with pytest.raises(RequestError, match=r"\(regex\) .*unbalanced \("):
+        engine.add_request([1], SamplingParams(structured=Constraint("regex", "(")))
     assert not engine.has_work
 
 

@@ -341,7 +341,7 @@ def test_pieces_are_given_to_streams_only_and_add_up() -> None:
 def test_a_grammar_is_followed_and_ends_the_completion() -> None:
     executor = FakeExecutor(keep_plans=True)
     engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=7, count=4))
-    held = engine.add_request(PROMPT, greedy(10, constraint=REGEX))
+    held = engine.add_request(PROMPT, greedy(10, structured=REGEX))
     free = engine.add_request(PROMPT, greedy(10))
     found = finish(engine)
     tokens = found[held.id].token_ids
@@ -354,7 +354,7 @@ def test_a_grammar_is_followed_and_ends_the_completion() -> None:
 def test_a_sequence_with_a_grammar_is_planned_when_its_last_token_is_known() -> None:
     executor = FakeExecutor(keep_plans=True)
     engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=7, count=4))
-    engine.add_request(PROMPT, greedy(10, constraint=REGEX))
+    engine.add_request(PROMPT, greedy(10, structured=REGEX))
     engine.add_request(PROMPT, greedy(10))
     finish(engine)
     assert any(row.follows is not None for row in rows_of(executor, 2)), "others are planned ahead"
@@ -367,12 +367,12 @@ def test_a_sequence_with_a_grammar_is_planned_when_its_last_token_is_known() -> 
 def test_each_completion_has_a_grammar_of_its_own() -> None:
     made: list[Multiples] = []
 
-    def make_grammar(_: Constraint) -> Multiples:
+    def make_grammar(_: SamplingParams) -> Multiples:
         made.append(Multiples(of=2, count=3))
         return made[-1]
 
     engine = toy_engine(FakeExecutor(), make_grammar=make_grammar)
-    params = SamplingParams(n=3, max_tokens=10, seed=1, ignore_eos=True, constraint=REGEX)
+    params = SamplingParams(n=3, max_tokens=10, seed=1, ignore_eos=True, structured=REGEX)
     engine.add_request(PROMPT, params)
     (output,) = finish(engine).values()
     assert len(made) == 3
@@ -385,7 +385,7 @@ def test_a_grammar_holds_after_preemption() -> None:
     def tokens(num_blocks: int) -> tuple[list[list[list[int]]], int]:
         executor = FakeExecutor(num_blocks=num_blocks, block_size=4)
         engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=3, count=20))
-        params = greedy(30, constraint=REGEX)
+        params = greedy(30, structured=REGEX)
         ids = [engine.add_request(prompt, params).id for prompt in prompts]
         found = finish(engine)
         return [tokens_of(found[name]) for name in ids], engine.stats.num_preemptions
@@ -427,7 +427,7 @@ class Broken(Multiples):
 @pytest.mark.parametrize("part", ["allowed", "accept", "is_complete"])
 def test_a_grammar_that_raises_fails_alone(part: str) -> None:
     engine = toy_engine(FakeExecutor(), make_grammar=lambda _: Broken(part))
-    doomed = engine.add_request(PROMPT, greedy(10, constraint=REGEX))
+    doomed = engine.add_request(PROMPT, greedy(10, structured=REGEX))
     others = [engine.add_request([i], greedy(10)) for i in range(3)]
     found = finish(engine)
     output = found[doomed.id]
@@ -445,11 +445,102 @@ def test_a_mask_that_allows_nothing_fails_alone() -> None:
             return mask([], 1000)
 
     engine = toy_engine(FakeExecutor(), make_grammar=lambda _: Impossible(1, 1))
-    doomed = engine.add_request(PROMPT, greedy(10, constraint=REGEX))
+    doomed = engine.add_request(PROMPT, greedy(10, structured=REGEX))
     other = engine.add_request(PROMPT, greedy(10))
     found = finish(engine)
     assert isinstance(found[doomed.id].error, RowFaultError)
     assert found[other.id].status is Status.FINISHED
+
+
+class Later:
+    """A mask that is there once it was started."""
+
+    def __init__(self, bits: bytes) -> None:
+        self._bits = bits
+        self.is_started = False
+
+    def result(self) -> bytes:
+        assert self.is_started, "a step waits for a mask that nobody computes"
+        return self._bits
+
+
+class Promising(Multiples):
+    """A grammar whose masks are computed after the step was planned."""
+
+    def __init__(self, promised: list[Later], of: int, count: int) -> None:
+        super().__init__(of, count)
+        self._promised = promised
+
+    def allowed(self) -> Later:  # type: ignore[override]
+        self._promised.append(Later(self.mask))
+        return self._promised[-1]
+
+
+def start_all(promised: list[Later]) -> None:
+    for later in promised:
+        later.is_started = True
+    promised.clear()
+
+
+def test_masks_are_started_before_the_step_that_needs_them() -> None:
+    promised: list[Later] = []
+    engine = toy_engine(
+        FakeExecutor(),
+        make_grammar=lambda _: Promising(promised, of=7, count=4),
+        start_masks=lambda: start_all(promised),
+    )
+    engine.add_request(PROMPT, greedy(10, structured=REGEX))
+    engine.add_request(PROMPT, greedy(10, structured=REGEX))
+    for output in finish(engine).values():
+        assert [token % 7 for token in output.token_ids] == [0] * 4
+
+
+def test_why_a_mask_could_not_be_computed_is_the_requests_error() -> None:
+    class Failing(Multiples):
+        failure = "too complex"
+
+        def allowed(self) -> bytes:
+            return b""
+
+    engine = toy_engine(FakeExecutor(), make_grammar=lambda _: Failing(1, 1))
+    engine.add_request(PROMPT, greedy(10, structured=REGEX))
+    (output,) = finish(engine).values()
+    assert str(output.error) == "the grammar failed: too complex"
+
+
+class Slow(Multiples):
+    """A grammar whose mask is ready at every third look."""
+
+    def __init__(self) -> None:
+        super().__init__(of=7, count=4)
+        self._looks = 0
+
+    @property
+    def is_ready(self) -> bool:  # type: ignore[override]
+        self._looks += 1
+        return self._looks % 3 == 0
+
+
+def test_others_do_not_wait_for_a_slow_mask() -> None:
+    executor = FakeExecutor(keep_plans=True)
+    engine = toy_engine(executor, make_grammar=lambda _: Slow(), plan_ahead=False)
+    slow = engine.add_request(PROMPT, greedy(10, structured=REGEX))
+    free = engine.add_request(PROMPT, greedy(10))
+    found = finish(engine)
+    assert len(found[slow.id].token_ids) == 4
+    assert tokens_of(found[free.id]) == solo(PROMPT, greedy(10))
+    steps = [len(plan.sequences) for plan in executor.plans]
+    assert steps.count(1) >= 6, "the others have steps without it"
+
+
+def test_a_slow_mask_is_waited_for_where_nothing_else_is_to_do() -> None:
+    class NeverReady(Multiples):
+        is_ready = False
+
+    engine = toy_engine(FakeExecutor(), make_grammar=lambda _: NeverReady(of=7, count=4))
+    engine.add_request(PROMPT, greedy(10, structured=REGEX))
+    engine.add_request(PROMPT, greedy(10, structured=REGEX))
+    assert [len(output.token_ids) for output in finish(engine).values()] == [4, 4]
 
 
 # ---- going on with a completion
@@ -459,7 +550,7 @@ def test_a_mask_that_allows_nothing_fails_alone() -> None:
 def test_a_completion_goes_on_as_it_would_have(num_generated: int) -> None:
     """Draws, penalties, the minimum, text, grammar and the end."""
     params = SamplingParams(
-        max_tokens=9, min_tokens=8, seed=4, frequency_penalty=1.0, constraint=REGEX, logprobs=1
+        max_tokens=9, min_tokens=8, seed=4, frequency_penalty=1.0, structured=REGEX, logprobs=1
     )
 
     def engine_of_letters() -> Engine:

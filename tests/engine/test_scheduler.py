@@ -346,7 +346,7 @@ def test_a_sequence_whose_mask_is_pending_does_not_hold_up_those_after_it() -> N
     executor = FakeExecutor(keep_plans=True)
     engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=5, count=3))
     constraint = Constraint("regex", "x")
-    first = engine.add_request([1], SamplingParams(max_tokens=9, constraint=constraint))
+    first = engine.add_request([1], SamplingParams(max_tokens=9, structured=constraint))
     engine.add_request([2], greedy(6))
     outputs = finish(engine)
     assert len(outputs[first.id].token_ids) == 3

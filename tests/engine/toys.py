@@ -7,7 +7,7 @@ from tests.engine.simulated import END_TOKEN
 from quire.core.config import EngineConfig
 from quire.core.plan import SequencePlan
 from quire.core.request import Ended, Event, RequestOutput
-from quire.core.sampling import Constraint, SamplingParams
+from quire.core.sampling import SamplingParams
 from quire.engine import Engine
 from quire.engine.sequence import Detokenizer, Grammar
 from quire.executors.fake import FakeExecutor
@@ -77,6 +77,9 @@ class Multiples:
         self._of = of
         self.mask = mask(range(0, vocabulary_size, of), vocabulary_size)
 
+    is_ready = True
+    failure: str | None = None
+
     def allowed(self) -> bytes:
         return self.mask
 
@@ -100,7 +103,8 @@ def toy_engine(
     executor: FakeExecutor,
     *,
     make_detokenizer: Callable[[], Detokenizer] | None = None,
-    make_grammar: Callable[[Constraint], Grammar] | None = None,
+    make_grammar: Callable[[SamplingParams], Grammar] | None = None,
+    start_masks: Callable[[], None] | None = None,
     **settings: object,
 ) -> Engine:
     return Engine(
@@ -110,6 +114,7 @@ def toy_engine(
         end_token_ids=[END_TOKEN],
         make_detokenizer=make_detokenizer,
         make_grammar=make_grammar,
+        start_masks=start_masks,
     )
 
 

@@ -9,7 +9,7 @@ fields by name (`bind_plan_types`).
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from quire.core.sampling import SamplingParams
 from quire.core.windows import NO_WINDOWS, Windows
@@ -43,6 +43,13 @@ class History(NamedTuple):
     completion: tuple[int, ...]
 
 
+class PendingMask(Protocol):
+    """A grammar mask that is computed while the step's layers are; needed when a row is sampled."""
+
+    def result(self) -> bytes:
+        """Wait for it. Never raises: a mask that cannot be computed allows nothing."""
+
+
 class SequencePlan(NamedTuple):
     """One sequence's chunk of a step.
 
@@ -61,7 +68,9 @@ class SequencePlan(NamedTuple):
     sampling: Sampling | None = None  # for a sample, or for how to score prompt_targets
     completion_position: int = 0  # of the token to sample: 0 for the first after the prompt
     history: History | None = None  # only where sampling.params.needs_history
-    allowed: bytes | None = None  # grammar mask: bit t of the little-endian bit string allows t
+    # Grammar mask: bit t of the little-endian bit string allows t. Within a process it may also be
+    # a PendingMask; see mask().
+    allowed: Any = None
     prompt_targets: tuple[int, ...] = ()  # score these as the tokens after each new position
     other_tables: tuple[tuple[int, ...], ...] = ()  # of the groups after the first
 
@@ -78,6 +87,11 @@ class SequencePlan(NamedTuple):
     def num_target_logprobs(self) -> int:
         """How many of the likeliest tokens come with each prompt target's log-probability."""
         return 0 if self.sampling is None else self.sampling.params.prompt_logprobs or 0
+
+    def mask(self) -> bytes | None:
+        """The grammar mask, waited for where it is not there yet."""
+        allowed: bytes | PendingMask | None = self.allowed
+        return allowed if allowed is None or isinstance(allowed, bytes) else allowed.result()
 
     def resolved(self, sampled: int) -> "SequencePlan":
         """The same row once the sample it follows is known."""

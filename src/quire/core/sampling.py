@@ -5,6 +5,7 @@ The generator is Philox4x32-10 (Salmon et al., 2011): a keyed bijection of a cou
 state to keep, save or replay: a draw is the same after batching, pre-emption or a crash.
 """
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,22 +16,84 @@ from quire.core.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_COMPLETIONS = 128
+MAX_CONSTRAINT_LENGTH = 131_072  # characters
 CONSTRAINT_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A shape the completion must have, such as a JSON schema, as the grammar engine takes it."""
+    """A form that the completion must have. `value`: a JSON schema as JSON, a regular expression,
+    a grammar (Lark or llama.cpp's GBNF), or a JSON list of texts to choose from."""
 
     kind: str
     value: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in CONSTRAINT_KINDS:
-            raise RequestError(
-                f"constraint kind must be one of {CONSTRAINT_KINDS}, got {self.kind!r}",
-                param="constraint",
+            raise _wrong(f"constraint kind must be one of {CONSTRAINT_KINDS}, got {self.kind!r}")
+        if not isinstance(self.value, str):
+            raise _wrong(f"a constraint's value is a string, got {self.value!r:.100}")
+        if len(self.value) > MAX_CONSTRAINT_LENGTH:
+            raise _wrong(
+                f"structured ({self.kind}) has {len(self.value)} characters; the limit is "
+                f"{MAX_CONSTRAINT_LENGTH}"
             )
+
+    @classmethod
+    def json(cls, schema: object) -> "Constraint":
+        """JSON that a schema allows: a dict, its text, a pydantic model or TypeAdapter."""
+        for name in ("model_json_schema", "json_schema"):
+            if callable(make := getattr(schema, name, None)):
+                schema = make()
+                break
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise _wrong(
+                    f"structured is no JSON schema: {error}; for a pattern write "
+                    "Constraint.regex(...), for a grammar Constraint.grammar(...)"
+                ) from None
+        if not isinstance(schema, Mapping):
+            raise _wrong(f"a JSON schema is an object, got {schema!r:.100}")
+        try:
+            return cls("json_schema", json.dumps(dict(schema), ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _wrong(f"the JSON schema cannot be written as JSON: {error}") from None
+
+    @classmethod
+    def json_object(cls) -> "Constraint":
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Constraint":
+        """Text that a regular expression matches as a whole; no look-around, no backreferences."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> "Constraint":
+        """One of these texts."""
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise _wrong(f"a choice is a list of non-empty strings, got {texts!r:.100}")
+        return cls("choice", json.dumps(list(texts), ensure_ascii=False))
+
+    @classmethod
+    def grammar(cls, text: str) -> "Constraint":
+        """Text of a context-free grammar, in Lark's syntax or in llama.cpp's GBNF."""
+        return cls("grammar", text)
+
+    @classmethod
+    def of(cls, given: object) -> "Constraint":
+        """What SamplingParams(structured=...) takes: a Constraint, a JSON schema in any form of
+        Constraint.json, or a list of texts to choose from."""
+        if isinstance(given, Constraint):
+            return given
+        return cls.choice(given) if isinstance(given, list | tuple) else cls.json(given)
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(message, param="structured")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -55,7 +118,7 @@ class SamplingOptions(TypedDict, total=False):
     n: int
     logprobs: int | None
     prompt_logprobs: int | None
-    constraint: Constraint | None
+    structured: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +144,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    constraint: Constraint | None = None
+    structured: Constraint | None = None  # in any form that Constraint.of takes
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -105,10 +168,6 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 value = getattr(self, name)
                 raise RequestError(f"{name} must be true or false, got {value!r}", param=name)
-        if self.constraint is not None and not isinstance(self.constraint, Constraint):
-            raise RequestError(
-                f"constraint must be a Constraint, got {self.constraint!r}", param="constraint"
-            )
         self._check_stops()
         for token, bias in self.logit_bias.items():
             _integer("logit_bias token", token, 0, param="logit_bias")
@@ -133,6 +192,8 @@ class SamplingParams:
                 param="logit_bias",
             )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.structured is not None:
+            object.__setattr__(self, "structured", Constraint.of(self.structured))
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:

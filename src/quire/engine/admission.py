@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from quire.core.config import EngineConfig
-from quire.core.errors import OverloadedError, RequestError
+from quire.core.errors import OverloadedError, QuireError, RequestError
 from quire.core.plan import Capacity, Sampling, TokenLogprob, Want
 from quire.core.request import Completion, Request, RequestMetrics, Status
 from quire.core.sampling import SamplingParams, new_seed
@@ -220,10 +220,10 @@ class Admission:
                 )
         if params.stop and self._make_detokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        if params.constraint is not None and self._make_grammar is None:
+        if params.structured is not None and self._make_grammar is None:
             raise RequestError(
-                f"constraint {params.constraint.kind!r} needs a grammar engine; none is set up",
-                param="constraint",
+                f"structured ({params.structured.kind}) needs a tokenizer, and this model has none",
+                param="structured",
             )
 
     def open(self, request: Request, *, wants_pieces: bool, pooling: bool) -> LiveRequest:
@@ -299,17 +299,19 @@ class Admission:
         )
 
     def _grammar(self, params: SamplingParams, generated: Iterable[int]) -> Grammar | None:
-        if params.constraint is None or self._make_grammar is None:
+        if params.structured is None or self._make_grammar is None:
             return None
         try:
-            grammar = self._make_grammar(params.constraint)
+            grammar = self._make_grammar(params)
             for token in generated:
                 grammar.accept(token)
             return grammar
+        except QuireError:
+            raise
         except Exception as error:
-            kind = params.constraint.kind
-            message = f"constraint {kind!r} cannot be followed: {error}"
-            raise RequestError(message, param="constraint") from error
+            kind = params.structured.kind
+            message = f"structured ({kind}) cannot be followed: {error}"
+            raise RequestError(message, param="structured") from error
 
 
 def _split(

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from functools import partial
@@ -50,7 +50,9 @@ class Engine:
         end_token_ids: Iterable[int] = (),
         make_detokenizer: MakeDetokenizer | None = None,
         make_grammar: MakeGrammar | None = None,
+        start_masks: Callable[[], None] | None = None,
     ) -> None:
+        """`start_masks`: begins to compute the masks that grammars promised since the last call."""
         self.config = config or EngineConfig()
         self.executor = executor
         self.clock = clock or RealClock()
@@ -64,6 +66,7 @@ class Engine:
             make_detokenizer,
             make_grammar,
         )
+        self._start_masks = start_masks
         self._health = HealthMonitor(self.stats)
         self._lifecycle = Lifecycle(self._scheduler, self._admission, self.stats, self._health)
         self._runner = StepRunner(executor, self.config.step_grace_s)
@@ -168,6 +171,8 @@ class Engine:
         step = self._scheduler.schedule(self.clock.now(), is_idle=not self._flights)
         self._fail_unplanned(step)
         plan = None if step is None else step.plan()
+        if self._start_masks is not None and plan is not None:
+            self._start_masks()
         host_s = time.perf_counter() - started
         if step is not None and plan is not None:
             self._flights.append(self._runner.submit(step, plan))

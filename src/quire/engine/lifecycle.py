@@ -69,7 +69,7 @@ class Lifecycle:
                 self._stats.discarded_rows += 1
                 continue
             if result.fault is not None:
-                self._fail_row(sequence.live, RowFaultError(result.fault), now)
+                self._fail_row(sequence.live, _fault(sequence, result.fault), now)
                 continue
             start = plan.start
             end = start + len(plan.tokens) + (plan.follows is not None)
@@ -279,6 +279,12 @@ class Lifecycle:
         request = live.request
         num_sampled = num_tokens - len(request.generated)
         self._stats.requests.record(request.metrics, len(request.prompt), num_sampled)
+
+
+def _fault(sequence: Sequence, fault: str) -> RowFaultError:
+    """A row's fault; where its mask could not be computed, the reason of that."""
+    failure = None if sequence.grammar is None else sequence.grammar.failure
+    return RowFaultError(fault if failure is None else f"the grammar failed: {failure}")
 
 
 def _caused(message: str, error: Exception) -> RowFaultError:

@@ -201,6 +201,8 @@ class Scheduler:
         for sequence in self.running[:limit]:
             num_computed = sequence.num_computed
             length = len(sequence.tokens) + sequence.num_pending
+            if sequence.grammar is not None and not sequence.grammar.is_ready:
+                continue  # the step's other rows would wait for its mask
             if length == num_computed + 1:
                 if length == sequence.max_length:
                     continue  # its last token is pending

@@ -20,9 +20,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from quire.core.plan import Sampling, TokenLogprob, Want
+from quire.core.plan import PendingMask, Sampling, TokenLogprob, Want
 from quire.core.request import Completion, FinishReason, Request, WaitReason
-from quire.core.sampling import Constraint
+from quire.core.sampling import SamplingParams
 from quire.kvcache import BlockTable
 
 # ---- from tokens to text
@@ -40,10 +40,18 @@ class Detokenizer(Protocol):
 class Grammar(Protocol):
     """Holds a completion to a constraint; one for each sequence."""
 
-    def allowed(self) -> bytes:
+    def allowed(self) -> bytes | PendingMask:
         """The mask of tokens that may come next (see SequencePlan.allowed)."""
 
     def accept(self, token: int) -> None: ...
+
+    @property
+    def is_ready(self) -> bool:
+        """False while a step would have to wait long for the mask."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why a mask could not be computed."""
 
     @property
     def is_complete(self) -> bool:
@@ -51,7 +59,7 @@ class Grammar(Protocol):
 
 
 MakeDetokenizer = Callable[[], Detokenizer]
-MakeGrammar = Callable[[Constraint], Grammar]
+MakeGrammar = Callable[[SamplingParams], Grammar]
 
 
 class NewText(NamedTuple):

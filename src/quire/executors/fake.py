@@ -206,9 +206,10 @@ class FakeExecutor(ExecutorBase):
         banned: Iterable[int] = ()
         if row.completion_position < sampling.params.min_tokens:
             banned = sampling.end_token_ids
+        mask = row.mask()
         for attempt in range(self.vocabulary_size):
             token = (digest + attempt) % self.vocabulary_size
-            if token not in banned and (row.allowed is None or allows(row.allowed, token)):
+            if token not in banned and (mask is None or allows(mask, token)):
                 return token
         return None
 

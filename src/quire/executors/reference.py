@@ -853,7 +853,7 @@ class ReferenceExecutor(ThreadedExecutor):
                 return result
             case Want.SAMPLE:
                 assert plan.sampling is not None, NO_SAMPLING
-                extras = plan.completion_position, plan.history, plan.allowed
+                extras = plan.completion_position, plan.history, plan.mask()
                 choice = sample(self._logits(rows[-1]), plan.sampling, *extras)
                 return result._replace(token=choice.token, logprob=choice.logprob)
             case Want.LOGITS:

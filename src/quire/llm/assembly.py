@@ -36,6 +36,7 @@ from quire.model.generation import read_defaults
 from quire.model.isolated import examine
 from quire.model.loading import Model, end_token_ids, load_model, read_tokenizer
 from quire.model.spec import ModelSpec
+from quire.structured import Grammars
 from quire.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Assembly:
     memory: MemoryPlan
     end_token_ids: tuple[int, ...]
     defaults: SamplingOptions  # for requests that say nothing
+    grammars: Grammars | None  # None without a tokenizer
 
     def with_batch_size(self, max_batch_size: int) -> "Assembly":
         """The same for batches of another size, which must have blocks enough."""
@@ -67,11 +69,14 @@ class Assembly:
     def new_engine(self) -> Engine:
         """An engine with an empty cache; the weights are not touched."""
         config = self.options.engine_config()
+        grammars = self.grammars
         return Engine(
             self.executor,
             config,
             end_token_ids=self.end_token_ids,
             make_detokenizer=None if self.tokenizer is None else self.tokenizer.detokenizer,
+            make_grammar=grammars,
+            start_masks=None if grammars is None else grammars.start_masks,
         )
 
 
@@ -88,15 +93,21 @@ def assemble(model: str | Path, options: Options) -> Assembly:
         tokenizer = _with_template(read_tokenizer(loaded), template, options.chat_template)
         options = resolve_auto(options, loaded, print_notice)
         executor, memory = DEVICES[options.device].load(loaded, options)
+        ends = end_token_ids(loaded, tokenizer)
         return Assembly(
             spec=loaded.spec,
             tokenizer=tokenizer,
             executor=executor,
             options=options,
             memory=memory,
-            end_token_ids=end_token_ids(loaded, tokenizer),
+            end_token_ids=ends,
             defaults=_defaults(loaded, options),
+            grammars=_grammars(tokenizer, loaded.spec, ends),
         )
+
+
+def _grammars(tokenizer: Tokenizer | None, spec: ModelSpec, ends: Sequence[int]) -> Grammars | None:
+    return None if tokenizer is None else Grammars(tokenizer, spec.vocabulary_size, ends)
 
 
 def _defaults(model: Model, options: Options) -> SamplingOptions:

@@ -38,6 +38,7 @@ from quire.llm.prompts import (
     split_keywords,
     text_of,
 )
+from quire.structured import CompiledGrammar
 from quire.tokenizer import Tokenizer
 
 _LONG_TEXT = 16_384  # characters; tokenising more would block the event loop
@@ -116,7 +117,7 @@ class AsyncLLM:
         """
         request, keywords = split_keywords(options)
         chosen = one_params(params, sampling_params, keywords, self.sampling_defaults)
-        prepared = await self._read(prompt)
+        prepared = await self._with_grammar(await self._read(prompt), chosen)
         handle = await self._engine.submit(prepared.tokens, chosen, **request)
         try:
             async for piece in handle:
@@ -144,6 +145,7 @@ class AsyncLLM:
             chat_template_kwargs=chat_template_kwargs,
             parse_control_tokens=parse_control_tokens,
         )
+        prepared = await self._with_grammar(prepared, chosen)
         handle = await self._engine.submit(prepared.tokens, chosen, **request)
         try:
             async for piece in handle:
@@ -240,7 +242,20 @@ class AsyncLLM:
         `pooling=True` for the hidden state after the prompt instead of tokens.
         """
         prepared = await self._read(prompt)
+        if params is not None:
+            prepared = await self._with_grammar(prepared, params)
         return await self._engine.submit(prepared.tokens, params, stream=stream, **options)
+
+    def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        """What `structured` asks for, compiled; for a Prepared that is submitted later. Takes long
+        for some: not for the event loop."""
+        grammars = self._assembly.grammars
+        return None if grammars is None else grammars.prepare(params)
+
+    async def _with_grammar(self, prepared: Prepared, params: SamplingParams) -> Prepared:
+        if params.structured is None or prepared.grammar is not None:
+            return prepared
+        return prepared._replace(grammar=await asyncio.to_thread(self.prepare_grammar, params))
 
     async def read(self, prompt: Prompt) -> Prepared:
         """The tokens of a prompt, without blocking the event loop."""
@@ -375,6 +390,7 @@ class AsyncLLM:
         options: RequestOptions,
     ) -> RequestOutput:
         kept = keeps_errors(on_error)
+        prepared = await self._with_grammar(prepared, params)
         output = await self._engine.generate(prepared.tokens, params, **options)
         output.prompt = prepared.text
         if output.error is not None and not kept:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 from quire.core.errors import RequestError
 from quire.core.request import RequestOptions
 from quire.core.sampling import SamplingOptions, SamplingParams
+from quire.structured import CompiledGrammar
 from quire.tokenizer import ChatTemplate, Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]  # a mapping: {"prompt"} or {"prompt_token_ids"}
@@ -28,10 +29,11 @@ class Prepared(NamedTuple):
 
     tokens: Sequence[int]
     text: str | None = None
+    grammar: CompiledGrammar | None = None  # kept for the engine, which looks for it in the cache
 
     def without_text(self) -> "Prepared":
         """For those who keep it long and need the tokens alone."""
-        return Prepared(self.tokens)
+        return self._replace(text=None)
 
 
 class PromptReader:
@@ -274,14 +276,18 @@ OnError = Literal["raise", "keep"]
 _FIELDS = tuple(field.name for field in fields(SamplingParams))
 _NO_ADAPTERS = "quire has no adapters"
 _ON_LLM = "give chat_template to LLM(...)"
+_STRUCTURED = "write structured=..., a JSON schema, a pydantic model or a Constraint"
 _SAMPLE = "give temperature=0 for the likeliest tokens, above 0 to sample"
 # Of generate() and its kin in vLLM, transformers and llama-cpp-python, and of OpenAI's API.
 _CALL_NAMES = {
     "use_tqdm": "write progress=True or progress=False",
     "lora_request": _NO_ADAPTERS,
     "prompt_token_ids": "give token ids in the place of the prompt's text",
-    "guided_decoding": "constraints are not in this version",
-    "structured_outputs": "constraints are not in this version",
+    "guided_decoding": _STRUCTURED,
+    "structured_outputs": _STRUCTURED,
+    "response_format": _STRUCTURED,
+    "grammar": "write structured=Constraint.grammar(...)",
+    "json_schema": _STRUCTURED,
     "tools": "give tools to chat()",
     "chat_template": _ON_LLM,
     "chat_template_kwargs": "give it to chat()",

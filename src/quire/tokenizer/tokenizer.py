@@ -133,6 +133,11 @@ class Tokenizer:
         """The id of a token by its text in the vocabulary, such as <|im_end|>, if it exists."""
         return self._spec.ids.get(text)
 
+    @property
+    def hidden_token_ids(self) -> frozenset[int]:
+        """Tokens that are not part of the text, such as control tokens."""
+        return self._spec.hidden
+
     def _visible_bytes(self, token: int) -> bytes:
         return b"" if token in self._spec.hidden else self.token_bytes(token)
 

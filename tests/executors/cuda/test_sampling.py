@@ -147,7 +147,7 @@ def test_the_most_demanding_row_uses_every_option() -> None:
     usual = SamplingParams()
     of_the_text = {"seed", "n", "ignore_eos", "include_stop_str_in_output", "prompt_logprobs"}
     of_the_text |= {"include_stop_token"}
-    of_the_text |= {"stop", "stop_token_ids", "constraint", "temperature"}  # or any but 0
+    of_the_text |= {"stop", "stop_token_ids", "structured", "temperature"}  # or any but 0
     for field in dataclasses.fields(SamplingParams):
         if field.name not in of_the_text:
             assert getattr(row.sampling.params, field.name) != getattr(usual, field.name), field

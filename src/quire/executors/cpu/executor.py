@@ -1,7 +1,7 @@
 """CpuExecutor: one native call a step, over weights in their packed form."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +123,7 @@ class CpuExecutor(ThreadedExecutor):
             plan.copies,
             self._max_context,
             self.capacity.num_blocks,
+            _pending_masks(rows),
         )
         if results is None:
             raise StepCancelledError(f"step {plan.step_id} was cancelled")
@@ -143,6 +144,13 @@ class CpuExecutor(ThreadedExecutor):
         for index, rope in enumerate(self._spec.ropes):
             cosines, sines = rope.tables(self._num_positions)
             self._decoder.set_rope(index, cosines.ravel(), sines.ravel(), self._num_positions)
+
+
+def _pending_masks(rows: Sequence[SequencePlan]) -> Callable[[], list[bytes | None]] | None:
+    """What gives every row's mask once the layers are computed; None where none is pending."""
+    if all(row.allowed is None or isinstance(row.allowed, bytes) for row in rows):
+        return None
+    return lambda: [row.mask() for row in rows]
 
 
 def _fallback() -> str | None:

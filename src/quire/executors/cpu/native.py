@@ -93,8 +93,9 @@ class SampleRequests:
         if plan.history is not None:
             repeats = plan.sampling.params.repetition_penalty != 1.0
             history = (plan.history.prompt if repeats else (), plan.history.completion)
+        allowed = plan.allowed if isinstance(plan.allowed, bytes) else None  # pending: see step()
         return native.SampleRequest(
-            self._settings_of(plan.sampling), plan.completion_position, history, plan.allowed
+            self._settings_of(plan.sampling), plan.completion_position, history, allowed
         )
 
     def _settings_of(self, sampling: Sampling) -> "native.SampleSettings":

@@ -268,7 +268,7 @@ class CudaExecutor(ExecutorBase):
                     plan.completion_position,
                     plan.history,
                     row.packed.source,
-                    plan.allowed,
+                    plan.mask(),
                 )
                 requests.append((index, request))
         if not requests:

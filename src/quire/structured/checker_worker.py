@@ -1,0 +1,151 @@
+"""The process in which constraints are checked first: they come from clients, and compiling one may
+take very long or overflow the stack, where nothing in the same process could stop it.
+
+It compiles the constraint over a vocabulary of single bytes. What passes here within the limits
+passes in the main process as well, which compiles with a larger stack. This module imports
+llguidance, `core.lockdown` and the standard library alone.
+"""
+
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, TypedDict
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from quire.core.lockdown import lock_down
+
+MEMORY_BYTES = 1 << 30  # of address space
+STACK_BYTES = 8 << 20
+HEADER = struct.Struct("<I")  # the length of the JSON that follows
+_PLACE_S = 0.5  # of processor time, to look for the subschema at fault
+_END = 256  # the end token, after one token for each byte
+# As llama.cpp has it: enough to indent, and bounded: a model may repeat it without end.
+_WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
+
+
+class Question(TypedDict):
+    kind: str  # of a Constraint
+    value: str
+    seconds: float  # of processor time
+
+
+class Answer(TypedDict, total=False):
+    grammar: str  # as llguidance takes it
+    error: str
+
+
+class _Bytes:
+    """A vocabulary of single bytes."""
+
+    eos_token_id = _END
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+    special_token_ids = (_END,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def grammar_of(kind: str, value: str) -> str:
+    """A constraint as llguidance takes it; ValueError where it cannot be one."""
+    match kind:
+        case "json_object":
+            return _from_schema('{"type": "object"}')
+        case "json_schema":
+            return _from_schema(value)
+        case "regex":
+            # \d means 0 to 9, not every script's digits.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(value, 'd')}/")
+        case "choice":
+            texts = " | ".join(json.dumps(text) for text in json.loads(value))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(value))
+    except RecursionError:
+        raise ValueError("the grammar is nested too deeply") from None
+    except Exception as error:  # GbnfToLarkError, and plain ones for names that clash
+        raise ValueError(str(error)) from None
+
+
+def _from_schema(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+
+
+class Checker:
+    def __init__(self) -> None:
+        self._tokenizer = LLTokenizer(
+            TokenizerWrapper(_Bytes()), n_vocab=_END + 1, eos_token=_END, slices=[]
+        )
+
+    def answer(self, question: Question) -> Answer:
+        try:
+            grammar = grammar_of(question["kind"], question["value"])
+        except ValueError as error:
+            return {"error": str(error)}
+        error_text = self._error(grammar)
+        if error_text is None:
+            return {"grammar": grammar}
+        place = None
+        if question["kind"] == "json_schema":
+            place = self._place(json.loads(question["value"]), error_text)
+        return {"error": error_text if place is None else f"at {place}: {error_text}"}
+
+    def _error(self, grammar: str) -> str | None:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                return f"nothing can match it, or too much: {matcher.stop_reason()}"
+        return matcher.get_error().strip() or None
+
+    def _place(self, root: Any, error: str) -> str | None:
+        """The innermost subschema that has the same error by itself, as a JSON pointer."""
+        named = {key: root[key] for key in ("$defs", "definitions", "$schema") if key in root}
+        found = None
+        deadline = time.process_time() + _PLACE_S
+        for path, schema in _subschemas(root, "#"):
+            if found is not None and not path.startswith(found + "/"):
+                continue
+            if self._error(_from_schema(json.dumps({**named, **schema}))) == error:
+                found = path
+            if time.process_time() > deadline:
+                break
+        return found
+
+
+def _subschemas(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Objects within a schema, outer ones first, definitions last."""
+    if isinstance(schema, dict):
+        yield path, schema
+        last = ("$defs", "definitions")
+        for key in sorted(schema, key=lambda key: key in last):
+            yield from _subschemas(schema[key], f"{path}/{key}")
+    elif isinstance(schema, list):
+        for index, item in enumerate(schema):
+            yield from _subschemas(item, f"{path}/{index}")
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
+    checker = Checker()
+    lock_down(None, MEMORY_BYTES, dies_with_parent=False)
+    source = sys.stdin.buffer
+    while len(header := source.read(HEADER.size)) == HEADER.size:
+        question: Question = json.loads(source.read(*HEADER.unpack(header)))
+        signal.setitimer(signal.ITIMER_PROF, question["seconds"])
+        content = json.dumps(checker.answer(question)).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write_all(HEADER.pack(len(content)) + content)
+
+
+def _write_all(content: bytes) -> None:
+    """To standard input, which is a socket."""
+    while content:
+        content = content[os.write(0, content) :]

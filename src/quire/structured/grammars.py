@@ -1,0 +1,213 @@
+"""Grammars: constraints compiled for a model's vocabulary, cached by content; and MatcherGrammar,
+which holds one completion to a constraint.
+
+A compiled grammar is never advanced: each completion has a copy, so that its masks, and the limits
+that they count towards, are a function of the constraint and of its own tokens.
+"""
+
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.core.errors import RequestError
+from quire.core.sampling import Constraint, SamplingParams
+from quire.structured.masks import SLOW_S, Mask, MaskThreads, on_large_stack
+from quire.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_CACHED = 256
+_MISSING = (
+    "structured output needs the package llguidance: pip install 'quire[structured]' where quire "
+    "runs"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class CompiledGrammar:
+    """A constraint ready for completions; whoever has it keeps it in the cache."""
+
+    constraint: Constraint
+    matcher: "LLMatcher"  # copied, never advanced
+    first_mask: bytes
+    is_slow: bool  # the first mask took long
+
+
+class Grammars:
+    """Makes grammars for the engine. prepare() may be called from any thread."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocabulary_size: int, end_token_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary_size = vocabulary_size
+        # Without an end token, one beyond the vocabulary says that the text may end.
+        self._end_token_ids = tuple(end_token_ids) or (vocabulary_size,)
+        self._threads = MaskThreads()
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._recent: OrderedDict[Constraint, CompiledGrammar | RequestError] = OrderedDict()
+        self._in_use: weakref.WeakValueDictionary[Constraint, CompiledGrammar]
+        self._in_use = weakref.WeakValueDictionary()
+
+    def prepare(self, params: SamplingParams) -> CompiledGrammar | None:
+        """Compile the constraint, or find it compiled; keep the result until the engine has the
+        request. A RequestError says what is wrong with the constraint."""
+        return None if params.structured is None else self._compiled(params.structured)
+
+    def __call__(self, params: SamplingParams) -> "MatcherGrammar":
+        """A grammar for one completion; on the engine's thread."""
+        assert params.structured is not None
+        compiled = self._compiled(params.structured)
+        with self._lock:
+            matcher = compiled.matcher.deep_copy()
+        ends = EndBits(self._end_token_ids, params)
+        return MatcherGrammar(compiled, matcher, ends, self._threads)
+
+    def start_masks(self) -> None:
+        """Begin with the masks that were promised since the last call; on the engine's thread."""
+        self._threads.start()
+
+    def _compiled(self, constraint: Constraint) -> CompiledGrammar:
+        with self._lock:
+            known = self._recent.get(constraint) or self._in_use.get(constraint)
+            if known is not None and constraint in self._recent:
+                self._recent.move_to_end(constraint)
+        if known is None:
+            known = self._compile(constraint)
+            with self._lock:
+                self._recent[constraint] = known
+                if isinstance(known, CompiledGrammar):
+                    self._in_use[constraint] = known
+                while len(self._recent) > MAX_CACHED:
+                    self._recent.popitem(last=False)
+        if isinstance(known, RequestError):
+            raise RequestError(str(known), param=known.param)
+        return known
+
+    def _compile(self, constraint: Constraint) -> CompiledGrammar | RequestError:
+        try:
+            vocabulary = self._loaded_vocabulary()
+            from quire.structured.checker import CHECKER  # imports llguidance, which may be missing
+
+            grammar = CHECKER.grammar(constraint)
+        except RequestError as error:
+            return error
+        found: list[CompiledGrammar | RequestError] = []
+
+        def compile_here() -> None:
+            try:
+                found.append(_compiled(vocabulary, constraint, grammar))
+            except BaseException as error:  # also a panic in Rust, which is no Exception
+                found.append(_refusal(constraint, f"{type(error).__name__}: {error}"))
+
+        on_large_stack(compile_here, name="quire-compile").join()
+        return found[0]
+
+    def _loaded_vocabulary(self) -> "LLTokenizer":
+        """llguidance's form of the vocabulary, made when it is first wanted."""
+        with self._lock:
+            if self._vocabulary is None:
+                try:
+                    from quire.structured.vocabulary import load_vocabulary  # needs llguidance
+                except ImportError:
+                    raise RequestError(_MISSING, param="structured") from None
+                self._vocabulary = load_vocabulary(
+                    self._tokenizer, self._vocabulary_size, self._end_token_ids
+                )
+            return self._vocabulary
+
+
+def _compiled(
+    vocabulary: "LLTokenizer", constraint: Constraint, grammar: str
+) -> CompiledGrammar | RequestError:
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    started = time.perf_counter()
+    first_mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    seconds = time.perf_counter() - started
+    if matcher.is_error():
+        return _refusal(constraint, matcher.get_error().strip())
+    return CompiledGrammar(constraint, matcher, first_mask, seconds > SLOW_S)
+
+
+def _refusal(constraint: Constraint, reason: str) -> RequestError:
+    return RequestError(f"structured ({constraint.kind}): {reason}"[:2000], param="structured")
+
+
+class EndBits:
+    """What a mask says of the end: where it allows an end token, the text may end there. Then the
+    request's own stop tokens are allowed as well; with ignore_eos the end tokens are not."""
+
+    def __init__(self, end_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self._ends = sum(1 << token for token in set(end_token_ids))
+        self._stops = sum(1 << token for token in set(params.stop_token_ids))
+        self._are_forbidden = params.ignore_eos
+        self.are_plain = not self._stops and not params.ignore_eos
+
+    def apply(self, mask: bytes) -> bytes:
+        if self.are_plain:
+            return mask
+        bits = int.from_bytes(mask, "little")
+        if bits & self._ends:
+            bits |= self._stops
+            if self._are_forbidden:
+                bits &= ~(self._ends & ~self._stops)
+        return bits.to_bytes(max(len(mask), -(-bits.bit_length() // 8)), "little")
+
+
+class MatcherGrammar:
+    """The state of one completion in its grammar (a Grammar of the engine)."""
+
+    def __init__(
+        self, compiled: CompiledGrammar, matcher: "LLMatcher", ends: EndBits, threads: MaskThreads
+    ) -> None:
+        self._compiled = compiled  # kept for siblings to come
+        self._matcher = matcher
+        self._ends = ends
+        self._threads = threads
+        self._is_slow = compiled.is_slow
+        self._first: bytes | None = ends.apply(compiled.first_mask)
+        self._mask: Mask | None = None  # of the state that it is in
+        self.is_complete = False
+
+    def allowed(self) -> bytes | Mask:
+        if self._first is not None:
+            return self._first
+        if self._mask is None:
+            self._mask = Mask(self._compute)
+            self._threads.promise(self._mask)
+        return self._mask
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._is_slow or self._mask is None or self._mask.is_done
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._mask is None else self._mask.failure
+
+    def accept(self, token: int) -> None:
+        if self._mask is not None:
+            self._mask.result()  # the matcher is used by one thread at a time
+            self._is_slow = self._mask.seconds > SLOW_S
+        self._first = self._mask = None
+        if not self._matcher.consume_token(token):
+            raise ValueError(self._matcher.get_error() or f"token {token} does not fit")
+        self.is_complete = self._matcher.is_stopped()
+        if self._is_slow and not self.is_complete:
+            self._mask = Mask(self._compute)
+            self._threads.start_slow(self._mask)
+
+    def _compute(self) -> bytes:
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error().strip() or self._matcher.stop_reason())
+        return self._ends.apply(mask)

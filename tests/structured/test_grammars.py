@@ -1,0 +1,307 @@
+"""Grammars over every kind of vocabulary: whatever tokens the masks let through, the text fits."""
+
+import gc
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.structured.walks import grammars_of, mask_of, tokens_in, walk
+from tests.tokenizer.vocabularies import (
+    built,
+    byte_level_metadata,
+    learnt_merges,
+    sentencepiece_metadata,
+    sentencepiece_scores,
+    smollm2,
+    to_letters,
+)
+
+from quire.core.errors import RequestError
+from quire.core.sampling import Constraint, SamplingParams
+from quire.structured import CompiledGrammar, Grammars, grammars
+from quire.tokenizer import Tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["a", "büro"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+JSON_LETTERS = '{}":,[] nametgsrulfi0123456789'
+
+
+def byte_level() -> Tokenizer:
+    texts = [to_letters(json.dumps({"name": "tags", "age": 12, "x": ["true", "false"]}))]
+    return built(byte_level_metadata(learnt_merges(texts, 40), "gpt-2"))
+
+
+def sentencepiece() -> Tokenizer:
+    return built(sentencepiece_metadata(sentencepiece_scores(JSON_LETTERS, 3, 150), eos_token_id=2))
+
+
+VOCABULARIES: dict[str, Callable[[], Tokenizer]] = {
+    "smollm2": smollm2,
+    "byte level": byte_level,
+    "sentencepiece": sentencepiece,
+}
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_whatever_is_allowed_fits_the_schema(name: str) -> None:
+    tokenizer = VOCABULARIES[name]()
+    made = grammars_of(tokenizer, padding=5)
+    for seed in range(10):
+        found = walk(made, Constraint.json(PERSON), tokenizer.end_token_ids, seed)
+        assert found.is_complete
+        person = json.loads(tokenizer.decode(found.tokens, continuation=True))
+        assert set(person) <= {"name", "age", "tags"}
+        assert len(person["name"]) <= 8
+        assert 0 <= person["age"] <= 130
+        assert set(person.get("tags", [])) <= {"a", "büro"}
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        (Constraint.regex(r"\d{3}-[a-f]{2}"), r"[0-9]{3}-[a-f]{2}"),
+        (Constraint.regex(r"^(/|é)+\.x$"), r"(/|é)+\.x"),
+        (Constraint.choice(["yes", "no", 'a "quote" \\ ü\n']), r'yes|no|a "quote" \\ ü\n'),
+        (Constraint.grammar('root ::= item+\nitem ::= "<" [a-c]+ ">"'), r"(<[a-c]+>)+"),
+        (Constraint.grammar('start: "(" start? ")"'), r"\(+\)+"),
+    ],
+)
+def test_patterns_choices_and_grammars_hold(
+    name: str, constraint: Constraint, pattern: str
+) -> None:
+    tokenizer = VOCABULARIES[name]()
+    made = grammars_of(tokenizer)
+    for seed in range(5):
+        found = walk(made, constraint, tokenizer.end_token_ids, seed, max_tokens=2000)
+        text = tokenizer.decode(found.tokens, continuation=True)
+        assert found.is_complete
+        assert re.fullmatch(pattern, text), text
+
+
+def test_control_tokens_and_padding_are_never_text() -> None:
+    tokenizer = smollm2()
+    made = grammars_of(tokenizer, padding=64)
+    mask = mask_of(made, made(SamplingParams(structured=Constraint.regex("(.|\n)*"))))
+    allowed = set(tokens_in(mask))
+    assert not (tokenizer.hidden_token_ids - set(tokenizer.end_token_ids)) & allowed
+    assert set(tokenizer.end_token_ids) <= allowed
+    assert max(allowed) < tokenizer.vocabulary_size
+
+
+def test_a_model_without_end_tokens_ends_where_nothing_may_follow() -> None:
+    tokenizer = byte_level()
+    made = Grammars(tokenizer, tokenizer.vocabulary_size, ())
+    found = walk(made, Constraint.choice(["abc"]), ())
+    assert found.is_complete
+    assert tokenizer.decode(found.tokens) == "abc"
+
+
+# ---- the end
+
+
+def masks_along(params: SamplingParams, text: str) -> list[set[int]]:
+    """The masks after each character of a text, over the vocabulary of bytes."""
+    tokenizer = byte_level()
+    made = grammars_of(tokenizer)
+    grammar = made(params)
+    masks = [set(tokens_in(mask_of(made, grammar)))]
+    for letter in text:
+        [token] = tokenizer.encode(letter, add_special=False)
+        grammar.accept(token)
+        masks.append(set(tokens_in(mask_of(made, grammar))))
+    return masks
+
+
+def test_the_end_is_allowed_where_the_text_may_end() -> None:
+    ends = set(byte_level().end_token_ids)
+    none, one, two = masks_along(SamplingParams(structured=Constraint.regex("ab*")), "ab")
+    assert not none & ends
+    assert one & ends == two & ends == ends
+
+
+def test_stop_tokens_of_the_request_are_allowed_where_the_text_may_end() -> None:
+    params = SamplingParams(structured=Constraint.regex("ab*"), stop_token_ids=(77,))
+    none, one = masks_along(params, "a")
+    assert 77 not in none
+    assert 77 in one
+
+
+def test_with_ignore_eos_the_text_goes_on_as_long_as_it_can() -> None:
+    ends = set(byte_level().end_token_ids)
+    params = SamplingParams(structured=Constraint.regex("ab{0,2}"), ignore_eos=True)
+    _, one, two = masks_along(params, "ab")
+    assert one and two and not (one | two) & ends
+
+
+# ---- what cannot be followed
+
+
+@pytest.mark.parametrize(
+    ("constraint", "part"),
+    [
+        (
+            Constraint.json({"properties": {"b": {"items": {"not": {}}}}}),
+            "at #/properties/b/items: ",
+        ),
+        (Constraint.json({"$ref": "#/$defs/x", "$defs": {"x": {"type": "objekt"}}}), "objekt"),
+        (Constraint.json({"$ref": "https://localhost/x"}), "localhost"),
+        (Constraint.json({"anyOf": [{"type": "null"}, {"oneOf": [{}, {}]}]}), "at #/anyOf/1: "),
+        (Constraint.json({"$ref": "#"}), "nothing can match it"),
+        (Constraint.regex("(a"), "unclosed group"),
+        (Constraint.regex("(?=a)b"), "look-around"),
+        (Constraint.regex(r"(a)\1"), "backreferences"),
+        (Constraint.grammar("root ::= foo"), "foo"),
+        (Constraint.grammar("start: foo"), "unknown name"),
+        (Constraint("choice", "x"), "choice"),
+    ],
+)
+def test_an_error_says_what_is_wrong_and_where(constraint: Constraint, part: str) -> None:
+    made = grammars_of(byte_level())
+    with pytest.raises(RequestError) as caught:
+        made.prepare(SamplingParams(structured=constraint))
+    assert part in str(caught.value)
+    assert caught.value.param == "structured"
+
+
+def chain(count: int, rule: str) -> str:
+    rules = [rule.format(n, n + 1) for n in range(count)]
+    return "\n".join([f"start: {rule[0]}0", *rules, f'{rule[0]}{count}: "y"'])
+
+
+def referring(count: int, **more: Any) -> Constraint:
+    defs: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}", **more} for n in range(count)}
+    return Constraint.json({"$ref": "#/$defs/d0", "$defs": {**defs, f"d{count}": {}}})
+
+
+HOSTILE = {
+    "rules 5000 deep": Constraint.grammar(chain(5000, 'a{}: a{} "x"')),
+    "terminals 7000 deep": Constraint.grammar(chain(7000, 'A{}: A{} "x"')),
+    "optional 8000 deep": Constraint.grammar(chain(8000, "a{}: a{}?")),
+    "references 3500 deep": referring(3500),
+    "nested": Constraint.grammar("start: " + "(" * 60_000 + '"a"' + ")" * 60_000),
+    "nested GBNF": Constraint.grammar("root ::= " + "(" * 60_000 + '"a"' + ")" * 60_000),
+    "nested pattern": Constraint.regex("(" * 60_000 + "a" + ")" * 60_000),
+    "huge enum": Constraint.json({"enum": [f"v{n}" for n in range(12_000)]}),
+    "properties": Constraint.json({"properties": {f"p{n}": {} for n in range(10_000)}}),
+    "alternatives": Constraint.grammar("start: " + " | ".join(f'"{n}"' for n in range(9000))),
+    "repetitions": Constraint.regex("((a{1,1000}){1,1000}){1,1000}"),
+    "long text": Constraint.choice(["ab" * 60_000]),
+    "many patterns": Constraint.regex("|".join(f".*{n}.{{{n % 50}}}" for n in range(3000))),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_constraint_is_refused_or_followed_and_harms_nobody(name: str) -> None:
+    """Some overflow the stack, or take half a minute, where nothing keeps them from it."""
+    tokenizer = byte_level()
+    made = grammars_of(tokenizer)
+    params = SamplingParams(structured=HOSTILE[name])
+    try:
+        grammar = made(params)
+        for _ in range(3):
+            mask = mask_of(made, grammar)
+            found = set(tokens_in(mask)) - set(tokenizer.end_token_ids)
+            if not found:
+                break
+            grammar.accept(min(found))
+    except RequestError as error:
+        assert len(str(error)) <= 2000
+    except ValueError:
+        pass  # a limit was met by the text
+    found_after = walk(made, Constraint.choice(["a"]), tokenizer.end_token_ids)
+    assert tokenizer.decode(found_after.tokens) == "a"
+
+
+# ---- the cache
+
+
+def test_constraints_are_compiled_once_by_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Constraint] = []
+    compile_here = Grammars._compile
+
+    def counted(self: Grammars, constraint: Constraint) -> CompiledGrammar | RequestError:
+        compiled.append(constraint)
+        return compile_here(self, constraint)
+
+    monkeypatch.setattr(Grammars, "_compile", counted)
+    made = grammars_of(byte_level())
+    for text in ("a+", "b+", "a+"):
+        made.prepare(SamplingParams(structured=Constraint.regex(text)))
+    for _ in range(2):
+        with pytest.raises(RequestError):
+            made.prepare(SamplingParams(structured=Constraint.regex("(")))
+    assert [constraint.value for constraint in compiled] == ["a+", "b+", "("]
+
+
+def test_the_cache_is_bounded_and_keeps_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_CACHED", 2)
+    made = grammars_of(byte_level())
+    params = [SamplingParams(structured=Constraint.regex(f"a{{{n}}}")) for n in range(1, 6)]
+    kept = made.prepare(params[0])
+    for other in params[1:]:
+        made.prepare(other)
+    gc.collect()
+    assert made.prepare(params[0]) is kept
+    assert len(made._recent) <= 2
+    assert len(made._in_use) <= 3
+    dropped = made.prepare(params[1])
+    assert dropped is not None and dropped.constraint == params[1].structured
+
+
+def test_many_threads_may_compile_at_once() -> None:
+    tokenizer = byte_level()
+    made = grammars_of(tokenizer)
+    found: list[object] = []
+
+    def prepare(number: int) -> None:
+        params = SamplingParams(structured=Constraint.regex(f"[a-c]{{{number % 3 + 1}}}"))
+        found.append(made.prepare(params))
+
+    threads = [threading.Thread(target=prepare, args=[number]) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12 and None not in found
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "llguidance"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "quire.structured.vocabulary", raising=False)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    made = grammars_of(byte_level())
+    with pytest.raises(RequestError, match=r"pip install 'quire\[structured\]'"):
+        made.prepare(SamplingParams(structured=Constraint.json_object()))
+
+
+# ---- purity
+
+
+def test_masks_depend_on_the_constraint_and_the_tokens_alone() -> None:
+    """Whatever other completions of the same constraint did before."""
+    tokenizer = smollm2()
+    ends = tokenizer.end_token_ids
+    constraint = Constraint.json(PERSON)
+    made = grammars_of(tokenizer)
+    alone = walk(made, constraint, ends, seed=1)
+    for seed in range(2, 6):
+        walk(made, constraint, ends, seed)
+    again = walk(made, constraint, ends, seed=1)
+    fresh = walk(grammars_of(tokenizer), constraint, ends, seed=1)
+    assert alone == again == fresh
