@@ -225,7 +225,7 @@ def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     monkeypatch.setattr(gemm._kernels, "expert_gemm", catch)
     rows = 1536
     planes = made(format_name, 4 * rows, gated=False).segments[0].planes
-    stack = Stack(planes, rows, torch.empty(4 * rows))
+    stack = Stack(planes, rows, rows, torch.empty(4 * rows))
     tile_tokens = gemm.tile_tokens(MIXTURE, num_tokens)
     call = expert_call(num_tokens, tile_tokens)
     tokens = torch.empty((num_tokens * 8, 512), dtype=torch.float16)
@@ -253,7 +253,7 @@ def test_routing_and_grouping_compile_without_spilled_registers(
     for name, catch in caught.items():
         monkeypatch.setattr(expert_kernels, name, catch)
     planes = made("Q4_K", 1536, gated=False).segments[0].planes
-    stack = Stack(planes, 1536 // count, None)
+    stack = Stack(planes, 1536 // count, 1536 // count, None)
     router = torch.empty((count, 512), dtype=torch.float16)
     weights = ExpertWeights(part, RouterWeights(router, router, 0, None, None), stack, stack)
     options = {"PDL": True, "launch_pdl": True}

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,25 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from tests.drawn_families import write_drawn  # noqa: E402
+from tests.executors.cuda.bfloat_models import load_in_bfloat  # noqa: E402
 from tests.fixture_files import fixture_file  # noqa: E402
 
 from quire.core.errors import ConfigError  # noqa: E402
 from quire.executors.cuda import memory  # noqa: E402
 from quire.executors.cuda.decoder import kv_block_bytes  # noqa: E402
+from quire.executors.cuda.weights import load_weights, packed_bytes  # noqa: E402
 from quire.model.loading import load_model  # noqa: E402
 from quire.model.spec import ModelSpec  # noqa: E402
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3moe", "phi3"])
+def test_what_weights_take_is_predicted_with_their_padding(case: str, tmp_path: Path) -> None:
+    with load_in_bfloat(write_drawn(case, tmp_path)) as model:
+        found = load_weights(model.spec, model.tensors, "cpu").num_bytes
+        predicted = packed_bytes(model.tensors)
+        assert predicted > 1.5 * sum(tensor.nbytes for tensor in model.tensors.values())
+    assert found == pytest.approx(predicted, rel=0.02)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ class Stack:
 
     planes: Planes
     rows_per_expert: int  # with padding
+    used_rows: int  # of an expert: those after them are padding
     bias: Array | None  # float32 [experts * rows_per_expert]
 
 
@@ -111,15 +112,17 @@ class ExpertLoader:
         ups = torch.where(gates < size, gates + size, 2 * size)
         rows = torch.stack([gates.view(-1, 8), ups.view(-1, 8)], dim=1).reshape(-1)
         names = [f"{prefix}ffn_{x}_exps" for x in ("gate", "up")]
-        return self._stack(names, rows)
+        return self._stack(names, rows, 2 * size)
 
     def _down(self, prefix: str) -> Stack:
         name = f"{prefix}ffn_down_exps"
         hidden = self._tensors[f"{name}.weight"].shape[1]
         order = operand_order(padded(hidden))
-        return self._stack([name], torch.where(order < hidden, order, hidden))
+        return self._stack([name], torch.where(order < hidden, order, hidden), hidden)
 
-    def _stack(self, names: list[str], rows: Array) -> Stack:
+    def _stack(self, names: list[str], rows: Array, zero_row: int) -> Stack:
+        """`rows` of what the names stack; `zero_row` is that of padding."""
+        used_rows = int(torch.nonzero(rows != zero_row).max()) + 1
         tensors = [self._tensors[f"{name}.weight"] for name in names]
         assert len(rows) % DELTA_ROWS == 0
         raws = [
@@ -134,7 +137,7 @@ class ExpertLoader:
         if biases[0] is not None:
             zeros = biases[0].new_zeros((len(biases[0]), 1))
             bias = torch.cat([*biases, zeros], dim=1)[:, rows].reshape(-1).contiguous()
-        return Stack(planes, len(rows), bias)
+        return Stack(planes, len(rows), used_rows, bias)
 
     def _floats(self, name: str) -> Array:
         return torch.from_numpy(self._tensors[name].to_float32()).to(self._device)

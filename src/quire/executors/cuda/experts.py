@@ -346,6 +346,7 @@ class HopperExperts:
             call.tiles,
             call.pairs,
             stack.rows_per_expert,
+            stack.used_rows,
             planes.num_rows,
             planes.num_blocks,
             out.stride(0),

@@ -259,8 +259,22 @@ def largest_group(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 32
 
 
+_ROWS_AS_THEY_ARE = {"token_embd", "output", "attn_q", "attn_k", "attn_v", "ffn_gate_inp"}
+
+
 def packed_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
+    """What the weights take on the device: planes hold whole blocks of 256 columns, and those that
+    make hidden or feed-forward vectors as many rows."""
+    return sum(_device_bytes(name, tensor) for name, tensor in tensors.items())
+
+
+def _device_bytes(name: str, tensor: Tensor) -> int:
+    if len(tensor.shape) < 2:
+        return tensor.nbytes
+    *_, rows, columns = tensor.shape
+    is_padded = name.removesuffix(".weight").split(".")[-1] not in _ROWS_AS_THEY_ARE
+    num_rows = padded(rows) if is_padded else rows
+    return tensor.nbytes * num_rows * padded(columns) // (rows * columns)
 
 
 class Loader:

@@ -150,6 +150,7 @@ def expert_gemm(
     tiles: Tiles,
     pairs: Pairs,
     rows_per_expert,
+    used_rows,
     num_rows,
     num_blocks,
     stride,
@@ -180,7 +181,9 @@ def expert_gemm(
         first_token = gl.load(tiles.token + index)
     STEP: gl.constexpr = step_columns(TILING, FORMAT)
     LAUNCH: gl.constexpr = _SERIAL if GATED or not PDL else _DEPENDENT
-    num_steps = num_blocks * (256 // STEP)
+    # Rows of padding are zeros, and so is their sum over any columns: one block of them will do.
+    blocks = gl.where(row_tile * TILING.rows < used_rows, num_blocks, 1)
+    num_steps = blocks * (256 // STEP)
     planes = PlaneDescriptors(code_desc, high_desc, scale_desc, delta_desc)
     weights, tokens = allocate_rings(token_desc, planes, TILING, FORMAT)
     tile = ExpertTile(row_tile, expert_row, first, gl.load(tiles.count + index), num_steps)
