@@ -37,6 +37,7 @@ class FakeHub:
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # with the range
     tokens_at_storage: list[str] = field(default_factory=list)
     ignores_ranges: bool = False
+    revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})  # their commits
     url: str = ""
 
     def add(self, repo: str, files: dict[str, bytes], *, is_gated: bool = False) -> None:
@@ -73,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
         if match := _API.fullmatch(path):
-            self._list(match[1])
+            self._list(match[1], match[2] or "main")
         elif match := _RESOLVE.fullmatch(path):
             self._resolve(match[1], match[3])
         elif match := _STORAGE.fullmatch(path):
@@ -83,10 +84,15 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(404, "EntryNotFound")
 
-    def _list(self, name: str) -> None:
+    def _list(self, name: str, revision: str) -> None:
         repo = self.hub.repos.get(name)
         if repo is None:
             return self._refuse(401, "RepoNotFound")  # as the hub does: it may be private
+        commit = self.hub.revisions.get(revision)
+        if revision in self.hub.revisions.values():
+            commit = revision
+        if commit is None:
+            return self._refuse(404, "RevisionNotFound")
         siblings = []
         for path, content in repo.files.items():
             entry: dict[str, object] = {
@@ -98,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
                 digest = hashlib.sha256(content).hexdigest()
                 entry["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
             siblings.append(entry)
-        answer = {"id": name, "modelId": name, "sha": COMMIT, "private": False, "tags": []}
+        answer = {"id": name, "modelId": name, "sha": commit, "private": False, "tags": []}
         body = json.dumps(answer | {"downloads": 0, "siblings": siblings}).encode()
         return self._send(200, body, {"Content-Type": "application/json"})
 

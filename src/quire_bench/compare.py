@@ -15,9 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, NotRequired, TypedDict
 
+from quire.cli.program import print_progress
 from quire.core.errors import ConfigError
 from quire.llm.assembly import Assembly
-from quire.loader.defaults import DUMMY_PREFIX, resolve
+from quire.llm.model_names import find_model
+from quire.loader.defaults import DUMMY_PREFIX
 from quire.loader.gguf_writer import write_gguf
 from quire.model.dummy import DummyModel
 from quire_bench.measure import Load, Spread, random_prompts, run_load, run_phases, spread
@@ -162,7 +164,7 @@ def _measure_quire(assembly: Assembly, load: Load, seed: int) -> Rates:
 def model_file(name: str) -> Iterator[Path]:
     """The model's file; of a dummy model one that is written, and removed at the end."""
     if not name.startswith(DUMMY_PREFIX):
-        yield resolve(name)
+        yield find_model(name, lambda line: print_progress(f"quire: {line}"))
         return
     dummy = DummyModel(name)
     with TemporaryDirectory(prefix="quire-compare-") as folder:

@@ -4,15 +4,18 @@ What really runs is asked of the executor, not of the options.
 """
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.cli.program import print_progress
 from quire.core.errors import ConfigError
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
-from quire.loader.defaults import DEFAULT_MODELS, DUMMY_PREFIX, resolve
+from quire.llm.model_names import find_model
+from quire.loader.defaults import DUMMY_PREFIX
 from quire.loader.gguf_writer import Writable
 from quire.loader.metadata import Metadata
 from quire.model.dummy import DummyModel, read_name
@@ -99,9 +102,9 @@ def read_facts(name: str, *, trusted: bool = False) -> ModelFacts:
     if name.startswith(DUMMY_PREFIX):
         dummy = DummyModel(name)
         return _facts(dummy.name, None, dummy.metadata, dummy.planned)
-    path = resolve(name)
+    path = find_model(name, lambda line: print_progress(f"quire: {line}"))
     examine(name, path, trusted=trusted).check()
-    shown = name if name in DEFAULT_MODELS else path.name  # receipts hold no local paths
+    shown = path.name if os.path.exists(name) else name  # receipts hold no local paths
     with load_model(path) as model:
         return _facts(shown, _sha256(path), model.metadata, model.tensors.values())
 

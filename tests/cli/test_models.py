@@ -18,9 +18,10 @@ from tests.llm.text_models import write_text_model
 from tests.loader.test_hub import write_ollama_model
 from tests.server.processes import serving
 
-from quire.cli import models
-from quire.core.errors import ConfigError, UnsupportedModelError
+from quire.core.errors import ConfigError, ModelFileError, UnsupportedModelError
 from quire.inspection import inspect_model
+from quire.llm import LLM, model_names
+from quire.llm.devices import CpuDevice, CudaDevice
 from quire.llm.machine import DEFAULT_KV_BYTES
 from quire.loader import hub
 from quire.loader.hub import Hub, ModelName
@@ -185,9 +186,9 @@ def test_the_usual_quant_is_taken_with_the_memory_that_inspect_predicts(place: P
 
 
 def choose(place: Place, available: int, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    monkeypatch.setattr(models, "available_memory", lambda: available)
+    monkeypatch.setattr(CpuDevice, "available_memory", lambda _: available)
     source = Hub()
-    variant, why = models.choose(source, source.repository(REPO), ModelName(REPO))
+    variant, why = model_names.choose(source, source.repository(REPO), ModelName(REPO))
     return variant.quant, why
 
 
@@ -197,7 +198,8 @@ def test_a_smaller_quant_is_taken_where_the_usual_one_does_not_fit(
     """The prediction moves with the size of the file; the process is the same for all."""
     quants = ("Q8_0", "Q4_K_M", "Q3_K_M", "Q2_K")
     place.fake.add(REPO, {f"t-{name}.gguf": tiny(name) for name in quants})
-    monkeypatch.setattr(models, "_need", lambda *_: models.Need(None, hub.Variant("", ())))
+    by_size = model_names.Need(None, 0, hub.Variant("", ()))
+    monkeypatch.setattr(model_names, "_need", lambda *_, **__: by_size)
     needs = {name: len(tiny(name)) + DEFAULT_KV_BYTES for name in quants}
     assert choose(place, needs["Q8_0"], monkeypatch)[0] == "Q4_K_M"
     assert choose(place, needs["Q4_K_M"], monkeypatch)[0] == "Q4_K_M"
@@ -215,12 +217,13 @@ def test_the_header_alone_predicts_as_the_whole_file_does(place: Place) -> None:
     source = Hub()
     repository = source.repository(REPO)
     small, usual = hub.variants(repository.files)
-    need = models._need(source, repository, usual)
+    need = model_names._need(source, repository, usual)
     path = fixture_file("tiny/Q4_K_M.gguf")
     whole = inspect_model(str(path), path, trusted=False).memory
-    assert need.forecast is not None and whole is not None and whole.cpu is not None
-    for name in ("weights", "kv", "workspace", "kv_per_token"):
-        assert getattr(need.forecast, name) == getattr(whole.cpu, name)
+    assert need.plan is not None and whole is not None and whole.cpu is not None
+    assert need.plan.sequence_bytes(need.context_length) == whole.cpu.kv
+    for name in ("weights", "kv_per_token"):
+        assert getattr(need.plan, name) == getattr(whole.cpu, name)
     assert need.bytes(usual) - need.bytes(small) == usual.bytes - small.bytes
 
 
@@ -247,8 +250,43 @@ def test_quants_that_quire_lacks_are_not_taken(place: Place) -> None:
     place.fake.add(REPO, {"t-Q4_0_8_8.gguf": tiny("Q4_0"), "t-Q4_0_4_4.gguf": tiny("Q4_0") + b"x"})
     source = Hub()
     with pytest.raises(UnsupportedModelError, match="has no quant that quire runs"):
-        models.choose(source, source.repository(REPO), ModelName(REPO))
-    assert all(models._runs(name) for name in ("Q4_K_M", "UD-Q4_K_XL", "FP16", "Q6_K_L", "Q8_0"))
+        model_names.choose(source, source.repository(REPO), ModelName(REPO))
+    assert all(
+        model_names.runs(name) for name in ("Q4_K_M", "UD-Q4_K_XL", "FP16", "Q6_K_L", "Q8_0")
+    )
+
+
+def test_a_gpus_memory_decides_where_the_model_would_run_there(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.fake.add(REPO, {f"t-{name}.gguf": tiny(name) for name in ("Q8_0", "Q4_K_M", "Q2_K")})
+    monkeypatch.setattr(CudaDevice, "why_unavailable", lambda _: None)
+    monkeypatch.setattr(CudaDevice, "available_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(CpuDevice, "available_memory", lambda _: 1 << 40)
+    source = Hub()
+    repository = source.repository(REPO)
+    variant, why = model_names.choose(source, repository, ModelName(REPO))
+    assert variant.quant == "Q4_K_M" and "of GPU memory, predicted by its header" in why
+    monkeypatch.setattr(CudaDevice, "available_memory", lambda _: 1 << 20)
+    with pytest.raises(ConfigError, match=r"fits into the 1\.0 MiB of GPU memory"):
+        model_names.choose(source, repository, ModelName(REPO), "cuda")
+    variant, why = model_names.choose(source, repository, ModelName(REPO), "cpu")
+    assert variant.quant == "Q4_K_M" and "GPU" not in why
+
+
+@pytest.mark.parametrize(
+    ("available", "is_warned"), [(1 << 20, True), (8 << 30, False), (1 << 40, False)]
+)
+def test_a_quant_that_was_named_and_will_not_fit_is_warned_about(
+    place: Place, monkeypatch: pytest.MonkeyPatch, available: int, is_warned: bool
+) -> None:
+    place.fake.add(REPO, {"t-Q8_0.gguf": tiny("Q8_0"), "t-Q2_K.gguf": tiny("Q2_K")})
+    monkeypatch.setattr(CpuDevice, "available_memory", lambda _: available)
+    source = Hub()
+    name = ModelName(REPO, "Q8_0")
+    variant, why = model_names.choose(source, source.repository(REPO), name, "cpu")
+    assert variant.quant == "Q8_0" and "as named" in why
+    assert ("it will hardly run here" in why) == is_warned
 
 
 # ---- names for the other commands
@@ -265,6 +303,24 @@ def test_generate_fetches_once_and_answers_as_from_the_file(
     count = len(place.fake.requests)
     assert place.run("generate", "--model", REPO, *options).out == by_path.out
     assert len(place.fake.requests) == count  # the cache was enough
+
+
+def test_the_library_takes_the_same_names(place: Place, model: bytes) -> None:
+    place.fake.revisions["v1"] = "a" * 40
+    place.fake.add(REPO, {"tiny-Q4_0.gguf": model, "tiny-Q8_0.gguf": model + bytes(64)})
+    for name in (REPO, f"{REPO}:Q4_0", f"{REPO}@v1", f"hf:{REPO}/tiny-Q4_0.gguf"):
+        with LLM(name, kv_memory="8MiB") as llm:
+            assert llm.generate("Hello", max_tokens=2, temperature=0.0)[0].text
+    with pytest.raises(ModelFileError, match="neither a file or folder nor a known model"):
+        LLM("gpt5")
+
+
+def test_benchmarks_take_the_same_names(place: Place, model: bytes, tmp_path: Path) -> None:
+    place.fake.add(REPO, {"tiny-Q4_0.gguf": model})
+    sizes = ("--requests", "2", "--prompt-tokens", "4", "--new-tokens", "2")
+    run = place.run("bench", "throughput", "--model", REPO, *sizes, "--json")
+    assert run.code == 0, run.err
+    assert json.loads(run.out)["model"]["name"] == REPO
 
 
 def test_a_split_model_runs_by_name(place: Place, tmp_path: Path, text_model: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,15 @@ def test_names_are_read() -> None:
     assert parse_name("a/b:q4_k_m") == ModelName("a/b", "Q4_K_M")
     assert parse_name("hf:a/b/c/d-Q4_0.gguf") == ModelName("a/b", file="c/d-Q4_0.gguf")
     assert parse_name("qwen3-8b:Q6_K") == ModelName("Qwen/Qwen3-8B-GGUF", "Q6_K")
+    assert parse_name("a/b@v1.0") == ModelName("a/b", revision="v1.0")
+    assert parse_name("a/b@v1:q8_0") == ModelName("a/b", "Q8_0", revision="v1")
+    assert parse_name("hf:a/b@v1/c.gguf") == ModelName("a/b", file="c.gguf", revision="v1")
+    assert parse_name("a/b@main") == ModelName("a/b")
+    for name in ("a/b@v1:Q8_0", "hf:a/b@v1/c.gguf", "a/b:Q8_0"):
+        assert str(parse_name(name)) == name
     for text in ("model.gguf", "folder/model.gguf", "./a/b", "/a/b", "a/b/c", "gpt5", "a/b:"):
+        assert parse_name(text) is None, text
+    for text in ("a/b@", "a/b@..", "a/b@v/1", "a/b@v 1", "@v1", "a@v1/b"):
         assert parse_name(text) is None, text
 
 
@@ -272,6 +281,36 @@ def test_a_token_opens_a_gated_model_and_stays_with_the_hub(
 def test_an_unknown_repository_is_told(fake: FakeHub) -> None:
     with pytest.raises(ModelFileError, match="has no model no/such, or shows it to some alone"):
         Hub().repository("no/such")
+
+
+OTHER = "f" * 40
+
+
+@pytest.mark.parametrize("revision", ["v2", OTHER])
+def test_a_revision_is_fetched_and_found_again(
+    fake: FakeHub, tmp_path: Path, revision: str
+) -> None:
+    fake.revisions["v2"] = OTHER
+    fake.add(REPO, {"x-Q4_0.gguf": CONTENT})
+    source = Hub()
+    found = source.repository(REPO, revision)
+    [variant] = variants(found.files)
+    path = source.fetch(found, variant, lambda _: None, lambda _: None)
+    assert path.parent.name == OTHER and path.read_bytes() == CONTENT
+    assert not hub.snapshots(REPO, "v3")
+    [snapshot] = hub.snapshots(REPO, revision)
+    assert snapshot.path(variant) == path
+    assert all(part in ("", OTHER) for _, path, _ in fake.requests for part in _commits(path))
+
+
+def _commits(path: str) -> list[str]:
+    return re.findall(r"/resolve/([^/]+)/", path)
+
+
+def test_a_revision_that_is_not_there_is_told(fake: FakeHub) -> None:
+    fake.add(REPO, {"x-Q4_0.gguf": CONTENT})
+    with pytest.raises(ModelFileError, match="has no such branch, tag or commit"):
+        Hub().repository(REPO, "v9")
 
 
 def test_a_full_disk_is_told_before_anything_is_fetched(

@@ -473,6 +473,7 @@ NAME is one of
   OWNER/REPO             a repository of the Hugging Face hub; the quant that suits this machine's
                          memory is taken, and it is said which and why
   OWNER/REPO:QUANT       that quant, such as Q4_K_M; a safetensors folder is :SAFETENSORS
+  OWNER/REPO@REVISION    as of a branch, a tag or a commit; :QUANT may follow
   hf:OWNER/REPO/FILE     that file, with all its parts if it is the first of several
   a short name[:QUANT]   %(short)s
 

@@ -30,7 +30,7 @@ from quire.engine.engine import Engine
 from quire.executors.base import Executor
 from quire.llm.devices import DEVICES, Options, resolve_auto
 from quire.llm.machine import MemoryPlan
-from quire.loader.defaults import resolve
+from quire.llm.model_names import find_model
 from quire.loader.reading import read_capped
 from quire.model.generation import read_defaults
 from quire.model.isolated import examine
@@ -86,7 +86,7 @@ def assemble(model: str | Path, options: Options) -> Assembly:
         raise ConfigError(f"model must be a name or a path, got {model!r:.100}")
     options.engine_config()
     template = read_template(options.chat_template)
-    path = resolve(model, print_notice)
+    path = find_model(model, print_notice, options.device)
     examine(model, path, trusted=options.trust_model_file).check()
     with load_model(path, i2s_packing=options.i2s_packing) as loaded:
         loaded = _with_context(loaded, options.max_context)

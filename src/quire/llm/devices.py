@@ -69,6 +69,7 @@ _MAX_CPU_BATCH = 1 << 20
 # Buffers and graphs are made for so many at least: asking for more later costs nothing.
 _MIN_CUDA_BATCH = 256
 _CUDA_KV_ELEMENT_BYTES = 2  # bfloat16 or float16
+_CUDA_WORKSPACE = 2 << 30  # what is kept free, and what loading takes for a while
 _CUDA_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
@@ -159,6 +160,14 @@ class Device(ABC):
         """Why the device, which is available, cannot run a model; None where it can."""
         return None
 
+    def available_memory(self) -> int | None:
+        """Bytes that a model can still take there; None where unknown."""
+        return available_memory()
+
+    @abstractmethod
+    def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan:
+        """What a model takes, before anything of it is loaded."""
+
     @abstractmethod
     def load(self, model: Model, options: Options) -> Loaded:
         """Make the executor, or raise a ConfigError with figures where memory does not suffice."""
@@ -191,9 +200,6 @@ class _HostDevice(Device):
         num_blocks = memory.num_blocks(memory.pool_bytes(options.kv_memory), options.max_context)
         memory.check_batch(num_blocks, options.max_batch_size)
         return Loaded(self.make_executor(model, num_blocks, options), memory)
-
-    @abstractmethod
-    def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan: ...
 
     @abstractmethod
     def make_executor(self, model: Model, num_blocks: int, options: Options, /) -> Executor: ...
@@ -337,6 +343,18 @@ class CudaDevice(Device):
         except ConfigError:
             return "torch finds no NVIDIA GPU"
         return None
+
+    def available_memory(self) -> int | None:
+        """Of the GPU, which must be there."""
+        from quire.executors.cuda import free_bytes
+
+        return free_bytes("cuda")
+
+    def memory_plan(self, model: Model, _options: Options, /) -> MemoryPlan:
+        """As far as it can be known before loading."""
+        estimate = memory_estimate(model, num_kv_tokens=0, kv_element_bytes=_CUDA_KV_ELEMENT_BYTES)
+        kv_per_token, free = estimate.kv_per_token, self.available_memory()
+        return MemoryPlan(estimate.weights, kv_per_token, free, _CUDA_WORKSPACE)
 
     def why_unsupported(self, model: Model, /) -> str | None:
         from quire.executors.cuda import check_fits

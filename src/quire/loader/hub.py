@@ -35,6 +35,7 @@ _PASSING = (408, 429, 500, 502, 503, 504)  # answers after which the same reques
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _QUANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # git's of a small file, sha256 of a large one
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)")
@@ -61,11 +62,16 @@ class ModelName(NamedTuple):
     repo: str
     quant: str | None = None
     file: str | None = None
+    revision: str = REVISION  # a branch, a tag or a commit
+
+    @property
+    def source(self) -> str:
+        return self.repo if self.revision == REVISION else f"{self.repo}@{self.revision}"
 
     def __str__(self) -> str:
         if self.file is not None:
-            return f"{PREFIX}{self.repo}/{self.file}"
-        return self.repo if self.quant is None else f"{self.repo}:{self.quant}"
+            return f"{PREFIX}{self.source}/{self.file}"
+        return self.source if self.quant is None else f"{self.source}:{self.quant}"
 
 
 class HubFile(NamedTuple):
@@ -96,28 +102,46 @@ class Repository:
     name: str
     commit: str
     files: tuple[HubFile, ...]
+    revision: str = REVISION  # by which the commit was found
 
 
 # ---- names
 
 
 def parse_name(text: str) -> ModelName | None:
-    """OWNER/REPO[:QUANT], hf:OWNER/REPO/FILE, or a short name[:QUANT]; None for anything else."""
+    """OWNER/REPO[@REVISION][:QUANT], hf:OWNER/REPO[@REVISION]/FILE, or a short name in the place of
+    OWNER/REPO; None for anything else."""
     is_marked = text.startswith(PREFIX)
     if not is_marked and text.endswith(FILE_SUFFIXES):
         return None  # a path that leads nowhere
     rest = text.removeprefix(PREFIX)
-    short, colon, quant = rest.partition(":")
-    rest = SHORT_NAMES.get(short, short) + colon + quant
-    repo, _, quant = rest.partition(":")
-    if _is_repo(repo) and (_QUANT.fullmatch(quant) or ":" not in rest):
-        return ModelName(repo, quant.upper() or None)
+    source, colon, quant = rest.partition(":")
+    found = _parse_source(source)
+    if found is not None and (not colon or _QUANT.fullmatch(quant)):
+        return found._replace(quant=quant.upper() or None)
     parts = rest.split("/", 2)
-    if is_marked and len(parts) == 3 and _is_repo("/".join(parts[:2])) and is_safe_path(parts[2]):
-        return ModelName("/".join(parts[:2]), file=parts[2])
+    if is_marked and len(parts) == 3 and is_safe_path(parts[2]):
+        found = _parse_source("/".join(parts[:2]))
+        if found is not None:
+            return found._replace(file=parts[2])
     if is_marked:
-        raise ConfigError(f"{text!r} is no name: write hf:OWNER/REPO, :QUANT or /FILE after it")
+        raise ConfigError(
+            f"{text!r} is no name: write hf:OWNER/REPO, @REVISION after it, then :QUANT or /FILE"
+        )
     return None
+
+
+def _parse_source(text: str) -> ModelName | None:
+    """OWNER/REPO[@REVISION]."""
+    repo, at, revision = text.partition("@")
+    repo = SHORT_NAMES.get(repo, repo)
+    if not _is_repo(repo) or (at and not _is_revision(revision)):
+        return None
+    return ModelName(repo, revision=revision or REVISION)
+
+
+def _is_revision(text: str) -> bool:
+    return _REVISION.fullmatch(text) is not None and ".." not in text
 
 
 def _is_repo(text: str) -> bool:
@@ -232,14 +256,17 @@ class Snapshot(NamedTuple):
         return self.folder if variant.is_folder else self.folder / variant.files[0].path
 
 
-def snapshots(repo: str) -> list[Snapshot]:
-    """Those of a repository in the cache, the one of its main branch first."""
+def snapshots(repo: str, revision: str = REVISION) -> list[Snapshot]:
+    """Those of a repository in the cache, the one of its main branch first; of another revision
+    that one alone."""
     folder = _repo_folder(repo)
     try:
-        head = (folder / "refs" / REVISION).read_text().strip()
+        head = (folder / "refs" / revision).read_text().strip()
     except OSError:
-        head = ""
+        head = "" if revision == REVISION else revision
     commits = sorted((folder / "snapshots").glob("*"), key=lambda path: (path.name != head, path))
+    if revision != REVISION:
+        commits = [path for path in commits if path.name == head]
     found = (_snapshot(repo, commit) for commit in commits)
     return [one for one in found if one.files]
 
@@ -298,14 +325,15 @@ class Hub:
         self._errors: Any = errors
         self._utils: Any = utils
 
-    def repository(self, repo: str) -> Repository:
-        """What the main branch of a repository holds now."""
+    def repository(self, repo: str, revision: str = REVISION) -> Repository:
+        """What a revision of a repository, usually its main branch, holds now."""
         with self._explained(repo):
             api = self._library.HfApi(endpoint=self.endpoint)
-            found = api.model_info(repo, files_metadata=True, timeout=_TIMEOUT_S)
+            found = api.model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
         if not _COMMIT.fullmatch(str(found.sha)):
             raise ModelFileError(f"{self.endpoint} names no commit for {repo}: got {found.sha!r}")
-        return Repository(repo, found.sha, tuple(_hub_files(repo, found.siblings or ())))
+        files = tuple(_hub_files(repo, found.siblings or ()))
+        return Repository(repo, found.sha, files, revision)
 
     def fetch_start(self, repository: Repository, file: HubFile, num_bytes: int) -> bytes:
         """The first bytes of a file."""
@@ -334,7 +362,7 @@ class Hub:
                 done += file.size
             for file in variant.files:
                 _link(root, folder / file.path, file)
-            _write_reference(root, repository.commit)
+            _write_reference(root, repository)
         return folder if variant.is_folder else folder / variant.files[0].path
 
     def _fetch_file(self, repository: Repository, file: HubFile, fetched: Fetched) -> None:
@@ -421,6 +449,10 @@ class Hub:
             yield
         except errors.GatedRepoError as error:
             raise ModelFileError(self._gated(repo)) from error
+        except errors.RevisionNotFoundError as error:
+            raise ModelFileError(
+                f"{repo} has no such branch, tag or commit: {self.endpoint}/{repo} lists them"
+            ) from error
         except errors.RepositoryNotFoundError as error:
             raise ModelFileError(
                 f"{self.endpoint} has no model {repo}, or shows it to some alone: check the name; "
@@ -546,10 +578,12 @@ def _link(root: Path, place: Path, file: HubFile) -> None:
     place.symlink_to(os.path.relpath(_blob(root, file), place.parent))
 
 
-def _write_reference(root: Path, commit: str) -> None:
-    reference = root / "refs" / REVISION
+def _write_reference(root: Path, repository: Repository) -> None:
+    if repository.revision == repository.commit:
+        return  # its snapshot has that name
+    reference = root / "refs" / repository.revision
     reference.parent.mkdir(parents=True, exist_ok=True)
-    reference.write_text(commit)
+    reference.write_text(repository.commit)
 
 
 # ---- what other programs have fetched, which is read where it lies and never written

@@ -2,5 +2,6 @@
 
 from quire.executors.cuda.device import require_gpu
 from quire.executors.cuda.executor import CudaConfig, CudaExecutor, check_fits
+from quire.executors.cuda.memory import free_bytes
 
-__all__ = ["CudaConfig", "CudaExecutor", "check_fits", "require_gpu"]
+__all__ = ["CudaConfig", "CudaExecutor", "check_fits", "free_bytes", "require_gpu"]
