@@ -251,6 +251,8 @@ INLINE Ints signed_field(const uint8_t* bytes, int field) {
   return load_signed_bytes(reinterpret_cast<const int8_t*>(bytes) + 16 * field);
 }
 
+struct Nothing {};
+
 // A format's traits: bits of its codes (as multiplied), the zero point subtracted from each code,
 // whether scales are per half sub-block and whether there are minimums.
 template <int format_, int bits_, int zero_, bool per_half_, bool has_minimum_, bool is_signed_>
@@ -263,6 +265,9 @@ struct Traits {
   static_assert(in_blocks || !per_half_, "groups have one scale");
   static_assert(!has_minimum_ || zero_ == 0, "sums of codes serve the one or the other");
   static constexpr FormatInfo info = format_infos[format_];
+  static constexpr int vectors_at_once = 1;  // that codes are made of
+  using Prepared = Nothing;                  // what is read of a sub-block before its codes
+  INLINE_STATIC void prepare(const uint8_t*, Prepared&) {}
 };
 
 // Formats in groups have a scale, and with has_minimum a minimum, for each sub-block.

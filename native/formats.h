@@ -32,6 +32,13 @@ enum Format : int {
   Q6_K,
   IQ4_NL,
   IQ4_XS,
+  IQ1_S,
+  IQ1_M,
+  IQ2_XXS,
+  IQ2_XS,
+  IQ2_S,
+  IQ3_XXS,
+  IQ3_S,
   MXFP4,
   TERNARY,  // TQ1_0, TQ2_0 and I2_S
   num_formats
@@ -60,14 +67,24 @@ constexpr FormatInfo format_infos[num_formats] = {
     {6, 384, 288, 8},  // Q6_K: d, sixteen signed scales
     {4, 256, 32, 1},   // IQ4_NL: d
     {4, 256, 160, 8},  // IQ4_XS: d, eight signed scales
+    {2, 88, 96, 8},    // IQ1_S: see grids.h
+    {2, 96, 160, 8},   // IQ1_M
+    {2, 128, 96, 8},   // IQ2_XXS
+    {2, 136, 160, 8},  // IQ2_XS
+    {2, 144, 160, 8},  // IQ2_S
+    {3, 192, 96, 8},   // IQ3_XXS
+    {3, 208, 96, 8},   // IQ3_S
     {4, 256, 16, 1},   // MXFP4: the exponent of a power of two
     {2, 128, 32, 8},   // ternary: d
 };
 
+// Formats whose weights are points of a grid.
+constexpr bool has_grid(int format) { return format >= IQ1_S && format <= IQ3_S; }
+
 // Formats with super-blocks of 256, whose sub-block scales are integers times one float. With one
 // activation scale for the same 256 (ActivationBlock) the sum over a super-block is an integer.
 constexpr bool takes_blocks(int format) {
-  return (format >= Q2_K && format <= Q6_K) || format == IQ4_XS;
+  return (format >= Q2_K && format <= Q6_K) || format == IQ4_XS || has_grid(format);
 }
 
 constexpr int64_t code_area(int format, int64_t in_size) {

@@ -199,6 +199,13 @@ void gemm(const Gemm& p) {
     case Q6_K: return gemm_quantised<AsQ6_K>(p);
     case IQ4_NL: return gemm_quantised<AsIQ4_NL>(p);
     case IQ4_XS: return gemm_quantised<AsIQ4_XS>(p);
+    case IQ1_S: return gemm_quantised<AsIQ1_S>(p);
+    case IQ1_M: return gemm_quantised<AsIQ1_M>(p);
+    case IQ2_XXS: return gemm_quantised<AsIQ2_XXS>(p);
+    case IQ2_XS: return gemm_quantised<AsIQ2_XS>(p);
+    case IQ2_S: return gemm_quantised<AsIQ2_S>(p);
+    case IQ3_XXS: return gemm_quantised<AsIQ3_XXS>(p);
+    case IQ3_S: return gemm_quantised<AsIQ3_S>(p);
     case MXFP4: return gemm_quantised<AsMXFP4>(p);
     case TERNARY: return p.has_unit_scales ? gemm_ternary(p) : gemm_quantised<AsTernary>(p);
     case num_formats: return;

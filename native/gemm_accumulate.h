@@ -44,6 +44,18 @@ struct PackedSource {
   INLINE_METHOD Codes codes(int s, int g, int j) const {
     return T::codes(codes_of[g] + static_cast<int64_t>(s) * T::info.code_bytes, j);
   }
+  static constexpr int vectors_at_once = T::vectors_at_once;
+  using Prepared = typename T::Prepared;
+  INLINE_METHOD void prepare(int s, int g, Prepared& prepared) const {
+    T::prepare(codes_of[g] + static_cast<int64_t>(s) * T::info.code_bytes, prepared);
+  }
+  INLINE_METHOD void some_codes(int s, int g, int j, const Prepared& prepared, Codes* some) const {
+    const uint8_t* p = codes_of[g] + static_cast<int64_t>(s) * T::info.code_bytes;
+    if constexpr (vectors_at_once == 1)
+      some[0] = T::codes(p, j);
+    else
+      T::two_codes(p, prepared, j / 2, some);
+  }
   INLINE_METHOD const uint8_t* record(int s, int g) const {
     return scales_of[g] + static_cast<int64_t>(s / T::info.scale_span) * T::info.scale_bytes;
   }
@@ -160,7 +172,13 @@ struct UnpackedTile {
   using Format = F;
   const UnpackedTileData<F::in_blocks, panels>& data;
   SlabPrefetch& next;
+  static constexpr int vectors_at_once = 1;
+  using Prepared = Nothing;
+  INLINE_METHOD void prepare(int, int, Prepared&) const {}
   INLINE_METHOD Codes codes(int s, int g, int j) const { return load_codes(data.codes[s][j][g]); }
+  INLINE_METHOD void some_codes(int s, int g, int j, const Prepared&, Codes* some) const {
+    some[0] = codes(s, g, j);
+  }
   INLINE_METHOD Floats scale(int s, int g) const { return load(data.scales[s][g]); }
   INLINE_METHOD Floats minimum(int s, int g) const { return load(data.minimums[s][g]); }
   INLINE_METHOD Floats super_scale(int, int g) const { return load(data.super_scales[g]); }
@@ -187,8 +205,15 @@ template <class T, int panels>
 void unpack_slab(const PackedSource<T, panels>& from, int first, int,
                  UnpackedTileData<true, panels>& to) {
   for (int s = 0; s < slab; s++)
-    for (int g = 0; g < panels; g++)
-      for (int j = 0; j < 8; j++) store_codes(to.codes[s][j][g], from.codes(first + s, g, j));
+    for (int g = 0; g < panels; g++) {
+      typename T::Prepared prepared;
+      from.prepare(first + s, g, prepared);
+      for (int j = 0; j < 8; j += T::vectors_at_once) {
+        Codes codes[T::vectors_at_once];
+        from.some_codes(first + s, g, j, prepared, codes);
+        for (int i = 0; i < T::vectors_at_once; i++) store_codes(to.codes[s][j + i][g], codes[i]);
+      }
+    }
   for (int g = 0; g < panels; g++) {
     for (int i = 0; i < halves_of<T> * slab; i++)
       store(to.sub_scales[i][g], from.sub_scale(first, g, i));
@@ -248,20 +273,28 @@ template <class Source, int panels, int tokens>
 INLINE void add_products(const Source& source, int first, const ActivationBlock* const* activations,
                          Ints (*sums)[tokens]) {
   using F = typename Source::Format;
-  constexpr int halves = halves_of<F>, vectors = 8 / halves;
+  constexpr int halves = halves_of<F>, vectors = 8 / halves, some = Source::vectors_at_once;
   for (int s = 0; s < slab; s++) {
     source.prefetch_next(first + s);
+    typename Source::Prepared prepared[panels];
+    UNROLL(2)
+    for (int g = 0; g < panels; g++) source.prepare(first + s, g, prepared[g]);
     UNROLL(2)
     for (int h = 0; h < halves; h++) {
       Dot<F::bits, F::is_signed> dots[panels][tokens];
       UNROLL(8)
-      for (int j = h * vectors; j < (h + 1) * vectors; j++) {
+      for (int j = h * vectors; j < (h + 1) * vectors; j += some) {
         UNROLL(2)
         for (int g = 0; g < panels; g++) {
-          const Codes w = source.codes(first + s, g, j);
-          UNROLL(4)
-          for (int t = 0; t < tokens; t++)
-            dots[g][t].add(w, activations[t]->codes + group_size * s + 4 * j, j, h * vectors);
+          Codes w[some];
+          source.some_codes(first + s, g, j, prepared[g], w);
+          UNROLL(2)
+          for (int i = 0; i < some; i++) {
+            const int at = group_size * s + 4 * (j + i);
+            UNROLL(4)
+            for (int t = 0; t < tokens; t++)
+              dots[g][t].add(w[i], activations[t]->codes + at, j + i, h * vectors);
+          }
         }
       }
       UNROLL(2)

@@ -370,6 +370,13 @@ void amx_gemm(const Gemm& p) {
     case Q6_K: return amx_gemm_quantised<AsQ6_K>(p);
     case IQ4_NL: return amx_gemm_quantised<AsIQ4_NL>(p);
     case IQ4_XS: return amx_gemm_quantised<AsIQ4_XS>(p);
+    case IQ1_S: return amx_gemm_quantised<AsIQ1_S>(p);
+    case IQ1_M: return amx_gemm_quantised<AsIQ1_M>(p);
+    case IQ2_XXS: return amx_gemm_quantised<AsIQ2_XXS>(p);
+    case IQ2_XS: return amx_gemm_quantised<AsIQ2_XS>(p);
+    case IQ2_S: return amx_gemm_quantised<AsIQ2_S>(p);
+    case IQ3_XXS: return amx_gemm_quantised<AsIQ3_XXS>(p);
+    case IQ3_S: return amx_gemm_quantised<AsIQ3_S>(p);
     case MXFP4: return amx_gemm_quantised<AsMXFP4>(p);
     case TERNARY: return suits_tiles<AsTernary>(p) ? amx_gemm_quantised<AsTernary>(p) : gemm(p);
     default: return gemm(p);  // floats

@@ -51,16 +51,22 @@ INLINE void store_planes(Codes codes, Ints words, uint8_t* low, uint8_t* high) {
 template <class T>
 INLINE void fill_planes(const PackedSource<T, tile_panels>& source, int first, int s, int g,
                         BlockPlanes& to) {
-  constexpr int halves = halves_of<T>, vectors = 8 / halves;
+  constexpr int halves = halves_of<T>, vectors = 8 / halves, some = T::vectors_at_once;
   uint8_t (*low)[64] = to.bytes[g][0][s / 2] + s % 2 * 8;
   uint8_t (*high)[64] = to.bytes[g][1][s / 2] + s % 2 * 8;
+  typename T::Prepared prepared;
+  source.prepare(first + s, g, prepared);
   UNROLL(2)
   for (int h = 0; h < halves; h++) {
     const Ints sub_scale = source.sub_scale(first, g, s * halves + h);
     const Ints words = paired(sub_scale, sub_scale);
     UNROLL(8)
-    for (int j = h * vectors; j < (h + 1) * vectors; j++)
-      store_planes<T::zero>(source.codes(first + s, g, j), words, low[j], high[j]);
+    for (int j = h * vectors; j < (h + 1) * vectors; j += some) {
+      Codes codes[some];
+      source.some_codes(first + s, g, j, prepared, codes);
+      for (int i = 0; i < some; i++)
+        store_planes<T::zero>(codes[i], words, low[j + i], high[j + i]);
+    }
   }
 }
 

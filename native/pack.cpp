@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "grids.h"
 #include "kernels.h"
 #include "scalar.h"
 #include "sizes.h"
@@ -264,12 +265,31 @@ void pack_floats(const SourceFormat& from, const uint8_t* blocks, int64_t in_siz
 
 const SourceFormat* source_format(const char* name) {
   static const SourceFormat known[] = {
-      {"F32", F32, 1, 4},         {"F16", F16, 1, 2},          {"BF16", BF16, 1, 2},
-      {"Q8_0", Q8_0, 32, 34},     {"Q4_0", Q4_0, 32, 18},      {"Q4_1", Q4_1, 32, 20},
-      {"Q5_0", Q5_0, 32, 22},     {"Q5_1", Q5_1, 32, 24},      {"Q2_K", Q2_K, 256, 84},
-      {"Q3_K", Q3_K, 256, 110},   {"Q4_K", Q4_K, 256, 144},    {"Q5_K", Q5_K, 256, 176},
-      {"Q6_K", Q6_K, 256, 210},   {"IQ4_NL", IQ4_NL, 32, 18},  {"IQ4_XS", IQ4_XS, 256, 136},
-      {"MXFP4", MXFP4, 32, 17},   {"TQ1_0", TERNARY, 256, 54}, {"TQ2_0", TERNARY, 256, 66},
+      {"F32", F32, 1, 4},
+      {"F16", F16, 1, 2},
+      {"BF16", BF16, 1, 2},
+      {"Q8_0", Q8_0, 32, 34},
+      {"Q4_0", Q4_0, 32, 18},
+      {"Q4_1", Q4_1, 32, 20},
+      {"Q5_0", Q5_0, 32, 22},
+      {"Q5_1", Q5_1, 32, 24},
+      {"Q2_K", Q2_K, 256, 84},
+      {"Q3_K", Q3_K, 256, 110},
+      {"Q4_K", Q4_K, 256, 144},
+      {"Q5_K", Q5_K, 256, 176},
+      {"Q6_K", Q6_K, 256, 210},
+      {"IQ4_NL", IQ4_NL, 32, 18},
+      {"IQ4_XS", IQ4_XS, 256, 136},
+      {"MXFP4", MXFP4, 32, 17},
+      {"IQ1_S", IQ1_S, 256, 50},
+      {"IQ1_M", IQ1_M, 256, 56},
+      {"IQ2_XXS", IQ2_XXS, 256, 66},
+      {"IQ2_XS", IQ2_XS, 256, 74},
+      {"IQ2_S", IQ2_S, 256, 82},
+      {"IQ3_XXS", IQ3_XXS, 256, 98},
+      {"IQ3_S", IQ3_S, 256, 110},
+      {"TQ1_0", TERNARY, 256, 54},
+      {"TQ2_0", TERNARY, 256, 66},
       {"I2_S", TERNARY, 128, 32},
   };
   for (const SourceFormat& format : known)
@@ -304,6 +324,8 @@ void pack_panel(const SourceFormat& from, const uint8_t* blocks, int64_t in_size
                 int64_t first_row, uint8_t* panel) {
   const FormatInfo& info = format_infos[from.packed];
   if (info.bits == 0) return pack_floats(from, blocks, in_size, num_rows, first_row, panel);
+  if (has_grid(from.packed))
+    return pack_grid_panel(from, blocks, in_size, num_rows, first_row, panel);
   const int64_t blocks_a_row = in_size / from.block_size;
   const int sub_blocks = from.block_size / 32;
   uint8_t* scales = panel + code_area(from.packed, in_size);
@@ -340,6 +362,7 @@ void unpack_row(Format format, const uint8_t* panel, int64_t in_size, int row, f
     }
     return;
   }
+  if (has_grid(format)) return unpack_grid_row(format, panel, in_size, row, out);
   const uint8_t* scales = panel + code_area(format, in_size);
   for (int64_t s = 0; s < in_size / 32; s++) {
     const uint8_t* codes = panel + s * info.code_bytes;

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 #endif
 #include "formats.h"
+#include "grids.h"
 #include "kernels.h"
 #include "scalar.h"
 
@@ -26,6 +27,7 @@ namespace {
 
 #include "lanes.h"
 #include "codes.h"
+#include "grid_codes.h"
 #include "gemm_accumulate.h"
 #include "gemm.h"
 #include "rows.h"

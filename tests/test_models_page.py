@@ -1,4 +1,4 @@
-"""docs/models.md lists what the registry holds: families, their files and the devices they run on.
+"""docs/models.md lists what the registry holds: families, their files and devices; block formats.
 
 After a family or a device changes, write its tables again:
 
@@ -11,12 +11,15 @@ from pathlib import Path
 from tests.drawn_families import CASES, DRAWN
 from tests.fixture_files import FIXTURES
 
+from quire.executors.cpu.native import native
 from quire.model.config_spec import config_family, spec_from_config
 from quire.model.families import FAMILIES, WITH_SENSES
 from quire.model.spec import LOWERED, Feature, ModelSpec, features, unsupported
+from quire.quant.formats import FORMATS
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
+FORMATS_BEGIN, FORMATS_END = "<!-- formats -->\n", "<!-- end of formats -->\n"
 
 
 def fixtures() -> dict[str, list[Path]]:
@@ -76,11 +79,30 @@ def features_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def formats_table() -> str:
+    """Block formats in ascending size, and what packing for the CPU makes of it."""
+    lines = [
+        "| format | GGUF type | bits a weight | on the CPU, times the file |",
+        "|---|---|---|---|",
+    ]
+    for kind in sorted(FORMATS, key=lambda kind: kind.block_bytes / kind.block_size):
+        size = 256 * 1024 // kind.block_size * kind.block_bytes
+        grown = native.packed_bytes(kind.name, 256, 1024) / size
+        bits = 8 * kind.block_bytes / kind.block_size
+        lines.append(f"| {kind.name} | {kind.ggml_type} | {bits:.4g} | {grown:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 def written(page: str) -> str:
     """The page with today's tables."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{families_table()}\n{features_table()}\n{END}{after}"
+    page = _between(page, BEGIN, END, f"{families_table()}\n{features_table()}")
+    return _between(page, FORMATS_BEGIN, FORMATS_END, formats_table())
+
+
+def _between(page: str, begin: str, end: str, text: str) -> str:
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def test_the_page_lists_what_the_registry_holds() -> None:

@@ -22,6 +22,7 @@ from quire.loader.files import open_model_file
 from quire.loader.reading import parse_json_object
 from quire.model.config_spec import spec_from_config
 from quire.model.loading import end_token_ids, load_model, read_tokenizer
+from quire.quant.formats import FORMATS
 from quire.tokenizer import Tokenizer
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -139,7 +140,17 @@ def gguf_seeds() -> list[bytes]:
         build.tensor_info("deep", [2, 2, 2, 2], 1, 320),
     ]
     whole = build.Parts(fields, infos, bytes(352), alignment=64)
-    return [whole.build(), _part(0), build.Parts(version=2).build()]
+    return [whole.build(), _part(0), _block_of_every_format(), build.Parts(version=2).build()]
+
+
+def _block_of_every_format() -> bytes:
+    infos, content = [], b""
+    for kind in FORMATS:
+        shape = [kind.block_size, 1]
+        infos.append(build.tensor_info(kind.name, shape, kind.ggml_type, len(content)))
+        content += bytes(kind.block_bytes + kind.tail_bytes)
+        content += bytes(-len(content) % 32)
+    return build.Parts([], infos, content).build()
 
 
 def _part(number: int) -> bytes:

@@ -254,7 +254,10 @@ def test_the_fourth_code_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantisation", "complaint"),
     [
-        ({"quant_method": "awq"}, "quant_method = 'awq' is not supported; supported: bitnet"),
+        (
+            {"quant_method": "awq"},
+            "quant_method = 'awq' is not supported; supported: bitnet, mxfp4",
+        ),
         ({"quant_method": "bitnet", "linear_class": "other"}, "linear_class = 'other'"),
         ({"quant_method": "bitnet", "quantization_mode": "later"}, "quantization_mode = 'later'"),
         ({"quant_method": "bitnet", "quantization_mode": "online"}, "quantization_mode = 'online'"),

@@ -80,6 +80,16 @@ def test_shapes_have_the_weights_of_the_models_they_stand_for(shape: str, billio
         ("dummy:llama-8b:Q3_K_M", 4.02),
         ("dummy:llama-8b:Q3_K_L", 4.32),
         ("dummy:llama-8b:Q2_K", 3.18),
+        ("dummy:llama-8b:IQ3_M", 3.78),
+        ("dummy:llama-8b:IQ3_S", 3.68),
+        ("dummy:llama-8b:IQ3_XS", 3.52),
+        ("dummy:llama-8b:IQ3_XXS", 3.27),
+        ("dummy:llama-8b:IQ2_M", 2.95),
+        ("dummy:llama-8b:IQ2_S", 2.76),
+        ("dummy:llama-8b:IQ2_XS", 2.60),
+        ("dummy:llama-8b:IQ2_XXS", 2.40),
+        ("dummy:llama-8b:IQ1_M", 2.16),
+        ("dummy:llama-8b:IQ1_S", 2.02),
     ],
 )
 def test_the_weight_of_each_mix_of_an_8b_model_stays_what_it_is(

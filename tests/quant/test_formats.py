@@ -33,8 +33,9 @@ HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
+    "IQ1_S": (0,),
+    "IQ1_M": (),  # in parts: put_iq1_m_scales
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"), (0,)),
     "MXFP4": (),  # its scale is a byte that may have any value
     "TQ1_0": (52,),
     "TQ2_0": (64,),
@@ -47,6 +48,12 @@ QUANTISED_BY_GGUF = (
 
 def kind(block_format: Format) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType[block_format.name]
+
+
+def put_iq1_m_scales(raw: npt.NDArray[np.uint8], scales: npt.NDArray[np.float16]) -> None:
+    """A nibble each above the group scales of four words."""
+    nibbles = scales.view(np.uint16)[..., None] >> np.array([0, 4, 8, 12], np.uint16) & 15
+    raw[..., 49::2] = raw[..., 49::2] & 15 | (nibbles << 4).astype(np.uint8)
 
 
 def decode(raw: npt.NDArray[np.uint8], block_format: Format) -> npt.NDArray[np.float32]:
@@ -80,6 +87,8 @@ def random_blocks(block_format: Format, count: int, seed: int) -> npt.NDArray[np
     for at in HALVES[block_format.name]:
         scale = (0.1 * generator.standard_normal((count, 1))).astype("<f2")
         raw[:, at : at + 2] = scale.view(np.uint8)
+    if block_format.name == "IQ1_M":
+        put_iq1_m_scales(raw, generator.standard_normal(count).astype(np.float16))
     return raw
 
 
@@ -155,8 +164,8 @@ def test_formats_are_found_by_name_and_by_number() -> None:
 
 
 def test_an_unsupported_type_is_named_with_its_tensor_and_what_is_supported() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'blk.0.x'.*IQ2_XS \(GGUF type 17\).*Q4_K"):
-        format_of_ggml_type(17, "blk.0.x")
+    with pytest.raises(UnsupportedModelError, match=r"'blk.0.x'.*NVFP4 \(GGUF type 40\).*Q4_K"):
+        format_of_ggml_type(40, "blk.0.x")
     with pytest.raises(UnsupportedModelError, match=r"unknown \(GGUF type 4711\)"):
         format_of_ggml_type(4711, "blk.0.x")
     with pytest.raises(UnsupportedModelError, match=r"'blk.0.x' has type I64"):

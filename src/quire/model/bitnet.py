@@ -19,6 +19,7 @@ from quire.core.errors import ConfigError, ModelFileError, UnsupportedModelError
 from quire.loader.metadata import Fields, Metadata
 from quire.loader.reading import Bytes, Region
 from quire.loader.tensor import Tensor, packed_size
+from quire.model import mxfp4
 from quire.model.spec import LAYER_LINEARS
 from quire.quant.formats import RAW, format_named
 from quire.quant.ternary import (
@@ -79,6 +80,8 @@ def weights_of(config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> d
     fields = Fields(Metadata("config.json", config), "config.json")
     if fields.get(KEY) is None:
         return _floats(tensors)
+    if fields.section(KEY).get("quant_method") == mxfp4.METHOD:
+        return _floats(mxfp4.experts_joined(fields.section(KEY), tensors))
     convert = _converter(fields.section(KEY))
     weights = {name: t for name, t in tensors.items() if not name.endswith(".weight_scale")}
     for name, tensor in weights.items():
@@ -92,7 +95,8 @@ def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.format is RAW:
             raise UnsupportedModelError(
                 f"tensor {name} has type {RAW.name}: bytes are weights only where config.json has "
-                "BitNet's quantization_config; of safetensors quire runs F32, F16 and BF16"
+                "the quantization_config of BitNet or MXFP4; of safetensors quire runs F32, F16 "
+                "and BF16"
             )
     return dict(tensors)
 
@@ -106,7 +110,7 @@ Convert = Callable[[Tensor, Tensor | None], Tensor]
 
 def _converter(fields: Fields) -> Convert:
     if fields.text("quant_method") != "bitnet":
-        raise fields.unsupported("quant_method", ["bitnet"])
+        raise fields.unsupported("quant_method", ["bitnet", mxfp4.METHOD])
     fields.refuse_unknown(_KNOWN)
     fields.refuse({"use_rms_norm": (False,)})
     left_out = fields.get("modules_to_not_convert")

@@ -369,6 +369,13 @@ _SCALES: dict[str, dict[int, float]] = {
     "Q4_K": {0: 1.0, 2: 7.5},
     "Q5_K": {0: 1.0, 2: 15.5},
     "Q6_K": {208: 1.0},
+    "IQ1_S": {0: 1.0},
+    "IQ1_M": {},  # its scale lies in four parts
+    "IQ2_XXS": {0: 1.0},
+    "IQ2_XS": {0: 1.0},
+    "IQ2_S": {0: 1.0},
+    "IQ3_XXS": {0: 1.0},
+    "IQ3_S": {0: 1.0},
     "IQ4_NL": {0: 1.0},
     "IQ4_XS": {0: 1.0},
     "MXFP4": {},  # its scales are powers of two, a byte each
@@ -400,7 +407,8 @@ def random_blocks(
     scale = size / _size_at_scale_one(block_format)
     if block_format.name == "MXFP4":
         _set_powers_of_two(blocks, scale)
-        return data
+    elif block_format.name == "IQ1_M":
+        _set_nibbles(blocks, scale)
     for at, factor in _SCALES[block_format.name].items():
         halves = blocks[:, at : at + 2].view("<u2")
         bits = np.float16(scale * factor).view(np.uint16)
@@ -415,6 +423,15 @@ def _set_powers_of_two(blocks: Bytes, scale: float) -> None:
     share = (4 * fraction**2 - 1) / 3  # of the larger power
     is_larger = blocks[:, 0] < 256 * share
     blocks[:, 0] = _E8M0_ONE + exponent - 1 + is_larger
+
+
+def _set_nibbles(blocks: Bytes, scale: float) -> None:
+    """IQ1_M: a nibble of the scale, the lowest first, in the upper half of every other byte."""
+    bits = int(np.float16(scale).view(np.uint16))
+    blocks[:, 49::2] &= 15
+    blocks[:, 49::2] |= np.array(
+        [bits << 4 & 240, bits & 240, bits >> 4 & 240, bits >> 8 & 240], np.uint8
+    )
 
 
 def _jitter(bits: int) -> int:
@@ -457,6 +474,8 @@ def _size_at_scale_one(block_format: Format) -> float:
     _keep_to_the_format(blocks, block_format)
     if block_format.name == "MXFP4":
         blocks[:, 0] = _E8M0_ONE
+    elif block_format.name == "IQ1_M":
+        _set_nibbles(blocks, 1.0)
     for at, factor in _SCALES[block_format.name].items():
         blocks[:, at : at + 2].view("<f2")[:] = factor
     weights = block_format.decode(blocks).astype(np.float64)

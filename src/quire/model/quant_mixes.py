@@ -1,8 +1,9 @@
 """Which format each tensor has in a mix, such as Q4_K_M: the choices llama.cpp's quantiser makes.
 
-They are its choices without an importance matrix; routers and biases stay floats. A mix has a base
-format; the tensors that suffer most from rounding (the head, values, down projections of some
-layers) get more bits, and rows that do not fill a format's blocks get a format of smaller blocks.
+They are its choices without an importance matrix, and with one for the mixes that need it (those of
+IQ1, IQ2 and IQ3_XXS); routers and biases stay floats. A mix has a base format; the tensors that
+suffer most from rounding (the head, values, down projections of some layers) get more bits, and
+rows that do not fill a format's blocks get a format of smaller blocks.
 """
 
 import re
@@ -41,6 +42,16 @@ MIXES = {
         Mix("IQ4_NL", "IQ4_NL", 25),
         Mix("IQ4_XS", "IQ4_XS", 30),
         Mix("MXFP4", "MXFP4", 38),  # of experts alone where a model has them
+        Mix("IQ3_M", "IQ3_S", 27),
+        Mix("IQ3_S", "IQ3_S", 26),
+        Mix("IQ3_XS", "IQ3_S", 22),
+        Mix("IQ3_XXS", "IQ3_XXS", 23),
+        Mix("IQ2_M", "IQ2_S", 29),
+        Mix("IQ2_S", "IQ2_XS", 28),
+        Mix("IQ2_XS", "IQ2_XS", 20),
+        Mix("IQ2_XXS", "IQ2_XXS", 19),
+        Mix("IQ1_M", "IQ1_M", 31),
+        Mix("IQ1_S", "IQ1_S", 24),
         Mix("Q3_K_L", "Q3_K", 13),
         Mix("Q3_K_M", "Q3_K", 12),
         Mix("Q3_K_S", "Q3_K", 11),
@@ -52,6 +63,7 @@ MIXES = {
 
 # What replaces a format whose blocks of 256 a row does not fill.
 _SMALLER_BLOCKS = {
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), "IQ4_NL"),
     "IQ4_XS": "IQ4_NL",
     "Q2_K": "Q4_0",
     "Q3_K": "Q4_0",
@@ -63,8 +75,31 @@ _SMALLER_BLOCKS = {
 }
 
 
+# Mixes of about two bits, with the format of their more important matrices.
+_TWO_BITS = {
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), "Q2_K"),
+    **dict.fromkeys(("IQ2_S", "IQ2_M"), "IQ3_S"),
+}
+# What a mix gives attn_output of a model without eight experts, if not its base.
+_OUTPUTS = {
+    "Q2_K": "Q3_K",
+    "Q3_K_M": "Q4_K",
+    "Q3_K_L": "Q5_K",
+    "IQ3_XXS": "IQ3_S",
+    "IQ3_M": "Q4_K",
+    "IQ1_S": "IQ2_XXS",
+    "IQ1_M": "IQ2_XXS",
+    "IQ2_S": "IQ3_S",
+    "IQ2_M": "IQ3_S",
+}
+# What mixes give queries and keys; IQ3_XS also gate and up of the layers in the middle.
+_LOWER = {"IQ3_XXS": "IQ2_S", "IQ3_XS": "IQ3_XXS"}
+
 # Mixes that give attn_output of a model with eight experts Q5_K.
-_FINER_OUTPUT = frozenset({"Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M"})
+_FINER_OUTPUT = frozenset(
+    {"Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M", *_TWO_BITS}
+    | {"IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M"}
+)
 
 
 def find_mix(name: str) -> Mix:
@@ -98,16 +133,17 @@ def _filled(wanted: Format, name: str, columns: int) -> Format:
 
 def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
     if name == "output.weight" or (name == "token_embd.weight" and spec.tied_head):
-        return "Q8_0" if mix.base in ("Q8_0", "MXFP4") or not fills_base else "Q6_K"
-    if name == "token_embd.weight":
-        if mix.name == "MXFP4":
+        if mix.base in ("Q8_0", "MXFP4") or not fills_base:
             return "Q8_0"
-        return "Q4_K" if mix.base in ("TQ1_0", "TQ2_0") else mix.base
+        return "Q5_K" if mix.name in (*_TWO_BITS, "IQ3_XXS") else "Q6_K"
+    if name == "token_embd.weight":
+        own = {"MXFP4": "Q8_0", "TQ1_0": "Q4_K", "TQ2_0": "Q4_K", "IQ3_XXS": "IQ3_S", **_TWO_BITS}
+        return own.get(mix.name, mix.base)
     layer, kind = _layer_and_kind(name)
     if mix.name == "MXFP4":
         return mix.base if kind.endswith("_exps") or not _num_experts(spec) else "Q8_0"
     if _num_experts(spec) == 8 and kind in ("attn_k", "attn_v"):  # small beside eight experts
-        return "Q8_0"
+        return "Q4_K" if mix.name in _TWO_BITS else "Q8_0"
     match kind.removesuffix("_exps").removesuffix("_shexp"):
         case "attn_v":
             return _values(mix, spec, layer)
@@ -116,7 +152,11 @@ def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
         case "attn_output" if _num_experts(spec) == 8:
             return "Q5_K" if mix.name in _FINER_OUTPUT else mix.base
         case "attn_output":
-            return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mix.name, mix.base)
+            return _OUTPUTS.get(mix.name, mix.base)
+        case "attn_q" | "attn_k":
+            return _LOWER.get(mix.name, mix.base)
+        case "ffn_gate" | "ffn_up" if mix.name == "IQ3_XS" and _is_middle(layer, spec.num_layers):
+            return _LOWER[mix.name]
     return mix.base
 
 
@@ -134,7 +174,13 @@ def _layer_and_kind(name: str) -> tuple[int, str]:
 
 def _values(mix: Mix, spec: ModelSpec, layer: int) -> str:
     shares_much = spec.num_heads // spec.num_kv_heads >= 4  # attn_v is small: more bits cost little
+    if mix.name in _TWO_BITS:
+        return "Q4_K" if shares_much or _num_experts(spec) >= 4 else _TWO_BITS[mix.name]
     match mix.name:
+        case "IQ3_XXS" | "IQ3_XS" | "IQ3_S" if shares_much:
+            return "Q4_K"
+        case "IQ3_M":
+            return "Q4_K"
         case "Q2_K":
             return "Q4_K" if shares_much else "Q3_K"
         case "Q3_K_M":
@@ -151,7 +197,14 @@ def _values(mix: Mix, spec: ModelSpec, layer: int) -> str:
 
 
 def _down(mix: Mix, spec: ModelSpec, layer: int) -> str:
+    is_early = layer < spec.num_layers // 8
     match mix.name:
+        case name if name in _TWO_BITS and is_early:
+            return _TWO_BITS[name]
+        case "IQ3_M" if is_early:
+            return "Q4_K"
+        case "IQ3_M" if _num_experts(spec) == 8 and _is_sensitive(layer, spec.num_layers):
+            return "Q4_K"
         case "Q2_K":
             return "Q3_K"
         case "Q3_K_M":
@@ -160,9 +213,13 @@ def _down(mix: Mix, spec: ModelSpec, layer: int) -> str:
             return "Q5_K"
         case "Q4_K_M" | "Q5_K_M" if _is_sensitive(layer, spec.num_layers):
             return "Q6_K"
-        case "IQ4_NL" | "IQ4_XS" | "Q4_K_S" if layer < spec.num_layers // 8:
+        case "IQ4_NL" | "IQ4_XS" | "Q4_K_S" if is_early:
             return "Q5_K"
     return mix.base
+
+
+def _is_middle(layer: int, num_layers: int) -> bool:
+    return num_layers // 8 <= layer < 7 * num_layers // 8
 
 
 def _is_sensitive(layer: int, num_layers: int) -> bool:

@@ -97,6 +97,11 @@ _WHOLE_IN_LAYERS = {
             ("gate_up_proj_bias", "ffn_gate_up_exps.bias"),
             ("down_proj", "ffn_down_exps.weight"),
             ("down_proj_bias", "ffn_down_exps.bias"),
+            *(
+                (f"{proj}_proj_{part}", f"ffn_{proj}_exps.{part}")  # MXFP4's
+                for proj in ("gate_up", "down")
+                for part in ("blocks", "scales")
+            ),
         )
     },
 }
@@ -217,7 +222,7 @@ class _Joined:
         return np.concatenate(found) if found else np.empty(0, np.uint8)
 
 
-class _Slabs:
+class Slabs:
     """Bytes that are computed, one slab of equal size after the other; the last is kept."""
 
     def __init__(self, count: int, slab_bytes: int, make: Callable[[int], Bytes]) -> None:
@@ -266,6 +271,22 @@ def _half_rows(name: str, tensor: Tensor, half: int) -> Tensor:
     return _joined(name, (count, double // 2, *tensor.shape[2:]), pieces)
 
 
+def _every_other_row(name: str, tensor: Tensor, first: int) -> Tensor:
+    """Every second row of every matrix of a stack: [n, 2 * out, ...] as [n, out, ...]."""
+    count, double = tensor.shape[:2]
+    if double % 2:
+        raise ModelFileError(f"tensor {tensor.name} has {double} rows: gate and up take turns")
+    size = tensor.nbytes // count
+
+    def make(index: int) -> Bytes:
+        rows = tensor.read(index * size, (index + 1) * size).reshape(double, -1)
+        return np.ascontiguousarray(rows[first::2]).ravel()
+
+    source = Slabs(count, size // 2, make)
+    shape = (count, double // 2, *tensor.shape[2:])
+    return Tensor(name, shape, tensor.format, Region(source, 0, source.size))
+
+
 def _stack(name: str, tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     for tensor in tensors:
@@ -296,13 +317,13 @@ def _remade(
         words = raw.view(f"<u{width}").reshape(tensor.shape[1:])
         return np.ascontiguousarray(take(words)).ravel().view(np.uint8)
 
-    source = _Slabs(count, math.prod(shape[1:]) * width, make)
+    source = Slabs(count, math.prod(shape[1:]) * width, make)
     return Tensor(name, shape, tensor.format, Region(source, 0, source.size))
 
 
 def _with_offset(tensor: Tensor, offset: float) -> Tensor:
     """Floats with a number added, as F32."""
-    source = _Slabs(
+    source = Slabs(
         1,
         4 * tensor.num_weights,
         lambda _: (tensor.to_float32() + np.float32(offset)).astype("<f4").ravel().view(np.uint8),
@@ -369,7 +390,7 @@ def _parts(family: Family, spec: ModelSpec, tensor: Tensor, is_gguf: bool) -> It
             yield _rows(f"{prefix}ffn_up.{suffix}", tensor, half, 2 * half)
         case "ffn_gate_up_exps":
             yield from _divided_experts(family, tensor, prefix, suffix)
-        case "ffn_down_exps" if not is_gguf and suffix == "weight" and _is_transposed(family):
+        case "ffn_down_exps" if not is_gguf and _is_transposed(family, tensor, suffix):
             yield from _transposed_down(tensor)
         case "attn_kv_b" if layer.mixer.latent is not None:
             yield from _divided_kv_b(tensor, prefix, layer.mixer, layer.mixer.latent)
@@ -395,9 +416,11 @@ def _divided_qkv(tensor: Tensor, prefix: str, suffix: str, part: Attention) -> I
         start += size
 
 
-def _is_transposed(family: Family) -> bool:
+def _is_transposed(family: Family, tensor: Tensor, suffix: str) -> bool:
+    """Whether a stack of experts is; in blocks it never is."""
     layout = family.expert_layout
-    return layout in (ExpertLayout.TRANSPOSED_HALVES, ExpertLayout.TRANSPOSED_ALTERNATING)
+    transposed = (ExpertLayout.TRANSPOSED_HALVES, ExpertLayout.TRANSPOSED_ALTERNATING)
+    return suffix == "weight" and layout in transposed and tensor.format.is_float
 
 
 def _divided_experts(family: Family, tensor: Tensor, prefix: str, suffix: str) -> Iterator[Tensor]:
@@ -410,6 +433,9 @@ def _divided_experts(family: Family, tensor: Tensor, prefix: str, suffix: str) -
         full = f"{prefix}ffn_{name}_exps.{suffix}"
         if layout is ExpertLayout.HALVES:
             yield _half_rows(full, tensor, index)
+            continue
+        if layout is ExpertLayout.TRANSPOSED_ALTERNATING and not tensor.format.is_float:
+            yield _every_other_row(full, tensor, index)  # in blocks rows are kept as rows
             continue
         columns = slice(index * size, (index + 1) * size)
         if layout is ExpertLayout.TRANSPOSED_ALTERNATING:
@@ -461,7 +487,7 @@ def _transposed_as_floats(
         rows = tensor.rows_float32(index * stride, index * stride + num_rows)
         return np.ascontiguousarray(rows.T, "<f4").ravel().view(np.uint8)
 
-    source = _Slabs(count, 4 * math.prod(shape[1:]), make)
+    source = Slabs(count, 4 * math.prod(shape[1:]), make)
     return Tensor(name, shape, format_named("F32", name), Region(source, 0, source.size))
 
 

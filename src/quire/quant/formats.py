@@ -5,12 +5,6 @@ A decoder takes blocks as bytes [blocks, block_bytes] and gives their weights [b
 The order of the float operations is part of the format: each result is rounded exactly as the
 reference implementation rounds it, so that every executor has one right answer to be held to.
 
-Most formats keep small integers in *planes*: a run of bytes holds the low bits of as many weights,
-its next bits the weights that follow, and so on. `_planes` undoes that for all of them:
-
-    bits=4, run=16:   byte 0 = w16 w0, byte 1 = w17 w1, ... byte 15 = w31 w15
-    bits=1, run=1:    byte 0 = w7 w6 w5 w4 w3 w2 w1 w0, byte 1 = w15 ... w8
-
 Names in the code: `scale` and `minimum` are float32, `codes` the small integers.
 """
 
@@ -18,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.core.errors import UnsupportedModelError
-
-Blocks = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
+from quire.quant import grids
+from quire.quant.unpacking import Blocks as Blocks  # for those who use formats
+from quire.quant.unpacking import Floats as Floats
+from quire.quant.unpacking import grouped, half, planes, repeated
 
 # The sixteen values of the IQ4 formats: finer near zero, where most weights are.
 IQ4_VALUES = np.array(
@@ -35,15 +29,6 @@ IQ4_VALUES = np.array(
 MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
-def _planes(packed: Blocks, bits: int, run: int) -> Blocks:
-    """Unpack [blocks, bytes] into [blocks, bytes * 8 / bits] integers of so many bits."""
-    blocks, width = packed.shape
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    runs = packed.reshape(blocks, width // run, 1, run)
-    fields = (runs >> shifts[:, None]) & np.uint8((1 << bits) - 1)
-    return fields.reshape(blocks, width * len(shifts))
-
-
 def _trits(packed: Blocks, run: int, digits: int) -> Blocks:
     """Unpack base-3 digits, first digit first. A byte b stands for the fraction b / 256: times
     three, its whole part is the next digit; dropping the digits before is what uint8 overflow does.
@@ -53,22 +38,6 @@ def _trits(packed: Blocks, run: int, digits: int) -> Blocks:
     runs = packed.reshape(blocks, width // run, 1, run)
     fractions = (runs * powers[:, None]).astype(np.uint16)
     return (fractions * 3 >> 8).astype(np.uint8).reshape(blocks, width * digits)
-
-
-def _half(blocks: Blocks, at: int) -> Floats:
-    """The float16 at a byte offset of each block, as float32 [blocks, 1]."""
-    return blocks[:, at : at + 2].view("<f2").astype(np.float32)
-
-
-def _grouped(scale: Floats, codes: npt.NDArray[np.generic]) -> Floats:
-    """Scale [blocks, groups] times codes [blocks, weights], each group having its own scale."""
-    blocks, groups = scale.shape
-    grouped = codes.astype(np.float32).reshape(blocks, groups, codes.shape[1] // groups)
-    return (scale[:, :, None] * grouped).reshape(codes.shape)
-
-
-def _repeated(minimum: Floats, weights: int) -> Floats:
-    return np.repeat(minimum, weights // minimum.shape[1], axis=1)
 
 
 def decode_f32(blocks: Blocks) -> Floats:
@@ -84,47 +53,47 @@ def decode_bf16(blocks: Blocks) -> Floats:
 
 
 def decode_q8_0(blocks: Blocks) -> Floats:
-    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+    return half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
 
 
 def decode_q4_0(blocks: Blocks) -> Floats:
-    codes = _planes(blocks[:, 2:], bits=4, run=16).astype(np.float32)
-    return _half(blocks, 0) * (codes - 8)
+    codes = planes(blocks[:, 2:], bits=4, run=16).astype(np.float32)
+    return half(blocks, 0) * (codes - 8)
 
 
 def decode_q4_1(blocks: Blocks) -> Floats:
-    codes = _planes(blocks[:, 4:], bits=4, run=16).astype(np.float32)
-    return _half(blocks, 0) * codes + _half(blocks, 2)
+    codes = planes(blocks[:, 4:], bits=4, run=16).astype(np.float32)
+    return half(blocks, 0) * codes + half(blocks, 2)
 
 
 def decode_q5_0(blocks: Blocks) -> Floats:
-    high = _planes(blocks[:, 2:6], bits=1, run=1)
-    low = _planes(blocks[:, 6:], bits=4, run=16)
-    return _half(blocks, 0) * ((low | high << 4).astype(np.float32) - 16)
+    high = planes(blocks[:, 2:6], bits=1, run=1)
+    low = planes(blocks[:, 6:], bits=4, run=16)
+    return half(blocks, 0) * ((low | high << 4).astype(np.float32) - 16)
 
 
 def decode_q5_1(blocks: Blocks) -> Floats:
-    high = _planes(blocks[:, 4:8], bits=1, run=1)
-    low = _planes(blocks[:, 8:], bits=4, run=16)
-    return _half(blocks, 0) * (low | high << 4).astype(np.float32) + _half(blocks, 2)
+    high = planes(blocks[:, 4:8], bits=1, run=1)
+    low = planes(blocks[:, 8:], bits=4, run=16)
+    return half(blocks, 0) * (low | high << 4).astype(np.float32) + half(blocks, 2)
 
 
 def decode_q2_k(blocks: Blocks) -> Floats:
     """Sixteen groups of 16, each with a 4-bit scale and a 4-bit minimum."""
-    scale = _half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
-    minimum = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
-    codes = _planes(blocks[:, 16:80], bits=2, run=32)
-    return _grouped(scale, codes) - _repeated(minimum, 256)
+    scale = half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
+    minimum = half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+    codes = planes(blocks[:, 16:80], bits=2, run=32)
+    return grouped(scale, codes) - repeated(minimum, 256)
 
 
 def decode_q3_k(blocks: Blocks) -> Floats:
     """Sixteen groups of 16; 6-bit scales around 32; a clear high bit takes 4 off the quant."""
-    scale_bits = _planes(blocks[:, 96:104], bits=4, run=8)
-    scale_bits |= _planes(blocks[:, 104:108], bits=2, run=4) << 4
-    scale = _half(blocks, 108) * (scale_bits.astype(np.float32) - 32)
-    low = _planes(blocks[:, 32:96], bits=2, run=32)
-    high = _planes(blocks[:, :32], bits=1, run=32)
-    return _grouped(scale, (low | high << 2).astype(np.float32) - 4)
+    scale_bits = planes(blocks[:, 96:104], bits=4, run=8)
+    scale_bits |= planes(blocks[:, 104:108], bits=2, run=4) << 4
+    scale = half(blocks, 108) * (scale_bits.astype(np.float32) - 32)
+    low = planes(blocks[:, 32:96], bits=2, run=32)
+    high = planes(blocks[:, :32], bits=1, run=32)
+    return grouped(scale, (low | high << 2).astype(np.float32) - 4)
 
 
 def _scales_and_minimums(blocks: Blocks) -> tuple[Floats, Floats]:
@@ -138,51 +107,51 @@ def _scales_and_minimums(blocks: Blocks) -> tuple[Floats, Floats]:
     scales = np.hstack([first & 63, (low & 15) | (first >> 6) << 4])
     minimums = np.hstack([second & 63, (low >> 4) | (second >> 6) << 4])
     return (
-        _half(blocks, 0) * scales.astype(np.float32),
-        _half(blocks, 2) * minimums.astype(np.float32),
+        half(blocks, 0) * scales.astype(np.float32),
+        half(blocks, 2) * minimums.astype(np.float32),
     )
 
 
 def decode_q4_k(blocks: Blocks) -> Floats:
     """Eight groups of 32, each with a 6-bit scale and a 6-bit minimum."""
     scale, minimum = _scales_and_minimums(blocks)
-    codes = _planes(blocks[:, 16:], bits=4, run=32)
-    return _grouped(scale, codes) - _repeated(minimum, 256)
+    codes = planes(blocks[:, 16:], bits=4, run=32)
+    return grouped(scale, codes) - repeated(minimum, 256)
 
 
 def decode_q5_k(blocks: Blocks) -> Floats:
     """Q4_K with a fifth bit for each weight."""
     scale, minimum = _scales_and_minimums(blocks)
-    high = _planes(blocks[:, 16:48], bits=1, run=32)
-    low = _planes(blocks[:, 48:], bits=4, run=32)
-    return _grouped(scale, low | high << 4) - _repeated(minimum, 256)
+    high = planes(blocks[:, 16:48], bits=1, run=32)
+    low = planes(blocks[:, 48:], bits=4, run=32)
+    return grouped(scale, low | high << 4) - repeated(minimum, 256)
 
 
 def decode_q6_k(blocks: Blocks) -> Floats:
     """Sixteen groups of 16 with signed 8-bit scales."""
-    low = _planes(blocks[:, :128], bits=4, run=64)
-    high = _planes(blocks[:, 128:192], bits=2, run=32)
-    scale = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
-    return _grouped(scale, (low | high << 4).astype(np.float32) - 32)
+    low = planes(blocks[:, :128], bits=4, run=64)
+    high = planes(blocks[:, 128:192], bits=2, run=32)
+    scale = half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return grouped(scale, (low | high << 4).astype(np.float32) - 32)
 
 
 def decode_iq4_nl(blocks: Blocks) -> Floats:
-    return _half(blocks, 0) * IQ4_VALUES[_planes(blocks[:, 2:], bits=4, run=16)]
+    return half(blocks, 0) * IQ4_VALUES[planes(blocks[:, 2:], bits=4, run=16)]
 
 
 def decode_iq4_xs(blocks: Blocks) -> Floats:
     """Eight groups of 32; 6-bit scales around 32, their upper two bits apart."""
-    scale_bits = _planes(blocks[:, 4:8], bits=4, run=1)
-    scale_bits |= _planes(blocks[:, 2:4], bits=2, run=1) << 4
-    scale = _half(blocks, 0) * (scale_bits.astype(np.float32) - 32)
-    return _grouped(scale, IQ4_VALUES[_planes(blocks[:, 8:], bits=4, run=16)])
+    scale_bits = planes(blocks[:, 4:8], bits=4, run=1)
+    scale_bits |= planes(blocks[:, 2:4], bits=2, run=1) << 4
+    scale = half(blocks, 0) * (scale_bits.astype(np.float32) - 32)
+    return grouped(scale, IQ4_VALUES[planes(blocks[:, 8:], bits=4, run=16)])
 
 
 def decode_mxfp4(blocks: Blocks) -> Floats:
     """One scale for 32 weights, a power of two (E8M0): 2 ** (byte - 127), halved as the values are
     doubled. It is finite for every byte; products may overflow."""
     scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return scale * MXFP4_VALUES[_planes(blocks[:, 1:], bits=4, run=16)]
+    return scale * MXFP4_VALUES[planes(blocks[:, 1:], bits=4, run=16)]
 
 
 def decode_tq1_0(blocks: Blocks) -> Floats:
@@ -191,18 +160,18 @@ def decode_tq1_0(blocks: Blocks) -> Floats:
     second = _trits(blocks[:, 32:48], run=16, digits=5)
     rest = _trits(blocks[:, 48:52], run=4, digits=4)
     codes = np.hstack([first, second, rest]).astype(np.float32)
-    return _half(blocks, 52) * (codes - 1)
+    return half(blocks, 52) * (codes - 1)
 
 
 def decode_tq2_0(blocks: Blocks) -> Floats:
-    codes = _planes(blocks[:, :64], bits=2, run=32).astype(np.float32)
-    return _half(blocks, 64) * (codes - 1)
+    codes = planes(blocks[:, :64], bits=2, run=32).astype(np.float32)
+    return half(blocks, 64) * (codes - 1)
 
 
 def decode_i2_s(blocks: Blocks) -> Floats:
     """In units of the tensor's scale, which lies behind its blocks. The first 32 weights are in the
     highest bits."""
-    quarters = _planes(blocks, bits=2, run=32).reshape(-1, 4, 32)[:, ::-1]
+    quarters = planes(blocks, bits=2, run=32).reshape(-1, 4, 32)[:, ::-1]
     return quarters.reshape(-1, 128).astype(np.float32) - 1
 
 
@@ -320,6 +289,13 @@ FORMATS = (
     Format("Q4_K", 12, 256, 144, decode_q4_k),
     Format("Q5_K", 13, 256, 176, decode_q5_k),
     Format("Q6_K", 14, 256, 210, decode_q6_k),
+    Format("IQ1_S", 19, 256, 50, grids.decode_iq1_s),
+    Format("IQ1_M", 29, 256, 56, grids.decode_iq1_m),
+    Format("IQ2_XXS", 16, 256, 66, grids.decode_iq2_xxs),
+    Format("IQ2_XS", 17, 256, 74, grids.decode_iq2_xs),
+    Format("IQ2_S", 22, 256, 82, grids.decode_iq2_s),
+    Format("IQ3_XXS", 18, 256, 98, grids.decode_iq3_xxs),
+    Format("IQ3_S", 21, 256, 110, grids.decode_iq3_s),
     Format("IQ4_NL", 20, 32, 18, decode_iq4_nl),
     Format("IQ4_XS", 23, 256, 136, decode_iq4_xs),
     Format("MXFP4", 39, 32, 17, decode_mxfp4),
@@ -338,18 +314,11 @@ _BY_GGML_TYPE = {known.ggml_type: known for known in FORMATS}
 _OTHER_NAMES = {
     9: "Q8_1",
     15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
     24: "I8",
     25: "I16",
     26: "I32",
     27: "I64",
     28: "F64",
-    29: "IQ1_M",
     40: "NVFP4",
 }
 

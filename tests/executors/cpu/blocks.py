@@ -30,6 +30,8 @@ SCALES: dict[str, tuple[int, ...]] = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    "IQ1_M": (),  # in four parts
     "MXFP4": (),  # a power of two in the first byte
     "TQ1_0": (52,),
     "TQ2_0": (64,),
@@ -119,6 +121,9 @@ def extreme_matrix(name: str, num_rows: int, in_size: int, byte: int) -> Matrix:
 def put_scales(name: str, blocks: Bytes, scales: Doubles) -> None:
     if name == "MXFP4":
         blocks[..., 0] = 128 + np.rint(np.log2(scales))
+    if name == "IQ1_M":  # a nibble of the half each above the scales of four words
+        bits = scales.astype(np.float16).view(np.uint16)[..., None] >> np.array([0, 4, 8, 12])
+        blocks[..., 49::2] = blocks[..., 49::2] & 15 | (bits & 15) << 4
     halves = scales.astype(np.float16)[..., None].view(np.uint8)
     for offset in SCALES[name]:
         blocks[..., offset : offset + 2] = halves

@@ -19,8 +19,10 @@ from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.lowering import Threads, weight_bytes, workspace_bytes
 from quire.executors.cpu.native import native
 from quire.executors.reference import ReferenceExecutor, route
+from quire.loader.tensor import Tensor
 from quire.model.loading import Model, load_model
 from quire.model.spec import Activation, Experts, Router, Scoring
+from quire.quant.formats import format_named
 
 Floats = npt.NDArray[np.float32]
 NO_NUMBERS = np.zeros(0, np.float32)
@@ -157,7 +159,8 @@ def exact_logits(model: Model, plan: SequencePlan) -> Floats:
 
 
 # As far as rounded activations take a feed-forward of these formats.
-ROUNDING = dict.fromkeys(("Q8_0", "Q4_0"), 2.5e-4) | dict.fromkeys(("Q4_K_M", "Q2_K"), 4e-4)
+ROUNDING = dict.fromkeys(("Q8_0", "Q4_0", "MXFP4"), 2.5e-4)
+ROUNDING |= dict.fromkeys(("Q4_K_M", "Q2_K", "IQ2_M", "IQ3_XXS", "IQ1_M"), 4e-4)
 ROUNDING |= {"F32": 1e-6, "BF16": 1e-6}
 
 
@@ -177,7 +180,23 @@ def test_experts_of_every_kind_of_format_compute_what_the_reference_does(
     assert nmse(found, exact) <= ROUNDING[mix]
 
 
-@pytest.mark.parametrize("mix", ["F16", "Q4_K_M", "Q5_0"])
+def test_experts_in_mxfp4_compute_what_they_do_dequantised_to_float32() -> None:
+    def dequantised(tensor: Tensor) -> Tensor:
+        weights = tensor.to_float32().ravel().view(np.uint8)
+        return Tensor(tensor.name, tensor.shape, format_named("F32", tensor.name), weights)
+
+    with load_model("dummy:tiny-moe:F32") as model, load_model("dummy:tiny-moe:MXFP4") as packed:
+        layered = one_layer(model, packed)
+    assert layered.tensors["blk.0.ffn_up_exps.weight"].format.name == "MXFP4"
+    tensors = {n: dequantised(t) if "_exps" in n else t for n, t in layered.tensors.items()}
+    found = []
+    for one in (layered, replace(layered, tensors=tensors)):
+        with on_cpu(one) as executor:
+            found.append(logits(executor, row(TOKENS, TABLE)))
+    assert 0 < nmse(*found) <= ROUNDING["MXFP4"]  # activations are rounded, weights are not
+
+
+@pytest.mark.parametrize("mix", ["F16", "Q4_K_M", "Q5_0", "MXFP4", "IQ2_M"])
 def test_every_unit_and_number_of_threads_give_the_same_bits(mix: str) -> None:
     found = set()
     with load_model(f"dummy:tiny-moe:{mix}") as model:

@@ -48,8 +48,9 @@ def test_every_scale_of_mxfp4_comes_back_exactly() -> None:
 def test_packed_weights_take_little_more_than_the_file(name: str) -> None:
     matrix = random_matrix(name, 64, 1024)
     grown = matrix.packed().num_bytes / matrix.blocks.nbytes
-    limit = 66 / 54 if name == "TQ1_0" else 1.05  # which grows to TQ2_0's size
-    assert grown <= limit
+    # TQ1_0 grows to TQ2_0's size; of eight signs these files keep seven.
+    limits = {"TQ1_0": 66 / 54, "IQ2_XXS": 1.07, "IQ2_XS": 1.06}
+    assert grown <= limits.get(name, 1.05)
     assert native.packed_bytes(name, 64, 1024) == matrix.packed().num_bytes
 
 
