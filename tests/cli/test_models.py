@@ -318,7 +318,8 @@ def test_the_library_takes_the_same_names(place: Place, model: bytes) -> None:
 def test_benchmarks_take_the_same_names(place: Place, model: bytes, tmp_path: Path) -> None:
     place.fake.add(REPO, {"tiny-Q4_0.gguf": model})
     sizes = ("--requests", "2", "--prompt-tokens", "4", "--new-tokens", "2")
-    run = place.run("bench", "throughput", "--model", REPO, *sizes, "--json")
+    kept = ("--receipts", str(tmp_path / "receipts"))
+    run = place.run("bench", "throughput", "--model", REPO, *sizes, *kept, "--json")
     assert run.code == 0, run.err
     assert json.loads(run.out)["model"]["name"] == REPO
 
