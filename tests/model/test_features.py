@@ -153,13 +153,14 @@ def test_a_device_refuses_by_name_what_it_does_not_lower(feature: Feature, devic
     assert "device='reference'" in message and f"device={device!r}" not in message
 
 
-def without(monkeypatch: pytest.MonkeyPatch, feature: Feature) -> None:
-    """As if the CPU executor did not lower it."""
-    monkeypatch.setitem(LOWERED, "cpu", LOWERED["cpu"] - {feature})
+def without(monkeypatch: pytest.MonkeyPatch, feature: Feature, device: str = "cpu") -> None:
+    """As if a device did not lower it."""
+    monkeypatch.setitem(LOWERED, device, LOWERED[device] - {feature})
 
 
 def test_the_refusal_says_layer_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, Feature.NO_ROPE)
+    without(monkeypatch, Feature.LOGIT_SOFT_CAP, "cuda")
     spec = replace(SPECS[Feature.NO_ROPE], logit_soft_cap=30.0)
     with pytest.raises(
         UnsupportedModelError,

@@ -698,13 +698,13 @@ class Feature(StrEnum):
     OUTPUT_SCALE = "a scale on what leaves a layer"
 
 
-_OF_LLAMA = {Feature.WINDOWS, Feature.HEAD_NORMS}
+OF_LLAMA = {Feature.WINDOWS, Feature.HEAD_NORMS}
 
 # By device, and whatever it is that a device does not lower is refused by name when a model is
 # loaded. The reference executor lowers all there is.
 LOWERED: Mapping[str, frozenset[Feature]] = {
     "cpu": frozenset(
-        _OF_LLAMA
+        OF_LLAMA
         | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
         | {Feature.ATTENTION_SOFT_CAP, Feature.LOGIT_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}
         | {Feature.DIFFERENT_LAYERS, Feature.DIFFERENT_EPSILONS, Feature.OTHER_VALUE_SIZE}
@@ -713,10 +713,16 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.WEIGHED_EXPERT_INPUT}
         | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
     ),
-    # Those of BitNet beside ternary matrices alone.
     "cuda": frozenset(
-        _OF_LLAMA
+        OF_LLAMA
+        # BitNet's, beside ternary matrices alone
         | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
+        | {Feature.LAYER_NORMS, Feature.DIFFERENT_EPSILONS, Feature.PARALLEL_HALVES}
+        | {Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES, Feature.OTHER_QK_NORMS}
+        | {Feature.RESIDUAL_SCALE, Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE}
+        | {Feature.LOGIT_SOFT_CAP, Feature.ATTENTION_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}
+        | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.POSITION_SCALE, Feature.SINKS}
+        | {Feature.UNGATED, Feature.GELU, Feature.GELU_TANH}
         | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.CLAMPED_SWIGLU}
         | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER}
     ),

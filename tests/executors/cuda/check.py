@@ -134,8 +134,14 @@ ATTENTION_SHAPES = (
     AttentionShape(32, 8, 128),
     AttentionShape(9, 3, 64),
     AttentionShape(32, 4, 128),
+    AttentionShape(64, 8, 64),
+    AttentionShape(4, 1, 256),
 )
-WINDOWS = (None, 300)
+LAYERS = (  # a scale of 0: head_dim ** -0.5
+    LayerAttention(0.0),
+    LayerAttention(0.0, window=300),
+    LayerAttention(0.3, window=128, soft_cap=2.0),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,14 +149,14 @@ class AttentionCase:
     """Random keys, values and queries; what nobody wrote is not a number."""
 
     spec: AttentionShape
-    window: int | None
+    layer: LayerAttention
     keys: Array
     values: Array
     tables: list[list[int]]
     queries: Array  # [tokens, heads, head_dim]
 
     @classmethod
-    def made(cls, spec: AttentionShape, window: int | None) -> "AttentionCase":
+    def made(cls, spec: AttentionShape, layer: LayerAttention) -> "AttentionCase":
         generator = torch.Generator("cuda").manual_seed(7)
         counts = [-(-length // BLOCK_SIZE) for length in LENGTHS]
         order = torch.randperm(sum(counts) + 3).tolist()  # some blocks are nobody's
@@ -168,7 +174,10 @@ class AttentionCase:
         queries = torch.randn(
             (tokens, spec.num_heads, spec.head_dim), generator=generator, device="cuda"
         ).bfloat16()
-        return cls(spec, window, kept[0], kept[1], tables, queries)
+        layer = layer._replace(scale=layer.scale or spec.head_dim**-0.5)
+        if layer.soft_cap:
+            layer = layer._replace(sinks=torch.linspace(-4, 4, spec.num_heads, device="cuda"))
+        return cls(spec, layer, kept[0], kept[1], tables, queries)
 
     def found(self, attention: Attention, num_tokens: int, num_splits: int = 0) -> Array:
         """All rows, in a step padded to so many tokens."""
@@ -181,8 +190,7 @@ class AttentionCase:
         blocks = list(chain.from_iterable(self.tables))
         flat = torch.tensor(blocks, dtype=torch.int32, device="cuda")
         given = AttentionInput(queries, flat, tiles, out)
-        layer = LayerAttention(spec.head_dim**-0.5, self.window)
-        attention.attend(given, LayerCache(self.keys, self.values), layer, num_splits)
+        attention.attend(given, LayerCache(self.keys, self.values), self.layer, num_splits)
         width = spec.num_heads * spec.head_dim
         return to_natural_order(out[: len(self.queries)])[:, :width]
 
@@ -212,11 +220,17 @@ class AttentionCase:
                 for array in (self.keys, self.values)
             )
             own = self.queries[row : row + count].double().transpose(0, 1)
-            scores = own @ keys.repeat_interleave(group, 0).mT * spec.head_dim**-0.5
+            scores = own @ keys.repeat_interleave(group, 0).mT * self.layer.scale
+            if self.layer.soft_cap:
+                scores = self.layer.soft_cap * (scores / self.layer.soft_cap).tanh()
             position = torch.arange(length - count, length, device="cuda")[:, None]
             key = torch.arange(length, device="cuda")  # positions
-            masked = (key > position) | (key <= position - (self.window or 1 << 30))
-            weights = scores.masked_fill(masked, float("-inf")).softmax(-1)
+            masked = (key > position) | (key <= position - self.layer.num_seen)
+            scores = scores.masked_fill(masked, float("-inf"))
+            if self.layer.sinks is not None:
+                sinks = self.layer.sinks.double()[:, None, None] / np.log2(np.e)
+                scores = torch.cat([scores, sinks.expand(-1, count, 1)], -1)
+            weights = scores.softmax(-1)[..., :length]
             outputs.append(
                 (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).flatten(1)
             )
@@ -224,9 +238,9 @@ class AttentionCase:
         return torch.cat(outputs)
 
 
-def check_attention(spec: AttentionShape, window: int | None) -> tuple[float, bool]:
+def check_attention(spec: AttentionShape, layer: LayerAttention) -> tuple[float, bool]:
     """Error, and whether a row's bits depend on the step's size, on tiles or on splits."""
-    case = AttentionCase.made(spec, window)
+    case = AttentionCase.made(spec, layer)
     num_splits = -(-max(LENGTHS) // SPLIT_SIZE)
     major = torch.cuda.get_device_capability()[0]
     is_hopper = major >= 9
@@ -246,11 +260,13 @@ def check_attention(spec: AttentionShape, window: int | None) -> tuple[float, bo
     return error, all(torch.equal(found, other) for other in others)
 
 
-def _attention_line(shape: AttentionShape, window: int | None) -> bool:
-    error, same = check_attention(shape, window)
+def _attention_line(shape: AttentionShape, layer: LayerAttention) -> bool:
+    error, same = check_attention(shape, layer)
     heads = f"{shape.num_heads} heads over {shape.num_kv_heads} of {shape.head_dim}"
     bits = "same" if same else "DIFFER"
-    print(f"attention, {heads}, window {window}: error {error:.2e}  bits {bits}", flush=True)
+    more = ", sinks and a soft cap" if layer.soft_cap else ""
+    what = f"attention, {heads}, window {layer.window}{more}"
+    print(f"{what}: error {error:.2e}  bits {bits}", flush=True)
     return same and error < 6e-3
 
 
@@ -415,8 +431,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             del case
             torch.cuda.empty_cache()
     if not args.no_attention:
-        cases = [(shape, window) for shape in ATTENTION_SHAPES for window in WINDOWS]
-        is_sound &= all(_attention_line(shape, window) for shape, window in cases)
+        cases = [(shape, layer) for shape in ATTENTION_SHAPES for layer in LAYERS]
+        sound = [_attention_line(shape, layer) for shape, layer in cases]
+        is_sound &= all(sound)
     if not args.no_experts:
         is_sound &= all(_expert_line(shape) for shape in EXPERT_SHAPES)
     print("sound" if is_sound else "NOT SOUND")

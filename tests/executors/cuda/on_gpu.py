@@ -5,21 +5,25 @@
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py mixed MODEL    scores and vectors likewise
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py full MODEL     the most demanding requests
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py kl MODEL       beside the float32 reference
-    PYTHONPATH=src:. python tests/executors/cuda/on_gpu.py families FOLDER
+    PYTHONPATH=src:. python tests/executors/cuda/on_gpu.py families FOLDER   beside the reference
+    PYTHONPATH=src python tests/executors/cuda/on_gpu.py long MODEL     700 tokens, likewise
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py cost MODEL     what batch invariance costs
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py busy MODEL     the GPU's share of the time
 
-FOLDER holds the GGUF files and golden.npz; kl's MODEL is SmolLM2, whose chats it follows.
+FOLDER holds the GGUF files and golden.npz, of families one folder each (tests/fixtures/families or
+drawn); kl's MODEL is SmolLM2, whose chats it follows; long's is small, such as dummy:tiny-gemma3.
 """
 
 import json
 import multiprocessing
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -33,6 +37,7 @@ from quire.executors.reference import ReferenceExecutor
 from quire.llm.assembly import assemble
 from quire.llm.devices import Options
 from quire.model.loading import load_model
+from quire.model.spec import unsupported
 from quire_bench.measure import Load, run_load
 
 BLOCK_FORMATS = ("Q4_K_M", "Q6_K", "Q5_K_M", "Q8_0", "Q4_0", "Q4_1")
@@ -297,24 +302,56 @@ def _run_full(assembly: Any, label: str, options: Mapping[str, Any]) -> bool:
 
 
 def check_families(folder: Path) -> bool:
+    from tests.drawn_families import in_its_context, write_drawn
     from tests.executors.cuda.bfloat_models import load_in_bfloat
 
     is_sound = True
     tokens = tuple(np.random.default_rng(8).integers(0, 60, 40).tolist())
-    plan = StepPlan(0, (SequencePlan(0, 0, tokens, None, (3, 1, 2), Want.LOGITS),))
     for path in sorted(folder.iterdir()):
-        if path.name == "bitnet":
-            continue
-        with load_in_bfloat(path) as model:
-            executor = CudaExecutor(model, CudaConfig(64, 64, num_blocks=8))
-            reference = ReferenceExecutor(model, num_blocks=8)
-        executor.warm_up()
-        [found] = executor.collect(executor.submit(plan)).sequences
-        [exact] = reference.collect(reference.submit(plan)).sequences
-        error = nmse(found.logits, exact.logits)
-        is_sound &= error < 2e-4
-        print(f"{path.name:26} error {error:.2e}", flush=True)
+        is_drawn = (path / "tensors.json").exists()
+        with tempfile.TemporaryDirectory() as made:
+            written = write_drawn(path.name, Path(made)) if is_drawn else path
+            with load_in_bfloat(written) as model:
+                model = in_its_context(path.name, model)
+                if path.name != "bitnet" and not unsupported(model.spec, "cuda"):
+                    is_sound &= _beside_reference(path.name, model, tokens)
     return is_sound
+
+
+def check_long(name: str) -> bool:
+    with load_model(name) as model:
+        tokens = tuple(np.random.default_rng(8).integers(0, 500, 700).tolist())
+        return _beside_reference(name, model, tokens)
+
+
+def _beside_reference(name: str, model: Any, tokens: tuple[int, ...]) -> bool:
+    """Logits of a prompt, whole and but for its last eight tokens, which then come one by one."""
+    count, table = len(tokens), tuple(range(-(-len(tokens) // 16)))
+    with patch("quire.executors.cuda.graphs._SIZES", (8, 4096)):  # few graphs to capture
+        executor = CudaExecutor(model, CudaConfig(8, count, num_blocks=len(table)))
+        executor.warm_up()
+    plan = StepPlan(0, (SequencePlan(0, 0, tokens, None, table, Want.LOGITS),))
+    [found] = executor.collect(executor.submit(plan)).sequences
+    single = []
+    for place in range(count - 8, count):
+        own = SequencePlan(0, place, tokens[place : place + 1], None, table, Want.LOGITS)
+        [result] = executor.collect(executor.submit(StepPlan(1, (own,)))).sequences
+        single.append(result.logits[0])
+    executor.close()
+    references = {}
+    for precision in ("float32", "bfloat16"):
+        reference = ReferenceExecutor(
+            model, num_blocks=len(table), max_step_tokens=count, kv_precision=precision
+        )
+        references[precision] = reference.collect(reference.submit(plan)).sequences[0].logits
+    exact = references["float32"]
+    error, noise = nmse(found.logits, exact), nmse(references["bfloat16"], exact)
+    same = all(np.array_equal(a, b) for a, b in zip(single, found.logits[-8:], strict=True))
+    # Queries are rounded beside keys and values.
+    limit = 2 * noise + 2e-4
+    bits = "same" if same else "DIFFER"
+    print(f"{name:26} error {error:.2e}  limit {limit:.2e}  alone: bits {bits}", flush=True)
+    return same and error < limit
 
 
 # ---- along SmolLM2's chats
@@ -430,6 +467,7 @@ def main(arguments: Sequence[str]) -> int:
     checks["kl"] = lambda: check_kl(where)
     checks["cost"] = lambda: check_cost(where)
     checks["busy"] = lambda: check_busy(where)
+    checks["long"] = lambda: check_long(where)
     checks["families"] = lambda: check_families(Path(where))
     is_sound = checks[what]()
     print("sound" if is_sound else "NOT SOUND")

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from tests.executors.cuda import emulation  # noqa: E402
 
+from quire.executors.cuda.attention import LayerAttention  # noqa: E402
 from quire.executors.cuda.kernels import attention as kernels  # noqa: E402
 from quire.executors.cuda.planes import to_natural_order  # noqa: E402
 
@@ -46,8 +47,12 @@ def attended(
     window: int = NO_WINDOW,
     splits: int = 0,
     out_type: Any = torch.float16,
+    soft_cap: float = 0.0,
+    sinks: Any = None,
 ) -> Any:
     """Rows at these positions, so many tokens a program, in operand order."""
+    given = None if sinks is None else sinks * np.log2(np.e)
+    layer = LayerAttention(DIM**-0.5, window, soft_cap, given)
     starts = list(positions)[::tokens]
     tiles = kernels.TokenTiles(
         rows=_integers([start - positions[0] for start in starts]),
@@ -68,9 +73,11 @@ def attended(
         tiles,
         out,
         buffers,
-        DIM**-0.5 * np.log2(np.e),
+        layer.exp2_scale,
         window,
         128,
+        layer.sinks,
+        layer.exp2_soft_cap,
         SHAPE=shape,
         DIMS=DIM,
         SPLIT_PROGRAMS=splits > 0,
@@ -80,12 +87,22 @@ def attended(
     )
     if splits:
         kernels.merge_splits[(len(starts), 1)](
-            tiles, out, buffers, window, 128, len(starts), SHAPE=shape, DIMS=DIM, HEADS=4, PDL=False
+            *(tiles, out, buffers, window, 128, len(starts), layer.sinks),
+            SHAPE=shape,
+            DIMS=DIM,
+            HEADS=4,
+            PDL=False,
         )
     return out
 
 
-def exact(cache: dict[str, Any], position: int, window: int = NO_WINDOW) -> Any:
+def exact(
+    cache: dict[str, Any],
+    position: int,
+    window: int = NO_WINDOW,
+    soft_cap: float = 0.0,
+    sinks: Any = None,
+) -> Any:
     """In float64, [heads * dims]."""
     seen = range(max(0, position + 1 - window), position + 1)
     places = [(int(cache["table"][n // BLOCK]), n % BLOCK) for n in seen]
@@ -95,7 +112,11 @@ def exact(cache: dict[str, Any], position: int, window: int = NO_WINDOW) -> Any:
         keys = torch.stack([cache["keys"][b, own, s] for b, s in places]).double()
         values = torch.stack([cache["values"][b, own, s] for b, s in places]).double()
         scores = keys @ cache["queries"][position, head].double() * DIM**-0.5
-        mixed.append(torch.softmax(scores, 0) @ values)
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[head, None].double()])
+        mixed.append(torch.softmax(scores, 0)[: len(values)] @ values)
     return torch.cat(mixed)
 
 
@@ -118,6 +139,40 @@ def test_a_row_has_the_same_bits_alone_in_a_tile_and_in_splits(
     for tokens, splits in ((1, 0), (3, 0), (1, 4)):
         found = attended(cache, positions, tokens, window=window, splits=splits)
         assert torch.equal(found, together), (tokens, splits)
+
+
+SINKS = torch.tensor([-1.0, 0.5, 3.0, 9.0])  # of each head: the last takes nearly all weight
+SINGULAR: dict[str, dict[str, Any]] = {
+    "sinks": {"sinks": SINKS},
+    "a soft cap": {"soft_cap": 1.5},
+    "sinks, a soft cap and a window": {"sinks": SINKS, "soft_cap": 1.5, "window": 20},
+}
+
+
+@pytest.mark.parametrize("options", SINGULAR.values(), ids=SINGULAR.keys())
+def test_sinks_and_soft_caps_are_a_rows_own(cache: dict[str, Any], options: dict[str, Any]) -> None:
+    together = attended(cache, range(60, 68), 8, **options)
+    found = to_natural_order(together)
+    plain = to_natural_order(attended(cache, range(60, 68), 8))
+    for place, position in enumerate(range(60, 68)):
+        wanted = exact(cache, position, **options)
+        assert (found[place].double() - wanted).norm() / wanted.norm() < 6e-3
+        assert (plain[place].double() - wanted).norm() / wanted.norm() > 2e-2
+    for tokens, splits in ((1, 0), (3, 0), (1, 4)):
+        found = attended(cache, range(60, 68), tokens, splits=splits, **options)
+        assert torch.equal(found, together), (tokens, splits)
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [(8, 0), (1, 0), (1, 4)])
+def test_blocks_before_the_window_are_not_read(
+    cache: dict[str, Any], tokens: int, splits: int
+) -> None:
+    """They may be another sequence's by now: here one that nobody wrote."""
+    whole = attended(cache, range(70, 78), tokens, window=20, splits=splits)
+    table = cache["table"].clone()
+    table[: (70 + 1 - 20) // BLOCK] = 1
+    freed = attended({**cache, "table": table}, range(70, 78), tokens, window=20, splits=splits)
+    assert torch.equal(freed, whole)
 
 
 @pytest.fixture(scope="module")

@@ -185,6 +185,7 @@ def test_a_mask_that_allows_nothing_is_a_fault_of_its_row(executor: CudaExecutor
 
 def test_numbers_that_are_not_finite_fail_their_row(executor: CudaExecutor) -> None:
     norm = executor._weights.output_norm.weight
+    assert norm is not None
     kept = norm.clone()
     try:
         norm.fill_(float("nan"))

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from tests.executors.cuda.emulation import decoded  # noqa: E402
 
+from quire.executors import reference  # noqa: E402
 from quire.executors.cuda.gemm import PortableGemm, factors, plane_pointers  # noqa: E402
 from quire.executors.cuda.kernels import gemm as kernels  # noqa: E402
 from quire.executors.cuda.planes import (  # noqa: E402
@@ -22,6 +23,7 @@ from quire.executors.cuda.planes import (  # noqa: E402
 )
 from quire.executors.cuda.weights import Linear, Segment, num_splits  # noqa: E402
 from quire.model.dummy import random_blocks  # noqa: E402
+from quire.model.spec import Activation  # noqa: E402
 from quire.quant.formats import format_named  # noqa: E402
 
 FORMATS = (*PLANE_FORMATS, "BF16", "F16")
@@ -46,7 +48,7 @@ def relative(found: Any, wanted: Any) -> float:
 def test_splits_of_a_gemm_add_up_to_weights_times_tokens(format_name: str) -> None:
     planes, x = made(format_name), tokens()
     bias = torch.arange(ROWS, dtype=torch.float32)
-    linear = Linear((Segment(planes, 0, bias),), ROWS, 2, token_divisor=4.0)
+    linear = Linear((Segment(planes, 0, bias),), ROWS, 2, scale=4.0)
     sums = torch.full((2, TOKENS, ROWS), float("nan"))
     PortableGemm(exact=True).multiply(linear, to_operand_order(x / 4), sums, TOKENS)
     wanted = x.double() @ decoded(planes).T + bias
@@ -86,6 +88,24 @@ def test_gates_open_what_stands_beside_them(interleaved: bool) -> None:
         gates, values = rows.split(ROWS // 2, dim=1)
     wanted = torch.nn.functional.silu(gates) * values
     assert relative(out.float() * GATED_DIVISOR, wanted) < 1e-3
+
+
+ACTIVATIONS = [x for x in Activation if x is not Activation.RELU2]  # BitNet's kernels have that
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_is_the_references(activation: Activation) -> None:
+    gates, values = (torch.linspace(-12, 12, 512).roll(shift) for shift in (0, 100))
+    out = torch.zeros((1, 512), dtype=torch.float16)
+    sums = torch.cat([gates, values])[None]
+    constants = {"ACTIVATION": activation.value, "INTERLEAVED": False, "BLOCK": 1024}
+    kernels.gate[(1, 1)](sums, out, 512, 1024, 512, 0.25, GATED=True, **constants)
+    wanted = torch.from_numpy(reference.gated(activation, gates.numpy(), values.numpy()))
+    assert relative(out[0].float(), wanted.double() / 4) < 3e-4
+    if activation is not Activation.CLAMPED_SWIGLU:
+        kernels.gate[(1, 1)](sums, out, 512, 1024, 512, 0.25, GATED=False, **constants)
+        wanted = torch.from_numpy(reference._ACTIVATIONS[activation](gates.numpy()))
+        assert relative(out[0].float(), wanted.double() / 4) < 3e-4
 
 
 @pytest.mark.parametrize("format_name", FORMATS)

@@ -129,10 +129,15 @@ def test_a_ternary_gemm_runs_on_the_tensor_cores_integers(
 
 
 @pytest.mark.parametrize(("num_tokens", "num_splits"), [(4, 0), (4, 4), (256, 0), (2048, 0)])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (32, 2, 64)])
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (32, 2, 64), (4, 1, 256)]
+)
+@pytest.mark.parametrize(
+    ("half", "is_singular"), [("bfloat16", False), ("bfloat16", True), ("float16", False)]
+)
 def test_attention_reads_what_tma_loaded(
     half: str,
+    is_singular: bool,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -160,6 +165,8 @@ def test_attention_reads_what_tma_loaded(
         out=torch.empty((num_tokens, heads * head_dim), dtype=torch.float16),
     )
     layer = launchers.LayerAttention(head_dim**-0.5)
+    if is_singular:
+        layer = launchers.LayerAttention(0.1, 100, 50.0, torch.empty(heads))
     attention.attend(inputs, launchers.LayerCache(keys, keys), layer, num_splits)
     usage, listing = compiled(catch.found, tmp_path)
     print(heads, num_tokens, usage)
@@ -170,31 +177,36 @@ def test_attention_reads_what_tma_loaded(
     assert (merged.found is not None) == (num_splits > 0)
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("half", "heads", "head_dim"),
+    [("bfloat16", 4, 32), ("float16", 4, 32), ("bfloat16", 8, 256), ("bfloat16", 64, 256)],
+)
 def test_the_plain_attention_compiles_for_either_cache(
-    half: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    half: str, heads: int, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the interpreter runs may still not compile."""
+    """What the interpreter runs may still not compile. Here with sinks, a soft cap and a window."""
     pretend()
-    spec: Any = SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=32)
+    spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=2, head_dim=head_dim)
     splits = launchers._Splits(spec, 4, 1, "cpu")
     options = {"PDL": True, "launch_pdl": True}
     attention = launchers.PlainAttention(spec, splits, 16, options, exact=False)
     catch = _Catch(plain_attention.attend)
     monkeypatch.setattr(plain_attention, "attend", catch)
-    keys = torch.empty((8, 2, 16, 32), dtype=getattr(torch, half))
+    keys = torch.empty((8, 2, 16, head_dim), dtype=getattr(torch, half))
     query_type = torch.bfloat16 if half == "bfloat16" else torch.float32
     integers = torch.empty((5, 4), dtype=torch.int32)
     inputs = launchers.AttentionInput(
-        queries=torch.empty((4, 4, 32), dtype=query_type),
+        queries=torch.empty((4, heads, head_dim), dtype=query_type),
         tables=integers[0],
         tiles=plain_attention.TokenTiles(*integers),
-        out=torch.empty((4, 128)),
+        out=torch.empty((4, heads * head_dim)),
     )
-    layer = launchers.LayerAttention(32**-0.5)
+    layer = launchers.LayerAttention(0.1, 100, 50.0, torch.empty(heads))
     attention.attend(inputs, launchers.LayerCache(keys, keys), layer, 0)
     usage, _ = compiled(catch.found, tmp_path)
-    assert usage.stack == 0
+    print(heads, head_dim, usage)
+    assert usage.stack == 0 or head_dim > 128
+    assert usage.shared <= SHARED_MEMORY
 
 
 MIXTURE = Experts(

@@ -22,7 +22,7 @@ _MERGE_HEADS = 8  # of a token, in one program of merge_splits
 _QUERY_ROWS = 16  # of a program: tokens times the heads of a group
 _SMALL_STEP = 256  # tokens; larger steps hold prompts, whose tokens share keys
 _SMALL_STEP_ROWS = 8
-_LARGE_STEP_ROWS = 32
+_LARGE_STEP_ROWS = {64: 32, 128: 32, 256: 16}  # by head_dim: those that the Hopper kernel takes
 
 
 class Heads(Protocol):
@@ -53,11 +53,17 @@ class LayerAttention(NamedTuple):
 
     scale: float  # of scores
     window: int | None = None
+    soft_cap: float = 0.0  # on scores; 0: none
+    sinks: Array | None = None  # float32 [heads], times log2(e)
 
     @property
     def exp2_scale(self) -> float:
-        """Of scores, for exp2 in place of exp."""
-        return self.scale * math.log2(math.e)
+        """Of scores, for exp2 in place of exp; with a soft cap, of what its tanh is made of."""
+        return self.scale * math.log2(math.e) / (0.5 * self.soft_cap or 1.0)
+
+    @property
+    def exp2_soft_cap(self) -> float | None:
+        return self.soft_cap * math.log2(math.e) or None
 
     @property
     def num_seen(self) -> int:
@@ -98,7 +104,7 @@ class _Splits:
         self,
         inputs: AttentionInput,
         num_tiles: int,
-        window: int,
+        layer: LayerAttention,
         shape: AttentionShape,
         launch_options: dict[str, bool],
     ) -> None:
@@ -106,9 +112,10 @@ class _Splits:
             inputs.tiles,
             inputs.out,
             self.buffers,
-            window,
+            layer.num_seen,
             inputs.out.stride(0),
             num_tiles,
+            layer.sinks,
             SHAPE=shape,
             DIMS=triton.next_power_of_2(shape.head_dim),
             HEADS=_MERGE_HEADS,
@@ -156,6 +163,8 @@ class PlainAttention:
             layer.exp2_scale,
             layer.num_seen,
             inputs.out.stride(0),
+            layer.sinks,
+            layer.exp2_soft_cap,
             SHAPE=self._shape,
             DIMS=max(_MIN_DIMS, triton.next_power_of_2(spec.head_dim)),
             SPLIT_PROGRAMS=num_splits > 0,
@@ -167,11 +176,11 @@ class PlainAttention:
             **self._launch_options,
         )
         if num_splits:
-            self._splits.merge(inputs, num_tiles, layer.num_seen, self._shape, self._launch_options)
+            self._splits.merge(inputs, num_tiles, layer, self._shape, self._launch_options)
 
 
 class HopperAttention:
-    """TMA and wgmma, for heads of 64 or 128."""
+    """TMA and wgmma, for heads of 64, 128 or 256."""
 
     def __init__(
         self,
@@ -193,8 +202,8 @@ class HopperAttention:
         self._group = _group(spec)
 
     def _rows(self, num_tokens: int) -> int:
-        rows = _LARGE_STEP_ROWS if num_tokens > _SMALL_STEP else _SMALL_STEP_ROWS
-        return max(rows, self._group)
+        most = _LARGE_STEP_ROWS[self._spec.head_dim]
+        return max(most if num_tokens > _SMALL_STEP else _SMALL_STEP_ROWS, self._group)
 
     def tokens_per_tile(self, num_tokens: int, num_splits: int) -> int:
         return 1 if num_splits else self._rows(num_tokens) // self._group
@@ -220,16 +229,19 @@ class HopperAttention:
             layer.exp2_scale,
             layer.num_seen,
             inputs.out.stride(0),
+            layer.sinks,
+            layer.exp2_soft_cap,
             SHAPE=shape,
             STAGES=kernels.num_stages(num_tokens),
             SPLIT_PROGRAMS=num_splits > 0,
+            WINDOWED=layer.window is not None,
             num_warps=kernels.WARPS,
-            maxnreg=kernels.REGISTERS[shape.rows],
+            maxnreg=kernels.num_registers(shape.rows, spec.head_dim),
             enable_fp_fusion=False,
             **self._launch_options,
         )
         if num_splits:
-            self._splits.merge(inputs, num_tiles, layer.num_seen, shape, self._launch_options)
+            self._splits.merge(inputs, num_tiles, layer, shape, self._launch_options)
 
 
 def attention_for(
@@ -246,7 +258,7 @@ def attention_for(
     give splits of the context programs of their own."""
     splits = _Splits(spec, max_split_tokens, max_splits, device)
     is_hopper = device != "cpu" and torch.cuda.get_device_capability(device)[0] == 9
-    if is_hopper and spec.head_dim in (64, 128) and _group(spec) <= _LARGE_STEP_ROWS:
+    if is_hopper and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):
         return HopperAttention(spec, splits, block_size, launch_options, max_sequences)
     return PlainAttention(spec, splits, block_size, launch_options, exact=device == "cpu")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 
@@ -35,7 +36,7 @@ from quire.executors.cuda.weights import (
     NormWeights,
 )
 from quire.model.rope import Rope
-from quire.model.spec import Activation, Attention, ModelSpec
+from quire.model.spec import Activation, Attention, ModelSpec, NormKind
 
 _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
@@ -81,7 +82,9 @@ class BodyShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeTables:
-    cosines: Array  # float32 [positions, rope dims / 2]
+    """By position, float32."""
+
+    cosines: Array  # [positions, rope dims / 2]
     sines: Array
 
 
@@ -92,9 +95,12 @@ class LoweredLayer:
     index: int  # of its keys and values in the cache
     weights: LayerWeights
     rope: RopeTables
+    query_scales: Array | None  # by position, float32
     rope_shape: layers.RopeShape
     attention: LayerAttention
     epsilon: float  # of the norms of queries and keys
+    is_parallel: bool
+    residual_scale: float
 
 
 class Added(NamedTuple):
@@ -102,6 +108,8 @@ class Added(NamedTuple):
 
     num_splits: int  # [split, token, column], added in order
     linear: Linear | None = None  # what made it, where one linear did
+    norm: NormWeights | None = None  # of it, before it is added
+    scale: float = 1.0  # of it, after that norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,6 +236,8 @@ class Decoder:
         parts = [experts.part for experts in self._weights.experts]
         most = max(linear.num_splits * linear.num_rows for linear in linears)
         most = max([most, *(part.num_used * self._padded_hidden for part in parts)])
+        if any(layer.is_parallel for layer in spec.layers):  # both halves leave theirs
+            most *= 2
         self._sums = self._zeros((most * tokens,), torch.float32)
         self._experts: ExpertRunner | None = None
         if parts:
@@ -241,25 +251,42 @@ class Decoder:
         return torch.zeros(shape, dtype=kind, device=self._device)
 
     def _lowered(self) -> tuple[LoweredLayer, ...]:
-        ropes = {rope: self._rope_tables(rope) for rope in self._spec.ropes}
+        """Layers that have a rope share its tables."""
+        spec = self._spec
+        ropes = {rope: self._rope_tables(rope) for rope in {x.mixer.rope for x in spec.layers}}
+        scales = {part: self._query_scales(part) for part in {x.mixer for x in spec.layers}}
         lowered = []
-        for index, layer in enumerate(self._spec.layers):
+        for index, (layer, weights) in enumerate(
+            zip(spec.layers, self._weights.layers, strict=True)
+        ):
             part = layer.mixer
-            assert part.rope is not None
-            norm = part.qk_norm
+            attention = LayerAttention(part.scale, part.window, part.soft_cap, weights.sinks)
             lowered.append(
                 LoweredLayer(
                     index=index,
-                    weights=self._weights.layers[index],
+                    weights=weights,
                     rope=ropes[part.rope],
+                    query_scales=scales[part],
                     rope_shape=_rope_shape(part),
-                    attention=LayerAttention(part.scale, part.window),
-                    epsilon=0.0 if norm is None else norm.norm.epsilon,
+                    attention=attention,
+                    epsilon=0.0 if part.qk_norm is None else part.qk_norm.norm.epsilon,
+                    is_parallel=layer.is_parallel,
+                    residual_scale=layer.residual_scale,
                 )
             )
         return tuple(lowered)
 
-    def _rope_tables(self, rope: Rope) -> RopeTables:
+    def _query_scales(self, part: Attention) -> Array | None:
+        if part.position_scale is None:
+            return None
+        scale = part.position_scale
+        steps = (np.arange(self._limits.max_context) + scale.offset) // scale.length
+        scales = (1.0 + scale.factor * np.log(1 + steps)).astype(np.float32)
+        return torch.from_numpy(scales).to(self._device)
+
+    def _rope_tables(self, rope: Rope | None) -> RopeTables:
+        if rope is None:
+            return RopeTables(self._sums, self._sums)  # not read
         tables = rope.tables(self._limits.max_context)
         return RopeTables(*(torch.from_numpy(table).to(self._device) for table in tables))
 
@@ -275,31 +302,41 @@ class Decoder:
             self._norm(count, layer.weights.mixer_norm, added)
             self._attend(shape, body, blocks, layer)
             added = self._project(count, layer.weights)
-            self._norm(count, layer.weights.feed_forward_norm, added)
-            added = self._feed_forward(count, layer.weights.feed_forward)
+            if layer.is_parallel:
+                fed = self._feed_forward(count, layer.weights.feed_forward, added.num_splits)
+            else:
+                norm, scale = layer.weights.mixer_output_norm, layer.residual_scale
+                added = added._replace(norm=norm, scale=scale)
+                self._norm(count, layer.weights.feed_forward_norm, added)
+                fed = self._feed_forward(count, layer.weights.feed_forward)
+            norm = layer.weights.feed_forward_output_norm
+            added = fed._replace(norm=norm, scale=layer.residual_scale)
         self._norm(count, self._weights.output_norm, added, is_last=True)
 
     def _project(self, count: int, layer: LayerWeights) -> Added:
         """The output projection of attention."""
         return self._multiply(layer.output, self.attention_output, count)
 
-    def _feed_forward(self, count: int, feed: DenseWeights | ExpertWeights) -> Added:
+    def _feed_forward(
+        self, count: int, feed: DenseWeights | ExpertWeights, after: int = 0
+    ) -> Added:
+        """The feed-forward of `normed`; the first `after` splits of `_sums` stay."""
         if isinstance(feed, ExpertWeights):
             assert self._experts is not None
-            slots = (feed.part.num_used, self._limits.num_tokens, self._padded_hidden)
+            slots = (after + feed.part.num_used, self._limits.num_tokens, self._padded_hidden)
             sums = self._sums[: math.prod(slots)].view(slots)
-            self._experts.run(feed, self.normed, sums, count)
+            self._experts.run(feed, self.normed, sums[after:], count)
             return Added(len(sums))
-        return self._dense(count, feed)
+        return self._dense(count, feed, after)
 
-    def _dense(self, count: int, feed: DenseWeights) -> Added:
+    def _dense(self, count: int, feed: DenseWeights, after: int) -> Added:
         gates = feed.gate_up
         shape = (1, self._limits.num_tokens, gates.num_rows)
         sums = None
         if self._gemm.needs_gate_sums(gates):
             sums = self._gate_sums[: math.prod(shape)].view(shape)
         self._gemm.multiply_gated(gates, self.normed, sums, self.gated, count)
-        return self._multiply(feed.down, self.gated, count)
+        return self._multiply(feed.down, self.gated, count, after)
 
     def _embed(self, count: int, body: BodyInput) -> None:
         planes = self._weights.embedding
@@ -311,7 +348,7 @@ class Decoder:
             plane_pointers(planes),
             planes.num_rows,
             planes.num_blocks,
-            factors(planes),
+            factors(planes, self._spec.embedding_scale),
             FORMAT=planes.layout,
             ROUNDED=self._ROUNDED_EMBEDDING,
             num_warps=4,
@@ -332,17 +369,21 @@ class Decoder:
             return linear.num_splits
         return 1
 
-    def _multiply(self, linear: Linear, tokens: Array, count: int) -> Added:
-        """A GEMM, into `_sums`: [split, token, row]."""
-        shape = (self._num_splits(linear, count), self._limits.num_tokens, linear.num_rows)
+    def _multiply(self, linear: Linear, tokens: Array, count: int, after: int = 0) -> Added:
+        """A GEMM, into `_sums`: [split, token, row], behind the first `after` splits."""
+        splits = after + self._num_splits(linear, count)
+        shape = (splits, self._limits.num_tokens, linear.num_rows)
         sums = self._sums[: math.prod(shape)].view(shape)
-        self._gemm.multiply(linear, tokens, sums, count)
-        return Added(len(sums), linear)
+        self._gemm.multiply(linear, tokens, sums[after:], count)
+        return Added(splits, linear)
 
     def _norm(
-        self, count: int, norm: NormWeights, added: Added | None, *, is_last: bool = False
+        self, count: int, norm: NormWeights | None, added: Added | None, *, is_last: bool = False
     ) -> None:
         """Add what a half of a layer made to the hidden states, and norm them."""
+        norm = norm or NormWeights()
+        after = None if added is None else added.norm
+        scale = 1.0 if added is None else added.scale
         layers.add_and_norm[(count,)](
             self.hidden,
             self._sums,
@@ -353,7 +394,12 @@ class Decoder:
             self._spec.hidden_size,
             norm.epsilon,
             self._limits.num_tokens * self._padded_hidden,
+            norm.bias,
+            None if after is None else layers.OutputNorm(after.weight, after.bias, after.epsilon),
+            None if scale == 1.0 else scale,
             SPLITS=0 if added is None else added.num_splits,
+            NORM=norm.kind,
+            OUTPUT_NORM="" if after is None else after.kind,
             BLOCK=triton.next_power_of_2(self._padded_hidden),
             STORE_FINITE=is_last,
             num_warps=min(32, max(1, triton.next_power_of_2(self._padded_hidden) // _NORM_COLUMNS)),
@@ -380,13 +426,16 @@ class Decoder:
             body.fields[BodyField.SLOT],
             rope.cosines,
             rope.sines,
-            rope.cosines if weights.query_norm is None else weights.query_norm,
-            rope.cosines if weights.key_norm is None else weights.key_norm,
+            layers.HeadNorms(
+                rope.cosines if weights.query_norm is None else weights.query_norm,
+                rope.cosines if weights.key_norm is None else weights.key_norm,
+            ),
             layers.QueryKeyValue(self.queries, cache.keys, cache.values),
             self._ternary_sums(weights.qkv, rope),
             self._limits.num_tokens * weights.qkv.num_rows,
             weights.qkv.num_rows,
             layer.epsilon,
+            layer.query_scales,
             SHAPE=layer.rope_shape,
             SPLITS=made.num_splits,
             TERNARY=weights.qkv.is_ternary,
@@ -442,8 +491,17 @@ class Decoder:
             num_warps=4,
             **self._launch_options(),
         )
-        head = self._weights.head
+        head, width, cap = self._weights.head, self.logits.shape[1], self._spec.logit_soft_cap
         self._gemm.multiply(head, self.head_rows, self.logits[None], count)
+        if cap:
+            layers.cap_logits[(count, -(-width // _ARGMAX_BLOCK))](
+                self.logits,
+                cap,
+                width,
+                BLOCK=_ARGMAX_BLOCK,
+                num_warps=8,
+                **self._launch_options(),
+            )
 
 
 class TernaryDecoder(Decoder):
@@ -478,8 +536,9 @@ class TernaryDecoder(Decoder):
         return super()._num_splits(linear, count)
 
     def _norm(
-        self, count: int, norm: NormWeights, added: Added | None, *, is_last: bool = False
+        self, count: int, norm: NormWeights | None, added: Added | None, *, is_last: bool = False
     ) -> None:
+        assert norm is not None
         linear = None if added is None else added.linear
         self._quantize(
             count,
@@ -497,7 +556,8 @@ class TernaryDecoder(Decoder):
         self._quantize(count, source, layer.sub_norm, codes, self._spec.query_size, None)
         return self._multiply(layer.output, codes, count)
 
-    def _dense(self, count: int, feed: DenseWeights) -> Added:
+    def _dense(self, count: int, feed: DenseWeights, after: int) -> Added:
+        del after
         self._multiply(feed.gate_up, self._activations, count)
         source = self._source(ternary.GATED, self.hidden, feed.gate_up)
         codes = self._gated_codes
@@ -548,14 +608,15 @@ class TernaryDecoder(Decoder):
 
 
 def _rope_shape(part: Attention) -> layers.RopeShape:
-    assert part.rope is not None
+    rope, norm = part.rope, part.qk_norm
     return layers.RopeShape(
         num_heads=part.num_heads,
         num_kv_heads=part.num_kv_heads,
         head_dim=part.head_dim,
-        rope_dims=part.rope.dims,
-        is_interleaved=part.rope.interleaved,
-        has_norm=part.qk_norm is not None,
+        rope_dims=0 if rope is None else rope.dims,
+        is_interleaved=rope is not None and rope.interleaved,
+        norm="" if norm is None else norm.span.value,
+        is_layer_norm=norm is not None and norm.norm.kind is NormKind.LAYER,
         block_size=BLOCK_SIZE,
         heads=_ROPE_HEADS,
         pairs=triton.next_power_of_2(part.head_dim // 2),

@@ -28,7 +28,7 @@ class Gemm(Protocol):
     def multiply_gated(
         self, linear: Linear, tokens: Array, sums: Array | None, out: Array, num_tokens: int
     ) -> None:
-        """out[token, i] = silu(gate i) * up i; `sums` is scratch memory."""
+        """out[token, i] = activation(gate i) * up i; `sums` is scratch memory."""
 
     def needs_gate_sums(self, linear: Linear) -> bool:
         """Whether multiply_gated needs that scratch memory."""
@@ -36,7 +36,7 @@ class Gemm(Protocol):
 
 def launch_gate(linear: Linear, sums: Array, out: Array, num_tokens: int) -> None:
     """The gating as a kernel of its own."""
-    width = linear.num_rows // 2
+    width = linear.num_rows // 2 if linear.has_gates else linear.num_rows
     portable.gate[(num_tokens, -(-width // _GATE_BLOCK))](
         sums,
         out,
@@ -44,15 +44,17 @@ def launch_gate(linear: Linear, sums: Array, out: Array, num_tokens: int) -> Non
         linear.num_rows,
         out.stride(0),
         1 / GATED_DIVISOR,
+        ACTIVATION=linear.activation.value,
+        GATED=linear.has_gates,
         INTERLEAVED=linear.is_gated,
         BLOCK=_GATE_BLOCK,
     )
 
 
-def factors(planes: Planes, divisor: float = 1.0) -> Factors:
-    """`divisor`: what the tokens were divided by."""
+def factors(planes: Planes, scale: float = 1.0) -> Factors:
+    """`scale`: what the sums are multiplied by."""
     exponent = planes.exponent
-    return Factors(2.0 ** (CODE_SHIFT - exponent), 2.0**-exponent, 2.0**exponent * divisor)
+    return Factors(2.0 ** (CODE_SHIFT - exponent), 2.0**-exponent, 2.0**exponent * scale)
 
 
 def plane_pointers(planes: Planes) -> PlanePointers:
@@ -111,7 +113,7 @@ class PortableGemm:
             sums[:, :, segment.first_row :],
             plane_pointers(planes),
             planes.codes if segment.bias is None else segment.bias,
-            factors(planes, linear.token_divisor),
+            factors(planes, linear.scale),
             num_tokens,
             planes.num_rows,
             planes.num_blocks,
@@ -348,7 +350,7 @@ class HopperGemm:
             *self.weight_descriptors(planes, shape),
             out,
             planes.codes if segment.bias is None else segment.bias,
-            factors(planes, linear.token_divisor),
+            factors(planes, linear.scale),
             1 / GATED_DIVISOR,
             num_tokens,
             planes.num_rows,
@@ -357,7 +359,7 @@ class HopperGemm:
             0 if gated else out.stride(0),
             TILING=shape,
             FORMAT=planes.layout,
-            GATED=gated,
+            ACTIVATION=linear.activation.value if gated else None,
             BIAS=segment.bias is not None,
             LAUNCH=self._order(is_first),
             num_warps=shape.warps,

@@ -5,6 +5,7 @@ them are reordered here, once. Rows of gates and of their ups alternate by eight
 thread of the GEMM holds both.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -34,6 +35,7 @@ from quire.executors.cuda.ternary import MAX_COLUMNS, in_order, pack, planes_of
 from quire.loader.tensor import Tensor
 from quire.model.spec import (
     LAYER_LINEARS,
+    OF_LLAMA,
     Activation,
     Dense,
     Experts,
@@ -41,6 +43,9 @@ from quire.model.spec import (
     Layer,
     ModelSpec,
     Norm,
+    NormKind,
+    NormSpan,
+    QKNorm,
     check_lowered,
     features,
     takes_bytes_by_token,
@@ -57,6 +62,8 @@ MAX_HEAD_DIM = 256
 MAX_HIDDEN = 1 << 15
 MAX_GEMM_ROWS = 65535 * _TILE_ROWS
 MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a program
+
+_OF_TERNARY = frozenset({Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +83,9 @@ class Linear:
     num_rows: int
     num_splits: int
     is_gated: bool = False  # eight gates, then their eight ups, and so on
-    token_divisor: float = 1.0  # what its tokens come divided by
+    has_gates: bool = True  # where an activation is applied; otherwise to all its rows
+    activation: Activation = Activation.SILU
+    scale: float = 1.0  # of its sums, before the bias
     scales: tuple[float, ...] = ()  # of ternary matrices, one each: their sums come without
 
     @property
@@ -97,8 +106,10 @@ class Linear:
 class NormWeights:
     """A norm of hidden vectors, in operand order."""
 
-    weight: Array
-    epsilon: float
+    weight: Array | None = None
+    bias: Array | None = None
+    epsilon: float = 0.0
+    kind: str = ""  # the value of a NormKind; "": there is no norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,13 +127,16 @@ class DenseWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    mixer_norm: NormWeights
-    feed_forward_norm: NormWeights
+    mixer_norm: NormWeights | None
+    mixer_output_norm: NormWeights | None
+    feed_forward_norm: NormWeights | None
+    feed_forward_output_norm: NormWeights | None
     query_norm: Array | None
     key_norm: Array | None
     qkv: Linear
     output: Linear
     feed_forward: DenseWeights | ExpertWeights
+    sinks: Array | None = None  # times log2(e)
     sub_norm: Array | None = None  # before the output projection
 
     @property
@@ -187,16 +201,20 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     check_lowered(spec, "cuda")
     _check_shape(spec)
     is_ternary = is_ternary_model(spec, tensors)
-    # What BitNet models have beyond a llama has kernels beside ternary matrices alone.
-    own = {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
-    refused = [] if is_ternary else [x for x, _ in features(spec) if x in own]
-    if refused:
-        _refuse(spec, f"{refused[0]} and matrices that are not ternary")
+    # What BitNet models have beyond a llama has kernels beside ternary matrices alone, and what
+    # others have beside matrices that are not.
+    for feature, where in features(spec):
+        if not is_ternary and feature in _OF_TERNARY:
+            _refuse(spec, f"{feature} and matrices that are not ternary")
+        if is_ternary and feature not in _OF_TERNARY | OF_LLAMA:
+            _refuse(spec, f"{feature}{where} beside ternary matrices")
+    for layer in set(spec.layers):
+        _check_head_norm(spec, layer.mixer.qk_norm)
     if is_ternary and any(name.endswith(".bias") for name in tensors):
         _refuse(spec, "biases beside ternary matrices")
     for name, tensor in tensors.items():
         is_own = (is_ternary and _is_linear(name)) or name.endswith(ROUTER_MATRIX)
-        if len(tensor.shape) > 1 and not is_own:
+        if len(tensor.shape) > 1 and not is_own and not name.endswith(".bias"):
             check_supported(tensor.format.name, name)
     _check_feed_forwards(spec, tensors)
 
@@ -208,6 +226,15 @@ def _check_feed_forwards(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None
             check_experts(feed, tensors, f"blk.{index}.")
         elif feed.activation is Activation.CLAMPED_SWIGLU:
             _refuse(spec, f"{Feature.CLAMPED_SWIGLU} in a dense feed-forward")
+
+
+def _check_head_norm(spec: ModelSpec, norm: QKNorm | None) -> None:
+    if norm is None:
+        return
+    if norm.is_after_rope or not norm.norm.has_weight or norm.norm.has_bias:
+        _refuse(spec, "norms of queries and keys that come after rope, or are not weights alone")
+    if norm.span is NormSpan.PROJECTION and norm.norm.kind is not NormKind.RMS:
+        _refuse(spec, "layer norms of queries and keys over all heads")
 
 
 def _refuse(spec: ModelSpec, what: str) -> NoReturn:
@@ -292,7 +319,7 @@ class Loader:
         return ModelWeights(
             embedding=embedding,
             output_norm=self._hidden_norm("output_norm", spec.output_norm),
-            head=Linear((Segment(head, 0, None),), head.num_rows, 1),
+            head=Linear((Segment(head, 0, None),), head.num_rows, 1, scale=spec.logit_scale),
             layers=tuple(self._layer(f"blk.{at}.", part) for at, part in enumerate(spec.layers)),
         )
 
@@ -300,16 +327,31 @@ class Loader:
         head_norms = [None, None]
         if layer.mixer.qk_norm is not None:
             head_norms = [self._floats(f"{prefix}attn_{x}_norm.weight") for x in ("q", "k")]
-        assert layer.mixer_norm is not None and layer.feed_forward_norm is not None
+        sinks = None
+        if layer.mixer.has_sinks:
+            sinks = self._floats(f"{prefix}attn_sinks.weight") * math.log2(math.e)
         return LayerWeights(
-            mixer_norm=self._hidden_norm(f"{prefix}attn_norm", layer.mixer_norm),
-            feed_forward_norm=self._hidden_norm(f"{prefix}ffn_norm", layer.feed_forward_norm),
+            **self._norms(prefix, layer),
             query_norm=head_norms[0],
             key_norm=head_norms[1],
             qkv=self._joined([f"{prefix}attn_{x}" for x in ("q", "k", "v")]),
             output=self._hidden(f"{prefix}attn_output"),
             feed_forward=self._feed_forward(prefix, layer.feed_forward),
+            sinks=sinks,
         )
+
+    def _norms(self, prefix: str, layer: Layer) -> dict[str, NormWeights | None]:
+        """Those of hidden vectors, by their names in LayerWeights."""
+        norms = {
+            "mixer_norm": ("attn_norm", layer.mixer_norm),
+            "mixer_output_norm": ("post_attention_norm", layer.mixer_output_norm),
+            "feed_forward_norm": ("ffn_norm", layer.feed_forward_norm),
+            "feed_forward_output_norm": ("post_ffw_norm", layer.feed_forward_output_norm),
+        }
+        return {
+            name: None if norm is None else self._hidden_norm(prefix + tensor, norm)
+            for name, (tensor, norm) in norms.items()
+        }
 
     def _feed_forward(self, prefix: str, part: Dense | Experts) -> DenseWeights | ExpertWeights:
         if isinstance(part, Experts):
@@ -317,14 +359,19 @@ class Loader:
         return self._dense(prefix, part)
 
     def _dense(self, prefix: str, part: Dense) -> DenseWeights:
-        del part
+        if part.is_gated:
+            gate_up = self._gated(f"{prefix}ffn_gate", f"{prefix}ffn_up")
+        else:
+            gate_up = replace(self._hidden(f"{prefix}ffn_up"), num_splits=1, has_gates=False)
         return DenseWeights(
-            gate_up=self._gated(f"{prefix}ffn_gate", f"{prefix}ffn_up"),
-            down=replace(self._hidden(f"{prefix}ffn_down"), token_divisor=GATED_DIVISOR),
+            gate_up=replace(gate_up, activation=part.activation),
+            down=replace(self._hidden(f"{prefix}ffn_down"), scale=GATED_DIVISOR),
         )
 
     def _hidden_norm(self, name: str, norm: Norm) -> NormWeights:
-        return NormWeights(self._norm(f"{name}.weight"), norm.epsilon)
+        weight = self._norm(f"{name}.weight") if norm.has_weight else None
+        bias = self._norm(f"{name}.bias") if norm.has_weight and norm.has_bias else None
+        return NormWeights(weight, bias, norm.epsilon, norm.kind.value)
 
     # ---- kinds of GEMM
 

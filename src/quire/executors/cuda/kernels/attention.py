@@ -65,6 +65,25 @@ def _merged(max0, sum0, acc0, max1, sum1, acc1):
 
 
 @triton.jit
+def with_sink(row_max, row_sum, sink):
+    """Maximum and sum with the head's sink, a score without a value; what the weighted values are
+    multiplied by."""
+    largest = tl.maximum(row_max, sink)
+    factor = tl.exp2(row_max - largest)
+    return row_sum * factor + tl.exp2(sink - largest), factor
+
+
+@triton.jit
+def scaled_scores(s, scale, soft_cap):
+    """Scores for exp2. With a soft cap, cap * tanh(score / cap), where `scale` and `soft_cap` come
+    as LayerAttention gives them."""
+    s = s * scale
+    if soft_cap is not None:
+        s = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(s))
+    return s
+
+
+@triton.jit
 def _rounding_error(x, half):
     return (x - half.to(tl.float32)).to(half.dtype)
 
@@ -102,9 +121,11 @@ def _attend_split(
     position,
     start,
     stop,
+    begin,
     end,
     scale,
     window,
+    soft_cap,
     DIMS: tl.constexpr,
     SHAPE: tl.constexpr,
     LARGE: tl.constexpr,
@@ -121,7 +142,7 @@ def _attend_split(
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     for first in range(start, stop, SHAPE.tile):
         n = first + tl.arange(0, SHAPE.tile)
-        is_there = n < end
+        is_there = (n < end) & (n >= begin)  # blocks before the window may be another sequence's
         block = tl.load(table + n // SHAPE.block_size, mask=is_there, other=0)
         if LARGE:
             block = block.to(tl.int64)
@@ -131,7 +152,7 @@ def _attend_split(
         k = tl.load(keys + index[:, None] + d[None, :], mask=mask, other=0.0)
         s = _dot(q, tl.trans(k), tl.zeros([ROWS, TILE_SIZE], tl.float32), PAIRED, EXACT)
         is_seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
-        s = tl.where(is_seen, s * scale, float("-inf"))
+        s = tl.where(is_seen, scaled_scores(s, scale, soft_cap), float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         safe = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(s - safe[:, None])
@@ -156,6 +177,8 @@ def attend(
     scale,
     window,
     out_stride,
+    sinks,
+    soft_cap,
     SHAPE: tl.constexpr,
     DIMS: tl.constexpr,
     SPLIT_PROGRAMS: tl.constexpr,
@@ -167,7 +190,8 @@ def attend(
 
     `tiles` are TokenTiles, `splits` SplitBuffers. DIMS: head_dim up to a power of two. LARGE: a
     layer has more keys than an int32 counts. EXACT: float32 operands, for Triton's interpreter.
-    `scale` includes log2(e).
+    `scale` includes log2(e), and so do `sinks` [heads]; without these, and without a `soft_cap`,
+    they are None.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -201,7 +225,7 @@ def attend(
     if SPLIT_PROGRAMS:
         first_split = tl.program_id(2)
         last_split = tl.minimum(first_split + 1, tl.cdiv(end, SHAPE.split_size))
-        if first_split >= tl.cdiv(end, SHAPE.split_size):
+        if (first_split >= last_split) | (last_split * SHAPE.split_size <= begin):
             return
     else:
         first_split = begin // SHAPE.split_size
@@ -210,6 +234,7 @@ def attend(
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     for split in range(first_split, last_split):
+        start = tl.maximum(split * SHAPE.split_size, begin // SHAPE.tile * SHAPE.tile)
         stop = tl.minimum((split + 1) * SHAPE.split_size, end)
         split_max, split_sum, split_acc = _attend_split(
             q,
@@ -218,11 +243,13 @@ def attend(
             table,
             kv_head,
             position,
-            split * SHAPE.split_size,
+            start,
             stop,
+            begin,
             end,
             scale,
             window,
+            soft_cap,
             DIMS,
             SHAPE,
             LARGE,
@@ -241,6 +268,10 @@ def attend(
             mask=is_kept[:, None] & is_dim[None, :],
         )
     else:
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=is_row, other=0.0)
+            row_sum, factor = with_sink(row_max, row_sum, sink)
+            acc = acc * factor[:, None]
         output = acc / row_sum[:, None]
         column = operand_column(head[:, None] * SHAPE.head_dim + d[None, :])
         index = (first_row + token).to(tl.int64)[:, None] * out_stride + column
@@ -257,6 +288,7 @@ def merge_splits(
     window,
     out_stride,
     num_tiles,
+    sinks,
     SHAPE: tl.constexpr,
     DIMS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -288,6 +320,10 @@ def merge_splits(
             splits.outputs + index[:, None] * SHAPE.head_dim + d[None, :], mask=mask, other=0.0
         )
         row_max, row_sum, acc = _merged(row_max, row_sum, acc, split_max, split_sum, split_acc)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=is_head, other=0.0)
+        row_sum, factor = with_sink(row_max, row_sum, sink)
+        acc = acc * factor[:, None]
     output = acc / row_sum[:, None]
     first = row.to(tl.int64) * out_stride
     column = operand_column(head[:, None] * SHAPE.head_dim + d[None, :])

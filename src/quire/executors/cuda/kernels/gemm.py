@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.executors.cuda.kernels.activations import activated, gated
+
 _ONE = tl.constexpr(2.0**-24)  # an integer 1 in a float16's lowest bit
 
 
@@ -256,11 +258,13 @@ def gate(
     sum_stride,
     out_stride,
     factor,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """silu(gate) * up * factor. INTERLEAVED: eight gates, then their eight ups, and so on;
-    otherwise all gates come before all ups."""
+    """activation(gate) * up * factor. INTERLEAVED: eight gates, then their eight ups, and so on;
+    otherwise all gates come before all ups. Where not GATED, activation(up) * factor."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if INTERLEAVED:
@@ -270,7 +274,10 @@ def gate(
         row = token * sum_stride + at
         distance = width
     gates = tl.load(sums + row, mask=at < width, other=0.0)
-    ups = tl.load(sums + row + distance, mask=at < width, other=0.0)
-    gated = gates / (1.0 + tl.exp(-gates)) * ups
-    gated = tl.minimum(tl.maximum(gated * factor, -65504.0), 65504.0)
-    tl.store(out + token * out_stride + at, gated.to(tl.float16), mask=at < width)
+    if GATED:
+        ups = tl.load(sums + row + distance, mask=at < width, other=0.0)
+        product = gated(gates, ups, ACTIVATION)
+    else:
+        product = activated(gates, ACTIVATION)
+    product = tl.minimum(tl.maximum(product * factor, -65504.0), 65504.0)
+    tl.store(out + token * out_stride + at, product.to(tl.float16), mask=at < width)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.executors.cuda.kernels.attention import operand_column
+from quire.executors.cuda.kernels.attention import operand_column, scaled_scores, with_sink
 from quire.executors.cuda.kernels.hopper import (
     allocate_barriers,
     allow_next_kernel,
@@ -34,7 +34,6 @@ from quire.executors.cuda.kernels.hopper import (
 TILE = 64  # positions: the M side of one instruction
 COLUMNS = 64  # of a head, in one tile of shared memory: 128 bytes, swizzled
 WARPS = 4
-REGISTERS = {8: 80, 16: 80, 32: 128}  # a thread, by rows: three programs a multiprocessor, or two
 
 _FEW_TOKENS = 128
 
@@ -42,6 +41,14 @@ _FEW_TOKENS = 128
 def num_stages(num_tokens: int) -> int:
     """Tiles of keys, and of values, in flight: more where there are few programs."""
     return 3 if num_tokens <= _FEW_TOKENS else 2
+
+
+def num_registers(rows: int, head_dim: int) -> int:
+    """Of a thread, at most: three programs a multiprocessor, or two; wide heads fill its shared
+    memory with one."""
+    if head_dim > 128:
+        return 80 if rows == 8 else 168
+    return 128 if rows == 32 else 80
 
 
 _TILE, _COLUMNS = gl.constexpr(TILE), gl.constexpr(COLUMNS)
@@ -82,18 +89,24 @@ class Output(NamedTuple):
 
 @gluon.jit
 def _load_tile(
-    desc, table, tiles, full, stage, start, end, kv_head, COLUMN_TILES: gl.constexpr, SHAPE
+    desc, table, tiles, full, stage, start, begin, end, kv_head, COLUMN_TILES: gl.constexpr, SHAPE
 ):
-    """The blocks of one tile; blocks past the end are not loaded, and arrive at once."""
+    """The blocks of one tile; blocks past the end, or wholly before `begin` (None: there are none),
+    are not loaded, and arrive at once."""
     BLOCK_SIZE: gl.constexpr = SHAPE.block_size
     barrier = full.index(stage)
     for index in gl.static_range(_TILE // BLOCK_SIZE):
         position = start + index * BLOCK_SIZE
         is_there = position < end
+        if begin is not None:
+            is_there = is_there & (position + BLOCK_SIZE > begin)
         block = gl.load(table + position // BLOCK_SIZE, mask=is_there, other=0)
         row = (block * SHAPE.num_kv_heads + kv_head) * BLOCK_SIZE
         mbarrier.expect(barrier, BLOCK_SIZE * COLUMN_TILES * _COLUMNS * 2, pred=is_there)
-        mbarrier.arrive(barrier, count=1, pred=position >= end)
+        is_missing = position >= end
+        if begin is not None:
+            is_missing = is_missing | (position + BLOCK_SIZE <= begin)
+        mbarrier.arrive(barrier, count=1, pred=is_missing)
         for column_tile in gl.static_range(COLUMN_TILES):
             target = tiles.index(stage * COLUMN_TILES + column_tile)
             tma.async_copy_global_to_shared(
@@ -114,6 +127,7 @@ def _load_cache(
     first_tile,
     last_tile,
     num_old,
+    begin,
     end,
     kv_head,
     SHAPE: gl.constexpr,
@@ -141,6 +155,7 @@ def _load_cache(
             ring.key_full,
             stage,
             start,
+            begin,
             end,
             kv_head,
             COLUMN_TILES,
@@ -154,6 +169,7 @@ def _load_cache(
             ring.value_full,
             stage,
             start,
+            begin,
             end,
             kv_head,
             COLUMN_TILES,
@@ -215,12 +231,21 @@ def _scores(
 
 
 @gluon.jit
-def _zero_stale_rows(values, start, end):
-    """Positions past the end were never written, or by another sequence: 0 * NaN is NaN."""
+def _zero_stale_rows(values, start, begin, end):
+    """Positions past the end were never written, or by another sequence: 0 * NaN is NaN. Those
+    before `begin` were not loaded."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x = values.load(LAYOUT)
     position = start + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))
-    values.store(gl.where((position < end)[:, None], x, 0.0))
+    is_there = position < end
+    if begin is not None:
+        is_there = is_there & (position >= begin)
+    values.store(gl.where(is_there[:, None], x, 0.0))
+
+
+@gluon.jit
+def _appended(items, item):
+    return items + (item,)  # noqa: RUF005
 
 
 @gluon.jit
@@ -228,25 +253,52 @@ def _accumulate(
     ring: CacheRing,
     weight_tile,
     stage,
-    acc0,
-    acc1,
+    accs,
     rescale,
     COLUMN_TILES: gl.constexpr,
     PAIRED: gl.constexpr,
 ):
-    """acc * rescale + values of a stage times weights, [COLUMNS, rows] twice; frees the values."""
-    values0 = ring.value_tiles.index(stage * COLUMN_TILES).permute((1, 0))
-    acc0 = warpgroup_mma(values0, weight_tile.index(0), acc0 * rescale[None, :], is_async=True)
-    if PAIRED:
-        acc0 = warpgroup_mma(values0, weight_tile.index(1), acc0, is_async=True)
-    if COLUMN_TILES == 2:
-        values1 = ring.value_tiles.index(stage * COLUMN_TILES + 1).permute((1, 0))
-        acc1 = warpgroup_mma(values1, weight_tile.index(0), acc1 * rescale[None, :], is_async=True)
+    """accs * rescale + values of a stage times weights, [COLUMNS, rows] each; frees the values."""
+    made = ()
+    for tile in gl.static_range(COLUMN_TILES):
+        values = ring.value_tiles.index(stage * COLUMN_TILES + tile).permute((1, 0))
+        acc = accs[tile] * rescale[None, :]
+        acc = warpgroup_mma(values, weight_tile.index(0), acc, is_async=True)
         if PAIRED:
-            acc1 = warpgroup_mma(values1, weight_tile.index(1), acc1, is_async=True)
-    acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+            acc = warpgroup_mma(values, weight_tile.index(1), acc, is_async=True)
+        made = _appended(made, acc)
+    made = _waited(made, COLUMN_TILES)
     mbarrier.arrive(ring.value_empty.index(stage))
-    return acc0, acc1
+    return made
+
+
+@gluon.jit
+def _waited(accs, COLUMN_TILES: gl.constexpr):
+    if COLUMN_TILES == 1:
+        acc = warpgroup_mma_wait(0, deps=[accs[0]])
+        waited = (acc,)
+    elif COLUMN_TILES == 2:
+        waited = warpgroup_mma_wait(0, deps=[accs[0], accs[1]])
+    else:
+        waited = warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2], accs[3]])
+    return waited
+
+
+@gluon.jit
+def _combined(accs, a, others, b, COLUMN_TILES: gl.constexpr):
+    """accs * a + others * b, by row."""
+    made = ()
+    for tile in gl.static_range(COLUMN_TILES):
+        made = _appended(made, accs[tile] * a[None, :] + others[tile] * b[None, :])
+    return made
+
+
+@gluon.jit
+def _repeated(x, COUNT: gl.constexpr):
+    made = ()
+    for _ in gl.static_range(COUNT):
+        made = _appended(made, x)
+    return made
 
 
 @gluon.jit
@@ -263,10 +315,10 @@ def _merged(max0, sum0, max1, sum1):
 def _store(
     row_max,
     row_sum,
-    acc0,
-    acc1,
+    accs,
     program: Program,
     output: Output,
+    sinks,
     MMA: gl.constexpr,
     SHAPE: gl.constexpr,
     SPLIT_PROGRAMS: gl.constexpr,
@@ -286,18 +338,21 @@ def _store(
         gl.store(output.splits.sums + index, row_sum, mask=is_kept)
         address = output.splits.outputs + index[None, :] * SHAPE.head_dim + d[:, None]
         mask = is_kept[None, :] & (d < _COLUMNS)[:, None]
-        gl.store(address, acc0, mask=mask)
-        if COLUMN_TILES == 2:
-            gl.store(address + _COLUMNS, acc1, mask=mask)
+        for tile in gl.static_range(COLUMN_TILES):
+            gl.store(address + tile * _COLUMNS, accs[tile], mask=mask)
     else:
+        if sinks is not None:
+            sink = gl.load(sinks + head, mask=is_row, other=0.0)
+            row_sum, factor = with_sink(row_max, row_sum, sink)
         row = (program.first_row + token).to(gl.int64)[None, :] * output.out_stride
         mask = is_row[None, :] & (d < _COLUMNS)[:, None]
         column = head[None, :] * SHAPE.head_dim + d[:, None]
-        address = output.out + row + operand_column(column)
-        gl.store(address, (acc0 / row_sum[None, :]).to(output.out.dtype.element_ty), mask=mask)
-        if COLUMN_TILES == 2:
-            address = output.out + row + operand_column(column + _COLUMNS)
-            gl.store(address, (acc1 / row_sum[None, :]).to(output.out.dtype.element_ty), mask=mask)
+        for tile in gl.static_range(COLUMN_TILES):
+            acc = accs[tile]
+            if sinks is not None:
+                acc = acc * factor[None, :]
+            address = output.out + row + operand_column(column + tile * _COLUMNS)
+            gl.store(address, (acc / row_sum[None, :]).to(output.out.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -310,13 +365,16 @@ def _compute(
     output: Output,
     scale,
     window,
+    sinks,
+    soft_cap,
     SHAPE: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT_PROGRAMS: gl.constexpr,
+    WINDOWED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Online softmax of a program's rows. Sums stay apart by place in the tile until a split ends;
-    accumulators are [COLUMNS, rows], the second one for heads of 128."""
+    accumulators are [COLUMNS, rows], as many as a head has tiles of columns."""
     ROWS: gl.constexpr = SHAPE.rows
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]
@@ -325,6 +383,7 @@ def _compute(
     COLUMN_TILES: gl.constexpr = SHAPE.head_dim // _COLUMNS
     TILES_PER_SPLIT: gl.constexpr = SHAPE.split_size // _TILE
     end = program.first_position + program.count
+    begin = program.first_position + 1 - window if WINDOWED else None
     if PDL:
         wait_for_previous_kernel()
     PAIRED: gl.constexpr = queries.dtype.element_ty == gl.float32
@@ -336,12 +395,10 @@ def _compute(
     zeros = gl.zeros([_TILE, ROWS], gl.float32, layout=MMA)
     row_max = lowest
     row_sum = gl.zeros([ROWS], gl.float32, layout=ROW)
-    acc0 = zeros
-    acc1 = zeros
+    accs = _repeated(zeros, COLUMN_TILES)
     split_max = lowest
     split_sums = zeros
-    split_acc0 = zeros
-    split_acc1 = zeros
+    split_accs = _repeated(zeros, COLUMN_TILES)
     stage = 0
     phase = 0
     for tile in range(program.first_tile, program.last_tile):
@@ -350,7 +407,7 @@ def _compute(
         s = _scores(ring, query_tile, stage, zeros, COLUMN_TILES, PAIRED)
         key_position = (start + n)[:, None]
         is_seen = (key_position <= position[None, :]) & (key_position > position[None, :] - window)
-        s = gl.where(is_seen, s * scale, float("-inf"))
+        s = gl.where(is_seen, scaled_scores(s, scale, soft_cap), float("-inf"))
         new_max = gl.maximum(split_max, gl.max(s, axis=0))
         safe = gl.where(new_max == float("-inf"), 0.0, new_max)
         p = gl.exp2(s - safe[None, :])
@@ -359,27 +416,27 @@ def _compute(
         split_sums = split_sums * rescale[None, :] + p
         _store_halves(p, weight_tile, 0, 1, PAIRED)
         mbarrier.wait(ring.value_full.index(stage), phase)
-        if start + _TILE > end:
+        is_stale = start + _TILE > end
+        if WINDOWED:
+            is_stale = is_stale | (start < begin)
+        if is_stale:
             for column_tile in gl.static_range(COLUMN_TILES):
-                _zero_stale_rows(
-                    ring.value_tiles.index(stage * COLUMN_TILES + column_tile), start, end
-                )
+                tile_values = ring.value_tiles.index(stage * COLUMN_TILES + column_tile)
+                _zero_stale_rows(tile_values, start, begin, end)
         fence_async_shared()
-        split_acc0, split_acc1 = _accumulate(
-            ring, weight_tile, stage, split_acc0, split_acc1, rescale, COLUMN_TILES, PAIRED
+        split_accs = _accumulate(
+            ring, weight_tile, stage, split_accs, rescale, COLUMN_TILES, PAIRED
         )
         stage, phase = next_stage(stage, phase, STAGES)
         if (tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1) | (tile == program.last_tile - 1):
             row_max, row_sum, a, b = _merged(
                 row_max, row_sum, split_max, gl.sum(split_sums, axis=0)
             )
-            acc0 = acc0 * a[None, :] + split_acc0 * b[None, :]
-            acc1 = acc1 * a[None, :] + split_acc1 * b[None, :]
+            accs = _combined(accs, a, split_accs, b, COLUMN_TILES)
             split_max = lowest
             split_sums = zeros
-            split_acc0 = zeros
-            split_acc1 = zeros
-    _store(row_max, row_sum, acc0, acc1, program, output, MMA, SHAPE, SPLIT_PROGRAMS)
+            split_accs = _repeated(zeros, COLUMN_TILES)
+    _store(row_max, row_sum, accs, program, output, sinks, MMA, SHAPE, SPLIT_PROGRAMS)
 
 
 # ---- the kernel
@@ -397,14 +454,18 @@ def attend(
     scale,
     window,
     out_stride,
+    sinks,
+    soft_cap,
     SHAPE: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT_PROGRAMS: gl.constexpr,
+    WINDOWED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One program: up to rows / group tokens of one sequence, one kv head, its query heads.
 
-    Heads of 64 or 128. Arguments are those of kernels/attention.py.
+    Heads of 64, 128 or 256. Arguments are those of kernels/attention.py; where not WINDOWED,
+    `window` is longer than any context.
     """
     kv_head = gl.program_id(0)
     tile = gl.program_id(1)
@@ -419,6 +480,11 @@ def attend(
     if SPLIT_PROGRAMS:
         first_tile = gl.program_id(2) * TILES_PER_SPLIT
         last_tile = gl.minimum(first_tile + TILES_PER_SPLIT, gl.cdiv(end, _TILE))
+        if WINDOWED:
+            first_tile = gl.maximum(first_tile, begin // _TILE)
+    elif WINDOWED:
+        first_tile = begin // _TILE
+        last_tile = gl.cdiv(end, _TILE)
     else:
         first_tile = begin // SHAPE.split_size * TILES_PER_SPLIT
         last_tile = gl.cdiv(end, _TILE)
@@ -467,9 +533,12 @@ def attend(
                     output,
                     scale,
                     window,
+                    sinks,
+                    soft_cap,
                     SHAPE,
                     STAGES,
                     SPLIT_PROGRAMS,
+                    WINDOWED,
                     PDL,
                 ),
             ),
@@ -483,6 +552,7 @@ def attend(
                     first_tile,
                     last_tile,
                     num_old,
+                    begin if WINDOWED else None,
                     end,
                     kv_head,
                     SHAPE,
@@ -492,5 +562,5 @@ def attend(
             ),
         ],
         [1],
-        [24],
+        [24 if COLUMN_TILES <= 2 else 40],
     )

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.executors.cuda.kernels.activations import gated
 from quire.executors.cuda.kernels.dequantize import WeightRing, dequantized_quarter, load_block
 from quire.executors.cuda.kernels.hopper import (
     allocate_barriers,
@@ -310,8 +311,8 @@ def _multiply_quantized(
 
 
 @gluon.jit
-def _store_gated(sums, tile: Tile, output: Output, TILING: gl.constexpr):
-    """silu(gate) * up: of 16 rows eight are gates and eight are ups, in one thread."""
+def _store_gated(sums, tile: Tile, output: Output, TILING: gl.constexpr, ACTIVATION: gl.constexpr):
+    """activation(gate) * up: of 16 rows eight are gates and eight are ups, in one thread."""
     ROWS: gl.constexpr = TILING.rows
     TOKENS: gl.constexpr = TILING.tokens
     HALF: gl.constexpr = ROWS // 2
@@ -319,15 +320,15 @@ def _store_gated(sums, tile: Tile, output: Output, TILING: gl.constexpr):
         [8, 1], [HALF // 8, 32 // (HALF // 8)], [1, TILING.warps], [0, 1]
     )
     gates, ups = gl.split(sums.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    gated = gates / (1.0 + gl.exp(-gates)) * ups
-    gated = gated.reshape([HALF, TOKENS]) * output.gated_factor
-    gated = gl.minimum(gl.maximum(gated, -65504.0), 65504.0).to(gl.float16)
-    gated = gl.convert_layout(gated, STORED)
+    product = gated(gates, ups, ACTIVATION)
+    product = product.reshape([HALF, TOKENS]) * output.gated_factor
+    product = gl.minimum(gl.maximum(product, -65504.0), 65504.0).to(gl.float16)
+    product = gl.convert_layout(product, STORED)
     row = tile.row * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
     token = tile.token * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORED))
     mask = (token < output.num_tokens)[None, :] & (row < output.num_rows // 2)[:, None]
     address = output.out + token[None, :].to(gl.int64) * output.row_stride + row[:, None]
-    gl.store(address, gated, mask=mask)
+    gl.store(address, product, mask=mask)
 
 
 @gluon.jit
@@ -337,7 +338,7 @@ def _epilogue(
     output: Output,
     MMA: gl.constexpr,
     TILING: gl.constexpr,
-    GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr,
 ):
     """Undo the exponent, add the bias in the first split, and store what the next kernel reads."""
@@ -351,8 +352,8 @@ def _epilogue(
             other=0.0,
         )
         sums = sums + gl.where(tile.split == 0, value, value * 0.0).expand_dims(1)
-    if GATED:
-        _store_gated(sums, tile, output, TILING)
+    if ACTIVATION is not None:
+        _store_gated(sums, tile, output, TILING, ACTIVATION)
     else:
         row = tile.row * ROWS + rows
         token = tile.token * TILING.tokens + gl.arange(
@@ -402,7 +403,7 @@ def _multiply(
     output: Output,
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
-    GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr,
     LAUNCH: gl.constexpr,
 ):
@@ -410,7 +411,7 @@ def _multiply(
     sums = summed(weights, tokens, factors, tile.num_steps, TILING, FORMAT)
     if LAUNCH == _CONCURRENT:
         wait_for_previous_kernel()
-    _epilogue(sums, tile, output, MMA, TILING, GATED, BIAS)
+    _epilogue(sums, tile, output, MMA, TILING, ACTIVATION, BIAS)
 
 
 # ---- the kernel
@@ -496,14 +497,15 @@ def gemm(
     split_stride,
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
-    GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr,
     LAUNCH: gl.constexpr,
 ):
     """out[split, token, row] = sum over the split's columns of weights[row, :] * tokens[token, :].
 
     Split-K: each split sums its own blocks of 256 columns, and the kernel that reads the sums adds
-    the splits in order. GATED: out[token, i] = silu(gate i) * up i * gated_factor, without splits.
+    the splits in order. With an ACTIVATION, out[token, i] = activation(gate i) * up i *
+    gated_factor, without splits; None: sums are stored.
     `factors` are gemm.Factors. The descriptors cannot come in a tuple: Triton's launcher takes
     them as arguments only.
     """
@@ -528,7 +530,7 @@ def gemm(
         [
             (
                 _multiply,
-                (weights, tokens, factors, tile, output, TILING, FORMAT, GATED, BIAS, LAUNCH),
+                (weights, tokens, factors, tile, output, TILING, FORMAT, ACTIVATION, BIAS, LAUNCH),
             ),
             (
                 load_weights,

@@ -24,10 +24,27 @@ class RopeShape(NamedTuple):
     head_dim: int
     rope_dims: int
     is_interleaved: bool  # pairs are neighbours; otherwise halves of the first `rope_dims`
-    has_norm: bool  # of each query and key head
+    norm: str  # the spec.NormSpan of queries and keys, or "": no norm
+    is_layer_norm: bool
     block_size: int
     heads: int  # of a program
     pairs: int  # of a head, up to a power of two
+
+
+class HeadNorms(NamedTuple):
+    """Weights of the norms of queries and keys, float32: [head_dim], or [heads, head_dim] where
+    the norm's span is not one head."""
+
+    queries: Any
+    keys: Any
+
+
+class OutputNorm(NamedTuple):
+    """The norm of what a half of a layer made, before it is added; None where it lacks one."""
+
+    weight: Any
+    bias: Any
+    epsilon: Any
 
 
 class QueryKeyValue(NamedTuple):
@@ -67,6 +84,39 @@ def _begin_dependent(PDL: tl.constexpr):
 
 
 @triton.jit
+def _natural_column(column):
+    """The column at this index of operand order (see planes.py)."""
+    inner = column % 128
+    return column - inner + inner % 8 // 2 * 32 + inner // 16 * 4 + inner % 16 // 8 * 2 + inner % 2
+
+
+@triton.jit
+def _loaded(vector, column, inside):
+    """A norm's weights or biases; None where it has none."""
+    loaded = None
+    if vector is not None:
+        loaded = tl.load(vector + column, mask=inside, other=0.0)
+    return loaded
+
+
+@triton.jit
+def _normed(x, weights, biases, column, size, epsilon, NORM: tl.constexpr):
+    """RMS or layer norm of a vector in operand order; NORM is "" where there is none."""
+    if NORM == "layer":
+        centred = x - tl.sum(x, axis=0) / size
+        x = tl.where(_natural_column(column) < size, centred, 0.0)
+    if NORM != "":
+        mean = tl.sum(x * x, axis=0) / size
+        scale = 1.0 / tl.sqrt(mean + epsilon)
+        x = x * scale
+        if weights is not None:
+            x = x * weights
+        if biases is not None:
+            x += biases
+    return x
+
+
+@triton.jit
 def add_and_norm(
     hidden,
     sums,
@@ -77,21 +127,32 @@ def add_and_norm(
     size,
     epsilon,
     split_stride,
+    bias,
+    output_norm,
+    residual_scale,
     SPLITS: tl.constexpr,
+    NORM: tl.constexpr,
+    OUTPUT_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     STORE_FINITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """hidden += the SPLITS of `sums`, added in order; out = RMS norm of it, as float16.
+    """hidden += the SPLITS of `sums`, added in order; out = norm of it, as float16.
 
-    One program a token. `size` is the number of columns without padding, which is zero.
-    STORE_FINITE: store of each token whether its hidden state is finite.
+    One program a token. `size` is the number of columns without padding, which is zero. NORM and
+    OUTPUT_NORM are a spec.NormKind, or "" for none. What is added is normed by `output_norm` and
+    multiplied by `residual_scale` (None: 1) first. STORE_FINITE: store of each token whether its
+    hidden state is finite.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     index = token * width + column
-    scales = tl.load(weight + column, mask=inside, other=0.0)
+    weights = _loaded(weight, column, inside)
+    biases = _loaded(bias, column, inside)
+    if OUTPUT_NORM != "":
+        output_weights = _loaded(output_norm.weight, column, inside)
+        output_biases = _loaded(output_norm.bias, column, inside)
     if SPLITS > 0:  # the hidden state comes from the norm before, which has ended
         x = tl.load(hidden + index, mask=inside, other=0.0)
         _begin_dependent(PDL)
@@ -102,11 +163,15 @@ def add_and_norm(
         added = tl.load(sums + index, mask=inside, other=0.0)
         for split in tl.static_range(1, SPLITS):
             added += tl.load(sums + split * split_stride + index, mask=inside, other=0.0)
+        if OUTPUT_NORM != "":
+            added = _normed(
+                added, output_weights, output_biases, column, size, output_norm.epsilon, OUTPUT_NORM
+            )
+        if residual_scale is not None:
+            added = added * residual_scale
         x += added
         tl.store(hidden + index, x, mask=inside)
-    mean = tl.sum(x * x, axis=0) / size
-    scale = 1.0 / tl.sqrt(mean + epsilon)
-    normed = x * scale * scales
+    normed = _normed(x, weights, biases, column, size, epsilon, NORM)
     normed = tl.minimum(tl.maximum(normed, -65504.0), 65504.0)
     tl.store(out + index, normed.to(tl.float16), mask=inside)
     if STORE_FINITE:
@@ -147,19 +212,57 @@ def _store_pairs(address, x, y, first, second, is_stored, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def _mean_square(row, first, count, split_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of `count` columns of a row of sums, from `first` on."""
+    column = tl.arange(0, BLOCK)
+    inside = column < count
+    x = tl.load(row + first + column, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(row + split * split_stride + first + column, mask=inside, other=0.0)
+    return tl.sum(x * x, axis=0) / count
+
+
+@triton.jit
+def _projection_mean(row, is_query, split_stride, SPLITS: tl.constexpr, SHAPE: tl.constexpr):
+    """Of each head, the mean square of all query heads or of all key heads: [heads, 1]."""
+    QUERIES: tl.constexpr = SHAPE.num_heads * SHAPE.head_dim
+    KEYS: tl.constexpr = SHAPE.num_kv_heads * SHAPE.head_dim
+    BLOCK: tl.constexpr = triton.next_power_of_2(QUERIES)
+    KEY_BLOCK: tl.constexpr = triton.next_power_of_2(KEYS)
+    queries = _mean_square(row, 0, QUERIES, split_stride, SPLITS, BLOCK)
+    keys = _mean_square(row, QUERIES, KEYS, split_stride, SPLITS, KEY_BLOCK)
+    return tl.where(is_query, queries, keys)
+
+
+@triton.jit
 def _norm_heads(
-    x, y, query_norm, key_norm, epsilon, first, second, is_query, is_value, SHAPE: tl.constexpr
+    x, y, norms, mean, epsilon, head, first, second, is_query, is_value, SHAPE: tl.constexpr
 ):
-    """RMS norm of each query and key head; values stay."""
-    mean = (tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / SHAPE.head_dim
-    scale = (1.0 / tl.sqrt(mean + epsilon))[:, None]
+    """Norm of query and key heads by `norms`, HeadNorms; values stay. `mean` [heads, 1] is the mean
+    square of the norm's span, or None where that is the head."""
     in_head = tl.arange(0, SHAPE.pairs)[None, :] < SHAPE.head_dim // 2
-    query_x = tl.load(query_norm + first, mask=in_head, other=0.0)
-    query_y = tl.load(query_norm + second, mask=in_head, other=0.0)
-    key_x = tl.load(key_norm + first, mask=in_head, other=0.0)
-    key_y = tl.load(key_norm + second, mask=in_head, other=0.0)
-    x = tl.where(is_value, x, x * scale * tl.where(is_query, query_x, key_x))
-    y = tl.where(is_value, y, y * scale * tl.where(is_query, query_y, key_y))
+    normed_x, normed_y = x, y
+    if SHAPE.is_layer_norm:
+        middle = ((tl.sum(x, axis=1) + tl.sum(y, axis=1)) / SHAPE.head_dim)[:, None]
+        normed_x = tl.where(in_head, x - middle, 0.0)
+        normed_y = tl.where(in_head, y - middle, 0.0)
+    if mean is None:
+        squares = tl.sum(normed_x * normed_x, axis=1) + tl.sum(normed_y * normed_y, axis=1)
+        mean = (squares / SHAPE.head_dim)[:, None]
+    scale = 1.0 / tl.sqrt(mean + epsilon)
+    if SHAPE.norm == "head":
+        query_weights = norms.queries
+        key_weights = norms.keys
+    else:
+        query_weights = norms.queries + tl.where(is_query, head, 0) * SHAPE.head_dim
+        is_key = ~is_query & ~is_value
+        key_weights = norms.keys + tl.where(is_key, head - SHAPE.num_heads, 0) * SHAPE.head_dim
+    query_x = tl.load(query_weights + first, mask=in_head, other=0.0)
+    query_y = tl.load(query_weights + second, mask=in_head, other=0.0)
+    key_x = tl.load(key_weights + first, mask=in_head, other=0.0)
+    key_y = tl.load(key_weights + second, mask=in_head, other=0.0)
+    x = tl.where(is_value, x, normed_x * scale * tl.where(is_query, query_x, key_x))
+    y = tl.where(is_value, y, normed_y * scale * tl.where(is_query, query_y, key_y))
     return x, y
 
 
@@ -179,13 +282,13 @@ def rope_and_store(
     slots,
     cosines,
     sines,
-    query_norm,
-    key_norm,
+    norms,
     out,
     ternary,
     split_stride,
     row_stride,
     epsilon,
+    query_scales,
     SHAPE: tl.constexpr,
     SPLITS: tl.constexpr,
     TERNARY: tl.constexpr,
@@ -194,9 +297,10 @@ def rope_and_store(
     """Add the SPLITS of the query, key and value GEMM; norm and rope queries and keys; store
     queries, and keys and values in the cache.
 
-    sums [split, token, heads + 2 * kv heads, head_dim]; `out` is QueryKeyValue; `ternary` is
-    TernarySums where TERNARY. A token of slot -1
-    is padding: nothing of it goes to the cache. One program: a token and SHAPE.heads heads.
+    sums [split, token, heads + 2 * kv heads, head_dim]; `norms` is HeadNorms where there are any;
+    `out` is QueryKeyValue; `ternary` is TernarySums where TERNARY; `query_scales` is a factor of
+    queries by position, or None. A token of slot -1 is padding: nothing of it goes to the cache.
+    One program: a token and SHAPE.heads heads.
     """
     NUM_HEADS: tl.constexpr = SHAPE.num_heads
     NUM_KV_HEADS: tl.constexpr = SHAPE.num_kv_heads
@@ -237,12 +341,19 @@ def rope_and_store(
         scale = tl.where(is_query, ternary.query_scale, scale)
         x = tl.div_rn(x, unit) * scale
         y = tl.div_rn(y, unit) * scale
-    if SHAPE.has_norm:
+    if SHAPE.norm != "":
+        mean = None
+        if SHAPE.norm == "projection":
+            mean = _projection_mean(row, is_query, split_stride, SPLITS, SHAPE)
         x, y = _norm_heads(
-            x, y, query_norm, key_norm, epsilon, first, second, is_query, is_value, SHAPE
+            x, y, norms, mean, epsilon, head, first, second, is_query, is_value, SHAPE
         )
     roped_x = tl.where(is_value, x, x * cosine - y * sine)
     roped_y = tl.where(is_value, y, x * sine + y * cosine)
+    if query_scales is not None:
+        factor = tl.where(is_query, tl.load(query_scales + position), 1.0)
+        roped_x = roped_x * factor
+        roped_y = roped_y * factor
     query = out.queries + (token * NUM_HEADS + head) * SHAPE.head_dim
     QUERY: tl.constexpr = out.queries.dtype.element_ty
     _store_pairs(query, roped_x.to(QUERY), roped_y.to(QUERY), first, second, is_query, SHAPE)
@@ -255,6 +366,16 @@ def rope_and_store(
     index = index * SHAPE.head_dim
     _store_pairs(out.key_cache + index, x, y, first, second, is_stored & is_key, SHAPE)
     _store_pairs(out.value_cache + index, x, y, first, second, is_stored & is_value, SHAPE)
+
+
+@triton.jit
+def cap_logits(logits, cap, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """logits = cap * tanh(logits / cap), in place. One program: a row and BLOCK columns."""
+    _begin_dependent(PDL)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64) * width + column
+    x = tl.load(logits + index, mask=column < width, other=0.0)
+    tl.store(logits + index, cap - 2.0 * cap / (1.0 + tl.exp(2.0 * x / cap)), mask=column < width)
 
 
 @triton.jit
