@@ -722,7 +722,7 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.RESIDUAL_SCALE, Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE}
         | {Feature.LOGIT_SOFT_CAP, Feature.ATTENTION_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}
         | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.POSITION_SCALE, Feature.SINKS}
-        | {Feature.UNGATED, Feature.GELU, Feature.GELU_TANH}
+        | {Feature.UNGATED, Feature.GELU, Feature.GELU_TANH, Feature.DIFFERENT_LAYERS}
         | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.CLAMPED_SWIGLU}
         | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER}
     ),

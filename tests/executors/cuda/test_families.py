@@ -24,7 +24,7 @@ ON_CUDA = {  # of the drawn families
     *("phi3", "phi3-long", "phi3-short", "ministral", "ministral3", "seed_oss"),
     *("gemma", "gemma2", "gemma2-scale", "gemma3", "smollm3", "granite", "olmo2", "olmo3"),
     *("exaone4", "glm4", "starcoder2", "command-r", "cohere2"),
-    *("mixtral", "qwen3moe", "gpt-oss", "granitemoe", "olmoe"),
+    *("mixtral", "qwen3moe", "qwen3moe-dense", "gpt-oss", "granitemoe", "olmoe"),
 }
 PROMPT = (3, 1, 4, 1, 5, 9)
 

@@ -260,6 +260,8 @@ def _is_linear(name: str) -> bool:
 
 def _check_shape(spec: ModelSpec) -> None:
     """Refuse what no launcher can launch: what a file says decides grids, tiles and offsets."""
+    if len({(x.mixer.num_heads, x.mixer.num_kv_heads, x.mixer.head_dim) for x in spec.layers}) > 1:
+        _refuse(spec, "layers of different heads")
     group, most = spec.num_heads // spec.num_kv_heads, largest_group(spec.head_dim)
     rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), spec.query_size + 2 * spec.kv_size)
     bounds = {
