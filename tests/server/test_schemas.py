@@ -87,8 +87,7 @@ def test_what_is_not_there_is_refused_by_name(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"grammar": "root ::= x"},
-        {"guided_json": {}},
+        {"guided_whitespace_pattern": " "},
         {"n_predict": 5},
         {"regex": "(a+)+$"},
         {"": 1},
@@ -108,7 +107,10 @@ def test_an_unknown_field_is_refused_by_name(
     "value",
     [
         {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}},
-        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}},
+        {"type": "json_schema", "json_schema": {"name": "x"}},
+        {"type": "json_schema"},
+        {"type": 5},
         {"type": "regex", "regex": "(a+)+$"},
         {"type": "text", "extra": 1},
         "text",

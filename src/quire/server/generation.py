@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.core.errors import RequestError
 from quire.core.request import Completion, RequestOutput
 from quire.core.version import own_version
 from quire.engine.aio import Stream
@@ -73,6 +74,7 @@ async def complete_chat(service: Service, request: Request) -> Response:
     prepare = partial(_prepare_chat, service, llm, call, errors)
     # Never on the event loop: a template may take long.
     body = await prepare_body(service, request, prepare, is_quick=False)
+    body = await _with_grammars(service, request, llm, errors, body)
     generation = _generation_call(call, llm, body, "chatcmpl")
     if generation.body.stream:
         return await _stream(service, generation, errors, ChatFrames)
@@ -87,6 +89,7 @@ async def complete_text(service: Service, request: Request) -> Response:
     errors = ErrorMapper(service, CompletionRequest)
     prepare = partial(_prepare_text, service, llm, errors)
     body = await prepare_body(service, request, prepare, is_quick=True)
+    body = await _with_grammars(service, request, llm, errors, body)
     generation = _generation_call(call, llm, body, "cmpl")
     if generation.body.stream:
         return await _stream(service, generation, errors, TextFrames)
@@ -147,6 +150,32 @@ def _prepare_text(
                 (prompt.without_text(), body.sampling(room, body.logprobs, llm.sampling_defaults))
             )
     return PreparedBody(body.model_copy(update={"prompt": ""}), prompts)
+
+
+async def _with_grammars(
+    service: Service,
+    request: Request,
+    llm: AsyncLLM,
+    errors: ErrorMapper,
+    prepared: PreparedBody[G],
+) -> PreparedBody[G]:
+    """The same with the grammar compiled that the answers must follow: some take long."""
+    fields = prepared.body.constraint_fields
+    if not fields:
+        return prepared
+
+    def compile_all() -> PreparedBody[G]:
+        with errors:
+            try:
+                prompts = [
+                    (prompt._replace(grammar=llm.prepare_grammar(params)), params)
+                    for prompt, params in prepared.prompts
+                ]
+            except RequestError as error:
+                raise RequestError(str(error), param=fields[0]) from None
+        return prepared._replace(prompts=prompts)
+
+    return await run_in_pool(service, request, compile_all)
 
 
 # ---- checks

@@ -20,10 +20,12 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticKnownError
 
+from quire.core.errors import RequestError
 from quire.core.sampling import (
     MAX_COMPLETIONS,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
+    Constraint,
     SamplingOptions,
     SamplingParams,
 )
@@ -31,6 +33,7 @@ from quire.core.sampling import (
 MAX_PROMPTS = 256  # of one request
 MAX_MESSAGES = 4096
 MAX_BIASES = 1024
+MAX_CHOICES = 4096
 _MOST = 2**31 - 1
 _SLICE = 16_384  # items that are checked in one call, during which nothing else runs
 
@@ -125,6 +128,54 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """A schema as OpenAI's API wraps it."""
+
+    name: str | None = Field(default=None, max_length=256)
+    description: str | None = Field(default=None, description="not shown to the model")
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(default=None, description="every schema is followed strictly")
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+def _kind_of_format(given: Any) -> str | None:
+    kind = given.get("type") if isinstance(given, dict) else None
+    return f"format {kind}" if isinstance(kind, str) else None
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("format text")]
+    | Annotated[JsonObjectFormat, Tag("format json_object")]
+    | Annotated[JsonSchemaFormat, Tag("format json_schema")],
+    Discriminator(
+        _kind_of_format,
+        custom_error_type="format",
+        custom_error_message="Input should be an object whose type is text, json_object or "
+        "json_schema",
+    ),
+]
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+SchemaOrText = dict[str, Any] | str
+
+
+class StructuredOutputs(Strict):
+    """vLLM's form of a constraint: exactly one of these."""
+
+    json_: SchemaOrText | None = Field(default=None, alias="json", description="a JSON schema")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = Field(default=None, description="in Lark's or llama.cpp's syntax")
+    json_object: Literal[True] | None = None
+
+
 class CommonFields(Strict):
     """Fields of every request to the model."""
 
@@ -179,10 +230,45 @@ class Generation(CommonFields):
     )
     return_token_ids: bool | None = Field(default=None, description="beside the text")
 
+    response_format: ResponseFormat | None = Field(
+        default=None, description="text, any JSON object, or JSON that a schema allows"
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="vLLM's: one of json, regex, choice, grammar, json_object"
+    )
+    guided_json: SchemaOrText | None = Field(default=None, description="vLLM's older names")
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = Field(default=None, description="llama.cpp's, in its GBNF or in Lark")
+    json_schema: dict[str, Any] | None = Field(default=None, description="llama.cpp's")
+
     metadata: None = _refused(_NO_STORE)
     prompt_cache_key: None = _refused("prefixes are reused by what they hold")
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
+
+    @property
+    def constraint_fields(self) -> list[str]:
+        """The fields that ask for a form of the answer."""
+        names = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        if isinstance(self.response_format, TextFormat):
+            names.remove("response_format")
+        return names
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The form that the answer must have; a RequestError names the field it is in."""
+        fields = self.constraint_fields
+        if len(fields) > 1:
+            message = f"{fields[0]} and {fields[1]} both ask for a form of the answer: give one"
+            raise RequestError(message, param=fields[1])
+        if not fields:
+            return None
+        try:
+            return _CONSTRAINTS[fields[0]](getattr(self, fields[0]))
+        except RequestError as error:
+            raise RequestError(str(error), param=fields[0]) from None
 
     def sampling(
         self, room: int, logprobs: int | None, defaults: SamplingOptions
@@ -195,6 +281,7 @@ class Generation(CommonFields):
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         given.setdefault("max_tokens", max(1, room))
+        given["structured"] = self.constraint
         return SamplingParams.from_mapping({**defaults, **given, "logprobs": logprobs})
 
 
@@ -203,6 +290,40 @@ _SAMPLED = (
     *("seed", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
     *("stop_token_ids", "include_stop_str_in_output", "include_stop_token"),
 )
+
+
+def _of_format(given: JsonObjectFormat | JsonSchemaFormat) -> Constraint:
+    if isinstance(given, JsonObjectFormat):
+        return Constraint.json_object()
+    return Constraint.json(given.json_schema.schema_)
+
+
+def _of_structured(given: StructuredOutputs) -> Constraint:
+    made: dict[str, Callable[[Any], Constraint]] = {
+        "json_": Constraint.json,
+        "regex": Constraint.regex,
+        "choice": Constraint.choice,
+        "grammar": Constraint.grammar,
+        "json_object": lambda _: Constraint.json_object(),
+    }
+    names = [name for name in made if getattr(given, name) is not None]
+    if len(names) != 1:
+        raise RequestError(
+            "structured_outputs takes exactly one of json, regex, choice, grammar and json_object"
+        )
+    return made[names[0]](getattr(given, names[0]))
+
+
+_CONSTRAINTS: dict[str, Callable[[Any], Constraint]] = {
+    "response_format": _of_format,
+    "structured_outputs": _of_structured,
+    "guided_json": Constraint.json,
+    "guided_regex": Constraint.regex,
+    "guided_choice": Constraint.choice,
+    "guided_grammar": Constraint.grammar,
+    "grammar": Constraint.grammar,
+    "json_schema": Constraint.json,
+}
 
 
 class Message(Strict):
@@ -241,7 +362,6 @@ class ChatRequest(Generation):
     prompt_cache_options: None = _refused("prefixes are reused by what they hold")
     prompt_cache_retention: None = _refused("blocks stay until others need them")
     reasoning_effort: None = _refused("its models do not reason in steps of their own")
-    response_format: TextFormat | None = Field(default=None, description="text alone")
     safety_identifier: None = _refused("use `user`")
     tool_choice: Literal["none"] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=0, fail_fast=True)] | None = Field(
@@ -271,7 +391,6 @@ class CompletionRequest(Generation):
     echo: Literal[False] | None = None
     best_of: None = _refused("use n and choose yourself")
     suffix: None = _refused("quire continues texts, it does not fill in")
-    response_format: TextFormat | None = Field(default=None, description="text alone")
 
     @property
     def prompts(self) -> list[str | list[int]]:

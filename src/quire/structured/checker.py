@@ -102,7 +102,7 @@ class Checker:
         with self._lock:
             answer = self._ask(question)
         if "error" in answer:
-            message = f"structured ({constraint.kind}): {answer['error']}"
+            message = f"{constraint.kind}: {answer['error']}"
             raise RequestError(message[:2000], param="structured")
         return answer["grammar"]
 

@@ -139,7 +139,7 @@ def _compiled(
 
 
 def _refusal(constraint: Constraint, reason: str) -> RequestError:
-    return RequestError(f"structured ({constraint.kind}): {reason}"[:2000], param="structured")
+    return RequestError(f"{constraint.kind}: {reason}"[:2000], param="structured")
 
 
 class EndBits:
