@@ -124,7 +124,7 @@ template <class T, int panels>
 void gemm_panels(const Gemm& p, int panel) {
   PackedSource<T, panels> source = packed_source<T, panels>(p, panel);
   const int row = panel * panel_rows;
-  if (p.num_tokens <= max_direct_tokens) {
+  if (p.num_tokens <= max_direct_tokens<T>) {
     source.num_passes = (p.num_tokens + 3) / 4;
     for (int t = 0; t < p.num_tokens; t += 4, source.pass++)
       gemm_tokens(p, source, row, t, p.num_tokens - t);

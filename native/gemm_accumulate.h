@@ -16,7 +16,10 @@
 
 constexpr int slab = 8;  // sub-blocks unpacked at once: 256 k
 constexpr int max_tile_tokens = 128;
-constexpr int max_direct_tokens = 12;  // beyond, unpacking once for all tokens costs less
+// Beyond, unpacking once for all tokens costs less. Points of a grid are looked up once for each
+// four tokens.
+template <class T>
+constexpr int max_direct_tokens = has_grid(T::format) ? 4 : 12;
 
 template <bool in_blocks>
 struct ActivationKind {

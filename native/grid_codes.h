@@ -25,8 +25,10 @@ INLINE Numbers moved(Numbers a, int from, int to, int mask) {
       from >= to ? _mm256_srli_epi16(a.v, from - to) : _mm256_slli_epi16(a.v, to - from);
   return {_mm256_and_si256(x, _mm256_set1_epi16(static_cast<short>(mask)))};
 }
-INLINE void store(uint16_t* p, Numbers x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.v);
+// The numbers are loaded one by one; GCC would take them from the vector, which is slower.
+INLINE void store(uint16_t (&to)[16], Numbers x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x.v);
+  asm("" : "+m"(to));
 }
 
 #else
@@ -40,7 +42,7 @@ INLINE Numbers numbers_of_nibbles(const uint8_t* p) LANES(Numbers, p[i % 8] >> (
 INLINE Numbers operator|(Numbers a, Numbers b) LANES(Numbers, a.v[i] | b.v[i])
 INLINE Numbers moved(Numbers a, int from, int to, int mask) LANES(
     Numbers, static_cast<uint16_t>((from >= to ? a.v[i] >> (from - to) : a.v[i] << (to - from)) & mask))
-INLINE void store(uint16_t* p, Numbers x) { EACH_LANE p[i] = x.v[i]; }
+INLINE void store(uint16_t (&to)[16], Numbers x) { EACH_LANE to[i] = x.v[i]; }
 // clang-format on
 
 #endif
@@ -181,7 +183,7 @@ INLINE Ints odd_scale(const uint8_t* record, int i) {
 // All numbers of a sub-block are stored before the first of them is loaded again: a load right
 // behind the store that it reads would wait for it.
 template <int points>
-struct SubBlockNumbers {
+struct alignas(64) SubBlockNumbers {  // no store of it lies in two cache lines
   uint16_t of[points][16];
 };
 

@@ -75,7 +75,7 @@ class Matrix:
         kind = gguf.GGMLQuantizationType[self.format]
         if self.format == "F16":
             return self.blocks.view(np.float16).astype(np.float32)
-        with np.errstate(over="ignore"):  # MXFP4's largest scales times its largest values
+        with np.errstate(over="ignore", invalid="ignore"):  # of the largest scales, and of none
             return np.asarray(gguf.quants.dequantize(self.blocks, kind), dtype=np.float32)
 
     def packed(self) -> "native.PackedMatrix":
@@ -116,6 +116,14 @@ def extreme_matrix(name: str, num_rows: int, in_size: int, byte: int) -> Matrix:
     blocks = np.full((num_rows, in_size // size, num_bytes), byte, np.uint8)
     put_scales(name, blocks, np.ones(blocks.shape[:2]))
     return Matrix(name, num_rows, in_size, blocks.reshape(num_rows, -1))
+
+
+def hostile_matrix(name: str, num_rows: int, in_size: int) -> Matrix:
+    """Any bytes at all: scales may be infinite, no numbers, or subnormal."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    generator = np.random.default_rng(num_rows)
+    blocks = generator.integers(0, 256, (num_rows, in_size // size * num_bytes), np.uint8)
+    return Matrix(name, num_rows, in_size, blocks)
 
 
 def put_scales(name: str, blocks: Bytes, scales: Doubles) -> None:

@@ -22,6 +22,7 @@ from tests.executors.cpu.blocks import (
     block_size,
     extreme_matrix,
     gemm,
+    hostile_matrix,
     nmse,
     normal,
     put_scales,
@@ -143,6 +144,16 @@ def test_the_largest_scales_and_codes_of_q6_k_together_do_not_overflow(unit: str
     columns = activations(np.ones((17, 512), np.float32), packed)
     found = gemm(unit, packed, columns, ODD_ROWS)
     np.testing.assert_allclose(found, as_seen(columns) @ matrix.exact.astype(np.float64).T, 1e-6)
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_blocks_of_any_bytes_give_the_same_in_every_unit(name: str) -> None:
+    packed = hostile_matrix(name, 400, 512).packed()
+    columns = activations(normal(17, 512), packed)
+    expected = gemm("portable", packed, columns, 400)
+    assert 0 < np.isfinite(expected).all(axis=0).sum() < 400
+    for unit in UNITS[1:]:
+        np.testing.assert_array_equal(gemm(unit, packed, columns, 400), expected)
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -8,6 +8,7 @@ from tests.executors.cpu.blocks import (
     Matrix,
     block_size,
     extreme_matrix,
+    hostile_matrix,
     random_matrix,
 )
 
@@ -33,6 +34,13 @@ def test_weights_come_back_as_the_gguf_package_decodes_them(name: str, num_rows:
 @pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
 def test_codes_and_scales_at_their_limits_come_back_exactly(name: str, byte: int) -> None:
     matrix = extreme_matrix(name, 3, 512, byte)
+    np.testing.assert_array_equal(unpacked(matrix), matrix.exact)
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCK_FORMATS if name != "TQ2_0"])
+def test_blocks_of_any_bytes_come_back_with_what_is_no_number(name: str) -> None:
+    matrix = hostile_matrix(name, 400, 512)
+    assert not np.isfinite(matrix.exact).all()
     np.testing.assert_array_equal(unpacked(matrix), matrix.exact)
 
 
