@@ -48,17 +48,19 @@ template <class Element>
 struct HeadCache {
   const LayerCache& layer;
   int64_t num_kv_heads, kv_head, head_dim, value_dim;
+  int64_t stored;  // numbers of a token
 
   HeadCache(const LayerCache& of, const AttentionShape& shape, int head)
       : layer(of),
         num_kv_heads(shape.num_kv_heads),
         kv_head(head),
         head_dim(shape.head_dim),
-        value_dim(shape.value_dim) {}
+        value_dim(shape.value_dim),
+        stored(shape.head_dim + (shape.has_values_in_keys ? 0 : shape.value_dim)) {}
 
   INLINE_METHOD Element* keys(int32_t block) const {
     Element* data = reinterpret_cast<Element*>(layer.data + block * layer.block_bytes);
-    return data + kv_head * (head_dim + value_dim) * block_size;
+    return data + kv_head * stored * block_size;
   }
   INLINE_METHOD Element* values(int32_t block) const { return keys(block) + head_dim * block_size; }
   INLINE_METHOD float* scales(float* all, int32_t block) const {
@@ -76,7 +78,9 @@ INLINE int first_block(Span span) { return span.begin / block_size; }
 INLINE int end_block(Span span) { return (span.end + block_size - 1) / block_size; }
 
 INLINE Span attended_by(const AttentionShape& shape, int position) {
-  const int begin = shape.window > 0 ? position - shape.window + 1 : 0;
+  if (shape.window == 0) return {0, position + 1};
+  const int begin =
+      shape.is_chunked ? position / shape.window * shape.window : position - shape.window + 1;
   return {begin > 0 ? begin : 0, position + 1};
 }
 
@@ -140,10 +144,12 @@ void store_key_value(const LayerCache& cache, const AttentionShape& shape, const
       int8_t* values = blocks.values(block) + slot * value_dim;
       blocks.scales(cache.key_scales, block)[slot] =
           store_codes_of(key, head_dim, blocks.keys(block) + slot, block_size);
+      if (shape.has_values_in_keys) continue;
       blocks.scales(cache.value_scales, block)[slot] = store_codes_of(value, value_dim, values, 1);
     } else {
       const HeadCache<uint16_t> blocks(cache, shape, head);
       store_halves(key, head_dim, blocks.keys(block) + slot, block_size);
+      if (shape.has_values_in_keys) continue;
       store_halves(value, value_dim, blocks.values(block) + slot * value_dim, 1);
     }
   }
@@ -398,6 +404,7 @@ struct Queries {
   int count, group;
   const float* data;  // of the first row's first head
   RowStrides strides;
+  const float* sinks;  // of the first head; or null
   float* workspace;
 
   INLINE_METHOD int64_t offset(int query) const {
@@ -425,6 +432,20 @@ INLINE void pack_queries(const Queries& queries, float factor, int begin, int co
   for (int q = 0; q < count; q++) {
     const float* query = queries.data + queries.offset(begin + q);
     for (int d = 0; d < head_dim; d++) packed[d * count + q] = query[d] * factor;
+  }
+}
+
+// Values that are in the keys, as values are kept: [token][dimension].
+template <class Element>
+NOINLINE void transpose_values(CacheTile<Element>& tile, Span span, int value_dim, Element* out) {
+  for (int b = first_block(span); b < end_block(span); b++) {
+    Element* block = out + static_cast<int64_t>(b) * block_size * value_dim;
+    for (int d = 0; d < value_dim; d++)
+      for (int t = 0; t < block_size; t++)
+        block[static_cast<int64_t>(t) * value_dim + d] =
+            tile.keys[b][static_cast<int64_t>(d) * block_size + t];
+    tile.values[b] = block;
+    tile.value_scales[b] = tile.key_scales[b];
   }
 }
 
@@ -474,8 +495,12 @@ INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, 
   TileWalk<Element> walk{cache, queries.rows[0].block_table, queries.attended_by_any(), tiles, {},
                          {}};
   walk.begin();
+  auto* const values =
+      reinterpret_cast<Element*>(group.output + max_queries_at_once * group.stride);
   for (int tile = tiles.begin; tile < tiles.end; tile++) {
     walk.advance(tile);
+    if (shape.has_values_in_keys)
+      transpose_values(walk.current, within_tile(walk.attended, tile), shape.value_dim, values);
     for (int g = 0; g < num_groups; g++) {
       group.begin = group_begin(queries, num_groups, g);
       group.count = group_begin(queries, num_groups, g + 1) - group.begin;
@@ -517,6 +542,18 @@ INLINE void divide(float* out, int size, float sum) {
   map_row(out, size, out, [=](Floats x) { return x * inverse; });
 }
 
+// Divides by the sum of weights, to which a sink adds its own.
+INLINE void finish(SoftmaxState total, const float* sink, float* out, int size) {
+  if (!sink) return divide(out, size, total.sum);
+  constexpr float log2_of_e = 1.44269504088896341f;
+  const float score = *sink * log2_of_e;
+  const float top = total.max_score > score ? total.max_score : score;
+  const Floats factor = power_of_two(broadcast(total.max_score) - broadcast(top));
+  const Floats taken = power_of_two(broadcast(score) - broadcast(top));
+  const Floats inverse = factor / fma(broadcast(total.sum), factor, taken);
+  map_row(out, size, out, [=](Floats x) { return x * inverse; });
+}
+
 INLINE Span tiles_of(Span attended) {
   return {attended.begin / kv_tile_size, (attended.end + kv_tile_size - 1) / kv_tile_size};
 }
@@ -535,8 +572,10 @@ NOINLINE void attend_rows(const HeadCache<Element>& cache, const Queries& querie
       merge(totals[query], own, state, output, value_dim);
     }
   });
-  for (int q = 0; q < queries.count; q++)
-    divide(out + queries.out_offset(q), value_dim, totals[q].sum);
+  for (int q = 0; q < queries.count; q++) {
+    const float* sink = queries.sinks ? queries.sinks + q % queries.group : nullptr;
+    finish(totals[q], sink, out + queries.out_offset(q), value_dim);
+  }
 }
 
 // Calls work(first head, number of heads) for ranges of a kv head's query heads.
@@ -557,7 +596,8 @@ void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head,
       const int64_t head = static_cast<int64_t>(kv_head) * group + first;
       const float* from = queries + row * strides.queries + head * shape.head_dim;
       float* to = out + row * strides.out + head * shape.value_dim;
-      const Queries some{shape, rows + row, count * heads, heads, from, strides, workspace};
+      const float* sinks = shape.sinks ? shape.sinks + head : nullptr;
+      const Queries some{shape, rows + row, count * heads, heads, from, strides, sinks, workspace};
       if (cache.is_int8)
         attend_rows(HeadCache<int8_t>(cache, shape, kv_head), some, to);
       else
@@ -589,7 +629,7 @@ void attend_split(const LayerCache& cache, const AttentionShape& shape, int kv_h
   each_head_range(group, [&](int first, int heads) {
     const int64_t head = static_cast<int64_t>(kv_head) * group + first;
     const float* from = queries + head * shape.head_dim;
-    const Queries some{shape, &row, heads, heads, from, {0, 0}, workspace};
+    const Queries some{shape, &row, heads, heads, from, {0, 0}, nullptr, workspace};
     float* own = partials + static_cast<int64_t>(first) * (shape.value_dim + 2);
     if (cache.is_int8)
       attend_split_rows(HeadCache<int8_t>(cache, shape, kv_head), some, tiles, group, own);
@@ -602,7 +642,8 @@ void merge_splits(const AttentionShape& shape, int kv_head, int num_tiles, const
                   float* out) {
   const int group = shape.num_heads / shape.num_kv_heads, value_dim = shape.value_dim;
   for (int query = 0; query < group; query++) {
-    float* own = out + (static_cast<int64_t>(kv_head) * group + query) * value_dim;
+    const int64_t head = static_cast<int64_t>(kv_head) * group + query;
+    float* own = out + head * value_dim;
     SoftmaxState total{};
     for (int tile = 0; tile < num_tiles; tile++) {
       const float* partial =
@@ -614,6 +655,6 @@ void merge_splits(const AttentionShape& shape, int kv_head, int num_tiles, const
         merge(total, own, {partial[0], partial[1]}, partial + 2, value_dim);
       }
     }
-    divide(own, value_dim, total.sum);
+    finish(total, shape.sinks ? shape.sinks + head : nullptr, own, value_dim);
   }
 }

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -264,26 +265,35 @@ class BoundDecoder {
 };
 
 std::unique_ptr<BoundDecoder> make_decoder(int64_t hidden_size, int64_t vocabulary_size,
-                                           float logit_soft_cap, const std::string& unit,
+                                           float embedding_scale, float logit_soft_cap,
+                                           int64_t layer_input_size, const std::string& unit,
                                            int num_threads, bool may_spin) {
   DecoderShape shape{};
   shape.hidden_size = hidden_size;
   shape.vocabulary_size = vocabulary_size;
+  shape.embedding_scale = embedding_scale;
   shape.logit_soft_cap = logit_soft_cap;
+  shape.layer_input_size = layer_input_size;
   return std::make_unique<BoundDecoder>(shape, unit_named(unit), num_threads, may_spin);
 }
 
 int add_layer(BoundDecoder& self, int num_heads, int num_kv_heads, int head_dim, int value_dim,
-              int rope, int window, float scale, float soft_cap) {
+              int rope, int window, bool is_chunked, float scale, float soft_cap, int sinks,
+              int kv_layer, bool has_key_values, bool has_values_in_keys) {
   LayerAttention layer{};
   layer.shape.num_heads = num_heads;
   layer.shape.num_kv_heads = num_kv_heads;
   layer.shape.head_dim = head_dim;
   layer.shape.value_dim = value_dim;
   layer.shape.window = window;
+  layer.shape.is_chunked = is_chunked;
   layer.shape.scale = scale;
   layer.shape.soft_cap = soft_cap;
+  layer.shape.has_values_in_keys = has_values_in_keys;
   layer.rope = rope;
+  layer.sinks = sinks;
+  layer.kv_layer = kv_layer;
+  layer.has_key_values = has_key_values;
   return self.decoder.add_layer(layer);
 }
 
@@ -358,35 +368,70 @@ nb::tuple activation_record(const std::string& activations) {
 }
 
 // Floats that each thread computes in: results of a GEMM, and packed queries of attention.
-int64_t thread_scratch_floats(int64_t head_dim, int64_t value_dim) {
+int64_t thread_scratch_floats(int64_t head_dim, int64_t value_dim, bool has_values_in_keys) {
   expect_within("head_dim", head_dim, 1, max_head_dim);
   expect_within("value_dim", value_dim, 1, max_head_dim);
-  return Decoder::scratch_size() + attention_workspace(head_dim, value_dim);
+  return Decoder::scratch_size() + attention_workspace(head_dim, value_dim, has_values_in_keys);
 }
 
 Norm norm_or_none(const std::optional<Norm>& norm) { return norm ? *norm : Norm{}; }
 
+// A stage as Python describes it; names are those of Stage.
+struct StageNames {
+  std::string kind, input, output, quantised, gate, norm_span;
+};
+
+Stage stage_named(const StageNames& names) {
+  const char* const kinds[] = {"norm_and_quantise",
+                               "project",
+                               "rope_and_store",
+                               "attend",
+                               "project_and_add",
+                               "gate_and_up",
+                               "add_branch",
+                               "scale_hidden",
+                               "add_layer_embedding",
+                               "latent_rope_and_store",
+                               "route",
+                               "expert_gate_and_up",
+                               "expert_down"};
+  const char* const rows[] = {"hidden", "projected", "attention_output", "gated",
+                              "branch", "latent",    "layer_inputs"};
+  const char* const spans[] = {"head", "each head", "projection"};
+  Stage stage;
+  stage.kind = static_cast<Stage::Kind>(index_of(kinds, names.kind));
+  stage.input = static_cast<RowKind>(index_of(rows, names.input));
+  stage.output = static_cast<RowKind>(index_of(rows, names.output));
+  stage.quantised =
+      static_cast<ActivationFormat>(index_of(activation_format_names, names.quantised));
+  stage.gate = gate_named(names.gate);
+  stage.norm_span = static_cast<NormSpan>(index_of(spans, names.norm_span));
+  return stage;
+}
+
 void add_stage(BoundDecoder& self, const std::string& kind, const std::string& input,
                const std::string& output, const std::optional<Norm>& norm,
-               std::vector<int> matrices, const std::string& quantised, const std::string& gate,
-               int layer, const std::optional<Norm>& query_norm,
-               const std::optional<Norm>& key_norm, int experts) {
-  const char* const kinds[] = {
-      "norm_and_quantise", "project", "rope_and_store",     "attend",     "project_and_add",
-      "gate_and_up",       "route",   "expert_gate_and_up", "expert_down"};
-  const char* const rows[] = {"hidden", "projected", "attention_output", "gated", "branch"};
-  Stage stage;
-  stage.kind = static_cast<Stage::Kind>(index_of(kinds, kind));
-  stage.input = static_cast<RowKind>(index_of(rows, input));
-  stage.output = static_cast<RowKind>(index_of(rows, output));
+               std::vector<int> matrices, float scale, int64_t output_stride, bool is_by_head,
+               const std::string& quantised, const std::string& gate, int layer_input, int layer,
+               const std::optional<Norm>& query_norm, const std::optional<Norm>& key_norm,
+               const std::optional<Norm>& value_norm, const std::string& norm_span,
+               bool norms_after_rope, std::tuple<double, int64_t, int64_t> position_scale,
+               int experts) {
+  Stage stage = stage_named({kind, input, output, quantised, gate, norm_span});
   stage.norm = norm_or_none(norm);
   stage.matrices = std::move(matrices);
-  stage.quantised = static_cast<ActivationFormat>(index_of(activation_format_names, quantised));
-  stage.gate = gate_named(gate);
+  stage.scale = scale;
+  stage.is_by_head = is_by_head;
+  stage.output_stride = output_stride;
+  stage.layer_input = layer_input;
   stage.layer = layer;
   stage.query_norm = norm_or_none(query_norm);
   stage.key_norm = norm_or_none(key_norm);
   stage.experts = experts;
+  stage.value_norm = norm_or_none(value_norm);
+  stage.norms_after_rope = norms_after_rope;
+  const auto& [factor, length, offset] = position_scale;
+  stage.position_scale = {factor, length, offset};
   self.decoder.add_stage(std::move(stage));
 }
 
@@ -445,11 +490,15 @@ void bind_construction(nb::class_<BoundDecoder>& decoder) {
           },
           "dims"_a, "interleaved"_a)
       .def("add_layer", &add_layer, nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-           "value_dim"_a, "rope"_a, "window"_a, "scale"_a, "soft_cap"_a)
+           "value_dim"_a, "rope"_a, "window"_a, "is_chunked"_a, "scale"_a, "soft_cap"_a, "sinks"_a,
+           "kv_layer"_a, "has_key_values"_a, "has_values_in_keys"_a)
       .def("add_stage", &add_stage, "kind"_a, nb::kw_only(), "input"_a = "hidden",
            "output"_a = "projected", "norm"_a = nb::none(), "matrices"_a = std::vector<int>(),
-           "quantised"_a = "floats", "gate"_a = "silu", "layer"_a = 0, "query_norm"_a = nb::none(),
-           "key_norm"_a = nb::none(), "experts"_a = -1)
+           "scale"_a = 1.0f, "output_stride"_a = 0, "is_by_head"_a = false,
+           "quantised"_a = "floats", "gate"_a = "silu", "layer_input"_a = -1, "layer"_a = 0,
+           "query_norm"_a = nb::none(), "key_norm"_a = nb::none(), "value_norm"_a = nb::none(),
+           "norm_span"_a = "head", "norms_after_rope"_a = false,
+           "position_scale"_a = std::tuple<double, int64_t, int64_t>{0.0, 0, 0}, "experts"_a = -1)
       .def(
           "add_stack",
           [](BoundDecoder& self, const std::string& format, int num_stacked, int64_t out_size,
@@ -525,17 +574,21 @@ void bind_decoder(nb::module_& m) {
   m.attr("activation_block_size") = activation_block_size;
   m.def("activation_record", &activation_record, "activations"_a,
         nb::sig("def activation_record(activations: str) -> tuple[int, int]"));
-  m.def("thread_scratch_floats", &thread_scratch_floats, "head_dim"_a, "value_dim"_a);
+  m.def("thread_scratch_floats", &thread_scratch_floats, "head_dim"_a, "value_dim"_a,
+        "has_values_in_keys"_a = false);
   m.def("packed_bytes", &packed_bytes, "format"_a, "out_size"_a, "in_size"_a);
   nb::class_<Norm>(m, "Norm").def(
       "__init__",
-      [](Norm* self, int weight, float epsilon) { new (self) Norm{Norm::rms, weight, epsilon}; },
-      "weight"_a, "epsilon"_a);
+      [](Norm* self, float epsilon, int weight, int bias, bool is_layer_norm) {
+        new (self) Norm{is_layer_norm ? Norm::layer : Norm::rms, weight, bias, epsilon};
+      },
+      "epsilon"_a, "weight"_a = -1, "bias"_a = -1, "is_layer_norm"_a = false);
   nb::class_<BoundDecoder> decoder(m, "Decoder");
   bind_construction(decoder);
   bind_steps(decoder);
   m.def("make_decoder", &make_decoder, nb::kw_only(), "hidden_size"_a, "vocabulary_size"_a,
-        "logit_soft_cap"_a, "unit"_a, "num_threads"_a, "may_spin"_a);
+        "embedding_scale"_a = 1.0f, "logit_soft_cap"_a = 0.0f, "layer_input_size"_a = 0, "unit"_a,
+        "num_threads"_a, "may_spin"_a);
 }
 
 }  // namespace quire

@@ -1,11 +1,13 @@
 // Bindings that run the kernels of a named unit on arrays, one function at a time: for tests.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -62,8 +64,9 @@ void copy_groups(const std::vector<ActivationGroup>& groups, const Records& out)
 // The KV cache of one layer, with the block table of one sequence.
 class Cache {
  public:
-  Cache(const std::string& unit, const AttentionShape& shape, bool is_int8, Table block_table)
-      : kernels_(unit_named(unit)), shape_(shape) {
+  Cache(const std::string& unit, const AttentionShape& shape, bool is_int8, Table block_table,
+        std::vector<float> sinks)
+      : kernels_(unit_named(unit)), shape_(shape), sinks_(std::move(sinks)) {
     expect_within("num_heads", shape.num_heads, 1, max_heads);
     expect_within("num_kv_heads", shape.num_kv_heads, 1, max_heads);
     expect_within("head_dim", shape.head_dim, 1, max_head_dim);
@@ -71,16 +74,22 @@ class Cache {
     expect_within("window", shape.window, 0, max_positions);
     expect(shape.num_heads % shape.num_kv_heads == 0,
            "num_heads must be a multiple of num_kv_heads");
-    workspace_ =
-        Buffer(bytes_of(attention_workspace(shape.head_dim, shape.value_dim), sizeof(float)));
+    expect(sinks_.empty() || sinks_.size() == static_cast<size_t>(shape.num_heads),
+           "a sink must be given for each head");
+    if (!sinks_.empty()) shape_.sinks = sinks_.data();
+    expect(!shape.has_values_in_keys || shape.value_dim <= shape.head_dim,
+           "values in keys must not be longer than keys");
+    workspace_ = Buffer(
+        bytes_of(attention_workspace(shape.head_dim, shape.value_dim, shape.has_values_in_keys),
+                 sizeof(float)));
     table_.assign(block_table.data(), block_table.data() + block_table.size());
     int32_t num_blocks = 0;
     for (int32_t block : table_) {
       expect_within("a block", block, 0, max_blocks - 1);
       num_blocks = block >= num_blocks ? block + 1 : num_blocks;
     }
-    const int64_t values =
-        checked_product(shape.num_kv_heads, shape.head_dim + shape.value_dim, block_size);
+    const int64_t stored = shape.head_dim + (shape.has_values_in_keys ? 0 : shape.value_dim);
+    const int64_t values = checked_product(shape.num_kv_heads, stored, block_size);
     const int64_t block_bytes = is_int8 ? values : 2 * values;
     // No result may depend on slots that were not written: all begin as NaN, in bytes as -1.
     data_.assign(static_cast<size_t>(checked_product(num_blocks, block_bytes)), 0xff);
@@ -94,7 +103,8 @@ class Cache {
 
   void store(int position, Input key, Input value) {
     const auto heads = static_cast<size_t>(shape_.num_kv_heads);
-    expect(key.size() == heads * shape_.head_dim && value.size() == heads * shape_.value_dim,
+    const int value_dim = shape_.has_values_in_keys ? 0 : shape_.value_dim;
+    expect(key.size() == heads * shape_.head_dim && value.size() == heads * value_dim,
            "key and value: one row of all kv heads");
     expect_positions(position, 1);
     kernels_.store_key_value(layer_, shape_, {position, table_.data()}, key.data(), value.data());
@@ -116,7 +126,10 @@ class Cache {
     expect_rows(1, queries, out);
     expect_positions(position, 1);
     const RowPosition row{position, table_.data()};
-    const int start = shape_.window > 0 ? position - shape_.window + 1 : 0;
+    int start = 0;
+    if (shape_.window > 0)
+      start = shape_.is_chunked ? position / shape_.window * shape_.window
+                                : position - shape_.window + 1;
     const int first = (start > 0 ? start : 0) / kv_tile_size;
     const int num_tiles = position / kv_tile_size + 1 - first;
     const int64_t tile_floats =
@@ -156,6 +169,7 @@ class Cache {
 
   const Kernels& kernels_;
   AttentionShape shape_;
+  std::vector<float> sinks_;
   std::vector<int32_t> table_;
   std::vector<uint8_t> data_;
   std::vector<float> key_scales_, value_scales_;
@@ -168,6 +182,17 @@ class Cache {
 void rms_norm(const std::string& unit, Input x, Input weight, float epsilon, Output out) {
   expect(x.size() == weight.size() && x.size() == out.size(), "x, weight, out: one size");
   unit_named(unit).rms_norm(x.data(), weight.data(), size_of(x.size()), epsilon, out.data());
+}
+
+void layer_norm(const std::string& unit, Input x, std::optional<Input> weight,
+                std::optional<Input> bias, float epsilon, Output out) {
+  const auto values = [&](const std::optional<Input>& of) {
+    expect(!of || of->size() == x.size(), "x, weight, bias: one size");
+    return of ? of->data() : nullptr;
+  };
+  expect(x.size() == out.size(), "x, out: one size");
+  unit_named(unit).layer_norm(x.data(), values(weight), values(bias), size_of(x.size()), epsilon,
+                              out.data());
 }
 
 void quantise_groups(const std::string& unit, Input x, Records out) {
@@ -250,6 +275,8 @@ void bind_routing(nb::module_& m) {
 
 void bind_rows(nb::module_& m) {
   m.def("rms_norm", &rms_norm, "unit"_a, "x"_a, "weight"_a, "epsilon"_a, "out"_a);
+  m.def("layer_norm", &layer_norm, "unit"_a, "x"_a, "weight"_a.none(), "bias"_a.none(), "epsilon"_a,
+        "out"_a);
   m.def("quantise_groups", &quantise_groups, "unit"_a, "x"_a, "out"_a);
   m.def("quantise_blocks", &quantise_blocks, "unit"_a, "x"_a, "out"_a);
   m.def("quantise_per_token", &quantise_per_token, "unit"_a, "x"_a, "out"_a);
@@ -274,16 +301,25 @@ void bind_kernels(nb::module_& m) {
       .def(
           "__init__",
           [](Cache* self, const std::string& unit, int num_heads, int num_kv_heads, int head_dim,
-             Table block_table, int value_dim, int window, float scale, float soft_cap,
-             bool is_int8) {
-            const AttentionShape shape{
-                num_heads, num_kv_heads, head_dim, value_dim > 0 ? value_dim : head_dim,
-                window,    scale,        soft_cap};
-            new (self) Cache(unit, shape, is_int8, block_table);
+             Table block_table, int value_dim, int window, bool is_chunked, float scale,
+             float soft_cap, std::vector<float> sinks, bool has_values_in_keys, bool is_int8) {
+            AttentionShape shape{};
+            shape.num_heads = num_heads;
+            shape.num_kv_heads = num_kv_heads;
+            shape.head_dim = head_dim;
+            shape.value_dim = value_dim > 0 ? value_dim : head_dim;
+            shape.window = window;
+            shape.is_chunked = is_chunked;
+            shape.scale = scale;
+            shape.soft_cap = soft_cap;
+            shape.has_values_in_keys = has_values_in_keys;
+            new (self) Cache(unit, shape, is_int8, block_table, std::move(sinks));
           },
           nb::arg("unit"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
           nb::arg("block_table"), nb::arg("value_dim") = 0, nb::arg("window") = 0,
-          nb::arg("scale") = 1.0f, nb::arg("soft_cap") = 0.0f, nb::arg("is_int8") = false)
+          nb::arg("is_chunked") = false, nb::arg("scale") = 1.0f, nb::arg("soft_cap") = 0.0f,
+          nb::arg("sinks") = std::vector<float>(), nb::arg("has_values_in_keys") = false,
+          nb::arg("is_int8") = false)
       .def("store", &Cache::store, "position"_a, "key"_a, "value"_a)
       .def("attend", &Cache::attend, "position"_a, "num_rows"_a, "queries"_a, "out"_a)
       .def("attend_split", &Cache::attend_split, "position"_a, "queries"_a, "out"_a)

@@ -2,6 +2,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
@@ -32,6 +33,10 @@ const float* residual_of(const float* x, int size, const Record* records) {
     residual[static_cast<size_t>(i)] = x[i] - record.scale * record.codes[i % count];
   }
   return residual.data();
+}
+
+void scale(float* x, int64_t size, float factor) {
+  for (int64_t i = 0; i < size; i++) x[i] *= factor;
 }
 
 }  // namespace
@@ -108,9 +113,12 @@ int Decoder::add_rope(int dims, bool interleaved) {
 int Decoder::add_layer(const LayerAttention& layer) {
   check_layer(layer);
   expect(num_blocks_ == 0, "the cache was allocated: a layer must be added before");
-  const AttentionShape& shape = layer.shape;
+  layers_.push_back(layer);
+  AttentionShape& shape = layers_.back().shape;
+  if (layer.sinks >= 0) shape.sinks = vectors_[static_cast<size_t>(layer.sinks)].data();
   attention_floats_ =
-      std::max(attention_floats_, attention_workspace(shape.head_dim, shape.value_dim));
+      std::max(attention_floats_,
+               attention_workspace(shape.head_dim, shape.value_dim, shape.has_values_in_keys));
   attention_scratch_.grow(bytes_of(pool_.size() * attention_floats_, sizeof(float)));
   const auto is_alike = [&](const AttendPlan& plan) {
     return plan.shape.num_heads == shape.num_heads &&
@@ -121,11 +129,13 @@ int Decoder::add_layer(const LayerAttention& layer) {
   const auto plan = std::find_if(attend_plans_.begin(), attend_plans_.end(), is_alike);
   plan_of_layer_.push_back(static_cast<size_t>(plan - attend_plans_.begin()));
   if (plan == attend_plans_.end()) attend_plans_.push_back({shape, {}, {}});
-  layers_.push_back(layer);
   return num_layers() - 1;
 }
 
 void Decoder::add_stage(Stage stage) {
+  if (stage.kind == Stage::latent_rope_and_store) stage.input = RowKind::gated;
+  stage.input_size = buffer(stage.input).written;
+  stage.latent_size = buffer(RowKind::latent).written;
   check_stage(stage);
   set_written(stage);
   if (stage.kind == Stage::attend) last_attend_ = stages_.size();
@@ -137,6 +147,8 @@ int64_t Decoder::output_size(const Stage& stage) const {
   int64_t size = 0;
   switch (stage.kind) {
     case Stage::project:
+      if (stage.is_by_head)
+        return checked_product(static_cast<int64_t>(stage.matrices.size()), stage.output_stride);
       for (const int index : stage.matrices) size += rows_of(index);
       return size;
     case Stage::gate_and_up:
@@ -152,6 +164,10 @@ int64_t Decoder::output_size(const Stage& stage) const {
 
 void Decoder::set_written(const Stage& stage) {
   RowKind output = stage.output;
+  if (stage.kind == Stage::norm_and_quantise && stage.is_by_head)
+    widest_input_ = std::max(widest_input_, static_cast<int64_t>(stage.matrices.size()) *
+                                                matrix(stage.matrices[0]).in_size);
+  reserved_rows_ = 0;  // the reserved rows may be too narrow for this stage
   if (stage.kind == Stage::gate_and_up)
     output = RowKind::gated;
   else if (stage.kind == Stage::attend)
@@ -163,7 +179,6 @@ void Decoder::set_written(const Stage& stage) {
   RowBuffer& rows = rows_[static_cast<size_t>(output)];
   rows.written = output_size(stage);
   rows.width = std::max(rows.width, rows.written);
-  reserved_rows_ = 0;  // the reserved rows may be too narrow for this stage
 }
 
 void Decoder::set_embedding_and_head(int embedding, const Norm& output_norm, int head) {
@@ -194,9 +209,8 @@ void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t prefault_
     scale_offsets_.push_back(scales);
     sizes.push_back(bytes_of(num_blocks, static_cast<size_t>(block_bytes(layer))));
     cache = checked_sum(cache, static_cast<int64_t>(sizes.back()));
-    if (is_int8)
-      scales = checked_sum(
-          scales, checked_product(2, num_blocks, attention_shape(layer).num_kv_heads, block_size));
+    const int each = attention_shape(layer).has_values_in_keys ? 1 : 2;
+    if (is_int8) scales = checked_sum(scales, checked_product(each, num_blocks, num_scales(layer)));
   }
   cache_ = Buffer(static_cast<size_t>(cache));
   cache_scales_ = Buffer(bytes_of(scales, sizeof(float)));
@@ -206,10 +220,16 @@ void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t prefault_
                          low_priority);
 }
 
+int64_t Decoder::num_scales(int layer) const {
+  return owns_cache(layer) ? int64_t{attention_shape(layer).num_kv_heads} * block_size : 0;
+}
+
 int64_t Decoder::block_bytes(int layer) const {
   const AttentionShape& shape = attention_shape(layer);
-  const int64_t elements =
-      checked_product(shape.num_kv_heads, shape.head_dim + shape.value_dim, block_size);
+  if (!owns_cache(layer)) return 0;
+  const int64_t elements = checked_product(
+      shape.num_kv_heads, shape.head_dim + (shape.has_values_in_keys ? 0 : shape.value_dim),
+      block_size);
   return is_int8_ ? elements : 2 * elements;
 }
 
@@ -291,6 +311,7 @@ void Decoder::run(const StepInput& input) {
   // A row's logits may be computed twice: for a prompt target's score, and for the row's own want.
   reserve_rows(std::max(num_rows_, std::min(2 * num_rows_, static_cast<int>(max_head_rows))));
   row_positions_ = input.positions;
+  tokens_ = input.tokens.data();
   advance_prefault();
   kept_index_.resize(row_positions_.size());
   std::iota(kept_index_.begin(), kept_index_.end(), 0);
@@ -323,14 +344,16 @@ void Decoder::keep_output_rows(const std::vector<int>& output_rows) {
   });
   std::fill(kept_index_.begin(), kept_index_.end(), -1);
   const auto move = [&](RowKind rows, int from, int to) {
-    std::memmove(row_of(rows, to), row_of(rows, from),
-                 bytes_of(buffer(rows).stride, sizeof(float)));
+    if (buffer(rows).width > 0)
+      std::memmove(row_of(rows, to), row_of(rows, from),
+                   bytes_of(buffer(rows).stride, sizeof(float)));
   };
   num_rows_ = 0;
   for (const int row : output_rows) {
     if (row != num_rows_) {
       move(RowKind::hidden, row, num_rows_);
       move(RowKind::projected, row, num_rows_);
+      move(RowKind::layer_inputs, row, num_rows_);
       row_positions_[static_cast<size_t>(num_rows_)] = row_positions_[static_cast<size_t>(row)];
     }
     kept_index_[static_cast<size_t>(row)] = num_rows_++;
@@ -350,12 +373,16 @@ void Decoder::compute(const Stage& stage) {
     case Stage::route: return route(stage);
     case Stage::expert_gate_and_up: return expert_gate_and_up(stage);
     case Stage::expert_down: return expert_down(stage);
+    case Stage::add_branch: return add_branch(stage);
+    case Stage::scale_hidden: return scale_hidden(stage);
+    case Stage::add_layer_embedding: return add_layer_embedding(stage);
+    case Stage::latent_rope_and_store: return latent_rope_and_store(stage);
   }
 }
 
 void Decoder::reserve_rows(int num_rows) {
   if (num_rows <= reserved_rows_) return;
-  int64_t widest = shape_.hidden_size;
+  int64_t widest = std::max(shape_.hidden_size, widest_input_);
   int formats = 0;
   for (size_t i = 0; i < matrices_.size(); i++) {
     widest = std::max(widest, matrices_[i]->in_size);
@@ -416,9 +443,9 @@ void Decoder::copy_blocks(const StepInput& input) {
     for (int layer = 0; layer < num_layers(); layer++) {
       std::memcpy(cache_block(layer, target), cache_block(layer, source),
                   static_cast<size_t>(block_bytes(layer)));
-      if (!is_int8_) continue;
+      if (!is_int8_ || !owns_cache(layer)) continue;
       const LayerCache cache = layer_cache(layer);
-      const int64_t size = int64_t{attention_shape(layer).num_kv_heads} * block_size;
+      const int64_t size = num_scales(layer);
       for (float* scales : {cache.key_scales, cache.value_scales})
         std::memcpy(scales + target * size, scales + source * size, bytes_of(size, sizeof(float)));
     }
@@ -427,25 +454,86 @@ void Decoder::copy_blocks(const StepInput& input) {
 
 void Decoder::embed(const StepInput& input) {
   pool_.run(num_rows_, 1, [&](int begin, int end, int) {
+    for (int row = begin; row < end; row++) {
+      float* state = row_of(RowKind::hidden, row);
+      read_row(embedding_, input.tokens[static_cast<size_t>(row)], state);
+      if (shape_.embedding_scale != 1.0f) scale(state, shape_.hidden_size, shape_.embedding_scale);
+    }
+  });
+}
+
+// The mean of a normed projection of the embedding and of a second embedding's row, times the root
+// of two, for each layer. The projection is in the rows already.
+void Decoder::add_layer_embedding(const Stage& stage) {
+  const int64_t all = matrix(stage.matrices[0]).in_size, size = shape_.layer_input_size;
+  const float root = std::sqrt(static_cast<float>(size)), half_root = std::sqrt(0.5f);
+  pool_.run(num_rows_, 1, [&](int begin, int end, int) {
+    thread_local std::vector<float> own;
+    own.resize(static_cast<size_t>(all));
+    for (int row = begin; row < end; row++) {
+      float* x = row_of(RowKind::layer_inputs, row);
+      read_row(stage.matrices[0], tokens_[row], own.data());
+      for (int64_t i = 0; i < all; i += size) apply_norm(stage.norm, x + i, size, x + i);
+      scale(own.data(), all, root);
+      kernels_.add(x, own.data(), static_cast<int>(all));
+      scale(x, all, half_root);
+    }
+  });
+}
+
+void Decoder::add_branch(const Stage& stage) {
+  Stopwatch watch(counters_.norm_and_quantise_seconds);
+  const int64_t size = shape_.hidden_size;
+  pool_.run(num_rows_, 1, [&](int begin, int end, int) {
+    for (int row = begin; row < end; row++) {
+      float* x = row_of(RowKind::branch, row);
+      apply_norm(stage.norm, x, size, x);
+      if (stage.scale != 1.0f) scale(x, size, stage.scale);
+      kernels_.add(row_of(RowKind::hidden, row), x, static_cast<int>(size));
+    }
+  });
+}
+
+void Decoder::scale_hidden(const Stage& stage) {
+  pool_.run(num_rows_, 1, [&](int begin, int end, int) {
     for (int row = begin; row < end; row++)
-      read_row(embedding_, input.tokens[static_cast<size_t>(row)], row_of(RowKind::hidden, row));
+      scale(row_of(RowKind::hidden, row), shape_.hidden_size, stage.scale);
   });
 }
 
 void Decoder::norm_and_quantise(const Stage& stage) {
   Stopwatch watch(counters_.norm_and_quantise_seconds);
-  const int64_t size = matrices_[static_cast<size_t>(stage.matrices[0])]->in_size;
+  const int64_t size = matrix(stage.matrices[0]).in_size;
   const int formats = formats_for(stage.matrices);
+  const auto num_heads = static_cast<int64_t>(stage.matrices.size());
   pool_.run(num_rows_, 1, [&](int begin, int end, int) {
-    for (int row = begin; row < end; row++)
-      norm_and_quantise_row(row_of(stage.input, row), size, stage.norm, formats,
+    thread_local std::vector<float> heads;
+    for (int row = begin; row < end; row++) {
+      const float* x = row_of(stage.input, row);
+      if (!stage.is_by_head) {
+        norm_and_quantise_row(x, size, stage.norm, formats, activations_[current_], row);
+        continue;
+      }
+      const int64_t stride = stage.input_size / num_heads;
+      heads.resize(static_cast<size_t>(num_heads * size));
+      for (int64_t head = 0; head < num_heads; head++)
+        std::copy_n(x + head * stride, size, heads.data() + head * size);
+      norm_and_quantise_row(heads.data(), num_heads * size, stage.norm, formats,
                             activations_[current_], row);
+    }
   });
 }
 
-void Decoder::apply_norm(const Norm& norm, const float* x, int64_t size, float* out) const {
-  const float* weight = vectors_[static_cast<size_t>(norm.weight)].data();
-  kernels_.rms_norm(x, weight, static_cast<int>(size), norm.epsilon, out);
+void Decoder::apply_norm(const Norm& norm, const float* x, int64_t size, float* out,
+                         int64_t offset) const {
+  const auto values = [&](int index) {
+    return index < 0 ? nullptr : vectors_[static_cast<size_t>(index)].data() + offset;
+  };
+  const int count = static_cast<int>(size);
+  if (norm.kind == Norm::rms)
+    kernels_.rms_norm(x, values(norm.weight), count, norm.epsilon, out);
+  else if (norm.kind == Norm::layer)
+    kernels_.layer_norm(x, values(norm.weight), values(norm.bias), count, norm.epsilon, out);
 }
 
 // Applies the norm if there is one, and quantises the row to all wanted formats.

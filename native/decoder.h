@@ -52,20 +52,38 @@ struct Experts {
 };
 
 // The rows of floats that stages read and write: one for each token of the step.
-// branch: what is to be added to hidden states.
-enum class RowKind { hidden, projected, attention_output, gated, branch };
-constexpr int num_row_kinds = 5;
+enum class RowKind {
+  hidden,
+  projected,  // queries, keys and values
+  attention_output,
+  gated,         // what the feed-forward's gate leaves; heads of latent attention
+  branch,        // what a half of a layer makes, before it is added to the hidden state
+  latent,        // what latent attention's queries, keys and values are made of
+  layer_inputs,  // the vectors of all layers' own embeddings
+};
+constexpr int num_row_kinds = 7;
 
 struct Norm {
-  enum Kind { none, rms } kind = none;
-  int weight = -1;  // index of a vector
+  enum Kind { none, rms, layer } kind = none;
+  int weight = -1, bias = -1;  // indices of vectors, or -1
   float epsilon = 0.0f;
+};
+
+enum class NormSpan { head, each_head, projection };  // as quire.model.spec.NormSpan
+
+// Queries are multiplied by 1 + factor * ln(1 + floor((position + offset) / length)).
+struct PositionScale {
+  double factor = 0.0;
+  int64_t length = 0, offset = 0;  // a length of 0: none
 };
 
 // What a layer's rope_and_store and attend stages compute with.
 struct LayerAttention {
-  AttentionShape shape;
-  int rope;  // index, or -1
+  AttentionShape shape;  // of what the cache keeps; its sinks are set by add_layer
+  int rope;              // index, or -1
+  int sinks;             // index of a vector, or -1
+  int kv_layer;          // whose keys and values it reads: a layer before it; -1: its own
+  bool has_key_values;   // its values are what its keys are before norm and rope
 };
 
 struct Stage {
@@ -74,26 +92,44 @@ struct Stage {
     project,            // one or more matrices side by side into `output`
     rope_and_store,     // rotates queries and keys, stores keys and values in the KV cache
     attend,
-    project_and_add,     // one matrix, added to the hidden state
-    gate_and_up,         // the gated feed-forward
+    project_and_add,      // one matrix, times `scale`, added to `output`
+    gate_and_up,          // the feed-forward's gate and values, or its values alone
+    add_branch,           // the branch after `norm`, times `scale`, added to the hidden state
+    scale_hidden,         // the hidden state times `scale`
+    add_layer_embedding,  // norms layer_inputs by layer, adds rows of the second embedding
+    latent_rope_and_store,
     route,               // chooses the experts of each row, and orders slots
     expert_gate_and_up,  // of the chosen experts
     expert_down          // their sum: `branch` rows, which are added to `output` rows if others
   } kind;
   RowKind input = RowKind::hidden, output = RowKind::projected;
-  Norm norm;                  // norm_and_quantise
-  std::vector<int> matrices;  // gate_and_up: gate, up
+  Norm norm;                  // norm_and_quantise, add_branch, add_layer_embedding
+  std::vector<int> matrices;  // gate_and_up: gate and up, or up
+  float scale = 1.0f;
+  // norm_and_quantise, project: a matrix for each head. Of the input's heads, which divide it
+  // evenly, each takes the first numbers; a head's output begins at a multiple of output_stride.
+  bool is_by_head = false;
+  int64_t output_stride = 0;
+  // Set by add_stage: how many floats of the rows that it reads were written before it; of `latent`
+  // where it is latent_rope_and_store.
+  int64_t input_size = 0, latent_size = 0;
   // gate_and_up: groups or blocks where it quantises its result for the next GEMM itself
   ActivationFormat quantised = ActivationFormat::floats;
   Gate gate = Gate::silu;
-  int layer = 0;              // rope_and_store, attend
-  Norm query_norm, key_norm;  // rope_and_store: of each head
-  int experts = -1;           // index of an Experts
+  int layer_input = -1;  // gate_and_up: the layer whose input takes the place of up(x)
+  int layer = 0;         // rope_and_store, attend
+  Norm query_norm, key_norm, value_norm;  // rope_and_store
+  NormSpan norm_span = NormSpan::head;    // of queries and keys
+  bool norms_after_rope = false;
+  PositionScale position_scale;
+  int experts = -1;  // index of an Experts
 };
 
 struct DecoderShape {
   int64_t hidden_size, vocabulary_size;
-  float logit_soft_cap;  // 0: none
+  float embedding_scale;
+  float logit_soft_cap;      // 0: none
+  int64_t layer_input_size;  // of layers' own embeddings; 0: none
 };
 
 // The same shape; throws std::invalid_argument where a size is out of bounds.
@@ -259,14 +295,18 @@ class Decoder {
   void expect_vector(const char* what, int index, int64_t size) const;
   const Matrix& expect_matrix(const char* what, int index, int64_t out_size, int64_t in_size) const;
   void expect_norm(const char* what, const Norm& norm, int64_t size) const;
+  void expect_added_to(RowKind rows) const;
   void expect_written(const char* what, RowKind rows, int64_t size) const;
   int64_t rows_of(int matrix) const;
   void check_stage(const Stage& stage) const;
   void check_quantise(const Stage& stage) const;
   void check_project(const Stage& stage) const;
+  void check_by_head(const Stage& stage, int64_t in_size) const;
   void check_rope_and_store(const Stage& stage) const;
+  void check_latent(const Stage& stage) const;
   void check_attend(const Stage& stage) const;
   void check_gate(const Stage& stage) const;
+  void check_layer_embedding(const Stage& stage) const;
   void check_layer(const LayerAttention& layer) const;
   void check_experts(const Experts& experts) const;
   void check_stack(const char* what, int index, int count, int64_t out_size, int64_t in_size) const;
@@ -283,9 +323,15 @@ class Decoder {
   void norm_and_quantise(const Stage& stage);
   void norm_and_quantise_row(const float* x, int64_t size, const Norm& norm, int formats,
                              Activations& to, int row);
-  void apply_norm(const Norm& norm, const float* x, int64_t size, float* out) const;
+  // `offset`: of the norm's vectors.
+  void apply_norm(const Norm& norm, const float* x, int64_t size, float* out,
+                  int64_t offset = 0) const;
+  void add_branch(const Stage& stage);
+  void scale_hidden(const Stage& stage);
+  void add_layer_embedding(const Stage& stage);
   void project(const Stage& stage);
-  void gemm_and_add(const Matrix& matrix, int first_panel, int num_panels, float* results);
+  void gemm_and_add(const Stage& stage, const Matrix& matrix, int first_panel, int num_panels,
+                    float* results);
   void gate_and_up(const Stage& stage);
   void gate_outputs(const Stage& stage, int64_t output, int size, int first, int count, float* out,
                     int stride, float* ups) const;
@@ -304,14 +350,19 @@ class Decoder {
   ActivationFormat gated_format(const Experts& experts) const;
   int64_t router_stride(const Experts& experts) const;
   void rope_and_store(const Stage& stage);
-  void apply_rope(int layer, float* heads, int count, int position) const;
+  void latent_rope_and_store(const Stage& stage);
+  void turn(const Stage& stage, const Norm& norm, float* heads, int count, int position) const;
+  void norm_heads(const Stage& stage, const Norm& norm, float* heads, int count) const;
+  // `stride`: floats from head to head.
+  void apply_rope(int layer, float* heads, int count, int64_t stride, int position) const;
+  const float* normed_values(const Stage& stage, const float* key, const float* value) const;
   void attend(const Stage& stage);
   void compute_logits(const int* rows, int count);
   // Panels [first_panel, +num_panels) of a matrix times rows [first, +count) into
-  // out [count][stride].
+  // out [count][stride]. `column`: of the activations, where the matrix's begin.
   void gemm(const Matrix& matrix, const Activations& from, int first_panel, int num_panels,
-            int first, int count, float* out, int64_t out_stride,
-            const uint8_t* next = nullptr) const;
+            int first, int count, float* out, int64_t out_stride, const uint8_t* next = nullptr,
+            int64_t column = 0) const;
   void scale_and_add_bias(const Matrix& matrix, const Gemm& args, const float* token_scales) const;
   void reserve_rows(int num_rows);
   void reserve_slots(int num_rows);
@@ -326,6 +377,8 @@ class Decoder {
   const AttentionShape& attention_shape(int layer) const {
     return layers_[static_cast<size_t>(layer)].shape;
   }
+  bool owns_cache(int layer) const { return layers_[static_cast<size_t>(layer)].kv_layer < 0; }
+  int64_t num_scales(int layer) const;  // of a block of int8 keys or values
   LayerCache layer_cache(int layer) const;
 
   DecoderShape shape_;
@@ -358,6 +411,8 @@ class Decoder {
   Activations activations_[2];
   int current_ = 0;  // what the next GEMM reads; a gate reads it, writes the other, then swaps
   int64_t logits_stride_ = 0;
+  int64_t widest_input_ = 0;         // of stages that quantise rows by head
+  const int32_t* tokens_ = nullptr;  // of the step's rows, before any are dropped
 
   Buffer router_scores_;                         // [row][router_stride]
   Activations slots_[2];                         // the experts' inputs, and what their gates give

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "decoder.h"
+#include "elementary.h"
 
 namespace quire {
 namespace {
@@ -9,17 +10,28 @@ namespace {
 constexpr int attend_rows = 16;                           // of one sequence in one task, at most
 constexpr int64_t max_partial_floats = int64_t{1} << 26;  // of split rows
 
+void scale_query(const PositionScale& scale, int64_t position, float* query,
+                 const AttentionShape& shape) {
+  if (scale.length == 0) return;
+  const auto steps = static_cast<double>((position + scale.offset) / scale.length);
+  const auto factor = static_cast<float>(1.0 + scale.factor * log_of(1.0 + steps));
+  const int64_t size = int64_t{shape.num_heads} * shape.head_dim;
+  for (int64_t i = 0; i < size; i++) query[i] *= factor;
+}
+
 }  // namespace
 
 LayerCache Decoder::layer_cache(int layer) const {
   LayerCache cache{};
+  if (!owns_cache(layer)) return layer_cache(layers_[static_cast<size_t>(layer)].kv_layer);
   cache.data = cache_block(layer, 0);
   cache.block_bytes = block_bytes(layer);
   cache.is_int8 = is_int8_;
   if (is_int8_) {
-    const int64_t size = num_blocks_ * attention_shape(layer).num_kv_heads * block_size;
     cache.key_scales = cache_scales_.as<float>() + scale_offsets_[static_cast<size_t>(layer)];
-    cache.value_scales = cache.key_scales + size;
+    cache.value_scales = cache.key_scales;
+    if (!attention_shape(layer).has_values_in_keys)
+      cache.value_scales += num_blocks_ * num_scales(layer);
   }
   return cache;
 }
@@ -29,31 +41,86 @@ void Decoder::rope_and_store(const Stage& stage) {
   Stopwatch watch(counters_.rope_and_store_seconds);
   const AttentionShape& shape = attention_shape(stage.layer);
   const LayerCache cache = layer_cache(stage.layer);
-  const int64_t head = shape.head_dim;
-  const auto turn = [&](float* heads, int count, const Norm& norm, int position) {
-    for (int i = 0; i < count && norm.kind != Norm::none; i++)
-      apply_norm(norm, heads + i * head, head, heads + i * head);
-    apply_rope(stage.layer, heads, count, position);
-  };
   pool_.run(num_rows_, 1, [&](int begin, int end, int) {
     for (int row = begin; row < end; row++) {
       float* query = row_of(RowKind::projected, row);
-      float* key = query + shape.num_heads * head;
-      const float* value = key + shape.num_kv_heads * head;
       const RowPosition& at = row_positions_[static_cast<size_t>(row)];
-      turn(query, shape.num_heads, stage.query_norm, at.position);
-      turn(key, shape.num_kv_heads, stage.key_norm, at.position);
+      turn(stage, stage.query_norm, query, shape.num_heads, at.position);
+      scale_query(stage.position_scale, at.position, query, shape);
+      if (!owns_cache(stage.layer)) continue;
+      float* key = query + int64_t{shape.num_heads} * shape.head_dim;
+      const float* value = key + int64_t{shape.num_kv_heads} * shape.head_dim;
+      value = normed_values(stage, key, value);
+      turn(stage, stage.key_norm, key, shape.num_kv_heads, at.position);
       kernels_.store_key_value(cache, shape, at, key, value);
     }
   });
 }
 
-void Decoder::apply_rope(int layer, float* heads, int count, int position) const {
+// The values of a row, which may be its keys as they are before norm and rope.
+const float* Decoder::normed_values(const Stage& stage, const float* key,
+                                    const float* value) const {
+  const bool are_keys = layers_[static_cast<size_t>(stage.layer)].has_key_values;
+  if (!are_keys && stage.value_norm.kind == Norm::none) return value;
+  thread_local std::vector<float> values;
+  const AttentionShape& shape = attention_shape(stage.layer);
+  const float* from = are_keys ? key : value;
+  values.assign(from, from + int64_t{shape.num_kv_heads} * shape.value_dim);
+  for (float *x = values.data(), *end = x + values.size(); x < end; x += shape.value_dim)
+    apply_norm(stage.value_norm, x, shape.value_dim, x);
+  return values.data();
+}
+
+// Queries or keys by head: norm and rope, in the layer's order.
+void Decoder::turn(const Stage& stage, const Norm& norm, float* heads, int count,
+                   int position) const {
+  if (!stage.norms_after_rope) norm_heads(stage, norm, heads, count);
+  apply_rope(stage.layer, heads, count, attention_shape(stage.layer).head_dim, position);
+  if (stage.norms_after_rope) norm_heads(stage, norm, heads, count);
+}
+
+void Decoder::norm_heads(const Stage& stage, const Norm& norm, float* heads, int count) const {
+  if (norm.kind == Norm::none) return;
+  const int64_t head = attention_shape(stage.layer).head_dim;
+  if (stage.norm_span == NormSpan::projection) return apply_norm(norm, heads, count * head, heads);
+  for (int i = 0; i < count; i++)
+    apply_norm(norm, heads + i * head, head, heads + i * head,
+               stage.norm_span == NormSpan::each_head ? i * head : 0);
+}
+
+void Decoder::apply_rope(int layer, float* heads, int count, int64_t stride, int position) const {
   const LayerAttention& attention = layers_[static_cast<size_t>(layer)];
   if (attention.rope < 0) return;
   const RopeTables& tables = ropes_[static_cast<size_t>(attention.rope)];
   const Rope rope{tables.dims, tables.interleaved, tables.cosines.data(), tables.sines.data()};
-  kernels_.rope(heads, count, attention.shape.head_dim, rope, position);
+  kernels_.rope(heads, count, static_cast<int>(stride), rope, position);
+}
+
+// Latent attention. A head of a query, in `gated`, is plain numbers, then those that are rotated;
+// the stage before made its first part of the plain ones (`projected`). What the token leaves in
+// the cache is at the end of its row of `latent`: the vector, then its key that is rotated.
+void Decoder::latent_rope_and_store(const Stage& stage) {
+  Stopwatch watch(counters_.rope_and_store_seconds);
+  const AttentionShape& shape = attention_shape(stage.layer);
+  const LayerCache cache = layer_cache(stage.layer);
+  const int64_t rotated = shape.head_dim - shape.value_dim;
+  const int64_t stride = stage.input_size / shape.num_heads;
+  pool_.run(num_rows_, 1, [&](int begin, int end, int) {
+    for (int row = begin; row < end; row++) {
+      const RowPosition& at = row_positions_[static_cast<size_t>(row)];
+      float* heads = row_of(RowKind::gated, row) + stride - rotated;
+      float* query = row_of(RowKind::projected, row);
+      apply_rope(stage.layer, heads, shape.num_heads, stride, at.position);
+      for (int head = 0; head < shape.num_heads; head++)
+        std::copy_n(heads + head * stride, rotated,
+                    query + int64_t{head} * shape.head_dim + shape.value_dim);
+      scale_query(stage.position_scale, at.position, query, shape);
+      float* key = row_of(RowKind::latent, row) + stage.latent_size - shape.head_dim;
+      apply_norm(stage.key_norm, key, shape.value_dim, key);
+      apply_rope(stage.layer, key + shape.value_dim, 1, rotated, at.position);
+      kernels_.store_key_value(cache, shape, at, key, nullptr);
+    }
+  });
 }
 
 void Decoder::plan_attention() {

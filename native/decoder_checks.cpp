@@ -7,6 +7,11 @@
 namespace quire {
 namespace {
 
+void check_position_scale(const PositionScale& scale) {
+  expect_within("the length of a position scale", scale.length, 0, max_positions);
+  expect_within("the offset of a position scale", scale.offset, 0, max_positions);
+}
+
 void expect_number(const char* name, float value, float high) {
   if (!(value >= 0.0f && value <= high))
     throw std::invalid_argument(std::string(name) + " must be a number from 0 to " +
@@ -20,7 +25,9 @@ constexpr float max_number = 3e38f;  // a finite one
 const DecoderShape& checked(const DecoderShape& shape) {
   expect_within("hidden_size", shape.hidden_size, 1, max_hidden_size);
   expect_within("vocabulary_size", shape.vocabulary_size, 1, max_vocabulary);
+  expect_number("embedding_scale", shape.embedding_scale, max_number);
   expect_number("logit_soft_cap", shape.logit_soft_cap, max_number);
+  expect_within("layer_input_size", shape.layer_input_size, 0, max_hidden_size);
   return shape;
 }
 
@@ -39,7 +46,24 @@ void Decoder::check_layer(const LayerAttention& layer) const {
   expect_number("attention_soft_cap", shape.soft_cap, max_number);
   expect_within("a rope", layer.rope, -1, static_cast<int64_t>(ropes_.size()) - 1);
   if (layer.rope >= 0)
-    expect_within("rope_dims", ropes_[static_cast<size_t>(layer.rope)].dims, 2, shape.head_dim);
+    expect_within("rope_dims", ropes_[static_cast<size_t>(layer.rope)].dims, 2,
+                  shape.has_values_in_keys ? shape.head_dim - shape.value_dim : shape.head_dim);
+  if (layer.sinks >= 0) expect_vector("sinks", layer.sinks, shape.num_heads);
+  if (layer.has_key_values)
+    expect_within("the size of values that are keys", shape.value_dim, shape.head_dim,
+                  shape.head_dim);
+  if (shape.has_values_in_keys) {
+    expect_within("the kv heads of latent attention", shape.num_kv_heads, 1, 1);
+    expect_within("the size of values in keys", shape.value_dim, 1, shape.head_dim - 1);
+  }
+  expect_within("a layer whose keys are read", layer.kv_layer, -1, num_layers() - 1);
+  if (layer.kv_layer < 0) return;
+  const AttentionShape& read = attention_shape(layer.kv_layer);
+  expect(owns_cache(layer.kv_layer), "a layer whose keys are read must have its own");
+  expect(read.num_kv_heads == shape.num_kv_heads && read.head_dim == shape.head_dim &&
+             read.value_dim == shape.value_dim &&
+             read.has_values_in_keys == shape.has_values_in_keys,
+         "layers that share keys and values must have heads of one size");
 }
 
 void Decoder::expect_vector(const char* what, int index, int64_t size) const {
@@ -60,12 +84,19 @@ const Matrix& Decoder::expect_matrix(const char* what, int index, int64_t out_si
 void Decoder::expect_norm(const char* what, const Norm& norm, int64_t size) const {
   if (norm.kind == Norm::none) return;
   expect_number("norm_epsilon", norm.epsilon, 1.0f);
-  expect_vector(what, norm.weight, size);
+  if (norm.weight != -1) expect_vector(what, norm.weight, size);
+  if (norm.bias != -1) expect_vector(what, norm.bias, size);
 }
 
 void Decoder::expect_written(const char* what, RowKind rows, int64_t size) const {
   const int64_t written = buffer(rows).written;
   expect_within(what, size, written, written);
+}
+
+void Decoder::expect_added_to(RowKind rows) const {
+  expect(rows == RowKind::hidden || rows == RowKind::branch,
+         "a product must be added to the hidden state or the branch");
+  expect_written("the rows that a product is added to", rows, shape_.hidden_size);
 }
 
 int64_t Decoder::rows_of(int matrix) const {
@@ -87,12 +118,19 @@ void Decoder::check_stage(const Stage& stage) const {
       rows_of(index);
       expect_matrix("an output", index, shape_.hidden_size,
                     matrices_[static_cast<size_t>(index)]->in_size);
+      expect_added_to(stage.output);
       return;
     }
     case Stage::gate_and_up: return check_gate(stage);
     case Stage::route:
     case Stage::expert_gate_and_up:
     case Stage::expert_down: return check_routed(stage);
+    case Stage::add_branch:
+      expect_written("the branch", RowKind::branch, shape_.hidden_size);
+      return expect_norm("a norm", stage.norm, shape_.hidden_size);
+    case Stage::scale_hidden: return;
+    case Stage::add_layer_embedding: return check_layer_embedding(stage);
+    case Stage::latent_rope_and_store: return check_latent(stage);
   }
 }
 
@@ -134,27 +172,87 @@ void Decoder::check_experts(const Experts& experts) const {
 
 void Decoder::check_quantise(const Stage& stage) const {
   expect(!stage.matrices.empty(), "a stage quantises rows for at least one matrix");
-  const int64_t size = buffer(stage.input).written;
+  const int64_t written = buffer(stage.input).written;
+  rows_of(stage.matrices[0]);
+  const int64_t size = matrix(stage.matrices[0]).in_size;
+  if (stage.is_by_head) {
+    const auto num_heads = static_cast<int64_t>(stage.matrices.size());
+    check_by_head(stage, size);
+    expect(written % num_heads == 0, "the heads of a row must divide it");
+    expect_within("the columns of a head's matrix", size, 1, written / num_heads);
+    expect(stage.norm.kind == Norm::none, "heads must be normed where they are made");
+    return;
+  }
+  // Of what latent attention is made of, a stage takes the first part.
+  expect_within("the columns of a matrix", size,
+                stage.input == RowKind::latent ? std::min<int64_t>(1, written) : written, written);
   for (const int index : stage.matrices) expect_matrix("a matrix", index, rows_of(index), size);
   expect_norm("a norm", stage.norm, size);
 }
 
+// A matrix for each head, all of one size, whose activations lie side by side in a row.
+void Decoder::check_by_head(const Stage& stage, int64_t in_size) const {
+  for (const int index : stage.matrices) {
+    const Matrix& found = expect_matrix("a head's matrix", index, rows_of(index), in_size);
+    expect(found.activations == matrix(stage.matrices[0]).activations,
+           "the matrices of heads must have one format");
+    expect(found.activations != ActivationFormat::per_token,
+           "heads must not share a scale of their activations");
+    expect(found.has_residual_pass == matrix(stage.matrices[0]).has_residual_pass,
+           "the matrices of heads must all have a residual pass, or none");
+  }
+}
+
 void Decoder::check_project(const Stage& stage) const {
   expect(!stage.matrices.empty(), "a stage projects with at least one matrix");
-  expect(stage.output == RowKind::projected, "a projection must not replace rows that others read");
+  expect(stage.output != RowKind::hidden && stage.output != RowKind::attention_output,
+         "a projection must not replace rows that others read");
+  rows_of(stage.matrices[0]);
+  const Matrix& first = matrix(stage.matrices[0]);
   for (const int index : stage.matrices)
-    expect_matrix("a projection", index, rows_of(index), shape_.hidden_size);
+    expect_matrix("a projection", index, rows_of(index), first.in_size);
+  if (stage.is_by_head) {
+    check_by_head(stage, first.in_size);
+    expect_within("the rows of a head's matrix", first.out_size, 1, stage.output_stride);
+    for (const int index : stage.matrices)
+      expect_matrix("a head's matrix", index, first.out_size, first.in_size);
+  }
   expect_within("the rows of a projection", output_size(stage), 1, 3 * max_row_size);
 }
 
 void Decoder::check_rope_and_store(const Stage& stage) const {
   expect_within("a layer", stage.layer, 0, num_layers() - 1);
   const AttentionShape& shape = attention_shape(stage.layer);
-  expect_written("queries, keys and values", RowKind::projected,
-                 int64_t{shape.num_heads + shape.num_kv_heads} * shape.head_dim +
-                     int64_t{shape.num_kv_heads} * shape.value_dim);
-  expect_norm("a query norm", stage.query_norm, shape.head_dim);
-  expect_norm("a key norm", stage.key_norm, shape.head_dim);
+  expect(!shape.has_values_in_keys, "a layer of latent attention has a stage of its own");
+  const bool has_values = !layers_[static_cast<size_t>(stage.layer)].has_key_values;
+  int64_t size = int64_t{shape.num_heads} * shape.head_dim;
+  if (owns_cache(stage.layer))
+    size += int64_t{shape.num_kv_heads} * (shape.head_dim + (has_values ? shape.value_dim : 0));
+  expect_written("queries, keys and values", RowKind::projected, size);
+  const auto norm_size = [&](int num_heads) {
+    return stage.norm_span == NormSpan::head ? int64_t{shape.head_dim}
+                                             : int64_t{num_heads} * shape.head_dim;
+  };
+  expect_norm("a query norm", stage.query_norm, norm_size(shape.num_heads));
+  expect_norm("a key norm", stage.key_norm, norm_size(shape.num_kv_heads));
+  expect_norm("a value norm", stage.value_norm, shape.value_dim);
+  check_position_scale(stage.position_scale);
+}
+
+void Decoder::check_latent(const Stage& stage) const {
+  expect_within("a layer", stage.layer, 0, num_layers() - 1);
+  const AttentionShape& shape = attention_shape(stage.layer);
+  expect(shape.has_values_in_keys && owns_cache(stage.layer),
+         "a layer must have a latent vector of its own");
+  const int64_t heads = buffer(RowKind::gated).written;
+  expect(heads % shape.num_heads == 0, "the heads of a row must divide it");
+  expect_within("the rotated numbers of a head", shape.head_dim - shape.value_dim, 1,
+                heads / shape.num_heads);
+  expect_written("the queries of latent attention", RowKind::projected,
+                 int64_t{shape.num_heads} * shape.head_dim);
+  expect_within("the latent vector", shape.head_dim, 1, buffer(RowKind::latent).written);
+  expect_norm("a key norm", stage.key_norm, shape.value_dim);
+  check_position_scale(stage.position_scale);
 }
 
 void Decoder::check_attend(const Stage& stage) const {
@@ -168,11 +266,19 @@ void Decoder::check_attend(const Stage& stage) const {
 }
 
 void Decoder::check_gate(const Stage& stage) const {
-  expect(stage.matrices.size() == 2, "a gate has two matrices");
+  expect(stage.matrices.size() == 1 || stage.matrices.size() == 2, "a gate has two matrices");
   const int64_t size = rows_of(stage.matrices[0]);
   expect_within("ffn_size", size, 1, max_row_size);
-  expect_matrix("a gate", stage.matrices[0], size, shape_.hidden_size);
-  expect_matrix("an up projection", stage.matrices[1], size, shape_.hidden_size);
+  for (const int index : stage.matrices) expect_matrix("a gate", index, size, shape_.hidden_size);
+  const bool has_values = stage.matrices.size() == 2 || stage.layer_input >= 0;
+  expect(has_values || stage.gate != Gate::clamped_swiglu, "clamped_swiglu must have a gate");
+  if (stage.layer_input >= 0) {
+    expect(stage.matrices.size() == 1, "a gate of a layer's input has one matrix");
+    expect_within("the rows of a gate of a layer's input", size, shape_.layer_input_size,
+                  shape_.layer_input_size);
+    expect_within("a layer's input", stage.layer_input, 0,
+                  buffer(RowKind::layer_inputs).written / shape_.layer_input_size - 1);
+  }
   expect(stage.quantised != ActivationFormat::per_token,
          "a gate's task sees part of a row: it cannot make a per-token scale");
   if (stage.quantised == ActivationFormat::floats) return;
@@ -181,6 +287,15 @@ void Decoder::check_gate(const Stage& stage) const {
     return m->in_size == size && m->activations == stage.quantised;
   });
   expect(is_read, "no matrix takes what the gate is to write");
+}
+
+void Decoder::check_layer_embedding(const Stage& stage) const {
+  expect(stage.matrices.size() == 1, "a stage adds rows of one matrix");
+  expect_within("layer_input_size", shape_.layer_input_size, 1, max_hidden_size);
+  const int64_t all = buffer(RowKind::layer_inputs).written;
+  expect(all % shape_.layer_input_size == 0, "the inputs of layers must have one size");
+  expect_matrix("the layers' embedding", stage.matrices[0], shape_.vocabulary_size, all);
+  expect_norm("a norm", stage.norm, shape_.layer_input_size);
 }
 
 void Decoder::check_ready(int64_t num_rows) const {

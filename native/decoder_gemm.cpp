@@ -12,8 +12,8 @@ int64_t Decoder::scratch_size() {
 }
 
 void Decoder::gemm(const Matrix& matrix, const Activations& from, int first_panel, int num_panels,
-                   int first, int count, float* out, int64_t out_stride,
-                   const uint8_t* next) const {
+                   int first, int count, float* out, int64_t out_stride, const uint8_t* next,
+                   int64_t column) const {
   Gemm args{};
   args.format = matrix.format;
   args.has_unit_scales = matrix.has_unit_scales;
@@ -24,22 +24,23 @@ void Decoder::gemm(const Matrix& matrix, const Activations& from, int first_pane
   args.num_panels = num_panels;
   const int64_t left = matrix.out_size - int64_t{first_panel} * panel_rows;
   args.num_rows = static_cast<int>(std::min<int64_t>(left, num_panels * panel_rows));
-  const auto take = [&](auto* activations, auto* residuals, int64_t stride) {
-    args.activations = activations + first * stride;
+  const auto take = [&](auto* activations, auto* residuals, int64_t stride, int64_t of_record) {
+    const int64_t at = first * stride + column / of_record;
+    args.activations = activations + at;
     args.activation_stride = stride;
-    if (matrix.has_residual_pass) args.residuals = residuals + first * stride;
+    if (matrix.has_residual_pass) args.residuals = residuals + at;
   };
   switch (matrix.activations) {
     case ActivationFormat::floats:
-      take(from.floats.as<float>(), from.floats.as<float>(), from.float_stride);
+      take(from.floats.as<float>(), from.floats.as<float>(), from.float_stride, 1);
       break;
     case ActivationFormat::blocks:
       take(from.blocks.as<ActivationBlock>(), from.block_residuals.as<ActivationBlock>(),
-           from.block_stride);
+           from.block_stride, activation_block_size);
       break;
     default:
       take(from.groups.as<ActivationGroup>(), from.residuals.as<ActivationGroup>(),
-           from.group_stride);
+           from.group_stride, group_size);
   }
   args.num_tokens = count;
   args.out = out;
@@ -68,7 +69,8 @@ void Decoder::scale_and_add_bias(const Matrix& matrix, const Gemm& args,
   }
 }
 
-// One or more GEMMs of the same activations: side by side into rows, or added to the hidden state.
+// One or more GEMMs: of the same activations, side by side into rows or added to rows; or each of a
+// head's own.
 void Decoder::project(const Stage& stage) {
   Stopwatch watch(counters_.gemm_seconds);
   std::vector<int> ends;  // one past the last task of each matrix
@@ -86,43 +88,51 @@ void Decoder::project(const Stage& stage) {
           for (; task >= ends[which]; which++)
             output += matrices_[static_cast<size_t>(stage.matrices[which])]->out_size;
           const Matrix& matrix = *matrices_[static_cast<size_t>(stage.matrices[which])];
+          const auto head = static_cast<int64_t>(which);
+          if (stage.is_by_head) output = head * stage.output_stride;
           const int first_panel = (which == 0 ? task : task - ends[which - 1]) * panels_per_task;
           const int64_t all = (matrix.out_size + panel_rows - 1) / panel_rows;
           const int num_panels =
               static_cast<int>(std::min<int64_t>(panels_per_task, all - first_panel));
           if (stage.kind == Stage::project_and_add)
-            gemm_and_add(matrix, first_panel, num_panels,
+            gemm_and_add(stage, matrix, first_panel, num_panels,
                          scratch_.as<float>() + thread * scratch_size());
           else
             gemm(matrix, activations_[current_], first_panel, num_panels, 0, num_rows_,
                  row_of(stage.output, 0) + output + int64_t{first_panel} * panel_rows,
-                 buffer(stage.output).stride);
+                 buffer(stage.output).stride, nullptr,
+                 stage.is_by_head ? head * matrix.in_size : 0);
         }
       });
 }
 
-// Some panels of a matrix times all rows, added to the hidden state; `results` is a thread's
+// Some panels of a matrix times all rows, added to the stage's output; `results` is a thread's
 // scratch.
-void Decoder::gemm_and_add(const Matrix& matrix, int first_panel, int num_panels, float* results) {
+void Decoder::gemm_and_add(const Stage& stage, const Matrix& matrix, int first_panel,
+                           int num_panels, float* results) {
   const int64_t output = int64_t{first_panel} * panel_rows;
   const int size = static_cast<int>(std::min<int64_t>(task_outputs, matrix.out_size - output));
   for (int first = 0; first < num_rows_; first += rows_per_pass) {
     const int count = std::min(rows_per_pass, num_rows_ - first);
     gemm(matrix, activations_[current_], first_panel, num_panels, first, count, results,
          task_outputs);
-    for (int t = 0; t < count; t++)
-      kernels_.add(row_of(RowKind::hidden, first + t) + output, results + t * task_outputs, size);
+    for (int t = 0; t < count; t++) {
+      float* x = results + t * task_outputs;
+      for (int i = 0; stage.scale != 1.0f && i < size; i++) x[i] *= stage.scale;
+      kernels_.add(row_of(stage.output, first + t) + output, x, size);
+    }
   }
 }
 
-// gate(x) * up(x), quantised in the same task where the next GEMM takes groups or blocks: a task's
-// outputs are one group or block.
+// gate(x) * up(x), or up(x) alone after the activation, quantised in the same task where the next
+// GEMM takes groups or blocks: a task's outputs are one group or block.
 void Decoder::gate_and_up(const Stage& stage) {
   Stopwatch watch(counters_.gemm_seconds);
   const Matrix& gate = *matrices_[static_cast<size_t>(stage.matrices[0])];
-  const Matrix& up = *matrices_[static_cast<size_t>(stage.matrices[1])];
-  counters_.multiplications += 2 * gate.out_size * gate.in_size * num_rows_;
-  counters_.weight_bytes += gate.num_bytes + up.num_bytes;
+  for (const int index : stage.matrices) {
+    counters_.multiplications += gate.out_size * gate.in_size * num_rows_;
+    counters_.weight_bytes += matrix(index).num_bytes;
+  }
   const int outputs =
       stage.quantised == ActivationFormat::blocks ? activation_block_size : task_outputs;
   const int num_tasks = static_cast<int>((gate.out_size + outputs - 1) / outputs);
@@ -150,15 +160,20 @@ void Decoder::gate_and_up(const Stage& stage) {
 void Decoder::gate_outputs(const Stage& stage, int64_t output, int size, int first, int count,
                            float* out, int stride, float* ups) const {
   const Matrix& gate = *matrices_[static_cast<size_t>(stage.matrices[0])];
-  const Matrix& up = *matrices_[static_cast<size_t>(stage.matrices[1])];
+  const bool has_up = stage.matrices.size() == 2;
   const Activations& from = activations_[current_];
   const int first_panel = static_cast<int>(output / panel_rows);
   const int num_panels = (size + panel_rows - 1) / panel_rows;
   gemm(gate, from, first_panel, num_panels, first, count, out, stride);
-  gemm(up, from, first_panel, num_panels, first, count, ups, task_outputs);
+  if (has_up)
+    gemm(matrix(stage.matrices[1]), from, first_panel, num_panels, first, count, ups, task_outputs);
   for (int t = 0; t < count; t++) {
     float* x = out + int64_t{t} * stride;
-    kernels_.gate(stage.gate, x, ups + t * task_outputs, size, x);
+    const float* up = has_up ? ups + t * task_outputs : nullptr;
+    if (stage.layer_input >= 0)
+      up = row_of(RowKind::layer_inputs, first + t) + stage.layer_input * shape_.layer_input_size +
+           output;
+    kernels_.gate(stage.gate, x, up, size, x);
   }
 }
 

@@ -76,11 +76,18 @@ struct Rope {
 
 struct AttentionShape {
   int num_heads, num_kv_heads;
-  int head_dim;    // of queries and keys
-  int value_dim;   // of values and of the output
-  int window;      // positions a token attends to; 0: all
-  float scale;     // of the scores
-  float soft_cap;  // 0: none; else scores become cap * tanh(score / cap)
+  int head_dim;   // of queries and keys
+  int value_dim;  // of values and of the output
+  // Positions a token attends to, or the size of the chunk of which it attends to the part up to
+  // itself; 0: all.
+  int window;
+  bool is_chunked;
+  float scale;         // of the scores
+  float soft_cap;      // 0: none; else scores become cap * tanh(score / cap)
+  const float* sinks;  // of each head: a score that only takes weight away; null: none
+  // Latent attention: the values are the first value_dim numbers of the keys, and no others are
+  // kept.
+  bool has_values_in_keys;
 };
 
 // Queries of one kv head that are packed for one walk over its tiles, and those of them that are
@@ -88,11 +95,13 @@ struct AttentionShape {
 constexpr int max_packed_queries = 128;
 constexpr int max_queries_at_once = 8;
 
-// Floats of a thread's attention workspace: packed queries, and their output of one tile. Whole
-// cache lines.
-constexpr int64_t attention_workspace(int64_t head_dim, int64_t value_dim) {
-  return max_packed_queries * ((head_dim + 15) / 16 * 16) +
-         max_queries_at_once * ((value_dim + 15) / 16 * 16);
+// Floats of a thread's attention workspace: packed queries, their output of one tile, and the
+// tile's values where they are in the keys. Whole cache lines.
+constexpr int64_t attention_workspace(int64_t head_dim, int64_t value_dim,
+                                      bool has_values_in_keys) {
+  const int64_t values = (value_dim + 15) / 16 * 16;
+  return max_packed_queries * ((head_dim + 15) / 16 * 16) + max_queries_at_once * values +
+         (has_values_in_keys ? kv_tile_size / 2 * values : 0);  // two bytes each
 }
 
 // Floats from one row (token) to the next.
@@ -111,11 +120,15 @@ struct Kernels {
   // Integer multiply-adds at this unit's peak rate: rounds * 4096 of them.
   int64_t (*peak_dots)(int64_t rounds);
   // ---- one row (token) at a time; sizes need not be multiples of anything unless said
+  // weight and bias may be null; `out` may be x
   void (*rms_norm)(const float* x, const float* weight, int size, float epsilon, float* out);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, int size,
+                     float epsilon, float* out);
   void (*quantise_groups)(const float* x, int size, ActivationGroup* out);  // size % 32 == 0
   void (*quantise_blocks)(const float* x, int size, ActivationBlock* out);  // size % 256 == 0
   // One scale per token, returned; the groups' own scales are 1.
   float (*quantise_per_token)(const float* x, int size, ActivationGroup* out);
+  // up may be null: a feed-forward without a gate
   void (*gate)(Gate kind, const float* gate, const float* up, int size, float* out);
   void (*add)(float* x, const float* y, int size);
   void (*add_scaled)(float* x, const float* y, float factor, int size);  // the product is rounded

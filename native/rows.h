@@ -61,7 +61,38 @@ INLINE float sum_of_squares(const float* x, int size) {
 void rms_norm(const float* x, const float* weight, int size, float epsilon, float* out) {
   const float mean = sum_of_squares(x, size) / static_cast<float>(size);
   const Floats inverse = broadcast(1.0f / __builtin_sqrtf(mean + epsilon));
-  map_rows(x, weight, size, out, [inverse](Floats a, Floats b) { return a * inverse * b; });
+  if (weight)
+    map_rows(x, weight, size, out, [inverse](Floats a, Floats b) { return a * inverse * b; });
+  else
+    map_row(x, size, out, [inverse](Floats a) { return a * inverse; });
+}
+
+// ---- layer norm
+
+// The sum of function(vector) over a row, in the order of sum_of_squares; lanes past the end count
+// as 0 after it.
+template <class Function>
+INLINE float sum_of_row(const float* x, int size, Function function) {
+  Floats sums[4] = {broadcast(0.0f), broadcast(0.0f), broadcast(0.0f), broadcast(0.0f)};
+  for (int i = 0, k = 0; i < size; i += 16, k = (k + 1) % 4) {
+    const int count = lanes_left(size, i);
+    Floats values = function(count == 16 ? load(x + i) : load_first(x + i, count));
+    if (count < 16) values = first_lanes(values, broadcast(0.0f), count);
+    sums[k] = sums[k] + values;
+  }
+  return sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+void layer_norm(const float* x, const float* weight, const float* bias, int size, float epsilon,
+                float* out) {
+  const auto count = static_cast<float>(size);
+  const Floats mean = broadcast(sum_of_row(x, size, [](Floats a) { return a; }) / count);
+  const float variance =
+      sum_of_row(x, size, [mean](Floats a) { return (a - mean) * (a - mean); }) / count;
+  const Floats inverse = broadcast(1.0f / __builtin_sqrtf(variance + epsilon));
+  map_row(x, size, out, [=](Floats a) { return (a - mean) * inverse; });
+  if (weight) map_rows(out, weight, size, out, [](Floats a, Floats b) { return a * b; });
+  if (bias) map_rows(out, bias, size, out, [](Floats a, Floats b) { return a + b; });
 }
 
 // ---- quantised activations
@@ -267,7 +298,10 @@ INLINE Floats clamped_swiglu(Floats gate, Floats up) {
 
 template <class Function>
 INLINE void gate_rows(const float* gate, const float* up, int size, float* out, Function function) {
-  map_rows(gate, up, size, out, [=](Floats g, Floats u) { return function(g) * u; });
+  if (up)
+    map_rows(gate, up, size, out, [=](Floats g, Floats u) { return function(g) * u; });
+  else
+    map_row(gate, size, out, function);
 }
 
 void apply_gate(Gate kind, const float* gate, const float* up, int size, float* out) {

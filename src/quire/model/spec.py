@@ -709,7 +709,12 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.ATTENTION_SOFT_CAP, Feature.LOGIT_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}
         | {Feature.DIFFERENT_LAYERS, Feature.DIFFERENT_EPSILONS, Feature.OTHER_VALUE_SIZE}
         | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE}
-        | {Feature.GELU, Feature.GELU_TANH, Feature.CLAMPED_SWIGLU}
+        | {Feature.GELU, Feature.GELU_TANH, Feature.CLAMPED_SWIGLU, Feature.UNGATED}
+        | {Feature.LAYER_NORMS, Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES}
+        | {Feature.PARALLEL_HALVES, Feature.RESIDUAL_SCALE, Feature.OUTPUT_SCALE}
+        | {Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LAYER_INPUTS}
+        | {Feature.OTHER_QK_NORMS, Feature.VALUE_NORMS, Feature.POSITION_SCALE}
+        | {Feature.SINKS, Feature.CHUNKS, Feature.SHARED_KV, Feature.LATENT}
         | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.WEIGHED_EXPERT_INPUT}
         | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
     ),

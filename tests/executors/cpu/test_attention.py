@@ -24,6 +24,14 @@ class Shape:
     window: int = 0
     soft_cap: float = 0.0
     is_int8: bool = False
+    value_dim: int = 0  # 0: as head_dim
+    is_chunked: bool = False
+    has_sinks: bool = False
+    has_values_in_keys: bool = False
+
+    @property
+    def out_dim(self) -> int:
+        return self.value_dim or self.head_dim
 
     @property
     def scale(self) -> float:
@@ -38,7 +46,10 @@ class Sequence:
         random = np.random.default_rng(seed)
         kv = (shape.context, shape.num_kv_heads, shape.head_dim)
         self.keys = random.standard_normal(kv).astype(np.float32)
-        self.values = random.standard_normal(kv).astype(np.float32)
+        self.values = random.standard_normal((*kv[:2], shape.out_dim)).astype(np.float32)
+        if shape.has_values_in_keys:
+            self.values = self.keys[..., : shape.out_dim]
+        self.sinks = random.standard_normal(shape.num_heads) if shape.has_sinks else None
         q = (shape.context, shape.num_heads, shape.head_dim)
         self.queries = (random.standard_normal(q) * 2).astype(np.float32)
         num_blocks = -(-shape.context // BLOCK_SIZE)
@@ -53,36 +64,55 @@ class Sequence:
             shape.num_kv_heads,
             shape.head_dim,
             self.block_table,
+            value_dim=shape.value_dim,
             window=shape.window,
+            is_chunked=shape.is_chunked,
             scale=shape.scale,
             soft_cap=shape.soft_cap,
+            sinks=[] if self.sinks is None else self.sinks.tolist(),
+            has_values_in_keys=shape.has_values_in_keys,
             is_int8=shape.is_int8,
         )
         for position in range(shape.context if stored is None else stored):
-            cache.store(position, self.keys[position].ravel(), self.values[position].ravel())
+            self.store(cache, position)
         return cache
+
+    def store(self, cache: "native.Cache", position: int) -> None:
+        values = self.values[position].ravel()
+        kept = values[:0] if self.shape.has_values_in_keys else values
+        cache.store(position, self.keys[position].ravel(), kept)
 
     def attended(self, cache: "native.Cache", position: int, num_rows: int = 1) -> Floats:
         queries = self.queries[position : position + num_rows].ravel()
-        out = np.empty_like(queries)
+        out = self.output(num_rows)
         cache.attend(position, num_rows, queries, out)
-        return out.reshape(num_rows, self.shape.num_heads, self.shape.head_dim)
+        return out.reshape(num_rows, self.shape.num_heads, self.shape.out_dim)
+
+    def output(self, num_rows: int) -> Floats:
+        return np.empty(num_rows * self.shape.num_heads * self.shape.out_dim, np.float32)
 
     def exact(self, position: int) -> Doubles:
         """In float64, from keys and values as the cache rounds them."""
         shape = self.shape
         start = max(0, position - shape.window + 1) if shape.window else 0
+        if shape.is_chunked:
+            start = position // shape.window * shape.window
         keys = as_stored(self.keys[start : position + 1], shape.is_int8)
         values = as_stored(self.values[start : position + 1], shape.is_int8)
+        if shape.has_values_in_keys:
+            values = keys[..., : shape.out_dim]
         group = shape.num_heads // shape.num_kv_heads
         query = self.queries[position].astype(np.float64).reshape(-1, group, shape.head_dim)
         scores = np.einsum("hgd,thd->hgt", query, keys) * shape.scale
         if shape.soft_cap:
             scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        output: Doubles = np.einsum("hgt,thd->hgd", weights, values)
-        return output.reshape(shape.num_heads, shape.head_dim)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        if self.sinks is not None:
+            total = total + np.exp(self.sinks.reshape(-1, group, 1) - top)
+        output: Doubles = np.einsum("hgt,thd->hgd", weights / total, values)
+        return output.reshape(shape.num_heads, shape.out_dim)
 
 
 def as_stored(x: Floats, is_int8: bool) -> Doubles:
@@ -121,6 +151,25 @@ SHAPES = {
     "wide window": Shape(window=200),
     "window of 1": Shape(window=1, context=40),
     "capped": Shape(soft_cap=2.0, context=150),
+    "chunks": Shape(window=50, is_chunked=True),
+    "long chunks": Shape(window=130, is_chunked=True, is_int8=True),
+    "sinks": Shape(has_sinks=True),
+    "sinks and a window": Shape(has_sinks=True, window=20, is_int8=True, context=150),
+    "sinks of 130 heads": Shape(num_heads=260, num_kv_heads=2, head_dim=4, has_sinks=True),
+    "short values": Shape(head_dim=48, value_dim=32, context=150),
+    "long values": Shape(head_dim=20, value_dim=33, context=150, is_int8=True),
+    "heads of 512": Shape(num_heads=4, num_kv_heads=2, head_dim=512, context=40),
+    "latent": Shape(
+        num_heads=5, num_kv_heads=1, head_dim=576, value_dim=512, has_values_in_keys=True
+    ),
+    "latent, bytes": Shape(
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=44,
+        value_dim=36,
+        has_values_in_keys=True,
+        is_int8=True,
+    ),
     "bytes": Shape(is_int8=True),
     "bytes, all at once": Shape(is_int8=True, window=60, soft_cap=3.0, head_dim=40),
 }
@@ -173,7 +222,7 @@ def test_a_split_row_has_the_bits_of_the_whole_row(shape: Shape, unit: str) -> N
     cache = sequence.cache(unit)
     for position in (3, shape.context - 1):
         queries = sequence.queries[position].ravel()
-        out = np.empty_like(queries)
+        out = sequence.output(1)
         cache.attend_split(position, queries, out)
         assert same_bits(out, sequence.attended(cache, position).ravel())
 
@@ -197,7 +246,7 @@ def test_blocks_before_the_window_are_not_looked_at(unit: str, is_int8: bool) ->
     whole = sequence.attended(sequence.cache(unit), 147, 3)
     cache = sequence.cache(unit, stored=0)
     for position in range(147 - 39, 150):
-        cache.store(position, sequence.keys[position].ravel(), sequence.values[position].ravel())
+        sequence.store(cache, position)
     assert same_bits(sequence.attended(cache, 147, 3), whole)
 
 

@@ -143,7 +143,7 @@ def test_more_query_heads_than_kernels_count_are_refused_by_name() -> None:
 SOUND: dict[str, Any] = {
     "hidden_size": 16,
     "vocabulary_size": 20,
-    "logit_soft_cap": 0.0,
+    "layer_input_size": 8,
     "unit": "",
     "num_threads": 1,
     "may_spin": False,
@@ -155,8 +155,13 @@ SOUND_LAYER: dict[str, Any] = {
     "value_dim": 8,
     "rope": 0,
     "window": 5,
+    "is_chunked": False,
     "scale": 1.0,
     "soft_cap": 0.0,
+    "sinks": -1,
+    "kv_layer": -1,
+    "has_key_values": False,
+    "has_values_in_keys": False,
 }
 EDGES = (0, -1, -(2**31), 2**31 - 1)
 SIZES = ("hidden_size", "vocabulary_size")
@@ -169,6 +174,9 @@ LAYER_SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_dim")
         *({name: value} for name in SIZES for value in EDGES),
         *({name: MAX_SIZES[name] + 1} for name in SIZES),
         {"logit_soft_cap": -1.0},
+        {"embedding_scale": float("inf")},
+        {"layer_input_size": -1},
+        {"layer_input_size": 2**40},
         {"num_threads": 0},
         {"num_threads": -1},
         {"unit": "mmx"},
@@ -196,15 +204,36 @@ def test_the_native_constructor_checks_the_shape_once_more(changes: dict[str, An
         {"scale": float("nan")},
         {"scale": -1.0},
         {"soft_cap": float("inf")},
+        {"sinks": 1},
+        {"sinks": 0},  # a vector of three
+        {"kv_layer": 1},
+        {"kv_layer": 2**31 - 1},
+        {"kv_layer": 0, "num_kv_heads": 4},
+        {"kv_layer": 0, "head_dim": 16},
+        {"kv_layer": 0, "value_dim": 4},
+        {"has_key_values": True, "value_dim": 4},
+        {"has_values_in_keys": True, "num_kv_heads": 1},  # no number of a key is rotated
+        {"has_values_in_keys": True, "num_kv_heads": 1, "value_dim": 4},  # fewer than the rope's
+        {"has_values_in_keys": True, "value_dim": 4, "rope": -1},
     ],
     ids=str,
 )
 def test_a_native_layer_is_checked_once_more(changes: dict[str, Any]) -> None:
     decoder = native.make_decoder(**SOUND)
     decoder.add_rope(8, False)
+    decoder.add_vector(np.ones(3, np.float32))
     decoder.add_layer(**SOUND_LAYER)
     with pytest.raises(ValueError, match="must"):
         decoder.add_layer(**{**SOUND_LAYER, **changes})
+
+
+def test_a_layer_reads_no_keys_of_one_that_has_none() -> None:
+    decoder = native.make_decoder(**SOUND)
+    decoder.add_rope(8, False)
+    for owner in (-1, 0):
+        decoder.add_layer(**{**SOUND_LAYER, "kv_layer": owner})
+    with pytest.raises(ValueError, match="must have its own"):
+        decoder.add_layer(**{**SOUND_LAYER, "kv_layer": 1})
 
 
 @pytest.mark.parametrize("dims", [*EDGES, 7, 16386])
@@ -256,10 +285,34 @@ def filled() -> tuple[Any, dict[str, int]]:
         ("project", {"matrices": ["o", "k", "k"]}),
         ("project", {"matrices": ["q"], "output": "hidden"}),
         ("project", {"matrices": ["q"], "output": "attention_output"}),
+        ("project", {"matrices": ["q", "k"], "is_by_head": True, "output_stride": 32}),
+        ("project", {"matrices": ["q", "q"], "is_by_head": True, "output_stride": 31}),
+        ("project", {"matrices": ["q", "q"], "is_by_head": True, "output_stride": -1}),
+        ("project", {"matrices": ["q", "q"], "is_by_head": True, "output_stride": 2**62}),
+        ("project", {"matrices": ["q", "q"], "is_by_head": True, "output_stride": 2**40}),
+        ("norm_and_quantise", {"matrices": ["q"] * 3, "is_by_head": True}),
+        ("norm_and_quantise", {"matrices": ["q", "q"], "is_by_head": True}),
+        ("norm_and_quantise", {"matrices": ["q"], "input": "latent"}),
+        ("project_and_add", {"matrices": ["o"]}),  # to rows that are not the hidden state's
+        ("project_and_add", {"matrices": ["o"], "output": "branch"}),  # not begun
+        ("add_branch", {}),
+        ("add_layer_embedding", {"matrices": []}),
+        ("add_layer_embedding", {"matrices": ["embedding"]}),
+        ("gate_and_up", {"matrices": ["up"], "layer_input": 0}),
+        ("gate_and_up", {"matrices": ["up"], "gate": "clamped_swiglu"}),
+        ("latent_rope_and_store", {"layer": 0}),
+        ("latent_rope_and_store", {"layer": 2}),
+        ("rope_and_store", {"value_norm": "norm"}),
+        ("rope_and_store", {"query_norm": "head norm", "norm_span": "projection"}),
+        ("rope_and_store", {"query_norm": "head norm", "norm_span": "each head"}),
+        ("rope_and_store", {"norm_span": "row"}),
+        ("rope_and_store", {"position_scale": (0.1, -1, 0)}),
+        ("rope_and_store", {"position_scale": (0.1, 5, -1)}),
+        ("rope_and_store", {"position_scale": (0.1, 5, 2**62)}),
         ("project_and_add", {"matrices": []}),
         ("project_and_add", {"matrices": ["q"]}),
         ("project_and_add", {"matrices": ["o", "o"]}),
-        ("gate_and_up", {"matrices": ["up"]}),
+        ("gate_and_up", {"matrices": ["up"] * 3}),
         ("gate_and_up", {"matrices": ["up", "q"]}),
         ("gate_and_up", {"matrices": ["up", "up"], "quantised": "groups"}),
         ("gate_and_up", {"matrices": ["up", "up"], "quantised": "blocks"}),
@@ -284,7 +337,7 @@ def test_stages_that_do_not_fit_what_was_given_are_refused(
     decoder.add_stage("project", matrices=[indices[name] for name in "qkk"])
     decoder.add_stage("attend", layer=1)
     options = {name: lowered(indices, name, value) for name, value in options.items()}
-    with pytest.raises(ValueError, match=r"must|matri|layer|gate|word"):
+    with pytest.raises(ValueError, match=r"must|matri|layer|gate|word|cannot"):
         decoder.add_stage(kind, **options)
 
 

@@ -23,17 +23,12 @@ from quire.model.loading import Model, load_model
 from quire.model.spec import unsupported
 
 FAMILIES = sorted(folder.name for folder in (FIXTURES / "families").iterdir())
-ON_CPU = {
-    "mixtral",
-    "qwen3moe",
-    "qwen3moe-dense",
-    "phi3",
-    "phi3-long",
-    "phi3-short",
-    "ministral",
-    "seed_oss",
-    "smollm3",
-}  # of the drawn families
+# Drawn families that the CPU does not run: those with an expert that every token uses, or a dense
+# feed-forward beside the experts.
+NOT_ON_CPU = {"deepseek2", "deepseek2-lite", "gemma4-experts", "glm4moe", "llama4", "qwen2moe"}
+# Some token's best experts are so near each other that keys and values in half precision change
+# its choice: compared with the reference whose cache has halves.
+OTHER_EXPERTS = {"gpt-oss"}
 TABLE = (9, 2, 14)
 CHATS: list[dict[str, Any]] = json.loads((FIXTURES / "smollm2" / "golden.json").read_text())[
     "chats"
@@ -65,16 +60,23 @@ def test_a_family_is_run_as_transformers_does_or_refused_by_name(case: str, tmp_
     with load_model(write_drawn(case, tmp_path)) as model:
         model = in_its_context(case, model)
         lacking = unsupported(model.spec, "cpu")
-        assert bool(lacking) == (case not in ON_CPU)
+        assert bool(lacking) == (case in NOT_ON_CPU)
         if lacking:
             with pytest.raises(UnsupportedModelError) as caught:
                 CpuExecutor(model, num_blocks=16, threads=Threads(1, may_spin=False))
             assert all(what in str(caught.value) for what in lacking)
             return
+        plan = row(golden["tokens"].tolist(), TABLE)
         executor = CpuExecutor(model, num_blocks=16, threads=Threads(1, may_spin=False))
-    found = logits(executor, row(golden["tokens"].tolist(), TABLE))
-    executor.close()
-    assert nmse(found, golden["logits"]) <= 1e-5  # keys and values in half precision
+        found = logits(executor, plan)
+        executor.close()
+        exact = golden["logits"]
+        if case in OTHER_EXPERTS:
+            assert nmse(found, exact) > 1e-5
+            halves = ReferenceExecutor(model, num_blocks=16, kv_precision="float16")
+            exact = logits(halves, plan)
+            halves.close()
+    assert nmse(found, exact) <= 1e-5  # keys and values in half precision
 
 
 @pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])

@@ -8,7 +8,7 @@ import pytest
 from tests.executors.cpu.blocks import BLOCK, GROUP
 
 from quire.executors.cpu.native import native
-from quire.executors.reference import apply_rope, quantised_by_token, rms_norm
+from quire.executors.reference import apply_rope, layer_norm, quantised_by_token, rms_norm
 from quire.model.spec import Activation
 
 Floats = npt.NDArray[np.float32]
@@ -54,6 +54,22 @@ def test_rms_norm_reads_and_writes_nothing_past_a_row_of_any_size() -> None:
             out = np.full(64, 7, np.float32)
             native.rms_norm(unit, x[:size], np.ones(size, np.float32), 1e-5, out[:size])
             assert np.isfinite(out).all() and (out[size:] == 7).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("has_weight", "has_bias"), [(True, True), (True, False), (False, False)])
+def test_layer_norm_is_the_references_and_the_same_in_every_unit(
+    size: int, has_weight: bool, has_bias: bool
+) -> None:
+    x = normal(size) * 3 + 2
+    weight = normal(size, seed=1) if has_weight else None
+    bias = normal(size, seed=2) if has_bias else None
+    results = [np.empty_like(x) for _ in UNITS]
+    for unit, out in zip(UNITS, results, strict=True):
+        native.layer_norm(unit, x, weight, bias, 1e-5, out)
+    exact = layer_norm(x, weight, bias, 1e-5)
+    np.testing.assert_allclose(results[0], exact, rtol=2e-6, atol=2e-6)
+    assert same_bits(results)
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -20,14 +20,19 @@ from quire.model.spec import (
     Attention,
     Dense,
     Experts,
+    Latent,
+    Layer,
     ModelSpec,
     Norm,
+    NormKind,
+    NormSpan,
     check_lowered,
     takes_bytes_by_token,
 )
 
 _NO_VECTOR = -1
 _NO_ROPE = -1
+_OWN_CACHE = -1
 # The projection that is multiplied twice: with the quantised activations, and with the quantised
 # residual of that rounding. Of all projections that of values loses the most accuracy to
 # rounded activations, and it is a small part of the work.
@@ -60,6 +65,7 @@ def lower(
     check_lowered(spec, "cpu")
     try:
         lowering = _Lowering(spec, tensors, threads, unit, per_token_scale)
+        lowering.add_layer_inputs()
         for layer in range(spec.num_layers):
             lowering.add_layer(layer)
         lowering.add_embedding_and_head()
@@ -81,10 +87,13 @@ class _Lowering:
         self._tensors = tensors
         self._num_threads = threads.count
         self._per_token_scale = per_token_scale
+        self._vectors: dict[str, int] = {}  # parallel halves share a norm
         self.decoder = native.make_decoder(
             hidden_size=spec.hidden_size,
             vocabulary_size=spec.vocabulary_size,
+            embedding_scale=spec.embedding_scale,
             logit_soft_cap=spec.logit_soft_cap,
+            layer_input_size=0 if spec.layer_inputs is None else spec.layer_inputs.size,
             unit=unit,
             num_threads=threads.count,
             may_spin=threads.may_spin,
@@ -92,52 +101,184 @@ class _Lowering:
         for rope in spec.ropes:
             self.decoder.add_rope(rope.dims, rope.interleaved)
 
+    def add_layer_inputs(self) -> None:
+        """The vectors that layers get of a token, made once for all of them."""
+        inputs, stage = self._spec.layer_inputs, self.decoder.add_stage
+        if inputs is None:
+            return
+        scale = self._spec.hidden_size**-0.5
+        projection = [self._matrix("per_layer_model_proj", False, scale)]
+        stage("norm_and_quantise", matrices=projection)
+        stage("project", output="layer_inputs", matrices=projection)
+        stage(
+            "add_layer_embedding",
+            norm=self._norm("per_layer_proj_norm", inputs.norm),
+            matrices=self._matrices(["per_layer_token_embd"]),
+        )
+
     def add_layer(self, index: int) -> None:
         layer, prefix = self._spec.layers[index], f"blk.{index}."
-        self._add_shape(layer.mixer)
-        self._add_attention(index, prefix, layer.mixer, layer.mixer_norm)
-        if isinstance(layer.feed_forward, Dense):
-            self._add_feed_forward(prefix, layer.feed_forward, layer.feed_forward_norm)
+        self._add_shape(prefix, layer.mixer)
+        if layer.mixer.latent is None:
+            output = self._add_attention(index, prefix, layer)
         else:
-            self._add_experts(prefix, layer.feed_forward, layer.feed_forward_norm)
+            output = self._add_latent_attention(index, prefix, layer, layer.mixer.latent)
+        # Parallel halves take the same state: the first is kept apart until the second is added.
+        is_apart = layer.is_parallel or layer.mixer_output_norm is not None
+        self._add_product(output, layer.residual_scale, is_apart)
+        if is_apart and not layer.is_parallel:
+            self._add_branch(f"{prefix}post_attention_norm", layer.mixer_output_norm, layer)
+        self._add_feed_forward(prefix, layer)
+        self._finish_layer(index, prefix, layer)
 
-    def _add_shape(self, part: Attention) -> None:
+    def _add_product(self, matrix: int, scale: float, is_apart: bool) -> None:
+        """Add a half's product to the hidden state, or begin the branch with it."""
+        if is_apart:
+            self.decoder.add_stage("project", output="branch", matrices=[matrix])
+        else:
+            stage = self.decoder.add_stage
+            stage("project_and_add", output="hidden", matrices=[matrix], scale=scale)
+
+    def _add_branch(self, name: str, norm: Norm | None, layer: Layer) -> None:
+        self.decoder.add_stage(
+            "add_branch", norm=self._norm(name, norm), scale=layer.residual_scale
+        )
+
+    def _finish_layer(self, index: int, prefix: str, layer: Layer) -> None:
+        """What comes after both halves."""
+        stage, inputs = self.decoder.add_stage, self._spec.layer_inputs
+        if inputs is not None:
+            gate, made = self._matrices([f"{prefix}inp_gate"]), self._matrices([f"{prefix}proj"])
+            stage("norm_and_quantise", matrices=gate)
+            stage("gate_and_up", matrices=gate, gate=inputs.activation, layer_input=index)
+            stage("norm_and_quantise", input="gated", matrices=made)
+            stage("project", output="branch", matrices=made)
+            stage("add_branch", norm=self._norm(f"{prefix}post_norm", inputs.norm))
+        if layer.has_output_scale:
+            scale = self._tensors[f"{prefix}layer_output_scale.weight"].to_float32()[0]
+            stage("scale_hidden", scale=float(scale))
+
+    def _add_shape(self, prefix: str, part: Attention) -> None:
+        latent = part.latent
         # Rounded twice, in single precision: the kernels' own convention, on which bits depend.
         usual_scale = np.float32(1.0) / np.sqrt(np.float32(part.head_dim))
         self.decoder.add_layer(
             num_heads=part.num_heads,
-            num_kv_heads=part.num_kv_heads,
-            head_dim=part.head_dim,
-            value_dim=part.value_dim,
+            num_kv_heads=part.num_kv_heads if latent is None else 1,
+            head_dim=part.head_dim if latent is None else latent.kv_rank + latent.rope_dims,
+            value_dim=part.value_dim if latent is None else latent.kv_rank,
             rope=_NO_ROPE if part.rope is None else self._spec.ropes.index(part.rope),
             window=part.window or 0,
+            is_chunked=part.is_chunked,
             scale=float(usual_scale) if part.has_usual_scale else part.scale,
             soft_cap=part.soft_cap,
+            sinks=self._vector(f"{prefix}attn_sinks.weight") if part.has_sinks else _NO_VECTOR,
+            kv_layer=_OWN_CACHE if part.kv_layer is None else part.kv_layer,
+            has_key_values=part.has_key_values,
+            has_values_in_keys=latent is not None,
         )
 
-    def _add_attention(self, index: int, prefix: str, part: Attention, norm: Norm | None) -> None:
-        stage = self.decoder.add_stage
-        qkv = self._matrices([f"{prefix}attn_{name}" for name in "qkv"])
-        stage("norm_and_quantise", norm=self._norm(f"{prefix}attn_norm", norm), matrices=qkv)
+    def _add_attention(self, index: int, prefix: str, layer: Layer) -> int:
+        """Everything up to the output projection; its matrix."""
+        stage, part = self.decoder.add_stage, layer.mixer
+        names = "q" if part.kv_layer is not None else "qk" if part.has_key_values else "qkv"
+        qkv = self._matrices([f"{prefix}attn_{name}" for name in names])
+        before = self._norm(f"{prefix}attn_norm", layer.mixer_norm)
+        stage("norm_and_quantise", norm=before, matrices=qkv)
         stage("project", matrices=qkv)
-        head_norm = None if part.qk_norm is None else part.qk_norm.norm
+        qk_norm = part.qk_norm
+        norm = None if qk_norm is None else qk_norm.norm
         stage(
             "rope_and_store",
             layer=index,
-            query_norm=self._norm(f"{prefix}attn_q_norm", head_norm),
-            key_norm=self._norm(f"{prefix}attn_k_norm", head_norm),
+            query_norm=self._norm(f"{prefix}attn_q_norm", norm),
+            key_norm=self._norm(f"{prefix}attn_k_norm", norm) if "k" in names else None,
+            value_norm=self._norm(f"{prefix}attn_v_norm", part.value_norm),
+            norm_span=NormSpan.HEAD if qk_norm is None else qk_norm.span,
+            norms_after_rope=qk_norm is not None and qk_norm.is_after_rope,
+            position_scale=_position_scale(part),
         )
         stage("attend", layer=index)
         output = self._matrices([f"{prefix}attn_output"])
         output_norm = self._norm(f"{prefix}attn_sub_norm", part.output_norm)
         stage("norm_and_quantise", input="attention_output", norm=output_norm, matrices=output)
-        stage("project_and_add", matrices=output)
+        return output[0]
 
-    def _add_feed_forward(self, prefix: str, part: Dense, norm: Norm | None) -> None:
-        """Gate, up and down; the gate quantises what it writes where no norm comes between."""
+    def _add_latent_attention(self, index: int, prefix: str, layer: Layer, latent: Latent) -> int:
+        """Everything up to the output projection; its matrix. The key's matrix of each head is
+        applied to the query, the value's to what attention leaves."""
+        stage, part = self.decoder.add_stage, layer.mixer
+        self._add_latent_queries(prefix, layer, latent)
+        keys, values = self._heads(f"{prefix}attn_k_b"), self._heads(f"{prefix}attn_v_b")
+        stage("norm_and_quantise", input="gated", matrices=keys, is_by_head=True)
+        width = latent.kv_rank + latent.rope_dims
+        stage("project", matrices=keys, is_by_head=True, output_stride=width)
+        stage(
+            "latent_rope_and_store",
+            layer=index,
+            key_norm=self._norm(f"{prefix}attn_kv_a_norm", latent.norm),
+            position_scale=_position_scale(part),
+        )
+        stage("attend", layer=index)
+        stage("norm_and_quantise", input="attention_output", matrices=values, is_by_head=True)
+        width = part.value_dim
+        stage("project", output="gated", matrices=values, is_by_head=True, output_stride=width)
+        output = self._matrices([f"{prefix}attn_output"])
+        stage("norm_and_quantise", input="gated", matrices=output)
+        return output[0]
+
+    def _add_latent_queries(self, prefix: str, layer: Layer, latent: Latent) -> None:
+        """The heads of queries as `gated`; what the cache keeps is at the end of `latent`."""
         stage = self.decoder.add_stage
-        gate_and_up = self._matrices([f"{prefix}ffn_gate", f"{prefix}ffn_up"])
-        before = self._norm(f"{prefix}ffn_norm", norm)
+        before = self._norm(f"{prefix}attn_norm", layer.mixer_norm)
+        if latent.query_rank is None:
+            queries, cached = self._matrices([f"{prefix}attn_q", f"{prefix}attn_kv_a_mqa"])
+            stage("norm_and_quantise", norm=before, matrices=[queries, cached])
+            stage("project", output="latent", matrices=[cached])
+        else:
+            both = self._matrices([f"{prefix}attn_q_a", f"{prefix}attn_kv_a_mqa"])
+            stage("norm_and_quantise", norm=before, matrices=both)
+            stage("project", output="latent", matrices=both)
+            [queries] = self._matrices([f"{prefix}attn_q_b"])
+            norm = self._norm(f"{prefix}attn_q_a_norm", latent.norm)
+            stage("norm_and_quantise", input="latent", norm=norm, matrices=[queries])
+        stage("project", output="gated", matrices=[queries])
+
+    def _add_feed_forward(self, prefix: str, layer: Layer) -> None:
+        part = layer.feed_forward
+        if isinstance(part, Experts):
+            self._add_experts(prefix, layer, part)
+            return
+        # Parallel halves take the mixer's normed input.
+        name, norm = "ffn_norm", layer.feed_forward_norm
+        if layer.is_parallel:
+            name, norm = "attn_norm", layer.mixer_norm
+        before = self._norm(f"{prefix}{name}", norm)
+        down = self._add_dense(prefix, part, before)
+        output_norm = layer.feed_forward_output_norm
+        if layer.is_parallel:  # the branch holds the mixer's output
+            self._add_parallel(prefix, layer, down)
+            return
+        self._add_product(down, layer.residual_scale, output_norm is not None)
+        if output_norm is not None:
+            self._add_branch(f"{prefix}post_ffw_norm", output_norm, layer)
+
+    def _add_parallel(self, prefix: str, layer: Layer, down: int) -> None:
+        if layer.feed_forward_output_norm is None and layer.mixer_output_norm is None:
+            stage = self.decoder.add_stage
+            stage("project_and_add", output="branch", matrices=[down])
+            self._add_branch("", None, layer)
+            return
+        self._add_branch(f"{prefix}post_attention_norm", layer.mixer_output_norm, layer)
+        self._add_product(down, layer.residual_scale, is_apart=True)
+        self._add_branch(f"{prefix}post_ffw_norm", layer.feed_forward_output_norm, layer)
+
+    def _add_dense(self, prefix: str, part: Dense, before: "native.Norm | None") -> int:
+        """Gate and up; the gate quantises what it writes where no norm comes between. The matrix
+        of the down projection, which is to come."""
+        stage = self.decoder.add_stage
+        names = ["ffn_gate", "ffn_up"] if part.is_gated else ["ffn_up"]
+        gate_and_up = self._matrices([prefix + name for name in names])
         stage("norm_and_quantise", norm=before, matrices=gate_and_up)
         down = self._matrices([f"{prefix}ffn_down"])
         written_as = self._gated_format(part, down[0])
@@ -145,17 +286,21 @@ class _Lowering:
         if written_as == "floats":
             inner = self._norm(f"{prefix}ffn_sub_norm", part.inner_norm)
             stage("norm_and_quantise", input="gated", norm=inner, matrices=down)
-        stage("project_and_add", matrices=down)
+        return down[0]
 
-    def _add_experts(self, prefix: str, part: Experts, norm: Norm | None) -> None:
+    def _add_experts(self, prefix: str, layer: Layer, part: Experts) -> None:
         stage, lowered = self.decoder.add_stage, ExpertLowering(self.decoder, self._tensors, prefix)
         index = lowered.add(part)
-        before = self._norm(f"{prefix}ffn_norm", norm)
+        before = self._norm(f"{prefix}ffn_norm", layer.feed_forward_norm)
         matrices = [lowered.router, lowered.gate, lowered.up]
         stage("norm_and_quantise", norm=before, matrices=matrices)
         stage("route", experts=index)
         stage("expert_gate_and_up", experts=index)
-        stage("expert_down", experts=index, output="hidden")
+        output_norm = layer.feed_forward_output_norm
+        is_plain = output_norm is None and layer.residual_scale == 1.0
+        stage("expert_down", experts=index, output="hidden" if is_plain else "branch")
+        if not is_plain:
+            self._add_branch(f"{prefix}post_ffw_norm", output_norm, layer)
 
     def _gated_format(self, part: Dense, down: int) -> str:
         """The format that a gate writes for the GEMM with `down`. With blocks a task is 256
@@ -171,14 +316,16 @@ class _Lowering:
         return activations
 
     def add_embedding_and_head(self) -> None:
-        embedding = self._matrices(["token_embd"])[0]
         tied = self._spec.tied_head
+        # A scale is of products alone: rows that are looked up are without it.
+        scale = self._spec.logit_scale
+        embedding = self._matrix("token_embd", False, scale if tied else 1.0)
         output_norm = self._norm("output_norm", self._spec.output_norm)
         assert output_norm is not None
         self.decoder.set_embedding_and_head(
             embedding=embedding,
             output_norm=output_norm,
-            head=embedding if tied else self._matrices(["output"])[0],
+            head=embedding if tied else self._matrix("output", False, scale),
         )
 
     def _matrices(self, names: list[str]) -> list[int]:
@@ -189,7 +336,18 @@ class _Lowering:
         )
         return [self._matrix(name, per_token) for name in names]
 
-    def _matrix(self, name: str, per_token_scale: bool) -> int:
+    def _heads(self, name: str) -> list[int]:
+        """The matrices of each head, which a file has as one tensor."""
+        tensor = self._tensors[f"{name}.weight"]
+        num_heads, out_size, in_size = tensor.shape
+        return [
+            self.decoder.add_matrix(
+                tensor.format.name, tensor.row_blocks(head, head + 1), out_size, in_size
+            )
+            for head in range(num_heads)
+        ]
+
+    def _matrix(self, name: str, per_token_scale: bool, scale: float = 1.0) -> int:
         """Read and pack a matrix; the bytes of the file are not needed after that."""
         tensor = self._tensors[f"{name}.weight"]
         out_size, in_size = tensor.shape
@@ -200,7 +358,7 @@ class _Lowering:
             in_size,
             per_token_scale=per_token_scale,
             residual_pass=name.endswith(RESIDUAL_PASS),
-            scale=tensor.scale * self._scale(name),
+            scale=tensor.scale * self._scale(name) * scale,
             bias=self._bias(name),
         )
 
@@ -215,10 +373,24 @@ class _Lowering:
     def _norm(self, name: str, norm: Norm | None) -> "native.Norm | None":
         if norm is None:
             return None
-        return native.Norm(weight=self._vector(f"{name}.weight"), epsilon=norm.epsilon)
+        weight, bias = (
+            self._vector(full) if full in self._tensors else _NO_VECTOR
+            for full in (f"{name}.weight", f"{name}.bias")
+        )
+        is_layer_norm = norm.kind is NormKind.LAYER
+        return native.Norm(norm.epsilon, weight, bias, is_layer_norm)
 
     def _vector(self, name: str) -> int:
-        return self.decoder.add_vector(self._tensors[name].to_float32())
+        if name not in self._vectors:
+            values = self._tensors[name].to_float32().ravel()
+            self._vectors[name] = self.decoder.add_vector(values)
+        return self._vectors[name]
+
+
+def _position_scale(part: Attention) -> tuple[float, int, int]:
+    """Factor, length, offset; a length of 0: none."""
+    scale = part.position_scale
+    return (0.0, 0, 0) if scale is None else (scale.factor, scale.length, scale.offset)
 
 
 # ---- memory, known before a weight is packed
@@ -233,17 +405,31 @@ def _packed_bytes(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> i
     router = router_bytes(name, tensor, tensors)
     if router is not None:
         return router
-    if len(tensor.shape) < 2:
-        return _FLOAT_BYTES * tensor.num_weights
-    *stacked, out_size, in_size = tensor.shape
-    return math.prod(stacked) * native.packed_bytes(tensor.format.name, out_size, in_size)
+    if _is_matrix(name, tensor):
+        *stacked, out_size, in_size = tensor.shape
+        num_bytes: int = native.packed_bytes(tensor.format.name, out_size, in_size)
+        return math.prod(stacked) * num_bytes
+    is_of_stage = name.endswith((".scale", "layer_output_scale.weight"))
+    return 0 if is_of_stage and tensor.shape == (1,) else _FLOAT_BYTES * tensor.num_weights
+
+
+def _is_matrix(name: str, tensor: Tensor) -> bool:
+    """Norms may have weights of their own for each head, biases those of each expert."""
+    return len(tensor.shape) > 1 and not name.endswith(("_norm.weight", ".bias"))
 
 
 def kv_bytes_per_token(spec: ModelSpec, is_int8: bool) -> int:
     if not is_int8:
         return 2 * spec.num_kv_elements
-    num_scales = sum(2 * layer.mixer.num_kv_heads for layer in spec.layers)
+    num_scales = sum(_num_kv_scales(layer.mixer) for layer in spec.layers)
     return spec.num_kv_elements + num_scales * _KV_SCALE_BYTES
+
+
+def _num_kv_scales(part: Attention) -> int:
+    """Of one token's int8 keys and values; those of latent attention are one vector."""
+    if part.kv_layer is not None:
+        return 0
+    return 2 * part.num_kv_heads if part.latent is None else 1
 
 
 def workspace_bytes(
@@ -255,31 +441,55 @@ def workspace_bytes(
 ) -> int:
     """About what steps of so many rows, one of which samples, work in; rope tables included."""
     mixers = {layer.mixer for layer in spec.layers}
-    projected = max(_projected_size(part) for part in mixers)
-    attended = max(part.num_heads * part.value_dim for part in mixers)
-    widest = max(spec.hidden_size, spec.ffn_size, attended)
-    floats_per_row = spec.hidden_size + projected + attended + spec.ffn_size
-    bytes_per_row = _FLOAT_BYTES * floats_per_row
+    parts = [_row_sizes(part) for part in mixers]
+    projected, attended, latent = (max(sizes[i] for sizes in parts) for i in range(3))
+    widest = max(spec.hidden_size, spec.ffn_size, attended, latent)
+    branch = spec.hidden_size if _has_branch(spec) else 0
+    inputs = 0 if spec.layer_inputs is None else spec.num_layers * spec.layer_inputs.size
+    gated = max(spec.ffn_size, latent)
+    bytes_per_row = _FLOAT_BYTES * (
+        spec.hidden_size + projected + attended + gated + latent + branch + inputs
+    )
     for activations, _ in _activation_formats(tensors):
         bytes_per_row += 2 * record_bytes(activations, widest)
     bytes_per_row += slot_bytes(spec, tensors)
     tables = num_positions * sum(rope.dims for rope in spec.ropes)
-    heads = max(part.head_dim for part in mixers), max(part.value_dim for part in mixers)
-    scratch = num_threads * native.thread_scratch_floats(*heads)
-    floats = tables + spec.vocabulary_size + scratch
+    scratch = num_threads * max(_attention_floats(part) for part in mixers)
+    floats: int = tables + spec.vocabulary_size + scratch
     return num_rows * bytes_per_row + _FLOAT_BYTES * floats
 
 
-def _projected_size(part: Attention) -> int:
-    """Queries, keys and values of one row."""
-    return part.query_size + part.kv_size + part.num_kv_heads * part.value_dim
+def _has_branch(spec: ModelSpec) -> bool:
+    """Whether some half is kept apart before it is added."""
+    after = ((x.mixer_output_norm, x.feed_forward_output_norm) for x in spec.layers)
+    is_normed = any(norm is not None for norms in after for norm in norms)
+    is_parallel = any(layer.is_parallel for layer in spec.layers)
+    return is_normed or is_parallel or spec.layer_inputs is not None
+
+
+def _row_sizes(part: Attention) -> tuple[int, int, int]:
+    """Of a row: queries, keys and values; what attention leaves; what latent attention takes."""
+    latent = part.latent
+    if latent is None:
+        values = part.num_kv_heads * part.value_dim
+        return part.query_size + part.kv_size + values, part.num_heads * part.value_dim, 0
+    cached = latent.kv_rank + latent.rope_dims
+    made_of = max(part.query_size, cached + (latent.query_rank or 0))
+    return part.num_heads * cached, part.num_heads * latent.kv_rank, made_of
+
+
+def _attention_floats(part: Attention) -> int:
+    latent = part.latent
+    if latent is None:
+        return native.thread_scratch_floats(part.head_dim, part.value_dim)
+    return native.thread_scratch_floats(latent.kv_rank + latent.rope_dims, latent.kv_rank, True)
 
 
 def _activation_formats(tensors: Mapping[str, Tensor]) -> set[tuple[str, bool]]:
     """The formats that activations are kept in; True: also for a residual pass."""
     found = set()
     for name, tensor in tensors.items():
-        if len(tensor.shape) > 1:
+        if _is_matrix(name, tensor):
             activations = native.activation_format(tensor.format.name)
             found.add((activations, False))
             if name.endswith(f"{RESIDUAL_PASS}.weight") and activations != "floats":
