@@ -43,6 +43,30 @@ def test_a_mask_that_fails_allows_nothing_and_says_why() -> None:
     assert (sound.result(), sound.failure) == (b"\x01", None)
 
 
+def test_a_mask_that_waits_for_a_processor_is_not_slow() -> None:
+    waiting = Mask(lambda: (threading.Event().wait(5 * masks.SLOW_S) and b"") or b"\x01")
+    waiting.compute()
+    assert waiting.result() == b"\x01"
+    assert waiting.seconds < masks.SLOW_S
+
+
+def test_few_masks_wake_one_thread() -> None:
+    used: set[int] = set()
+
+    def compute() -> bytes:
+        used.add(threading.get_ident())
+        return b""
+
+    threads = MaskThreads()
+    promised = [Mask(compute) for _ in range(16)]
+    for mask in promised:
+        threads.promise(mask)
+    threads.start()
+    for mask in promised:
+        mask.result()
+    assert len(used) == 1
+
+
 def test_threads_end_with_their_owner() -> None:
     threads = MaskThreads()
     before = set(threading.enumerate())

@@ -15,7 +15,8 @@ from queue import SimpleQueue
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 STACK_BYTES = 64 << 20  # several times what the checker's process has
-SLOW_S = 0.004
+SLOW_S = 0.004  # of processor time
+_SHARE = 32  # masks that are not worth waking another thread for
 _NICENESS = 10
 
 
@@ -29,15 +30,15 @@ class Mask:
         self._bits = b""
         self._done = threading.Event()
         self.failure: str | None = None
-        self.seconds = 0.0
+        self.seconds = 0.0  # of processor time: on a busy machine quick masks take long, too
 
     def compute(self) -> None:
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             self._bits = self._compute()
         except BaseException as error:  # also a panic in Rust, which is no Exception
             self.failure = str(error) or type(error).__name__
-        self.seconds = time.perf_counter() - started
+        self.seconds = time.thread_time() - started
         self._done.set()
 
     @property
@@ -70,7 +71,7 @@ class MaskThreads:
             return
         if self._queue is None:
             self._queue = _started(self, NUM_THREADS, "quire-masks")
-        share = -(-len(masks) // NUM_THREADS)
+        share = max(_SHARE, -(-len(masks) // NUM_THREADS))
         for first in range(0, len(masks), share):
             self._queue.put(masks[first : first + share])
 
