@@ -12,9 +12,12 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter runs no Gluon", allow_module_level=True)
 
+from tests.drawn_families import write_drawn  # noqa: E402
+from tests.executors.cuda.bfloat_models import load_in_bfloat  # noqa: E402
 from tests.executors.cuda.compiling import SHARED_MEMORY, compiled, pretend  # noqa: E402
 
 from quire.executors.cuda import attention as launchers  # noqa: E402
+from quire.executors.cuda import decoder as decoders  # noqa: E402
 from quire.executors.cuda import experts  # noqa: E402
 from quire.executors.cuda.expert_weights import (  # noqa: E402
     ExpertWeights,
@@ -30,7 +33,7 @@ from quire.executors.cuda.gemm import (  # noqa: E402
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
 from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
 from quire.executors.cuda.planes import DELTA_ROWS, PLANE_FORMATS, TERNARY, Planes  # noqa: E402
-from quire.executors.cuda.weights import Linear, Segment  # noqa: E402
+from quire.executors.cuda.weights import Linear, Segment, load_weights  # noqa: E402
 from quire.model.spec import Activation, Experts, Router  # noqa: E402
 
 TOKENS = (1, 16, 32, 64, 8192)
@@ -277,3 +280,39 @@ def test_routing_and_grouping_compile_without_spilled_registers(
         usage, _ = compiled(catch.found, tmp_path)
         print(name, count, usage)
         assert usage.stack == 0
+
+
+@pytest.mark.parametrize("case", ["gemma2", "olmo2", "command-r", "starcoder2", "ministral3"])
+def test_every_kernel_of_a_familys_step_compiles(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms after halves and of either kind, over heads or projections; soft caps; parallel halves;
+    feed-forwards without a gate; queries scaled by position."""
+    pretend()
+    options = {"PDL": True, "launch_pdl": True}
+    names: set[str] = set()
+
+    def compile_only(self: Any, *arguments: Any, **settings: Any) -> Any:
+        names.add(self.fn.__name__)
+        return run(self, *arguments, **{**settings, "warmup": True})
+
+    def plain(spec: Any, **settings: Any) -> launchers.Attention:
+        splits = launchers._Splits(spec, settings["max_split_tokens"], 4, "cpu")
+        return launchers.PlainAttention(spec, splits, 16, options, exact=False)
+
+    run = triton.JITFunction.run
+    monkeypatch.setattr(triton.JITFunction, "run", compile_only)
+    monkeypatch.setattr(decoders, "attention_for", plain)
+    monkeypatch.setattr(decoders.Decoder, "_launch_options", lambda self: options)
+    with load_in_bfloat(write_drawn(case, tmp_path)) as model:
+        weights = load_weights(model.spec, model.tensors, "cpu")
+    limits = decoders.Limits(num_tokens=4, num_rows=4, max_split_tokens=4, max_context=64)
+    integers = torch.zeros((len(decoders.BodyField), 4), dtype=torch.int32)
+    decoder = decoders.Decoder(model.spec, weights, HopperGemm(), limits, integers[0], "cpu")
+    blocks = decoders.KVBlocks(model.spec, 4, "cpu", decoder.kv_dtype)
+    body = decoders.BodyInput(integers, integers[0])
+    decoder.run_body(decoders.BodyShape(4, 4), body, blocks)
+    decoder.run_head(4, integers[0], integers[1])
+    assert names >= {"embed", "add_and_norm", "rope_and_store", "attend", "merge_splits", "gemm"}
+    assert ("cap_logits" in names) == (case == "gemma2")
+    assert ("gate" in names) == (case == "starcoder2")
