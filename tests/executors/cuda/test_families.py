@@ -1,5 +1,6 @@
 """Every family of the loader, with its biases, norms, windows and ropes, beside the reference."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from quire.core.errors import UnsupportedModelError
 from quire.core.plan import StepPlan, Want
 from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.reference import ReferenceExecutor
-from quire.model.loading import load_model
-from quire.model.spec import unsupported
+from quire.model.loading import Model, load_model
+from quire.model.spec import ModelSpec, PositionScale, unsupported
 
 FAMILIES = ("llama-linear-biased-tied", "mistral", "qwen2", "qwen2-yarn", "qwen3")
 ON_CUDA = {  # of the drawn families
@@ -62,9 +63,14 @@ def test_a_drawn_family_is_run_as_the_reference_does_or_refused_by_name(
                 CudaExecutor(model, config)
             assert all(what in str(caught.value) for what in lacking)
             return
-        executor = CudaExecutor(model, config)
-        reference = ReferenceExecutor(model, num_blocks=8)
-        rounded = ReferenceExecutor(model, num_blocks=8, kv_precision="bfloat16")
+        check_beside_reference(model, case)
+
+
+def check_beside_reference(model: Model, case: str) -> None:
+    config = CudaConfig(max_batch_size=4, max_step_tokens=16, num_blocks=8, device="cpu")
+    executor = CudaExecutor(model, config)
+    reference = ReferenceExecutor(model, num_blocks=8)
+    rounded = ReferenceExecutor(model, num_blocks=8, kv_precision="bfloat16")
     executor.warm_up()
     tokens = np.load(DRAWN / case / "golden.npz")["tokens"].tolist()[:12]
     plan = StepPlan(0, (row(tokens, (2, 0), want=Want.LOGITS),))
@@ -75,6 +81,29 @@ def test_a_drawn_family_is_run_as_the_reference_does_or_refused_by_name(
     # errors of twice the size.
     noise = ((noisy - exact) ** 2).sum()
     assert ((found - exact) ** 2).sum() < 4 * noise + 2e-4 * (exact**2).sum()
+
+
+# What the drawn models have so weakly that twelve tokens hardly show it.
+STRONG: dict[str, Callable[[ModelSpec], ModelSpec]] = {
+    "logits capped at 1": lambda spec: replace(spec, logit_soft_cap=1.0),
+    "scores capped at 0.5": lambda spec: with_mixers(spec, soft_cap=0.5),
+    "queries scaled by position": lambda spec: with_mixers(
+        spec, position_scale=PositionScale(factor=2.0, length=3, offset=1)
+    ),
+}
+
+
+def with_mixers(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    layers = tuple(replace(x, mixer=replace(x.mixer, **changes)) for x in spec.layers)
+    return replace(spec, layers=layers)
+
+
+@pytest.mark.parametrize("change", STRONG.values(), ids=STRONG.keys())
+def test_what_a_drawn_family_hardly_shows_is_run_as_the_reference_does(
+    change: Callable[[ModelSpec], ModelSpec], tmp_path: Path
+) -> None:
+    with load_in_bfloat(write_drawn("glm4", tmp_path)) as model:
+        check_beside_reference(replace(model, spec=change(model.spec)), "glm4")
 
 
 # Between them: every span of head norms, both kinds of norm before and after halves or not at all,
