@@ -389,6 +389,8 @@ Stage stage_named(const StageNames& names) {
                                "project_and_add",
                                "gate_and_up",
                                "add_branch",
+                               "norm_branch",
+                               "add_to_branch",
                                "scale_hidden",
                                "add_layer_embedding",
                                "latent_rope_and_store",

@@ -374,6 +374,8 @@ void Decoder::compute(const Stage& stage) {
     case Stage::expert_gate_and_up: return expert_gate_and_up(stage);
     case Stage::expert_down: return expert_down(stage);
     case Stage::add_branch: return add_branch(stage);
+    case Stage::norm_branch: return norm_branch(stage);
+    case Stage::add_to_branch: return add_to_branch(stage);
     case Stage::scale_hidden: return scale_hidden(stage);
     case Stage::add_layer_embedding: return add_layer_embedding(stage);
     case Stage::latent_rope_and_store: return latent_rope_and_store(stage);
@@ -490,6 +492,28 @@ void Decoder::add_branch(const Stage& stage) {
       apply_norm(stage.norm, x, size, x);
       if (stage.scale != 1.0f) scale(x, size, stage.scale);
       kernels_.add(row_of(RowKind::hidden, row), x, static_cast<int>(size));
+    }
+  });
+}
+
+void Decoder::norm_branch(const Stage& stage) {
+  Stopwatch watch(counters_.norm_and_quantise_seconds);
+  pool_.run(num_rows_, 1, [&](int begin, int end, int) {
+    for (int row = begin; row < end; row++) {
+      float* x = row_of(RowKind::branch, row);
+      apply_norm(stage.norm, x, shape_.hidden_size, x);
+    }
+  });
+}
+
+void Decoder::add_to_branch(const Stage& stage) {
+  Stopwatch watch(counters_.norm_and_quantise_seconds);
+  const int64_t size = shape_.hidden_size;
+  pool_.run(num_rows_, 1, [&](int begin, int end, int) {
+    for (int row = begin; row < end; row++) {
+      float* x = row_of(stage.input, row);
+      apply_norm(stage.norm, x, size, x);
+      kernels_.add(row_of(RowKind::branch, row), x, static_cast<int>(size));
     }
   });
 }

@@ -92,9 +92,11 @@ struct Stage {
     project,            // one or more matrices side by side into `output`
     rope_and_store,     // rotates queries and keys, stores keys and values in the KV cache
     attend,
-    project_and_add,      // one matrix, times `scale`, added to `output`
+    project_and_add,      // one matrix, times `scale`, added to `output`; of experts: shared
     gate_and_up,          // the feed-forward's gate and values, or its values alone
     add_branch,           // the branch after `norm`, times `scale`, added to the hidden state
+    norm_branch,          // the branch after `norm`
+    add_to_branch,        // `input` after `norm`, added to the branch
     scale_hidden,         // the hidden state times `scale`
     add_layer_embedding,  // norms layer_inputs by layer, adds rows of the second embedding
     latent_rope_and_store,
@@ -122,7 +124,8 @@ struct Stage {
   NormSpan norm_span = NormSpan::head;    // of queries and keys
   bool norms_after_rope = false;
   PositionScale position_scale;
-  int experts = -1;  // index of an Experts
+  // Index of an Experts. project_and_add: rows are multiplied by the weights of its shared expert.
+  int experts = -1;
 };
 
 struct DecoderShape {
@@ -311,6 +314,7 @@ class Decoder {
   void check_experts(const Experts& experts) const;
   void check_stack(const char* what, int index, int count, int64_t out_size, int64_t in_size) const;
   void check_routed(const Stage& stage) const;
+  void check_shared(const Stage& stage) const;
   void check_ready(int64_t num_rows) const;
   void compute(const Stage& stage);
   void embed(const StepInput& input);
@@ -327,6 +331,8 @@ class Decoder {
   void apply_norm(const Norm& norm, const float* x, int64_t size, float* out,
                   int64_t offset = 0) const;
   void add_branch(const Stage& stage);
+  void norm_branch(const Stage& stage);
+  void add_to_branch(const Stage& stage);
   void scale_hidden(const Stage& stage);
   void add_layer_embedding(const Stage& stage);
   void project(const Stage& stage);

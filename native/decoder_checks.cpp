@@ -119,6 +119,7 @@ void Decoder::check_stage(const Stage& stage) const {
       expect_matrix("an output", index, shape_.hidden_size,
                     matrices_[static_cast<size_t>(index)]->in_size);
       expect_added_to(stage.output);
+      if (stage.experts >= 0) check_shared(stage);
       return;
     }
     case Stage::gate_and_up: return check_gate(stage);
@@ -128,10 +129,28 @@ void Decoder::check_stage(const Stage& stage) const {
     case Stage::add_branch:
       expect_written("the branch", RowKind::branch, shape_.hidden_size);
       return expect_norm("a norm", stage.norm, shape_.hidden_size);
+    case Stage::norm_branch:
+    case Stage::add_to_branch:
+      expect_written("the branch", RowKind::branch, shape_.hidden_size);
+      if (stage.kind == Stage::add_to_branch) {
+        expect(stage.input == RowKind::projected, "a branch must be joined by projected rows");
+        expect_written("what joins a branch", stage.input, shape_.hidden_size);
+      }
+      return expect_norm("a norm", stage.norm, shape_.hidden_size);
     case Stage::scale_hidden: return;
     case Stage::add_layer_embedding: return check_layer_embedding(stage);
     case Stage::latent_rope_and_store: return check_latent(stage);
   }
+}
+
+// The router gave each row a weight for the shared expert.
+void Decoder::check_shared(const Stage& stage) const {
+  expect_within("experts", stage.experts, 0, static_cast<int64_t>(experts_.size()) - 1);
+  const auto is_routed = [](const Stage& other) { return other.experts >= 0; };
+  const auto last = std::find_if(stages_.rbegin(), stages_.rend(), is_routed);
+  expect(
+      last != stages_.rend() && last->kind == Stage::expert_down && last->experts == stage.experts,
+      "a shared expert must come after the sum over its layer's experts");
 }
 
 // Each reads what the one before it left.

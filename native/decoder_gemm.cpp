@@ -118,7 +118,10 @@ void Decoder::gemm_and_add(const Stage& stage, const Matrix& matrix, int first_p
          task_outputs);
     for (int t = 0; t < count; t++) {
       float* x = results + t * task_outputs;
-      for (int i = 0; stage.scale != 1.0f && i < size; i++) x[i] *= stage.scale;
+      const float weight =
+          stage.experts >= 0 ? shared_weights_[static_cast<size_t>(first + t)] : 1.0f;
+      const float factor = stage.scale * weight;
+      for (int i = 0; factor != 1.0f && i < size; i++) x[i] *= factor;
       kernels_.add(row_of(stage.output, first + t) + output, x, size);
     }
   }

@@ -717,6 +717,7 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.SINKS, Feature.CHUNKS, Feature.SHARED_KV, Feature.LATENT}
         | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.WEIGHED_EXPERT_INPUT}
         | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
+        | {Feature.SHARED_EXPERT, Feature.EXPERTS_BESIDE_DENSE}
     ),
     "cuda": frozenset(
         OF_LLAMA

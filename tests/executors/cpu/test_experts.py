@@ -14,6 +14,7 @@ from tests.executors.cpu.blocks import UNITS, nmse, normal
 from tests.executors.reference.plans import logits, row, run
 from tests.extreme_models import random_model, small_spec
 
+from quire.core.errors import UnsupportedModelError
 from quire.core.plan import SequencePlan, Want
 from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.lowering import Threads, weight_bytes, workspace_bytes
@@ -21,7 +22,7 @@ from quire.executors.cpu.native import native
 from quire.executors.reference import ReferenceExecutor, route
 from quire.loader.tensor import Tensor
 from quire.model.loading import Model, load_model
-from quire.model.spec import Activation, Experts, Router, Scoring
+from quire.model.spec import Activation, Dense, Experts, Norm, Router, Scoring
 from quire.quant.formats import format_named
 
 Floats = npt.NDArray[np.float32]
@@ -220,6 +221,18 @@ ODD: dict[str, dict[str, Any]] = {
         "num_used": 4,
         "router": Router(num_groups=4, num_used_groups=2, num_group_best=2),
     },
+    "a shared expert": {"shared": Dense(size=9, activation=Activation.SILU)},
+    "a shared expert with a gate, and biases": {
+        "shared": Dense(size=40, activation=Activation.SILU, has_bias=True),
+        "has_shared_gate": True,
+        "router": Router(has_bias=True),
+    },
+    "beside a dense feed-forward": {
+        "activation": Activation.GELU_TANH,
+        "beside": Dense(size=31, activation=Activation.GELU_TANH),
+        "beside_norm": Norm(epsilon=1e-5),
+        "router": Router(input_norm=Norm(epsilon=1e-6, has_weight=False)),
+    },
 }
 
 
@@ -246,6 +259,17 @@ def test_experts_of_any_shape_are_the_reference_s_with_the_same_bits(
             found.add(given.tobytes())
             assert nmse(given, exact) <= 1e-6
     assert len(found) == 1
+
+
+def test_experts_side_by_side_with_attention_are_refused() -> None:
+    model = routed_model(16)
+    parallel = replace(model.spec.layers[0], is_parallel=True)
+    with pytest.raises(UnsupportedModelError, match="experts side by side with attention"):
+        CpuExecutor(
+            replace(model, spec=replace(model.spec, layers=(parallel,))),
+            num_blocks=4,
+            threads=Threads(1, may_spin=False),
+        )
 
 
 def test_a_row_that_is_not_finite_fails_alone() -> None:
@@ -290,8 +314,9 @@ def with_stacks() -> tuple[Any, dict[str, int]]:
         num_threads=1,
         may_spin=False,
     )
-    zeros = np.zeros(4 * 16 * 4, np.uint8)
-    matrices = {"router": decoder.add_matrix("F32", zeros, 4, 16)}
+    zeros = np.zeros(4 * 16 * 16, np.uint8)
+    matrices = {"router": decoder.add_matrix("F32", zeros[: 4 * 4 * 16], 4, 16)}
+    matrices["square"] = decoder.add_matrix("F32", zeros, 16, 16)
     for name, shape in {"gate": (8, 16), "up": (8, 16), "down": (16, 8)}.items():
         matrices[name] = decoder.add_stack("F32", 4, *shape)
     matrices["few"] = decoder.add_stack("F32", 3, 8, 16)
@@ -371,7 +396,22 @@ def test_stages_of_experts_come_in_their_order() -> None:
     decoder.add_stage("expert_gate_and_up", experts=first)
     with pytest.raises(ValueError, match="must be of hidden states"):
         decoder.add_stage("expert_down", experts=first, output="gated")
-    decoder.add_stage("expert_down", experts=first, output="hidden")
+    with pytest.raises(ValueError, match="the rows that a product is added to must be"):
+        decoder.add_stage("project_and_add", matrices=[matrices["square"]], output="branch")
+    for stage in ("norm_branch", "add_to_branch"):
+        with pytest.raises(ValueError, match="the branch must be"):
+            decoder.add_stage(stage, input="projected")
+    decoder.add_stage("expert_down", experts=first, output="branch")
+    shared: dict[str, Any] = {"matrices": [matrices["square"]], "output": "branch"}
+    for other in (second, 2):
+        with pytest.raises(ValueError, match=r"must come after|must be from 0 to 1"):
+            decoder.add_stage("project_and_add", **shared, experts=other)
+    decoder.add_stage("project_and_add", **shared, experts=first)
+    for rows in ("hidden", "branch", "projected"):
+        with pytest.raises(ValueError, match=r"must be joined by|what joins a branch must"):
+            decoder.add_stage("add_to_branch", input=rows)
+    with pytest.raises(ValueError, match="the size of a norm must be"):
+        decoder.add_stage("norm_branch", norm=native.Norm(1e-5, matrices["vector"]))
 
 
 # ---- what is read, and what is held

@@ -20,12 +20,9 @@ from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.lowering import Threads
 from quire.executors.reference import ReferenceExecutor
 from quire.model.loading import Model, load_model
-from quire.model.spec import unsupported
+from quire.model.spec import LOWERED, Feature
 
 FAMILIES = sorted(folder.name for folder in (FIXTURES / "families").iterdir())
-# Drawn families that the CPU does not run: those with an expert that every token uses, or a dense
-# feed-forward beside the experts.
-NOT_ON_CPU = {"deepseek2", "deepseek2-lite", "gemma4-experts", "glm4moe", "llama4", "qwen2moe"}
 # Some token's best experts are so near each other that keys and values in half precision change
 # its choice: compared with the reference whose cache has halves.
 OTHER_EXPERTS = {"gpt-oss"}
@@ -55,17 +52,10 @@ def test_every_family_gives_the_logits_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_family_is_run_as_transformers_does_or_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_a_family_is_run_as_transformers_does(case: str, tmp_path: Path) -> None:
     golden = np.load(DRAWN / case / "golden.npz")
     with load_model(write_drawn(case, tmp_path)) as model:
         model = in_its_context(case, model)
-        lacking = unsupported(model.spec, "cpu")
-        assert bool(lacking) == (case in NOT_ON_CPU)
-        if lacking:
-            with pytest.raises(UnsupportedModelError) as caught:
-                CpuExecutor(model, num_blocks=16, threads=Threads(1, may_spin=False))
-            assert all(what in str(caught.value) for what in lacking)
-            return
         plan = row(golden["tokens"].tolist(), TABLE)
         executor = CpuExecutor(model, num_blocks=16, threads=Threads(1, may_spin=False))
         found = logits(executor, plan)
@@ -77,6 +67,18 @@ def test_a_family_is_run_as_transformers_does_or_refused_by_name(case: str, tmp_
             exact = logits(halves, plan)
             halves.close()
     assert nmse(found, exact) <= 1e-5  # keys and values in half precision
+
+
+def test_what_is_not_lowered_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered = {**LOWERED, "cpu": LOWERED["cpu"] - {Feature.EXPERTS}}
+    monkeypatch.setattr("quire.model.spec.LOWERED", lowered)
+    with (
+        load_model(write_drawn("mixtral", tmp_path)) as model,
+        pytest.raises(UnsupportedModelError, match="has a mixture of experts in layer 0"),
+    ):
+        CpuExecutor(model, num_blocks=16, threads=Threads(1, may_spin=False))
 
 
 @pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])

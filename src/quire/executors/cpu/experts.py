@@ -55,6 +55,15 @@ class ExpertLowering:
             activation=part.activation,
         )
 
+    def router_norm(self, part: Experts) -> "native.Norm | None":
+        """Gemma 4's, of what its router sees: its weights have the scale of a score in them."""
+        norm, scale = part.router.input_norm, self._tensors.get("ffn_gate_inp.scale")
+        if norm is None or scale is None:
+            return None
+        weights = scale.to_float32()
+        weights = weights * np.float32(len(weights) ** -0.5)
+        return native.Norm(norm.epsilon, self._decoder.add_vector(weights))
+
     def _add_router(self) -> int:
         """A row for each expert, then one for the shared expert's gate. They are floats: a router
         is small, and rounded activations would choose other experts."""
@@ -116,8 +125,8 @@ def record_bytes(activations: str, size: int) -> int:
 
 
 def slot_bytes(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> int:
-    """What routed layers work in, for each token of a step: its row of the sum over experts, and
-    for each of its experts the input and what the gate gives, quantised."""
+    """What routed layers work in, for each token of a step: its scores, and for each of its experts
+    the input and what the gate gives, quantised."""
     largest = 0
     for index, layer in enumerate(spec.layers):
         part = layer.feed_forward
@@ -131,6 +140,6 @@ def slot_bytes(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> int:
             inputs = {formats["gate"], formats["up"]}
             slot = sum(record_bytes(known, spec.hidden_size) for known in inputs)
             slot += record_bytes(formats["down"], part.size)
-            own = part.num_used * slot + _FLOAT_BYTES * (spec.hidden_size + part.count)
+            own = part.num_used * slot + _FLOAT_BYTES * part.count
             largest = max(largest, own)
     return largest

@@ -254,7 +254,7 @@ class _Lowering:
         if layer.is_parallel:
             name, norm = "attn_norm", layer.mixer_norm
         before = self._norm(f"{prefix}{name}", norm)
-        down = self._add_dense(prefix, part, before)
+        down = self._add_dense(prefix, part, self._quantised_for(prefix, part, before))
         output_norm = layer.feed_forward_output_norm
         if layer.is_parallel:  # the branch holds the mixer's output
             self._add_parallel(prefix, layer, down)
@@ -273,14 +273,21 @@ class _Lowering:
         self._add_product(down, layer.residual_scale, is_apart=True)
         self._add_branch(f"{prefix}post_ffw_norm", layer.feed_forward_output_norm, layer)
 
-    def _add_dense(self, prefix: str, part: Dense, before: "native.Norm | None") -> int:
+    def _quantised_for(self, prefix: str, part: Dense, before: "native.Norm | None") -> list[int]:
+        """The matrices of gate and up, for which hidden states are normed and quantised."""
+        matrices = self._gate_and_up(prefix, part)
+        self.decoder.add_stage("norm_and_quantise", norm=before, matrices=matrices)
+        return matrices
+
+    def _gate_and_up(self, prefix: str, part: Dense, suffix: str = "") -> list[int]:
+        names = ["ffn_gate", "ffn_up"] if part.is_gated else ["ffn_up"]
+        return self._matrices([f"{prefix}{name}{suffix}" for name in names])
+
+    def _add_dense(self, prefix: str, part: Dense, gate_and_up: list[int], suffix: str = "") -> int:
         """Gate and up; the gate quantises what it writes where no norm comes between. The matrix
         of the down projection, which is to come."""
         stage = self.decoder.add_stage
-        names = ["ffn_gate", "ffn_up"] if part.is_gated else ["ffn_up"]
-        gate_and_up = self._matrices([prefix + name for name in names])
-        stage("norm_and_quantise", norm=before, matrices=gate_and_up)
-        down = self._matrices([f"{prefix}ffn_down"])
+        down = self._matrices([f"{prefix}ffn_down{suffix}"])
         written_as = self._gated_format(part, down[0])
         stage("gate_and_up", matrices=gate_and_up, gate=part.activation, quantised=written_as)
         if written_as == "floats":
@@ -289,18 +296,47 @@ class _Lowering:
         return down[0]
 
     def _add_experts(self, prefix: str, layer: Layer, part: Experts) -> None:
-        stage, lowered = self.decoder.add_stage, ExpertLowering(self.decoder, self._tensors, prefix)
+        """The sum over experts is the branch, to which other feed-forwards of the layer are added;
+        where nothing else is done with it, it is added to the hidden state at once."""
+        if layer.is_parallel:
+            raise UnsupportedModelError("experts side by side with attention do not run on the CPU")
+        stage, output_norm = self.decoder.add_stage, layer.feed_forward_output_norm
+        lowered = ExpertLowering(self.decoder, self._tensors, prefix)
         index = lowered.add(part)
-        before = self._norm(f"{prefix}ffn_norm", layer.feed_forward_norm)
-        matrices = [lowered.router, lowered.gate, lowered.up]
-        stage("norm_and_quantise", norm=before, matrices=matrices)
-        stage("route", experts=index)
-        stage("expert_gate_and_up", experts=index)
-        output_norm = layer.feed_forward_output_norm
         is_plain = output_norm is None and layer.residual_scale == 1.0
+        is_plain = is_plain and part.shared is None and part.beside is None
+        shared = [] if part.shared is None else self._gate_and_up(prefix, part.shared, "_shexp")
+        before = self._norm(f"{prefix}ffn_norm", layer.feed_forward_norm)
+        if part.beside is None:
+            matrices = [lowered.router, lowered.gate, lowered.up, *shared]
+            stage("norm_and_quantise", norm=before, matrices=matrices)
+            stage("route", experts=index)
+        else:
+            stage("norm_and_quantise", norm=lowered.router_norm(part), matrices=[lowered.router])
+            stage("route", experts=index)
+            own = self._norm(f"{prefix}pre_ffw_norm_2", part.beside_norm)
+            matrices = [lowered.gate, lowered.up, *shared]
+            stage("norm_and_quantise", norm=own, matrices=matrices)
+        stage("expert_gate_and_up", experts=index)
         stage("expert_down", experts=index, output="hidden" if is_plain else "branch")
+        if part.shared is not None:
+            down = self._add_dense(prefix, part.shared, shared, "_shexp")
+            stage("project_and_add", output="branch", matrices=[down], experts=index)
+        if part.beside is not None:
+            self._add_beside(prefix, part, part.beside, before)
         if not is_plain:
             self._add_branch(f"{prefix}post_ffw_norm", output_norm, layer)
+
+    def _add_beside(
+        self, prefix: str, part: Experts, dense: Dense, before: "native.Norm | None"
+    ) -> None:
+        """The dense feed-forward beside experts: both outputs are normed before they are added."""
+        stage = self.decoder.add_stage
+        stage("norm_branch", norm=self._norm(f"{prefix}post_ffw_norm_2", part.beside_norm))
+        down = self._add_dense(prefix, dense, self._quantised_for(prefix, dense, before))
+        stage("project", matrices=[down])
+        own = self._norm(f"{prefix}post_ffw_norm_1", part.beside_norm)
+        stage("add_to_branch", input="projected", norm=own)
 
     def _gated_format(self, part: Dense, down: int) -> str:
         """The format that a gate writes for the GEMM with `down`. With blocks a task is 256
@@ -464,7 +500,8 @@ def _has_branch(spec: ModelSpec) -> bool:
     after = ((x.mixer_output_norm, x.feed_forward_output_norm) for x in spec.layers)
     is_normed = any(norm is not None for norms in after for norm in norms)
     is_parallel = any(layer.is_parallel for layer in spec.layers)
-    return is_normed or is_parallel or spec.layer_inputs is not None
+    is_routed = any(isinstance(layer.feed_forward, Experts) for layer in spec.layers)
+    return is_normed or is_parallel or is_routed or spec.layer_inputs is not None
 
 
 def _row_sizes(part: Attention) -> tuple[int, int, int]:
