@@ -6,9 +6,10 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 from tests.structured.walks import grammars_of, mask_of, tokens_in, walk
 from tests.tokenizer.vocabularies import (
     built,
@@ -89,6 +90,53 @@ def test_patterns_choices_and_grammars_hold(
         text = tokenizer.decode(found.tokens, continuation=True)
         assert found.is_complete
         assert re.fullmatch(pattern, text), text
+
+
+def test_a_format_that_nobody_knows_says_nothing() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "format": "path", "maxLength": 2},
+            "b": {"type": "string", "format": "topic", "maxLength": 2},
+            "c": {"const": {"format": "path"}},
+            "d": {"type": "string", "format": "date"},
+        },
+        "required": ["a", "b", "c", "d"],
+        "additionalProperties": False,
+    }
+    tokenizer = byte_level()
+    found = walk(grammars_of(tokenizer), Constraint.json(schema), tokenizer.end_token_ids)
+    value = json.loads(tokenizer.decode(found.tokens))
+    assert value["c"] == {"format": "path"}
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", value["d"])
+
+
+class Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Cat(Closed):
+    kind: Literal["cat"]
+    lives: Literal[7, 9]
+
+
+class Dog(Closed):
+    kind: Literal["dog"]
+    is_loud: bool
+
+
+class Owner(Closed):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+    others: list["Owner"] = Field(max_length=1)
+
+
+def test_pydantics_unions_and_recursion_are_followed() -> None:
+    tokenizer = byte_level()
+    made = grammars_of(tokenizer)
+    for seed in range(5):
+        found = walk(made, Constraint.json(Owner), tokenizer.end_token_ids, seed, 3000)
+        assert found.is_complete
+        Owner.model_validate_json(tokenizer.decode(found.tokens))
 
 
 def test_control_tokens_and_padding_are_never_text() -> None:

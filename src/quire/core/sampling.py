@@ -57,9 +57,10 @@ class Constraint:
         if not isinstance(schema, Mapping):
             raise _wrong(f"a JSON schema is an object, got {schema!r:.100}")
         try:
-            return cls("json_schema", json.dumps(dict(schema), ensure_ascii=False, allow_nan=False))
+            value = json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise _wrong(f"the JSON schema cannot be written as JSON: {error}") from None
+        return cls("json_schema", value)
 
     @classmethod
     def json_object(cls) -> "Constraint":

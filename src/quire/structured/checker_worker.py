@@ -25,6 +25,8 @@ MEMORY_BYTES = 1 << 30  # of address space
 STACK_BYTES = 8 << 20
 HEADER = struct.Struct("<I")  # the length of the JSON that follows
 _PLACE_S = 0.5  # of processor time, to look for the subschema at fault
+_UNKNOWN_FORMAT = "Unknown format: "  # llguidance's error, before the format's name
+_VALUES = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
 _END = 256  # the end token, after one token for each byte
 # As llama.cpp has it: enough to indent, and bounded: a model may repeat it without end.
 _WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
@@ -92,9 +94,13 @@ class Checker:
         error_text = self._error(grammar)
         if error_text is None:
             return {"grammar": grammar}
-        place = None
-        if question["kind"] == "json_schema":
-            place = self._place(json.loads(question["value"]), error_text)
+        if question["kind"] != "json_schema":
+            return {"error": error_text}
+        schema = json.loads(question["value"])
+        if error_text.startswith(_UNKNOWN_FORMAT):
+            schema = _without_format(schema, error_text.removeprefix(_UNKNOWN_FORMAT))
+            return self.answer({**question, "value": json.dumps(schema)})
+        place = self._place(schema, error_text)
         return {"error": error_text if place is None else f"at {place}: {error_text}"}
 
     def _error(self, grammar: str) -> str | None:
@@ -118,6 +124,19 @@ class Checker:
             if time.process_time() > deadline:
                 break
         return found
+
+
+def _without_format(schema: Any, name: str) -> Any:
+    """The schema without a format that nobody knows, which says nothing (JSON Schema, 7.2.1)."""
+    if isinstance(schema, list):
+        return [_without_format(item, name) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _VALUES else _without_format(value, name)
+        for key, value in schema.items()
+        if key != "format" or value != name
+    }
 
 
 def _subschemas(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
