@@ -17,9 +17,10 @@ from tests.fixture_files import FIXTURES
 from quire.core.errors import UnsupportedModelError
 from quire.core.plan import StepPlan, Want
 from quire.executors.cuda import CudaConfig, CudaExecutor
+from quire.executors.cuda.executor import check_fits
 from quire.executors.reference import ReferenceExecutor
 from quire.model.loading import Model, load_model
-from quire.model.spec import ModelSpec, PositionScale, unsupported
+from quire.model.spec import Activation, ModelSpec, PositionScale, unsupported
 
 FAMILIES = ("llama-linear-biased-tied", "mistral", "qwen2", "qwen2-yarn", "qwen3")
 ON_CUDA = {  # of the drawn families
@@ -86,6 +87,7 @@ def check_beside_reference(model: Model, case: str) -> None:
 # What the drawn models have so weakly that twelve tokens hardly show it.
 STRONG: dict[str, Callable[[ModelSpec], ModelSpec]] = {
     "logits capped at 1": lambda spec: replace(spec, logit_soft_cap=1.0),
+    "gates clamped": lambda spec: with_activation(spec, Activation.CLAMPED_SWIGLU),
     "scores capped at 0.5": lambda spec: with_mixers(spec, soft_cap=0.5),
     "queries scaled by position": lambda spec: with_mixers(
         spec, position_scale=PositionScale(factor=2.0, length=3, offset=1)
@@ -96,6 +98,19 @@ STRONG: dict[str, Callable[[ModelSpec], ModelSpec]] = {
 def with_mixers(spec: ModelSpec, **changes: Any) -> ModelSpec:
     layers = tuple(replace(x, mixer=replace(x.mixer, **changes)) for x in spec.layers)
     return replace(spec, layers=layers)
+
+
+def with_activation(spec: ModelSpec, activation: Activation) -> ModelSpec:
+    feeds = [replace(x.feed_forward, activation=activation) for x in spec.layers]
+    pairs = zip(spec.layers, feeds, strict=True)
+    return replace(spec, layers=tuple(replace(x, feed_forward=feed) for x, feed in pairs))
+
+
+def test_experts_of_other_activations_are_refused(tmp_path: Path) -> None:
+    with load_in_bfloat(write_drawn("qwen3moe", tmp_path)) as model:
+        other = replace(model, spec=with_activation(model.spec, Activation.GELU))
+        with pytest.raises(UnsupportedModelError, match="experts with the activation gelu"):
+            check_fits(other, device="cpu")
 
 
 @pytest.mark.parametrize("change", STRONG.values(), ids=STRONG.keys())

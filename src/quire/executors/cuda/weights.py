@@ -223,9 +223,11 @@ def _check_feed_forwards(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None
     for index, layer in enumerate(spec.layers):
         feed = layer.feed_forward
         if isinstance(feed, Experts):
+            if feed.activation not in (Activation.SILU, Activation.CLAMPED_SWIGLU):
+                _refuse(spec, f"experts with the activation {feed.activation}")
             check_experts(feed, tensors, f"blk.{index}.")
-        elif feed.activation is Activation.CLAMPED_SWIGLU:
-            _refuse(spec, f"{Feature.CLAMPED_SWIGLU} in a dense feed-forward")
+        elif feed.activation is Activation.CLAMPED_SWIGLU and not feed.is_gated:
+            _refuse(spec, f"{Feature.CLAMPED_SWIGLU} without a gate")
 
 
 def _check_head_norm(spec: ModelSpec, norm: QKNorm | None) -> None:
