@@ -256,7 +256,7 @@ def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     assert f"64x{tile_tokens}x16" in listing
 
 
-@pytest.mark.parametrize("count", [32, 128])
+@pytest.mark.parametrize("count", [32, 128, 512])
 def test_routing_and_grouping_compile_without_spilled_registers(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
