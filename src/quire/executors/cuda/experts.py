@@ -296,6 +296,10 @@ def expert_tiling(
     if num_blocks <= _FEW_BLOCKS and tile_tokens == 32 and not layout.is_float:
         return Tiling(64, 32, 256, 2, 2, 4, 80)  # short: more programs at once
     rows = 128 if num_programs >= _MANY_PROGRAMS else 64
+    if layout.has_powers and rows == 128 and tile_tokens <= 16:
+        # Warps with two tiles each: one is decoded while the other's wgmma runs.
+        stages = 4 if tile_tokens == 8 else 3
+        return Tiling(rows, tile_tokens, 256, stages, stages, 4, 128)
     warps = rows // 16
     if layout.is_float:
         columns, stages = {8: (256, 3), 128: (64, 4)}.get(tile_tokens, (128, 4 - rows // 128))
