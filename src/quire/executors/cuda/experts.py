@@ -17,7 +17,7 @@ from quire.executors.cuda.gemm import (
 )
 from quire.executors.cuda.kernels import experts as kernels
 from quire.executors.cuda.planes import GATED_DIVISOR, Array, PlaneFormat
-from quire.model.spec import Activation, Experts, Scoring
+from quire.model.spec import Experts, Scoring
 
 DIRECT_TOKENS = 8  # steps of so few tokens give each pair a tile of its own: nothing is grouped
 _ROUTER_EXPERTS = 16
@@ -25,10 +25,6 @@ _ROUTER_TOKENS = 16
 _ROUTER_MANY_TOKENS = 64  # of a program, in steps of many tokens
 _ROUTER_PROGRAMS = 32  # of few tokens: the columns are split until there are so many
 _GROUP_COLUMNS = 512
-_ACTIVATIONS = {
-    Activation.SILU: kernels.SILU,
-    Activation.CLAMPED_SWIGLU: kernels.CLAMPED_SWIGLU,
-}
 
 
 class ExpertGemm(Protocol):
@@ -253,7 +249,7 @@ class PortableExperts:
             TOKENS=self._tokens,
             FORMAT=planes.layout,
             BIAS=stack.bias is not None,
-            ACTIVATION=_ACTIVATIONS[part.activation],
+            ACTIVATION=part.activation.value,
             EXACT=self._exact,
         )
 
@@ -332,7 +328,7 @@ class HopperExperts:
         return next((size for size in _TOKEN_TILES if size >= 2 * mean), _TOKEN_TILES[-1])
 
     def multiply_gated(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
-        option = _ACTIVATIONS[call.part.activation]
+        option = call.part.activation.value
         self._launch(call, stack, tokens, out, 1.0, option, gated=True)
 
     def multiply_weighed(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
@@ -346,7 +342,7 @@ class HopperExperts:
         tokens: Array,
         out: Array,
         divisor: float,
-        option: int,
+        option: int | str,
         *,
         gated: bool,
     ) -> None:

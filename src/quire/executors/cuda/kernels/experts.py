@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.executors.cuda.kernels.activations import gated
 from quire.executors.cuda.kernels.gemm import Factors, PlanePointers, dequantized_block
 
 SOFTMAX, SIGMOID = 0, 1  # how scores are made of the router's sums
 _SIGMOID = tl.constexpr(SIGMOID)
-SILU, CLAMPED_SWIGLU = 0, 1
-_CLAMPED_SWIGLU = tl.constexpr(CLAMPED_SWIGLU)
 CHUNK = 64  # tokens whose experts are counted together
 _CHUNK = tl.constexpr(CHUNK)
 _CHUNKS_AT_ONCE = tl.constexpr(8)
@@ -312,18 +311,6 @@ def group_tokens(
 
 
 @triton.jit
-def activated(gates, ups, ACTIVATION: tl.constexpr):
-    """What a gated expert makes of its gates and values."""
-    if ACTIVATION == _CLAMPED_SWIGLU:
-        gates = tl.minimum(gates, 7.0)
-        ups = tl.minimum(tl.maximum(ups, -7.0), 7.0)
-        out = gates / (1.0 + tl.exp(gates * -1.702)) * (ups + 1.0)
-    else:
-        out = gates / (1.0 + tl.exp(-gates)) * ups
-    return out
-
-
-@triton.jit
 def _expert_sums(
     tokens,
     planes: PlanePointers,
@@ -382,7 +369,7 @@ def multiply_gated(
     ACTIVATION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """out[row, i] = activated(gate i, value i) * gated_factor, for the rows of each tile: a pair's
+    """out[row, i] = gated(gate i, value i) * gated_factor, for the rows of each tile: a pair's
     row of `tokens` times its expert. One program: a tile, ROWS rows of weights."""
     tile = tl.program_id(1)
     if tile < tl.load(tiles.total):
@@ -413,11 +400,11 @@ def multiply_gated(
         # Eight gates, then their eight values, and so on.
         both = tl.permute(tl.reshape(sums, [ROWS // 16, 2, 8, TOKENS]), (0, 2, 3, 1))
         gates, ups = tl.split(both)
-        gated = tl.reshape(activated(gates, ups, ACTIVATION), [ROWS // 2, TOKENS]) * gated_factor
-        gated = tl.minimum(tl.maximum(gated, -65504.0), 65504.0).to(tl.float16)
+        product = tl.reshape(gated(gates, ups, ACTIVATION), [ROWS // 2, TOKENS]) * gated_factor
+        product = tl.minimum(tl.maximum(product, -65504.0), 65504.0).to(tl.float16)
         at = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
         to = (tl.load(tiles.row + tile) + lane)[None, :].to(tl.int64) * out_stride + at[:, None]
-        tl.store(out + to, gated, mask=is_token[None, :] & (at < rows_per_expert // 2)[:, None])
+        tl.store(out + to, product, mask=is_token[None, :] & (at < rows_per_expert // 2)[:, None])
 
 
 @triton.jit
