@@ -529,8 +529,9 @@ def test_others_do_not_wait_for_a_slow_mask() -> None:
     found = finish(engine)
     assert len(found[slow.id].token_ids) == 4
     assert tokens_of(found[free.id]) == solo(PROMPT, greedy(10))
-    steps = [len(plan.sequences) for plan in executor.plans]
-    assert steps.count(1) >= 6, "the others have steps without it"
+    sizes = [len(plan.sequences) for plan in executor.plans]
+    assert 1 in sizes[: sizes.index(2) + 4], "the others have steps without it before it ends"
+    assert sizes.count(2) >= 2
 
 
 def test_a_slow_mask_is_waited_for_where_nothing_else_is_to_do() -> None:

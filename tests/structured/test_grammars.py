@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from tests.structured.walks import grammars_of, mask_of, tokens_in, walk
+from tests.tokenizer.references import merge_by_score
 from tests.tokenizer.vocabularies import (
     built,
     byte_level_metadata,
@@ -24,6 +25,7 @@ from tests.tokenizer.vocabularies import (
 from quire.core.errors import RequestError
 from quire.core.sampling import Constraint, SamplingParams
 from quire.structured import CompiledGrammar, Grammars, grammars
+from quire.structured.vocabulary import Vocabulary
 from quire.tokenizer import Tokenizer
 
 PERSON = {
@@ -137,6 +139,22 @@ def test_pydantics_unions_and_recursion_are_followed() -> None:
         found = walk(made, Constraint.json(Owner), tokenizer.end_token_ids, seed, 3000)
         assert found.is_complete
         Owner.model_validate_json(tokenizer.decode(found.tokens))
+
+
+@pytest.mark.parametrize("text", ["bcdaadbda", "cbcddd", "dbdcbcd", "a", "ab cd"])
+def test_forced_text_has_the_tokens_of_text_in_the_middle(text: str) -> None:
+    """SentencePiece would put a space before it."""
+    scores = sentencepiece_scores("abcdé", 5, 60)
+    tokenizer = built(sentencepiece_metadata(scores, eos_token_id=2))
+    vocabulary = Vocabulary(tokenizer, tokenizer.vocabulary_size, (2,))
+    pieces = merge_by_score(text.replace(" ", "▁"), scores)
+    assert [tokenizer.token_name(token) for token in vocabulary(text.encode())] == pieces
+
+
+def test_forced_bytes_that_are_no_text_have_tokens() -> None:
+    tokenizer = byte_level()
+    vocabulary = Vocabulary(tokenizer, tokenizer.vocabulary_size, (2,))
+    assert b"".join(map(tokenizer.token_bytes, vocabulary(b"a\xc3"))) == b"a\xc3"
 
 
 def test_control_tokens_and_padding_are_never_text() -> None:

@@ -10,7 +10,7 @@ from quire.tokenizer import Tokenizer
 _MARK = b"\x02"
 
 
-class _Vocabulary:
+class Vocabulary:
     """What TokenizerWrapper asks for. Text never has control tokens: their bytes are not used."""
 
     def __init__(
@@ -69,5 +69,5 @@ def load_vocabulary(
 ) -> LLTokenizer:
     """`vocabulary_size` counts rows of the embedding; those beyond the tokenizer's are padding."""
     size = max(vocabulary_size, *(token + 1 for token in end_token_ids))
-    wrapper = TokenizerWrapper(_Vocabulary(tokenizer, size, end_token_ids))
+    wrapper = TokenizerWrapper(Vocabulary(tokenizer, size, end_token_ids))
     return LLTokenizer(wrapper, n_vocab=size, eos_token=list(end_token_ids))
