@@ -13,11 +13,14 @@ from quire.model.rope import LinearScaling, Llama3Scaling, YarnScaling
 Floats = npt.NDArray[np.float32]
 
 
-def write_gguf(model: Model, path: Path) -> Path:
+def write_gguf(model: Model, path: Path, architecture: str | None = None) -> Path:
     """A GGUF file with the same weights and the same mathematics, in F32."""
     spec = model.spec
-    architecture = "llama" if spec.family == "mistral" else spec.family
+    if architecture is None:
+        architecture = "llama" if spec.family == "mistral" else spec.family
     writer = gguf.GGUFWriter(path, architecture)
+    if architecture.endswith("vl"):  # pairs of dimensions for time, height and width
+        writer.add_rope_dimension_sections([*[spec.rope.dims // 6] * 3, 0])
     writer.add_tokenizer_model("none")  # which llama.cpp wants said
     writer.add_vocab_size(spec.vocabulary_size)
     writer.add_context_length(spec.context_length)

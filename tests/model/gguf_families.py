@@ -38,6 +38,13 @@ ARCHITECTURES = {
     "granite": "granite",
     "granitemoe": "granitemoe",
     "ministral3": "mistral3",
+    "arcee": "arcee",
+    "nemotron": "nemotron",
+    "stablelm": "stablelm",
+    "olmo": "olmo",
+    "ernie4_5": "ernie4_5",
+    "dots1": "dots1",
+    "glm": "chatglm",
     "glm4": "glm4",
     "command-r": "command-r",
     "cohere2": "cohere2",
@@ -49,11 +56,11 @@ ARCHITECTURES = {
     "deepseek2": "deepseek2",
     "deepseek2-lite": "deepseek2",
 }
-PERMUTED = {"llama", "mistral3", "smollm3", "granite", "granitemoe"}
-FUSED_QKV = {"phi3"}
-FUSED_GATE = {"phi3", "glm4"}
+PERMUTED = {"llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee", "olmo"}
+FUSED_QKV = {"phi3", "chatglm"}
+FUSED_GATE = {"phi3", "glm4", "chatglm"}
 WITH_PATTERN = {"olmo2", "exaone4", "gemma4"}
-WITHOUT_WINDOW = {"starcoder2"}  # the converter does not write it
+WITHOUT_WINDOW = {"starcoder2", "dots1"}  # the converter does not write it
 NORM_BEFORE_FEED = {"gpt-oss", "seed_oss", "glm4moe"}  # it is called post_attention_norm
 
 
@@ -95,6 +102,8 @@ def write_family(
     if architecture == "glm4moe":  # a layer that predicts a further token comes last
         own |= {"block_count": config["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
         tensors[f"blk.{config['num_hidden_layers']}.nextn.enorm.weight"] = np.ones(48, np.float32)
+    if architecture == "olmo":  # whose norms have no weights
+        tensors = {name: weights for name, weights in tensors.items() if "_norm." not in name}
     if is_old:
         own |= {
             name: own.pop(f"{name}_mla")
@@ -134,6 +143,7 @@ def _fields(architecture: str, config: Config) -> dict[str, Field]:
         ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
         ("layer_norm_eps", "attention.layer_norm_epsilon"),
         ("norm_epsilon", "attention.layer_norm_epsilon"),
+        ("norm_eps", "attention.layer_norm_epsilon"),
         ("attn_logit_softcapping", "attn_logit_softcapping"),
         ("final_logit_softcapping", "final_logit_softcapping"),
         ("embedding_multiplier", "embedding_scale"),
@@ -249,6 +259,9 @@ def _nothing(_: Config) -> dict[str, Field]:
 
 _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
     "glm4moe": _deepseek_experts,
+    "dots1": _deepseek_experts,
+    "olmo": lambda _: {"attention.layer_norm_epsilon": 1e-5},
+    "stablelm": lambda _: {"use_parallel_residual": True},
     "deepseek2": _deepseek,
     "llama4": _llama4,
     "gemma4": _gemma4,

@@ -134,7 +134,7 @@ def test_rope_scaling_that_we_do_not_compute_is_refused(
 def test_an_unknown_model_type_is_named_with_those_we_run() -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=r"'mamba' \(model_type\).*supported: bitnet, cohere, cohere2, .*, llama, .*, qwen3",
+        match=r"'mamba' \(model_type\).*supported: arcee, bitnet, cohere, .*, llama, .*, qwen3",
     ):
         spec("mamba")
 

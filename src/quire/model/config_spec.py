@@ -77,6 +77,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "num_kv_shared_layers": (0,),
     "partial_rotary_factor": (1.0,),
     "per_layer_config": (),
+    "qk_layernorm": (False,),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
@@ -85,6 +86,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "swiglu_limit": (7.0,),
     "use_bidirectional_attention": (False, "vision"),  # of pictures alone
     "use_mrope": (False,),
+    "use_parallel_residual": (False,),
     "use_qk_norm": (False,),
 }
 _OF_EXPERTS: Mapping[str, tuple[object, ...]] = {

@@ -106,6 +106,7 @@ class Family:
     # ---- layers
     norm: NormKind = NormKind.RMS
     norm_bias: bool = False
+    has_bare_norms: bool = False  # files have no weights of norms: they are ones
     placement: Placement = Placement.BEFORE
     sub_norms: bool = False
     qk_norm: NormSpan | None = None
@@ -320,11 +321,12 @@ FAMILIES = (
     ),
     Family(
         name="qwen2",
-        architectures=("qwen2",),
+        architectures=("qwen2", "qwen2vl"),  # its positions in pictures are those of text here
         model_types=("qwen2",),
         qkv_bias=True,
         windows=Windows.LATER,
         config_defaults={"num_key_value_heads": 32, **_QWEN_WINDOWS},
+        gguf_reads=frozenset({"rope.dimension_sections"}),
     ),
     Family(
         name="qwen2moe",
@@ -350,11 +352,12 @@ FAMILIES = (
     ),
     Family(
         name="qwen3",
-        architectures=("qwen3",),
+        architectures=("qwen3", "qwen3vl"),
         model_types=("qwen3",),
         qk_norm=NormSpan.HEAD,
         windows=Windows.LATER,
         config_defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOWS},
+        gguf_reads=frozenset({"rope.dimension_sections", "n_deepstack_layers"}),
     ),
     Family(
         name="qwen3moe",
@@ -612,6 +615,111 @@ FAMILIES = (
         reads=frozenset(_GRANITE),
         gguf_reads=frozenset(_GRANITE_KEYS),
         routing=Routing(normalises=True, gguf_normalises=True),
+    ),
+    Family(
+        name="arcee",
+        architectures=("arcee",),
+        model_types=("arcee",),
+        is_gated=False,
+        interleaved_in_gguf=True,
+        gguf_activation=Activation.RELU2,
+        config_defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    ),
+    Family(
+        name="nemotron",
+        architectures=("nemotron",),
+        model_types=("nemotron",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        norm_offset=1.0,
+        is_gated=False,
+        epsilon="norm_eps",
+        gguf_activation=Activation.RELU2,
+        config_defaults={
+            "hidden_act": "relu2",
+            "norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+        reads=frozenset({"partial_rotary_factor"}),
+    ),
+    Family(
+        name="stablelm",
+        architectures=("stablelm",),
+        model_types=("stablelm",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        qkv_bias="use_qkv_bias",
+        output_bias=False,
+        ffn_bias=False,
+        epsilon="layer_norm_eps",
+        config_defaults={
+            "layer_norm_eps": 1e-5,
+            "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.25,
+        },
+        reads=frozenset({"partial_rotary_factor"}),
+        # Files of models whose halves follow each other say true as well: tensors tell.
+        gguf_reads=frozenset({"use_parallel_residual"}),
+    ),
+    Family(
+        name="olmo",
+        architectures=("olmo",),
+        model_types=("olmo",),
+        norm=NormKind.LAYER,
+        has_bare_norms=True,
+        interleaved_in_gguf=True,
+        epsilon="layer_norm_eps",
+        config_defaults={"layer_norm_eps": 1e-5},
+    ),
+    Family(
+        name="ernie4_5",
+        architectures=("ernie4_5",),
+        model_types=("ernie4_5",),
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        ffn_bias="use_bias",
+        interleaved_in_config=True,
+        interleaved_in_gguf=True,
+        config_defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Family(
+        name="dots1",
+        architectures=("dots1",),
+        model_types=("dots1",),
+        qk_norm=NormSpan.HEAD,
+        windows=Windows.LISTED,
+        config_defaults={
+            "num_key_value_heads": 32,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+        },
+        routing=_OF_DEEPSEEK,
+    ),
+    Family(
+        name="glm",
+        architectures=("chatglm",),
+        model_types=("glm",),
+        output_bias=False,
+        interleaved_in_config=True,
+        interleaved_in_gguf=True,
+        config_defaults={
+            "attention_bias": True,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-07,
+            "partial_rotary_factor": 0.5,
+        },
+        reads=frozenset({"partial_rotary_factor"}),
+        gguf_names={"ffn_up": "ffn_gate_up"},
     ),
     Family(
         name="glm4",

@@ -363,11 +363,23 @@ def arranged(
         if sorted(experts) != list(range(len(experts))):
             raise ModelFileError(f"{name}: the experts are not numbered from 0 on")
         found[name] = _stack(name, [experts[index] for index in range(len(experts))])
+    if family.has_bare_norms:
+        found |= _ones(spec)
     if family.norm_offset and not is_gguf:
         for name, tensor in found.items():
             if name.endswith("_norm.weight"):
                 found[name] = _with_offset(tensor, family.norm_offset)
     return found
+
+
+def _ones(spec: ModelSpec) -> dict[str, Tensor]:
+    """The weights of norms of halves and of the last one."""
+    names = ["output_norm.weight"]
+    for layer in range(spec.num_layers):
+        names += [f"blk.{layer}.attn_norm.weight", f"blk.{layer}.ffn_norm.weight"]
+    ones = np.ones(spec.hidden_size, "<f4").view(np.uint8)
+    shape = (spec.hidden_size,)
+    return {name: Tensor(name, shape, format_named("F32", name), ones) for name in names}
 
 
 def _check_has_rows(tensor: Tensor) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.drawn_families import CASES, DRAWN, drawn_config, in_its_context, write_drawn
 from tests.executors.reference.plans import logits, row, run
 from tests.model import llama_cpp_files
+from tests.model.gguf_copies import write_gguf
 from tests.model.gguf_families import ARCHITECTURES, write_family
 
 from quire.executors.reference import ReferenceExecutor
@@ -23,6 +24,7 @@ from quire.model.spec import Attention, ModelSpec
 Floats = npt.NDArray[np.float32]
 SCATTERED_BLOCKS = (9, 2, 14)
 BOUND = 1e-5
+SEEING = [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")]  # the second with a decoder of the first
 OF_STORED_FIXTURES = {"llama", "mistral", "qwen2", "qwen3", "bitnet"}
 
 
@@ -62,7 +64,8 @@ def test_every_family_is_compared() -> None:
     compared = {drawn_config(case)["model_type"] for case in CASES} | OF_STORED_FIXTURES
     assert CONFIG_FAMILIES.keys() == compared
     written = {*ARCHITECTURES.values()} | OF_STORED_FIXTURES - {"mistral"}
-    assert GGUF_FAMILIES.keys() == written | {"bitnet-25", "bitnet-b1.58"}
+    also = {"bitnet-25", "bitnet-b1.58"} | {seeing for _, seeing in SEEING}
+    assert GGUF_FAMILIES.keys() == written | also
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -119,6 +122,19 @@ def test_the_gguf_of_a_family_gives_the_same(case: str, folder: Path) -> None:
         found = computed(copy, case)
     assert relative_error(found, golden) <= BOUND
     assert found.argmax(axis=1).tolist() == golden.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize(("case", "architecture"), SEEING)
+def test_files_of_models_that_see_run_as_their_decoder(
+    case: str, architecture: str, tmp_path: Path
+) -> None:
+    """Text has one position in time, height and width, so that its rope is the usual one."""
+    path = tmp_path / f"{architecture}.gguf"
+    with load_model(llama_cpp_files.fixture(case)) as model:
+        write_gguf(model, path, architecture)
+    golden = np.load(llama_cpp_files.fixture(case) / "llama-cpp.npz")["logits"]
+    found = llama_cpp_files.computed(case, path, as_llama_cpp=True)
+    assert llama_cpp_files.nmse(found, golden) <= 1e-6
 
 
 @pytest.mark.parametrize("case", ["deepseek2", "deepseek2-lite"])
