@@ -29,7 +29,7 @@ using Array = nb::ndarray<Value, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // Where the fields that native code reads are in a SequencePlan, which is a named tuple.
 struct PlanLayout {
   PyObject* type = nullptr;  // SequencePlan; never freed
-  size_t start = 0, tokens = 0, block_table = 0, want = 0, prompt_targets = 0;
+  size_t start = 0, tokens = 0, block_table = 0, other_tables = 0, want = 0, prompt_targets = 0;
 };
 
 struct PlanField {
@@ -42,6 +42,7 @@ constexpr PlanField plan_fields[] = {
     {"start", &PlanLayout::start},
     {"tokens", &PlanLayout::tokens},
     {"block_table", &PlanLayout::block_table},
+    {"other_tables", &PlanLayout::other_tables},
     {"want", &PlanLayout::want},
     {"prompt_targets", &PlanLayout::prompt_targets},
     {"sequence_id", nullptr},
@@ -50,7 +51,6 @@ constexpr PlanField plan_fields[] = {
     {"completion_position", nullptr},
     {"history", nullptr},
     {"allowed", nullptr},
-    {"other_tables", nullptr},  // of groups that this executor does not have
 };
 const char* const want_names[] = {"NOTHING", "SAMPLE", "LOGITS", "POOLED"};  // as Want
 const char* const logprob_fields[] = {"token", "logprob", "rank", "top"};    // as logprob_to_python
@@ -128,6 +128,9 @@ const char* mistyped_field(const nb::tuple& fields) {
       fits = nb::try_cast<int>(value, want) && want >= 0 && want <= static_cast<int>(Want::pooled);
     else
       fits = nb::isinstance<nb::tuple>(value);
+    if (fits && field.index == &PlanLayout::other_tables)
+      for (const nb::handle table : nb::borrow<nb::tuple>(value))
+        fits = fits && nb::isinstance<nb::tuple>(table);
     if (!fits) return field.name;
   }
   return nullptr;
@@ -145,7 +148,9 @@ SequencePlan read_plan(nb::handle row, nb::handle request, nb::handle num_target
   }
   plan.start = nb::cast<int64_t>(fields[layout.start]);
   plan.tokens = integers<int32_t>(fields[layout.tokens]);
-  plan.block_table = integers<int32_t>(fields[layout.block_table]);
+  plan.block_tables.push_back(integers<int32_t>(fields[layout.block_table]));
+  for (const nb::handle table : nb::borrow<nb::tuple>(fields[layout.other_tables]))
+    plan.block_tables.push_back(integers<int32_t>(table));
   plan.want = static_cast<Want>(nb::cast<int>(fields[layout.want]));
   if (!request.is_none()) plan.request = nb::cast<const OwnedRequest&>(request).view();
   if (plan.want == Want::sample && !plan.request.settings)
@@ -279,8 +284,11 @@ std::unique_ptr<BoundDecoder> make_decoder(int64_t hidden_size, int64_t vocabula
 
 int add_layer(BoundDecoder& self, int num_heads, int num_kv_heads, int head_dim, int value_dim,
               int rope, int window, bool is_chunked, float scale, float soft_cap, int sinks,
-              int kv_layer, bool has_key_values, bool has_values_in_keys) {
+              int kv_layer, bool has_key_values, bool has_values_in_keys, int group,
+              std::optional<int> slot) {
   LayerAttention layer{};
+  layer.group = group;
+  layer.slot = slot.value_or(self.decoder.num_cache_slots());
   layer.shape.num_heads = num_heads;
   layer.shape.num_kv_heads = num_kv_heads;
   layer.shape.head_dim = head_dim;
@@ -493,7 +501,8 @@ void bind_construction(nb::class_<BoundDecoder>& decoder) {
           "dims"_a, "interleaved"_a)
       .def("add_layer", &add_layer, nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
            "value_dim"_a, "rope"_a, "window"_a, "is_chunked"_a, "scale"_a, "soft_cap"_a, "sinks"_a,
-           "kv_layer"_a, "has_key_values"_a, "has_values_in_keys"_a)
+           "kv_layer"_a, "has_key_values"_a, "has_values_in_keys"_a, "group"_a = 0,
+           "slot"_a = nb::none())
       .def("add_stage", &add_stage, "kind"_a, nb::kw_only(), "input"_a = "hidden",
            "output"_a = "projected", "norm"_a = nb::none(), "matrices"_a = std::vector<int>(),
            "scale"_a = 1.0f, "output_stride"_a = 0, "is_by_head"_a = false,

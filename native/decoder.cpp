@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <numeric>
 #include <stdexcept>
 
@@ -114,6 +115,12 @@ int Decoder::add_layer(const LayerAttention& layer) {
   check_layer(layer);
   expect(num_blocks_ == 0, "the cache was allocated: a layer must be added before");
   layers_.push_back(layer);
+  if (layer.kv_layer >= 0) {
+    const LayerAttention& read = layers_[static_cast<size_t>(layer.kv_layer)];
+    layers_.back().group = read.group;
+    layers_.back().slot = read.slot;
+  }
+  num_groups_ = std::max(num_groups_, layers_.back().group + 1);
   AttentionShape& shape = layers_.back().shape;
   if (layer.sinks >= 0) shape.sinks = vectors_[static_cast<size_t>(layer.sinks)].data();
   attention_floats_ =
@@ -200,24 +207,53 @@ void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t prefault_
   cache_ = Buffer();  // free the old cache first
   cache_scales_ = Buffer();
   is_int8_ = is_int8;
-  cache_offsets_.clear();
-  scale_offsets_.clear();
+  lay_out_cache_slots();
   std::vector<size_t> sizes;
-  int64_t cache = 0, scales = 0;
-  for (int layer = 0; layer < num_layers(); layer++) {
-    cache_offsets_.push_back(cache);
-    scale_offsets_.push_back(scales);
-    sizes.push_back(bytes_of(num_blocks, static_cast<size_t>(block_bytes(layer))));
+  int64_t cache = 0;
+  for (CacheSlot& slot : cache_slots_) {
+    expect(slot.block_bytes > 0, "a slot of the cache has no layer");
+    slot.offset = cache;
+    sizes.push_back(bytes_of(num_blocks, static_cast<size_t>(slot.block_bytes)));
     cache = checked_sum(cache, static_cast<int64_t>(sizes.back()));
-    const int each = attention_shape(layer).has_values_in_keys ? 1 : 2;
-    if (is_int8) scales = checked_sum(scales, checked_product(each, num_blocks, num_scales(layer)));
   }
   cache_ = Buffer(static_cast<size_t>(cache));
-  cache_scales_ = Buffer(bytes_of(scales, sizeof(float)));
+  cache_scales_ = Buffer(bytes_of(is_int8 ? lay_out_scales(num_blocks) : 0, sizeof(float)));
   num_blocks_ = num_blocks;
   if (prefault_bytes > 0)
     prefault_ = Prefault(cache_.data(), std::move(sizes), static_cast<size_t>(prefault_bytes),
                          low_priority);
+}
+
+// The sizes of slots: each holds the largest of its layers.
+void Decoder::lay_out_cache_slots() {
+  cache_slots_.assign(static_cast<size_t>(num_cache_slots()), {});
+  for (int layer = 0; layer < num_layers(); layer++) {
+    CacheSlot& slot = cache_slots_[static_cast<size_t>(layers_[static_cast<size_t>(layer)].slot)];
+    slot.block_bytes = std::max(slot.block_bytes, block_bytes(layer));
+  }
+}
+
+// Where each layer's scales begin, and how many there are of all. Layers of one slot share them
+// where they have as many: else a block's would be in the same place as another block's.
+int64_t Decoder::lay_out_scales(int64_t num_blocks) {
+  std::map<std::pair<int, int64_t>, int64_t> offsets;  // of (slot, scales of a block)
+  scale_offsets_.clear();
+  int64_t total = 0;
+  for (int layer = 0; layer < num_layers(); layer++) {
+    const int64_t each = attention_shape(layer).has_values_in_keys ? 1 : 2;
+    const int64_t count = each * num_scales(layer);
+    const auto [found, is_new] =
+        offsets.try_emplace({layers_[static_cast<size_t>(layer)].slot, count}, total);
+    if (is_new) total = checked_sum(total, checked_product(num_blocks, count));
+    scale_offsets_.push_back(found->second);
+  }
+  return total;
+}
+
+int Decoder::num_cache_slots() const {
+  int count = 0;
+  for (const LayerAttention& layer : layers_) count = std::max(count, layer.slot + 1);
+  return count;
 }
 
 int64_t Decoder::num_scales(int layer) const {
@@ -296,7 +332,8 @@ void Decoder::read_row(int matrix, int64_t row, float* out) const {
 }
 
 uint8_t* Decoder::cache_block(int layer, int64_t block) const {
-  return cache_.data() + cache_offsets_[static_cast<size_t>(layer)] + block * block_bytes(layer);
+  const CacheSlot& slot = cache_slot(layer);
+  return cache_.data() + slot.offset + block * slot.block_bytes;
 }
 
 // ---- each step
@@ -313,7 +350,7 @@ void Decoder::run(const StepInput& input) {
   row_positions_ = input.positions;
   tokens_ = input.tokens.data();
   advance_prefault();
-  kept_index_.resize(row_positions_.size());
+  kept_index_.resize(input.tokens.size());
   std::iota(kept_index_.begin(), kept_index_.end(), 0);
   plan_attention();
   embed(input);
@@ -329,8 +366,9 @@ void Decoder::run(const StepInput& input) {
 
 void Decoder::advance_prefault() {
   int64_t last = 0;
-  for (const RowPosition& row : row_positions_)
-    last = std::max<int64_t>(last, row.block_table[row.position / block_size]);
+  for (const auto& rows : row_positions_)
+    for (const RowPosition& row : rows)
+      last = std::max<int64_t>(last, row.block_table[row.position / block_size]);
   prefault_.set_used(static_cast<double>(last + 1) / static_cast<double>(num_blocks_));
 }
 
@@ -354,11 +392,12 @@ void Decoder::keep_output_rows(const std::vector<int>& output_rows) {
       move(RowKind::hidden, row, num_rows_);
       move(RowKind::projected, row, num_rows_);
       move(RowKind::layer_inputs, row, num_rows_);
-      row_positions_[static_cast<size_t>(num_rows_)] = row_positions_[static_cast<size_t>(row)];
+      for (auto& rows : row_positions_)
+        rows[static_cast<size_t>(num_rows_)] = rows[static_cast<size_t>(row)];
     }
     kept_index_[static_cast<size_t>(row)] = num_rows_++;
   }
-  row_positions_.resize(static_cast<size_t>(num_rows_));
+  for (auto& rows : row_positions_) rows.resize(static_cast<size_t>(num_rows_));
   plan_attention();
 }
 
@@ -442,9 +481,12 @@ int Decoder::formats_for(const std::vector<int>& matrices) const {
 void Decoder::copy_blocks(const StepInput& input) {
   for (const auto& [source, target] : input.copies) {
     if (source == target) continue;
+    for (const CacheSlot& slot : cache_slots_) {
+      uint8_t* first = cache_.data() + slot.offset;
+      std::memcpy(first + target * slot.block_bytes, first + source * slot.block_bytes,
+                  static_cast<size_t>(slot.block_bytes));
+    }
     for (int layer = 0; layer < num_layers(); layer++) {
-      std::memcpy(cache_block(layer, target), cache_block(layer, source),
-                  static_cast<size_t>(block_bytes(layer)));
       if (!is_int8_ || !owns_cache(layer)) continue;
       const LayerCache cache = layer_cache(layer);
       const int64_t size = num_scales(layer);

@@ -84,6 +84,14 @@ struct LayerAttention {
   int sinks;             // index of a vector, or -1
   int kv_layer;          // whose keys and values it reads: a layer before it; -1: its own
   bool has_key_values;   // its values are what its keys are before norm and rope
+  int group;             // whose block table it reads: all layers of a group see the same positions
+  int slot;              // its place in a block, among the layers of its group; both are kv_layer's
+};
+
+// The part of a block that one layer of each group has, as large as the largest of them.
+struct CacheSlot {
+  int64_t block_bytes = 0;
+  int64_t offset = 0;  // of the first block: bytes of the cache
 };
 
 struct Stage {
@@ -138,10 +146,10 @@ struct DecoderShape {
 // The same shape; throws std::invalid_argument where a size is out of bounds.
 const DecoderShape& checked(const DecoderShape& shape);
 
-// The rows of a step. A sequence's rows follow each other and share one block table.
+// The rows of a step. A sequence's rows follow each other and share its block tables.
 struct StepInput {
   std::vector<int32_t> tokens;
-  std::vector<RowPosition> positions;
+  std::vector<std::vector<RowPosition>> positions;  // [group][row]
   std::vector<int> output_rows;  // rows whose final hidden state is wanted, ascending
   std::vector<std::pair<int32_t, int32_t>> copies;  // blocks: source, target
 };
@@ -242,6 +250,10 @@ class Decoder {
   static int64_t scratch_size();  // floats of a thread's GEMM results
   int num_layers() const { return static_cast<int>(layers_.size()); }
   int64_t block_bytes(int layer) const;  // of one layer's keys and values
+  int num_groups() const { return num_groups_; }
+  int num_cache_slots() const;
+  // No layer of the group sees earlier positions from this position on.
+  int64_t first_seen(int group, int64_t position) const;
   int64_t num_blocks() const { return num_blocks_; }
   int64_t num_positions() const;  // that all rope tables hold
 
@@ -323,6 +335,14 @@ class Decoder {
   void plan_attention(AttendPlan& plan);
   void split_long_rows(AttendPlan& plan);
   void advance_prefault();
+  void lay_out_cache_slots();
+  int64_t lay_out_scales(int64_t num_blocks);
+  const CacheSlot& cache_slot(int layer) const {
+    return cache_slots_[static_cast<size_t>(layers_[static_cast<size_t>(layer)].slot)];
+  }
+  const std::vector<RowPosition>& positions_of(int layer) const {
+    return row_positions_[static_cast<size_t>(layers_[static_cast<size_t>(layer)].group)];
+  }
   void keep_output_rows(const std::vector<int>& output_rows);
   void norm_and_quantise(const Stage& stage);
   void norm_and_quantise_row(const float* x, int64_t size, const Norm& norm, int formats,
@@ -405,8 +425,9 @@ class Decoder {
   Buffer cache_, cache_scales_;
   Prefault prefault_;  // of cache_
   int64_t num_blocks_ = 0;
-  // Before a layer's first block: bytes of cache_, floats of cache_scales_.
-  std::vector<int64_t> cache_offsets_, scale_offsets_;
+  std::vector<CacheSlot> cache_slots_;
+  std::vector<int64_t> scale_offsets_;  // before a layer's first scale: floats of cache_scales_
+  int num_groups_ = 1;
   bool is_int8_ = false;
 
   int num_rows_ = 0, reserved_rows_ = 0;
@@ -429,7 +450,7 @@ class Decoder {
   std::vector<float> slot_weights_;              // [slot]
   std::vector<float> shared_weights_;            // of the shared expert [row]
   std::vector<RoutingScratch> routing_scratch_;  // [thread]
-  std::vector<RowPosition> row_positions_;
+  std::vector<std::vector<RowPosition>> row_positions_;  // [group][row]
   std::vector<int> kept_index_;   // of each row of the step among those kept; -1: dropped
   std::vector<char> was_finite_;  // of dropped rows, when they were dropped
   std::vector<AttendPlan> attend_plans_;

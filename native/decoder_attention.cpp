@@ -25,7 +25,8 @@ LayerCache Decoder::layer_cache(int layer) const {
   LayerCache cache{};
   if (!owns_cache(layer)) return layer_cache(layers_[static_cast<size_t>(layer)].kv_layer);
   cache.data = cache_block(layer, 0);
-  cache.block_bytes = block_bytes(layer);
+  const CacheSlot& slot = cache_slot(layer);
+  cache.block_bytes = slot.block_bytes;
   cache.is_int8 = is_int8_;
   if (is_int8_) {
     cache.key_scales = cache_scales_.as<float>() + scale_offsets_[static_cast<size_t>(layer)];
@@ -36,15 +37,30 @@ LayerCache Decoder::layer_cache(int layer) const {
   return cache;
 }
 
+int64_t Decoder::first_seen(int group, int64_t position) const {
+  int64_t first = position;
+  for (const LayerAttention& layer : layers_) {
+    if (layer.group != group) continue;
+    const AttentionShape& shape = layer.shape;
+    int64_t begin = 0;
+    if (shape.window > 0)
+      begin = shape.is_chunked ? position / shape.window * shape.window
+                               : std::max<int64_t>(0, position - shape.window + 1);
+    first = std::min(first, begin);
+  }
+  return first;
+}
+
 // Norms queries and keys where the model does, rotates them, and stores keys and values.
 void Decoder::rope_and_store(const Stage& stage) {
   Stopwatch watch(counters_.rope_and_store_seconds);
   const AttentionShape& shape = attention_shape(stage.layer);
   const LayerCache cache = layer_cache(stage.layer);
+  const std::vector<RowPosition>& positions = positions_of(stage.layer);
   pool_.run(num_rows_, 1, [&](int begin, int end, int) {
     for (int row = begin; row < end; row++) {
       float* query = row_of(RowKind::projected, row);
-      const RowPosition& at = row_positions_[static_cast<size_t>(row)];
+      const RowPosition& at = positions[static_cast<size_t>(row)];
       turn(stage, stage.query_norm, query, shape.num_heads, at.position);
       scale_query(stage.position_scale, at.position, query, shape);
       if (!owns_cache(stage.layer)) continue;
@@ -105,9 +121,10 @@ void Decoder::latent_rope_and_store(const Stage& stage) {
   const LayerCache cache = layer_cache(stage.layer);
   const int64_t rotated = shape.head_dim - shape.value_dim;
   const int64_t stride = stage.input_size / shape.num_heads;
+  const std::vector<RowPosition>& positions = positions_of(stage.layer);
   pool_.run(num_rows_, 1, [&](int begin, int end, int) {
     for (int row = begin; row < end; row++) {
-      const RowPosition& at = row_positions_[static_cast<size_t>(row)];
+      const RowPosition& at = positions[static_cast<size_t>(row)];
       float* heads = row_of(RowKind::gated, row) + stride - rotated;
       float* query = row_of(RowKind::projected, row);
       apply_rope(stage.layer, heads, shape.num_heads, stride, at.position);
@@ -132,15 +149,16 @@ void Decoder::plan_attention() {
 void Decoder::plan_attention(AttendPlan& plan) {
   plan.tasks.clear();
   plan.merges.clear();
+  const std::vector<RowPosition>& positions = row_positions_[0];  // any group tells sequences apart
   const auto follows = [&](int row) {
-    const RowPosition &at = row_positions_[static_cast<size_t>(row)],
-                      &before = row_positions_[static_cast<size_t>(row) - 1];
+    const RowPosition &at = positions[static_cast<size_t>(row)],
+                      &before = positions[static_cast<size_t>(row) - 1];
     return at.block_table == before.block_table && at.position == before.position + 1;
   };
   for (int first = 0, count; first < num_rows_; first += count) {
     for (count = 1; count < attend_rows && first + count < num_rows_ && follows(first + count);)
       count++;
-    const int64_t attended = row_positions_[static_cast<size_t>(first)].position + count;
+    const int64_t attended = positions[static_cast<size_t>(first)].position + count;
     for (int head = 0; head < plan.shape.num_kv_heads; head++)
       plan.tasks.push_back({first, count, head, attended * count, 0, 0, 0});
   }
@@ -160,7 +178,7 @@ void Decoder::split_long_rows(AttendPlan& plan) {
   int64_t floats = 0;
   for (const AttendTask& task : plan.tasks) {
     const int tiles =
-        row_positions_[static_cast<size_t>(task.first_row)].position / kv_tile_size + 1;
+        row_positions_[0][static_cast<size_t>(task.first_row)].position / kv_tile_size + 1;
     const bool fits = floats + tiles * tile_floats <= max_partial_floats;
     if (task.num_rows > 1 || tiles < 2 || task.cost <= share || !fits) {
       split.push_back(task);
@@ -185,13 +203,14 @@ void Decoder::attend(const Stage& stage) {
   const AttentionShape& shape = attention_shape(stage.layer);
   const AttendPlan& plan = attend_plans_[plan_of_layer_[static_cast<size_t>(stage.layer)]];
   const LayerCache cache = layer_cache(stage.layer);
+  const std::vector<RowPosition>& positions = positions_of(stage.layer);
   const RowStrides strides{buffer(RowKind::projected).stride,
                            buffer(RowKind::attention_output).stride};
   pool_.run(static_cast<int>(plan.tasks.size()), 1, [&](int begin, int end, int thread) {
     float* workspace = attention_scratch_.as<float>() + thread * attention_floats_;
     for (int i = begin; i < end; i++) {
       const AttendTask& task = plan.tasks[static_cast<size_t>(i)];
-      const RowPosition* rows = &row_positions_[static_cast<size_t>(task.first_row)];
+      const RowPosition* rows = &positions[static_cast<size_t>(task.first_row)];
       const float* queries = row_of(RowKind::projected, task.first_row);
       float* out = row_of(RowKind::attention_output, task.first_row);
       if (task.num_tiles == 0)

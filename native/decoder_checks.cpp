@@ -44,6 +44,8 @@ void Decoder::check_layer(const LayerAttention& layer) const {
   expect_within("a window", shape.window, 0, max_positions);
   expect_number("attention_scale", shape.scale, max_number);
   expect_number("attention_soft_cap", shape.soft_cap, max_number);
+  expect_within("a group", layer.group, 0, max_layers - 1);
+  expect_within("a slot", layer.slot, 0, max_layers - 1);
   expect_within("a rope", layer.rope, -1, static_cast<int64_t>(ropes_.size()) - 1);
   if (layer.rope >= 0)
     expect_within("rope_dims", ropes_[static_cast<size_t>(layer.rope)].dims, 2,

@@ -9,6 +9,22 @@
 namespace quire {
 namespace {
 
+// Whether a block table holds positions [first, end).
+std::string fault_of_table(const std::vector<int32_t>& table, int64_t first, int64_t end,
+                           const Limits& limits) {
+  const int64_t needed = (end + block_size - 1) / block_size;
+  if (static_cast<int64_t>(table.size()) < needed)
+    return std::to_string(table.size()) + " blocks do not hold " + std::to_string(end) +
+           " positions";
+  for (int64_t i = first / block_size; i < needed; i++) {
+    const int32_t block = table[static_cast<size_t>(i)];
+    if (block < 0 || block >= limits.num_blocks)
+      return "block " + std::to_string(block) + " of the block table is not one of the " +
+             std::to_string(limits.num_blocks) + " blocks";
+  }
+  return "";
+}
+
 std::string fault_of(const SequencePlan& plan, const Limits& limits, const Decoder& decoder) {
   const int64_t vocabulary = decoder.shape().vocabulary_size;
   const auto outside = [&](int64_t token) { return token < 0 || token >= vocabulary; };
@@ -30,15 +46,13 @@ std::string fault_of(const SequencePlan& plan, const Limits& limits, const Decod
   if (end > decoder.num_positions())
     return "positions " + std::to_string(start) + " to " + std::to_string(end) +
            " are beyond the rope tables of " + std::to_string(decoder.num_positions());
-  const int64_t needed = (end + block_size - 1) / block_size;
-  if (static_cast<int64_t>(plan.block_table.size()) < needed)
-    return std::to_string(plan.block_table.size()) + " blocks do not hold " + std::to_string(end) +
-           " positions";
-  for (int64_t i = 0; i < needed; i++) {
-    const int32_t block = plan.block_table[static_cast<size_t>(i)];
-    if (block < 0 || block >= limits.num_blocks)
-      return "block " + std::to_string(block) + " of the block table is not one of the " +
-             std::to_string(limits.num_blocks) + " blocks";
+  if (plan.block_tables.size() != static_cast<size_t>(decoder.num_groups()))
+    return "the row has " + std::to_string(plan.block_tables.size()) + " block tables for " +
+           std::to_string(decoder.num_groups()) + " groups";
+  for (int group = 0; group < decoder.num_groups(); group++) {
+    const std::string fault = fault_of_table(plan.block_tables[static_cast<size_t>(group)],
+                                             decoder.first_seen(group, start), end, limits);
+    if (!fault.empty()) return fault;
   }
   return "";
 }
@@ -70,6 +84,7 @@ class Step {
     check_copies(copies, limits.num_blocks);
     StepInput input;
     input.copies = copies;
+    input.positions.resize(static_cast<size_t>(decoder_.num_groups()));
     for (size_t i = 0; i < plans_.size(); i++) {
       results_[i].fault = fault_of(plans_[i], limits, decoder_);
       first_rows_.push_back(static_cast<int>(input.tokens.size()));
@@ -93,8 +108,9 @@ class Step {
           (is_last && plan.want != Want::nothing))
         input.output_rows.push_back(static_cast<int>(input.tokens.size()));
       input.tokens.push_back(plan.tokens[i]);
-      input.positions.push_back(
-          {static_cast<int32_t>(plan.start + static_cast<int64_t>(i)), plan.block_table.data()});
+      const auto position = static_cast<int32_t>(plan.start + static_cast<int64_t>(i));
+      for (size_t group = 0; group < plan.block_tables.size(); group++)
+        input.positions[group].push_back({position, plan.block_tables[group].data()});
     }
   }
 

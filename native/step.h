@@ -16,7 +16,7 @@ struct SequencePlan {
   std::string fault;  // a field that could not be read; empty: none
   std::vector<int32_t> tokens;
   int64_t start = 0;
-  std::vector<int32_t> block_table;
+  std::vector<std::vector<int32_t>> block_tables;  // one for each group
   Want want = Want::nothing;
   SampleRequest request;         // for Want::sample
   std::vector<int64_t> targets;  // prompt_targets: score these after each new position

@@ -10,7 +10,12 @@ from quire.core.errors import QuireError
 from quire.core.windows import peak_blocks
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu import has_native_module
-from quire.executors.cpu.lowering import kv_bytes_per_token, weight_bytes, workspace_bytes
+from quire.executors.cpu.lowering import (
+    kv_bytes_in_block,
+    kv_bytes_per_token,
+    weight_bytes,
+    workspace_bytes,
+)
 from quire.executors.reference import kv_token_bytes
 from quire.llm.devices import DEVICES
 from quire.llm.machine import resident_memory
@@ -129,6 +134,7 @@ class MemoryFacts:
     weights_in_reference_executor: int
     kv_per_token: int  # in the reference executor
     kv_per_context: int
+    kv_without_windows: int  # of a context of which nothing is given back
     cpu: CpuForecast | None  # None where the CPU executor does not run the model here
 
 
@@ -293,13 +299,14 @@ def _tokenizer_facts(tokenizer: Tokenizer | None) -> TokenizerFacts:
 
 
 def _memory_facts(model: Model) -> MemoryFacts:
-    estimate = memory_estimate(model, num_kv_tokens=0)
+    estimate = memory_estimate(model, num_kv_tokens=model.spec.context_length)
     layout = grouped(model.spec, BLOCK_SIZE)
     return MemoryFacts(
         weights_in_file=estimate.weights,
         weights_in_reference_executor=estimate.float32_weights,
         kv_per_token=estimate.kv_per_token,
         kv_per_context=_kv_per_context(model.spec, layout, kv_token_bytes(model.spec, layout)),
+        kv_without_windows=estimate.kv,
         cpu=_cpu_forecast(model) if _runs_on_cpu(model.spec) else None,
     )
 
@@ -323,11 +330,13 @@ def _cpu_forecast(model: Model) -> CpuForecast:
     spec = model.spec
     weights = weight_bytes(model.tensors)
     halves, in_bytes = (kv_bytes_per_token(spec, is_int8) for is_int8 in (False, True))
+    layout = grouped(spec, BLOCK_SIZE)
+    kv = _kv_per_context(spec, layout, kv_bytes_in_block(spec, layout, is_int8=False))
     context = -(-spec.context_length // BLOCK_SIZE) * BLOCK_SIZE
     num_rows = min(context, DEVICES["cpu"].engine_defaults.max_step_tokens)
     workspace = workspace_bytes(spec, model.tensors, num_rows, context)
     process = resident_memory()
     # While a tensor is packed its bytes of the file are in memory too.
     as_read = max(tensor.nbytes for tensor in model.tensors.values())
-    peak = (process or 0) + weights + max(as_read, halves * context + workspace)
-    return CpuForecast(weights, halves, in_bytes, halves * context, workspace, process, peak)
+    peak = (process or 0) + weights + max(as_read, kv + workspace)
+    return CpuForecast(weights, halves, in_bytes, kv, workspace, process, peak)

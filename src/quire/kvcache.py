@@ -325,20 +325,23 @@ class KVCache:
         """
         if self.blocks_needed(table, start, end) > self.pool.num_free:
             return None
-        copies = []
+        copies: list[BlockCopy] = []
+        count = self.blocks_for(end)
         for blocks in table.groups:
-            copies += self._unshare(blocks, start, end)
-            for _ in range(self.blocks_for(end) - len(blocks)):
+            if start < len(blocks) * self.block_size:
+                copies += self._unshare(blocks, start, count)
+            while len(blocks) < count:
                 blocks.append(self._allocate())
         table.num_cached = min(table.num_cached, start // self.block_size)
         table.renew_ids()
         return copies
 
-    def _unshare(self, blocks: list[int], start: int, end: int) -> list[BlockCopy]:
-        """Replace the blocks in start..end that are not writable; copy positions before start."""
+    def _unshare(self, blocks: list[int], start: int, count: int) -> list[BlockCopy]:
+        """Replace those of the first `count` blocks from position start on that are not writable;
+        copy positions before start."""
         copies = []
         first = start // self.block_size
-        for index in range(first, min(self.blocks_for(end), len(blocks))):
+        for index in range(first, min(count, len(blocks))):
             block = blocks[index]
             if self.pool.is_writable(block):
                 continue

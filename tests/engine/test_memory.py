@@ -6,8 +6,11 @@ import pytest
 from tests.engine.simulated import finish, new_engine, solo, tokens_of
 from tests.engine.toys import greedy, rows_of, run_until
 
+from quire.core.errors import RequestError
 from quire.core.request import FinishReason, Status, WaitReason
 from quire.core.sampling import SamplingParams
+from quire.core.windows import Window, Windows, peak_blocks
+from quire.engine import Engine
 from quire.executors.fake import FakeExecutor
 
 SHARED = list(range(100, 140))
@@ -182,3 +185,66 @@ def test_the_last_token_of_a_completion_is_not_computed(
     engine.add_request(SHARED[:8], greedy(max_tokens))
     finish(engine)
     assert engine.snapshot().num_cached_blocks == num_cached
+
+
+# ---- windows
+
+WINDOWS: Windows = (None, Window(6), Window(6))
+
+
+def windowed(num_blocks: int, windows: Windows = WINDOWS, **settings: object) -> Engine:
+    executor = FakeExecutor(num_blocks=num_blocks, block_size=2, windows=windows)
+    return new_engine(executor, **settings)
+
+
+@pytest.mark.parametrize("plan_ahead", [True, False])
+def test_a_long_request_runs_where_only_its_windows_fit(plan_ahead: bool) -> None:
+    """One block less, and it is refused: what it holds at most is known beforehand."""
+    prompt, params = tuple(range(60)), greedy(20)
+    needed = peak_blocks(WINDOWS, 2, 80, 1 + plan_ahead)
+    assert needed < 2 * 80 // 2, "all of one group and a half would not fit"
+    engine = windowed(needed, plan_ahead=plan_ahead, max_step_tokens=64)
+    request = engine.add_request(prompt, params)
+    output = finish(engine)[request.id]
+    assert tokens_of(output) == solo(prompt, params, windows=WINDOWS)
+    assert request.metrics.num_preemptions == 0
+    small = windowed(needed - 1, plan_ahead=plan_ahead, max_step_tokens=64)
+    with pytest.raises(RequestError, match=f"80 tokens need {needed} blocks"):
+        small.add_request(prompt, params)
+
+
+def test_a_lone_decode_waits_for_the_step_that_frees_its_block() -> None:
+    """All blocks are taken by a chunk in flight; pre-empted for the next, it would begin anew."""
+    windows: Windows = (Window(6),)
+    engine = windowed(5, windows, plan_ahead=True, prefix_reuse=False, max_step_tokens=64)
+    request = engine.add_request(tuple(range(10)), greedy(6))
+    for _ in range(40):
+        engine.step()
+    assert not engine.has_work
+    assert request.metrics.num_preemptions == 0
+
+
+def test_requests_that_fit_by_their_windows_run_together() -> None:
+    prompt, params = tuple(range(60)), greedy(10)
+    each = peak_blocks(WINDOWS, 2, 70, 8)
+    engine = windowed(2 * each, plan_ahead=False, max_step_tokens=8, max_batch_size=2)
+    for shift in (0, 1):
+        engine.add_request([token + shift for token in prompt], params)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+        most = max(most, engine.snapshot().num_running)
+    assert most == 2
+    assert engine.stats.num_preemptions == 0
+
+
+def test_a_prefix_is_reused_with_what_its_windows_keep() -> None:
+    prompt, params = tuple(range(61)), greedy(4)
+    engine = windowed(400, plan_ahead=False, max_step_tokens=16, max_batch_size=4)
+    engine.add_request(prompt, params)
+    finish(engine)
+    again = engine.add_request((*prompt, 5), params)
+    output = finish(engine)[again.id]
+    assert again.metrics.num_cached_tokens == 60
+    assert tokens_of(output) == solo((*prompt, 5), params, windows=WINDOWS)

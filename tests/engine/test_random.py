@@ -87,6 +87,16 @@ def give_back_what_the_next_position_sees(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCache, "release_unseen", broken)
 
 
+def give_back_what_a_failed_step_reads_again(patch: pytest.MonkeyPatch) -> None:
+    extend = KVCache.extend
+
+    def broken(self: KVCache, table: BlockTable, start: int, end: int) -> list[BlockCopy] | None:
+        self.release_unseen(table, start + 1)  # when a step is planned, not when one is collected
+        return extend(self, table, start, end)
+
+    patch.setattr(KVCache, "extend", broken)
+
+
 def take_a_prefix_without_its_window(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCache, "_last_missing", lambda self, hashes, length, num_tokens: None)
 
@@ -107,6 +117,7 @@ def find_one_group_in_another(patch: pytest.MonkeyPatch) -> None:
         free_a_block_that_is_still_used,
         cache_a_block_before_it_is_full,
         give_back_what_the_next_position_sees,
+        give_back_what_a_failed_step_reads_again,
         take_a_prefix_without_its_window,
         find_one_group_in_another,
     ],

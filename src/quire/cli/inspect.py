@@ -149,7 +149,15 @@ def _memory_lines(facts: MemoryFacts) -> list[str]:
         f"reference executor: weights {format_bytes(facts.weights_in_reference_executor)} in "
         f"float32, keys and values {format_bytes(facts.kv_per_token)} a token, "
         f"{format_bytes(total)} for one whole context",
+        *_window_lines(facts),
     ]
+
+
+def _window_lines(facts: MemoryFacts) -> list[str]:
+    if facts.kv_per_context >= facts.kv_without_windows:
+        return []
+    share = facts.kv_per_context / facts.kv_without_windows
+    return [f"windows: {share:.0%} of a whole context's keys and values are kept at once"]
 
 
 def _cpu_lines(forecast: CpuForecast) -> list[str]:

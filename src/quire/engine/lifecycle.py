@@ -61,7 +61,7 @@ class Lifecycle:
         """Apply each row's result to its sequence."""
         self._step_id = step_id
         cache = self._scheduler.cache
-        block_size = cache.block_size
+        block_size, has_windows = cache.block_size, cache.has_windows
         gaps: dict[float, int] = {}  # number of rows by the time of their previous token
         for row, result in results:
             plan, sequence, epoch, _ = row
@@ -78,7 +78,8 @@ class Lifecycle:
             table = sequence.block_table
             if end // block_size > table.num_cached and epoch == sequence.epoch:
                 cache.cache_full_blocks(table, sequence.tokens, end)
-                cache.release_unseen(table, end)
+                if has_windows:
+                    cache.release_unseen(table, end)
             if plan.want is Want.SAMPLE:
                 before = sequence.last_token_at
                 gaps[before] = gaps.get(before, 0) + 1

@@ -6,6 +6,7 @@ output. Time is virtual, and faults can be put in: rows that yield NaN, steps th
 run out of memory.
 """
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -166,8 +167,9 @@ class FakeExecutor(ExecutorBase):
             row = self._samples.resolved(row)
         except RowFaultError as error:
             return SequenceResult(row.sequence_id, fault=str(error))
-        for table in (row.block_table, *row.other_tables):
-            self._store.write(table, row.start, row.tokens)
+        self._store.write(row.block_table, row.start, row.tokens)
+        for group, table in enumerate(row.other_tables, 1):
+            self._store.write(table, row.start, [self._marked(t, group) for t in row.tokens])
         scores = self._prompt_scores(row)
         if self.faults.nan(row):
             return SequenceResult(row.sequence_id, fault="the logits are NaN")
@@ -192,9 +194,16 @@ class FakeExecutor(ExecutorBase):
         tables = (row.block_table, *row.other_tables)
         for group, window in enumerate(self.windows):
             first = 0 if window is None else window.first_seen(end - 1)
-            table = tables[group if self.has_groups else 0]
-            hasher.update(self._store.read(table, end, first).tobytes())
+            own = group if self.has_groups else 0
+            seen = self._store.read(tables[own], end, first)
+            if own:
+                seen = array("q", [self._marked(token, -own) for token in seen])
+            hasher.update(seen.tobytes())
         return int.from_bytes(hasher.digest(), "little")
+
+    def _marked(self, token: int, group: int) -> int:
+        """A token as a group keeps it, so that no other group's block passes for its own."""
+        return token + group * self.vocabulary_size
 
     def _choose(self, row: SequencePlan, digest: int) -> int | None:
         sampling = row.sampling

@@ -22,7 +22,13 @@ from quire.core.config import EngineConfig, check_i2s_packing
 from quire.core.errors import ConfigError, UnsupportedModelError
 from quire.executors.base import BLOCK_SIZE, Executor
 from quire.executors.cpu import check_native_module, check_unit, has_native_module
-from quire.executors.cpu.lowering import Threads, kv_bytes_per_token, weight_bytes, workspace_bytes
+from quire.executors.cpu.lowering import (
+    Threads,
+    kv_bytes_in_block,
+    kv_bytes_per_token,
+    weight_bytes,
+    workspace_bytes,
+)
 from quire.executors.reference import ReferenceExecutor, kv_token_bytes
 from quire.llm.machine import (
     DEFAULT_KV_BYTES,
@@ -270,14 +276,23 @@ class CpuDevice(_HostDevice):
 
     def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan:
         """Weights as the kernels keep them, to the byte, and what steps work in."""
-        spec = model.spec
-        per_token = kv_bytes_per_token(spec, options.kv_cache_dtype == "int8")
+        spec, config = model.spec, options.engine_config()
+        is_int8 = options.kv_cache_dtype == "int8"
+        layout = grouped(spec, BLOCK_SIZE)
+        plan = MemoryPlan(
+            weight_bytes(model.tensors),
+            kv_bytes_per_token(spec, is_int8),
+            available_memory(),
+            windows=layout.windows,
+            group_bytes=kv_bytes_in_block(spec, layout, is_int8),
+            chunk=config.smallest_chunk,
+        )
         # Positions that the default cache holds; rope tables are copied as they grow.
-        positions = 2 * min(spec.context_length, DEFAULT_KV_BYTES // per_token)
-        step_tokens = options.engine_config().max_step_tokens
+        num_blocks = DEFAULT_KV_BYTES // plan.block_bytes
+        positions = 2 * plan.longest_context(num_blocks, spec.context_length)
         threads = num_threads(options.threads)
-        workspace = workspace_bytes(spec, model.tensors, step_tokens, positions, threads)
-        return MemoryPlan(weight_bytes(model.tensors), per_token, available_memory(), workspace)
+        workspace = workspace_bytes(spec, model.tensors, config.max_step_tokens, positions, threads)
+        return replace(plan, workspace=workspace)
 
     def make_executor(self, model: Model, num_blocks: int, options: Options, /) -> Executor:
         from quire.executors.cpu.executor import CpuExecutor
@@ -291,6 +306,7 @@ class CpuDevice(_HostDevice):
             unit=chosen_unit(),
             max_batch_size=_MAX_CPU_BATCH,
             max_step_tokens=_MAX_CPU_BATCH,
+            layout=grouped(model.spec, BLOCK_SIZE),
         )
         if executor.fallback is not None:
             _warn_once(executor.fallback)

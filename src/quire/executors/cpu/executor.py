@@ -13,6 +13,7 @@ from quire.executors.base import model_capacity
 from quire.executors.cpu.lowering import Threads, lower
 from quire.executors.cpu.native import SampleRequests, check_unit, native, units
 from quire.executors.worker import CancelFlag, RowResults, StepTicket, ThreadedExecutor
+from quire.model.kv_layout import KVLayout, one_group
 from quire.model.loading import Model
 
 _PREFAULT_BYTES = 256 << 20  # of the KV cache, faulted in ahead of use
@@ -37,10 +38,14 @@ class CpuExecutor(ThreadedExecutor):
         prefault_bytes: int = _PREFAULT_BYTES,
         max_batch_size: int = 256,
         max_step_tokens: int = 512,
+        layout: KVLayout | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._spec = model.spec
-        capacity = model_capacity(model.spec, num_blocks, max_batch_size, max_step_tokens)
+        layout = layout or one_group(model.spec)
+        capacity = model_capacity(
+            model.spec, num_blocks, max_batch_size, max_step_tokens, windows=layout.windows
+        )
         self._max_context = capacity.max_context
         self._decoder = lower(
             model.spec,
@@ -48,6 +53,7 @@ class CpuExecutor(ThreadedExecutor):
             threads,
             unit=check_unit(unit) if unit else units()[-1],
             per_token_scale=per_token_scale,
+            layout=layout,
         )
         self._decoder.allocate_cache(num_blocks, kv_int8, prefault_bytes)
         self._running: CancelFlag | None = None  # of the step that computes

@@ -16,6 +16,7 @@ from quire.executors.cpu.experts import (
 )
 from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
+from quire.model.kv_layout import KVLayout, one_group
 from quire.model.spec import (
     Attention,
     Dense,
@@ -33,10 +34,10 @@ from quire.model.spec import (
 _NO_VECTOR = -1
 _NO_ROPE = -1
 _OWN_CACHE = -1
-# The projections that are multiplied twice: with the quantised activations, and with the quantised
+# The projection that is multiplied twice: with the quantised activations, and with the quantised
 # residual of that rounding. Of all projections that of values loses the most accuracy to
 # rounded activations, and it is a small part of the work.
-RESIDUAL_PASS = ("attn_v", "attn_kv_a_mqa")
+RESIDUAL_PASS = "attn_v"
 
 _FLOAT_BYTES = 4
 _KV_SCALE_BYTES = 4  # of int8 keys or values, for each token and kv head
@@ -55,19 +56,21 @@ def lower(
     *,
     unit: str = "",
     per_token_scale: bool = True,
+    layout: KVLayout | None = None,
 ) -> "native.Decoder":
     """Pack every tensor and list the stages of a step.
 
     `unit` names the instruction set ("": the best there is). `per_token_scale`: activations of a
     BitNet model's ternary GEMMs have one scale a token, as it was trained; else one for each group
-    of 32.
+    of 32. `layout`: of the KV cache; None: one block table for all layers.
     """
     check_lowered(spec, "cpu")
     try:
         lowering = _Lowering(spec, tensors, threads, unit, per_token_scale)
         lowering.add_layer_inputs()
-        for layer in range(spec.num_layers):
-            lowering.add_layer(layer)
+        layout = layout or one_group(spec)
+        for layer, place in enumerate(zip(layout.groups, layout.slots, strict=True)):
+            lowering.add_layer(layer, *place)
         lowering.add_embedding_and_head()
     except (ValueError, OverflowError) as error:  # native code checks what it is given once more
         raise UnsupportedModelError(f"the CPU kernels cannot hold this model: {error}") from error
@@ -116,9 +119,9 @@ class _Lowering:
             matrices=self._matrices(["per_layer_token_embd"]),
         )
 
-    def add_layer(self, index: int) -> None:
+    def add_layer(self, index: int, group: int, slot: int) -> None:
         layer, prefix = self._spec.layers[index], f"blk.{index}."
-        self._add_shape(prefix, layer.mixer)
+        self._add_shape(prefix, layer.mixer, group, slot)
         if layer.mixer.latent is None:
             output = self._add_attention(index, prefix, layer)
         else:
@@ -158,7 +161,7 @@ class _Lowering:
             scale = self._tensors[f"{prefix}layer_output_scale.weight"].to_float32()[0]
             stage("scale_hidden", scale=float(scale))
 
-    def _add_shape(self, prefix: str, part: Attention) -> None:
+    def _add_shape(self, prefix: str, part: Attention, group: int, slot: int) -> None:
         latent = part.latent
         # Rounded twice, in single precision: the kernels' own convention, on which bits depend.
         usual_scale = np.float32(1.0) / np.sqrt(np.float32(part.head_dim))
@@ -176,6 +179,8 @@ class _Lowering:
             kv_layer=_OWN_CACHE if part.kv_layer is None else part.kv_layer,
             has_key_values=part.has_key_values,
             has_values_in_keys=latent is not None,
+            group=group,
+            slot=slot,
         )
 
     def _add_attention(self, index: int, prefix: str, layer: Layer) -> int:
@@ -455,10 +460,18 @@ def _is_matrix(name: str, tensor: Tensor) -> bool:
 
 
 def kv_bytes_per_token(spec: ModelSpec, is_int8: bool) -> int:
+    """Keys and values of all layers."""
+    return kv_bytes_in_block(spec, one_group(spec), is_int8)
+
+
+def kv_bytes_in_block(spec: ModelSpec, layout: KVLayout, is_int8: bool) -> int:
+    """What a block takes for each of its tokens: the layers of one group."""
+    elements = layout.token_size(spec, lambda part: part.num_kv_elements)
     if not is_int8:
-        return 2 * spec.num_kv_elements
-    num_scales = sum(_num_kv_scales(layer.mixer) for layer in spec.layers)
-    return spec.num_kv_elements + num_scales * _KV_SCALE_BYTES
+        return 2 * elements
+    # Layers of one slot share its scales where they have as many.
+    kinds = zip(layout.slots, (_num_kv_scales(layer.mixer) for layer in spec.layers), strict=True)
+    return elements + _KV_SCALE_BYTES * sum(count for _, count in set(kinds))
 
 
 def _num_kv_scales(part: Attention) -> int:
@@ -529,7 +542,6 @@ def _activation_formats(tensors: Mapping[str, Tensor]) -> set[tuple[str, bool]]:
         if _is_matrix(name, tensor):
             activations = native.activation_format(tensor.format.name)
             found.add((activations, False))
-            makes_values = name.removesuffix(".weight").endswith(RESIDUAL_PASS)
-            if makes_values and activations != "floats":
+            if name.endswith(f"{RESIDUAL_PASS}.weight") and activations != "floats":
                 found.add((activations, True))
     return found
