@@ -122,7 +122,11 @@ def layer_inputs(**changes: object) -> ModelSpec:
 EACH_HEAD = QKNorm(norm=LAYER_NORM, span=NormSpan.EACH_HEAD)
 BIASED = Dense(size=64, activation=Activation.GELU, is_gated=False, has_bias=True)
 WITH = {
-    **{feature.name: SPECS[feature] for feature in LOWERED["cpu"] if feature in SPECS},
+    **{
+        feature.name: SPECS[feature]
+        for feature in Feature
+        if feature in LOWERED["cpu"] and feature in SPECS
+    },
     "LATENT": latent(),
     "latent queries": latent(query_rank=32),
     "latent, scaled by position": with_attention(
