@@ -168,8 +168,8 @@ def test_the_value_projection_alone_has_a_residual_pass(
     exact = np.load(fixture_file("tiny/golden.npz"))
     tokens = exact["tokens"].tolist()
     errors, stored = [], []
-    for projection in (lowering.RESIDUAL_PASS, "nothing"):
-        monkeypatch.setattr(lowering, "RESIDUAL_PASS", projection)
+    for projections in (lowering.RESIDUAL_PASS, ()):
+        monkeypatch.setattr(lowering, "RESIDUAL_PASS", projections)
         with opened(path) as executor:
             found = logits(executor, row(tokens, (9, 2, 14)))
             block = np.frombuffer(executor.cache_block(0, 9), np.uint16)

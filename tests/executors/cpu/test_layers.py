@@ -18,6 +18,7 @@ from tests.model.flat_spec import with_attention
 from tests.model.test_features import NORM, SPECS
 
 from quire.core.plan import Want
+from quire.executors.cpu import lowering
 from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.lowering import (
     Threads,
@@ -202,6 +203,16 @@ def test_layers_with_super_blocks_by_head() -> None:
     model = random_model(spec, formats={"attn_v_b": "Q4_K"})
     assert model.tensors["blk.0.attn_v_b.weight"].format.name == "Q4_K"
     assert_as_reference(model, BYTES_COST)
+
+
+def test_a_latent_vector_s_projection_has_a_residual_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = with_attention(latent(kv_rank=128, query_rank=128), num_heads=8, num_kv_heads=8)
+    model = random_model(replace(spec, hidden_size=256), usual_format="Q8_0")
+    exact, errors = reference_logits(model), []
+    for projections in (lowering.RESIDUAL_PASS, ()):
+        monkeypatch.setattr(lowering, "RESIDUAL_PASS", projections)
+        errors.append(nmse(cpu_logits(model, "", 1, 40, kv_int8=False), exact))
+    assert errors[0] < 0.95 * errors[1]
 
 
 # ---- the families

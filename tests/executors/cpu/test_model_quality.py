@@ -11,7 +11,7 @@ from tests.drawn_families import CASES, DRAWN, in_its_context, write_drawn
 from tests.executors.cpu.bitnet import EmulatedBitNet
 from tests.executors.cpu.blocks import UNITS, nmse
 from tests.executors.cpu.running import opened
-from tests.executors.reference.plans import logits, row
+from tests.executors.reference.plans import logits, row, run
 from tests.fixture_files import FIXTURES, TINY_BITNET_FILES, TINY_FILES, fixture_file
 
 from quire.core.errors import UnsupportedModelError
@@ -67,6 +67,31 @@ def test_a_family_is_run_as_transformers_does(case: str, tmp_path: Path) -> None
             exact = logits(halves, plan)
             halves.close()
     assert nmse(found, exact) <= 1e-5  # keys and values in half precision
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batches_and_chunks_change_no_bit_of_a_family(case: str, tmp_path: Path) -> None:
+    tokens = np.load(DRAWN / case / "golden.npz")["tokens"].tolist()[:30]
+    generator = np.random.default_rng(3)
+    with load_model(write_drawn(case, tmp_path)) as model:
+        executor = CpuExecutor(
+            in_its_context(case, model), num_blocks=16, threads=Threads(2, may_spin=False)
+        )
+    alone = logits(executor, row(tokens, (0, 1)))
+    found, start = [], 0
+    while start < len(tokens):  # each step: a chunk of it, and two others before and after
+        stop = min(len(tokens), start + int(generator.integers(1, 12)))
+        others = [generator.permutation(tokens)[: 5 * n].tolist() for n in (1, 3)]
+        results = run(
+            executor,
+            row(others[0], (4, 5), sequence_id=1),
+            row(tokens[start:stop], (9, 7), start=start, sequence_id=2),
+            row(others[1], (12, 13), sequence_id=3),
+        )
+        found.append(results[1].logits)
+        start = stop
+    executor.close()
+    assert np.concatenate(found).tobytes() == alone.tobytes()
 
 
 def test_what_is_not_lowered_is_refused_by_name(

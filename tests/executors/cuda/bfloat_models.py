@@ -13,7 +13,7 @@ from quire.quant.formats import format_named
 def load_in_bfloat(path: Path) -> Model:
     model = load_model(path)
     tensors = {
-        name: _in_bfloat(tensor) if len(tensor.shape) > 1 else tensor
+        name: _in_bfloat(tensor) if len(tensor.shape) > 1 and name.endswith(".weight") else tensor
         for name, tensor in model.tensors.items()
     }
     return replace(model, tensors=tensors)

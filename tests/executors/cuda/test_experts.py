@@ -217,6 +217,6 @@ def test_experts_whose_gates_and_values_differ_in_format_are_refused_by_name() -
 
 
 def test_more_experts_than_a_program_compares_are_refused() -> None:
-    part = replace(SOFTMAX, count=129)
-    with pytest.raises(UnsupportedModelError, match="num_experts is 129"):
+    part = replace(SOFTMAX, count=513)
+    with pytest.raises(UnsupportedModelError, match="num_experts is 513"):
         check_experts(part, {}, PREFIX)

@@ -176,3 +176,15 @@ def test_a_product_may_mix_formats() -> None:
     found = np.asarray(executor.collect(executor.submit(plan), 60).sequences[0].logits)
     exact = np.asarray(reference.collect(reference.submit(plan), 60).sequences[0].logits)
     assert ((found - exact) ** 2).sum() / (exact**2).sum() < 2e-4
+
+
+def test_a_row_of_a_mixture_has_the_same_bits_beside_other_rows(tmp_path: Path) -> None:
+    """Three rows of one step: ten tokens, so that they are grouped, where the row alone is not."""
+    with load_in_bfloat(write_drawn("mixtral", tmp_path)) as model:
+        config = CudaConfig(max_batch_size=4, max_step_tokens=16, num_blocks=8, device="cpu")
+        executor = CudaExecutor(model, config)
+    executor.warm_up()
+    rows = [row(PROMPT[:at], (at,), want=Want.LOGITS) for at in (2, 3, 5)]
+    together = executor.collect(executor.submit(StepPlan(0, tuple(rows))), 600).sequences
+    alone = executor.collect(executor.submit(StepPlan(1, (rows[1],))), 600).sequences
+    assert np.array_equal(np.asarray(together[1].logits), np.asarray(alone[0].logits))

@@ -228,7 +228,7 @@ def expert_call(num_tokens: int, tile_tokens: int) -> experts._Call:
     return experts._Call(MIXTURE, tiles, pairs, num_tokens, 8 * num_tokens, tile_tokens)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 128, 256, 512, 2048])
+@pytest.mark.parametrize("num_tokens", [1, 16, 128, 256, 512, 4096])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("format_name", ["Q4_K", "Q6_K", "Q8_0", "MXFP4", "BF16"])
 def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
@@ -256,7 +256,7 @@ def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     assert f"64x{tile_tokens}x16" in listing
 
 
-@pytest.mark.parametrize("count", [32, 128])
+@pytest.mark.parametrize("count", [32, 128, 512])
 def test_routing_and_grouping_compile_without_spilled_registers(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,10 +34,10 @@ from quire.model.spec import (
 _NO_VECTOR = -1
 _NO_ROPE = -1
 _OWN_CACHE = -1
-# The projection that is multiplied twice: with the quantised activations, and with the quantised
+# The projections that are multiplied twice: with the quantised activations, and with the quantised
 # residual of that rounding. Of all projections that of values loses the most accuracy to
 # rounded activations, and it is a small part of the work.
-RESIDUAL_PASS = "attn_v"
+RESIDUAL_PASS = ("attn_v", "attn_kv_a_mqa")
 
 _FLOAT_BYTES = 4
 _KV_SCALE_BYTES = 4  # of int8 keys or values, for each token and kv head
@@ -542,6 +542,7 @@ def _activation_formats(tensors: Mapping[str, Tensor]) -> set[tuple[str, bool]]:
         if _is_matrix(name, tensor):
             activations = native.activation_format(tensor.format.name)
             found.add((activations, False))
-            if name.endswith(f"{RESIDUAL_PASS}.weight") and activations != "floats":
+            makes_values = name.removesuffix(".weight").endswith(RESIDUAL_PASS)
+            if makes_values and activations != "floats":
                 found.add((activations, True))
     return found

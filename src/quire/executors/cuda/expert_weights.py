@@ -20,7 +20,7 @@ from quire.loader.tensor import Tensor
 from quire.model.spec import Experts
 
 ROUTER_MATRIX = "ffn_gate_inp.weight"  # any format: it is decoded when it is loaded
-MAX_EXPERTS = 128  # a program compares all scores of a token with each other
+MAX_EXPERTS = 512  # whose scores a warp holds
 MAX_USED = 32
 
 

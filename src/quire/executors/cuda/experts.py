@@ -17,18 +17,14 @@ from quire.executors.cuda.gemm import (
 )
 from quire.executors.cuda.kernels import experts as kernels
 from quire.executors.cuda.planes import GATED_DIVISOR, Array, PlaneFormat
-from quire.model.spec import Activation, Experts, Scoring
+from quire.model.spec import Experts, Scoring
 
 DIRECT_TOKENS = 8  # steps of so few tokens give each pair a tile of its own: nothing is grouped
 _ROUTER_EXPERTS = 16
 _ROUTER_TOKENS = 16
 _ROUTER_MANY_TOKENS = 64  # of a program, in steps of many tokens
-_ROUTER_SPLITS = 4  # at most
+_ROUTER_PROGRAMS = 32  # of few tokens: the columns are split until there are so many
 _GROUP_COLUMNS = 512
-_ACTIVATIONS = {
-    Activation.SILU: kernels.SILU,
-    Activation.CLAMPED_SWIGLU: kernels.CLAMPED_SWIGLU,
-}
 
 
 class ExpertGemm(Protocol):
@@ -101,8 +97,8 @@ class ExpertRunner:
         self._max_tokens = max_tokens
         integers = torch.int32
         chunks = -(-max_tokens // kernels.CHUNK)
-        splits = (_ROUTER_SPLITS, max_tokens, most_experts)
-        self._scores = self._zeros(splits, torch.float32)
+        splits = max(_router_splits(part.count, width // 256) for part in parts)
+        self._scores = self._zeros((splits, max_tokens, most_experts), torch.float32)
         self._pairs = kernels.Pairs(
             self._zeros((most_pairs,), integers),
             self._zeros((most_pairs,), torch.float32),
@@ -148,7 +144,7 @@ class ExpertRunner:
             router.high if router.choice_bias is None else router.choice_bias,
         )
         num_blocks = router.high.shape[1] // 256
-        splits = max(1, min(_ROUTER_SPLITS, num_blocks // 2))
+        splits = _router_splits(shape.num_experts, num_blocks)
         size = _ROUTER_TOKENS if num_tokens <= 256 else _ROUTER_MANY_TOKENS
         experts = shape.experts if self._exact else _ROUTER_EXPERTS
         grid = (-(-shape.num_experts // experts), splits, -(-num_tokens // size))
@@ -181,7 +177,7 @@ class ExpertRunner:
             SHAPE=shape,
             SPLITS=splits,
             DIRECT=num_tokens <= DIRECT_TOKENS,
-            num_warps=max(1, min(32, shape.experts * shape.experts // 2048)),
+            num_warps=1,
             **self._options,
         )
 
@@ -200,6 +196,11 @@ class ExpertRunner:
             num_warps=4,
             **self._options,
         )
+
+
+def _router_splits(num_experts: int, num_blocks: int) -> int:
+    """Splits of the router's columns: by its shape and never by the batch."""
+    return min(num_blocks, -(-_ROUTER_PROGRAMS // -(-num_experts // _ROUTER_EXPERTS)))
 
 
 def _router_shape(weights: ExpertWeights) -> kernels.RouterShape:
@@ -248,7 +249,7 @@ class PortableExperts:
             TOKENS=self._tokens,
             FORMAT=planes.layout,
             BIAS=stack.bias is not None,
-            ACTIVATION=_ACTIVATIONS[part.activation],
+            ACTIVATION=part.activation.value,
             EXACT=self._exact,
         )
 
@@ -277,14 +278,24 @@ class PortableExperts:
         )
 
 
-_TOKEN_TILES = (8, 16, 32, 64, 128)
+_TOKEN_TILES = (8, 16, 32, 64)
+_LARGE_TILE, _LARGE_MEAN = 128, 256
+_FEW_BLOCKS = 4  # of 256 columns
 _MANY_PROGRAMS = 528  # of 64 rows: enough to fill 132 multiprocessors with half as many of 128
 
 
-def expert_tiling(layout: PlaneFormat, tile_tokens: int, num_programs: int) -> Tiling:
+def expert_tiling(
+    layout: PlaneFormat, tile_tokens: int, num_programs: int, num_blocks: int
+) -> Tiling:
     """How a grouped GEMM is tiled, which changes no sum. With 128 rows a program instead of 64,
     tokens are fetched half as often, where there are still enough programs."""
+    if num_blocks <= _FEW_BLOCKS and tile_tokens == 32 and not layout.is_float:
+        return Tiling(64, 32, 256, 2, 2, 4, 80)  # short: more programs at once
     rows = 128 if num_programs >= _MANY_PROGRAMS else 64
+    if layout.has_powers and rows == 128 and tile_tokens <= 16:
+        # Warps with two tiles each: one is decoded while the other's wgmma runs.
+        stages = 4 if tile_tokens == 8 else 3
+        return Tiling(rows, tile_tokens, 256, stages, stages, 4, 128)
     warps = rows // 16
     if layout.is_float:
         columns, stages = {8: (256, 3), 128: (64, 4)}.get(tile_tokens, (128, 4 - rows // 128))
@@ -307,14 +318,17 @@ class HopperExperts:
         self._dependent_launch = dependent_launch
 
     def tile_tokens(self, part: Experts, num_tokens: int) -> int:
-        """Room for about twice the mean of an expert's rows: few experts need a second tile."""
+        """Room for about twice the mean of an expert's rows, so that few experts need a second
+        tile; not more than 64 before the mean is 256."""
         if num_tokens <= DIRECT_TOKENS:
             return _TOKEN_TILES[0]
-        wanted = 2 * num_tokens * part.num_used / part.count
-        return next((size for size in _TOKEN_TILES if size >= wanted), _TOKEN_TILES[-1])
+        mean = num_tokens * part.num_used / part.count
+        if mean >= _LARGE_MEAN:
+            return _LARGE_TILE
+        return next((size for size in _TOKEN_TILES if size >= 2 * mean), _TOKEN_TILES[-1])
 
     def multiply_gated(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
-        option = _ACTIVATIONS[call.part.activation]
+        option = call.part.activation.value
         self._launch(call, stack, tokens, out, 1.0, option, gated=True)
 
     def multiply_weighed(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
@@ -328,13 +342,13 @@ class HopperExperts:
         tokens: Array,
         out: Array,
         divisor: float,
-        option: int,
+        option: int | str,
         *,
         gated: bool,
     ) -> None:
         planes = stack.planes
         num_programs = -(-stack.rows_per_expert // 64) * call.num_tiles
-        shape = expert_tiling(planes.layout, call.tile_tokens, num_programs)
+        shape = expert_tiling(planes.layout, call.tile_tokens, num_programs, planes.num_blocks)
         grid = (-(-stack.rows_per_expert // shape.rows), call.num_tiles)
         self._kernels.expert_gemm[grid](
             self._descriptor(tokens, [shape.tokens, shape.columns], 128),

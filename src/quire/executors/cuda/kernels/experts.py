@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.executors.cuda.kernels.activations import gated
 from quire.executors.cuda.kernels.gemm import Factors, PlanePointers, dequantized_block
 
 SOFTMAX, SIGMOID = 0, 1  # how scores are made of the router's sums
 _SIGMOID = tl.constexpr(SIGMOID)
-SILU, CLAMPED_SWIGLU = 0, 1
-_CLAMPED_SWIGLU = tl.constexpr(CLAMPED_SWIGLU)
 CHUNK = 64  # tokens whose experts are counted together
 _CHUNK = tl.constexpr(CHUNK)
 _CHUNKS_AT_ONCE = tl.constexpr(8)
@@ -144,6 +143,25 @@ def _clear_counts(counts, size):
 
 
 @triton.jit
+def _best(choice, expert, inside, SHAPE: tl.constexpr):
+    """Which experts are the best; of equals the first. There are always as many as slots: what is
+    not a number comes last, by index."""
+    NUM_USED: tl.constexpr = SHAPE.num_used
+    # As integers in the same order, which a warp compares in one instruction; -0 becomes 0.
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    keys = tl.where(choice == choice, keys, -0x7FFFFFFF)
+    keys = tl.where(inside, keys, -0x80000000)
+    is_used = expert < 0
+    for _ in tl.static_range(NUM_USED):
+        best = tl.max(keys, axis=0)
+        first = tl.min(tl.where(keys == best, expert, SHAPE.experts), axis=0)
+        is_used = is_used | (expert == first)
+        keys = tl.where(expert == first, -0x80000000, keys)
+    return is_used
+
+
+@triton.jit
 def choose_experts(
     sums,
     router: RouterPointers,
@@ -180,12 +198,7 @@ def choose_experts(
     choice = scores
     if SHAPE.has_choice_bias:
         choice += tl.load(router.choice_bias + expert, mask=inside, other=0.0)
-    # What is not a number ranks last, so that there are always as many experts as slots.
-    choice = tl.where(inside & (choice == choice), choice, float("-inf"))
-    other, own = choice[None, :], choice[:, None]
-    is_before = (other == own) & (expert[None, :] < expert[:, None])
-    rank = tl.sum(((other > own) | is_before).to(tl.int32), axis=1)
-    is_used = inside & (rank < SHAPE.num_used)
+    is_used = _best(choice, expert, inside, SHAPE)
     slot = tl.cumsum(is_used.to(tl.int32), axis=0) - 1
     weights = scores
     if SHAPE.normalises:
@@ -213,15 +226,15 @@ def _counted(counts, chunk, num_chunks, SHAPE: tl.constexpr):
     """Of each expert: rows in all chunks, and in those before `chunk`."""
     EXPERTS: tl.constexpr = SHAPE.experts
     expert = tl.arange(0, EXPERTS)[None, :]
-    totals = tl.zeros([EXPERTS], tl.int32)
-    before = tl.zeros([EXPERTS], tl.int32)
+    totals = tl.zeros([_CHUNKS_AT_ONCE, EXPERTS], tl.int32)
+    before = tl.zeros([_CHUNKS_AT_ONCE, EXPERTS], tl.int32)
     for start in range(0, num_chunks, _CHUNKS_AT_ONCE):
         at = start + tl.arange(0, _CHUNKS_AT_ONCE)[:, None]
         mask = (at < num_chunks) & (expert < SHAPE.num_experts)
         found = tl.load(counts + at * SHAPE.num_experts + expert, mask=mask, other=0)
-        totals += tl.sum(found, axis=0)
-        before += tl.sum(tl.where(at < chunk, found, 0), axis=0)
-    return totals, before
+        totals += found
+        before += tl.where(at < chunk, found, 0)
+    return tl.sum(totals, axis=0), tl.sum(before, axis=0)
 
 
 @triton.jit
@@ -278,10 +291,12 @@ def group_tokens(
         row = tl.sum(tl.where(own[:, None] == expert[None, :], first, 0), axis=1)
         # Earlier tokens of the chunk, one slot after the other: an expert is in one slot at most.
         earlier = chunk * _CHUNK + tl.arange(0, _CHUNK)
+        alike = tl.zeros([USED, _CHUNK], tl.int32)
         for other_slot in tl.static_range(NUM_USED):
             at = pairs.experts + earlier * SHAPE.num_used + other_slot
             other = tl.load(at, mask=earlier < token, other=-2)
-            row += tl.sum((own[:, None] == other[None, :]).to(tl.int32), axis=1)
+            alike += (own[:, None] == other[None, :]).to(tl.int32)
+        row += tl.sum(alike, axis=1)
         tl.store(pairs.of_row + row, pair, mask=is_slot)
         column = tl.arange(0, COLUMNS)
         for start in range(0, width, COLUMNS):
@@ -293,18 +308,6 @@ def group_tokens(
 
 
 # ---- the grouped GEMM
-
-
-@triton.jit
-def activated(gates, ups, ACTIVATION: tl.constexpr):
-    """What a gated expert makes of its gates and values."""
-    if ACTIVATION == _CLAMPED_SWIGLU:
-        gates = tl.minimum(gates, 7.0)
-        ups = tl.minimum(tl.maximum(ups, -7.0), 7.0)
-        out = gates / (1.0 + tl.exp(gates * -1.702)) * (ups + 1.0)
-    else:
-        out = gates / (1.0 + tl.exp(-gates)) * ups
-    return out
 
 
 @triton.jit
@@ -366,7 +369,7 @@ def multiply_gated(
     ACTIVATION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """out[row, i] = activated(gate i, value i) * gated_factor, for the rows of each tile: a pair's
+    """out[row, i] = gated(gate i, value i) * gated_factor, for the rows of each tile: a pair's
     row of `tokens` times its expert. One program: a tile, ROWS rows of weights."""
     tile = tl.program_id(1)
     if tile < tl.load(tiles.total):
@@ -397,11 +400,11 @@ def multiply_gated(
         # Eight gates, then their eight values, and so on.
         both = tl.permute(tl.reshape(sums, [ROWS // 16, 2, 8, TOKENS]), (0, 2, 3, 1))
         gates, ups = tl.split(both)
-        gated = tl.reshape(activated(gates, ups, ACTIVATION), [ROWS // 2, TOKENS]) * gated_factor
-        gated = tl.minimum(tl.maximum(gated, -65504.0), 65504.0).to(tl.float16)
+        product = tl.reshape(gated(gates, ups, ACTIVATION), [ROWS // 2, TOKENS]) * gated_factor
+        product = tl.minimum(tl.maximum(product, -65504.0), 65504.0).to(tl.float16)
         at = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
         to = (tl.load(tiles.row + tile) + lane)[None, :].to(tl.int64) * out_stride + at[:, None]
-        tl.store(out + to, gated, mask=is_token[None, :] & (at < rows_per_expert // 2)[:, None])
+        tl.store(out + to, product, mask=is_token[None, :] & (at < rows_per_expert // 2)[:, None])
 
 
 @triton.jit

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.executors.cuda.kernels.activations import gated
 from quire.executors.cuda.kernels.dequantize import WeightRing
-from quire.executors.cuda.kernels.experts import CLAMPED_SWIGLU, Pairs, Tiles
+from quire.executors.cuda.kernels.experts import Pairs, Tiles
 from quire.executors.cuda.kernels.hopper import allow_next_kernel, wait_for_previous_kernel
 from quire.executors.cuda.kernels.hopper_gemm import (
     DEPENDENT,
@@ -30,7 +31,6 @@ from quire.executors.cuda.kernels.hopper_gemm import (
     sums_layout,
 )
 
-_CLAMPED_SWIGLU = gl.constexpr(CLAMPED_SWIGLU)
 _SERIAL = gl.constexpr(SERIAL)
 _DEPENDENT = gl.constexpr(DEPENDENT)
 
@@ -58,18 +58,6 @@ class ExpertOutput(NamedTuple):
 
 
 @gluon.jit
-def _activated(gates, ups, ACTIVATION: gl.constexpr):
-    """As in kernels/experts.py."""
-    if ACTIVATION == _CLAMPED_SWIGLU:
-        gates = gl.minimum(gates, 7.0)
-        ups = gl.minimum(gl.maximum(ups, -7.0), 7.0)
-        out = gates / (1.0 + gl.exp(gates * -1.702)) * (ups + 1.0)
-    else:
-        out = gates / (1.0 + gl.exp(-gates)) * ups
-    return out
-
-
-@gluon.jit
 def _store_gated(
     sums, tile: ExpertTile, output: ExpertOutput, TILING: gl.constexpr, ACTIVATION: gl.constexpr
 ):
@@ -81,15 +69,15 @@ def _store_gated(
         [8, 1], [HALF // 8, 32 // (HALF // 8)], [1, TILING.warps], [0, 1]
     )
     gates, ups = gl.split(sums.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    gated = _activated(gates, ups, ACTIVATION)
-    gated = gated.reshape([HALF, TOKENS]) * output.gated_factor
-    gated = gl.minimum(gl.maximum(gated, -65504.0), 65504.0).to(gl.float16)
-    gated = gl.convert_layout(gated, STORED)
+    product = gated(gates, ups, ACTIVATION)
+    product = product.reshape([HALF, TOKENS]) * output.gated_factor
+    product = gl.minimum(gl.maximum(product, -65504.0), 65504.0).to(gl.float16)
+    product = gl.convert_layout(product, STORED)
     row = tile.row_tile * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
     lane = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORED))
     mask = (lane < tile.count)[None, :] & (row < output.rows_per_expert // 2)[:, None]
     index = (tile.first + lane)[None, :].to(gl.int64) * output.stride + row[:, None]
-    gl.store(output.out + index, gated, mask=mask)
+    gl.store(output.out + index, product, mask=mask)
 
 
 @gluon.jit
@@ -161,7 +149,7 @@ def expert_gemm(
     OPTION: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """GATED: out[row of pairs, i] = activated(gate i, value i) * gated_factor, of the token's row.
+    """GATED: out[row of pairs, i] = gated(gate i, value i) * gated_factor, of the token's row.
     Otherwise out[slot, token, i] = the pair's weight times row i. `factors` are gemm.Factors.
 
     The list of tiles comes from the kernel before the gated GEMM: that one waits for it, and the
