@@ -149,6 +149,8 @@ def test_attention_reads_what_tma_loaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if half == "float16" and head_dim == 256:
+        pytest.skip("attention_for takes the plain kernel")
     pretend()
     spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     options = {"PDL": True, "launch_pdl": True}

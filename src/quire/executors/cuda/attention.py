@@ -253,12 +253,15 @@ def attention_for(
     block_size: int,
     launch_options: dict[str, bool],
     device: str,
+    query_dtype: torch.dtype = torch.bfloat16,
 ) -> Attention:
     """The best this device can run for heads of that size. Steps of up to `max_split_tokens` may
     give splits of the context programs of their own."""
     splits = _Splits(spec, max_split_tokens, max_splits, device)
     is_hopper = device != "cpu" and torch.cuda.get_device_capability(device)[0] == 9
-    if is_hopper and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):
+    # Queries in float32 are multiplied as two halves, for which heads of 256 have no registers.
+    has_registers = query_dtype is not torch.float32 or spec.head_dim < 256
+    if is_hopper and has_registers and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):
         return HopperAttention(spec, splits, block_size, launch_options, max_sequences)
     return PlainAttention(spec, splits, block_size, launch_options, exact=device == "cpu")
 

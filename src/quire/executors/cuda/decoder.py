@@ -209,6 +209,7 @@ class Decoder:
             block_size=BLOCK_SIZE,
             launch_options=self._launch_options(),
             device=self._device,
+            query_dtype=self._QUERY_DTYPE,
         )
         self.head_rows = self._zeros((rows, self._padded_hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)
