@@ -60,13 +60,14 @@ $(CUDA_VENV)/.ready: pyproject.toml
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  torch==2.13.0 triton==3.6.0 'numpy<2.4' tokenizers safetensors jinja2 \
-	  gguf==0.19.0 hypothesis==6.170.15 pytest==9.2.0
+	  gguf==0.19.0 hypothesis==6.170.15 pytest==9.2.0 pytest-xdist==3.8.0
 	touch $(CUDA_VENV)/.ready
 
 test-cuda: $(CUDA_VENV)/.ready  ## run the CUDA executor's tests: interpreted, emulated, compiled
-	TRITON_INTERPRET=1 PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q \
-	  -W ignore::DeprecationWarning:triton tests/executors/cuda
-	PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q tests/executors/cuda/test_hopper_compiles.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q \
+	  -n $(WORKERS) -W ignore::DeprecationWarning:triton tests/executors/cuda
+	PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q -n $(WORKERS) \
+	  tests/executors/cuda/test_hopper_compiles.py
 
 $(CLIENTS)/.ready: tests/clients/requirements.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
