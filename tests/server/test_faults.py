@@ -106,7 +106,7 @@ def test_an_unforeseen_error_is_a_500_in_the_usual_shape(
         def broken(*_: object, **__: object) -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr("quire.server.generation.usage_of", broken)
+        monkeypatch.setattr("quire.server.openai_answers.usage_of", broken)
         reply = server.post("/v1/completions", {"prompt": "hi"})
         assert (reply.status, reply.error["code"]) == (500, "internal")
         assert "a bug" not in reply.error["message"]

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from quire.server import bodies
 from quire.server.bodies import BodyLimits, body_limits, parse_body, read_json
-from quire.server.errors import ApiError
+from quire.server.errors import OPENAI_ERRORS, ApiError
 from quire.server.schemas import (
     MAX_MESSAGES,
     MAX_PROMPTS,
@@ -30,7 +30,7 @@ def refusal(body: bytes, limits: BodyLimits = WIDE) -> ApiError:
         read_json(body, limits)
     assert caught.value.status == 400
     assert caught.value.code in ("invalid_json", "invalid_body")
-    assert len(caught.value.body) < 2000
+    assert len(OPENAI_ERRORS.body(caught.value)) < 2000
     return caught.value
 
 

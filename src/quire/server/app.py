@@ -1,4 +1,4 @@
-"""The application: routes, what they take and answer, and errors in OpenAI's shape."""
+"""The application: routes, what they take and answer, and errors in the shape of their API."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -19,13 +19,15 @@ from quire.core.version import own_version
 from quire.engine.stats import Snapshot
 from quire.server.audit import record_call, settings_digest
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, Tracing, open_tracing
+from quire.server.dialect import Dialect
 from quire.server.encoding import detokenize, embed, tokenize
-from quire.server.errors import ApiError
-from quire.server.generation import complete_chat, complete_text
+from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
+from quire.server.generation import answer_conversation, complete_text
 from quire.server.keys import ApiKey, check_routes
 from quire.server.logs import log
 from quire.server.metrics import CONTENT_TYPE, exposition, stats_for
 from quire.server.middleware import ClientGoneError, Middleware
+from quire.server.openai_answers import CHAT
 from quire.server.openapi import (
     STREAM_CONTENT,
     describe_bodies,
@@ -52,7 +54,6 @@ from quire.server.replies import (
     TokenList,
 )
 from quire.server.schemas import (
-    ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -72,17 +73,21 @@ class _Endpoint(NamedTuple):
     reply: type[BaseModel]
     answer: Callable[[Service, Request], Awaitable[Response]]
     can_stream: bool = False
+    errors: ErrorShape = OPENAI_ERRORS
+
+
+def _conversation(
+    path: str, name: str, summary: str, reply: type[BaseModel], dialect: Dialect[Any, Any]
+) -> _Endpoint:
+    async def answer(service: Service, request: Request) -> Response:
+        return await answer_conversation(service, request, dialect)
+
+    return _Endpoint(path, name, summary, dialect.schema, reply, answer, True, dialect.errors)
 
 
 _ENDPOINTS = (
-    _Endpoint(
-        "/v1/chat/completions",
-        "chat_completions",
-        "Answer a conversation",
-        ChatRequest,
-        ChatCompletion,
-        complete_chat,
-        can_stream=True,
+    _conversation(
+        "/v1/chat/completions", "chat_completions", "Answer a conversation", ChatCompletion, CHAT
     ),
     _Endpoint(
         "/v1/completions",
@@ -120,6 +125,20 @@ _ENDPOINTS = (
 )
 
 
+# Of paths below these that are no endpoints: how errors are written there.
+_ERROR_SHAPES: dict[str, ErrorShape] = {}
+
+
+def error_shape(path: str) -> ErrorShape:
+    """How the API that a path belongs to writes errors."""
+    for endpoint in _ENDPOINTS:
+        if endpoint.path == path:
+            return endpoint.errors
+    return next(
+        (s for prefix, s in _ERROR_SHAPES.items() if path.startswith(prefix)), OPENAI_ERRORS
+    )
+
+
 def create_app(service: Service) -> Middleware:
     """The whole server as an ASGI application; its lifespan covers what saves and logs."""
     settings = service.settings
@@ -148,6 +167,7 @@ def create_app(service: Service) -> Middleware:
         service.limits,
         service.connections,
         _on_done(service, tracing, rejected),
+        error_shape,
     )
 
 
@@ -220,7 +240,7 @@ def _reply(request: Request, error: ApiError) -> Response:
     call: Call = request.scope[SCOPE_KEY]
     call.error = error.code or error.message
     return Response(
-        error.body,
+        call.error_shape.body(error),
         status_code=error.status,
         headers=dict(error.headers),
         media_type="application/json",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import ConfigError
 from quire.core.request import RequestOutput
+from quire.server.errors import OPENAI_ERRORS, ErrorShape
 from quire.server.keys import ApiKey
 from quire.server.quotas import QuotaReservation
 
@@ -40,6 +41,7 @@ class Call:
     started_tick: float = field(default_factory=time.perf_counter)
     status: int | None = None
     error: str | None = None
+    error_shape: ErrorShape = OPENAI_ERRORS  # of the API that its path belongs to
     is_streaming: bool = False
     quota: QuotaReservation | None = None
     outputs: list[RequestOutput] = field(default_factory=list)

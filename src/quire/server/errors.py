@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Container
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 
 from quire.core.errors import (
     DeadlineError,
@@ -49,20 +50,10 @@ class ApiError(Exception):
         self._headers = headers
 
     @property
-    def body(self) -> bytes:
-        return json.dumps({"error": self._fields()}).encode()
-
-    @property
-    def frame(self) -> bytes:
-        """As an event of a stream, whose headers were sent: retry_after_ms is in the event."""
-        fields = self._fields()
-        if self.retry_after_s is not None:
-            fields["retry_after_ms"] = max(1, round(1000 * self.retry_after_s))
-        return b"data: " + json.dumps({"error": fields}).encode() + b"\n\n"
-
-    def _fields(self) -> dict[str, object]:
-        kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+    def retry_after_ms(self) -> int | None:
+        if self.retry_after_s is None:
+            return None
+        return max(1, round(1000 * self.retry_after_s))
 
     @property
     def headers(self) -> list[tuple[str, str]]:
@@ -70,8 +61,42 @@ class ApiError(Exception):
         found = list(self._headers)
         if self.retry_after_s is not None:
             found.append(("retry-after", str(max(1, math.ceil(self.retry_after_s)))))
-            found.append(("retry-after-ms", str(max(1, round(1000 * self.retry_after_s)))))
+            found.append(("retry-after-ms", str(self.retry_after_ms)))
         return found
+
+
+# ---- how APIs write errors
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """How an API writes an error: as a body, and in a stream whose headers were sent."""
+
+    body: Callable[[ApiError], bytes]
+    frame: Callable[[ApiError], bytes]
+
+
+def _openai_fields(error: ApiError) -> dict[str, object]:
+    kind = _TYPES.get(error.status, "invalid_request_error")
+    return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+
+
+def _openai_body(error: ApiError) -> bytes:
+    return json.dumps({"error": _openai_fields(error)}).encode()
+
+
+def _openai_frame(error: ApiError) -> bytes:
+    """With retry_after_ms, which can be in no header any more."""
+    fields = _openai_fields(error)
+    if error.retry_after_ms is not None:
+        fields["retry_after_ms"] = error.retry_after_ms
+    return b"data: " + json.dumps({"error": fields}).encode() + b"\n\n"
+
+
+OPENAI_ERRORS = ErrorShape(_openai_body, _openai_frame)
+
+
+# ---- what quire's errors become
 
 
 def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool) -> ApiError:

@@ -1,40 +1,30 @@
-"""Chat and plain completions: from a body to an answer, whole or as a stream."""
+"""Conversations in any dialect, and plain completions: from a body to an answer, whole or as a
+stream."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.errors import RequestError
-from quire.core.request import Completion, RequestOutput
-from quire.core.version import own_version
-from quire.engine.aio import Stream
+from quire.core.request import RequestOutput
 from quire.llm import AsyncLLM
 from quire.server.bodies import parse_body
 from quire.server.calls import Call
+from quire.server.dialect import Choice, Dialect, Frames, GenerationCall, choices_of
 from quire.server.errors import ApiError
-from quire.server.replies import (
-    ChatChoice,
-    ChatCompletion,
-    ChatMessage,
-    CompletionChoice,
-    LogprobWriter,
-    PromptDetails,
-    TextCompletion,
-    TraceReport,
-    Usage,
-)
+from quire.server.openai_answers import TextFrames, text_reply
 from quire.server.schemas import (
     ChatRequest,
     CompletionRequest,
     Generation,
+    Strict,
 )
 from quire.server.service import Service
-from quire.server.streaming import ChatFrames, Frames, StreamReply, TextFrames
+from quire.server.streaming import StreamReply
 from quire.server.submission import (
     ErrorMapper,
     PreparedBody,
@@ -43,45 +33,33 @@ from quire.server.submission import (
     outputs_of,
     prepare_body,
     run_in_pool,
-    submit_all,
 )
 
-T = TypeVar("T")
+B = TypeVar("B", bound=Strict)
 G = TypeVar("G", bound=Generation)
-FINGERPRINT = f"quire-{own_version()}"
+K = TypeVar("K")
 _MANY_LOGPROBS = 1000  # take some milliseconds to write: not on the event loop
 
-
-@dataclass(frozen=True, slots=True)
-class GenerationCall:
-    """A call that generates: what to complete, and how."""
-
-    body: Generation
-    prompts: Prompts
-    call: Call
-    llm: AsyncLLM
-    answer_id: str
-    created: int
-
-    async def submit(self, service: Service, *, stream: bool) -> list[Stream]:
-        call, body = self.call, self.body
-        return await submit_all(service, self.llm, call, body, self.prompts, stream=stream)
+MakeFrames = Callable[[Service, GenerationCall], Frames]
+Reply = Callable[[Service, GenerationCall, Sequence[RequestOutput], Sequence[Choice]], bytes]
 
 
-async def complete_chat(service: Service, request: Request) -> Response:
+class _PreparedChat(NamedTuple):
+    body: PreparedBody[ChatRequest]
+    kept: Any  # Translation.kept
+
+
+async def answer_conversation(
+    service: Service, request: Request, dialect: Dialect[Any, Any]
+) -> Response:
     call, llm = call_and_model(service, request)
-    errors = ErrorMapper(service, ChatRequest)
-    prepare = partial(_prepare_chat, service, llm, call, errors)
+    errors = ErrorMapper(service, dialect.schema, dialect.field_names)
+    prepare = partial(_prepare_chat, service, llm, call, errors, dialect)
     # Never on the event loop: a template may take long.
-    body = await prepare_body(service, request, prepare, is_quick=False)
-    body = await _with_grammars(service, request, llm, errors, body)
-    generation = _generation_call(call, llm, body, "chatcmpl")
-    if generation.body.stream:
-        return await _stream(service, generation, errors, ChatFrames)
-    outputs = await _run(service, generation, errors, request)
-    return await _answer(
-        service, request, outputs, partial(_chat_reply, service, generation, outputs)
-    )
+    prepared = await prepare_body(service, request, prepare, is_quick=False)
+    body = await _with_grammars(service, request, llm, errors, prepared.body)
+    generation = _generation_call(call, llm, body, dialect.id_prefix, prepared.kept)
+    return await _answer(service, request, generation, errors, dialect.frames, dialect.reply)
 
 
 async def complete_text(service: Service, request: Request) -> Response:
@@ -91,31 +69,34 @@ async def complete_text(service: Service, request: Request) -> Response:
     body = await prepare_body(service, request, prepare, is_quick=True)
     body = await _with_grammars(service, request, llm, errors, body)
     generation = _generation_call(call, llm, body, "cmpl")
-    if generation.body.stream:
-        return await _stream(service, generation, errors, TextFrames)
-    outputs = await _run(service, generation, errors, request)
-    return await _answer(
-        service, request, outputs, partial(_text_reply, service, generation, outputs)
-    )
+    return await _answer(service, request, generation, errors, TextFrames, text_reply)
 
 
 def _generation_call(
-    call: Call, llm: AsyncLLM, prepared: PreparedBody[G], kind: str
+    call: Call, llm: AsyncLLM, prepared: PreparedBody[G], kind: str, kept: Any = None
 ) -> GenerationCall:
     call.user = prepared.body.user
     answer_id = f"{kind}-{call.id}"
-    return GenerationCall(prepared.body, prepared.prompts, call, llm, answer_id, int(time.time()))
+    created = int(time.time())
+    return GenerationCall(prepared.body, prepared.prompts, call, llm, answer_id, created, kept)
 
 
 # ---- reading, in the pool
 
 
 def _prepare_chat(
-    service: Service, llm: AsyncLLM, call: Call, errors: ErrorMapper, data: bytes
-) -> PreparedBody[ChatRequest]:
-    body = parse_body(data, ChatRequest, service.body_limits)
-    service.check_model(body.model)
-    _check_chat(body)
+    service: Service,
+    llm: AsyncLLM,
+    call: Call,
+    errors: ErrorMapper,
+    dialect: Dialect[B, K],
+    data: bytes,
+) -> _PreparedChat:
+    given = parse_body(data, dialect.schema, service.body_limits)
+    with errors:
+        body, kept = dialect.to_chat(service, call, given)
+        service.check_model(body.model)
+        _check_chat(body)
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
     variables = body.chat_template_kwargs
     changes: dict[str, Any] = {"messages": [], "chat_template_kwargs": None}
@@ -130,9 +111,8 @@ def _prepare_chat(
         )
         room = llm.max_context - len(prompt.tokens)
         logprobs = body.top_logprobs or 0 if body.logprobs else None
-        return PreparedBody(
-            body, [(prompt.without_text(), body.sampling(room, logprobs, llm.sampling_defaults))]
-        )
+        params = body.sampling(room, logprobs, llm.sampling_defaults)
+        return _PreparedChat(PreparedBody(body, [(prompt.without_text(), params)]), kept)
 
 
 def _prepare_text(
@@ -202,178 +182,37 @@ def _check_streaming(body: Generation) -> None:
 # ---- answers
 
 
-async def _run(
-    service: Service, generation: GenerationCall, errors: ErrorMapper, request: Request
-) -> list[RequestOutput]:
-    """All outputs; the first error is raised."""
-    streams = await errors.of(generation.submit(service, stream=False))
+async def _answer(
+    service: Service,
+    request: Request,
+    generation: GenerationCall,
+    errors: ErrorMapper,
+    make_frames: MakeFrames,
+    reply: Reply,
+) -> Response:
+    is_stream = bool(generation.body.stream)
+    streams = await errors.of(generation.submit(service, stream=is_stream))
+    if is_stream:
+        frames = make_frames(service, generation)
+        return StreamReply(service, generation, streams, frames, errors.as_api_error)
     outputs = await outputs_of(request, generation.call, streams)
     for output in outputs:
         if output.error is not None:
             raise errors.as_api_error(output.error)
-    return outputs
 
+    def write() -> bytes:
+        return reply(service, generation, outputs, choices_of(generation, outputs))
 
-async def _stream(
-    service: Service, generation: GenerationCall, errors: ErrorMapper, kind: type[Frames]
-) -> Response:
-    streams = await errors.of(generation.submit(service, stream=True))
-    options = generation.body.stream_options
-    frames = kind(
-        generation.answer_id,
-        generation.created,
-        service.name,
-        FINGERPRINT,
-        LogprobWriter(generation.llm.tokenizer),
-        with_usage=bool(options and options.include_usage),
-        with_token_ids=bool(generation.body.return_token_ids),
-    )
-
-    def ending(outputs: Sequence[RequestOutput]) -> bytes:
-        return frames.ending(usage_of(outputs), traces_of(generation.call, outputs) or ())
-
-    return StreamReply(
-        service,
-        generation.call,
-        streams,
-        frames,
-        choices_each=generation.body.n or 1,
-        ending=ending,
-        as_api_error=errors.as_api_error,
-    )
-
-
-async def _answer(
-    service: Service,
-    request: Request,
-    outputs: Sequence[RequestOutput],
-    write: Callable[[], bytes],
-) -> Response:
-    """Written in the pool where it has many log-probabilities."""
-    num_logprobs = sum(
-        (1 + len(completion.logprobs[0].top)) * len(completion.logprobs)
-        for output in outputs
-        for completion in output.completions
-        if completion.logprobs
-    )
-    is_long = num_logprobs > _MANY_LOGPROBS
+    # In the pool where it has many log-probabilities.
+    is_long = _num_logprobs(outputs) > _MANY_LOGPROBS
     content = await run_in_pool(service, request, write) if is_long else write()
     return Response(content, media_type="application/json")
 
 
-def _chat_reply(
-    service: Service, generation: GenerationCall, outputs: Sequence[RequestOutput]
-) -> bytes:
-    writer = LogprobWriter(generation.llm.tokenizer)
-    choices = []
-    for index, completion in _all_completions(outputs):
-        choice = ChatChoice(
-            index=index,
-            message=ChatMessage(content=completion.text),
-            logprobs=None,
-            finish_reason=_finish_reason(completion),
-            stop_reason=completion.stop_reason,
-            token_ids=completion.token_ids if generation.body.return_token_ids else None,
-        )
-        logprobs = completion.logprobs
-        written = None if logprobs is None else writer.for_chat(logprobs)
-        choices.append(_with_logprobs(choice, written))
-    reply = ChatCompletion(
-        id=generation.answer_id,
-        created=generation.created,
-        model=service.name,
-        system_fingerprint=FINGERPRINT,
-        choices=[],
-        usage=usage_of(outputs),
-        quire_trace=traces_of(generation.call, outputs),
-    )
-    return _with_choices(reply, choices)
-
-
-def _text_reply(
-    service: Service, generation: GenerationCall, outputs: Sequence[RequestOutput]
-) -> bytes:
-    writer = LogprobWriter(generation.llm.tokenizer)
-    choices = []
-    for index, completion in _all_completions(outputs):
-        choice = CompletionChoice(
-            index=index,
-            text=completion.text,
-            logprobs=None,
-            finish_reason=_finish_reason(completion),
-            stop_reason=completion.stop_reason,
-            token_ids=completion.token_ids if generation.body.return_token_ids else None,
-        )
-        logprobs = completion.logprobs
-        written = None if logprobs is None else writer.for_text(logprobs).json
-        choices.append(_with_logprobs(choice, written))
-    reply = TextCompletion(
-        id=generation.answer_id,
-        created=generation.created,
-        model=service.name,
-        system_fingerprint=FINGERPRINT,
-        choices=[],
-        usage=usage_of(outputs),
-        quire_trace=traces_of(generation.call, outputs),
-    )
-    return _with_choices(reply, choices)
-
-
-def _with_logprobs(choice: ChatChoice | CompletionChoice, logprobs: str | None) -> str:
-    """A choice as JSON, with its log-probabilities, which are JSON already."""
-    absent = {"logprobs"} if choice.token_ids is not None else {"logprobs", "token_ids"}
-    return f'{choice.model_dump_json(exclude=absent)[:-1]},"logprobs":{logprobs or "null"}}}'
-
-
-def _with_choices(reply: ChatCompletion | TextCompletion, choices: Sequence[str]) -> bytes:
-    """The reply as JSON. Fields of ours are left out where they were not asked for; OpenAI's nulls
-    stay."""
-    absent = {"choices"} if reply.quire_trace is not None else {"choices", "quire_trace"}
-    head = reply.model_dump_json(exclude=absent)[:-1]
-    return f'{head},"choices":[{",".join(choices)}]}}'.encode()
-
-
-def _all_completions(outputs: Sequence[RequestOutput]) -> list[tuple[int, Completion]]:
-    """All choices in order: those of the first prompt, then those of the next."""
-    completions = [completion for output in outputs for completion in output.completions]
-    return list(enumerate(completions))
-
-
-def _finish_reason(completion: Completion) -> Any:
-    assert completion.finish_reason is not None
-    return completion.finish_reason.value
-
-
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(c.num_tokens for output in outputs for c in output.completions)
-    cached = sum(output.metrics.num_cached_tokens for output in outputs)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=PromptDetails(cached_tokens=cached),
-    )
-
-
-def traces_of(call: Call, outputs: Sequence[RequestOutput]) -> list[TraceReport] | None:
-    """Timings of each prompt's request, if the client asked for them."""
-    return [trace_of(output) for output in outputs] if call.wants_trace else None
-
-
-def trace_of(output: RequestOutput) -> TraceReport:
-    metrics = output.metrics
-    return TraceReport(
-        queued_s=metrics.queued_s,
-        waited_for_s={reason.value: seconds for reason, seconds in metrics.waited_for.items()},
-        first_token_s=metrics.time_to_first_token_s,
-        total_s=metrics.total_s,
-        prompt_tokens=len(output.prompt_token_ids),
-        cached_tokens=metrics.num_cached_tokens,
-        chunks=metrics.num_chunks,
-        steps=metrics.num_steps,
-        preemptions=metrics.num_preemptions,
-        first_step=metrics.first_step,
-        last_step=metrics.last_step,
-        failed_steps=metrics.failed_steps,
+def _num_logprobs(outputs: Sequence[RequestOutput]) -> int:
+    return sum(
+        (1 + len(completion.logprobs[0].top)) * len(completion.logprobs)
+        for output in outputs
+        for completion in output.completions
+        if completion.logprobs
     )

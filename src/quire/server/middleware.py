@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, new_call
 from quire.server.connections import Connections, FailedKeys, Proxies, address_group
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, ErrorShape
 from quire.server.keys import Access, RequiredScope, required_scope
 from quire.server.quotas import RequestLimits
 from quire.server.settings import ServerSettings
@@ -52,11 +52,13 @@ class Middleware:
         limits: RequestLimits,
         connections: Connections,
         on_done: Callable[[Call], None],
+        error_shape: Callable[[str], ErrorShape],
     ) -> None:
         self._app = app
         self._settings = settings
         self._access = access
         self._on_done = on_done
+        self._error_shape = error_shape  # of a path
         self._limits = limits
         self._num_buffered = 0  # bytes of bodies
         self._connections = connections
@@ -74,6 +76,7 @@ class Middleware:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
         call = new_call(scope["method"], scope["path"], headers)
+        call.error_shape = self._error_shape(call.path)
         scope[SCOPE_KEY] = call
         extra = [(b"x-request-id", call.id.encode()), *cors_headers(headers, self._settings)]
 
@@ -89,7 +92,7 @@ class Middleware:
             await self._admit(scope, receive, send_marked, call)
         except ApiError as error:
             call.error = error.code or error.message
-            await send_error(send_marked, error)
+            await send_error(send_marked, error, call.error_shape)
         except ClientGoneError:
             call.error = CLIENT_GONE
         finally:
@@ -260,11 +263,11 @@ def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
     return ""
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+async def send_error(send: Send, error: ApiError, shape: ErrorShape) -> None:
     headers = [(name.encode(), value.encode()) for name, value in error.headers]
     headers.append((b"content-type", b"application/json"))
     with suppress(OSError):  # the client went away
-        await _send(send, error.status, error.body, headers)
+        await _send(send, error.status, shape.body(error), headers)
 
 
 async def _send(send: Send, status: int, body: bytes, headers: Headers) -> None:

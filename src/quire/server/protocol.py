@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.protocols.utils import get_remote_addr
 
 from quire.server.connections import Connections
-from quire.server.errors import ApiError
+from quire.server.errors import OPENAI_ERRORS, ApiError
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -462,7 +462,7 @@ def _announces_much(header: tuple[bytes, bytes]) -> bool:
 
 def refusal_bytes(error: ApiError) -> bytes:
     """An error as a whole response with connection: close."""
-    body = error.body
+    body = OPENAI_ERRORS.body(error)  # nobody knows the path yet
     head = [STATUS_LINE[error.status], b"content-type: application/json\r\n"]
     head += [b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers]
     head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from quire.core.plan import TokenLogprob
 from quire.tokenizer import Tokenizer
 
-FinishWord = Literal["stop", "length"]
+FinishWord = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorDetail(BaseModel):

@@ -1,139 +1,32 @@
-"""Streams: an answer as server-sent events, written as its tokens come. Its requests end when the
-client goes away.
-
-Streams make a frame for nearly every token, so a frame is a few joined strings, not a model: what
-every chunk of an answer shares is written once.
-"""
+"""Streams: an answer written as its tokens come, in a dialect's frames. Its requests end when the
+client goes away."""
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
 
+from quire.chat import AnswerParser
 from quire.core.errors import QuireError, RequestCancelledError
-from quire.core.plan import TokenLogprob
 from quire.core.request import Piece, RequestOutput
 from quire.engine.aio import Stream
-from quire.server.calls import CLIENT_GONE, Call
+from quire.server.calls import CLIENT_GONE
+from quire.server.dialect import Choice, Frames, GenerationCall, finish_word
 from quire.server.errors import ApiError
 from quire.server.middleware import Receive, Scope, Send, send_error
-from quire.server.replies import LogprobWriter, TraceReport, Usage
 from quire.server.service import Service
-
-# ---- frames
-
-
-DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
-
-
-class Frames:
-    """The chunks of one answer; subclasses write the part that differs between the APIs."""
-
-    kind: str
-
-    def __init__(
-        self,
-        answer_id: str,
-        created: int,
-        model: str,
-        fingerprint: str,
-        logprobs: LogprobWriter,
-        *,
-        with_usage: bool,
-        with_token_ids: bool,
-    ) -> None:
-        shared = {
-            "id": answer_id,
-            "object": self.kind,
-            "created": created,
-            "model": model,
-            "system_fingerprint": fingerprint,
-        }
-        self._head = "data: " + json.dumps(shared)[:-1] + ', "choices": ['
-        self._tail = '], "usage": null}\n\n' if with_usage else "]}\n\n"
-        self._logprobs = logprobs
-        self._with_usage = with_usage
-        self._with_token_ids = with_token_ids
-        self._num_spelled: dict[int, int] = {}  # characters of each choice's tokens so far
-
-    def opening(self, _index: int) -> bytes:
-        """What comes before a choice's first text, if anything."""
-        return b""
-
-    def _choice(self, index: int, text: str, scores: Sequence[TokenLogprob]) -> str:
-        """A choice up to, and without, its finish reason."""
-        raise NotImplementedError
-
-    def chunk(self, index: int, pieces: Sequence[Piece]) -> bytes:
-        """One chunk of all these pieces of a choice; nothing where they have no text yet."""
-        reason = pieces[-1].finish_reason
-        text = "".join([piece.text for piece in pieces])
-        scores = [score for piece in pieces for score in piece.logprobs]
-        if not text and reason is None and not scores and not self._with_token_ids:
-            return b""  # half a character, or the possible begin of a stop string
-        parts = [self._head, self._choice(index, text, scores)]
-        if self._with_token_ids:
-            token_ids = [token for piece in pieces for token in piece.token_ids]
-            parts.append(f', "token_ids": {json.dumps(token_ids)}')
-        finish_reason = "null" if reason is None else f'"{reason}"'
-        parts.append(f', "finish_reason": {finish_reason}}}{self._tail}')
-        return "".join(parts).encode()
-
-    def ending(self, usage: Usage, traces: Sequence[TraceReport]) -> bytes:
-        """The chunk without choices: counts and traces, where they were asked for."""
-        if not self._with_usage and not traces:
-            return b""
-        parts = []
-        if self._with_usage:
-            parts.append(f'"usage": {usage.model_dump_json()}')
-        if traces:
-            listed = ", ".join(trace.model_dump_json() for trace in traces)
-            parts.append(f'"quire_trace": [{listed}]')
-        return f"{self._head}], {', '.join(parts)}}}\n\n".encode()
-
-
-class ChatFrames(Frames):
-    kind = "chat.completion.chunk"
-
-    def opening(self, index: int) -> bytes:
-        choice = f'{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
-        return f'{self._head}{choice}"logprobs": null, "finish_reason": null}}{self._tail}'.encode()
-
-    def _choice(self, index: int, text: str, scores: Sequence[TokenLogprob]) -> str:
-        logprobs = self._logprobs.for_chat(scores) if scores else "null"
-        delta = f'{{"content": {json.dumps(text)}}}' if text else "{}"
-        return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}'
-
-
-class TextFrames(Frames):
-    kind = "text_completion"
-
-    def _choice(self, index: int, text: str, scores: Sequence[TokenLogprob]) -> str:
-        logprobs = "null"
-        if scores:
-            offset = self._num_spelled.get(index, 0)
-            written = self._logprobs.for_text(scores, offset)
-            self._num_spelled[index] = offset + written.num_characters
-            logprobs = written.json
-        return f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {logprobs}'
-
-
-# ---- the stream
-
 
 FRAMES_PER_SECOND = 1000  # of all streams together; beyond it tokens share frames
 LONGEST_PAUSE_S = 0.2  # between frames of one stream
-_HEADERS = [
+SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies would buffer the stream
-]
+)
+SSE_PING = b": ping\n\n"
 
-Ending = Callable[[Sequence[RequestOutput]], bytes]
 AsApiError = Callable[[BaseException], ApiError]
 
 
@@ -147,20 +40,18 @@ class StreamReply(Response):
     def __init__(
         self,
         service: Service,
-        call: Call,
+        generation: GenerationCall,
         streams: Sequence[Stream],
         frames: Frames,
-        *,
-        choices_each: int,
-        ending: Ending,
         as_api_error: AsApiError,
     ) -> None:
         self._service = service
-        self._call = call
+        self._call = generation.call
+        self._generation = generation
         self._streams = streams
         self._frames = frames
-        self._choices_each = choices_each
-        self._ending = ending
+        self._choices_each = generation.body.n or 1
+        self._choices: dict[int, Choice] = {}  # that have ended
         self._as_api_error = as_api_error
         self._is_open = False
         self._sent_at = 0.0
@@ -196,39 +87,55 @@ class StreamReply(Response):
             if cause is not None:
                 await self._fail(self._as_api_error(cause))
                 return
-            await self._write(self._ending(outputs) + DONE, more=False)
+            choices = [self._choices[index] for index in sorted(self._choices)]
+            await self._write(self._frames.ending(outputs, choices), more=False)
 
     async def _fail(self, error: ApiError) -> None:
         self._call.error = error.code or error.message
         if not self._is_open:
-            await send_error(self._send, error)
+            await send_error(self._send, error, self._call.error_shape)
             return
-        await self._write(error.frame, more=False)
+        await self._write(self._frames.error(error), more=False)
 
     async def _pump(self, stream: Stream, first_choice: int) -> RequestOutput:
         """Write one request's pieces until it has ended."""
-        opened: set[int] = set()
+        parsers: dict[int, AnswerParser] = {}
         not_before = 0.0
         try:
             while pieces := await stream.take(not_before):
-                if not opened:  # a queued request does not count: it needs no frames
+                if not parsers:  # a queued request does not count: it needs no frames
                     self._service.num_streams += 1
                 content = b""
                 for index, some in _by_choice(pieces).items():
-                    if index not in opened:
-                        opened.add(index)
+                    if index not in parsers:
+                        parsers[index] = self._generation.new_parser()
                         content += self._frames.opening(first_choice + index)
-                    content += self._frames.chunk(first_choice + index, some)
+                    content += self._chunk(first_choice + index, parsers[index], some)
                 if content:
                     await self._write(content)
                     not_before = self._sent_at + self._pause_s()
         finally:
-            self._service.num_streams -= bool(opened)
+            self._service.num_streams -= bool(parsers)
         output = await stream.output()
         if output.error is not None:  # the answer has failed: cancel its other requests
             for other in self._streams:
                 other.cancel()
+        for completion in output.completions:
+            if completion.index in parsers:
+                answer = parsers[completion.index].answer
+                index = first_choice + completion.index
+                word = finish_word(completion.finish_reason, answer)
+                self._choices[index] = Choice(index, completion, answer, word)
         return output
+
+    def _chunk(self, index: int, parser: AnswerParser, pieces: Sequence[Piece]) -> bytes:
+        """The frames of all these pieces of a choice."""
+        events = parser.feed("".join([piece.text for piece in pieces]))
+        reason = pieces[-1].finish_reason
+        if reason is None:
+            return self._frames.chunk(index, events, pieces, None)
+        events += parser.end()
+        return self._frames.chunk(index, events, pieces, finish_word(reason, parser.answer))
 
     def _pause_s(self) -> float:
         """With many streams, each gets fewer and larger frames."""
@@ -238,20 +145,26 @@ class StreamReply(Response):
         if not self._is_open:
             self._is_open = True
             await self._send(
-                {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": list(self._frames.headers),
+                }
             )
         self._sent_at = self._loop.time()
         await self._send({"type": "http.response.body", "body": content, "more_body": more})
 
     async def _ping(self) -> None:
-        """Write comments, so that proxies and clients do not time out."""
+        """Write what says nothing, so that proxies and clients do not time out."""
+        if not self._frames.ping:
+            return
         interval_s = self._service.settings.ping_interval_s
         while True:
             silent_s = self._loop.time() - self._sent_at
             await asyncio.sleep(max(0.001, interval_s - silent_s))
             if self._loop.time() - self._sent_at >= interval_s:
                 with suppress(OSError):
-                    await self._write(PING)
+                    await self._write(self._frames.ping)
 
     async def _watch(self, receive: Receive) -> None:
         """Cancel the requests when the client disconnects."""

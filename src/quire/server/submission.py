@@ -4,7 +4,7 @@ API's.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -102,12 +102,15 @@ def _queue_of(request: Request) -> str:
 
 class ErrorMapper:
     """Turns quire's errors into ApiErrors that name fields of this schema; also a context manager
-    that does so.
+    that does so. `names`: the schema's names of ChatRequest's fields, where they differ.
     """
 
-    def __init__(self, service: Service, schema: type[Strict]) -> None:
+    def __init__(
+        self, service: Service, schema: type[Strict], names: Mapping[str, str] | None = None
+    ) -> None:
         self._service = service
-        self._fields = schema.model_fields
+        self._names = names or {}
+        self._fields = {*schema.model_fields, *self._names}
 
     def __enter__(self) -> None:
         pass
@@ -115,6 +118,8 @@ class ErrorMapper:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, QuireError):
             raise self.as_api_error(error) from error
+        if isinstance(error, ApiError):
+            error.param = self._own_name(error.param)
 
     async def of(self, work: Awaitable[T]) -> T:
         with self:
@@ -122,7 +127,12 @@ class ErrorMapper:
 
     def as_api_error(self, error: BaseException) -> ApiError:
         assert isinstance(error, QuireError)
-        return as_api_error(error, self._fields, is_draining=self._service.is_draining)
+        found = as_api_error(error, self._fields, is_draining=self._service.is_draining)
+        found.param = self._own_name(found.param)
+        return found
+
+    def _own_name(self, param: str | None) -> str | None:
+        return None if param is None else self._names.get(param, param)
 
 
 async def submit_all(

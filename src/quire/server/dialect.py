@@ -1,0 +1,168 @@
+"""Dialect: an API over conversations, as a translation to ChatRequest and one of answers back.
+
+`answer_conversation` in generation.py does everything between. A dialect is given the events of an
+answer (chat/answers.py), never the model's own markers of tool calls and reasoning.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from quire.chat import Answer, AnswerEvent, AnswerParser
+from quire.core.request import Completion, FinishReason, Piece, RequestOutput
+from quire.engine.aio import Stream
+from quire.llm import AsyncLLM
+from quire.server.calls import Call
+from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
+from quire.server.replies import FinishWord, PromptDetails, TraceReport, Usage
+from quire.server.schemas import ChatRequest, Generation, Strict
+from quire.server.service import Service
+from quire.server.submission import Prompts, submit_all
+
+B = TypeVar("B", bound=Strict)
+K = TypeVar("K")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationCall:
+    """A call that generates: what to complete, and how. `kept` is what the dialect keeps of its own
+    body (Translation.kept)."""
+
+    body: Generation
+    prompts: Prompts
+    call: Call
+    llm: AsyncLLM
+    answer_id: str
+    created: int
+    kept: Any = None
+    new_parser: Callable[[], AnswerParser] = AnswerParser
+
+    async def submit(self, service: Service, *, stream: bool) -> list[Stream]:
+        call, body = self.call, self.body
+        return await submit_all(service, self.llm, call, body, self.prompts, stream=stream)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.tokens) for prompt, _ in self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A completion with what it says. Choices count through all prompts of a call."""
+
+    index: int
+    completion: Completion
+    answer: Answer
+    finish_reason: FinishWord
+
+
+class Frames(Protocol):
+    """Writes one answer as a stream."""
+
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """Of the response: its content type and others."""
+
+    @property
+    def ping(self) -> bytes:
+        """Sent when nothing else was for a while; b"": nothing is."""
+
+    def opening(self, index: int) -> bytes:
+        """What comes before a choice's first events."""
+
+    def chunk(
+        self,
+        index: int,
+        events: Sequence[AnswerEvent],
+        pieces: Sequence[Piece],
+        finish_reason: FinishWord | None,
+    ) -> bytes:
+        """What came for a choice at once, often one token: its events, and the pieces that they
+        were made of (token ids, log-probabilities). The last call has the reason of the end."""
+
+    def ending(self, outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> bytes:
+        """After all choices: counts, and what ends the stream."""
+
+    def error(self, error: ApiError) -> bytes:
+        """The end of a stream that fails after its status was sent."""
+
+
+class Translation(NamedTuple, Generic[K]):
+    """A body as the internal request. `kept` is for frames and reply; no large texts, please: the
+    answer may take long."""
+
+    chat: ChatRequest
+    kept: K
+
+
+@dataclass(frozen=True)
+class Dialect(Generic[B, K]):
+    """`to_chat` and `reply` run in the work pool or are quick; `to_chat` raises ApiError or
+    RequestError about a field of `schema`. `field_names` maps fields of ChatRequest to those of
+    `schema` that they come from, for errors about them."""
+
+    schema: type[B]
+    id_prefix: str  # of the answer's id
+    to_chat: Callable[[Service, Call, B], Translation[K]]
+    frames: Callable[[Service, GenerationCall], Frames]
+    reply: Callable[[Service, GenerationCall, Sequence[RequestOutput], Sequence[Choice]], bytes]
+    errors: ErrorShape = OPENAI_ERRORS
+    field_names: Mapping[str, str] = field(default_factory=dict)
+
+
+# ---- what replies and frames are made of
+
+
+def finish_word(reason: FinishReason | None, answer: Answer) -> FinishWord:
+    """Why a choice ended: calls that the model finished by itself are a reason of their own."""
+    if reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if answer.tool_calls else "stop"
+
+
+def choices_of(generation: GenerationCall, outputs: Sequence[RequestOutput]) -> list[Choice]:
+    """All choices in order: those of the first prompt, then those of the next."""
+    found: list[Choice] = []
+    for completion in (each for output in outputs for each in output.completions):
+        parser = generation.new_parser()
+        parser.feed(completion.text)
+        parser.end()
+        answer = parser.answer
+        word = finish_word(completion.finish_reason, answer)
+        found.append(Choice(len(found), completion, answer, word))
+    return found
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(c.num_tokens for output in outputs for c in output.completions)
+    cached = sum(output.metrics.num_cached_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptDetails(cached_tokens=cached),
+    )
+
+
+def traces_of(call: Call, outputs: Sequence[RequestOutput]) -> list[TraceReport] | None:
+    """Timings of each prompt's request, if the client asked for them."""
+    return [trace_of(output) for output in outputs] if call.wants_trace else None
+
+
+def trace_of(output: RequestOutput) -> TraceReport:
+    metrics = output.metrics
+    return TraceReport(
+        queued_s=metrics.queued_s,
+        waited_for_s={reason.value: seconds for reason, seconds in metrics.waited_for.items()},
+        first_token_s=metrics.time_to_first_token_s,
+        total_s=metrics.total_s,
+        prompt_tokens=len(output.prompt_token_ids),
+        cached_tokens=metrics.num_cached_tokens,
+        chunks=metrics.num_chunks,
+        steps=metrics.num_steps,
+        preemptions=metrics.num_preemptions,
+        first_step=metrics.first_step,
+        last_step=metrics.last_step,
+        failed_steps=metrics.failed_steps,
+    )

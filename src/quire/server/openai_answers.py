@@ -1,0 +1,245 @@
+"""OpenAI's chat and plain completions: replies and the frames of streams.
+
+Streams make a frame for nearly every token, so a frame is a few joined strings, not a model: what
+every chunk of an answer shares is written once.
+"""
+
+import json
+from collections.abc import Sequence
+
+from quire.chat import AnswerEvent, ContentDelta
+from quire.core.plan import TokenLogprob
+from quire.core.request import Piece, RequestOutput
+from quire.core.version import own_version
+from quire.server.calls import Call
+from quire.server.dialect import (
+    Choice,
+    Dialect,
+    GenerationCall,
+    Translation,
+    traces_of,
+    usage_of,
+)
+from quire.server.errors import OPENAI_ERRORS, ApiError
+from quire.server.replies import (
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    CompletionChoice,
+    FinishWord,
+    LogprobWriter,
+    TextCompletion,
+)
+from quire.server.schemas import ChatRequest
+from quire.server.service import Service
+from quire.server.streaming import SSE_HEADERS, SSE_PING
+
+FINGERPRINT = f"quire-{own_version()}"
+DONE = b"data: [DONE]\n\n"
+
+# ---- frames
+
+
+class OpenAIFrames:
+    """The chunks of one answer; subclasses write what differs between the two APIs."""
+
+    kind: str
+    headers = SSE_HEADERS
+    ping = SSE_PING
+
+    def __init__(self, service: Service, generation: GenerationCall) -> None:
+        shared = {
+            "id": generation.answer_id,
+            "object": self.kind,
+            "created": generation.created,
+            "model": service.name,
+            "system_fingerprint": FINGERPRINT,
+        }
+        options = generation.body.stream_options
+        self._call = generation.call
+        self._with_usage = bool(options and options.include_usage)
+        self._with_token_ids = bool(generation.body.return_token_ids)
+        self._head = "data: " + json.dumps(shared)[:-1] + ', "choices": ['
+        self._tail = '], "usage": null}\n\n' if self._with_usage else "]}\n\n"
+        self._logprobs = LogprobWriter(generation.llm.tokenizer)
+        self._num_spelled: dict[int, int] = {}  # characters of each choice's tokens so far
+
+    def opening(self, _index: int) -> bytes:
+        return b""
+
+    def _choice(
+        self, index: int, events: Sequence[AnswerEvent], scores: Sequence[TokenLogprob]
+    ) -> str:
+        """A choice up to, and without, its finish reason."""
+        raise NotImplementedError
+
+    def chunk(
+        self,
+        index: int,
+        events: Sequence[AnswerEvent],
+        pieces: Sequence[Piece],
+        finish_reason: FinishWord | None,
+    ) -> bytes:
+        """One chunk of all these pieces of a choice; nothing where they say nothing yet."""
+        scores = [score for piece in pieces for score in piece.logprobs]
+        if not events and finish_reason is None and not scores and not self._with_token_ids:
+            return b""  # half a character, or the possible begin of a stop string or marker
+        parts = [self._head, self._choice(index, events, scores)]
+        if self._with_token_ids:
+            token_ids = [token for piece in pieces for token in piece.token_ids]
+            parts.append(f', "token_ids": {json.dumps(token_ids)}')
+        reason = "null" if finish_reason is None else f'"{finish_reason}"'
+        parts.append(f', "finish_reason": {reason}}}{self._tail}')
+        return "".join(parts).encode()
+
+    def ending(self, outputs: Sequence[RequestOutput], _choices: Sequence[Choice]) -> bytes:
+        """The chunk without choices: counts and traces, where they were asked for."""
+        traces = traces_of(self._call, outputs)
+        if not self._with_usage and not traces:
+            return DONE
+        parts = []
+        if self._with_usage:
+            parts.append(f'"usage": {usage_of(outputs).model_dump_json()}')
+        if traces:
+            listed = ", ".join(trace.model_dump_json() for trace in traces)
+            parts.append(f'"quire_trace": [{listed}]')
+        return f"{self._head}], {', '.join(parts)}}}\n\n".encode() + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return OPENAI_ERRORS.frame(error)
+
+
+class ChatFrames(OpenAIFrames):
+    kind = "chat.completion.chunk"
+
+    def opening(self, index: int) -> bytes:
+        choice = f'{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
+        return f'{self._head}{choice}"logprobs": null, "finish_reason": null}}{self._tail}'.encode()
+
+    def _choice(
+        self, index: int, events: Sequence[AnswerEvent], scores: Sequence[TokenLogprob]
+    ) -> str:
+        logprobs = self._logprobs.for_chat(scores) if scores else "null"
+        text = content_of(events)
+        delta = f'{{"content": {json.dumps(text)}}}' if text else "{}"
+        return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}'
+
+
+class TextFrames(OpenAIFrames):
+    kind = "text_completion"
+
+    def _choice(
+        self, index: int, events: Sequence[AnswerEvent], scores: Sequence[TokenLogprob]
+    ) -> str:
+        logprobs = "null"
+        if scores:
+            offset = self._num_spelled.get(index, 0)
+            written = self._logprobs.for_text(scores, offset)
+            self._num_spelled[index] = offset + written.num_characters
+            logprobs = written.json
+        return (
+            f'{{"index": {index}, "text": {json.dumps(content_of(events))}, "logprobs": {logprobs}'
+        )
+
+
+def content_of(events: Sequence[AnswerEvent]) -> str:
+    return "".join([event.text for event in events if isinstance(event, ContentDelta)])
+
+
+# ---- replies
+
+
+def chat_reply(
+    service: Service,
+    generation: GenerationCall,
+    outputs: Sequence[RequestOutput],
+    choices: Sequence[Choice],
+) -> bytes:
+    writer = LogprobWriter(generation.llm.tokenizer)
+    written = []
+    for each in choices:
+        completion = each.completion
+        choice = ChatChoice(
+            index=each.index,
+            message=ChatMessage(content=each.answer.content or ""),
+            logprobs=None,
+            finish_reason=each.finish_reason,
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if generation.body.return_token_ids else None,
+        )
+        logprobs = completion.logprobs
+        scores = None if logprobs is None else writer.for_chat(logprobs)
+        written.append(_with_logprobs(choice, scores))
+    reply = ChatCompletion(
+        id=generation.answer_id,
+        created=generation.created,
+        model=service.name,
+        system_fingerprint=FINGERPRINT,
+        choices=[],
+        usage=usage_of(outputs),
+        quire_trace=traces_of(generation.call, outputs),
+    )
+    return _with_choices(reply, written)
+
+
+def text_reply(
+    service: Service,
+    generation: GenerationCall,
+    outputs: Sequence[RequestOutput],
+    choices: Sequence[Choice],
+) -> bytes:
+    writer = LogprobWriter(generation.llm.tokenizer)
+    written = []
+    for each in choices:
+        completion = each.completion
+        choice = CompletionChoice(
+            index=each.index,
+            text=completion.text,
+            logprobs=None,
+            finish_reason=each.finish_reason,
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if generation.body.return_token_ids else None,
+        )
+        logprobs = completion.logprobs
+        scores = None if logprobs is None else writer.for_text(logprobs).json
+        written.append(_with_logprobs(choice, scores))
+    reply = TextCompletion(
+        id=generation.answer_id,
+        created=generation.created,
+        model=service.name,
+        system_fingerprint=FINGERPRINT,
+        choices=[],
+        usage=usage_of(outputs),
+        quire_trace=traces_of(generation.call, outputs),
+    )
+    return _with_choices(reply, written)
+
+
+def _with_logprobs(choice: ChatChoice | CompletionChoice, logprobs: str | None) -> str:
+    """A choice as JSON, with its log-probabilities, which are JSON already."""
+    absent = {"logprobs"} if choice.token_ids is not None else {"logprobs", "token_ids"}
+    return f'{choice.model_dump_json(exclude=absent)[:-1]},"logprobs":{logprobs or "null"}}}'
+
+
+def _with_choices(reply: ChatCompletion | TextCompletion, choices: Sequence[str]) -> bytes:
+    """The reply as JSON. Fields of ours are left out where they were not asked for; OpenAI's nulls
+    stay."""
+    absent = {"choices"} if reply.quire_trace is not None else {"choices", "quire_trace"}
+    head = reply.model_dump_json(exclude=absent)[:-1]
+    return f'{head},"choices":[{",".join(choices)}]}}'.encode()
+
+
+# ---- the dialect
+
+
+def _to_chat(_service: Service, _call: Call, body: ChatRequest) -> Translation[None]:
+    return Translation(body, None)
+
+
+CHAT = Dialect(
+    schema=ChatRequest,
+    id_prefix="chatcmpl",
+    to_chat=_to_chat,
+    frames=ChatFrames,
+    reply=chat_reply,
+)
