@@ -93,9 +93,10 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> CompiledGrammar | RequestError:
         try:
             vocabulary = self._loaded_vocabulary()
-            from quire.structured.checker import CHECKER  # imports llguidance, which may be missing
+            # Imports llguidance, which may be missing.
+            from quire.structured.checker import checked_grammar
 
-            grammar = CHECKER.grammar(constraint)
+            grammar = checked_grammar(constraint)
         except RequestError as error:
             return error
         found: list[CompiledGrammar | RequestError] = []
