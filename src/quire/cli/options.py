@@ -398,7 +398,7 @@ def _add_operation_options(group: Options) -> None:
         help="between comments in a silent stream (default: %(default)s)",
     )
     _add_audit_options(group)
-
+    _add_view_options(group)
     add(
         "--state",
         type=Path,
@@ -413,6 +413,17 @@ def _add_operation_options(group: Options) -> None:
         default=os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"),
         metavar="URL",
         help="send traces there (default: OTEL_EXPORTER_OTLP_ENDPOINT)",
+    )
+
+
+def _add_view_options(group: Options) -> None:
+    add = group.add_argument
+    add(
+        "--memory-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="what `quire bench limits` measured: /v1/stats then shows how near steps come to the "
+        "time that reading the weights takes",
     )
 
 

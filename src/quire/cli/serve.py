@@ -76,6 +76,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         audit_key=args.audit_key,
         audit_requests=args.audit_requests,
         state_folder=args.state or default_folder(os.environ),
+        memory_bandwidth=None if args.memory_bandwidth is None else args.memory_bandwidth * 1e9,
     )
 
 

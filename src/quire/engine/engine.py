@@ -34,6 +34,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import MakeDetokenizer, MakeGrammar
 from quire.engine.stats import EngineStats, Health, HealthReport, Snapshot
 from quire.engine.step import Row, Step
+from quire.engine.step_log import StepLog, StepRecord
 from quire.executors.base import Executor
 from quire.kvcache import KVCache
 
@@ -57,6 +58,7 @@ class Engine:
         self.executor = executor
         self.clock = clock or RealClock()
         self.stats = EngineStats(since=self.clock.now())
+        self._step_log = StepLog()
         self._scheduler = Scheduler(self.config, executor.capacity, self.stats)
         self._admission = Admission(
             self.config,
@@ -243,6 +245,7 @@ class Engine:
         stats.busy_s += result.elapsed_s
         stats.padding_tokens += result.padding_tokens
         self._scheduler.observe(step, result.elapsed_s)
+        self._step_log.record(step.id, step.rows, result.elapsed_s, self.clock.now())
 
     def _release_sources(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -459,6 +462,8 @@ class Engine:
             running_by_key=Counter(s.request.key for s in list(scheduler.running)),
             queued_tokens=scheduler.waiting.num_tokens,
             kv_usage=scheduler.cache.usage,
+            num_blocks=scheduler.cache.pool.num_blocks,
+            num_used_blocks=scheduler.cache.pool.num_used,
             num_cached_blocks=scheduler.cache.pool.num_cached,
             memory_bytes=self.executor.memory_bytes,
             utilisation=self.stats.busy_s / elapsed if elapsed > 0 else 0.0,
@@ -466,6 +471,10 @@ class Engine:
             health_report=self.health_report,
             stats=self.stats,
         )
+
+    def latest_steps(self, count: int, after: int | None = None) -> SequenceOf[StepRecord]:
+        """Steps that ran lately and their rows, in order; from any thread. See StepLog."""
+        return self._step_log.latest(count, self.clock.now(), after)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state of the engine is inconsistent. For tests."""

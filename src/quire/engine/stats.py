@@ -177,7 +177,9 @@ class Snapshot:
     running_by_key: Mapping[str, int]
     queued_tokens: int
     kv_usage: float
-    num_cached_blocks: int
+    num_blocks: int  # of the KV cache
+    num_used_blocks: int  # that sequences hold
+    num_cached_blocks: int  # that a prefix can be found in, held or not
     memory_bytes: Mapping[str, int]
     utilisation: float  # share of the time since the start that a step was in flight
     health: str

@@ -16,12 +16,13 @@ kv_cache_dtype = "int8"
 
 import json
 import logging
+import math
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, ModelFileError
@@ -35,12 +36,23 @@ from quire.loader.reading import read_capped
 from quire.model.generation import read_defaults
 from quire.model.isolated import examine
 from quire.model.loading import Model, end_token_ids, load_model, read_tokenizer
-from quire.model.spec import ModelSpec
+from quire.model.spec import Experts, ModelSpec, tensor_shapes
 from quire.structured import Grammars
 from quire.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 MAX_TEMPLATE_BYTES = 1 << 20
+
+
+class StepRead(NamedTuple):
+    """Bytes that any step reads: every matrix once, and the keys and values of its context."""
+
+    weights: int
+    kv_per_position: int
+
+    def seconds(self, context: int, bytes_per_second: float) -> float:
+        """The least time of a step whose rows attend to `context` positions together."""
+        return (self.weights + context * self.kv_per_position) / bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,21 @@ class Assembly:
         options.engine_config()
         self.memory.check_batch(self.executor.capacity.num_blocks, max_batch_size)
         return replace(self, options=options)
+
+    @property
+    def step_read(self) -> StepRead | None:
+        """None for experts, of which a step reads those that its tokens chose."""
+        spec, held = self.spec, self.executor.memory_bytes.get("weights")
+        if held is None or any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
+            return None
+        sizes = {name: math.prod(shape) for name, shape in tensor_shapes(spec).items()}
+        total = sum(sizes.values())
+        looked_up = 0 if spec.tied_head else sizes["token_embd.weight"]
+        weights = held * (total - looked_up) // total
+        # A windowed layer reads no more than its window: without the rows' own lengths, nothing of
+        # the cache is counted, and the least stays the least.
+        has_windows = any(window is not None for window in spec.windows)
+        return StepRead(weights, 0 if has_windows else self.memory.kv_per_token)
 
     def new_engine(self) -> Engine:
         """An engine with an empty cache; the weights are not touched."""

@@ -13,7 +13,8 @@ from quire.core.sampling import SamplingOptions, SamplingParams
 from quire.engine.aio import AsyncEngine, Stream
 from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
-from quire.llm.assembly import Assembly, assemble
+from quire.engine.step_log import StepRecord
+from quire.llm.assembly import Assembly, StepRead, assemble
 from quire.llm.devices import Options
 from quire.llm.forward import (
     NO_TOKENS,
@@ -348,6 +349,15 @@ class AsyncLLM:
     def stats(self) -> Snapshot:
         """What runs, what waits and why, memory in use, and the counters so far."""
         return self._engine.engine.snapshot()
+
+    def latest_steps(self, count: int, after: int | None = None) -> Sequence[StepRecord]:
+        """Steps that ran lately and their rows; kept while somebody asks now and then."""
+        return self._engine.engine.latest_steps(count, after)
+
+    @property
+    def step_read(self) -> StepRead | None:
+        """What a step reads at least; None where that depends on more than its rows' lengths."""
+        return self._assembly.step_read
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take nothing new and wait for what runs; what is left after the timeout is ended."""

@@ -25,10 +25,11 @@ from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
 from quire.server.generation import answer_conversation, complete_text
 from quire.server.keys import ApiKey, check_routes
 from quire.server.logs import log
-from quire.server.metrics import CONTENT_TYPE, exposition, stats_for
+from quire.server.metrics import CONTENT_TYPE, StepsAsked, exposition, stats_for
 from quire.server.middleware import ClientGoneError, Middleware
 from quire.server.openai_answers import CHAT
 from quire.server.openapi import (
+    STEPS_PARAMETERS,
     STREAM_CONTENT,
     describe_bodies,
     docs_page,
@@ -322,14 +323,25 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
     @app.get(
         "/v1/stats",
         summary="The key's own figures; with the scope `stats`, those of all",
-        responses=error_responses(503),
+        responses=error_responses(400, 503),
+        response_model=StatsReply | OwnStatsReply,
+        openapi_extra={"parameters": list(STEPS_PARAMETERS)},
     )
-    async def stats(request: Request) -> StatsReply | OwnStatsReply:
-        return stats_for(service, snapshot(), request.scope[SCOPE_KEY].key)
+    async def stats(request: Request) -> Response:
+        key = request.scope[SCOPE_KEY].key
+        asked = StepsAsked.of(request.query_params)
+        if not asked.num_steps:
+            return _json(stats_for(service, snapshot(), key, asked), {"latest"})
+        # A hundred steps of a large batch take milliseconds to write.
+        return await asyncio.to_thread(lambda: _json(stats_for(service, snapshot(), key, asked)))
 
     @app.get("/docs", summary="This page", response_class=HTMLResponse, responses=error_responses())
     async def docs() -> HTMLResponse:
         return HTMLResponse(docs_page(app.openapi()))
+
+
+def _json(reply: BaseModel, left_out: set[str] | None = None) -> Response:
+    return Response(reply.model_dump_json(exclude=left_out), media_type="application/json")
 
 
 def _add_administration(app: FastAPI, service: Service) -> None:

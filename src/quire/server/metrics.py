@@ -3,22 +3,31 @@ dashboards rely on; /v1/stats, to a key its own, to one with the scope those of 
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from quire.core.request import WaitReason
 from quire.engine.stats import Health, Histogram, Snapshot
+from quire.engine.step_log import MAX_STEPS
+from quire.llm import AsyncLLM
 from quire.server.audit import AuditLog
 from quire.server.connections import Connections
+from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, may_read_totals
 from quire.server.logs import num_dropped_lines
+from quire.server.openapi import MAX_STEP_ID
 from quire.server.quotas import Quotas, Usage
 from quire.server.replies import (
     AuditFigures,
     HealthFigures,
     KeyFigures,
+    KVBlocks,
+    Lane,
+    LatestSteps,
     OwnStatsReply,
     QuotaFigures,
     StatsReply,
+    StepFigures,
 )
 from quire.server.service import Service
 
@@ -192,18 +201,81 @@ def _escaped(text: str) -> str:
 # ---- /v1/stats
 
 
+class StepsAsked(NamedTuple):
+    """Which steps a call of /v1/stats wants: so many of the latest, after the step `after`."""
+
+    num_steps: int = 0
+    after: int | None = None
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> "StepsAsked":
+        after = _whole(query, "after", MAX_STEP_ID)
+        return cls(_whole(query, "steps", MAX_STEPS) or 0, after)
+
+
+def _whole(query: Mapping[str, str], name: str, most: int) -> int | None:
+    text = query.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal()) or len(text) > 18 or int(text) > most:
+        raise ApiError(
+            400, f"{name} must be a number from 0 to {most}, got {text!r:.100}", param=name
+        )
+    return int(text)
+
+
 def stats_for(
-    service: Service, snapshot: Snapshot, key: ApiKey | None
+    service: Service, snapshot: Snapshot, key: ApiKey | None, asked: StepsAsked
 ) -> OwnStatsReply | StatsReply:
     """A key's own figures, or all with the scope `stats` or without keys."""
+    uptime_s = time.time() - service.loaded_at
     own = OwnStatsReply(
         status=service.state.value,
         model=service.name,
-        uptime_s=time.time() - service.loaded_at,
+        uptime_s=uptime_s,
+        latest=_latest_steps(service, asked, key, uptime_s - snapshot.at),
         key=None if key is None else key.name,
         own=_figures(service.quotas, snapshot, key, service.quotas.usage_of(key)),
     )
     return _with_totals(own, service, snapshot) if may_read_totals(key) else own
+
+
+def _latest_steps(
+    service: Service, asked: StepsAsked, key: ApiKey | None, offset_s: float
+) -> LatestSteps | None:
+    """`offset_s`: from the engine's clock to that of uptime_s."""
+    if asked.num_steps == 0 or service.loaded is None:
+        return None
+    sees_all = may_read_totals(key)
+    floor = _floor(service, service.loaded) if sees_all else None
+    found = LatestSteps(lanes={}, steps=[])
+    for step in service.loaded.latest_steps(asked.num_steps, asked.after):
+        rows = [row for row in step.rows if sees_all or (key is not None and row.key == key.name)]
+        if not rows:
+            continue
+        found.steps.append(
+            StepFigures(
+                id=step.id,
+                at=step.at + offset_s,
+                elapsed_s=step.elapsed_s,
+                floor_s=None if floor is None else floor(step.context),
+                chunks=[(r.sequence_id, r.start, r.num_tokens) for r in rows if not r.is_decode],
+                decodes=[(r.sequence_id, r.start) for r in rows if r.is_decode],
+            )
+        )
+        for row in rows:
+            found.lanes[row.sequence_id] = Lane(
+                request=row.request_id, key=row.key, prompt_tokens=row.num_prompt_tokens
+            )
+    return found
+
+
+def _floor(service: Service, llm: AsyncLLM) -> Callable[[int], float] | None:
+    """From a step's context to the time that reading what it needs takes; None: not known."""
+    read, bandwidth = llm.step_read, service.settings.memory_bandwidth
+    if read is None or bandwidth is None:
+        return None
+    return lambda context: read.seconds(context, bandwidth)
 
 
 def _with_totals(own: OwnStatsReply, service: Service, snapshot: Snapshot) -> StatsReply:
@@ -221,6 +293,11 @@ def _with_totals(own: OwnStatsReply, service: Service, snapshot: Snapshot) -> St
         waiting_by_reason={r.value: count for r, count in snapshot.waiting_by_reason.items()},
         queued_tokens=snapshot.queued_tokens,
         kv_cache_usage=snapshot.kv_usage,
+        kv_blocks=KVBlocks(
+            total=snapshot.num_blocks,
+            used=snapshot.num_used_blocks,
+            cached=snapshot.num_cached_blocks,
+        ),
         memory_bytes=dict(snapshot.memory_bytes),
         device_utilization=snapshot.utilisation,
         num_steps=stats.num_steps,

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
+from quire.engine.step_log import MAX_STEPS
 from quire.server.replies import ErrorReply
 from quire.server.schemas import Strict
 
@@ -32,6 +33,7 @@ _DESCRIPTIONS = {
     409: "the file cannot be used; the old keys stay",
     500: "this request failed alone",
 }
+MAX_STEP_ID = 2**53  # what a number of JSON holds everywhere
 _SCHEMAS = "#/components/schemas/"
 
 STREAM_CONTENT: dict[str, Any] = {
@@ -43,6 +45,19 @@ STREAM_CONTENT: dict[str, Any] = {
         }
     }
 }
+
+STEPS_PARAMETERS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "name": name,
+        "in": "query",
+        "description": meaning,
+        "schema": {"type": "integer", "minimum": 0, "maximum": most},
+    }
+    for name, meaning, most in (
+        ("steps", "give so many of the engine's latest steps, too", MAX_STEPS),
+        ("after", "... of those after the step with this id", MAX_STEP_ID),
+    )
+)
 
 
 def error_responses(*statuses: int) -> Responses:

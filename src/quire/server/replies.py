@@ -192,6 +192,37 @@ class KeyFigures(BaseModel):
     tokens_per_day: QuotaFigures | None = None
 
 
+class Lane(BaseModel):
+    """A sequence that had rows in some of the steps."""
+
+    request: str
+    key: str
+    prompt_tokens: int
+
+
+class StepFigures(BaseModel):
+    """A step that ran, by the rows it computed."""
+
+    id: int
+    at: float = Field(description="when it ended, in seconds of uptime_s")
+    elapsed_s: float
+    floor_s: float | None = Field(
+        description="the time that reading weights and KV takes at --memory-bandwidth"
+    )
+    chunks: list[tuple[int, int, int]] = Field(
+        description="rows of prompts: lane, position of the first token, number of tokens"
+    )
+    decodes: list[tuple[int, int]] = Field(description="rows of one token: lane, its position")
+
+
+class LatestSteps(BaseModel):
+    """The engine's latest steps; without the scope `stats`, the key's own rows in them. Steps are
+    kept for 30 s after they were last asked for."""
+
+    lanes: dict[int, Lane]
+    steps: list[StepFigures]
+
+
 class OwnStatsReply(BaseModel):
     """What every key may read."""
 
@@ -200,6 +231,7 @@ class OwnStatsReply(BaseModel):
     uptime_s: float
     key: str | None  # its name
     own: KeyFigures
+    latest: LatestSteps | None = Field(None, description="with ?steps=N")
 
 
 class AuditFigures(BaseModel):
@@ -226,6 +258,14 @@ class HealthFigures(BaseModel):
     step_splits: int = Field(description="times that a failed step or a part was split in two")
 
 
+class KVBlocks(BaseModel):
+    """Blocks of the KV cache. Those in use and those cached overlap."""
+
+    total: int
+    used: int = Field(description="held by sequences")
+    cached: int = Field(description="in which a prefix can be found")
+
+
 class StatsReply(OwnStatsReply):
     """Gauges, and counters since the model was loaded."""
 
@@ -237,6 +277,7 @@ class StatsReply(OwnStatsReply):
     waiting_by_reason: dict[str, int]
     queued_tokens: int
     kv_cache_usage: float
+    kv_blocks: KVBlocks
     memory_bytes: dict[str, int]
     device_utilization: float
     num_steps: int

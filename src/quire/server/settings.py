@@ -53,6 +53,7 @@ class ServerSettings:
     audit_key: Path | None = None  # a file with the key of the hashes in it
     audit_requests: bool = False  # one line a request as well
     state_folder: Path | None = None  # keeps quotas by the day across restarts
+    memory_bandwidth: float | None = None  # bytes a second, for the floor of steps
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -67,6 +68,9 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
         if not 0 <= self.drain_timeout_s < math.inf:
             raise ConfigError(f"drain_timeout_s must be 0 or more, got {self.drain_timeout_s}")
+        bandwidth = self.memory_bandwidth
+        if bandwidth is not None and not 0 < bandwidth < math.inf:
+            raise ConfigError(f"memory_bandwidth must be a number above 0, got {bandwidth}")
         if self.tls_key is not None and self.tls_cert is None:
             raise ConfigError("a TLS key needs its certificate: give --tls-cert too")
         for origin in self.cors_origins:
