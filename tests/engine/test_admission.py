@@ -66,7 +66,7 @@ def test_a_prompt_that_cannot_be_run_is_refused(prompt: Any, words: list[str]) -
         ({"stop_token_ids": [100]}, ["stop_token_ids", "100", "0 to 99"]),
         ({"logit_bias": {100: 1.0}}, ["logit_bias", "100", "0 to 99"]),
         ({"stop": ["x"]}, ["stop strings", "tokenizer"]),
-        ({"structured": Constraint("regex", "a")}, ["regex", "tokenizer"]),
+        ({"structured": Constraint("regex", "a")}, ["without masks", "structured"]),
     ],
 )
 def test_params_that_do_not_fit_this_engine_are_refused(

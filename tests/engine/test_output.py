@@ -103,7 +103,7 @@ def spelled(text: Sequence[str]) -> dict[int, str]:
 
 def write(text: Sequence[str], **params: object) -> tuple[RequestOutput, list[Piece]]:
     spelling = spelled(text)
-    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda: Letters(spelling))
+    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda **_: Letters(spelling))
     engine.add_request(PROMPT, greedy(len(text), **params), stream=True)
     events = list(engine.run())
     (output,) = ended(events)
@@ -158,7 +158,7 @@ def test_a_stop_string_before_the_minimum_is_text_like_any_other() -> None:
 def test_a_stop_token_is_no_part_of_the_text_and_held_text_comes_out() -> None:
     spelling = spelled(["a", "E", "N", "!"])
     last = list(spelling)[-1]
-    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda: Letters(spelling))
+    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda **_: Letters(spelling))
     engine.add_request(PROMPT, greedy(9, stop=["END"], stop_token_ids=[last]))
     (output,) = finish(engine).values()
     assert output.text == "aEN"
@@ -167,7 +167,7 @@ def test_a_stop_token_is_no_part_of_the_text_and_held_text_comes_out() -> None:
 
 def test_held_text_of_a_cancelled_request_comes_out() -> None:
     spelling = spelled(["a", "E", "N", "D"])
-    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda: Letters(spelling))
+    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda **_: Letters(spelling))
     request = engine.add_request(PROMPT, greedy(9, stop=["END"]))
     while len(engine._lifecycle.live[request.id].sequences[0].completion.token_ids) < 3:
         engine.step()
@@ -197,7 +197,7 @@ def test_a_detokenizer_that_raises_fails_its_request_alone() -> None:
     unknown = solo(PROMPT, greedy(10))[0][4]
     prompts = [PROMPT, [1], [2]]
     assert all(unknown not in solo(prompt, greedy(10))[0] for prompt in prompts[1:])
-    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda: Speechless(unknown))
+    engine = toy_engine(FakeExecutor(), make_detokenizer=lambda **_: Speechless(unknown))
     doomed, *others = [engine.add_request(prompt, greedy(10, stop=["x"])) for prompt in prompts]
     found = finish(engine)
     assert isinstance(found[doomed.id].error, RowFaultError)
@@ -557,7 +557,7 @@ def test_a_completion_goes_on_as_it_would_have(num_generated: int) -> None:
     def engine_of_letters() -> Engine:
         return toy_engine(
             FakeExecutor(),
-            make_detokenizer=lambda: Letters({token: f"<{token}>" for token in range(1000)}),
+            make_detokenizer=lambda **_: Letters({token: f"<{token}>" for token in range(1000)}),
             make_grammar=lambda _: Multiples(of=7, count=9),
         )
 

@@ -9,7 +9,7 @@ from quire.core.plan import SequencePlan
 from quire.core.request import Ended, Event, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine import Engine
-from quire.engine.sequence import Detokenizer, Grammar
+from quire.engine.sequence import Grammar, MakeDetokenizer
 from quire.executors.fake import FakeExecutor
 
 Script = Sequence[tuple[float, Callable[[], object]]]
@@ -102,7 +102,7 @@ def mask(tokens: Iterable[int], vocabulary_size: int) -> bytes:
 def toy_engine(
     executor: FakeExecutor,
     *,
-    make_detokenizer: Callable[[], Detokenizer] | None = None,
+    make_detokenizer: MakeDetokenizer | None = None,
     make_grammar: Callable[[SamplingParams], Grammar] | None = None,
     start_masks: Callable[[], None] | None = None,
     **settings: object,

@@ -103,7 +103,7 @@ def test_every_field_may_be_given_by_name() -> None:
             "use_tqdm",
         ),
         ({"max_new_tokens": 3}, "write max_tokens", "max_new_tokens"),
-        ({"xyz": 3}, "there is no 'xyz' here; there are frequency_penalty, ignore_eos", "xyz"),
+        ({"xyz": 3}, "there is no 'xyz' here; there are allowed_token_ids, bad_words", "xyz"),
         ({"temperature": -1}, "temperature must be from 0 to 100, got -1", "temperature"),
         ({"on_error": "ignore"}, 'on_error must be "raise" or "keep"', "on_error"),
     ],

@@ -16,6 +16,7 @@ from quire.core.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_COMPLETIONS = 128
+MAX_BAD_WORDS = 1024
 MAX_CONSTRAINT_LENGTH = 131_072  # characters
 CONSTRAINT_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
@@ -120,13 +121,24 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     structured: object
+    allowed_token_ids: Sequence[int] | None
+    bad_words: str | Sequence[str]
+    skip_special_tokens: bool
+    detokenize: bool
+
+
+SWITCHES = (
+    *("ignore_eos", "include_stop_str_in_output", "include_stop_token"),
+    *("skip_special_tokens", "detokenize"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. Names and meanings follow OpenAI and vLLM; every field is obeyed."""
 
-    max_tokens: int | None = None  # None: until the model ends it or the context is full
+    # None: until the model ends it or the context is full; 0: only the prompt is computed
+    max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens
@@ -146,14 +158,20 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured: Constraint | None = None  # in any form that Constraint.of takes
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all; end tokens only if listed
+    bad_words: tuple[str, ...] = ()  # texts whose tokens never come one after another
+    skip_special_tokens: bool = True  # leave control tokens out of the text
+    detokenize: bool = True  # False: token ids and no text
 
     def __post_init__(self) -> None:
         self._normalise()
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
+            _integer("max_tokens", self.max_tokens, 0)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         _integer("top_k", self.top_k, 0)
         _integer("n", self.n, 1, MAX_COMPLETIONS)
+        if self.max_tokens == 0 and self.n > 1:
+            raise RequestError(f"max_tokens is 0, so n must be 1, got {self.n}", param="n")
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -165,11 +183,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "include_stop_str_in_output", "include_stop_token"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 value = getattr(self, name)
                 raise RequestError(f"{name} must be true or false, got {value!r}", param=name)
         self._check_stops()
+        self._check_filters()
         for token, bias in self.logit_bias.items():
             _integer("logit_bias token", token, 0, param="logit_bias")
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0, param="logit_bias")
@@ -180,7 +199,11 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        for name in ("stop", "stop_token_ids"):
+        if isinstance(self.bad_words, str):
+            object.__setattr__(self, "bad_words", (self.bad_words,))
+        if isinstance(self.allowed_token_ids, list):
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             if value is None:
                 value = ()
@@ -206,10 +229,43 @@ class SamplingParams:
                 raise RequestError(f"stop must hold non-empty strings, got {text!r}", param="stop")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize: true", param="detokenize")
+
+    def _check_filters(self) -> None:
+        if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, tuple) or not self.allowed_token_ids:
+                raise RequestError(
+                    "allowed_token_ids must be a list of at least one token id, got "
+                    f"{self.allowed_token_ids!r:.100}",
+                    param="allowed_token_ids",
+                )
+            for token in self.allowed_token_ids:
+                _integer("allowed_token_ids", token, 0)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words takes at most {MAX_BAD_WORDS} texts, got {len(self.bad_words)}",
+                param="bad_words",
+            )
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip():
+                raise RequestError(
+                    f"bad_words must hold texts that are not blank, got {word!r:.100}",
+                    param="bad_words",
+                )
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether some tokens are masked in each of its rows."""
+        return (
+            self.structured is not None
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words)
+        )
 
     @property
     def needs_history(self) -> bool:

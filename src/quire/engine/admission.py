@@ -145,7 +145,7 @@ class Admission:
         self, tokens: tuple[int, ...], params: SamplingParams, num_generated: int
     ) -> None:
         capacity = self._capacity
-        if len(tokens) >= capacity.max_context:
+        if len(tokens) >= capacity.max_context and params.max_tokens != 0:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens; the context holds {capacity.max_context} "
                 "with at least one for the completion",
@@ -205,8 +205,8 @@ class Admission:
 
     def _check_params(self, params: SamplingParams) -> None:
         vocabulary = self._capacity.vocabulary_size
-        for name in ("logit_bias", "stop_token_ids"):
-            for token in getattr(params, name):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token in getattr(params, name) or ():
                 if token >= vocabulary:
                     raise RequestError(
                         f"{name} names token {token}; the vocabulary has 0 to {vocabulary - 1}",
@@ -220,11 +220,10 @@ class Admission:
                 )
         if params.stop and self._make_detokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        if params.structured is not None and self._make_grammar is None:
-            raise RequestError(
-                f"structured ({params.structured.kind}) needs a tokenizer, and this model has none",
-                param="structured",
-            )
+        if params.needs_mask and self._make_grammar is None:
+            name = "structured" if params.structured is not None else "bad_words"
+            name = "allowed_token_ids" if params.allowed_token_ids is not None else name
+            raise RequestError(f"this engine was made without masks for {name}", param=name)
 
     def open(self, request: Request, *, wants_pieces: bool, pooling: bool) -> LiveRequest:
         """The live side of a checked request, with its first sequence."""
@@ -264,8 +263,8 @@ class Admission:
         max_length = self._max_length
         if live.sequences:
             max_length = live.sequences[0].max_length  # of the prompt that it was forked from
-        elif params.max_tokens is not None:
-            max_length = len(request.prompt) + params.max_tokens
+        elif params.max_tokens is not None:  # one that only computes its prompt never comes to it
+            max_length = len(request.prompt) + max(1, params.max_tokens)
         transcript = self._transcript(params)
         text = "" if transcript is None else transcript.add_all(request.generated)
         logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
@@ -280,8 +279,12 @@ class Admission:
             key=request.key if self._config.fairness else "",
             transcript=transcript,
             grammar=grammar,
-            goal=Want.POOLED if pooling else Want.SAMPLE,
-            has_row_extras=is_whole or params.needs_history or grammar is not None,
+            goal=_goal(params, pooling=pooling),
+            # Rows without extras are planned as decode steps, which sample.
+            has_row_extras=is_whole
+            or params.max_tokens == 0
+            or params.needs_history
+            or grammar is not None,
             stop_token_ids=frozenset(stop_ids),
             prompt_length=len(request.prompt),
             max_length=max_length,
@@ -292,14 +295,14 @@ class Admission:
         return request.metrics.arrived_at + request.priority * self._config.aging_s
 
     def _transcript(self, params: SamplingParams) -> Transcript | None:
-        if self._make_detokenizer is None:
+        if self._make_detokenizer is None or not params.detokenize:
             return None
-        return Transcript(
-            self._make_detokenizer(), params.stop, include_stop=params.include_stop_str_in_output
-        )
+        detokenizer = self._make_detokenizer(skip_special=params.skip_special_tokens)
+        include_stop = params.include_stop_str_in_output
+        return Transcript(detokenizer, params.stop, include_stop=include_stop)
 
     def _grammar(self, params: SamplingParams, generated: Iterable[int]) -> Grammar | None:
-        if params.structured is None or self._make_grammar is None:
+        if not params.needs_mask or self._make_grammar is None:
             return None
         try:
             grammar = self._make_grammar(params)
@@ -309,9 +312,15 @@ class Admission:
         except QuireError:
             raise
         except Exception as error:
-            kind = params.structured.kind
-            message = f"structured ({kind}) cannot be followed: {error}"
+            kind = "" if params.structured is None else f" ({params.structured.kind})"
+            message = f"structured{kind} cannot be followed: {error}"
             raise RequestError(message, param="structured") from error
+
+
+def _goal(params: SamplingParams, *, pooling: bool) -> Want:
+    if pooling:
+        return Want.POOLED
+    return Want.NOTHING if params.max_tokens == 0 else Want.SAMPLE
 
 
 def _split(
@@ -329,7 +338,7 @@ def _split(
             "num_generated continues one completion: it takes n=1 and no prompt_logprobs",
             param="num_generated",
         )
-    if params.max_tokens is not None and num_generated >= params.max_tokens:
+    if params.max_tokens is not None and num_generated > max(0, params.max_tokens - 1):
         raise RequestError(
             f"max_tokens is {params.max_tokens} and {num_generated} tokens are generated: none is "
             "left to generate",

@@ -88,6 +88,8 @@ class Lifecycle:
             sequence.row_computed()
             if plan.want is Want.POOLED:
                 self._take_pooled(sequence, result, now)
+            elif sequence.goal is Want.NOTHING and end == sequence.prompt_length:
+                self._end_prompt(sequence, now)
         gaps.pop(0.0, None)  # first tokens
         for before, count in gaps.items():
             self._stats.requests.token_gap.add(now - before, count)
@@ -147,6 +149,13 @@ class Lifecycle:
             return
         sequence.live.set_pooled(result.pooled)
         self._finish(sequence, FinishReason.STOP, now)
+
+    def _end_prompt(self, sequence: Sequence, now: float) -> None:
+        """The prompt was all that it asked for."""
+        if sequence.live.wants_pieces:
+            reason = FinishReason.LENGTH
+            self.events.append(Piece(sequence.request.id, 0, (), "", finish_reason=reason))
+        self._finish(sequence, FinishReason.LENGTH, now)
 
     def _begin_completion(self, sequence: Sequence, now: float) -> None:
         metrics = sequence.request.metrics

@@ -58,7 +58,11 @@ class Grammar(Protocol):
         """Whether nothing may follow."""
 
 
-MakeDetokenizer = Callable[[], Detokenizer]
+class MakeDetokenizer(Protocol):
+    def __call__(self, *, skip_special: bool) -> Detokenizer:
+        """`skip_special`: control tokens are no part of the text."""
+
+
 MakeGrammar = Callable[[SamplingParams], Grammar]
 
 

@@ -69,7 +69,7 @@ class Assembly:
     memory: MemoryPlan
     end_token_ids: tuple[int, ...]
     defaults: SamplingOptions  # for requests that say nothing
-    grammars: Grammars | None  # None without a tokenizer
+    grammars: Grammars
 
     def with_batch_size(self, max_batch_size: int) -> "Assembly":
         """The same for batches of another size, which must have blocks enough."""
@@ -102,8 +102,8 @@ class Assembly:
             config,
             end_token_ids=self.end_token_ids,
             make_detokenizer=None if self.tokenizer is None else self.tokenizer.detokenizer,
-            make_grammar=grammars,
-            start_masks=None if grammars is None else grammars.start_masks,
+            make_grammar=grammars.for_completion,
+            start_masks=grammars.start_masks,
         )
 
 
@@ -129,12 +129,8 @@ def assemble(model: str | Path, options: Options) -> Assembly:
             memory=memory,
             end_token_ids=ends,
             defaults=_defaults(loaded, options),
-            grammars=_grammars(tokenizer, loaded.spec, ends),
+            grammars=Grammars(tokenizer, loaded.spec.vocabulary_size, ends),
         )
-
-
-def _grammars(tokenizer: Tokenizer | None, spec: ModelSpec, ends: Sequence[int]) -> Grammars | None:
-    return None if tokenizer is None else Grammars(tokenizer, spec.vocabulary_size, ends)
 
 
 def _defaults(model: Model, options: Options) -> SamplingOptions:

@@ -250,11 +250,10 @@ class AsyncLLM:
     def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
         """What `structured` asks for, compiled; for a Prepared that is submitted later. Takes long
         for some: not for the event loop."""
-        grammars = self._assembly.grammars
-        return None if grammars is None else grammars.prepare(params)
+        return self._assembly.grammars.prepare(params)
 
     async def _with_grammar(self, prepared: Prepared, params: SamplingParams) -> Prepared:
-        if params.structured is None or prepared.grammar is not None:
+        if not params.needs_mask or prepared.grammar is not None:
             return prepared
         return prepared._replace(grammar=await asyncio.to_thread(self.prepare_grammar, params))
 

@@ -60,10 +60,9 @@ class PromptReader:
 
     def _checked_ids(self, prompt: Any) -> list[int]:
         """Of a prompt that can never run, the length alone is looked at."""
-        if isinstance(prompt, list | tuple) and len(prompt) >= self._max_context:
+        if isinstance(prompt, list | tuple) and len(prompt) > self._max_context:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; the context holds {self._max_context} "
-                "with at least one for the completion",
+                f"the prompt has {len(prompt)} tokens; the context holds {self._max_context}",
                 param="prompt",
             )
         return _token_ids(prompt)
@@ -307,7 +306,6 @@ _CALL_NAMES = {
     "stop_strings": "write stop",
     "top_logprobs": "write logprobs, which counts the likeliest tokens",
     "echo": "outputs have prompt and prompt_token_ids",
-    "skip_special_tokens": "text never has special tokens; detokenize() can write them",
     "stream": "write llm.stream(...)",
 }
 

@@ -11,10 +11,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from quire.core.errors import RequestError
 from quire.core.sampling import Constraint, SamplingParams
+from quire.structured.filters import TokenFilter, banned_after, bits_of
 from quire.structured.masks import SLOW_S, Mask, MaskThreads, on_large_stack
 from quire.tokenizer import Tokenizer
 
@@ -42,7 +44,7 @@ class Grammars:
     """Makes grammars for the engine. prepare() may be called from any thread."""
 
     def __init__(
-        self, tokenizer: Tokenizer, vocabulary_size: int, end_token_ids: Sequence[int]
+        self, tokenizer: Tokenizer | None, vocabulary_size: int, end_token_ids: Sequence[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
@@ -54,11 +56,24 @@ class Grammars:
         self._recent: OrderedDict[Constraint, CompiledGrammar | RequestError] = OrderedDict()
         self._in_use: weakref.WeakValueDictionary[Constraint, CompiledGrammar]
         self._in_use = weakref.WeakValueDictionary()
+        self._banned = lru_cache(MAX_CACHED)(lambda words: banned_after(words, tokenizer))
 
     def prepare(self, params: SamplingParams) -> CompiledGrammar | None:
         """Compile the constraint, or find it compiled; keep the result until the engine has the
         request. A RequestError says what is wrong with the constraint."""
+        if params.bad_words:
+            self._banned(params.bad_words)
         return None if params.structured is None else self._compiled(params.structured)
+
+    def for_completion(self, params: SamplingParams) -> "MatcherGrammar | TokenFilter":
+        """All that masks one completion's tokens; on the engine's thread."""
+        matcher = None if params.structured is None else self(params)
+        if matcher is not None and params.allowed_token_ids is None and not params.bad_words:
+            return matcher
+        allowed = params.allowed_token_ids
+        permitted = (1 << self._vocabulary_size) - 1 if allowed is None else bits_of(allowed)
+        banned = self._banned(params.bad_words) if params.bad_words else {}
+        return TokenFilter(matcher, permitted, banned)
 
     def __call__(self, params: SamplingParams) -> "MatcherGrammar":
         """A grammar for one completion; on the engine's thread."""
@@ -91,6 +106,9 @@ class Grammars:
         return known
 
     def _compile(self, constraint: Constraint) -> CompiledGrammar | RequestError:
+        if self._tokenizer is None:
+            message = f"structured ({constraint.kind}) needs a tokenizer, and this model has none"
+            return RequestError(message, param="structured")
         try:
             vocabulary = self._loaded_vocabulary()
             # Imports llguidance, which may be missing.
@@ -113,6 +131,7 @@ class Grammars:
     def _loaded_vocabulary(self) -> "LLTokenizer":
         """llguidance's form of the vocabulary, made when it is first wanted."""
         with self._lock:
+            assert self._tokenizer is not None
             if self._vocabulary is None:
                 try:
                     from quire.structured.vocabulary import load_vocabulary  # needs llguidance
