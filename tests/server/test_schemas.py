@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import schemathesis
@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.server.servers import PATIENCE_S, PacedExecutor, RunningServer, fake_server
 
 from quire.server.app import create_app
+from quire.server.fields import FieldPolicy, Standing, policies
 from quire.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -56,29 +57,36 @@ def test_every_field_of_openais_is_known(theirs: Any, ours: type[Generation]) ->
     assert len(fields_of(theirs)) >= 2
 
 
-def refused_fields() -> Iterator[Any]:
+def fields_with(standing: Standing) -> Iterator[Any]:
     for path, body, model in (
         ("/v1/chat/completions", CHAT, ChatRequest),
         ("/v1/completions", TEXT, CompletionRequest),
         ("/v1/embeddings", EMBED, EmbeddingRequest),
     ):
-        hints = get_type_hints(model, include_extras=False)
-        for name in model.model_fields:
-            if hints[name] is type(None):
-                yield pytest.param(path, body, name, id=f"{path}-{name}")
+        for name, policy in policies(model).items():
+            if policy.standing is standing:
+                yield pytest.param(path, body, name, policy, id=f"{path}-{name}")
 
 
-@pytest.mark.parametrize(("path", "body", "name"), [*refused_fields()])
+@pytest.mark.parametrize(("path", "body", "name", "policy"), [*fields_with(Standing.REFUSED)])
 def test_what_is_not_there_is_refused_by_name(
-    fake: RunningServer, path: str, body: dict[str, Any], name: str
+    fake: RunningServer, path: str, body: dict[str, Any], name: str, policy: FieldPolicy
 ) -> None:
-    values: list[object] = [True, 1, "text", {"a": 1}, []]
+    """For the reason that its description has; null and what asks for nothing is taken."""
+    values: list[object] = [True, 7, "text", {"a": 1}, ["a"]]
     for value in values:
+        if value in policy.neutral:
+            continue
         reply = fake.post(path, {**body, name: value})
         assert (reply.status, reply.error["param"]) == (400, name)
         assert reply.error["code"] == "unsupported_field"
-    if path != "/v1/embeddings":  # for which the hash model has no states
-        assert fake.post(path, {**body, name: None}).status == 200
+        assert reply.error["message"] == f"{name} is not supported: {policy.text}"
+    for neutral in (None, *policy.neutral):
+        reply = fake.post(path, {**body, name: neutral})
+        if path == "/v1/embeddings":  # for which the hash model has no states
+            assert reply.error["code"] == "row_fault"
+        else:
+            assert reply.status == 200
 
 
 @pytest.mark.parametrize(
@@ -87,8 +95,7 @@ def test_what_is_not_there_is_refused_by_name(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"guided_whitespace_pattern": " "},
-        {"n_predict": 5},
+        {"maximum_tokens": 5},
         {"regex": "(a+)+$"},
         {"": 1},
         {"odd name": 1},

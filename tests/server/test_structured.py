@@ -115,7 +115,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {}}, "structured_outputs", "exactly one of json"),
     ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
-    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "True"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "true"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_choice": ["a", ""]}, "guided_choice", "non-empty strings"),

@@ -22,6 +22,7 @@ from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, Tracing, open_traci
 from quire.server.dialect import Dialect
 from quire.server.encoding import detokenize, embed, tokenize
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
+from quire.server.fields import Strict
 from quire.server.generation import answer_conversation, complete_text
 from quire.server.keys import ApiKey, check_routes
 from quire.server.logs import log
@@ -58,7 +59,6 @@ from quire.server.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
-    Strict,
     TokenizeRequest,
 )
 from quire.server.service import Service
@@ -125,6 +125,8 @@ _ENDPOINTS = (
     ),
 )
 
+BODIES = tuple(dict.fromkeys(endpoint.body for endpoint in _ENDPOINTS))
+
 
 # Of paths below these that are no endpoints: how errors are written there.
 _ERROR_SHAPES: dict[str, ErrorShape] = {}
@@ -159,7 +161,7 @@ def create_app(service: Service) -> Middleware:
     _add_models(app, service)
     _add_operations(app, service, rejected)
     _add_administration(app, service)
-    describe_bodies(app, [endpoint.body for endpoint in _ENDPOINTS])
+    describe_bodies(app, BODIES)
     check_routes(route.path for route in app.routes if isinstance(route, Route))
     return Middleware(
         app,

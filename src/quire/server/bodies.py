@@ -17,13 +17,13 @@ from typing import Any, Never, TypeVar
 from pydantic import ValidationError
 
 from quire.server.errors import ApiError
-from quire.server.schemas import Strict
+from quire.server.fields import IgnoredFields, Strict
+from quire.server.validation import name_of, validation_error
 
 SMALL_BYTES = 8 << 10  # the C decoder takes some hundred microseconds at most
 MAX_DEPTH = 64
 MAX_NAME = 1024  # characters of a field's name
 MAX_NUMBER = 400  # characters: a float written out in full has fewer
-_MAX_PARAM = 200
 _SLICE = 16 << 10  # characters of integers that are decoded at once
 _ITEMS_A_TURN = 512  # read in some hundred microseconds, between pauses
 _PAUSE_S = 50e-6  # long enough for a waiting thread to take the GIL
@@ -57,13 +57,16 @@ def body_limits(max_context: int, max_prompts: int, max_messages: int) -> BodyLi
     return BodyLimits(min(items, 1 << 18), min(length, 1 << 16), max_prompts * max_context)
 
 
-def parse_body(body: bytes, schema: type[B], limits: BodyLimits) -> B:
-    """A body as its schema; an ApiError about the first field that is wrong."""
+def parse_body(
+    body: bytes, schema: type[B], limits: BodyLimits, ignored: IgnoredFields | None = None
+) -> B:
+    """A body as its schema; an ApiError about the first field that is wrong. Unknown fields go to
+    `ignored`, where that is given."""
     found = read_json(body, limits)
     try:
-        return schema.model_validate(found)
+        return schema.model_validate(found, context=ignored)
     except ValidationError as error:
-        raise validation_error(error.errors(include_url=False, include_input=False)) from None
+        raise validation_error(error) from None
 
 
 def read_json(body: bytes, limits: BodyLimits) -> Any:
@@ -250,19 +253,6 @@ def _refusal(what: str, path: Sequence[str | int] = ()) -> ApiError:
     return ApiError(400, f"the body is no JSON: {reason}", param=field, code="invalid_json")
 
 
-def name_of(path: Sequence[str | int]) -> str | None:
-    """A path as messages[0].content; a long one is truncated."""
-    found = ""
-    for step in path:
-        if isinstance(step, int):
-            found += f"[{step}]"
-        elif step:
-            found += f".{step[:_MAX_PARAM]}" if found else step[:_MAX_PARAM]
-        if len(found) > _MAX_PARAM:
-            break
-    return found[:_MAX_PARAM] or None
-
-
 # ---- what the decoder in C refuses
 
 
@@ -287,52 +277,3 @@ def _no_constant(_: str) -> Never:
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant
 )
-
-
-# ---- what does not fit the schema
-
-
-_UNION_MEMBERS = ("str", "int", "float", "bool", "none")  # as pydantic's paths name them
-
-
-def validation_error(errors: Sequence[Any]) -> ApiError:
-    """The 400 for a body that does not fit its schema, about the first field that does not."""
-    error = errors[0]
-    field = _field(error)
-    if field is None:
-        return ApiError(400, f"the body must be a JSON object: {error['msg']}")
-    same = [other for other in errors if _field(other) == field]
-    return ApiError(400, _message(field, same), param=field, code=_code(error["type"]))
-
-
-def _field(error: Any) -> str | None:
-    """A path such as messages[0].content, as far as it is one of names and indices."""
-    steps = error["loc"]
-    is_unknown = error["type"] == "extra_forbidden"
-    return name_of(
-        [
-            step
-            for number, step in enumerate(steps)
-            if isinstance(step, int)
-            or (is_unknown and number == len(steps) - 1)
-            or (step.isidentifier() and step not in _UNION_MEMBERS)
-        ]
-    )
-
-
-def _message(field: str, errors: Sequence[Any]) -> str:
-    match errors[0]["type"]:
-        case "missing":
-            return f"{field} is missing"
-        case "extra_forbidden":
-            return f"{field} is not a field that quire knows"
-        case "none_required":
-            return f"{field} is not supported: leave it out (see /docs)"
-        case "too_long" if field == "tools":
-            return "tools is not supported: quire does not call tools yet"
-    reasons = dict.fromkeys(error["msg"] for error in errors)
-    return f"{field}: {'; or: '.join(reasons)}"
-
-
-def _code(kind: str) -> str | None:
-    return {"none_required": "unsupported_field", "extra_forbidden": "unknown_field"}.get(kind)

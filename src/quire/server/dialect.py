@@ -14,8 +14,9 @@ from quire.engine.aio import Stream
 from quire.llm import AsyncLLM
 from quire.server.calls import Call
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
+from quire.server.fields import Strict
 from quire.server.replies import FinishWord, PromptDetails, TraceReport, Usage
-from quire.server.schemas import ChatRequest, Generation, Strict
+from quire.server.schemas import ChatRequest, Generation
 from quire.server.service import Service
 from quire.server.submission import Prompts, submit_all
 

@@ -16,12 +16,12 @@ from quire.server.bodies import parse_body
 from quire.server.calls import Call
 from quire.server.dialect import Choice, Dialect, Frames, GenerationCall, choices_of
 from quire.server.errors import ApiError
+from quire.server.fields import Strict
 from quire.server.openai_answers import TextFrames, text_reply
 from quire.server.schemas import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    Strict,
 )
 from quire.server.service import Service
 from quire.server.streaming import StreamReply

@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from quire.engine.step_log import MAX_STEPS
+from quire.server.fields import Strict
 from quire.server.replies import ErrorReply
-from quire.server.schemas import Strict
 
 Responses = dict[int | str, dict[str, Any]]  # as FastAPI takes them
 

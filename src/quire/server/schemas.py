@@ -1,22 +1,16 @@
-"""What clients may send: every field is obeyed, or refused by a 400 that names it.
-
-Fields of OpenAI's API that quire does not have accept null alone; the reason is their description.
-"""
+"""The bodies that clients may send, each field under the policy of fields.py."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     StringConstraints,
     Tag,
     ValidationError,
     WrapValidator,
-    model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticKnownError
 
@@ -29,6 +23,13 @@ from quire.core.sampling import (
     SamplingOptions,
     SamplingParams,
 )
+from quire.server.client_fields import (
+    ChatClientFields,
+    CompletionClientFields,
+    EmbeddingClientFields,
+    GenerationClientFields,
+)
+from quire.server.fields import Refused, Strict, accepted, refused
 
 MAX_PROMPTS = 256  # of one request
 MAX_MESSAGES = 4096
@@ -41,33 +42,6 @@ StopText = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=_MOST)]
 TokenText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 _NO_TOOLS = "quire does not call tools yet"
-_NO_AUDIO = "quire works with text alone"
-_NO_STORE = "quire keeps nothing of a request"
-
-
-def _refused(reason: str) -> Any:
-    return Field(default=None, description=f"Not supported: {reason}")
-
-
-class Strict(BaseModel):
-    """No unknown fields, no strings for numbers, no NaN."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, data: Any) -> Any:
-        """Refuse the first of many unknown fields, without an error for each."""
-        if isinstance(data, dict) and len(data) > len(cls.model_fields):
-            unknown = next(name for name in data if name not in cls.model_fields)
-            raise _error("extra_forbidden", unknown)
-        return data
-
-
-def _error(kind: Any, *path: str | int, **context: Any) -> ValidationError:
-    """A pydantic error at a path within what is validated."""
-    details = InitErrorDetails(type=kind, loc=path, input=None, ctx=context)
-    return ValidationError.from_exception_data("body", [details])
 
 
 def _in_slices(ids: Any, check: Callable[[Any], list[int]]) -> list[int]:
@@ -80,7 +54,10 @@ def _in_slices(ids: Any, check: Callable[[Any], list[int]]) -> list[int]:
         except ValidationError as error:
             [first] = error.errors(include_url=False)
             index = start + int(first["loc"][0])
-            raise _error(first["type"], index, **first.get("ctx", {})) from None
+            details = InitErrorDetails(
+                type=first["type"], loc=(index,), input=first["input"], ctx=first.get("ctx", {})
+            )
+            raise ValidationError.from_exception_data("body", [details]) from None
     return ids
 
 
@@ -115,35 +92,35 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), WrapVal
 _WhichPrompts = Discriminator(
     _kind_of_prompts,
     custom_error_type="prompts",
-    custom_error_message="Input should be a text, a list of token ids, or a list of either",
+    custom_error_message="must be a text, a list of token ids, or a list of either",
 )
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = Field(default=None, description="end with a chunk of counts")
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = accepted("it pads events and changes no text")
 
 
 class TextFormat(Strict):
-    type: Literal["text"]
+    type: Literal["text"] = Field(description="any text")
 
 
 class JsonObjectFormat(Strict):
-    type: Literal["json_object"]
+    type: Literal["json_object"] = Field(description="any JSON object")
 
 
 class JsonSchema(Strict):
     """A schema as OpenAI's API wraps it."""
 
-    name: str | None = Field(default=None, max_length=256)
-    description: str | None = Field(default=None, description="not shown to the model")
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(default=None, description="every schema is followed strictly")
+    name: str | None = accepted("a label, not shown to the model", max_length=256)
+    description: str | None = accepted("not shown to the model")
+    schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema")
+    strict: bool | None = accepted("every schema is followed strictly")
 
 
 class JsonSchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
+    type: Literal["json_schema"] = Field(description="JSON that the schema allows")
+    json_schema: JsonSchema = Field(description="the schema")
 
 
 def _kind_of_format(given: Any) -> str | None:
@@ -158,8 +135,7 @@ ResponseFormat = Annotated[
     Discriminator(
         _kind_of_format,
         custom_error_type="format",
-        custom_error_message="Input should be an object whose type is text, json_object or "
-        "json_schema",
+        custom_error_message="must be an object whose type is text, json_object or json_schema",
     ),
 ]
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
@@ -170,10 +146,10 @@ class StructuredOutputs(Strict):
     """vLLM's form of a constraint: exactly one of these."""
 
     json_: SchemaOrText | None = Field(default=None, alias="json", description="a JSON schema")
-    regex: str | None = None
-    choice: Choices | None = None
+    regex: str | None = Field(default=None, description="a regular expression")
+    choice: Choices | None = Field(default=None, description="texts, one of which is the answer")
     grammar: str | None = Field(default=None, description="in Lark's or llama.cpp's syntax")
-    json_object: Literal[True] | None = None
+    json_object: Literal[True] | None = Field(default=None, description="any JSON object")
 
 
 class CommonFields(Strict):
@@ -187,7 +163,7 @@ class CommonFields(Strict):
     timeout: float | None = Field(default=None, gt=0, le=86_400, description="seconds")
 
 
-class Generation(CommonFields):
+class Generation(CommonFields, GenerationClientFields):
     """What chat and plain completions share."""
 
     max_tokens: int | None = Field(
@@ -196,18 +172,28 @@ class Generation(CommonFields):
         le=_MOST,
         description="left out: until the model ends it or the context is full",
     )
-    temperature: float | None = Field(default=None, ge=0, le=100)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    n: int | None = Field(default=None, ge=1, le=MAX_COMPLETIONS)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(
+        default=None, ge=0, le=100, description="0 takes the likeliest token"
+    )
+    top_p: float | None = Field(
+        default=None, gt=0, le=1, description="keep the likeliest tokens that add up to this"
+    )
+    n: int | None = Field(
+        default=None, ge=1, le=MAX_COMPLETIONS, description="how many answers, 1 if left out"
+    )
+    stream: bool | None = Field(default=None, description="answer by server-sent events")
+    stream_options: StreamOptions | None = Field(default=None, description="needs stream: true")
     stop: (
         StopText
         | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
         | None
-    ) = None
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    ) = Field(default=None, description="texts that end the answer and are not in it")
+    presence_penalty: float | None = Field(
+        default=None, ge=-2, le=2, description="taken off tokens that the answer has"
+    )
+    frequency_penalty: float | None = Field(
+        default=None, ge=-2, le=2, description="taken off for each time the answer has a token"
+    )
     logit_bias: (
         Annotated[
             dict[TokenText, Annotated[float, Field(ge=-100, le=100)]],
@@ -216,15 +202,33 @@ class Generation(CommonFields):
         ]
         | None
     ) = Field(default=None, description="by token id")
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
+    seed: int | None = Field(
+        default=None,
+        ge=-(2**63),
+        le=2**64 - 1,
+        description="the same seed gives the same tokens, in any batch",
+    )
 
     top_k: int | None = Field(default=None, ge=-1, le=_MOST, description="0 or -1: all tokens")
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    min_tokens: int | None = Field(default=None, ge=0, le=_MOST)
+    min_p: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="as a share of the likeliest token's chance",
+    )
+    repetition_penalty: float | None = Field(
+        default=None, ge=0.01, le=100, description="above 1: prompt and answer's tokens get rarer"
+    )
+    min_tokens: int | None = Field(
+        default=None, ge=0, le=_MOST, description="before that the answer does not end"
+    )
     ignore_eos: bool | None = Field(default=None, description="go on past the end of text")
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
-    include_stop_str_in_output: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = Field(
+        default=None, description="tokens that end the answer, beside the model's own"
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None, description="keep the stop text in the answer"
+    )
     include_stop_token: bool | None = Field(
         default=None, description="keep the token that ends a completion in token_ids and logprobs"
     )
@@ -236,17 +240,22 @@ class Generation(CommonFields):
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="vLLM's: one of json, regex, choice, grammar, json_object"
     )
-    guided_json: SchemaOrText | None = Field(default=None, description="vLLM's older names")
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
+    guided_json: SchemaOrText | None = Field(
+        default=None, description="vLLM's older name of structured_outputs.json"
+    )
+    guided_regex: str | None = Field(
+        default=None, description="vLLM's older name of structured_outputs.regex"
+    )
+    guided_choice: Choices | None = Field(
+        default=None, description="vLLM's older name of structured_outputs.choice"
+    )
+    guided_grammar: str | None = Field(
+        default=None, description="vLLM's older name of structured_outputs.grammar"
+    )
     grammar: str | None = Field(default=None, description="llama.cpp's, in its GBNF or in Lark")
-    json_schema: dict[str, Any] | None = Field(default=None, description="llama.cpp's")
-
-    metadata: None = _refused(_NO_STORE)
-    prompt_cache_key: None = _refused("prefixes are reused by what they hold")
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    json_schema: dict[str, Any] | None = Field(
+        default=None, description="llama.cpp's: JSON that this schema allows"
+    )
 
     @property
     def constraint_fields(self) -> list[str]:
@@ -329,49 +338,51 @@ _CONSTRAINTS: dict[str, Callable[[Any], Constraint]] = {
 class Message(Strict):
     """One message of a conversation; the model's template says which roles there are."""
 
-    role: str = Field(min_length=1, max_length=64)
+    role: str = Field(min_length=1, max_length=64, description="system, user, assistant, tool")
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None, description='text, or parts of {"type": "text", "text": ...}'
     )
-    name: str | None = Field(default=None, max_length=256)
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = Field(default=None, max_length=256)
-    audio: None = _refused(_NO_AUDIO)
-    function_call: None = _refused("it is the old name of tool_calls")
-    refusal: None = _refused("quire's models do not mark refusals")
+    name: str | None = Field(default=None, max_length=256, description="of who speaks")
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
+        default=None, description="calls that the assistant made"
+    )
+    tool_call_id: str | None = Field(
+        default=None, max_length=256, description="the call that a tool's message answers"
+    )
+    audio: Refused = refused("quire works with text alone: give the transcript as content")
+    function_call: Refused = refused("it is the old name of tool_calls")
+    refusal: Refused = refused("no template shows it to the model: give it as content")
+    annotations: Refused = refused("no template shows them to the model", [])
 
 
-class ChatRequest(Generation):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+class ChatRequest(Generation, ChatClientFields):
+    messages: list[Message] = Field(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        fail_fast=True,
+        description="the conversation so far; the answer is its next message",
+    )
     max_completion_tokens: int | None = Field(
         default=None, ge=1, le=_MOST, description="another name of max_tokens"
     )
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    logprobs: bool | None = Field(default=None, description="of the answer's tokens")
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="of as many of the likeliest tokens"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="variables of the model's chat template, such as enable_thinking"
     )
 
-    audio: None = _refused(_NO_AUDIO)
-    function_call: None = _refused(_NO_TOOLS)
-    functions: None = _refused(_NO_TOOLS)
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
-    moderation: None = _refused("quire does not moderate")
-    parallel_tool_calls: None = _refused(_NO_TOOLS)
-    prediction: None = _refused("quire does not speculate yet")
-    prompt_cache_options: None = _refused("prefixes are reused by what they hold")
-    prompt_cache_retention: None = _refused("blocks stay until others need them")
-    reasoning_effort: None = _refused("its models do not reason in steps of their own")
-    safety_identifier: None = _refused("use `user`")
-    tool_choice: Literal["none"] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=0, fail_fast=True)] | None = Field(
-        default=None, description=f"Not supported: {_NO_TOOLS}"
-    )
-    verbosity: None = _refused("say it in the messages")
-    web_search_options: None = _refused("quire fetches nothing")
+    function_call: Refused = refused(_NO_TOOLS, "none")
+    functions: Refused = refused(_NO_TOOLS, [])
+    modalities: Refused = refused("quire works with text alone", ["text"])
+    parallel_tool_calls: bool | None = accepted("there are no tools")
+    reasoning_effort: Refused = refused("its models do not reason in steps of their own")
+    tool_choice: Refused = refused(_NO_TOOLS, "none", "auto")
+    tools: Refused = refused(_NO_TOOLS, [])
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(Generation, CompletionClientFields):
     prompt: Annotated[
         Annotated[str, Tag("one text")]
         | Annotated[TokenIds, Tag("list of token ids")]
@@ -387,10 +398,15 @@ class CompletionRequest(Generation):
         ],
         _WhichPrompts,
     ] = Field(description="text or token ids, one prompt or many")
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    echo: Literal[False] | None = None
-    best_of: None = _refused("use n and choose yourself")
-    suffix: None = _refused("quire continues texts, it does not fill in")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="of the answer's tokens, and as many of the likeliest",
+    )
+    echo: Refused = refused("the prompt is not repeated", False)
+    best_of: Refused = refused("use n and choose yourself", 1)
+    suffix: Refused = refused("quire continues texts, it does not fill in", "")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -403,7 +419,7 @@ class CompletionRequest(Generation):
         return list(prompt)
 
 
-class EmbeddingRequest(CommonFields):
+class EmbeddingRequest(CommonFields, EmbeddingClientFields):
     input: Annotated[
         Annotated[str, StringConstraints(min_length=1), Tag("one text")]
         | Annotated[TokenIds, Tag("list of token ids")]
@@ -418,12 +434,14 @@ class EmbeddingRequest(CommonFields):
             Tag("list of lists"),
         ],
         _WhichPrompts,
-    ]
-    encoding_format: Literal["float", "base64"] | None = None
+    ] = Field(description="texts or token ids, one or many")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None, description="numbers, or little-endian float32 in base64"
+    )
     pooling: Literal["last"] | None = Field(
         default=None, description="the state after the last token; there is no other"
     )
-    dimensions: None = _refused("a state has as many as the model")
+    dimensions: Refused = refused("a state has as many as the model")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -437,12 +455,12 @@ class EmbeddingRequest(CommonFields):
 
 
 class TokenizeRequest(Strict):
-    model: str | None = None
+    model: str | None = Field(default=None, description="may be left out: there is one")
     prompt: str | None = Field(default=None, description="a text, or else messages")
     messages: (
         Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
         | None
-    ) = None
+    ) = Field(default=None, description="a conversation, in the model's chat template")
     add_special_tokens: bool = Field(
         default=True, description="put before and after a text what the model wants there"
     )
@@ -450,5 +468,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_in_slices)]
+    model: str | None = Field(default=None, description="may be left out: there is one")
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_in_slices)] = Field(
+        description="token ids"
+    )

@@ -19,9 +19,10 @@ from quire.llm.prompts import Prepared
 from quire.server.bodies import SMALL_BYTES
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import ApiError, as_api_error
+from quire.server.fields import Strict, obeyed_fields
 from quire.server.middleware import ClientGoneError
 from quire.server.quotas import demand_of
-from quire.server.schemas import CommonFields, Strict
+from quire.server.schemas import CommonFields
 from quire.server.service import Service
 
 _WATCH_AFTER_S = 0.02  # most work has ended by then, and needs no watch for a disconnect
@@ -110,7 +111,7 @@ class ErrorMapper:
     ) -> None:
         self._service = service
         self._names = names or {}
-        self._fields = {*schema.model_fields, *self._names}
+        self._fields = {*obeyed_fields(schema), *self._names}
 
     def __enter__(self) -> None:
         pass
