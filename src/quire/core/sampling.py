@@ -16,7 +16,7 @@ from quire.core.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_COMPLETIONS = 128
-MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS = 256
 MAX_CONSTRAINT_LENGTH = 131_072  # characters
 CONSTRAINT_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 

@@ -43,11 +43,16 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._max_context = max_context
 
-    def read(self, prompt: Prompt) -> Prepared:
-        """The tokens of a text, with those the model wants around it; token ids as they are."""
+    def read(
+        self, prompt: Prompt, *, add_special: bool = True, last: int | None = None
+    ) -> Prepared:
+        """The tokens of a text, with those the model wants around it unless `add_special` is false;
+        token ids as they are. `last`: of a longer prompt only so many tokens at its end."""
         if isinstance(prompt, Mapping):
             prompt = _from_mapping(prompt)
         if not isinstance(prompt, str):
+            if last is not None and isinstance(prompt, list | tuple):
+                prompt = prompt[-last:]
             return Prepared(self._checked_ids(prompt))
         if self._tokenizer is None:
             raise RequestError(
@@ -55,8 +60,8 @@ class PromptReader:
             )
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
-        tokens = self._encode(self._tokenizer, prompt, "prompt", add_special=True)
-        return Prepared(tokens, prompt)
+        tokens = self._encode(self._tokenizer, prompt, "prompt", last, add_special=add_special)
+        return Prepared(tokens, prompt) if last is None else _cut(tokens, prompt, last)
 
     def _checked_ids(self, prompt: Any) -> list[int]:
         """Of a prompt that can never run, the length alone is looked at."""
@@ -74,8 +79,13 @@ class PromptReader:
         tools: Tools | None = None,
         chat_template_kwargs: TemplateVariables | None = None,
         parse_control_tokens: bool = False,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        last: int | None = None,
     ) -> Prepared:
-        """The prompt that asks for the next message of a conversation.
+        """The prompt that asks for the next message of a conversation, or, with
+        `continue_final_message`, for the rest of its last one; without `add_generation_prompt`
+        the conversation alone. `last`: as in `read`.
 
         `tools` and the variables in `chat_template_kwargs` are what the template makes of them.
 
@@ -84,15 +94,29 @@ class PromptReader:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "add_generation_prompt begins a new message and continue_final_message goes on "
+                "with the last one: give one of them",
+                param="continue_final_message",
+            )
         text, own_spans = self.template.render(
-            messages, tools=tools, variables=chat_template_kwargs
+            messages,
+            tools=tools,
+            variables=chat_template_kwargs,
+            add_generation_prompt=(
+                not continue_final_message
+                if add_generation_prompt is None
+                else add_generation_prompt
+            ),
+            continue_final_message=continue_final_message,
         )
         assert self._tokenizer is not None
         spans = True if parse_control_tokens else own_spans
         tokens = self._encode(
-            self._tokenizer, text, "messages", add_special=False, parse_special=spans
+            self._tokenizer, text, "messages", last, add_special=False, parse_special=spans
         )
-        return Prepared(tokens, text)
+        return Prepared(tokens, text) if last is None else _cut(tokens, text, last)
 
     def tokenize(self, prompt: Conversation, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text, or of a conversation in the model's template; of any length.
@@ -171,15 +195,23 @@ class PromptReader:
         if "template" in self.__dict__:
             self.template.close()
 
-    def _encode(self, tokenizer: Tokenizer, text: str, param: str, **options: Any) -> list[int]:
-        """`param`: what the text was given as."""
+    def _encode(
+        self, tokenizer: Tokenizer, text: str, param: str, last: int | None, **options: Any
+    ) -> list[int]:
+        """`param`: what the text was given as; `last`: how many tokens are wanted of it."""
+        limit = self._max_context if last is None else None
         try:
-            return tokenizer.encode(text, limit=self._max_context, **options)
+            return tokenizer.encode(text, limit=limit, **options)
         except RequestError as error:
             message = str(error)
             if _is_unicode(text):
                 message = f"the prompt does not fit into the context: {error}"
             raise RequestError(message, param=param) from None
+
+
+def _cut(tokens: list[int], text: str, last: int) -> Prepared:
+    """The end of a prompt; what is cut has no text of its own."""
+    return Prepared(tokens, text) if len(tokens) <= last else Prepared(tokens[-last:])
 
 
 def listed_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

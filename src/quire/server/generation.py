@@ -15,6 +15,7 @@ from quire.llm import AsyncLLM
 from quire.server.bodies import parse_body
 from quire.server.calls import Call
 from quire.server.dialect import Choice, Dialect, Frames, GenerationCall, choices_of
+from quire.server.echoes import echoed
 from quire.server.errors import ApiError
 from quire.server.fields import Strict
 from quire.server.openai_answers import TextFrames, text_reply
@@ -98,16 +99,19 @@ def _prepare_chat(
         service.check_model(body.model)
         _check_chat(body)
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    variables = body.chat_template_kwargs
-    changes: dict[str, Any] = {"messages": [], "chat_template_kwargs": None}
+    changes: dict[str, Any] = {"messages": [], "chat_template_kwargs": None, "documents": None}
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens
-    body = body.model_copy(update=changes)
     with errors:
+        variables = _variables(llm, body)
+        body = body.model_copy(update=changes)
         prompt = llm.prompts.read_chat(
             messages,
             chat_template_kwargs=variables,
             parse_control_tokens=service.parses_control_tokens(call.key),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            last=_last(llm, body),
         )
         room = llm.max_context - len(prompt.tokens)
         logprobs = body.top_logprobs or 0 if body.logprobs else None
@@ -115,20 +119,39 @@ def _prepare_chat(
         return _PreparedChat(PreparedBody(body, [(prompt.without_text(), params)]), kept)
 
 
+def _variables(llm: AsyncLLM, body: ChatRequest) -> dict[str, Any] | None:
+    """The template's variables, documents among them; a template that does not know of documents
+    would lose them."""
+    if body.documents is None:
+        return body.chat_template_kwargs
+    if "documents" not in llm.prompts.template.source:
+        message = "the model's chat template writes no documents: put them into a message"
+        raise RequestError(message, param="documents")
+    return {**(body.chat_template_kwargs or {}), "documents": body.documents}
+
+
+def _last(llm: AsyncLLM, body: Generation) -> int | None:
+    """How many tokens at the end of the prompt are used; None: all."""
+    if body.truncate_prompt_tokens == -1:
+        return max(1, llm.max_context - (1 if body.max_tokens is None else body.max_tokens))
+    return body.truncate_prompt_tokens
+
+
 def _prepare_text(
     service: Service, llm: AsyncLLM, errors: ErrorMapper, data: bytes
 ) -> PreparedBody[CompletionRequest]:
     body = parse_body(data, CompletionRequest, service.body_limits)
     service.check_model(body.model)
-    _check_streaming(body)
+    _check_text(body)
     prompts: Prompts = []
+    add_special = body.add_special_tokens is not False
     with errors:
         for text in body.prompts:
-            prompt = llm.prompts.read(text)
+            prompt = llm.prompts.read(text, add_special=add_special, last=_last(llm, body))
             room = llm.max_context - len(prompt.tokens)
-            prompts.append(
-                (prompt.without_text(), body.sampling(room, body.logprobs, llm.sampling_defaults))
-            )
+            kept = echoed(llm.tokenizer, prompt) if body.echo else prompt.without_text()
+            params = body.sampling(room, body.logprobs, llm.sampling_defaults)
+            prompts.append((kept, params))
     return PreparedBody(body.model_copy(update={"prompt": ""}), prompts)
 
 
@@ -141,7 +164,7 @@ async def _with_grammars(
 ) -> PreparedBody[G]:
     """The same with the grammar compiled that the answers must follow: some take long."""
     fields = prepared.body.constraint_fields
-    if not fields:
+    if not any(params.needs_mask for _, params in prepared.prompts):
         return prepared
 
     def compile_all() -> PreparedBody[G]:
@@ -152,7 +175,8 @@ async def _with_grammars(
                     for prompt, params in prepared.prompts
                 ]
             except RequestError as error:
-                raise RequestError(str(error), param=fields[0]) from None
+                param = fields[0] if error.param == "structured" else error.param
+                raise RequestError(str(error), param=param) from None
         return prepared._replace(prompts=prompts)
 
     return await run_in_pool(service, request, compile_all)
@@ -171,12 +195,36 @@ def _check_chat(body: ChatRequest) -> None:
             f"max_tokens is {tokens[0]} and max_completion_tokens {tokens[1]}: give one of them",
             param="max_completion_tokens",
         )
-    _check_streaming(body)
+    _check_generation(body)
+    if body.max_tokens == 0 and body.prompt_logprobs is None:
+        raise ApiError(400, "max_tokens is 0 and prompt_logprobs not given", param="max_tokens")
 
 
-def _check_streaming(body: Generation) -> None:
+def _check_text(body: CompletionRequest) -> None:
+    _check_generation(body)
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        message = "max_tokens is 0, and neither echo nor prompt_logprobs asks for the prompt"
+        raise ApiError(400, message, param="max_tokens")
+    if body.echo and body.logprobs is not None and body.stream:
+        message = "echo with logprobs is not streamed: leave one of the three out"
+        raise ApiError(400, message, param="echo")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        message = f"best_of must be n ({body.n or 1}): use n and choose yourself"
+        raise ApiError(400, message, param="best_of")
+
+
+def _check_generation(body: Generation) -> None:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        message = "prompt_logprobs is not streamed: leave stream out"
+        raise ApiError(400, message, param="prompt_logprobs")
+    if body.truncate_prompt_tokens == 0:
+        message = "truncate_prompt_tokens must be -1 or at least 1"
+        raise ApiError(400, message, param="truncate_prompt_tokens")
+    if body.spaces_between_special_tokens and body.skip_special_tokens is False:
+        message = "spaces_between_special_tokens: quire writes none between control tokens"
+        raise ApiError(400, message, param="spaces_between_special_tokens")
 
 
 # ---- answers
@@ -210,9 +258,6 @@ async def _answer(
 
 
 def _num_logprobs(outputs: Sequence[RequestOutput]) -> int:
-    return sum(
-        (1 + len(completion.logprobs[0].top)) * len(completion.logprobs)
-        for output in outputs
-        for completion in output.completions
-        if completion.logprobs
-    )
+    scored = [output.prompt_logprobs for output in outputs]
+    scored += [completion.logprobs for output in outputs for completion in output.completions]
+    return sum((1 + len(scores[0].top)) * len(scores) for scores in scored if scores)

@@ -20,6 +20,7 @@ from quire.server.dialect import (
     traces_of,
     usage_of,
 )
+from quire.server.echoes import echo_of, prompt_logprobs
 from quire.server.errors import OPENAI_ERRORS, ApiError
 from quire.server.replies import (
     ChatChoice,
@@ -30,7 +31,7 @@ from quire.server.replies import (
     LogprobWriter,
     TextCompletion,
 )
-from quire.server.schemas import ChatRequest
+from quire.server.schemas import ChatRequest, CompletionRequest
 from quire.server.service import Service
 from quire.server.streaming import SSE_HEADERS, SSE_PING
 
@@ -61,7 +62,7 @@ class OpenAIFrames:
         self._with_token_ids = bool(generation.body.return_token_ids)
         self._head = "data: " + json.dumps(shared)[:-1] + ', "choices": ['
         self._tail = '], "usage": null}\n\n' if self._with_usage else "]}\n\n"
-        self._logprobs = LogprobWriter(generation.llm.tokenizer)
+        self._logprobs = _writer(generation)
         self._num_spelled: dict[int, int] = {}  # characters of each choice's tokens so far
 
     def opening(self, _index: int) -> bytes:
@@ -128,6 +129,18 @@ class ChatFrames(OpenAIFrames):
 class TextFrames(OpenAIFrames):
     kind = "text_completion"
 
+    def __init__(self, service: Service, generation: GenerationCall) -> None:
+        super().__init__(service, generation)
+        self._generation = generation
+
+    def opening(self, index: int) -> bytes:
+        """The prompt, where it is echoed."""
+        echo = _echoed_text(self._generation, index)
+        if not echo:
+            return b""
+        choice = f'{{"index": {index}, "text": {json.dumps(echo)}, "logprobs": null'
+        return f'{self._head}{choice}, "finish_reason": null}}{self._tail}'.encode()
+
     def _choice(
         self, index: int, events: Sequence[AnswerEvent], scores: Sequence[TokenLogprob]
     ) -> str:
@@ -155,7 +168,7 @@ def chat_reply(
     outputs: Sequence[RequestOutput],
     choices: Sequence[Choice],
 ) -> bytes:
-    writer = LogprobWriter(generation.llm.tokenizer)
+    writer = _writer(generation)
     written = []
     for each in choices:
         completion = each.completion
@@ -179,7 +192,7 @@ def chat_reply(
         usage=usage_of(outputs),
         quire_trace=traces_of(generation.call, outputs),
     )
-    return _with_choices(reply, written)
+    return _with_choices(reply, written, _prompt_parts(generation, outputs[0]))
 
 
 def text_reply(
@@ -188,21 +201,20 @@ def text_reply(
     outputs: Sequence[RequestOutput],
     choices: Sequence[Choice],
 ) -> bytes:
-    writer = LogprobWriter(generation.llm.tokenizer)
     written = []
     for each in choices:
         completion = each.completion
+        output = outputs[each.index // (generation.body.n or 1)]
         choice = CompletionChoice(
             index=each.index,
-            text=completion.text,
+            text=_echoed_text(generation, each.index) + completion.text,
             logprobs=None,
             finish_reason=each.finish_reason,
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if generation.body.return_token_ids else None,
         )
-        logprobs = completion.logprobs
-        scores = None if logprobs is None else writer.for_text(logprobs).json
-        written.append(_with_logprobs(choice, scores))
+        prompt = _prompt_parts(generation, output)
+        written.append(_with_logprobs(choice, _text_scores(generation, each, output), prompt))
     reply = TextCompletion(
         id=generation.answer_id,
         created=generation.created,
@@ -215,18 +227,70 @@ def text_reply(
     return _with_choices(reply, written)
 
 
-def _with_logprobs(choice: ChatChoice | CompletionChoice, logprobs: str | None) -> str:
+def _writer(generation: GenerationCall) -> LogprobWriter:
+    as_ids = bool(generation.body.return_tokens_as_token_ids)
+    return LogprobWriter(generation.llm.tokenizer, as_ids=as_ids)
+
+
+def _echoed_text(generation: GenerationCall, index: int) -> str:
+    """What a choice begins with: its prompt where the body asks for it, which alone keeps it."""
+    body = generation.body
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return ""
+    return generation.prompts[index // (body.n or 1)][0].text or ""
+
+
+def _text_scores(generation: GenerationCall, choice: Choice, output: RequestOutput) -> str | None:
+    """CompletionLogprobs as JSON, those of an echoed prompt first."""
+    scores = choice.completion.logprobs
+    if scores is None:
+        return None
+    body = generation.body
+    writer = _writer(generation)
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return writer.for_text(scores).json
+    prompt, _ = generation.prompts[choice.index // (body.n or 1)]
+    echo = echo_of(generation.llm.tokenizer, prompt, output)
+    assert echo is not None, "echo with logprobs scores the prompt"
+    return writer.for_text(
+        [*echo.scores, *scores],
+        len(prompt.text or ""),
+        first=echo.first,
+        prompt_offsets=echo.offsets,
+    ).json
+
+
+def _prompt_parts(generation: GenerationCall, output: RequestOutput) -> str:
+    """Fields about the prompt, as JSON with a comma before each, where they were asked for."""
+    parts = ""
+    if generation.body.return_token_ids:
+        parts += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
+    if generation.body.prompt_logprobs is not None:
+        parts += f',"prompt_logprobs":{prompt_logprobs(generation.llm.tokenizer, output)}'
+    return parts
+
+
+_LATE = {"logprobs", "prompt_token_ids", "prompt_logprobs"}  # fields that are JSON already
+
+
+def _with_logprobs(
+    choice: ChatChoice | CompletionChoice, logprobs: str | None, more: str = ""
+) -> str:
     """A choice as JSON, with its log-probabilities, which are JSON already."""
-    absent = {"logprobs"} if choice.token_ids is not None else {"logprobs", "token_ids"}
-    return f'{choice.model_dump_json(exclude=absent)[:-1]},"logprobs":{logprobs or "null"}}}'
+    absent = _LATE if choice.token_ids is not None else _LATE | {"token_ids"}
+    return f'{choice.model_dump_json(exclude=absent)[:-1]},"logprobs":{logprobs or "null"}{more}}}'
 
 
-def _with_choices(reply: ChatCompletion | TextCompletion, choices: Sequence[str]) -> bytes:
+def _with_choices(
+    reply: ChatCompletion | TextCompletion, choices: Sequence[str], more: str = ""
+) -> bytes:
     """The reply as JSON. Fields of ours are left out where they were not asked for; OpenAI's nulls
     stay."""
-    absent = {"choices"} if reply.quire_trace is not None else {"choices", "quire_trace"}
+    absent = {"choices", "prompt_token_ids", "prompt_logprobs"}
+    if reply.quire_trace is None:
+        absent.add("quire_trace")
     head = reply.model_dump_json(exclude=absent)[:-1]
-    return f'{head},"choices":[{",".join(choices)}]}}'.encode()
+    return f'{head}{more},"choices":[{",".join(choices)}]}}'.encode()
 
 
 # ---- the dialect

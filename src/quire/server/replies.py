@@ -94,14 +94,25 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None  # left out unless asked for, as is the next
+    prompt_logprobs: "PromptLogprobs | None" = None
     quire_trace: list[TraceReport] | None = None
 
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None] = Field(description="null for an echoed prompt's first")
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; null for the first token
 
 
 class CompletionChoice(BaseModel):
@@ -110,7 +121,9 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishWord
     stop_reason: int | str | None
-    token_ids: list[int] | None = None  # left out unless asked for
+    token_ids: list[int] | None = None  # left out unless asked for, as are the next two
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class TextCompletion(BaseModel):
@@ -331,10 +344,12 @@ class TextLogprobs(NamedTuple):
 
 
 class LogprobWriter:
-    """Log-probabilities as JSON; without a tokenizer, tokens are written as token_id:N."""
+    """Log-probabilities as JSON; without a tokenizer, or `as_ids`, tokens are written as
+    token_id:N."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids or tokenizer is None
         self._spelling = cache(self._spelling_of)
 
     def for_chat(self, scores: Sequence[TokenLogprob]) -> str:
@@ -342,18 +357,28 @@ class LogprobWriter:
         content = ",".join([self._score(score) for score in scores])
         return f'{{"content":[{content}],"refusal":null}}'
 
-    def for_text(self, scores: Sequence[TokenLogprob], offset: int = 0) -> TextLogprobs:
-        """`offset`: characters of the completion before the first of these tokens."""
-        tokens = [self._text(score.token) for score in scores]
-        offsets = []
+    def for_text(
+        self,
+        scores: Sequence[TokenLogprob],
+        offset: int = 0,
+        *,
+        first: int | None = None,
+        prompt_offsets: Sequence[int] = (),
+    ) -> TextLogprobs:
+        """`offset`: characters of the completion before the first of these tokens. An echoed prompt
+        begins with a token without a score, `first`, and has offsets of its own."""
+        ids = [] if first is None else [first]
+        texts = [self._text(token) for token in [*ids, *(score.token for score in scores)]]
+        offsets = list(prompt_offsets)
         start = offset
-        for text in tokens:
+        for text in texts[len(offsets) :]:
             offsets.append(offset)
             offset += len(text)
-        logprobs = ",".join([repr(_finite(score.logprob)) for score in scores])
-        tops = ",".join([self._top_by_text(score) for score in scores])
+        none = ["null"] * len(ids)
+        logprobs = ",".join([*none, *(repr(finite(score.logprob)) for score in scores)])
+        tops = ",".join([*none, *(self._top_by_text(score) for score in scores)])
         written = (
-            f'{{"tokens":{json.dumps(tokens)},"token_logprobs":[{logprobs}],'
+            f'{{"tokens":{json.dumps(texts)},"token_logprobs":[{logprobs}],'
             f'"top_logprobs":[{tops}],"text_offset":{json.dumps(offsets)}}}'
         )
         return TextLogprobs(written, offset - start)
@@ -364,7 +389,7 @@ class LogprobWriter:
 
     def _entry(self, token: int, logprob: float) -> str:
         """A TopLogprob as JSON, without its end."""
-        return f'{self._spelling(token)},"logprob":{_finite(logprob)!r}'
+        return f'{self._spelling(token)},"logprob":{finite(logprob)!r}'
 
     def _spelling_of(self, token: int) -> str:
         spelled = json.dumps(self._bytes(token))
@@ -374,11 +399,11 @@ class LogprobWriter:
         """By text; of tokens with the same text the likeliest counts, which comes first."""
         found: dict[str, float] = {}
         for token, logprob in score.top:
-            found.setdefault(self._text(token), _finite(logprob))
+            found.setdefault(self._text(token), finite(logprob))
         return json.dumps(found)
 
     def _text(self, token: int) -> str:
-        if self._tokenizer is None:
+        if self._tokenizer is None or self._as_ids:
             return f"token_id:{token}"
         return self._tokenizer.token_text(token)
 
@@ -386,5 +411,5 @@ class LogprobWriter:
         return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token))
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(_MIN_LOGPROB, logprob)

@@ -16,6 +16,7 @@ from pydantic_core import InitErrorDetails, PydanticKnownError
 
 from quire.core.errors import RequestError
 from quire.core.sampling import (
+    MAX_BAD_WORDS,
     MAX_COMPLETIONS,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
@@ -168,9 +169,10 @@ class Generation(CommonFields, GenerationClientFields):
 
     max_tokens: int | None = Field(
         default=None,
-        ge=1,
+        ge=0,
         le=_MOST,
-        description="left out: until the model ends it or the context is full",
+        description="left out: until the model ends it or the context is full; "
+        "0: no token, only the prompt's log-probabilities",
     )
     temperature: float | None = Field(
         default=None, ge=0, le=100, description="0 takes the likeliest token"
@@ -234,6 +236,42 @@ class Generation(CommonFields, GenerationClientFields):
     )
     return_token_ids: bool | None = Field(default=None, description="beside the text")
 
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="the log-probability of every prompt token after the first, and of so many "
+        "of the likeliest in its place; not with stream",
+    )
+    allowed_token_ids: TokenIds | None = Field(
+        default=None, description="no other tokens come, end tokens only if they are listed"
+    )
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
+        Field(
+            default=None,
+            description="the tokens of each text, with and without a space before it, never come "
+            "one after another",
+        )
+    )
+    skip_special_tokens: bool | None = Field(
+        default=None, description="false: control tokens are written in the text"
+    )
+    spaces_between_special_tokens: bool | None = Field(
+        default=None,
+        description="there are none; true is refused where skip_special_tokens is false",
+    )
+    detokenize: bool | None = Field(default=None, description="false: token ids and no text")
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="log-probabilities name tokens as token_id:N"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        default=None,
+        ge=-1,
+        le=_MOST,
+        description="of a longer prompt only so many tokens at its end are used; -1: as many as "
+        "the context leaves beside max_tokens",
+    )
+
     response_format: ResponseFormat | None = Field(
         default=None, description="text, any JSON object, or JSON that a schema allows"
     )
@@ -256,6 +294,12 @@ class Generation(CommonFields, GenerationClientFields):
     json_schema: dict[str, Any] | None = Field(
         default=None, description="llama.cpp's: JSON that this schema allows"
     )
+
+    @property
+    def num_prompt_scores(self) -> int | None:
+        """How many likeliest tokens come with each prompt token's log-probability; None: the prompt
+        is not scored."""
+        return self.prompt_logprobs
 
     @property
     def constraint_fields(self) -> list[str]:
@@ -291,6 +335,7 @@ class Generation(CommonFields, GenerationClientFields):
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         given.setdefault("max_tokens", max(1, room))
         given["structured"] = self.constraint
+        given["prompt_logprobs"] = self.num_prompt_scores
         return SamplingParams.from_mapping({**defaults, **given, "logprobs": logprobs})
 
 
@@ -298,6 +343,7 @@ _SAMPLED = (
     *("max_tokens", "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty"),
     *("seed", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
     *("stop_token_ids", "include_stop_str_in_output", "include_stop_token"),
+    *("allowed_token_ids", "bad_words", "skip_special_tokens", "detokenize"),
 )
 
 
@@ -372,6 +418,16 @@ class ChatRequest(Generation, ChatClientFields):
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="variables of the model's chat template, such as enable_thinking"
     )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="false: the prompt ends with the conversation, and does not begin an answer",
+    )
+    continue_final_message: bool | None = Field(
+        default=None, description="the answer goes on with the last message's text"
+    )
+    documents: (
+        Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None
+    ) = Field(default=None, description="for chat templates that write documents")
 
     function_call: Refused = refused(_NO_TOOLS, "none")
     functions: Refused = refused(_NO_TOOLS, [])
@@ -404,9 +460,24 @@ class CompletionRequest(Generation, CompletionClientFields):
         le=MAX_LOGPROBS,
         description="of the answer's tokens, and as many of the likeliest",
     )
-    echo: Refused = refused("the prompt is not repeated", False)
-    best_of: Refused = refused("use n and choose yourself", 1)
+    echo: bool | None = Field(
+        default=None,
+        description="the prompt comes before the completion, with log-probabilities if these are "
+        "asked for; both together not with stream",
+    )
+    add_special_tokens: bool | None = Field(
+        default=None, description="false: without the tokens that the model wants around a text"
+    )
+    best_of: int | None = Field(
+        default=None, ge=1, description="only the value of n: use n and choose yourself"
+    )
     suffix: Refused = refused("quire continues texts, it does not fill in", "")
+
+    @property
+    def num_prompt_scores(self) -> int | None:
+        if self.echo and self.logprobs is not None:
+            return max(self.logprobs, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -61,18 +61,23 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> RenderedChat:
         """The prompt for a conversation; `variables` are the template's own, such as
-        enable_thinking.
+        enable_thinking. With `continue_final_message` it ends where the last message's content
+        does, for the model to go on with it.
 
         A RequestError means that these messages are wrong, or that the template refuses them; a
         ModelFileError that the template exceeds its limits, such as by an endless loop.
         """
         values = plain_values(messages, tools, variables, self._forms)
         values["add_generation_prompt"] = bool(add_generation_prompt)
-        return self._rendered(encoded(values))
+        if not continue_final_message:
+            return self._rendered(encoded(values))
+        _mark_end(values["messages"][-1], f"messages[{len(messages) - 1}].content")
+        return _cut_at_mark(self._rendered(encoded(values)))
 
     def _probed(self, messages: Sequence[Message], tools: Sequence[Message]) -> str | None:
         values = {"messages": messages, "tools": tools, "documents": None}
@@ -111,6 +116,31 @@ class ChatTemplate:
         if "error" in reply:
             raise _as_error(reply["error"], reply["reason"])
         return RenderedChat(reply["text"], [(start, end) for start, end in reply["spans"]])
+
+
+_END_MARK = "\ue000end of the last message\ue001"
+
+
+def _mark_end(message: dict[str, Any], where: str) -> None:
+    """Put a mark after the text of a message, so that its place in the prompt can be found."""
+    content = message["content"]
+    if isinstance(content, str) and content:
+        message["content"] = content + _END_MARK
+    elif isinstance(content, list) and content:
+        content[-1]["text"] += _END_MARK
+    else:
+        raise _wrong(where, " is empty: there is no text to continue")
+
+
+def _cut_at_mark(chat: RenderedChat) -> RenderedChat:
+    end = chat.text.rfind(_END_MARK)
+    if end < 0:
+        raise RequestError(
+            "the chat template does not write the last message's text, so it cannot be continued",
+            param="continue_final_message",
+        )
+    spans = [(start, min(stop, end)) for start, stop in chat.own_spans if start < end]
+    return RenderedChat(chat.text[:end], spans)
 
 
 def _as_error(kind: str, reason: str) -> QuireError:
