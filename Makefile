@@ -13,6 +13,7 @@ NATIVE := build/native/.built
 NODE_CLIENT := build/node/.ready
 CUDA_VENV := build/cuda
 CLIENTS := build/clients
+PAGE := build/page
 BENCH_RIVALS ?= llama.cpp
 BENCH_PYTHON ?= $(BIN)/python
 BENCH_MIXES ?= Q4_K_M Q5_K_M Q6_K Q8_0 TQ2_0
@@ -20,7 +21,7 @@ BENCH_LOAD := --device cpu --prompt-tokens 64 --new-tokens 32 --batch 1,4,16,64
 
 SANITIZED := build/sanitized
 
-.PHONY: help setup native node-client test test-cuda test-clients test-long fuzz mutate sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
+.PHONY: help setup native node-client test test-cuda test-clients test-page test-long fuzz mutate sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -76,6 +77,15 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt
 
 test-clients: $(READY) $(NATIVE) $(CLIENTS)/.ready  ## run the guide's recipes for LangChain, LlamaIndex and llm
 	$(BIN)/python -m pytest -q tests/clients
+
+# Chromium and its driver come from the system's packages; without them the tests are skipped.
+$(PAGE)/.ready: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  --target $(PAGE)/site selenium==4.51.0
+	touch $(PAGE)/.ready
+
+test-page: $(PAGE)/.ready $(NATIVE)  ## drive the page at / in Chromium
+	PYTHONPATH="$$PYTHONPATH:$(PAGE)/site" $(BIN)/python -m pytest -q tests/page
 
 test-long: $(READY) $(NATIVE)  ## run the long random tests
 	QUIRE_HYPOTHESIS=random $(BIN)/python -m pytest -q -n $(WORKERS) -m long
@@ -174,7 +184,8 @@ dist-check: dist  ## install the wheel and the sdist into clean environments and
 	  rm -rf build/install && $(PYTHON) -m venv build/install && \
 	  build/install/bin/python -m pip install --quiet --disable-pip-version-check $$file && \
 	  build/install/bin/quire --version && build/install/bin/quire doctor && \
-	  build/install/bin/quire bench --help > /dev/null || exit 1; \
+	  build/install/bin/quire bench --help > /dev/null && \
+	  ls build/install/lib/python3*/site-packages/quire/server/static/index.html || exit 1; \
 	done
 
 clean:  ## remove what was made

@@ -59,6 +59,11 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     @property
+    def num_evictable(self) -> int:
+        """Free blocks that lookup() can still find."""
+        return len(self._evictable)
+
+    @property
     def num_cached(self) -> int:
         """Blocks that lookup() can find."""
         return len(self._hash_of)

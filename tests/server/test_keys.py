@@ -20,6 +20,7 @@ from quire.server import ServerSettings, read_keys
 from quire.server.app import create_app
 from quire.server.errors import ApiError
 from quire.server.keys import ROUTES, Access, ApiKey, KeyRing, KeyScope, RequiredScope, digest_of
+from quire.server.page import PAGE_FILES
 from quire.server.service import Service
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
@@ -270,9 +271,9 @@ def test_the_scopes_of_the_routes_are_as_the_guide_says(scope: KeyScope) -> None
     assert all(ROUTES[path] is RequiredScope.ANY_KEY for path in named - needed)
 
 
-def test_only_health_and_readiness_need_no_key() -> None:
+def test_only_health_readiness_and_the_page_need_no_key() -> None:
     open_paths = {path for path, required in ROUTES.items() if required is RequiredScope.NO_KEY}
-    assert open_paths == {"/health", "/ready"}
+    assert open_paths == {"/health", "/ready", *PAGE_FILES}
 
 
 def test_a_route_that_names_no_scope_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

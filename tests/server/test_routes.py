@@ -47,8 +47,10 @@ def test_a_method_that_a_path_does_not_have_is_a_405_that_says_which(
 @pytest.mark.parametrize(
     "target",
     [
-        b"/",
         b"/v1",
+        b"/static",
+        b"/static/..%2fpage.py",
+        b"/static/../page.py",
         b"/nothing/here",
         b"/" + b"x" * 60_000,
         b"/v1/models/" + b"x" * 60_000,

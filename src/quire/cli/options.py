@@ -418,12 +418,13 @@ def _add_operation_options(group: Options) -> None:
 
 def _add_view_options(group: Options) -> None:
     add = group.add_argument
+    add("--no-page", action="store_true", help="serve no page at /")
     add(
         "--memory-bandwidth",
         type=float,
         metavar="GB/S",
-        help="what `quire bench limits` measured: /v1/stats then shows how near steps come to the "
-        "time that reading the weights takes",
+        help="what `quire bench limits` measured: the page and `quire top` then show how near "
+        "steps come to the time that reading the weights takes",
     )
 
 

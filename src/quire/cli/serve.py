@@ -76,6 +76,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         audit_key=args.audit_key,
         audit_requests=args.audit_requests,
         state_folder=args.state or default_folder(os.environ),
+        page=not args.no_page,
         memory_bandwidth=None if args.memory_bandwidth is None else args.memory_bandwidth * 1e9,
     )
 
@@ -139,7 +140,8 @@ def _chosen_template(args: argparse.Namespace) -> str | bool:
 def _greet(address: str, settings: ServerSettings) -> None:
     """Where it is and how to try it; on standard output, for a person or a script."""
     key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if settings.keys else ""
-    print(f"quire serves {settings.model_names[0]} at {address}/v1 (see {address}/docs)")
+    page = f"chat and engine: {address}/, " if settings.page else ""
+    print(f"quire serves {settings.model_names[0]} at {address}/v1 ({page}API: {address}/docs)")
     print(
         f"try: curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         '-d \'{"messages": [{"role": "user", "content": "What is gravity?"}]}\'',

@@ -464,6 +464,7 @@ class Engine:
             kv_usage=scheduler.cache.usage,
             num_blocks=scheduler.cache.pool.num_blocks,
             num_used_blocks=scheduler.cache.pool.num_used,
+            num_evictable_blocks=scheduler.cache.pool.num_evictable,
             num_cached_blocks=scheduler.cache.pool.num_cached,
             memory_bytes=self.executor.memory_bytes,
             utilisation=self.stats.busy_s / elapsed if elapsed > 0 else 0.0,

@@ -179,6 +179,7 @@ class Snapshot:
     kv_usage: float
     num_blocks: int  # of the KV cache
     num_used_blocks: int  # that sequences hold
+    num_evictable_blocks: int  # that none holds, and in which a prefix can still be found
     num_cached_blocks: int  # that a prefix can be found in, held or not
     memory_bytes: Mapping[str, int]
     utilisation: float  # share of the time since the start that a step was in flight

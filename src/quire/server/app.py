@@ -38,6 +38,7 @@ from quire.server.openapi import (
     post_error_responses,
     request_body,
 )
+from quire.server.page import page_routes
 from quire.server.quotas import QuotaSaver
 from quire.server.replies import (
     Alive,
@@ -160,7 +161,10 @@ def create_app(service: Service) -> Middleware:
     _add_endpoints(app, service)
     _add_models(app, service)
     _add_operations(app, service, rejected)
+    _add_stats(app, service)
     _add_administration(app, service)
+    if settings.page:
+        app.router.routes.extend(page_routes())
     describe_bodies(app, BODIES)
     check_routes(route.path for route in app.routes if isinstance(route, Route))
     return Middleware(
@@ -295,10 +299,6 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> None:
-    def snapshot() -> Snapshot:
-        loaded = service.loaded
-        return service.llm.stats if loaded is None else loaded.stats
-
     @app.get("/health", summary="Whether the process lives", responses=error_responses())
     async def health() -> Alive:
         return Alive()
@@ -319,9 +319,15 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
         responses=error_responses(503),
     )
     async def metrics() -> Response:
-        text = exposition(service, snapshot(), rejected)
+        text = exposition(service, _snapshot(service), rejected)
         return Response(text, media_type=CONTENT_TYPE)
 
+    @app.get("/docs", summary="This page", response_class=HTMLResponse, responses=error_responses())
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
+
+
+def _add_stats(app: FastAPI, service: Service) -> None:
     @app.get(
         "/v1/stats",
         summary="The key's own figures; with the scope `stats`, those of all",
@@ -333,13 +339,16 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
         key = request.scope[SCOPE_KEY].key
         asked = StepsAsked.of(request.query_params)
         if not asked.num_steps:
-            return _json(stats_for(service, snapshot(), key, asked), {"latest"})
+            return _json(stats_for(service, _snapshot(service), key, asked), {"latest"})
         # A hundred steps of a large batch take milliseconds to write.
-        return await asyncio.to_thread(lambda: _json(stats_for(service, snapshot(), key, asked)))
+        return await asyncio.to_thread(
+            lambda: _json(stats_for(service, _snapshot(service), key, asked))
+        )
 
-    @app.get("/docs", summary="This page", response_class=HTMLResponse, responses=error_responses())
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(docs_page(app.openapi()))
+
+def _snapshot(service: Service) -> Snapshot:
+    loaded = service.loaded
+    return service.llm.stats if loaded is None else loaded.stats
 
 
 def _json(reply: BaseModel, left_out: set[str] | None = None) -> Response:

@@ -28,6 +28,7 @@ from typing import Any
 
 from quire.core.errors import ConfigError
 from quire.server.errors import ApiError
+from quire.server.page import PAGE_FILES
 
 KEY_VARIABLE = "QUIRE_API_KEY"
 MAX_FILE_BYTES = 16 << 20  # some 100,000 keys
@@ -283,7 +284,7 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
 class RequiredScope(Enum):
     """What a route needs where keys are set."""
 
-    NO_KEY = None  # for health checks
+    NO_KEY = None  # for health checks, and the page, which has no data
     ANY_KEY = "any"
     INFERENCE = KeyScope.INFERENCE
     STATS = KeyScope.STATS
@@ -294,6 +295,7 @@ class RequiredScope(Enum):
 ROUTES: Mapping[str, RequiredScope] = {
     "/health": RequiredScope.NO_KEY,
     "/ready": RequiredScope.NO_KEY,
+    **dict.fromkeys(PAGE_FILES, RequiredScope.NO_KEY),
     "/docs": RequiredScope.ANY_KEY,
     "/openapi.json": RequiredScope.ANY_KEY,
     "/v1/models": RequiredScope.ANY_KEY,

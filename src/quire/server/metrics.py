@@ -296,7 +296,7 @@ def _with_totals(own: OwnStatsReply, service: Service, snapshot: Snapshot) -> St
         kv_blocks=KVBlocks(
             total=snapshot.num_blocks,
             used=snapshot.num_used_blocks,
-            cached=snapshot.num_cached_blocks,
+            cached=snapshot.num_evictable_blocks,
         ),
         memory_bytes=dict(snapshot.memory_bytes),
         device_utilization=snapshot.utilisation,

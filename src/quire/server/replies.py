@@ -272,11 +272,11 @@ class HealthFigures(BaseModel):
 
 
 class KVBlocks(BaseModel):
-    """Blocks of the KV cache. Those in use and those cached overlap."""
+    """Blocks of the KV cache; the others are empty."""
 
     total: int
     used: int = Field(description="held by sequences")
-    cached: int = Field(description="in which a prefix can be found")
+    cached: int = Field(description="held by none, with a prefix that can be found")
 
 
 class StatsReply(OwnStatsReply):

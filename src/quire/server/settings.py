@@ -53,6 +53,7 @@ class ServerSettings:
     audit_key: Path | None = None  # a file with the key of the hashes in it
     audit_requests: bool = False  # one line a request as well
     state_folder: Path | None = None  # keeps quotas by the day across restarts
+    page: bool = True  # at /
     memory_bandwidth: float | None = None  # bytes a second, for the floor of steps
 
     def __post_init__(self) -> None:
