@@ -3,10 +3,12 @@
 Each body here passes its schema: what refuses it knows no HTTP.
 """
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.servers import RunningServer
+from tests.server.servers import RunningServer, fake_server
 
 from quire.core.errors import RequestError
 from quire.server.errors import as_api_error
@@ -76,6 +78,82 @@ def test_a_conversation_that_cannot_run_is_named(
 ) -> None:
     reply = fake.post(path, {"messages": messages})
     assert (reply.status, reply.error["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1] * 512}),
+        ("/v1/completions", {"prompt": [1] * 600}),
+        ("/v1/completions", {"prompt": "word " * 3000}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 512}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 3000}]}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 512}),
+        ("/v1/embeddings", {"input": "word " * 3000}),
+    ],
+)
+def test_what_outgrows_the_context_is_told_as_openais_clients_know_it(
+    fake: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    reply = fake.post(path, body)
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert reply.error["message"].startswith("This model's maximum context length is 512 tokens. ")
+    assert reply.error["param"] in body
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/files", "keeps no files"),
+        ("/v1/files/file-1/content", "keeps no files"),
+        ("/v1/audio/transcriptions", "text alone"),
+        ("/v1/images/generations", "text alone"),
+        ("/completion", "use /v1/completions"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/nowhere/at/all/of/any/use", "see /docs"),
+    ],
+)
+def test_a_path_that_there_is_not_is_a_404_that_says_what_to_use(
+    fake: RunningServer, method: str, path: str, hint: str
+) -> None:
+    """Whatever is posted: a file must not be told that its content type is wrong."""
+    multipart = {"Content-Type": "multipart/form-data; boundary=x"}
+    reply = fake.send(method, path, b"--x--" if method == "POST" else None, multipart)
+    assert (reply.status, reply.error["code"]) == (404, "unknown_path")
+    assert hint in reply.error["message"]
+
+
+def test_every_model_there_is_not_is_a_404(fake: RunningServer) -> None:
+    for path, body in PROMPTS.items():
+        reply = fake.post(path, {**body, "model": "gpt-4o"})
+        assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+        assert (reply.error["param"], reply.error["type"]) == ("model", "invalid_request_error")
+
+
+def test_unknown_fields_are_ignored_on_request_and_named_in_a_header_and_the_log(
+    text_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "quire.server")
+    with fake_server(text_model, ignore_unknown_fields=True) as server:
+        reply = server.chat(max_tokens=2, wizard=True, temprature=1)
+        assert reply.status == 200
+        assert reply.headers["x-quire-ignored-fields"] == "wizard, temprature"
+        assert "x-quire-ignored-fields" not in server.chat(max_tokens=2).headers
+        refused = server.chat(web_search_options={})  # known: obeyed or refused as ever
+        assert (refused.status, refused.error["param"]) == (400, "web_search_options")
+        streamed = server.post(
+            "/v1/completions", {"prompt": "hi", "max_tokens": 2, "stream": True, "wizard": 1}
+        )
+        assert streamed.headers["x-quire-ignored-fields"] == "wizard"
+        for path, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [1]})):
+            assert server.post(path, {**body, "wizard": 1}).status == 200
+    records = [record for record in caplog.records if record.getMessage() == "request"]
+    lines: list[Any] = [vars(record)["fields"] for record in records]
+    assert lines[0]["ignored_fields"] == ["wizard", "temprature"]
+    assert "ignored_fields" not in lines[1]
+    assert (lines[2]["error"], lines[2]["field"]) == ("unsupported_field", "web_search_options")
 
 
 @pytest.mark.parametrize(

@@ -438,3 +438,16 @@ def test_without_keys_everybody_sees_the_totals(fake: RunningServer) -> None:
     assert (stats["key"], stats["keys"]) == (None, {})
     assert stats["num_steps"] >= 0
     assert 'key="' not in fake.get("/metrics").body.decode()
+
+
+@pytest.mark.parametrize("header", ["x-api-key", "api-key", "Authorization"])
+def test_a_key_may_come_in_the_headers_of_other_apis(locked: RunningServer, header: str) -> None:
+    def status(value: str, **more: str) -> int:
+        return locked.get("/v1/models", {header: value, **more}).status
+
+    bearer = "Bearer " if header == "Authorization" else ""
+    assert status(bearer + ALICE) == 200
+    assert status(bearer + ALICE[:-1]) == 401
+    assert status("") == 401
+    if not bearer:  # one key counts: a wrong one cannot be tried beside a right one
+        assert status(ALICE, Authorization=f"Bearer {BOB}x") == 401

@@ -8,6 +8,8 @@ from tests.server.servers import RunningServer, fake_server
 
 from quire.core.errors import ConfigError
 from quire.server import ServerSettings
+from quire.server.errors import ApiError
+from quire.server.origins import check_origin, cors_headers
 
 PAGE = "https://app.example.com"
 
@@ -41,7 +43,14 @@ def test_there_is_one_host_exactly(fake: RunningServer) -> None:
     assert status_of(exchange(fake.port, none)) == 400
 
 
-@pytest.mark.parametrize("origin", [PAGE, "null", "http://localhost:1", "file://"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *(PAGE, "null", "file://", "http://localhost.evil.com", "http://127.0.0.1.evil.com"),
+        *("http://localhost@evil.com", "chrome-extension://localhost", "http://10.0.0.7:8000"),
+        *("http://localhost:1/x", "localhost:1"),
+    ],
+)
 def test_pages_of_other_sites_are_refused(fake: RunningServer, origin: str) -> None:
     reply = fake.post("/tokenize", {"prompt": "hi"}, {"Origin": origin})
     assert reply.status == 403
@@ -52,6 +61,47 @@ def test_pages_of_other_sites_are_refused(fake: RunningServer, origin: str) -> N
 def test_a_page_of_the_server_itself_is_welcome(fake: RunningServer) -> None:
     headers = {"Origin": fake.url}
     assert fake.post("/tokenize", {"prompt": "hi"}, headers).status == 200
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:1", "https://127.0.0.1", "http://[::1]:9"])
+def test_a_web_app_on_this_machine_may_use_a_server_on_loopback(
+    fake: RunningServer, text_model: Path, origin: str
+) -> None:
+    reply = fake.post("/tokenize", {"prompt": "hi"}, {"Origin": origin})
+    assert reply.status == 200
+    assert reply.headers["access-control-allow-origin"] == origin
+    ask = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    assert fake.send("OPTIONS", "/v1/completions", headers=ask).status == 204
+    # Its Host must be right all the same: a name that was rebound is no localhost.
+    rebound = {"Origin": origin, "Host": "evil.example.com"}
+    assert fake.post("/tokenize", {"prompt": "hi"}, rebound).status == 403
+
+
+def test_a_web_app_on_its_users_machine_may_not_use_a_server_elsewhere() -> None:
+    headers = [(b"host", b"10.0.0.7"), (b"origin", b"http://localhost:1")]
+    beyond = ServerSettings(host="0.0.0.0", no_auth=True)
+    assert cors_headers(headers, beyond) == []
+    with pytest.raises(ApiError, match="--cors-origin"):
+        check_origin(headers, beyond)
+    check_origin(headers, ServerSettings())
+
+
+def test_a_preflight_admits_the_headers_of_known_clients_alone(fake: RunningServer) -> None:
+    known = [
+        *("authorization", "x-api-key", "x-stainless-retry-count", "anthropic-version"),
+        *("openai-organization", "anthropic-dangerous-direct-browser-access", "content-type"),
+    ]
+    others = ["x-forwarded-for", "cookie", "x-stainless-a: b", *map(str, range(99))]
+    asked = ",".join((*known, *others))
+    ask = {
+        "Origin": "http://localhost:1",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": asked.upper(),
+    }
+    reply = fake.send("OPTIONS", "/v1/chat/completions", headers=ask)
+    assert reply.status == 204
+    allowed = set(reply.headers["access-control-allow-headers"].split(", "))
+    assert allowed == {*known, "x-request-id"}
 
 
 @pytest.mark.parametrize(

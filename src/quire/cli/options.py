@@ -348,6 +348,12 @@ def _add_access_options(group: Options) -> None:
         metavar="ORIGIN",
         help="a web page that may use the server, as https://HOST; may be repeated",
     )
+    add(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="drop fields of bodies that quire does not know, instead of a 400; the answer's "
+        "header x-quire-ignored-fields and the log name them",
+    )
 
 
 def _add_limit_options(group: Options) -> None:

@@ -56,6 +56,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         parse_control_tokens=args.parse_control_tokens,
         allowed_hosts=tuple(name.lower() for name in args.allowed_host),
         cors_origins=tuple(args.cors_origin),
+        ignore_unknown_fields=args.ignore_unknown_fields,
         trusted_proxies=read_networks(
             name for listed in args.trusted_proxies for name in listed.split(",") if name.strip()
         ),

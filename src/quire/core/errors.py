@@ -6,7 +6,8 @@ QuireError
 ├── UnsupportedModelError    a sound file of a kind we do not run
 ├── RequestError             one request asks for something impossible
 │   ├── RequestCancelledError   its owner took it back
-│   └── DeadlineError           it ran out of time
+│   ├── DeadlineError           it ran out of time
+│   └── ContextLengthError      it does not fit into the context
 ├── OverloadedError          the queue is full; says when to come back
 └── ExecutorError            the machinery failed
     ├── RowFaultError           ... for one sequence alone (NaN, a grammar that raised)
@@ -49,6 +50,14 @@ class RequestCancelledError(RequestError):
 
 class DeadlineError(RequestError):
     """The request ran out of time."""
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or prompt and completion together, do not fit into the context."""
+
+    def __init__(self, message: str, *, param: str | None = None, max_context: int) -> None:
+        super().__init__(message, param=param)
+        self.max_context = max_context
 
 
 class OverloadedError(QuireError):

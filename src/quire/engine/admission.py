@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from quire.core.config import EngineConfig
-from quire.core.errors import OverloadedError, QuireError, RequestError
+from quire.core.errors import ContextLengthError, OverloadedError, QuireError, RequestError
 from quire.core.plan import Capacity, Sampling, TokenLogprob, Want
 from quire.core.request import Completion, Request, RequestMetrics, Status
 from quire.core.sampling import SamplingParams, new_seed
@@ -146,20 +146,22 @@ class Admission:
     ) -> None:
         capacity = self._capacity
         if len(tokens) >= capacity.max_context and params.max_tokens != 0:
-            raise RequestError(
+            raise ContextLengthError(
                 f"the prompt has {len(tokens)} tokens; the context holds {capacity.max_context} "
                 "with at least one for the completion",
                 param="prompt",
+                max_context=capacity.max_context,
             )
         name, asked = "max_tokens", params.max_tokens
         if asked is None:
             name, asked = "min_tokens", max(params.min_tokens, num_generated + 1)
         total = len(tokens) + asked
         if total > capacity.max_context:
-            raise RequestError(
+            raise ContextLengthError(
                 f"prompt ({len(tokens)}) and {name} ({asked}) come to {total} tokens; the context "
                 f"holds {capacity.max_context}",
                 param=name,
+                max_context=capacity.max_context,
             )
         self._check_blocks(total)
         if not self._config.chunking and total > capacity.max_step_tokens:

@@ -11,7 +11,7 @@ from functools import cached_property
 from operator import index
 from typing import Any, Literal, NamedTuple, cast
 
-from quire.core.errors import RequestError
+from quire.core.errors import ContextLengthError, RequestError
 from quire.core.request import RequestOptions
 from quire.core.sampling import SamplingOptions, SamplingParams
 from quire.structured import CompiledGrammar
@@ -66,9 +66,10 @@ class PromptReader:
     def _checked_ids(self, prompt: Any) -> list[int]:
         """Of a prompt that can never run, the length alone is looked at."""
         if isinstance(prompt, list | tuple) and len(prompt) > self._max_context:
-            raise RequestError(
+            raise ContextLengthError(
                 f"the prompt has {len(prompt)} tokens; the context holds {self._max_context}",
                 param="prompt",
+                max_context=self._max_context,
             )
         return _token_ids(prompt)
 
@@ -203,10 +204,11 @@ class PromptReader:
         try:
             return tokenizer.encode(text, limit=limit, **options)
         except RequestError as error:
-            message = str(error)
-            if _is_unicode(text):
-                message = f"the prompt does not fit into the context: {error}"
-            raise RequestError(message, param=param) from None
+            if not _is_unicode(text):
+                raise RequestError(str(error), param=param) from None
+            message = f"the prompt does not fit into the context: {error}"
+            limit = self._max_context
+            raise ContextLengthError(message, param=param, max_context=limit) from None
 
 
 def _cut(tokens: list[int], text: str, last: int) -> Prepared:

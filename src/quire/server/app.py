@@ -39,6 +39,7 @@ from quire.server.openapi import (
     request_body,
 )
 from quire.server.page import page_routes
+from quire.server.paths import no_path
 from quire.server.quotas import QuotaSaver
 from quire.server.replies import (
     Alive,
@@ -224,12 +225,12 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        path = f"{request.scope['path']:.100}"
-        messages = {
-            404: f"there is nothing at {path}; see /docs",
-            405: f"{request.method} is not for {path}; see /docs",
-        }
-        message = messages.get(error.status_code, str(error.detail))
+        path = request.scope["path"]
+        if error.status_code == 404:
+            return _reply(request, no_path(path))
+        message = str(error.detail)
+        if error.status_code == 405:
+            message = f"{request.method} is not for {path:.100}; see /docs"
         headers = tuple((error.headers or {}).items())  # Allow, of a 405
         return _reply(request, ApiError(error.status_code, message, headers=headers))
 
@@ -245,7 +246,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _reply(request: Request, error: ApiError) -> Response:
     call: Call = request.scope[SCOPE_KEY]
-    call.error = error.code or error.message
+    call.note(error)
     return Response(
         call.error_shape.body(error),
         status_code=error.status,

@@ -327,7 +327,7 @@ def record_call(audit: AuditLog, call: Call, *, every_request: bool) -> None:
         tokens = {
             field: count
             for field, count in call.summary().items()
-            if field in ("prompt_tokens", "completion_tokens", "error")
+            if field in ("prompt_tokens", "completion_tokens", "error", "field")
         }
         audit.record(
             "request", key=name, method=call.method, status=call.status, **about, **client, **tokens

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import ConfigError
 from quire.core.request import RequestOutput
-from quire.server.errors import OPENAI_ERRORS, ErrorShape
+from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
+from quire.server.fields import IgnoredFields
 from quire.server.keys import ApiKey
 from quire.server.quotas import QuotaReservation
 
@@ -41,6 +42,8 @@ class Call:
     started_tick: float = field(default_factory=time.perf_counter)
     status: int | None = None
     error: str | None = None
+    error_field: str | None = None  # that the error is about
+    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     error_shape: ErrorShape = OPENAI_ERRORS  # of the API that its path belongs to
     is_streaming: bool = False
     quota: QuotaReservation | None = None
@@ -50,6 +53,11 @@ class Call:
     def key_name(self) -> str:
         """The key that the engine accounts it to; without keys, one for all."""
         return "" if self.key is None else self.key.name
+
+    def note(self, error: ApiError) -> None:
+        """It was answered by an error."""
+        self.error = error.code or error.message
+        self.error_field = error.param
 
     @property
     def seconds(self) -> float:
@@ -72,6 +80,10 @@ class Call:
             line["user"] = self.user
         if self.error is not None:
             line["error"] = self.error
+        if self.error_field is not None:
+            line["field"] = self.error_field
+        if self.ignored_fields.names:
+            line["ignored_fields"] = list(self.ignored_fields.names)
         if self.outputs:
             line |= _summary_of(self.outputs)
         return line

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from quire.core.request import RequestOutput
 from quire.llm import AsyncLLM
 from quire.llm.forward import NO_TOKENS, unit_vector
-from quire.server.bodies import parse_body
 from quire.server.calls import Call
 from quire.server.errors import ApiError
 from quire.server.replies import DetokenizedText, EmbeddingList, EmbeddingUsage, TokenList
@@ -39,7 +38,7 @@ _MANY_NUMBERS = 4096  # take some milliseconds to write: not on the event loop
 async def embed(service: Service, request: Request) -> Response:
     call, llm = call_and_model(service, request)
     errors = ErrorMapper(service, EmbeddingRequest)
-    prepare = partial(_prepare, service, llm, errors)
+    prepare = partial(_prepare, service, llm, call, errors)
     body, prompts = await prepare_body(service, request, prepare, is_quick=True)
     call.user = body.user
     submitting = submit_all(service, llm, call, body, prompts, stream=False, pooling=True)
@@ -55,9 +54,9 @@ async def embed(service: Service, request: Request) -> Response:
 
 
 def _prepare(
-    service: Service, llm: AsyncLLM, errors: ErrorMapper, data: bytes
+    service: Service, llm: AsyncLLM, call: Call, errors: ErrorMapper, data: bytes
 ) -> PreparedBody[EmbeddingRequest]:
-    body = parse_body(data, EmbeddingRequest, service.body_limits)
+    body = service.read_body(call, data, EmbeddingRequest)
     service.check_model(body.model)
     with errors:
         prompts = [(llm.prompts.read(text).without_text(), NO_TOKENS) for text in body.prompts]
@@ -107,7 +106,7 @@ async def _answered(
 
 
 def _tokenize(service: Service, call: Call, llm: AsyncLLM, data: bytes) -> str:
-    body = parse_body(data, TokenizeRequest, service.body_limits)
+    body = service.read_body(call, data, TokenizeRequest)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
@@ -133,8 +132,8 @@ def _tokens_of(llm: AsyncLLM, body: TokenizeRequest, parse_control_tokens: bool)
     )
 
 
-def _detokenize(service: Service, _: Call, llm: AsyncLLM, data: bytes) -> str:
-    body = parse_body(data, DetokenizeRequest, service.body_limits)
+def _detokenize(service: Service, call: Call, llm: AsyncLLM, data: bytes) -> str:
+    body = service.read_body(call, data, DetokenizeRequest)
     service.check_model(body.model)
     tokenizer = _tokenizer(llm)
     if len(body.tokens) > llm.max_context:  # a token may be long: the text could take gigabytes

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from quire.core.errors import (
+    ContextLengthError,
     DeadlineError,
     ModelFileError,
     OverloadedError,
@@ -112,6 +113,11 @@ def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool
                 code="drain",
                 retry_after_s=RESTART_S,
             )
+        case ContextLengthError():
+            # In the words that clients know OpenAI's error by.
+            known = f"This model's maximum context length is {error.max_context} tokens."
+            param = _field_of(error.param, fields)
+            return ApiError(400, f"{known} {text}", param=param, code="context_length_exceeded")
         case RequestError():
             return ApiError(400, text, param=_field_of(error.param, fields))
         case OverloadedError() if is_draining:

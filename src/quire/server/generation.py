@@ -12,7 +12,6 @@ from starlette.responses import Response
 from quire.core.errors import RequestError
 from quire.core.request import RequestOutput
 from quire.llm import AsyncLLM
-from quire.server.bodies import parse_body
 from quire.server.calls import Call
 from quire.server.dialect import Choice, Dialect, Frames, GenerationCall, choices_of
 from quire.server.echoes import echoed
@@ -66,7 +65,7 @@ async def answer_conversation(
 async def complete_text(service: Service, request: Request) -> Response:
     call, llm = call_and_model(service, request)
     errors = ErrorMapper(service, CompletionRequest)
-    prepare = partial(_prepare_text, service, llm, errors)
+    prepare = partial(_prepare_text, service, llm, call, errors)
     body = await prepare_body(service, request, prepare, is_quick=True)
     body = await _with_grammars(service, request, llm, errors, body)
     generation = _generation_call(call, llm, body, "cmpl")
@@ -93,7 +92,7 @@ def _prepare_chat(
     dialect: Dialect[B, K],
     data: bytes,
 ) -> _PreparedChat:
-    given = parse_body(data, dialect.schema, service.body_limits)
+    given = service.read_body(call, data, dialect.schema)
     with errors:
         body, kept = dialect.to_chat(service, call, given)
         service.check_model(body.model)
@@ -138,9 +137,9 @@ def _last(llm: AsyncLLM, body: Generation) -> int | None:
 
 
 def _prepare_text(
-    service: Service, llm: AsyncLLM, errors: ErrorMapper, data: bytes
+    service: Service, llm: AsyncLLM, call: Call, errors: ErrorMapper, data: bytes
 ) -> PreparedBody[CompletionRequest]:
-    body = parse_body(data, CompletionRequest, service.body_limits)
+    body = service.read_body(call, data, CompletionRequest)
     service.check_model(body.model)
     _check_text(body)
     prompts: Prompts = []

@@ -336,7 +336,8 @@ class Access:
         key = self.ring.find(presented.strip())
         if scheme.lower() != "bearer" or key is None:
             raise _unauthenticated(
-                "a valid API key is needed: send Authorization: Bearer KEY", "invalid_api_key"
+                "a valid API key is needed: send Authorization: Bearer KEY, or x-api-key: KEY",
+                "invalid_api_key",
             )
         return key
 

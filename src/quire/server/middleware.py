@@ -3,25 +3,20 @@
 In order: its address, its Host and Origin, its key and what that key is for, its kind of body, its
 key's limits, its body within size and time. It also gives each a request id and writes its line of
 the log.
-
-Host and Origin: a page on the web can make its visitors' browsers talk to a server on their own
-machine: by posting to it, or by giving its own name the address 127.0.0.1 (DNS rebinding). The
-first is seen by Origin, the second by Host. An address instead of a name cannot be rebound, so it
-is always allowed.
 """
 
 import asyncio
-import ipaddress
 from asyncio import sleep
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, new_call
 from quire.server.connections import Connections, FailedKeys, Proxies, address_group
 from quire.server.errors import ApiError, ErrorShape
 from quire.server.keys import Access, RequiredScope, required_scope
+from quire.server.origins import check_host, check_origin, cors_headers, is_preflight
+from quire.server.paths import check_path
 from quire.server.quotas import RequestLimits
 from quire.server.settings import ServerSettings
 
@@ -85,13 +80,15 @@ class Middleware:
                 call.status = message["status"]
                 limits = () if call.quota is None else call.quota.headers
                 added = [(name.encode(), value.encode()) for name, value in limits]
+                if call.ignored_fields.names:
+                    added.append((b"x-quire-ignored-fields", str(call.ignored_fields).encode()))
                 message = {**message, "headers": [*message["headers"], *added, *extra]}
             await send(message)
 
         try:
             await self._admit(scope, receive, send_marked, call)
         except ApiError as error:
-            call.error = error.code or error.message
+            call.note(error)
             await send_error(send_marked, error, call.error_shape)
         except ClientGoneError:
             call.error = CLIENT_GONE
@@ -120,10 +117,11 @@ class Middleware:
             await _send(send, 204, b"", [])
             return
         if required_scope(scope["path"]) is not RequiredScope.NO_KEY:
-            await self._authenticate(call, _header(headers, b"authorization"))
+            await self._authenticate(call, _presented_key(headers))
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        check_path(call.path)  # before its content type: there it may be right
         _check_content_type(headers)
         key = call.key
         if key is not None:
@@ -263,6 +261,16 @@ def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
     return ""
 
 
+def _presented_key(headers: Headers) -> str:
+    """As an Authorization header has it; Anthropic's clients have a header of their own, and so
+    have those for Azure."""
+    given = _header(headers, b"authorization")
+    if not given:
+        given = _header(headers, b"x-api-key") or _header(headers, b"api-key")
+        return f"Bearer {given}" if given else ""
+    return given
+
+
 async def send_error(send: Send, error: ApiError, shape: ErrorShape) -> None:
     headers = [(name.encode(), value.encode()) for name, value in error.headers]
     headers.append((b"content-type", b"application/json"))
@@ -275,87 +283,3 @@ async def _send(send: Send, status: int, body: bytes, headers: Headers) -> None:
         headers = [*headers, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-# ---- Host, Origin and CORS
-
-
-_PREFLIGHT_AGE_S = 600
-
-
-def check_host(headers: Headers, settings: ServerSettings) -> None:
-    given = [value.decode("latin-1") for name, value in headers if name == b"host"]
-    if len(given) != 1:
-        raise ApiError(400, f"one Host header is needed, got {len(given)}", code="host")
-    host = _host_name(given[0])
-    known = (settings.host, "localhost", *settings.allowed_hosts)
-    if host is None or not (_is_address(host) or host in known or "*" in settings.allowed_hosts):
-        raise ApiError(
-            403,
-            f"this server does not go by the name {given[0]!r:.100}; name it with --allowed-host",
-            code="host_not_allowed",
-        )
-
-
-def check_origin(headers: Headers, settings: ServerSettings) -> None:
-    """Pages of other sites are refused; programs that are no browser send no Origin."""
-    origin = _origin(headers)
-    if origin is None or origin in settings.cors_origins:
-        return
-    host = next(value.decode("latin-1") for name, value in headers if name == b"host")
-    scheme, _, rest = origin.partition("://")
-    if scheme not in ("http", "https") or rest.lower() != host.lower():
-        raise ApiError(
-            403,
-            f"pages of {origin!r:.100} may not use this server; name them with --cors-origin",
-            code="origin_not_allowed",
-        )
-
-
-def is_preflight(method: str, headers: Headers, settings: ServerSettings) -> bool:
-    """Whether it is a CORS preflight of an allowed origin."""
-    if method != "OPTIONS" or _origin(headers) not in settings.cors_origins:
-        return False
-    return any(name == b"access-control-request-method" for name, _ in headers)
-
-
-def cors_headers(headers: Headers, settings: ServerSettings) -> Headers:
-    """CORS headers for an allowed origin; none for others."""
-    origin = _origin(headers)
-    if origin is None or origin not in settings.cors_origins:
-        return []
-    return [
-        (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"access-control-allow-methods", b"GET, POST"),
-        (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
-        (b"access-control-expose-headers", b"x-request-id, retry-after, retry-after-ms"),
-        (b"access-control-max-age", str(_PREFLIGHT_AGE_S).encode()),
-        (b"vary", b"origin"),
-    ]
-
-
-def _origin(headers: Headers) -> str | None:
-    for name, value in headers:
-        if name == b"origin":
-            return value.decode("latin-1")
-    return None
-
-
-def _host_name(value: str) -> str | None:
-    """A Host header without its port, in lower case; None where it is malformed."""
-    try:
-        parts = urlsplit(f"//{value}")
-        _ = parts.port
-    except ValueError:
-        return None
-    if parts.path or parts.query or parts.fragment or "@" in value:
-        return None
-    return parts.hostname
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -8,14 +8,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.core.errors import ConfigError
 from quire.llm import AsyncLLM
 from quire.server.audit import open_audit_log
-from quire.server.bodies import BodyLimits, body_limits
+from quire.server.bodies import BodyLimits, body_limits, parse_body
+from quire.server.calls import Call
 from quire.server.connections import open_connections
 from quire.server.errors import RESTART_S, ApiError
+from quire.server.fields import Strict
 from quire.server.keys import Access, ApiKey, KeyChanges
 from quire.server.logs import LOGGER, log
 from quire.server.quotas import Meter, Quotas, RequestLimits
@@ -24,6 +26,7 @@ from quire.server.settings import ServerSettings
 from quire.server.usage_file import UsageFile
 from quire.server.work_pool import WorkPool
 
+B = TypeVar("B", bound=Strict)
 OnStuck = Callable[[], None]
 Load = Callable[[OnStuck], AsyncLLM]  # called once, on a thread of its own
 
@@ -148,6 +151,11 @@ class Service:
         """What a body for the loaded model may hold."""
         assert self._llm is not None
         return body_limits(self._llm.max_context, MAX_PROMPTS, MAX_MESSAGES)
+
+    def read_body(self, call: Call, data: bytes, schema: type[B]) -> B:
+        """A body as its schema; an ApiError about the first field that is wrong."""
+        ignored = call.ignored_fields if self.settings.ignore_unknown_fields else None
+        return parse_body(data, schema, self.body_limits, ignored)
 
     @property
     def loaded(self) -> AsyncLLM | None:

@@ -35,6 +35,7 @@ class ServerSettings:
     parse_control_tokens: bool = False  # in chat messages, where no key says whether
     allowed_hosts: tuple[str, ...] = ()  # in Host, beside addresses and localhost
     cors_origins: tuple[str, ...] = ()  # web pages that may use it, as scheme://host[:port]
+    ignore_unknown_fields: bool = False  # of bodies, instead of refusing them
     max_body_bytes: int = 4 << 20
     max_buffered_bytes: int = 256 << 20  # of all bodies together, while they come
     max_header_bytes: int = 64 << 10
