@@ -15,7 +15,7 @@ from quire.cli import generate, main
 from quire.cli.program import COMMANDS, Command
 
 NAMES = (
-    *("generate", "chat", "serve", "inspect", "pull", "models", "rm", "convert", "doctor"),
+    *("generate", "chat", "serve", "top", "inspect", "pull", "models", "rm", "convert", "doctor"),
     *("audit", "bench"),
 )
 

@@ -73,7 +73,8 @@ class Script:
         if words[:2] == ["quire", "serve"]:
             self._serve(words[2:])
         elif words[0] == "quire":
-            self._check(self._executed([sys.executable, "-m", "quire.cli", *words[1:]]))
+            given = [self._at_port(word) for word in words[1:]]
+            self._check(self._executed([sys.executable, "-m", "quire.cli", *given]))
         else:
             text = self._check(self._executed(["bash", "-c", self._at_port(line)]))
             assert not text.startswith('{"error"'), text

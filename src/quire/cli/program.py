@@ -34,6 +34,9 @@ COMMANDS = {
         "quire.cli.options:add_serve_options",
         "quire.cli.serve:run",
     ),
+    "top": Command(
+        "watch a running server's engine", "quire.cli.top:add_options", "quire.cli.top:run"
+    ),
     "inspect": Command(
         "look into a model file",
         "quire.cli.options:add_inspect_options",
@@ -80,6 +83,7 @@ examples:
   quire generate --prompt "What is gravity?"    answer a question with the default model
   quire chat --model model.gguf                 talk to a model of your own
   quire serve model.gguf                        serve it through OpenAI's API
+  quire top                                     watch what its engine does
   quire chat --model Qwen/Qwen3-4B-GGUF         fetch a model of the Hugging Face hub, and talk
   quire inspect model.gguf                      see what is in a file, and what it would take
   quire convert bitnet/ bitnet.gguf --to TQ2_0  make a GGUF file of a BitNet checkpoint
