@@ -13,6 +13,7 @@ NATIVE := build/native/.built
 NODE_CLIENT := build/node/.ready
 CUDA_VENV := build/cuda
 CLIENTS := build/clients
+ALL_CLIENTS := build/clients-all
 PAGE := build/page
 BENCH_RIVALS ?= llama.cpp
 BENCH_PYTHON ?= $(BIN)/python
@@ -74,6 +75,14 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $(CLIENTS)/.ready
+
+$(ALL_CLIENTS)/.ready: tests/clients/requirements-all.txt
+	test -x $(ALL_CLIENTS)/bin/python || $(PYTHON) -m venv $(ALL_CLIENTS)
+	$(ALL_CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $(ALL_CLIENTS)/.ready
+
+test-clients-all: $(READY) $(NATIVE) $(ALL_CLIENTS)/.ready  ## run clients that take long to install, such as lm-eval
+	$(BIN)/python -m pytest -q tests/clients/test_all.py
 
 test-clients: $(READY) $(NATIVE) $(CLIENTS)/.ready  ## run the guide's recipes for LangChain, LlamaIndex and llm
 	$(BIN)/python -m pytest -q tests/clients

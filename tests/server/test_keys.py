@@ -80,7 +80,7 @@ def test_every_route_but_health_and_readiness_wants_a_key(
     body: object = {} if method == "POST" else None
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {ALICE}"}):
         reply = locked.send(method, path, body, headers)
-        if path in ("/health", "/ready"):
+        if path in ("/health", "/ready", "/ping"):
             assert reply.status == 200
         else:
             assert reply.status == 401, f"{method} {path}"
@@ -273,7 +273,7 @@ def test_the_scopes_of_the_routes_are_as_the_guide_says(scope: KeyScope) -> None
 
 def test_only_health_readiness_and_the_page_need_no_key() -> None:
     open_paths = {path for path, required in ROUTES.items() if required is RequiredScope.NO_KEY}
-    assert open_paths == {"/health", "/ready", *PAGE_FILES}
+    assert open_paths == {"/health", "/ready", "/ping", *PAGE_FILES}
 
 
 def test_a_route_that_names_no_scope_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def test_a_server_refuses_an_expired_key_on_every_route(text_model: Path) -> Non
         for method, path in routes():
             body: object = {} if method == "POST" else None
             reply = server.send(method, path, body, bearer("old"))
-            assert reply.status == (200 if path in ("/health", "/ready") else 401), path
+            assert reply.status == (200 if path in ("/health", "/ready", "/ping") else 401), path
             if reply.status == 401:
                 assert reply.error["code"] == "expired_api_key"
                 assert reply.headers["www-authenticate"] == "Bearer"

@@ -257,3 +257,77 @@ def test_documents_reach_a_template_that_writes_them(tmp_path: Path) -> None:
     with fake_server(model) as server:
         text = prompt_text(server, MESSAGES, documents=[{"text": "one"}, {"text": "two"}])
         assert text == "[one][two]Hello there"
+
+
+def test_the_token_that_ends_a_completion_is_listed_with_a_scored_prompt(
+    tiny: RunningServer,
+) -> None:
+    """lm-evaluation-harness leaves the last log-probability out, which must not be the prompt's."""
+    fields = {"allowed_token_ids": [2], "ignore_eos": False, "max_tokens": 1, "logprobs": 1}
+    [choice] = complete(tiny, echo=True, **fields)["choices"]
+    assert choice["finish_reason"] == "stop"
+    tokens = tiny.post("/tokenize", {"prompt": PROMPT}).json["tokens"]
+    assert len(choice["logprobs"]["tokens"]) == len(tokens) + 1
+
+
+# ---- tokens without an answer
+
+
+def test_tokenize_takes_what_vllms_does(tiny: RunningServer) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "The"}]
+
+    def text(**fields: Any) -> str:
+        answer = tiny.post("/tokenize", {"return_token_strs": True, **fields})
+        assert answer.status == 200, answer.body
+        found = answer.json
+        assert len(found["token_strs"]) == found["count"] == len(found["tokens"])
+        return "".join(found["token_strs"])
+
+    asked = "<|im_start|>user\nHello there<|im_end|>\n"
+    assert text(prompt="a b") == "a b"
+    assert text(messages=MESSAGES) == f"{asked}<|im_start|>assistant\n"
+    assert text(messages=MESSAGES, add_generation_prompt=False) == asked
+    assert text(messages=begun, continue_final_message=True).endswith("assistant\nThe")
+    assert tiny.post("/tokenize", {"prompt": "a"}).json["token_strs"] is None
+    for fields, param in (
+        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+        ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ({"prompt": "a", "chat_template": "x"}, "chat_template"),
+    ):
+        assert tiny.post("/tokenize", fields).error["param"] == param
+
+
+def test_tools_reach_the_template_of_tokenize(tmp_path: Path) -> None:
+    template = "{% for t in tools %}[{{ t.function.name }}]{% endfor %}{{ messages[0].content }}"
+    model = write_text_model(tmp_path / "model.gguf", chat_template=template)
+    with fake_server(model) as server:
+        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+        body = {"messages": MESSAGES, "tools": [tool], "return_token_strs": True}
+        assert "".join(server.post("/tokenize", body).json["token_strs"]) == "[look]Hello there"
+
+
+def test_clients_of_other_servers_find_what_they_ask_first(tiny: RunningServer) -> None:
+    assert tiny.get("/version").json.keys() == {"version"}
+    assert tiny.get("/ping").status == tiny.post("/ping", {}).status == 200
+    info = tiny.get("/tokenizer_info").json
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", None)
+    assert info["model_max_length"] == 512 and "im_start" in info["chat_template"]
+    props = tiny.get("/props").json
+    assert props["default_generation_settings"] == {"n_ctx": 512}
+    assert props["chat_template"] == info["chat_template"]
+
+
+def test_vectors_are_cut_and_scaled_again(tiny: RunningServer) -> None:
+    def vector(**fields: Any) -> list[float]:
+        answer = tiny.post("/v1/embeddings", {"input": "a", **fields})
+        assert answer.status == 200, answer.body
+        found: list[float] = answer.json["data"][0]["embedding"]
+        return found
+
+    whole, short = vector(), vector(dimensions=8)
+    assert (len(whole), len(short)) == (256, 8)
+    scale = sum(value * value for value in whole[:8]) ** 0.5
+    assert short == pytest.approx([value / scale for value in whole[:8]], abs=1e-6)
+    answer = tiny.post("/v1/embeddings", {"input": "a", "dimensions": 257})
+    assert (answer.status, answer.error["param"]) == (400, "dimensions")

@@ -341,6 +341,11 @@ class AsyncLLM:
         return self._assembly.executor.capacity.max_context
 
     @property
+    def embedding_size(self) -> int:
+        """Numbers of a vector that embed() makes."""
+        return self._assembly.spec.hidden_size
+
+    @property
     def max_batch_size(self) -> int:
         return self._assembly.options.max_batch_size
 

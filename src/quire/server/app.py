@@ -20,7 +20,13 @@ from quire.engine.stats import Snapshot
 from quire.server.audit import record_call, settings_digest
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, Tracing, open_tracing
 from quire.server.dialect import Dialect
-from quire.server.encoding import detokenize, embed, tokenize
+from quire.server.encoding import (
+    detokenize,
+    embed,
+    properties_of,
+    tokenize,
+    tokenizer_info_of,
+)
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
 from quire.server.fields import Strict
 from quire.server.generation import answer_conversation, complete_text
@@ -53,9 +59,12 @@ from quire.server.replies import (
     OwnStatsReply,
     Readiness,
     ReloadReply,
+    ServerProperties,
     StatsReply,
     TextCompletion,
+    TokenizerInfo,
     TokenList,
+    Version,
 )
 from quire.server.schemas import (
     CompletionRequest,
@@ -161,6 +170,7 @@ def create_app(service: Service) -> Middleware:
     _add_error_handlers(app)
     _add_endpoints(app, service)
     _add_models(app, service)
+    _add_properties(app, service)
     _add_operations(app, service, rejected)
     _add_stats(app, service)
     _add_administration(app, service)
@@ -297,6 +307,33 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> ModelCard:
         service.check_model(name)
         return next(card for card in cards() if card.id == name)
+
+
+_PING = error_responses()
+
+
+def _add_properties(app: FastAPI, service: Service) -> None:
+    """What clients of other servers ask before they send a request."""
+
+    @app.get("/version", summary="The server's version", responses=error_responses())
+    async def version() -> Version:
+        return Version(version=own_version())
+
+    @app.get("/ping", summary="200 where requests are taken, else 503", responses=_PING)
+    async def ping() -> Response:
+        return Response(status_code=200 if service.is_ready else 503)
+
+    @app.post("/ping", summary="The same", responses=_PING)
+    async def ping_by_post() -> Response:
+        return await ping()
+
+    @app.get("/tokenizer_info", summary="The tokenizer, as vLLM's", responses=error_responses(503))
+    async def tokenizer_info() -> TokenizerInfo:
+        return tokenizer_info_of(service.llm)
+
+    @app.get("/props", summary="The model, as llama.cpp's", responses=error_responses(503))
+    async def props() -> ServerProperties:
+        return properties_of(service.llm, service.name)
 
 
 def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> None:

@@ -173,10 +173,43 @@ class TokenList(BaseModel):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None = None
 
 
 class DetokenizedText(BaseModel):
     prompt: str
+
+
+class Version(BaseModel):
+    version: str
+
+
+class TokenizerInfo(BaseModel):
+    """As vLLM's server tells it, for clients that tokenise by /tokenize and /detokenize."""
+
+    tokenizer_class: Literal["quire"] = "quire"
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
+class GenerationSettings(BaseModel):
+    n_ctx: int
+
+
+class ServerProperties(BaseModel):
+    """As llama.cpp's server tells it."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_path: str
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
 
 
 class Alive(BaseModel):

@@ -1,6 +1,7 @@
 """The bodies that clients may send, each field under the policy of fields.py."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -463,7 +464,7 @@ class CompletionRequest(Generation, CompletionClientFields):
     echo: bool | None = Field(
         default=None,
         description="the prompt comes before the completion, with log-probabilities if these are "
-        "asked for; both together not with stream",
+        "asked for (then also that of the token that ends it); both together not with stream",
     )
     add_special_tokens: bool | None = Field(
         default=None, description="false: without the tokens that the model wants around a text"
@@ -478,6 +479,15 @@ class CompletionRequest(Generation, CompletionClientFields):
         if self.echo and self.logprobs is not None:
             return max(self.logprobs, self.prompt_logprobs or 0)
         return self.prompt_logprobs
+
+    def sampling(
+        self, room: int, logprobs: int | None, defaults: SamplingOptions
+    ) -> SamplingParams:
+        """Whoever reads a prompt's scores counts on one for each generated token (the harnesses
+        leave the last out), so the token that ends a completion is listed too."""
+        params = super().sampling(room, logprobs, defaults)
+        is_listed = self.echo and logprobs is not None and self.include_stop_token is None
+        return replace(params, include_stop_token=True) if is_listed else params
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -512,7 +522,13 @@ class EmbeddingRequest(CommonFields, EmbeddingClientFields):
     pooling: Literal["last"] | None = Field(
         default=None, description="the state after the last token; there is no other"
     )
-    dimensions: Refused = refused("a state has as many as the model")
+    dimensions: int | None = Field(
+        default=None,
+        ge=1,
+        le=_MOST,
+        description="only the first so many numbers, at length 1 again: fit for models that were "
+        "trained for it (Matryoshka)",
+    )
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -532,10 +548,22 @@ class TokenizeRequest(Strict):
         Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
         | None
     ) = Field(default=None, description="a conversation, in the model's chat template")
-    add_special_tokens: bool = Field(
-        default=True, description="put before and after a text what the model wants there"
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="false: without what the model wants before and after a text; true is refused "
+        "with messages: the template writes it",
+    )
+    add_generation_prompt: bool | None = Field(default=None, description="as in a chat")
+    continue_final_message: bool | None = Field(default=None, description="as in a chat")
+    return_token_strs: bool | None = Field(
+        default=None, description="also the tokens' texts, as token_strs"
+    )
+    tools: Annotated[list[dict[str, Any]], Field(max_length=256, fail_fast=True)] | None = Field(
+        default=None, description="as in a chat, for the template"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="as in a chat")
+    chat_template: Refused = refused("the server's operator chooses it (--chat-template)")
+    mm_processor_kwargs: Refused = refused("quire works with text alone", {})
 
 
 class DetokenizeRequest(Strict):
