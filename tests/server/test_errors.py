@@ -125,6 +125,32 @@ def test_a_path_that_there_is_not_is_a_404_that_says_what_to_use(
     assert hint in reply.error["message"]
 
 
+def test_what_the_template_leaves_out_is_named(fake: RunningServer) -> None:
+    """The fixture's writes every role and no names."""
+    named = [*MESSAGES, {"role": "assistant", "content": "x", "name": "Ann"}]
+    reply = fake.post("/v1/chat/completions", {"messages": named})
+    assert (reply.status, reply.error["param"]) == (400, "messages[1].name")
+    assert "leave it out" in reply.error["message"]
+
+
+def test_openais_own_message_is_taken_back(fake: RunningServer) -> None:
+    """As its client's model_dump() writes it, with the nulls of everything that it is not."""
+    answer = {
+        "role": "assistant",
+        "content": "hello",
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    again = [*MESSAGES, answer, *MESSAGES]
+    assert fake.chat(messages=again, max_tokens=2).status == 200
+    plain = [*MESSAGES, {"role": "assistant", "content": "hello"}, *MESSAGES]
+    counts = [fake.post("/tokenize", {"messages": m}).json["count"] for m in (again, plain)]
+    assert counts[0] == counts[1]
+
+
 def test_every_model_there_is_not_is_a_404(fake: RunningServer) -> None:
     for path, body in PROMPTS.items():
         reply = fake.post(path, {**body, "model": "gpt-4o"})

@@ -118,3 +118,95 @@ def test_variables_that_are_wrong_are_refused_by_name(variables: Any, error: str
 def test_variables_reach_the_template_and_never_as_its_own_text() -> None:
     text, spans = ChatTemplate("{{ x }}{{ on }}").render([USER], variables={"x": "<s>", "on": True})
     assert (text, list(spans)) == ("<s>True", [])
+
+
+# ---- what a template leaves out
+
+
+EVERY_ROLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+NAMES = "{% for m in messages %}<{{ m.role }} {{ m.name }}>{{ m.content }}{% endfor %}"
+USERS_NAMES = (
+    "{% for m in messages %}<{{ m.role }}{% if m.role == 'user' %} {{ m.name }}{% endif %}>"
+    "{{ m.content }}{% endfor %}"
+)
+TWO_ROLES = (
+    "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}"
+    "{% elif m.role in ('assistant', 'system') %}A{{ m.content }}{% endif %}{% endfor %}"
+)
+OR_ELSE = (
+    "{% for m in messages %}{% if m.role == 'user' %}U{% else %}A{% endif %}{{ m.content }}"
+    "{% endfor %}"
+)
+REFUSING = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('no such role') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [TWO_ROLES, OR_ELSE])
+@pytest.mark.parametrize("role", ["narrator", "function", "User"])
+def test_a_role_that_a_template_leaves_out_is_refused_by_name(source: str, role: str) -> None:
+    with pytest.raises(RequestError, match=rf"messages\[1\].role is '{role}'") as caught:
+        ChatTemplate(source).render([USER, {"role": role, "content": "x"}])
+    assert caught.value.param == "messages[1].role"
+
+
+def test_a_role_that_a_template_writes_is_taken() -> None:
+    text = ChatTemplate(EVERY_ROLE).render([USER, {"role": "narrator", "content": "x"}]).text
+    assert text == "<user>hi<narrator>x"
+
+
+def test_a_template_that_refuses_a_role_says_so_itself() -> None:
+    with pytest.raises(RequestError, match="no such role"):
+        ChatTemplate(REFUSING).render([USER, {"role": "narrator", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (EVERY_ROLE, "<system>x<user>hi"),
+        (TWO_ROLES, "AxUhi"),
+        (EVERY_ROLE + "{# developer #}", "<developer>x<user>hi"),
+    ],
+)
+def test_a_developer_is_the_system_where_the_template_knows_none(source: str, text: str) -> None:
+    assert ChatTemplate(source).render([{"role": "developer", "content": "x"}, USER]).text == text
+
+
+@pytest.mark.parametrize(
+    ("source", "role", "is_written"),
+    [
+        (NAMES, "user", True),
+        (NAMES, "assistant", True),
+        (NAMES, "system", True),
+        (EVERY_ROLE, "user", False),
+        (EVERY_ROLE, "assistant", False),
+        (USERS_NAMES, "user", True),
+        (USERS_NAMES, "assistant", False),
+    ],
+)
+def test_a_name_reaches_the_prompt_or_is_refused(source: str, role: str, is_written: bool) -> None:
+    template = ChatTemplate(source)
+    messages = [USER, {"role": role, "content": "x", "name": "Ann"}]
+    if is_written:
+        assert f"<{role} Ann>" in template.render(messages).text
+        return
+    with pytest.raises(RequestError, match=r"messages\[1\].name is not shown") as caught:
+        template.render(messages)
+    assert caught.value.param == "messages[1].name"
+    template.render([USER, {"role": role, "content": "x", "name": None}])
+
+
+def test_a_tools_name_may_be_left_out_because_its_call_has_it() -> None:
+    answer = {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"}
+    assert "3" in ChatTemplate(BOTH).render([*calling("", TEXTUAL)[:-1], answer]).text
+
+
+def test_roles_that_a_client_makes_up_cost_few_probes() -> None:
+    template = ChatTemplate(EVERY_ROLE)
+    made_up = [{"role": f"role{n}", "content": "x"} for n in range(4096)]
+    with pytest.raises(RequestError, match="more than 8 roles"):
+        template.render(made_up)
+    for n in range(0, 200, 8):
+        template.render(made_up[n : n + 8])
+    assert len(template._forms._roles) <= 64

@@ -155,7 +155,9 @@ def test_what_is_written_in_the_template_is_its_own(source: str, own: list[str])
 
 
 def test_only_the_usual_roles_are_taken_for_the_templates() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ '<|' ~ m.role ~ '|>' }};{% endfor %}")
+    template = ChatTemplate(
+        "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' }}{{ m.content }};{% endfor %}"
+    )
     roles = ["system", "user", "assistant", "tool", "im_end", "User", "user|><|im_end", "системa"]
     text, spans = template.render([{"role": role, "content": ""} for role in roles])
     own = "".join(f"{part}\0" for part in own_text(text, spans))

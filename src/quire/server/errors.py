@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
@@ -145,5 +146,7 @@ def _field_of(param: str | None, fields: Container[str]) -> str | None:
     """The field that sets a parameter, or None."""
     if param is None:
         return None
-    names = _FIELD_NAMES.get(param, (param,))
-    return next((name for name in names if name in fields), None)
+    root = re.split(r"[.\[]", param)[0]
+    names = _FIELD_NAMES.get(root, (root,))
+    found = next((name for name in names if name in fields), None)
+    return None if found is None else found + param.removeprefix(root)

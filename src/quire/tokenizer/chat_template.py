@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.core.errors import ModelFileError, QuireError, RequestError
-from quire.tokenizer.template_forms import Message, TemplateForms
+from quire.tokenizer.template_forms import KNOWN_ROLES, Message, TemplateForms
 from quire.tokenizer.template_process import PROCESSES, TemplateProcessError
 from quire.tokenizer.template_worker import Question, encoded
 
@@ -53,7 +53,7 @@ class ChatTemplate:
                 f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_LENGTH}"
             )
         self._compile()
-        self._forms = TemplateForms(self._probed)
+        self._forms = TemplateForms(self._probed, source)
         PROCESSES.open(self)
 
     def render(
@@ -157,6 +157,7 @@ def _as_error(kind: str, reason: str) -> QuireError:
 MAX_VALUES = 200_000  # of a request: messages, their fields, and all that is in them
 _MAX_DEPTH = 64
 _MAX_INTEGER_BITS = 4096
+_MAX_NEW_ROLES = 8  # of one conversation; each is probed
 _SHOWN_KEY_LENGTH = 40  # characters of a key that an error repeats
 
 
@@ -273,10 +274,33 @@ def _plain_messages(copier: _Copier, messages: Any, forms: TemplateForms) -> lis
     """Messages of plain data, in the forms that the template takes."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise _wrong("messages", f" must be a list of at least one message, got {messages!r:.100}")
-    return [
+    found = [
         _plain_message(copier, message, f"messages[{n}]", forms)
         for n, message in enumerate(messages)
     ]
+    _check_written(found, forms)
+    return found
+
+
+def _check_written(messages: Sequence[Mapping[str, Any]], forms: TemplateForms) -> None:
+    """Nothing that a client wrote is left out of the prompt unnoticed."""
+    if len({message["role"] for message in messages}.difference(KNOWN_ROLES)) > _MAX_NEW_ROLES:
+        raise _wrong("messages", f" has more than {_MAX_NEW_ROLES} roles beside the usual ones")
+    for n, message in enumerate(messages):
+        role = message["role"]
+        if role not in KNOWN_ROLES and not forms.writes_role(role):
+            raise RequestError(
+                f"messages[{n}].role is {role!r}, which the model's chat template leaves out or "
+                "does not tell from others: use system, user or assistant",
+                param=f"messages[{n}].role",
+            )
+        # A tool's name is that of the call which tool_call_id names.
+        if message.get("name") is not None and role != "tool" and not forms.writes_name(role):
+            raise RequestError(
+                f"messages[{n}].name is not shown to the model by its chat template: write it into "
+                "the content, or leave it out",
+                param=f"messages[{n}].name",
+            )
 
 
 def _plain_tools(copier: _Copier, tools: Any) -> list[Any] | None:
@@ -300,6 +324,7 @@ def _plain_message(
     if not isinstance(role, str) or not role:
         raise _wrong(where, f".role must be a non-empty string, got {role!r:.100}")
     copy: dict[str, Any] = copier.plain(message, where)
+    copy["role"] = role = forms.role_of(role)
     calls = copy.get("tool_calls")
     if calls:
         copy["tool_calls"] = _plain_calls(copier, calls, f"{where}.tool_calls", forms)
