@@ -382,6 +382,21 @@ def _add_limit_options(group: Options) -> None:
         help="of them from one client, an IPv6 /64 being one; loopback has no such limit "
         "(default: an eighth of all)",
     )
+    add(
+        "--max-stored-responses",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="of /v1/responses kept in memory, where clients do not say store: false; 0 for none "
+        "(default: %(default)s)",
+    )
+    add(
+        "--max-stored-bytes",
+        type=int,
+        default=64 << 20,
+        metavar="N",
+        help="of stored responses with their conversations (default: %(default)s)",
+    )
     for name, default, text in _DEADLINES:
         help_text = f"{text} (%(default)s)"
         add(f"--{name}", type=float, default=default, metavar="S", help=help_text)

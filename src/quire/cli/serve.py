@@ -66,6 +66,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         max_body_bytes=args.max_body_bytes,
         max_connections=args.max_connections,
         max_connections_per_address=args.max_connections_per_address,
+        max_stored_responses=args.max_stored_responses,
+        max_stored_bytes=args.max_stored_bytes,
         header_timeout_s=args.header_timeout,
         body_timeout_s=args.body_timeout,
         unread_timeout_s=args.unread_timeout,

@@ -20,6 +20,22 @@ from quire.engine.stats import Snapshot
 from quire.server.audit import record_call, settings_digest
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, Tracing, open_tracing
 from quire.server.dialect import Dialect
+from quire.server.dialects.anthropic_answer import (
+    ANTHROPIC_ERRORS,
+    MESSAGES,
+    MessageReply,
+    TokensCount,
+    count_tokens,
+)
+from quire.server.dialects.anthropic_body import CountTokensRequest
+from quire.server.dialects.responses import (
+    RESPONSES,
+    InputTokens,
+    add_stored_responses,
+    count_input_tokens,
+)
+from quire.server.dialects.responses_answer import ResponseReply
+from quire.server.dialects.responses_body import CountRequest
 from quire.server.encoding import (
     detokenize,
     embed,
@@ -101,6 +117,33 @@ _ENDPOINTS = (
     _conversation(
         "/v1/chat/completions", "chat_completions", "Answer a conversation", ChatCompletion, CHAT
     ),
+    _conversation(
+        "/v1/responses", "responses", "Answer a conversation of items", ResponseReply, RESPONSES
+    ),
+    _Endpoint(
+        "/v1/responses/input_tokens",
+        "count_input_tokens",
+        "The number of tokens of a conversation of items",
+        CountRequest,
+        InputTokens,
+        count_input_tokens,
+    ),
+    _conversation(
+        "/v1/messages",
+        "messages",
+        "Answer a conversation, by Anthropic's API",
+        MessageReply,
+        MESSAGES,
+    ),
+    _Endpoint(
+        "/v1/messages/count_tokens",
+        "count_tokens",
+        "The number of tokens of a conversation, by Anthropic's API",
+        CountTokensRequest,
+        TokensCount,
+        count_tokens,
+        errors=ANTHROPIC_ERRORS,
+    ),
     _Endpoint(
         "/v1/completions",
         "completions",
@@ -140,7 +183,7 @@ BODIES = tuple(dict.fromkeys(endpoint.body for endpoint in _ENDPOINTS))
 
 
 # Of paths below these that are no endpoints: how errors are written there.
-_ERROR_SHAPES: dict[str, ErrorShape] = {}
+_ERROR_SHAPES: dict[str, ErrorShape] = {"/v1/messages": ANTHROPIC_ERRORS}
 
 
 def error_shape(path: str) -> ErrorShape:
@@ -169,6 +212,7 @@ def create_app(service: Service) -> Middleware:
     )
     _add_error_handlers(app)
     _add_endpoints(app, service)
+    add_stored_responses(app, service)
     _add_models(app, service)
     _add_properties(app, service)
     _add_operations(app, service, rejected)
@@ -259,7 +303,7 @@ def _reply(request: Request, error: ApiError) -> Response:
     call.note(error)
     return Response(
         call.error_shape.body(error),
-        status_code=error.status,
+        status_code=call.error_shape.status(error),
         headers=dict(error.headers),
         media_type="application/json",
     )

@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from pydantic import ValidationError
+
 from quire.chat import Answer, AnswerEvent, AnswerParser
 from quire.core.request import Completion, FinishReason, Piece, RequestOutput
 from quire.engine.aio import Stream
 from quire.llm import AsyncLLM
+from quire.server.bodies import validation_error
 from quire.server.calls import Call
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
 from quire.server.fields import Strict
@@ -94,6 +97,14 @@ class Translation(NamedTuple, Generic[K]):
 
     chat: ChatRequest
     kept: K
+
+
+def chat_request(fields: Mapping[str, object]) -> ChatRequest:
+    """A ChatRequest of a translation; what it refuses is a 400, not a failure of the server."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error(error.errors(include_url=False, include_input=False)) from None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from operator import attrgetter
 
 from quire.core.errors import (
     ContextLengthError,
@@ -76,6 +77,7 @@ class ErrorShape:
 
     body: Callable[[ApiError], bytes]
     frame: Callable[[ApiError], bytes]
+    status: Callable[[ApiError], int] = attrgetter("status")
 
 
 def _openai_fields(error: ApiError) -> dict[str, object]:

@@ -62,6 +62,17 @@ async def answer_conversation(
     return await _answer(service, request, generation, errors, dialect.frames, dialect.reply)
 
 
+async def count_prompt_tokens(
+    service: Service, request: Request, dialect: Dialect[Any, Any]
+) -> int:
+    """The number of tokens of the prompt that `answer_conversation` would compute."""
+    call, llm = call_and_model(service, request)
+    errors = ErrorMapper(service, dialect.schema, dialect.field_names)
+    prepare = partial(_prepare_chat, service, llm, call, errors, dialect)
+    prepared = await prepare_body(service, request, prepare, is_quick=False)
+    return sum(len(prompt.tokens) for prompt, _ in prepared.body.prompts)
+
+
 async def complete_text(service: Service, request: Request) -> Response:
     call, llm = call_and_model(service, request)
     errors = ErrorMapper(service, CompletionRequest)

@@ -304,6 +304,13 @@ ROUTES: Mapping[str, RequiredScope] = {
     "/v1/models/{name:path}": RequiredScope.ANY_KEY,
     "/v1/stats": RequiredScope.ANY_KEY,  # its own figures; those of all with the scope stats
     "/v1/chat/completions": RequiredScope.INFERENCE,
+    "/v1/responses": RequiredScope.INFERENCE,
+    "/v1/responses/input_tokens": RequiredScope.INFERENCE,
+    "/v1/responses/{response_id}": RequiredScope.ANY_KEY,  # a key sees what it stored
+    "/v1/responses/{response_id}/input_items": RequiredScope.ANY_KEY,
+    "/v1/responses/{response_id}/cancel": RequiredScope.ANY_KEY,
+    "/v1/messages": RequiredScope.INFERENCE,
+    "/v1/messages/count_tokens": RequiredScope.INFERENCE,
     "/v1/completions": RequiredScope.INFERENCE,
     "/v1/embeddings": RequiredScope.INFERENCE,
     "/tokenize": RequiredScope.INFERENCE,

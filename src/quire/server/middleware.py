@@ -275,7 +275,7 @@ async def send_error(send: Send, error: ApiError, shape: ErrorShape) -> None:
     headers = [(name.encode(), value.encode()) for name, value in error.headers]
     headers.append((b"content-type", b"application/json"))
     with suppress(OSError):  # the client went away
-        await _send(send, error.status, shape.body(error), headers)
+        await _send(send, shape.status(error), shape.body(error), headers)
 
 
 async def _send(send: Send, status: int, body: bytes, headers: Headers) -> None:

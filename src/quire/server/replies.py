@@ -387,8 +387,11 @@ class LogprobWriter:
 
     def for_chat(self, scores: Sequence[TokenLogprob]) -> str:
         """ChatLogprobs as JSON."""
-        content = ",".join([self._score(score) for score in scores])
-        return f'{{"content":[{content}],"refusal":null}}'
+        return f'{{"content":[{self.entries(scores)}],"refusal":null}}'
+
+    def entries(self, scores: Sequence[TokenLogprob]) -> str:
+        """TokenScores as JSON, without the list around them."""
+        return ",".join([self._score(score) for score in scores])
 
     def for_text(
         self,

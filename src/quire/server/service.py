@@ -16,6 +16,7 @@ from quire.server.audit import open_audit_log
 from quire.server.bodies import BodyLimits, body_limits, parse_body
 from quire.server.calls import Call
 from quire.server.connections import open_connections
+from quire.server.dialects.responses_store import ResponseStore
 from quire.server.errors import RESTART_S, ApiError
 from quire.server.fields import Strict
 from quire.server.keys import Access, ApiKey, KeyChanges
@@ -69,6 +70,7 @@ class Service:
         self._reloading: asyncio.Task[None] | None = None
         self._reload_lock = asyncio.Lock()
         self.pool = WorkPool()
+        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
         self._load = load
         self._llm: AsyncLLM | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

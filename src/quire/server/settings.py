@@ -12,7 +12,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _COUNTS = (
     *("max_body_bytes", "max_buffered_bytes", "max_header_bytes"),
-    *("max_connections", "max_connections_per_address"),
+    *("max_connections", "max_connections_per_address", "max_stored_bytes"),
 )
 _TIMES = (
     *("header_timeout_s", "body_timeout_s", "unread_timeout_s", "linger_timeout_s"),
@@ -40,6 +40,8 @@ class ServerSettings:
     max_buffered_bytes: int = 256 << 20  # of all bodies together, while they come
     max_header_bytes: int = 64 << 10
     max_connections: int = 4096
+    max_stored_responses: int = 1000  # of /v1/responses, in memory; 0: none is stored
+    max_stored_bytes: int = 64 << 20  # of them together
     max_connections_per_address: int | None = None  # an eighth of all; no limit on loopback
     trusted_proxies: tuple[Network, ...] = ()  # whose forwarding headers are believed
     header_timeout_s: float = 10.0
@@ -65,6 +67,10 @@ class ServerSettings:
         for name in _COUNTS:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_stored_responses < 0:
+            raise ConfigError(
+                f"max_stored_responses must be 0 or more, got {self.max_stored_responses}"
+            )
         for name in _TIMES:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")

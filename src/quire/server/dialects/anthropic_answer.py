@@ -1,0 +1,332 @@
+"""Answers of Anthropic's Messages API: whole, as a stream of events, and as errors.
+
+Frames are joined strings, not models: a stream makes one for nearly every token.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.chat import (
+    Answer,
+    AnswerEvent,
+    ArgumentsDelta,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallBegin,
+)
+from quire.core.request import Piece, RequestOutput
+from quire.server.calls import Call
+from quire.server.dialect import (
+    Choice,
+    Dialect,
+    GenerationCall,
+    Translation,
+    chat_request,
+    usage_of,
+)
+from quire.server.dialects.anthropic_body import (
+    CountTokensRequest,
+    KeptOfMessage,
+    MessagesRequest,
+    kept_of,
+    to_chat,
+    to_chat_fields,
+)
+from quire.server.errors import ApiError, ErrorShape
+from quire.server.generation import count_prompt_tokens
+from quire.server.replies import FinishWord
+from quire.server.service import Service
+from quire.server.streaming import SSE_HEADERS
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+_SIGNATURE = "unsigned"  # clients send it back with the thought
+
+# ---- errors
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+def _status(error: ApiError) -> int:
+    """A full queue is 529 there: 429 is for the key's own limits."""
+    return 529 if error.status == 429 and error.code == "overloaded" else error.status
+
+
+def _error_fields(error: ApiError) -> dict[str, object]:
+    kind = _TYPES.get(_status(error), "invalid_request_error")
+    message = error.message
+    if error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _error_body(error: ApiError) -> bytes:
+    return json.dumps(_error_fields(error)).encode()
+
+
+def _error_frame(error: ApiError) -> bytes:
+    return b"event: error\ndata: " + _error_body(error) + b"\n\n"
+
+
+ANTHROPIC_ERRORS = ErrorShape(_error_body, _error_frame, _status)
+
+
+# ---- whole answers
+
+
+class MessageUsage(BaseModel):
+    """`input_tokens` are those that were computed; cached ones are counted apart."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+    service_tier: Literal["standard"] = "standard"
+
+
+class MessageReply(BaseModel):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokensCount(BaseModel):
+    input_tokens: int
+
+
+def _usage(outputs: Sequence[RequestOutput]) -> MessageUsage:
+    usage = usage_of(outputs)
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(
+        input_tokens=usage.prompt_tokens - cached,
+        cache_read_input_tokens=cached,
+        output_tokens=usage.completion_tokens,
+    )
+
+
+def _stop(choice: Choice) -> tuple[StopReason, str | None]:
+    """The reason of the end, and the stop sequence if it was one."""
+    if choice.finish_reason == "length":
+        return "max_tokens", None
+    if choice.finish_reason == "tool_calls":
+        return "tool_use", None
+    sequence = choice.completion.stop_reason
+    return ("stop_sequence", sequence) if isinstance(sequence, str) else ("end_turn", None)
+
+
+def _blocks(answer: Answer, kept: KeptOfMessage) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if answer.reasoning and kept.shows_thinking:
+        thought = "" if kept.omits_thoughts else answer.reasoning
+        blocks.append({"type": "thinking", "thinking": thought, "signature": _SIGNATURE})
+    if answer.content or not answer.tool_calls:
+        blocks.append({"type": "text", "text": answer.content or ""})
+    for call in answer.tool_calls:
+        given = _arguments(call.arguments)
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    return blocks
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """A call that the length cut off has no whole arguments."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _reply(
+    service: Service,
+    generation: GenerationCall,
+    outputs: Sequence[RequestOutput],
+    choices: Sequence[Choice],
+) -> bytes:
+    [choice] = choices
+    reason, sequence = _stop(choice)
+    reply = MessageReply(
+        id=generation.answer_id,
+        model=service.name,
+        content=_blocks(choice.answer, generation.kept),
+        stop_reason=reason,
+        stop_sequence=sequence,
+        usage=_usage(outputs),
+    )
+    return reply.model_dump_json().encode()
+
+
+# ---- streams
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+class MessageFrames:
+    """Blocks come one after another: each is closed before the next begins."""
+
+    headers = SSE_HEADERS
+    ping = _event("ping").encode()
+
+    def __init__(self, service: Service, generation: GenerationCall) -> None:
+        self._id = generation.answer_id
+        self._model = service.name
+        self._num_prompt_tokens = generation.num_prompt_tokens
+        self._kept: KeptOfMessage = generation.kept
+        self._num_blocks = 0
+        self._open: str | None = None  # the type of the open block
+
+    def opening(self, _index: int) -> bytes:
+        message = MessageReply(
+            id=self._id,
+            model=self._model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=MessageUsage(
+                input_tokens=self._num_prompt_tokens, cache_read_input_tokens=0, output_tokens=0
+            ),
+        )
+        return _event("message_start", message=message.model_dump()).encode()
+
+    def chunk(
+        self,
+        _index: int,
+        events: Sequence[AnswerEvent],
+        _pieces: Sequence[Piece],
+        finish_reason: FinishWord | None,
+    ) -> bytes:
+        parts = [self._written(event) for event in events]
+        if finish_reason is not None:
+            if not self._num_blocks:  # clients look at the first block
+                parts.append(self._begin("text", text=""))
+            parts.append(self._close())
+        return "".join(parts).encode()
+
+    def _written(self, event: AnswerEvent) -> str:
+        match event:
+            case ContentDelta(text):
+                begin = "" if self._open == "text" else self._begin("text", text="")
+                return begin + self._delta("text_delta", text=text)
+            case ReasoningDelta(text):
+                return self._thought(text)
+            case ToolCallBegin(_, call_id, name):
+                return self._begin("tool_use", id=call_id, name=name, input={})
+            case ArgumentsDelta(_, text):
+                return self._delta("input_json_delta", partial_json=text)
+
+    def _thought(self, text: str) -> str:
+        if not self._kept.shows_thinking:
+            return ""
+        begin = ""
+        if self._open != "thinking":
+            begin = self._begin("thinking", thinking="", signature="")
+        return (
+            begin
+            if self._kept.omits_thoughts
+            else begin + self._delta("thinking_delta", thinking=text)
+        )
+
+    def _begin(self, kind: str, **fields: Any) -> str:
+        closed = self._close()
+        self._open = kind
+        self._num_blocks += 1
+        block = {"type": kind, **fields}
+        index = self._num_blocks - 1
+        return closed + _event("content_block_start", index=index, content_block=block)
+
+    def _delta(self, kind: str, **fields: Any) -> str:
+        delta = {"type": kind, **fields}
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+    def _close(self) -> str:
+        if self._open is None:
+            return ""
+        signed = ""
+        if self._open == "thinking":
+            signed = self._delta("signature_delta", signature=_SIGNATURE)
+        self._open = None
+        return signed + _event("content_block_stop", index=self._num_blocks - 1)
+
+    def ending(self, outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> bytes:
+        reason, sequence = _stop(choices[0])
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        usage = _usage(outputs).model_dump(exclude={"service_tier"})
+        last = _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+        return last.encode()
+
+    def error(self, error: ApiError) -> bytes:
+        return _error_frame(error)
+
+
+# ---- the dialect
+
+
+def _translated(
+    _service: Service, _call: Call, body: MessagesRequest
+) -> Translation[KeptOfMessage]:
+    return Translation(to_chat(body), kept_of(body))
+
+
+_FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "response_format": "output_config.format",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+
+MESSAGES = Dialect(
+    schema=MessagesRequest,
+    id_prefix="msg",
+    to_chat=_translated,
+    frames=MessageFrames,
+    reply=_reply,
+    errors=ANTHROPIC_ERRORS,
+    field_names=_FIELD_NAMES,
+)
+
+
+def _counted(
+    _service: Service, _call: Call, body: CountTokensRequest
+) -> Translation[KeptOfMessage]:
+    return Translation(chat_request(to_chat_fields(body)), kept_of(body))
+
+
+_COUNTING = Dialect(
+    schema=CountTokensRequest,
+    id_prefix="msg",
+    to_chat=_counted,
+    frames=MessageFrames,
+    reply=_reply,
+    errors=ANTHROPIC_ERRORS,
+    field_names=_FIELD_NAMES,
+)
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    """How many tokens the prompt of a conversation has; nothing is computed."""
+    num_tokens = await count_prompt_tokens(service, request, _COUNTING)
+    reply = TokensCount(input_tokens=num_tokens)
+    return Response(reply.model_dump_json(), media_type="application/json")
