@@ -14,7 +14,6 @@ from quire.chat import Answer, AnswerEvent, AnswerParser
 from quire.core.request import Completion, FinishReason, Piece, RequestOutput
 from quire.engine.aio import Stream
 from quire.llm import AsyncLLM
-from quire.server.bodies import validation_error
 from quire.server.calls import Call
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
 from quire.server.fields import Strict
@@ -22,6 +21,7 @@ from quire.server.replies import FinishWord, PromptDetails, TraceReport, Usage
 from quire.server.schemas import ChatRequest, Generation
 from quire.server.service import Service
 from quire.server.submission import Prompts, submit_all
+from quire.server.validation import validation_error
 
 B = TypeVar("B", bound=Strict)
 K = TypeVar("K")
@@ -104,7 +104,7 @@ def chat_request(fields: Mapping[str, object]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
-        raise validation_error(error.errors(include_url=False, include_input=False)) from None
+        raise validation_error(error) from None
 
 
 @dataclass(frozen=True)

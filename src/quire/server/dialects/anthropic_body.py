@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints, Tag
 
 from quire.core.sampling import MAX_STOP_STRINGS
 from quire.server.dialect import chat_request
-from quire.server.dialects.unions import LIST, TEXT, by_field, text_or_list
+from quire.server.dialects.unions import LIST, TEXT, ByField, text_or_list
 from quire.server.errors import ApiError
 from quire.server.fields import Refused, Strict, accepted, refused
 from quire.server.schemas import MAX_MESSAGES, ChatRequest, CommonFields
@@ -59,7 +59,7 @@ class ToolUseBlock(Strict):
 
 
 Blocks = Field(max_length=MAX_BLOCKS, fail_fast=True)
-_one_of = partial(by_field, "type", "block", why=_ALONE)
+_one_of = partial(ByField, "type", "block", why=_ALONE)
 OnlyText = Annotated[Annotated[TextBlock, Tag("block text")], _one_of(["text"])]
 TextOrBlocks = Annotated[
     Annotated[str, TEXT] | Annotated[list[OnlyText], Blocks, LIST], text_or_list("blocks")
@@ -112,7 +112,12 @@ MessageParam = Annotated[
     Annotated[UserMessage, Tag("message user")]
     | Annotated[AssistantMessage, Tag("message assistant")]
     | Annotated[SystemMessage, Tag("message system")],
-    by_field("role", "message", ["user", "assistant", "system"], "tool results are the user's"),
+    ByField(
+        "role",
+        "message",
+        ["user", "assistant", "system"],
+        "tool results are blocks",
+    ),
 ]
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, StringConstraints, Tag
 
 from quire.core.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS
 from quire.server.dialect import chat_request
-from quire.server.dialects.unions import LIST, TEXT, by_field, text_or_list
+from quire.server.dialects.unions import LIST, TEXT, ByField, text_or_list
 from quire.server.errors import ApiError
 from quire.server.fields import Refused, Strict, accepted, refused
 from quire.server.schemas import ChatRequest, CommonFields
@@ -54,7 +54,7 @@ Part = Annotated[
     Annotated[InputText, Tag("part input_text")]
     | Annotated[OutputText, Tag("part output_text")]
     | Annotated[RefusalPart, Tag("part refusal")],
-    by_field(
+    ByField(
         "type", "part", ["input_text", "output_text", "refusal"], "quire works with text alone"
     ),
 ]
@@ -100,7 +100,7 @@ class FunctionOutputItem(Strict):
             list[
                 Annotated[
                     Annotated[InputText, Tag("part input_text")],
-                    by_field("type", "part", ["input_text"], "quire works with text alone"),
+                    ByField("type", "part", ["input_text"], "quire works with text alone"),
                 ]
             ],
             Field(max_length=MAX_PARTS, fail_fast=True),
@@ -142,7 +142,7 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("item function_call")]
     | Annotated[FunctionOutputItem, Tag("item function_call_output")]
     | Annotated[ReasoningItem, Tag("item reasoning")],
-    by_field("type", "item", ITEM_TYPES, _NO_HOSTED, default="message"),
+    ByField("type", "item", ITEM_TYPES, _NO_HOSTED, default="message"),
 ]
 
 
@@ -168,7 +168,7 @@ class FunctionTool(Strict):
 
 ToolParam = Annotated[
     Annotated[FunctionTool, Tag("tool function")],
-    by_field("type", "tool", ["function"], _NO_HOSTED),
+    ByField("type", "tool", ["function"], _NO_HOSTED),
 ]
 
 
@@ -187,7 +187,7 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], TEXT]
     | Annotated[NamedFunction, Tag("choice function")]
     | Annotated[AllowedTools, Tag("choice allowed_tools")],
-    by_field("type", "choice", ["function", "allowed_tools"], _NO_HOSTED, or_text=True),
+    ByField("type", "choice", ["function", "allowed_tools"], _NO_HOSTED, or_text=True),
 ]
 
 
@@ -213,7 +213,9 @@ class TextConfig(Strict):
             Annotated[TextForm, Tag("format text")]
             | Annotated[JsonObjectForm, Tag("format json_object")]
             | Annotated[JsonSchemaForm, Tag("format json_schema")],
-            by_field("type", "format", ["text", "json_object", "json_schema"], "give one of these"),
+            ByField(
+                "type", "format", ["text", "json_object", "json_schema"], "not a form of quire"
+            ),
         ]
         | None
     ) = Field(default=None, description="the form of the answer")
