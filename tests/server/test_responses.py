@@ -294,7 +294,7 @@ def test_a_response_follows_a_stored_one(client: openai.OpenAI) -> None:
     third = respond(client, input="Then?", previous_response_id=follows.id)
     assert third.usage.input_tokens > follows.usage.input_tokens
     [item] = client.responses.input_items.list(follows.id).data
-    assert item.content[0].text == "And now?"  # type: ignore[union-attr]
+    assert item.content[0].text == "And now?"  # type: ignore[union-attr,index]
     listed = client.responses.input_items.list(whole.id, order="asc", limit=2)
     assert [item.type for item in listed] == ["message", "message", "message"], "all pages"
 
