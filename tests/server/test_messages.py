@@ -163,6 +163,21 @@ def test_the_model_answers_as_in_a_chat(tiny: RunningServer) -> None:
     assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
 
 
+def test_an_answer_that_the_client_began_is_continued(tiny: RunningServer) -> None:
+    begun = {"role": "assistant", "content": "The sea"}
+    asked = tiny.chat(
+        messages=[USER, begun],
+        max_tokens=8,
+        temperature=0.0,
+        continue_final_message=True,
+        add_generation_prompt=False,
+    ).json
+    reply = send(tiny, messages=[USER, begun]).json
+    [block] = reply["content"]
+    assert block["text"] == asked["choices"][0]["message"]["content"]
+    assert block["text"] != send(tiny).json["content"][0]["text"]
+
+
 def test_a_stop_sequence_is_named(tiny: RunningServer) -> None:
     text = send(tiny).json["content"][0]["text"]
     reply = send(tiny, stop_sequences=[text[3:5]]).json

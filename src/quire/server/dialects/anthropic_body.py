@@ -257,6 +257,8 @@ def to_chat_fields(body: ConversationFields) -> dict[str, Any]:
         **_tool_fields(body),
         **_thinking_fields(body),
     }
+    if _is_begun(chat["messages"][-1]):
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     form = _format(body)
     if form is not None:
         schema = {"name": "answer", "schema": form.schema_}
@@ -318,6 +320,11 @@ def _messages(body: ConversationFields) -> Iterator[dict[str, Any]]:
             yield _of_assistant(message.content)
         else:
             yield {"role": "system", "content": _content(message.content)}
+
+
+def _is_begun(last: dict[str, Any]) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    return last["role"] == "assistant" and bool(last.get("content")) and "tool_calls" not in last
 
 
 def _of_user(blocks: Sequence[UserBlock], where: str) -> Iterator[dict[str, Any]]:
