@@ -361,7 +361,9 @@ def test_a_server_refuses_an_expired_key_on_every_route(text_model: Path) -> Non
                 assert "has expired" in reply.error["message"]
                 assert reply.error.get("code", "expired_api_key") == "expired_api_key"
                 assert reply.headers["www-authenticate"] == "Bearer"
-            assert server.send(method, path, body, bearer("new")).status in (200, 400, 409), path
+            reply = server.send(method, path, body, bearer("new"))
+            assert reply.status in (200, 400, 404, 409), path
+            assert reply.status != 404 or "{response_id}" in path
 
 
 def test_ten_thousand_keys_are_not_searched_one_by_one() -> None:
