@@ -80,6 +80,11 @@ class ModelSizes(Protocol):
     def vocabulary_size(self) -> int: ...
 
 
+def context_in(windows: Windows, num_blocks: int, limit: int, block_size: int = BLOCK_SIZE) -> int:
+    """The longest context, up to a limit, that a sequence can come to in so many blocks."""
+    return longest_context(windows, block_size, num_blocks, limit, chunk=_SMALLEST_CHUNK)
+
+
 def model_capacity(
     spec: ModelSizes,
     num_blocks: int,
@@ -98,9 +103,7 @@ def model_capacity(
     return Capacity(
         num_blocks=num_blocks,
         block_size=block_size,
-        max_context=longest_context(
-            windows, block_size, num_blocks, limit=spec.context_length, chunk=_SMALLEST_CHUNK
-        ),
+        max_context=context_in(windows, num_blocks, spec.context_length, block_size),
         vocabulary_size=spec.vocabulary_size,
         max_batch_size=max_batch_size,
         max_step_tokens=max_step_tokens,

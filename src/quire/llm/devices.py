@@ -366,11 +366,20 @@ class CudaDevice(Device):
 
         return free_bytes("cuda")
 
-    def memory_plan(self, model: Model, _options: Options, /) -> MemoryPlan:
+    def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan:
         """As far as it can be known before loading."""
         estimate = memory_estimate(model, num_kv_tokens=0, kv_element_bytes=_CUDA_KV_ELEMENT_BYTES)
-        kv_per_token, free = estimate.kv_per_token, self.available_memory()
-        return MemoryPlan(estimate.weights, kv_per_token, free, _CUDA_WORKSPACE)
+        layout = grouped(model.spec, BLOCK_SIZE)
+        elements = layout.token_size(model.spec, lambda part: part.num_kv_elements)
+        return MemoryPlan(
+            estimate.weights,
+            estimate.kv_per_token,
+            self.available_memory(),
+            _CUDA_WORKSPACE,
+            windows=layout.windows,
+            group_bytes=_CUDA_KV_ELEMENT_BYTES * elements,
+            chunk=options.engine_config().smallest_chunk,
+        )
 
     def why_unsupported(self, model: Model, /) -> str | None:
         from quire.executors.cuda import check_fits
@@ -384,9 +393,13 @@ class CudaDevice(Device):
     def load(self, model: Model, options: Options) -> Loaded:
         """The executor, warm; memory is as it came to be, not as it was planned."""
         executor = self._make_executor(model, options)
-        estimate = memory_estimate(model, num_kv_tokens=0, kv_element_bytes=_CUDA_KV_ELEMENT_BYTES)
         in_use = executor.memory_bytes
-        memory = MemoryPlan(in_use["weights"], estimate.kv_per_token, sum(in_use.values()))
+        memory = replace(
+            self.memory_plan(model, options),
+            weights=in_use["weights"],
+            available=sum(in_use.values()),
+            workspace=0,
+        )
         memory.check_batch(executor.capacity.num_blocks, options.max_batch_size)
         return Loaded(executor, memory)
 
@@ -406,7 +419,7 @@ class CudaDevice(Device):
             kv_bytes=None if options.kv_memory is None else parse_bytes(options.kv_memory),
             invariant=options.invariant,
         )
-        executor = CudaExecutor(model, sizes)
+        executor = CudaExecutor(model, sizes, layout=grouped(model.spec, BLOCK_SIZE))
         executor.warm_up()
         # torch and Triton leave about a million objects that stay. Walking them takes the garbage
         # collector a tenth of a second, within some step, with the GPU idle: it may skip them.

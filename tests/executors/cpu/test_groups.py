@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from tests.drawn_families import CASES, in_its_context, write_drawn
 from tests.executors.cpu.running import opened
+from tests.executors.poisoned import outputs
 from tests.executors.reference.plans import row, run
 from tests.fixture_files import fixture_file
 
 from quire.core.config import EngineConfig
 from quire.core.plan import NO_BLOCK, BlockCopy, StepPlan
-from quire.core.request import Ended, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.executors.base import BLOCK_SIZE
@@ -78,22 +78,6 @@ def new_executor(
     return executor
 
 
-def outputs(executor: PoisonedExecutor, config: EngineConfig) -> list[object]:
-    engine = executor.engine = Engine(executor, config)
-    ids = [engine.add_request(prompt, params).id for prompt, params in REQUESTS]
-    ended: dict[str, RequestOutput] = {}
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, Ended):
-                ended[event.request_id] = event.output
-        engine.check_integrity()
-    found = [ended[request_id] for request_id in ids]
-    assert all(output.error is None for output in found), [output.error for output in found]
-    return [
-        ([(c.token_ids, c.logprobs) for c in one.completions], one.prompt_logprobs) for one in found
-    ]
-
-
 def windowed_models(folder: Path) -> Iterator[tuple[str, Model]]:
     with load_model(fixture_file("tiny/Q4_K_M.gguf")) as model:
         layers = list(model.spec.layers)
@@ -115,13 +99,13 @@ def test_blocks_out_of_the_window_are_written_over_and_no_bit_changes(
     compared = set()
     for case, model in windowed_models(tmp_path):
         whole = new_executor(model, one_group(model.spec), 40, kv_int8=kv_int8)
-        expected = outputs(whole, CONFIGS[0])
+        expected = outputs(whole, CONFIGS[0], REQUESTS)
         layout = grouped(model.spec, BLOCK_SIZE)
         assert any(window is not None for window in layout.windows), case
         for config in CONFIGS:
             # So few that sequences are pre-empted.
             executor = new_executor(model, layout, 8 * len(layout.windows), kv_int8=kv_int8)
-            assert outputs(executor, config) == expected, case
+            assert outputs(executor, config, REQUESTS) == expected, case
             assert executor.num_poisoned > 0 or config.plan_ahead
             executor.close()
         whole.close()

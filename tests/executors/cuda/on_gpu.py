@@ -28,14 +28,16 @@ from unittest.mock import patch
 import numpy as np
 
 from quire.core.config import EngineConfig
-from quire.core.plan import SequencePlan, StepPlan, Want
+from quire.core.plan import NO_BLOCK, SequencePlan, StepPlan, Want
 from quire.core.request import Ended
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
+from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.reference import KVPrecision, ReferenceExecutor
 from quire.llm.assembly import assemble
 from quire.llm.devices import Options
+from quire.model.kv_layout import grouped, one_group
 from quire.model.loading import load_model
 from quire.model.spec import unsupported
 from quire_bench.measure import Load, run_load
@@ -48,9 +50,12 @@ COST_LIMIT = 1.2
 BUSY_LIMIT = 0.8
 
 
-def executor_for(name: str | Path, **sizes: Any) -> CudaExecutor:
+def executor_for(name: str | Path, blocks: int, *, groups: bool = True, **sizes: Any) -> Any:
+    """With so many blocks for each group of layers, or one group."""
     with load_model(name) as model:
-        found = CudaExecutor(model, CudaConfig(**sizes))
+        layout = grouped(model.spec, BLOCK_SIZE) if groups else one_group(model.spec)
+        config = CudaConfig(num_blocks=blocks * len(layout.windows), **sizes)
+        found = CudaExecutor(model, config, layout=layout)
     found.warm_up()
     return found
 
@@ -65,9 +70,7 @@ def check_tiny(folder: Path) -> bool:
         if not (folder / f"{name}.gguf").exists():
             print(f"{name:8} no file")
             continue
-        executor = executor_for(
-            folder / f"{name}.gguf", max_batch_size=32, max_step_tokens=64, num_blocks=64
-        )
+        executor = executor_for(folder / f"{name}.gguf", 64, max_batch_size=32, max_step_tokens=64)
         tokens = tuple(int(token) for token in golden["tokens"])
         plan = SequencePlan(0, 0, tokens, None, (3, 1), Want.LOGITS)
         [result] = executor.collect(executor.submit(StepPlan(0, (plan,)))).sequences
@@ -117,7 +120,7 @@ def generated(
 
 
 def check_same(name: str) -> bool:
-    executor = executor_for(name, max_batch_size=256, max_step_tokens=2048, num_blocks=8192)
+    executor = executor_for(name, 8192, max_batch_size=256, max_step_tokens=2048)
     asked = prompts(256, executor.capacity.vocabulary_size)
     usual = EngineConfig(max_batch_size=256, max_step_tokens=2048)
     runs = {f"batch {size}": replace(usual, max_batch_size=size) for size in BATCHES}
@@ -127,6 +130,12 @@ def check_same(name: str) -> bool:
     runs["no plan ahead"] = replace(usual, plan_ahead=False)
     expected = generated(executor, asked, usual)
     is_sound = len(expected) == len(asked)
+    if any(executor.capacity.windows):
+        whole = executor_for(name, 8192, groups=False, max_batch_size=256, max_step_tokens=2048)
+        found = generated(whole, asked, usual)
+        whole.close()
+        is_sound &= found == expected
+        print(f"{'one table':16} {'same' if found == expected else 'DIFFERS'}", flush=True)
     for label, config in runs.items():
         few = asked if config.max_batch_size > 2 else asked[:24]
         found = generated(executor, few, config)
@@ -140,23 +149,39 @@ def check_kv(executor: CudaExecutor) -> bool:
     """Keys and values of one prompt, computed whole and in chunks of several sizes."""
     tokens = tuple(np.random.default_rng(5).integers(0, 500, 300).tolist())
     count = -(-len(tokens) // 16)
+    groups = len(executor.capacity.windows)
     tables = {
-        size: tuple(range(at * count, (at + 1) * count)) for at, size in enumerate((300, 1, 7, 64))
+        size: group_tables(count, groups, at * count * groups)
+        for at, size in enumerate((300, 1, 7, 64))
     }
-    for size, table in tables.items():
+    for size, own in tables.items():
         for start in range(0, len(tokens), size):
-            plan = SequencePlan(0, start, tokens[start : start + size], None, table, Want.NOTHING)
+            plan = planned(start, tokens[start : start + size], own, Want.NOTHING)
             executor.collect(executor.submit(StepPlan(0, (plan,))))
     whole, *others = tables.values()
     blocks = executor._blocks
     last = len(tokens) // 16  # full blocks
     same = all(
-        kept[:, list(table[:last])].equal(kept[:, list(whole[:last])])
+        kept[:, list(table[:last])].equal(kept[:, list(first[:last])])
         for kept in (blocks.keys, blocks.values)
-        for table in others
+        for own in others
+        for table, first in zip(own, whole, strict=True)
     )
     print(f"keys and values of chunks of {list(tables)}: {'same bytes' if same else 'DIFFER'}")
     return bool(same)
+
+
+def group_tables(count: int, groups: int, first: int = 0) -> list[tuple[int, ...]]:
+    """Of each group a table of so many blocks, from block `first` on."""
+    starts = [first + group * count for group in range(groups)]
+    return [tuple(range(start, start + count)) for start in starts]
+
+
+def planned(
+    start: int, tokens: tuple[int, ...], tables: Sequence[tuple[int, ...]], want: Want
+) -> SequencePlan:
+    others = tuple(tables[1:])
+    return SequencePlan(0, start, tokens, None, tables[0], want, other_tables=others)
 
 
 # ---- the same scores and vectors in any company
@@ -214,7 +239,7 @@ def mixed_outputs(
 
 
 def check_mixed(name: str) -> bool:
-    executor = executor_for(name, max_batch_size=64, max_step_tokens=2048, num_blocks=16384)
+    executor = executor_for(name, 16384, max_batch_size=64, max_step_tokens=2048)
     asked = mixed_requests(executor.capacity.vocabulary_size)
     usual = EngineConfig(max_batch_size=64, max_step_tokens=2048)
     expected = mixed_outputs(executor, asked, usual)
@@ -325,21 +350,30 @@ def check_long(name: str) -> bool:
 
 
 def _beside_reference(name: str, model: Any, tokens: tuple[int, ...]) -> bool:
-    """Logits of a prompt, whole and but for its last eight tokens, which then come one by one."""
+    """Logits of a prompt, whole and but for its last eight tokens, which then come one by one,
+    after what is out of their windows was written over."""
     from tests.executors.cuda.half_reference import operands_in_halves
 
-    count, table = len(tokens), tuple(range(-(-len(tokens) // 16)))
+    count, layout = len(tokens), grouped(model.spec, BLOCK_SIZE)
+    tables = group_tables(-(-count // BLOCK_SIZE), len(layout.windows))
+    sizes = CudaConfig(8, count, num_blocks=sum(map(len, tables)))
     with patch("quire.executors.cuda.graphs._SIZES", (8, 4096)):  # few graphs to capture
-        executor = CudaExecutor(model, CudaConfig(8, count, num_blocks=len(table)))
+        executor = CudaExecutor(model, sizes, layout=layout)
         executor.warm_up()
-    plan = StepPlan(0, (SequencePlan(0, 0, tokens, None, table, Want.LOGITS),))
-    [found] = executor.collect(executor.submit(plan)).sequences
+    whole = StepPlan(0, (planned(0, tokens, tables, Want.LOGITS),))
+    [found] = executor.collect(executor.submit(whole)).sequences
+    for group, window in enumerate(layout.windows):
+        first = 0 if window is None else window.first_seen(count - 8) // BLOCK_SIZE
+        freed = list(tables[group][:first])
+        executor._blocks.keys[:, freed] = executor._blocks.values[:, freed] = float("nan")
+        tables[group] = (NO_BLOCK,) * first + tables[group][first:]
     single = []
     for place in range(count - 8, count):
-        own = SequencePlan(0, place, tokens[place : place + 1], None, table, Want.LOGITS)
+        own = planned(place, tokens[place : place + 1], tables, Want.LOGITS)
         [result] = executor.collect(executor.submit(StepPlan(1, (own,)))).sequences
         single.append(result.logits[0])
     executor.close()
+    plan = StepPlan(0, (planned(0, tokens, [tuple(range(-(-count // 16)))], Want.LOGITS),))
     exact = _reference_logits(model, plan, "float32")
     with operands_in_halves():
         rounded = _reference_logits(model, plan, "bfloat16")
@@ -398,7 +432,7 @@ def check_kl(name: str) -> bool:
     tasks = [(name, place) for place in range(len(chats()))]
     with multiprocessing.get_context("spawn").Pool(12) as pool:
         exact = pool.map(reference_logprobs, tasks, 1)
-    executor = executor_for(name, max_batch_size=64, max_step_tokens=1024, num_blocks=256)
+    executor = executor_for(name, 256, max_batch_size=64, max_step_tokens=1024)
     found = [logprobs_along(executor, *chat) for chat in chats()]
     each = np.concatenate(
         [(np.exp(p) * (p - q)).sum(axis=1) for p, q in zip(exact, found, strict=True)]

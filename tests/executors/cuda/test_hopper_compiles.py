@@ -34,6 +34,7 @@ from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E
 from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
 from quire.executors.cuda.planes import DELTA_ROWS, PLANE_FORMATS, TERNARY, Planes  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment, load_weights  # noqa: E402
+from quire.model.kv_layout import one_group  # noqa: E402
 from quire.model.spec import Activation, Experts, Router  # noqa: E402
 
 TOKENS = (1, 16, 32, 64, 8192)
@@ -310,11 +311,15 @@ def test_every_kernel_of_a_familys_step_compiles(
         weights = load_weights(model.spec, model.tensors, "cpu")
     limits = decoders.Limits(num_tokens=4, num_rows=4, max_split_tokens=4, max_context=64)
     integers = torch.zeros((len(decoders.BodyField), 4), dtype=torch.int32)
-    decoder = decoders.Decoder(model.spec, weights, HopperGemm(), limits, integers[0], "cpu")
-    blocks = decoders.KVBlocks(model.spec, 4, "cpu", decoder.kv_dtype)
+    layout = one_group(model.spec)
+    decoder = decoders.Decoder(
+        model.spec, weights, HopperGemm(), limits, integers[0], "cpu", layout
+    )
+    blocks = decoders.KVBlocks(model.spec, layout, 4, "cpu", decoder.kv_dtype)
     body = decoders.BodyInput(integers, integers[0])
     decoder.run_body(decoders.BodyShape(4, 4), body, blocks)
     decoder.run_head(4, integers[0], integers[1])
     assert names >= {"embed", "add_and_norm", "rope_and_store", "attend", "merge_splits", "gemm"}
     assert ("cap_logits" in names) == (case == "gemma2")
-    assert ("gate" in names) == (case == "starcoder2")
+    assert ("gate" in names) == (case in ("starcoder2", "nemotron"))
+    assert ("scale_by_gate" in names) == (case == "qwen2moe")

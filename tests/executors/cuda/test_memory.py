@@ -15,9 +15,11 @@ from tests.executors.cuda.bfloat_models import load_in_bfloat  # noqa: E402
 from tests.fixture_files import fixture_file  # noqa: E402
 
 from quire.core.errors import ConfigError  # noqa: E402
+from quire.executors.base import BLOCK_SIZE  # noqa: E402
 from quire.executors.cuda import memory  # noqa: E402
-from quire.executors.cuda.decoder import kv_block_bytes  # noqa: E402
+from quire.executors.cuda.decoder import kv_token_bytes  # noqa: E402
 from quire.executors.cuda.weights import load_weights, packed_bytes  # noqa: E402
+from quire.model.kv_layout import KVLayout, one_group  # noqa: E402
 from quire.model.loading import load_model  # noqa: E402
 from quire.model.spec import ModelSpec  # noqa: E402
 
@@ -37,12 +39,16 @@ def spec() -> ModelSpec:
         return model.spec
 
 
+def block_bytes(spec: ModelSpec) -> int:
+    return BLOCK_SIZE * kv_token_bytes(spec, one_group(spec))
+
+
 @pytest.fixture
 def room_for(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let no more than so many blocks be allocated."""
 
     def limit(most: int) -> None:
-        def allocate(spec: ModelSpec, num_blocks: int, *rest: object) -> int:
+        def allocate(spec: ModelSpec, layout: KVLayout, num_blocks: int, *rest: object) -> int:
             if num_blocks > most:
                 raise torch.OutOfMemoryError("no room")
             return num_blocks
@@ -55,15 +61,15 @@ def room_for(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_cache_takes_what_is_left(spec: ModelSpec, room_for: Any) -> None:
     room_for(1 << 30)
-    found: Any = memory.allocate_blocks(spec, None, None, "cuda")
-    assert found == (2 << 30) // kv_block_bytes(spec)  # 3 GiB, of which one is kept free
-    found = memory.allocate_blocks(spec, None, 10 * kv_block_bytes(spec) + 1, "cuda")
+    found: Any = memory.allocate_blocks(spec, one_group(spec), None, None, "cuda")
+    assert found == (2 << 30) // block_bytes(spec)  # 3 GiB, of which one is kept free
+    found = memory.allocate_blocks(spec, one_group(spec), None, 10 * block_bytes(spec) + 1, "cuda")
     assert found == 10
 
 
 def test_a_cache_that_does_not_fit_shrinks_and_goes_on(spec: ModelSpec, room_for: Any) -> None:
     room_for(75)
-    found: Any = memory.allocate_blocks(spec, 100, None, "cuda")
+    found: Any = memory.allocate_blocks(spec, one_group(spec), 100, None, "cuda")
     assert found == 72  # 100, 90, 81, 72
 
 
@@ -72,7 +78,7 @@ def test_no_room_for_a_single_block_is_said_with_the_figures(
 ) -> None:
     room_for(0)
     with pytest.raises(ConfigError, match=r"KV cache of 100 blocks of 16384 bytes .* 3\.0 GiB"):
-        memory.allocate_blocks(spec, 100, None, "cuda")
+        memory.allocate_blocks(spec, one_group(spec), 100, None, "cuda")
 
 
 def test_weights_that_cannot_fit_are_refused_before_they_are_moved(
@@ -170,9 +176,9 @@ def test_rows_are_sampled_in_groups_that_fit_their_room(monkeypatch: pytest.Monk
 
 def test_no_table_is_made_for_contexts_that_the_cache_cannot_hold(spec: ModelSpec) -> None:
     endless = replace(spec, context_length=1 << 30)
-    assert memory.max_context(endless, 10, None, "cpu") == 160
-    assert memory.max_context(endless, None, 5 * kv_block_bytes(spec), "cpu") == 80
-    assert memory.max_context(spec, 1 << 20, None, "cpu") == spec.context_length
+    assert memory.max_context(endless, one_group(endless), 10, None, "cpu") == 160
+    assert memory.max_context(endless, one_group(endless), None, 5 * block_bytes(spec), "cpu") == 80
+    assert memory.max_context(spec, one_group(spec), 1 << 20, None, "cpu") == spec.context_length
 
 
 def test_more_blocks_than_slots_can_be_counted_are_not_taken(
@@ -180,7 +186,7 @@ def test_more_blocks_than_slots_can_be_counted_are_not_taken(
 ) -> None:
     room_for(1 << 40)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 50)
-    found: Any = memory.allocate_blocks(spec, None, None, "cuda")
+    found: Any = memory.allocate_blocks(spec, one_group(spec), None, None, "cuda")
     assert found * 16 < 1 << 31
     with pytest.raises(ConfigError, match="num_blocks is 200000000; the limit is"):
-        memory.allocate_blocks(spec, 200_000_000, None, "cuda")
+        memory.allocate_blocks(spec, one_group(spec), 200_000_000, None, "cuda")

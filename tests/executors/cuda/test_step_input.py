@@ -1,6 +1,7 @@
 """What the kernels read about a step: every token's place, padding that touches nothing."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ pytest.importorskip("triton")
 
 from tests.executors.reference.plans import row  # noqa: E402
 
+from quire.core.plan import NO_BLOCK  # noqa: E402
+from quire.core.windows import Window, Windows  # noqa: E402
 from quire.executors.cuda.graphs import sizes_up_to  # noqa: E402
 from quire.executors.cuda.step_input import (  # noqa: E402
     Layout,
     PackedRow,
-    _pack_single,
     pack_body,
 )
 
@@ -36,19 +38,49 @@ def test_padding_is_written_nowhere_and_attends_to_nothing() -> None:
     assert (fields[1] == -1).all() and (fields[3] == -1).all() and not fields[5].any()
 
 
-def test_one_token_each_packs_as_the_general_way_does() -> None:
-    rows = [
-        PackedRow(row((), (3, 1), start=16, follows=1), 0, 0, 7),
-        PackedRow(row((8,), (2,), start=15), 1, 1),
-        PackedRow(row((9,), (6, 4, 5), start=33), 2, 2),
+@pytest.mark.parametrize("windows", [(None,), (None, Window(9), Window(9)), (Window(9),)])
+def test_one_token_each_packs_as_the_general_way_does(windows: Windows) -> None:
+    others = len(windows) - 1
+    plans = [
+        row((), (3, 1), start=16, follows=1, other_tables=((8, 9), (8, 7))[:others]),
+        row((8,), (2,), start=15, other_tables=((7,), (1,))[:others]),
+        row((9,), (6, 4, 5), start=33, other_tables=((NO_BLOCK, 11, 13), (-1, 2, 3))[:others]),
     ]
-    longer = [*rows, PackedRow(row((1, 2), (0,)), 3, 4)]
-    general = pack_body(longer, 5, 1)
-    single = _pack_single(rows, 5)
-    np.testing.assert_array_equal(
-        single[:45].reshape(9, 5)[:, :3], general[:45].reshape(9, 5)[:, :3]
-    )
-    assert single[45:].tolist() == general[45:].tolist()[:-1]
+    rows = [PackedRow(plan, at, at, None if at else 7) for at, plan in enumerate(plans)]
+    longer = row((1, 2), (0,), other_tables=((5,), (6,))[:others])
+    general = pack_body([*rows, PackedRow(longer, 3, 4)], 5, 1, windows)
+    single = pack_body(rows, 5, 1, windows)
+    found, expected = (packed_groups(packed, 5, windows) for packed in (single, general))
+    for own, other in zip(found, expected, strict=True):
+        assert own[:3] == other[:3]
+        assert len(own) == 3 and len(other) == 5
+
+
+def packed_groups(packed: Any, num_tokens: int, windows: Windows) -> list[list[tuple[Any, ...]]]:
+    """Of each group, of each tile: fields without the groups', slot, and what it sees."""
+    size = (7 + 2 * len(windows)) * num_tokens
+    fields, tables = packed[:size].reshape(-1, num_tokens), packed[size:]
+    shared = [0, 1, 2, 4, 5, 6, 8]
+    groups: list[list[tuple[Any, ...]]] = []
+    for group, window in enumerate(windows):
+        slots, starts = fields[[3, 7]] if not group else fields[[7 + 2 * group, 8 + 2 * group]]
+        groups.append([])
+        for tile in range(int((fields[5] > 0).sum())):
+            position = int(fields[6, tile])
+            first = 0 if window is None else window.first_seen(position) // 16
+            seen = [int(tables[starts[tile] + n]) for n in range(first, position // 16 + 1)]
+            groups[-1].append((fields[shared, tile].tolist(), int(slots[tile]), seen))
+    return groups
+
+
+def test_of_a_windowed_group_only_what_a_row_sees_is_sent() -> None:
+    plan = row((7, 8), (0, 1, 2), start=40, other_tables=((NO_BLOCK, NO_BLOCK, 5),))
+    windows = (None, Window(9))  # position 40 sees 32 to 40
+    packed = pack_body([PackedRow(plan, 0, 1)], 2, 1, windows)
+    fields, tables = packed[:22].reshape(11, 2), packed[22:]
+    assert tables.tolist() == [0, 1, 2, 5]
+    assert fields[[3, 7]].tolist() == [[40, 41], [0, 0]]
+    assert fields[9:].tolist() == [[88, 89], [1, 1]]  # block 5; entry 2 of its table is at 3
 
 
 def test_a_layout_gives_back_what_was_packed() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.drawn_families import CASES, in_its_context, write_drawn
+from tests.executors.poisoned import outputs
 
 from quire.core.config import EngineConfig
 from quire.core.plan import StepPlan
-from quire.core.request import Ended, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.executors.reference import ReferenceExecutor, kv_token_bytes
@@ -55,26 +55,6 @@ def windowed_cases(folder: Path) -> Iterator[tuple[str, Model]]:
                 yield case, in_its_context(case, model)
 
 
-def outputs(
-    executor: PoisonedExecutor, config: EngineConfig
-) -> list[tuple[object, object, object]]:
-    engine = executor.engine = Engine(executor, config)
-    ids = [engine.add_request(prompt, params).id for prompt, params in REQUESTS]
-    ended: dict[str, RequestOutput] = {}
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, Ended):
-                ended[event.request_id] = event.output
-        engine.check_integrity()
-    found = [ended[request_id] for request_id in ids]
-    assert all(output.error is None for output in found), [output.error for output in found]
-    return [
-        ([c.token_ids for c in one.completions], [c.logprobs for c in one.completions],
-         one.prompt_logprobs)
-        for one in found
-    ]  # fmt: skip
-
-
 SETTINGS = [
     EngineConfig(max_batch_size=5, max_step_tokens=7, plan_ahead=False, prefix_reuse=False),
     EngineConfig(max_batch_size=5, max_step_tokens=64, plan_ahead=False),
@@ -85,14 +65,14 @@ def test_blocks_out_of_the_window_are_written_over_and_no_bit_changes(tmp_path: 
     compared = set()
     for case, model in windowed_cases(tmp_path):
         whole = PoisonedExecutor(model, num_blocks=400, block_size=BLOCK_SIZE)
-        expected = outputs(whole, SETTINGS[0])
+        expected = outputs(whole, SETTINGS[0], REQUESTS)
         layout = grouped(model.spec, BLOCK_SIZE)
         assert any(window is not None for window in layout.windows), case
         for config in SETTINGS:
             executor = PoisonedExecutor(
                 model, num_blocks=60 * len(layout.windows), block_size=BLOCK_SIZE, layout=layout
             )
-            assert outputs(executor, config) == expected, case
+            assert outputs(executor, config, REQUESTS) == expected, case
             assert executor.num_poisoned > 0
             executor.close()
         whole.close()

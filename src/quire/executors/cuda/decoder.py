@@ -35,6 +35,7 @@ from quire.executors.cuda.weights import (
     ModelWeights,
     NormWeights,
 )
+from quire.model.kv_layout import KVLayout
 from quire.model.rope import Rope
 from quire.model.spec import Activation, Attention, ModelSpec, NormKind
 
@@ -46,7 +47,8 @@ _TOKENS_THAT_FILL_TERNARY = 128
 
 
 class BodyField(IntEnum):
-    """The rows of BodyInput.fields. Those of tiles come last, in the order of TokenTiles."""
+    """The first rows of BodyInput.fields. Those of tiles come last, in the order of TokenTiles.
+    SLOT and TILE_TABLE are the first group's; each further group has a row of both behind these."""
 
     TOKEN = 0
     SOURCE = 1  # index into the samples, or -1: the token is in TOKEN
@@ -63,12 +65,25 @@ class BodyField(IntEnum):
 class BodyInput:
     """What the body reads about its tokens, int32."""
 
-    fields: Array  # [BodyField, tokens]
-    tables: Array  # block tables, one after the other
+    fields: Array  # [num_fields(groups), tokens]
+    tables: Array  # block tables of all groups, one after the other
 
-    @property
-    def tiles(self) -> TokenTiles:
-        return TokenTiles(*self.fields[BodyField.TILE_ROW :])
+    def slots(self, group: int) -> Array:
+        """Where a group's layers keep the tokens."""
+        return self.fields[group_field(BodyField.SLOT, group)]
+
+    def tiles(self, group: int) -> TokenTiles:
+        first = TokenTiles(*self.fields[BodyField.TILE_ROW : len(BodyField)])
+        return first._replace(tables=self.fields[group_field(BodyField.TILE_TABLE, group)])
+
+
+def num_fields(num_groups: int) -> int:
+    return len(BodyField) + 2 * (num_groups - 1)
+
+
+def group_field(field: BodyField, group: int) -> int:
+    """The row of a group's SLOT or TILE_TABLE."""
+    return num_fields(group) + (field is BodyField.TILE_TABLE) if group else field
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +107,8 @@ class RopeTables:
 class LoweredLayer:
     """A layer as its launches take it."""
 
-    index: int  # of its keys and values in the cache
+    group: int  # whose block tables it reads
+    slot: int  # of its keys and values in a block
     weights: LayerWeights
     rope: RopeTables
     query_scales: Array | None  # by position, float32
@@ -136,12 +152,18 @@ class Limits:
 
 
 class KVBlocks:
-    """Keys and values of all layers: [layer, block, kv head, slot, head_dim], in halves."""
+    """Keys and values, in halves: [slot of the layout, block, kv head, position, head_dim]."""
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, device: str, kv_dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        layout: KVLayout,
+        num_blocks: int,
+        device: str,
+        kv_dtype: torch.dtype,
     ) -> None:
-        shape = (spec.num_layers, num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
+        self.num_blocks = num_blocks
+        shape = (layout.num_slots, num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
         self.keys = torch.empty(shape, dtype=kv_dtype, device=device)
         self.values = torch.empty(shape, dtype=kv_dtype, device=device)
 
@@ -154,8 +176,9 @@ class KVBlocks:
         self.values[:, target] = self.values[:, source]
 
 
-def kv_block_bytes(spec: ModelSpec) -> int:
-    return spec.num_kv_elements * BLOCK_SIZE * 2
+def kv_token_bytes(spec: ModelSpec, layout: KVLayout) -> int:
+    """Of a token in a block, which holds one group of layers."""
+    return 2 * layout.token_size(spec, lambda part: part.num_kv_elements)
 
 
 class Decoder:
@@ -173,8 +196,10 @@ class Decoder:
         limits: Limits,
         samples: Array,
         device: str,
+        layout: KVLayout,
     ) -> None:
         self._spec = spec
+        self._layout = layout
         self._weights = weights
         self._gemm = gemm
         self._limits = limits
@@ -264,7 +289,8 @@ class Decoder:
             attention = LayerAttention(part.scale, part.window, part.soft_cap, weights.sinks)
             lowered.append(
                 LoweredLayer(
-                    index=index,
+                    group=self._layout.groups[index],
+                    slot=self._layout.slots[index],
                     weights=weights,
                     rope=ropes[part.rope],
                     query_scales=scales[part],
@@ -410,10 +436,11 @@ class Decoder:
     def _attend(
         self, shape: BodyShape, body: BodyInput, blocks: KVBlocks, layer: LoweredLayer
     ) -> None:
-        cache = LayerCache(blocks.keys[layer.index], blocks.values[layer.index])
+        cache = LayerCache(blocks.keys[layer.slot], blocks.values[layer.slot])
         made = self._multiply(layer.weights.qkv, self._activations, shape.num_tokens)
         self._rope(shape.num_tokens, body, cache, layer, made)
-        given = AttentionInput(self.queries, body.tables, body.tiles, self.attention_output)
+        tiles = body.tiles(layer.group)
+        given = AttentionInput(self.queries, body.tables, tiles, self.attention_output)
         self._attention.attend(given, cache, layer.attention, shape.num_splits)
 
     def _rope(
@@ -424,7 +451,7 @@ class Decoder:
         layers.rope_and_store[(count, -(-heads // _ROPE_HEADS))](
             self._sums,
             body.fields[BodyField.POSITION],
-            body.fields[BodyField.SLOT],
+            body.slots(layer.group),
             rope.cosines,
             rope.sines,
             layers.HeadNorms(

@@ -42,6 +42,7 @@ from quire.executors.cuda.sampling import SampleRow, wants_argmax
 from quire.executors.cuda.step_input import PackedRow
 from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, results_of
 from quire.executors.cuda.weights import check_model, load_weights, packed_bytes
+from quire.model.kv_layout import KVLayout, one_group
 from quire.model.loading import Model
 
 _MAX_SPLIT_TOKENS = 16
@@ -76,11 +77,16 @@ class CudaExecutor(ExecutorBase):
     """Runs a model's block weights on one NVIDIA GPU (or, in tests, with Triton's interpreter)."""
 
     def __init__(
-        self, model: Model, config: CudaConfig | None = None, clock: Clock | None = None
+        self,
+        model: Model,
+        config: CudaConfig | None = None,
+        clock: Clock | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
         """Allocates in this order: weights, buffers of a step, the sampler's share, KV cache."""
         self._config = config = config or CudaConfig()
         spec = self._spec = model.spec
+        layout = self._layout = layout or one_group(spec)
         self._device = config.device
         self._is_gpu = config.device != "cpu"
         check_fits(model, self._device)
@@ -91,7 +97,7 @@ class CudaExecutor(ExecutorBase):
         limits = self._limits()
         with buffers_memory(self._device):
             self._decoder: Decoder = decoder_for(self._weights)(
-                spec, self._weights, gemm, limits, self._samples.tokens, self._device
+                spec, self._weights, gemm, limits, self._samples.tokens, self._device, layout
             )
         self._rows_sampled_at_once = rows_sampled_at_once(
             spec.vocabulary_size, config.max_batch_size, self._device
@@ -100,13 +106,25 @@ class CudaExecutor(ExecutorBase):
         stream = torch.cuda.Stream(self._device) if self._is_gpu else None
         with memory_set_aside(self._rehearse_sampling, self._device, stream):
             self._blocks: KVBlocks = allocate_blocks(
-                spec, config.num_blocks, config.kv_bytes, self._device, self._decoder.kv_dtype
+                spec,
+                layout,
+                config.num_blocks,
+                config.kv_bytes,
+                self._device,
+                self._decoder.kv_dtype,
             )
-        self._runner = GraphRunner(self._decoder, self._blocks, limits, self._device, stream)
+        self._runner = GraphRunner(
+            self._decoder, self._blocks, limits, layout.windows, self._device, stream
+        )
         self._ended_at = float("-inf")  # of the step that was collected last
-        num_blocks = int(self._blocks.keys.shape[1])
         super().__init__(
-            model_capacity(spec, num_blocks, config.max_batch_size, config.max_step_tokens),
+            model_capacity(
+                spec,
+                self._blocks.num_blocks,
+                config.max_batch_size,
+                config.max_step_tokens,
+                windows=layout.windows,
+            ),
             kernels=self._kernel_names(gemm.name),
             fallback=gemm.fallback if self._is_gpu else None,
             is_warm=False,
@@ -119,7 +137,9 @@ class CudaExecutor(ExecutorBase):
             num_tokens=config.max_step_tokens,
             num_rows=config.max_batch_size,
             max_split_tokens=min(_MAX_SPLIT_TOKENS, config.max_step_tokens),
-            max_context=max_context(self._spec, config.num_blocks, config.kv_bytes, self._device),
+            max_context=max_context(
+                self._spec, self._layout, config.num_blocks, config.kv_bytes, self._device
+            ),
             invariant=config.invariant,
         )
 

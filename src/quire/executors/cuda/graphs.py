@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
+from quire.core.windows import Windows, peak_blocks
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.attention import SPLIT_SIZE
 from quire.executors.cuda.decoder import BodyShape, Decoder, KVBlocks, Limits
@@ -36,15 +37,23 @@ class GraphRunner:
     """Runs a step's body and head on a stream."""
 
     def __init__(
-        self, decoder: Decoder, blocks: KVBlocks, limits: Limits, device: str, stream: Array | None
+        self,
+        decoder: Decoder,
+        blocks: KVBlocks,
+        limits: Limits,
+        windows: Windows,
+        device: str,
+        stream: Array | None,
     ) -> None:
         self._decoder = decoder
         self._blocks = blocks
         self._limits = limits
         self._device = device
         self._is_gpu = device != "cpu"
-        self._layout = Layout(limits.num_rows)
-        entries = limits.num_rows * (-(-limits.max_context // BLOCK_SIZE))
+        self._windows = windows
+        self._layout = Layout(limits.num_rows, len(windows))
+        entries = peak_blocks(windows, BLOCK_SIZE, limits.max_context, limits.num_tokens)
+        entries *= limits.num_rows
         size = self._layout.size(limits.num_tokens, entries)
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._hosts = [self._host_buffer(size) for _ in range(_HOST_BUFFERS if self._is_gpu else 1)]
@@ -111,7 +120,8 @@ class GraphRunner:
             self._decoder.run_body(shape, given, self._blocks)
 
         # Nothing but padding: no key is kept, and nothing attended to.
-        self._send(np.concatenate([*self._head_input([], []), pack_body([], shape.num_tokens, 1)]))
+        body = pack_body([], shape.num_tokens, 1, self._windows)
+        self._send(np.concatenate([*self._head_input([], []), body]))
         self._bodies[shape] = self._captured(run)
 
     def _capture_head(self, count: int) -> None:
@@ -143,7 +153,8 @@ class GraphRunner:
     ) -> int:
         """Compute the rows, and the likeliest tokens after `head_rows`; how many were padding."""
         shape = self._shape_for(rows, num_tokens)
-        body = pack_body(rows, shape.num_tokens, self._decoder.tokens_per_tile(shape))
+        tile_tokens = self._decoder.tokens_per_tile(shape)
+        body = pack_body(rows, shape.num_tokens, tile_tokens, self._windows)
         self._send(np.concatenate([*self._head_input(head_rows, slots), body]))
         if self._is_gpu:
             self._bodies[shape].replay()

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from quire.core.errors import ConfigError
-from quire.executors.base import BLOCK_SIZE
-from quire.executors.cuda.decoder import KVBlocks, kv_block_bytes
+from quire.executors.base import BLOCK_SIZE, context_in
+from quire.executors.cuda.decoder import KVBlocks, kv_token_bytes
+from quire.model.kv_layout import KVLayout
 from quire.model.spec import ModelSpec
 
 _KEPT_FREE = 1 << 30  # for graphs, kernels' code and other users of the GPU
@@ -106,24 +107,27 @@ def _peak_bytes(work: Callable[[], None], device: str) -> int:
     return int(taken * _FRAGMENTATION)
 
 
-def max_context(spec: ModelSpec, num_blocks: int | None, kv_bytes: int | None, device: str) -> int:
+def max_context(
+    spec: ModelSpec, layout: KVLayout, num_blocks: int | None, kv_bytes: int | None, device: str
+) -> int:
     """The longest context there could be room for: no table is made for a longer one."""
     if num_blocks is None:
         if kv_bytes is None:
             kv_bytes = free_bytes(device) if device != "cpu" else 0
-        num_blocks = kv_bytes // kv_block_bytes(spec)
-    return min(spec.context_length, max(1, num_blocks) * BLOCK_SIZE)
+        num_blocks = kv_bytes // (BLOCK_SIZE * kv_token_bytes(spec, layout))
+    return max(1, context_in(layout.windows, num_blocks, spec.context_length))
 
 
 def allocate_blocks(
     spec: ModelSpec,
+    layout: KVLayout,
     num_blocks: int | None,
     kv_bytes: int | None,
     device: str,
     kv_dtype: torch.dtype = torch.bfloat16,
 ) -> KVBlocks:
     """The cache: as many blocks as asked for, or as fit into what is left, fewer if they do not."""
-    block_bytes = kv_block_bytes(spec)
+    block_bytes = BLOCK_SIZE * kv_token_bytes(spec, layout)
     if num_blocks is None:
         if kv_bytes is None:
             if device == "cpu":
@@ -135,7 +139,7 @@ def allocate_blocks(
     wanted = num_blocks
     while num_blocks >= _MIN_BLOCKS:
         try:
-            return KVBlocks(spec, num_blocks, device, kv_dtype)
+            return KVBlocks(spec, layout, num_blocks, device, kv_dtype)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             num_blocks = int(num_blocks * _SHRINK)
