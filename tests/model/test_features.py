@@ -100,6 +100,7 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.SIGMOID_ROUTER: routed(router=Router(scoring=Scoring.SIGMOID)),
     Feature.ROUTER_BIAS: routed(router=Router(has_bias=True)),
     Feature.ROUTER_CHOICE: routed(router=Router(has_choice_bias=True)),
+    Feature.ROUTER_GROUPS: routed(router=Router(num_groups=2, num_used_groups=1)),
     Feature.WEIGHED_EXPERT_INPUT: routed(router=Router(weighs_input=True)),
     Feature.EXPERTS_BESIDE_DENSE: routed(
         beside=Dense(size=4, activation=Activation.SILU), beside_norm=NORM
@@ -115,6 +116,7 @@ OF_SECOND_LAYER = {
     *(Feature.DIFFERENT_LAYERS, Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.SHARED_KV),
     *(Feature.OUTPUT_SCALE, Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT),
     *(Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE),
+    Feature.ROUTER_GROUPS,
     *(Feature.WEIGHED_EXPERT_INPUT, Feature.EXPERTS_BESIDE_DENSE),
 }
 OF_MODEL = {

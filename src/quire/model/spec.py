@@ -691,7 +691,8 @@ class Feature(StrEnum):
     SHARED_EXPERT = "an expert that every token uses"
     SIGMOID_ROUTER = "a router with a sigmoid"
     ROUTER_BIAS = "a router with a bias"
-    ROUTER_CHOICE = "a router that chooses by groups of experts or with a bias of its own"
+    ROUTER_CHOICE = "a router that chooses with a bias of its own"
+    ROUTER_GROUPS = "a router that chooses by groups of experts"
     WEIGHED_EXPERT_INPUT = "experts whose input is weighed"
     EXPERTS_BESIDE_DENSE = "experts beside a dense feed-forward"
     LAYER_INPUTS = "embeddings for each layer"
@@ -717,20 +718,20 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.SINKS, Feature.CHUNKS, Feature.SHARED_KV, Feature.LATENT}
         | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.WEIGHED_EXPERT_INPUT}
         | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
-        | {Feature.SHARED_EXPERT, Feature.EXPERTS_BESIDE_DENSE}
+        | {Feature.ROUTER_GROUPS, Feature.SHARED_EXPERT, Feature.EXPERTS_BESIDE_DENSE}
     ),
     "cuda": frozenset(
         OF_LLAMA
-        # BitNet's, beside ternary matrices alone
-        | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
+        | {Feature.SUB_NORMS, Feature.LINEAR_SCALES}  # BitNet's, beside ternary matrices alone
         | {Feature.LAYER_NORMS, Feature.DIFFERENT_EPSILONS, Feature.PARALLEL_HALVES}
         | {Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES, Feature.OTHER_QK_NORMS}
         | {Feature.RESIDUAL_SCALE, Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE}
         | {Feature.LOGIT_SOFT_CAP, Feature.ATTENTION_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}
         | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.POSITION_SCALE, Feature.SINKS}
-        | {Feature.UNGATED, Feature.GELU, Feature.GELU_TANH, Feature.DIFFERENT_LAYERS}
-        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.CLAMPED_SWIGLU}
-        | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER}
+        | {Feature.UNGATED, Feature.GELU, Feature.GELU_TANH, Feature.RELU2}
+        | {Feature.CLAMPED_SWIGLU, Feature.DIFFERENT_LAYERS}
+        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT}
+        | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER, Feature.ROUTER_CHOICE}
     ),
     "reference": frozenset(Feature),
 }
@@ -829,7 +830,8 @@ def _feed_features(part: Dense | Experts) -> dict[Feature, bool]:
             Feature.SHARED_EXPERT: part.shared is not None,
             Feature.SIGMOID_ROUTER: router.scoring is Scoring.SIGMOID,
             Feature.ROUTER_BIAS: router.has_bias,
-            Feature.ROUTER_CHOICE: router.has_choice_bias or router.num_groups > 1,
+            Feature.ROUTER_CHOICE: router.has_choice_bias,
+            Feature.ROUTER_GROUPS: router.num_groups > 1,
             Feature.WEIGHED_EXPERT_INPUT: router.weighs_input,
             Feature.EXPERTS_BESIDE_DENSE: part.beside is not None,
         }

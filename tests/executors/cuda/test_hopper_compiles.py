@@ -285,7 +285,9 @@ def test_routing_and_grouping_compile_without_spilled_registers(
         assert usage.stack == 0
 
 
-@pytest.mark.parametrize("case", ["gemma2", "olmo2", "command-r", "starcoder2", "ministral3"])
+@pytest.mark.parametrize(
+    "case", ["gemma2", "olmo2", "command-r", "starcoder2", "ministral3", "qwen2moe", "nemotron"]
+)
 def test_every_kernel_of_a_familys_step_compiles(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ from quire.model.spec import Activation, Attention, ModelSpec, NormKind
 
 _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
+_SCALED_COLUMNS = 1024  # of a gated vector, at once
 _NORM_COLUMNS = 128  # a warp, up to 32 warps
 _TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any GEMM
 _TOKENS_THAT_FILL_TERNARY = 128
@@ -255,13 +256,12 @@ class Decoder:
         self._activations = self.normed
         self.attention_output = self._zeros((tokens, padded(spec.query_size)), torch.float16)
         self.gated = self._zeros((tokens, padded(spec.ffn_size)), torch.float16)
-        feeds = [layer.feed_forward for layer in self._weights.layers]
-        linears = [x for layer in self._weights.layers for x in (layer.qkv, layer.output)]
-        dense = [feed for feed in feeds if isinstance(feed, DenseWeights)]
-        linears += [feed.down for feed in dense]
+        held = self._weights.layers
+        dense = [feed for layer in held for feed in layer.denses]
         parts = [experts.part for experts in self._weights.experts]
+        linears = [linear for layer in held for linear in (layer.qkv, layer.output)]
         most = max(linear.num_splits * linear.num_rows for linear in linears)
-        most = max([most, *(part.num_used * self._padded_hidden for part in parts)])
+        most = max([most, *(self._num_sums(layer) * self._padded_hidden for layer in held)])
         if any(layer.is_parallel for layer in spec.layers):  # both halves leave theirs
             most *= 2
         self._sums = self._zeros((most * tokens,), torch.float32)
@@ -272,6 +272,12 @@ class Decoder:
         gates = [feed.gate_up for feed in dense if self._gemm.needs_gate_sums(feed.gate_up)]
         most = max((gate.num_rows for gate in gates), default=0)
         self._gate_sums = self._zeros((most * tokens,), torch.float32)
+
+    def _num_sums(self, layer: LayerWeights) -> int:
+        """Splits that a layer's feed-forward leaves."""
+        feed = layer.feed_forward
+        used = feed.part.num_used if isinstance(feed, ExpertWeights) else 0
+        return used + sum(dense.down.num_splits for dense in layer.denses)
 
     def _zeros(self, shape: tuple[int, ...], kind: object) -> Array:
         return torch.zeros(shape, dtype=kind, device=self._device)
@@ -330,12 +336,12 @@ class Decoder:
             self._attend(shape, body, blocks, layer)
             added = self._project(count, layer.weights)
             if layer.is_parallel:
-                fed = self._feed_forward(count, layer.weights.feed_forward, added.num_splits)
+                fed = self._feed_forward(count, layer.weights, added.num_splits)
             else:
                 norm, scale = layer.weights.mixer_output_norm, layer.residual_scale
                 added = added._replace(norm=norm, scale=scale)
                 self._norm(count, layer.weights.feed_forward_norm, added)
-                fed = self._feed_forward(count, layer.weights.feed_forward)
+                fed = self._feed_forward(count, layer.weights)
             norm = layer.weights.feed_forward_output_norm
             added = fed._replace(norm=norm, scale=layer.residual_scale)
         self._norm(count, self._weights.output_norm, added, is_last=True)
@@ -344,25 +350,41 @@ class Decoder:
         """The output projection of attention."""
         return self._multiply(layer.output, self.attention_output, count)
 
-    def _feed_forward(
-        self, count: int, feed: DenseWeights | ExpertWeights, after: int = 0
-    ) -> Added:
+    def _feed_forward(self, count: int, layer: LayerWeights, after: int = 0) -> Added:
         """The feed-forward of `normed`; the first `after` splits of `_sums` stay."""
-        if isinstance(feed, ExpertWeights):
-            assert self._experts is not None
-            slots = (after + feed.part.num_used, self._limits.num_tokens, self._padded_hidden)
-            sums = self._sums[: math.prod(slots)].view(slots)
-            self._experts.run(feed, self.normed, sums[after:], count)
+        feed = layer.feed_forward
+        if not isinstance(feed, ExpertWeights):
+            return self._dense(count, feed, after)
+        assert self._experts is not None
+        slots = (after + feed.part.num_used, self._limits.num_tokens, self._padded_hidden)
+        sums = self._sums[: math.prod(slots)].view(slots)
+        self._experts.run(feed, self.normed, sums[after:], count)
+        if layer.shared is None:
             return Added(len(sums))
-        return self._dense(count, feed, after)
+        return self._dense(count, layer.shared.feed, len(sums), layer.shared.gate)
 
-    def _dense(self, count: int, feed: DenseWeights, after: int) -> Added:
+    def _dense(
+        self, count: int, feed: DenseWeights, after: int, gate: Array | None = None
+    ) -> Added:
+        """`gate`: weights of a token's factor, the sigmoid of their product with `normed`."""
         gates = feed.gate_up
         shape = (1, self._limits.num_tokens, gates.num_rows)
         sums = None
         if self._gemm.needs_gate_sums(gates):
             sums = self._gate_sums[: math.prod(shape)].view(shape)
         self._gemm.multiply_gated(gates, self.normed, sums, self.gated, count)
+        if gate is not None:
+            layers.scale_by_gate[(count,)](
+                self.gated,
+                self.normed,
+                gate,
+                self.gated.stride(0),
+                self._padded_hidden,
+                BLOCK=triton.next_power_of_2(self._padded_hidden),
+                COLUMNS=_SCALED_COLUMNS,
+                num_warps=8,
+                **self._launch_options(),
+            )
         return self._multiply(feed.down, self.gated, count, after)
 
     def _embed(self, count: int, body: BodyInput) -> None:
@@ -584,8 +606,10 @@ class TernaryDecoder(Decoder):
         self._quantize(count, source, layer.sub_norm, codes, self._spec.query_size, None)
         return self._multiply(layer.output, codes, count)
 
-    def _dense(self, count: int, feed: DenseWeights, after: int) -> Added:
-        del after
+    def _dense(
+        self, count: int, feed: DenseWeights, after: int, gate: Array | None = None
+    ) -> Added:
+        del after, gate
         self._multiply(feed.gate_up, self._activations, count)
         source = self._source(ternary.GATED, self.hidden, feed.gate_up)
         codes = self._gated_codes

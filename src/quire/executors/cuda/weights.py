@@ -63,7 +63,8 @@ MAX_HIDDEN = 1 << 15
 MAX_GEMM_ROWS = 65535 * _TILE_ROWS
 MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a program
 
-_OF_TERNARY = frozenset({Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2})
+_OF_TERNARY = frozenset({Feature.SUB_NORMS, Feature.LINEAR_SCALES})
+_BESIDE_TERNARY = _OF_TERNARY | OF_LLAMA | {Feature.RELU2}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +127,14 @@ class DenseWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SharedExpert:
+    """The expert that every token uses."""
+
+    feed: DenseWeights
+    gate: Array | None  # float32 [hidden], in operand order: its sigmoid multiplies what it makes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     mixer_norm: NormWeights | None
     mixer_output_norm: NormWeights | None
@@ -136,14 +145,19 @@ class LayerWeights:
     qkv: Linear
     output: Linear
     feed_forward: DenseWeights | ExpertWeights
+    shared: SharedExpert | None = None
     sinks: Array | None = None  # times log2(e)
     sub_norm: Array | None = None  # before the output projection
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        feed = self.feed_forward
-        own = feed.linears if isinstance(feed, DenseWeights) else ()
-        return self.qkv, self.output, *own
+        return self.qkv, self.output, *(linear for feed in self.denses for linear in feed.linears)
+
+    @property
+    def denses(self) -> tuple[DenseWeights, ...]:
+        """Its feed-forwards that every token takes."""
+        own = self.shared.feed if self.shared is not None else self.feed_forward
+        return (own,) if isinstance(own, DenseWeights) else ()
 
     @property
     def dense(self) -> DenseWeights:
@@ -206,7 +220,7 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     for feature, where in features(spec):
         if not is_ternary and feature in _OF_TERNARY:
             _refuse(spec, f"{feature} and matrices that are not ternary")
-        if is_ternary and feature not in _OF_TERNARY | OF_LLAMA:
+        if is_ternary and feature not in _BESIDE_TERNARY:
             _refuse(spec, f"{feature}{where} beside ternary matrices")
     for layer in set(spec.layers):
         _check_head_norm(spec, layer.mixer.qk_norm)
@@ -341,6 +355,7 @@ class Loader:
             qkv=self._joined([f"{prefix}attn_{x}" for x in ("q", "k", "v")]),
             output=self._hidden(f"{prefix}attn_output"),
             feed_forward=self._feed_forward(prefix, layer.feed_forward),
+            shared=self._shared(prefix, layer.feed_forward),
             sinks=sinks,
         )
 
@@ -362,14 +377,22 @@ class Loader:
             return ExpertLoader(self._tensors, self._device).load(part, prefix)
         return self._dense(prefix, part)
 
-    def _dense(self, prefix: str, part: Dense) -> DenseWeights:
+    def _shared(self, prefix: str, part: Dense | Experts) -> SharedExpert | None:
+        if isinstance(part, Dense) or part.shared is None:
+            return None
+        feed = self._dense(prefix, part.shared, "_shexp")
+        gate = f"{prefix}ffn_gate_inp_shexp.weight"
+        return SharedExpert(feed, self._norm(gate) if part.has_shared_gate else None)
+
+    def _dense(self, prefix: str, part: Dense, suffix: str = "") -> DenseWeights:
+        gate, up, down = (f"{prefix}ffn_{x}{suffix}" for x in ("gate", "up", "down"))
         if part.is_gated:
-            gate_up = self._gated(f"{prefix}ffn_gate", f"{prefix}ffn_up")
+            gate_up = self._gated(gate, up)
         else:
-            gate_up = replace(self._hidden(f"{prefix}ffn_up"), num_splits=1, has_gates=False)
+            gate_up = replace(self._hidden(up), num_splits=1, has_gates=False)
         return DenseWeights(
             gate_up=replace(gate_up, activation=part.activation),
-            down=replace(self._hidden(f"{prefix}ffn_down"), scale=GATED_DIVISOR),
+            down=replace(self._hidden(down), scale=GATED_DIVISOR),
         )
 
     def _hidden_norm(self, name: str, norm: Norm) -> NormWeights:
@@ -459,7 +482,7 @@ class Loader:
         return self._floats(f"{name}.bias") if f"{name}.bias" in self._tensors else None
 
     def _norm(self, name: str) -> Array:
-        """A hidden vector's norm, in operand order, zeros after its end."""
+        """Weights of a hidden vector, in operand order, zeros after its end."""
         weights = self._floats(name)
         whole = torch.zeros(padded(len(weights)), device=self._device)
         whole[: len(weights)] = weights
@@ -480,8 +503,8 @@ class TernaryLoader(Loader):
             return ExpertLoader(self._tensors, self._device).load(part, prefix)
         return self._dense(prefix, part)
 
-    def _dense(self, prefix: str, part: Dense) -> DenseWeights:
-        weights = super()._dense(prefix, part)
+    def _dense(self, prefix: str, part: Dense, suffix: str = "") -> DenseWeights:
+        weights = super()._dense(prefix, part, suffix)
         if part.inner_norm is None:
             return weights
         return replace(weights, sub_norm=self._norm(f"{prefix}ffn_sub_norm.weight"))

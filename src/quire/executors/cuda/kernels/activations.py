@@ -21,6 +21,9 @@ def activated(x, ACTIVATION: tl.constexpr):
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu_tanh":  # 1 + tanh(u) is 2 / (1 + exp(-2 u))
         y = x / (1.0 + tl.exp((x + x * x * x * _CUBIC) * -_TWICE_ROOT))
+    elif ACTIVATION == "relu2":
+        y = tl.maximum(x, 0.0)
+        y = y * y
     else:
         tl.static_assert(ACTIVATION == "gelu")
         y = 0.5 * x * (1.0 + tl.erf(x * _ROOT_HALF))

@@ -369,6 +369,33 @@ def rope_and_store(
 
 
 @triton.jit
+def scale_by_gate(
+    gated,
+    tokens,
+    weights,
+    stride,
+    width,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """gated[token] *= sigmoid(tokens[token] * weights), in place; rows of `gated` are `stride`
+    long. One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    weight = tl.load(weights + column, mask=inside, other=0.0)
+    _begin_dependent(PDL)
+    x = tl.load(tokens + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0 / (1.0 + tl.exp(-tl.sum(x * weight, axis=0)))
+    for first in range(0, stride, COLUMNS):
+        at = first + tl.arange(0, COLUMNS)
+        address = gated + token * stride + at
+        product = tl.load(address, mask=at < stride, other=0.0).to(tl.float32) * factor
+        tl.store(address, product.to(tl.float16), mask=at < stride)
+
+
+@triton.jit
 def cap_logits(logits, cap, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """logits = cap * tanh(logits / cap), in place. One program: a row and BLOCK columns."""
     _begin_dependent(PDL)
