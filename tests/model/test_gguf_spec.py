@@ -263,6 +263,16 @@ def test_what_files_do_not_say_of_routers_is_what_llama_cpp_takes_for_granted() 
     assert experts("deepseek2", **latent).router.scoring is Scoring.SOFTMAX
     third = experts("deepseek2", **latent, expert_gating_func=2)
     assert third.router.scoring is Scoring.SIGMOID and not third.router.has_choice_bias
+    for num_layers, size, scoring in (
+        (47, 154_880, Scoring.SIGMOID),  # GLM 4.7 Lite
+        (48, 154_880, Scoring.SIGMOID),
+        (46, 154_880, Scoring.SOFTMAX),
+        (47, 154_881, Scoring.SOFTMAX),
+    ):
+        sizes = {"block_count": num_layers, "vocab_size": size}
+        assert experts("deepseek2", **latent, **sizes).router.scoring is scoring
+    lite = experts("deepseek2", **latent, block_count=47, vocab_size=154_880, expert_gating_func=1)
+    assert lite.router.scoring is Scoring.SOFTMAX
     with pytest.raises(UnsupportedModelError, match=r"expert_gating_func = 3 .* 1 \(softmax\)"):
         experts("deepseek2", **latent, expert_gating_func=3)
 

@@ -397,7 +397,7 @@ def _experts(
 ) -> Experts:
     limit, size_limit = MAX_SIZES["num_experts"], MAX_SIZES["ffn_size"]
     size = fields.integer("expert_feed_forward_length", dense.size, high=size_limit)
-    scoring = _scoring(routing, fields)
+    scoring = _scoring(routing, fields, tensors)
     groups = fields.integer("expert_group_count", 1, high=limit)
     router = Router(
         scoring=scoring,
@@ -427,14 +427,22 @@ def _has_choice_bias(tensors: Mapping[str, Tensor]) -> bool:
     return any(name.endswith(".exp_probs_b.bias") for name in tensors)
 
 
-def _scoring(routing: Routing, fields: Fields) -> Scoring:
+def _scoring(routing: Routing, fields: Fields, tensors: Mapping[str, Tensor]) -> Scoring:
     key = "expert_gating_func"
     usual = routing.gguf_scoring or routing.scoring
+    if routing.gguf_scoring is not None and _is_glm_47_lite(fields, tensors):
+        usual = routing.scoring
     kinds = {0: usual, 1: Scoring.SOFTMAX, 2: Scoring.SIGMOID}
     number = fields.integer(key, 0, low=0, high=MAX_SIZES["num_experts"])
     if number not in kinds:
         raise fields.unsupported(key, ["1 (softmax)", "2 (sigmoid)"])
     return kinds[number]
+
+
+def _is_glm_47_lite(fields: Fields, tensors: Mapping[str, Tensor]) -> bool:
+    """A deepseek2 whose first files do not name its scoring, which llama.cpp tells by its sizes."""
+    num_layers = fields.integer("block_count", high=MAX_SIZES["num_layers"])
+    return num_layers in (47, 48) and _vocabulary_size(fields, tensors) == 154_880
 
 
 def _shared_size(routing: Routing, fields: Fields, expert_size: int) -> int:
