@@ -1,7 +1,9 @@
 """KV memory of models with windows: what `quire inspect` predicts is what a long context takes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from tests.drawn_families import write_drawn
 from quire import LLM, SamplingParams
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.core.plan import StepPlan
+from quire.core.request import Ended
 from quire.engine.engine import Engine
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.fake import FakeExecutor
@@ -44,15 +48,25 @@ def predicted(folder: Path) -> MemoryFacts:
     return found.memory
 
 
-def most_blocks(engine: Engine, prompt_length: int) -> int:
-    """The most blocks in use while a prompt of so many tokens and a few more are computed."""
-    prompt = [1 + n % 50 for n in range(prompt_length)]
-    engine.add_request(prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-    most = 0
-    while engine.has_work:
-        engine.step()
-        most = max(most, engine.cache.pool.num_used)
-    return most
+def most_blocks(executor: Any, config: EngineConfig, *prompt_lengths: int) -> int:
+    """The most blocks in use while prompts of so many tokens and a few more are computed: counted
+    when a step is submitted, and those before it may not be collected."""
+    engine = Engine(executor, config, clock=executor.clock)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    for length in prompt_lengths:
+        engine.add_request([1 + n * length % 50 for n in range(length)], params)
+    used = []
+    submit = executor.submit
+
+    def counting(plan: StepPlan) -> object:
+        used.append(engine.cache.pool.num_used)
+        return submit(plan)
+
+    executor.submit = counting
+    events = list(engine.run())
+    assert all(event.output.error is None for event in events if isinstance(event, Ended))
+    executor.submit = submit
+    return max(used)
 
 
 def test_one_context_of_gemma3_takes_a_quarter_at_most_as_inspect_predicts(tmp_path: Path) -> None:
@@ -69,10 +83,32 @@ def test_one_context_of_gemma3_takes_a_quarter_at_most_as_inspect_predicts(tmp_p
         executor.close()
     fake = FakeExecutor(num_blocks=num_blocks, max_context=CONTEXT, windows=layout.windows)
     config = EngineConfig(max_batch_size=4, max_step_tokens=CHUNK, plan_ahead=False)
-    used = most_blocks(Engine(fake, config, clock=fake.clock), CONTEXT - 9) * block_bytes
+    used = most_blocks(fake, config, CONTEXT - 9) * block_bytes
     assert 0.95 * facts.kv_per_context <= used <= facts.kv_per_context
     assert facts.kv_without_windows == 4 * CONTEXT * model.spec.num_kv_elements
     assert used <= facts.kv_without_windows / 4
+
+
+def test_it_takes_no_more_with_large_steps_that_are_planned_ahead(tmp_path: Path) -> None:
+    """As on a GPU: two steps of 2,048 tokens. A second prompt fills what is left of them."""
+    long_model("gemma3", tmp_path, GEMMA3_1B)
+    with load_model(tmp_path) as model:
+        layout = grouped(model.spec, BLOCK_SIZE)
+        block_size = layout.token_size(model.spec, lambda part: part.num_kv_elements)
+    config = DEVICES["cuda"].engine_defaults
+    assert config.plan_ahead and config.max_step_tokens == 2048
+    fake = FakeExecutor(
+        num_blocks=8192,
+        max_context=CONTEXT,
+        max_step_tokens=2048,
+        windows=layout.windows,
+        keep_plans=True,
+    )
+    used = most_blocks(fake, config, CONTEXT - 9) * block_size
+    assert used <= CONTEXT // BLOCK_SIZE * model.spec.num_kv_elements / 4
+    fake.plans.clear()
+    most_blocks(fake, replace(config, max_batch_size=2), 4000, 4001)
+    assert max(sum(row.num_new_tokens for row in plan.sequences) for plan in fake.plans) == 2048
 
 
 def test_the_memory_that_a_long_context_needs_is_asked_for_and_no_more(tmp_path: Path) -> None:

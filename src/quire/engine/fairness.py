@@ -14,6 +14,7 @@ from quire.engine.sequence import Sequence
 _QUANTUM = 16  # tokens a turn of the round robin is worth, times the key's weight
 _MAX_CREDIT_STEPS = 4  # bounds credit and debt, in steps of max_step_tokens
 _HEADROOM_DIVISOR = 3  # keys without credit get a third of a shared step's headroom
+_ANY_LENGTH = 1 << 30  # of a chunk
 _PROMPT_BOUND_SCALE = 2.0  # latency bound for prompts of keys in credit, times that for the others
 
 
@@ -168,8 +169,16 @@ class Grants(NamedTuple):
 class StepBudget:
     """Sizes a step in tokens, and splits it between the sequences that are ready."""
 
-    def __init__(self, config: EngineConfig, pacer: Pacer, shares: DeficitRoundRobin) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pacer: Pacer,
+        shares: DeficitRoundRobin,
+        max_chunk: int | None = None,
+    ) -> None:
+        """`max_chunk`: tokens of one sequence in a step, where prompts may be spread."""
         self._chunking = config.chunking
+        self._max_chunk = max_chunk if max_chunk is not None and config.chunking else _ANY_LENGTH
         self._pacer = pacer
         self._shares = shares
 
@@ -237,7 +246,7 @@ class StepBudget:
             wanted = sequence.num_remaining
             if budget <= 0 or (wanted > budget and not self._chunking):
                 break
-            grants[sequence] = min(wanted, budget)
+            grants[sequence] = min(wanted, budget, self._max_chunk)
             budget -= grants[sequence]
         return grants
 
@@ -281,7 +290,7 @@ class StepBudget:
                 break
             if sequence.num_remaining > 1:
                 tokens -= self._pacer.row_tokens(sequence.num_computed)
-            grant = min(sequence.num_remaining, max(1, tokens))
+            grant = min(sequence.num_remaining, max(1, tokens), self._max_chunk)
             if grant < sequence.num_remaining and not self._chunking:
                 break
             grants[sequence] = grant

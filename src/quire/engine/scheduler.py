@@ -20,6 +20,10 @@ from quire.engine.stats import EngineStats
 from quire.engine.step import RowPlanner, Step
 from quire.kvcache import KVCache
 
+# Tokens of a sequence in a step, where layers have windows: each windowed group holds the chunks of
+# steps that are not collected, beside its window. Other sequences take what is left of the step.
+_WINDOWED_CHUNK = 1024
+
 
 class Scheduler:
     def __init__(self, config: EngineConfig, capacity: Capacity, stats: EngineStats) -> None:
@@ -42,7 +46,8 @@ class Scheduler:
         self._pacer = Pacer(config, self._model)
         self._delay = BatchingDelay(config.batch_timeout_ms / 1000)
         self._shares = DeficitRoundRobin(config.key_weights, self.max_step_tokens)
-        self._budget = StepBudget(config, self._pacer, self._shares)
+        self._max_chunk = _WINDOWED_CHUNK if self.cache.has_windows else None
+        self._budget = StepBudget(config, self._pacer, self._shares, self._max_chunk)
         self._planner = RowPlanner(self.cache, chunking=config.chunking)
         self._stats = stats
         self._next_step_id = 1
@@ -315,7 +320,8 @@ class Scheduler:
     @property
     def _largest_chunk(self) -> int:
         """Tokens of a sequence that steps not yet collected may hold."""
-        return max(self.config.smallest_chunk, self.token_limit * (1 + self.config.plan_ahead))
+        each = min(self.token_limit, self._max_chunk or self.token_limit)
+        return max(self.config.smallest_chunk, each * (1 + self.config.plan_ahead))
 
     def _blocks_to_come(self, sequence: Sequence) -> int:
         """Blocks a running sequence still needs for its known tokens; at least one of each group
