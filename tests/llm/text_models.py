@@ -2,7 +2,7 @@
 
 import itertools
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,16 @@ def write_text_model(
     num_tokens: int = NUM_ROWS,
     sampling: Mapping[str, float] | None = None,
     tensors_a_part: int = 0,
+    name: str = "tiny text model",
+    words: Sequence[str] = (),
 ) -> Path:
-    """A GGUF file that takes text: control tokens, the 256 bytes, and pairs of letters. With
-    `tensors_a_part` it is written in parts, beside `path`."""
+    """A GGUF file that takes text: control tokens, the 256 bytes, pairs of letters, and these
+    words. With `tensors_a_part` it is written in parts, beside `path`."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
-    _add_sizes(writer)
-    merges = list(itertools.product(string.ascii_letters, repeat=2))
+    _add_sizes(writer, name)
+    begun = [(word[:end], word[end]) for word in words for end in range(1, len(word))]
+    pairs = itertools.product(string.ascii_letters, repeat=2)
+    merges = [*begun, *(pair for pair in pairs if pair not in begun)]
     merges = merges[: num_tokens - len(SPECIALS) - len(BYTE_ALPHABET)]
     texts = [*SPECIALS, *BYTE_ALPHABET, *("".join(pair) for pair in merges)]
     kinds = [gguf.TokenType.CONTROL] * len(SPECIALS)
@@ -66,8 +70,8 @@ def write_changed_model(path: Path, changes: dict[str, tuple[Any, float]]) -> Pa
     return _written(writer, path)
 
 
-def _add_sizes(writer: gguf.GGUFWriter) -> None:
-    writer.add_name("tiny text model")
+def _add_sizes(writer: gguf.GGUFWriter, name: str = "tiny text model") -> None:
+    writer.add_name(name)
     writer.add_context_length(512)
     writer.add_embedding_length(256)
     writer.add_block_count(2)

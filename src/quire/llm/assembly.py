@@ -32,6 +32,7 @@ from quire.executors.base import Executor
 from quire.llm.devices import DEVICES, Options, resolve_auto
 from quire.llm.machine import MemoryPlan
 from quire.llm.model_names import find_model
+from quire.llm.reranking import Reranker, find_reranker
 from quire.loader.reading import read_capped
 from quire.model.generation import read_defaults
 from quire.model.isolated import examine
@@ -70,6 +71,7 @@ class Assembly:
     end_token_ids: tuple[int, ...]
     defaults: SamplingOptions  # for requests that say nothing
     grammars: Grammars
+    reranker: Reranker | None  # of a model that was trained as one
 
     def with_batch_size(self, max_batch_size: int) -> "Assembly":
         """The same for batches of another size, which must have blocks enough."""
@@ -130,7 +132,14 @@ def assemble(model: str | Path, options: Options) -> Assembly:
             end_token_ids=ends,
             defaults=_defaults(loaded, options),
             grammars=Grammars(tokenizer, loaded.spec.vocabulary_size, ends),
+            reranker=find_reranker(_names(loaded), tokenizer),
         )
+
+
+def _names(model: Model) -> list[str]:
+    """What a model calls itself, and what its file or folder is called."""
+    given = [model.metadata.get(name) for name in ("general.name", "general.basename")]
+    return [model.path.name, *(name for name in given if isinstance(name, str))]
 
 
 def _defaults(model: Model, options: Options) -> SamplingOptions:

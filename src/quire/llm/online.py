@@ -39,6 +39,7 @@ from quire.llm.prompts import (
     split_keywords,
     text_of,
 )
+from quire.llm.reranking import Reranker
 from quire.structured import CompiledGrammar
 from quire.tokenizer import Tokenizer
 
@@ -339,6 +340,12 @@ class AsyncLLM:
     def max_context(self) -> int:
         """Tokens of a prompt and its completion together."""
         return self._assembly.executor.capacity.max_context
+
+    @property
+    def reranker(self) -> Reranker | None:
+        """What makes prompts of queries and documents, for a model that was trained to judge
+        them."""
+        return self._assembly.reranker
 
     @property
     def embedding_size(self) -> int:

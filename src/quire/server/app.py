@@ -82,6 +82,14 @@ from quire.server.replies import (
     TokenList,
     Version,
 )
+from quire.server.reranking import (
+    RerankReply,
+    RerankRequest,
+    ScoreReply,
+    ScoreRequest,
+    rerank,
+    score,
+)
 from quire.server.schemas import (
     CompletionRequest,
     DetokenizeRequest,
@@ -176,6 +184,28 @@ _ENDPOINTS = (
         DetokenizeRequest,
         DetokenizedText,
         detokenize,
+    ),
+    *(
+        _Endpoint(
+            path,
+            path[1:].replace("/", "_"),
+            "Order documents by how well they answer a query",
+            RerankRequest,
+            RerankReply,
+            rerank,
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+    *(
+        _Endpoint(
+            path,
+            path[1:].replace("/", "_"),
+            "How well texts answer queries",
+            ScoreRequest,
+            ScoreReply,
+            score,
+        )
+        for path in ("/score", "/v1/score")
     ),
 )
 
