@@ -17,7 +17,7 @@ from tests.llm.text_models import write_text_model
 from tests.server.servers import PacedExecutor, RunningServer, fake_server, free_port
 from tests.server.test_keys import bearer, secret, with_scopes
 
-from quire.cli.top import View, picture
+from quire.cli.top_view import View, picture
 from quire.server.keys import KeyRing, KeyScope
 
 SCREEN, CURSOR = "1049", "25"

@@ -25,7 +25,7 @@ class Browser:
 
     def reset(self) -> None:
         """Forget every origin's storage and take a desktop's window."""
-        self.driver.get("about:blank")
+        self.leave()
         self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", _EVERYTHING)
         self.size(1400, 1000)
         self.media(scheme="light")
@@ -37,6 +37,9 @@ class Browser:
     def open(self, url: str) -> None:
         self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", {**_EVERYTHING, "origin": url})
         self.driver.get(f"{url}/")
+
+    def leave(self) -> None:
+        self.driver.get("about:blank")
 
     def size(self, width: int, height: int, *, is_phone: bool = False) -> None:
         shape = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}

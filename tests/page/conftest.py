@@ -14,8 +14,9 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_model(tmp_path_factory.mktemp("models") / "text.gguf")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def chromium() -> Iterator[Browser]:
+    """Looked for first: no server is started for tests that are skipped."""
     pytest.importorskip("selenium", reason="selenium is not installed: `make test-page` has it")
     paths = [shutil.which(name) for name in ("chromium", "chromedriver")]
     if None in paths:
@@ -26,8 +27,10 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(chromium: Browser) -> Iterator[Browser]:
-    """With empty storage and a desktop's window; afterwards, what the page did is looked at."""
+    """With empty storage and a desktop's window; afterwards, what the page did is looked at. Comes
+    after its server among a test's arguments, so that the page is left before that ends."""
     chromium.reset()
     yield chromium
+    chromium.leave()
     assert chromium.take_errors() == []
     assert chromium.hosts() <= {"127.0.0.1"}, "the page asks no other host"

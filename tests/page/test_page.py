@@ -20,8 +20,8 @@ DONE = '.message.assistant[data-state="done"]'
 
 @pytest.fixture
 def server(text_model: Path) -> Iterator[RunningServer]:
-    """A step takes 30 ms, so that answers of 512 tokens at most are seen to come."""
-    executor = PacedExecutor(0.03, num_blocks=1024)
+    """A step takes 50 ms, so that answers of 512 tokens at most are seen to come."""
+    executor = PacedExecutor(0.05, num_blocks=1024)
     with fake_server(text_model, executor) as running:
         yield running
 
@@ -63,7 +63,7 @@ def differing(browser: Browser, look: Callable[[], str], count: int) -> set[str]
 # ---- chat
 
 
-def test_a_chat_streams(browser: Browser, server: RunningServer) -> None:
+def test_a_chat_streams(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)
     browser.wait(lambda: browser.text("#model") == "tiny-text")
     ask(browser, "Hello there")
@@ -78,7 +78,7 @@ def test_a_chat_streams(browser: Browser, server: RunningServer) -> None:
     assert browser.text("#announce") == "Answer complete"
 
 
-def test_two_conversations_are_answered_at_once(browser: Browser, server: RunningServer) -> None:
+def test_two_conversations_are_answered_at_once(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)
     ask(browser, "the first")
     browser.keys(ALT, "n")
@@ -100,7 +100,7 @@ def test_two_conversations_are_answered_at_once(browser: Browser, server: Runnin
 
 @pytest.mark.parametrize("how", ["button", "key"])
 def test_stop_ends_the_answer_and_frees_its_blocks(
-    browser: Browser, server: RunningServer, how: str
+    server: RunningServer, browser: Browser, how: str
 ) -> None:
     browser.open(server.url)
     ask(browser, "go on for ever")
@@ -116,7 +116,7 @@ def test_stop_ends_the_answer_and_frees_its_blocks(
 
 
 def test_a_message_can_be_edited_and_an_answer_asked_for_again(
-    browser: Browser, server: RunningServer
+    server: RunningServer, browser: Browser
 ) -> None:
     server.executor.step_s = 0.0
     browser.open(server.url)
@@ -142,7 +142,7 @@ def test_a_message_can_be_edited_and_an_answer_asked_for_again(
 
 
 def test_conversations_outlive_the_page_until_they_are_cleared(
-    browser: Browser, server: RunningServer
+    server: RunningServer, browser: Browser
 ) -> None:
     server.executor.step_s = 0.0
     browser.open(server.url)
@@ -157,7 +157,7 @@ def test_conversations_outlive_the_page_until_they_are_cleared(
     assert "remember" not in str(browser.run("return JSON.stringify(localStorage)"))
 
 
-def test_what_the_server_refuses_is_said(browser: Browser, server: RunningServer) -> None:
+def test_what_the_server_refuses_is_said(server: RunningServer, browser: Browser) -> None:
     browser.expected = ("400 (Bad Request)",)
     browser.open(server.url)
     browser.click("#parameters summary")
@@ -182,7 +182,7 @@ TOOLS = (
 )
 
 
-def test_reasoning_is_folded_and_tools_are_shown(browser: Browser, canned: Canned) -> None:
+def test_reasoning_is_folded_and_tools_are_shown(canned: Canned, browser: Browser) -> None:
     browser.expected = ("/v1/stats",)
     canned.deltas = TOOLS
     browser.open(canned.url)
@@ -226,7 +226,7 @@ HARM = """<script>window.harmed = 1</script><img src=x onerror="window.harmed = 
 """
 
 
-def test_a_models_text_stays_text(browser: Browser, canned: Canned) -> None:
+def test_a_models_text_stays_text(canned: Canned, browser: Browser) -> None:
     browser.expected = ("/v1/stats",)
     canned.deltas = [{"content": HARM[n : n + 7]} for n in range(0, len(HARM), 7)]
     canned.deltas += [{"reasoning_content": "<img src=x onerror='window.harmed = 7'>"}]
@@ -241,7 +241,7 @@ def test_a_models_text_stays_text(browser: Browser, canned: Canned) -> None:
     assert "window.harmed = 1" in answer(browser), "it can be read"
 
 
-def test_a_page_could_not_be_made_of_text_by_mistake(browser: Browser, canned: Canned) -> None:
+def test_a_page_could_not_be_made_of_text_by_mistake(canned: Canned, browser: Browser) -> None:
     browser.expected = ("/v1/stats", "TrustedHTML", "Content Security Policy")
     browser.open(canned.url)
     script = "try { document.body.innerHTML = '<b>x'; return 'made' } catch (e) { return e.name }"
@@ -264,7 +264,7 @@ def add(a, b):
 """
 
 
-def test_markdown_is_drawn(browser: Browser, canned: Canned) -> None:
+def test_markdown_is_drawn(canned: Canned, browser: Browser) -> None:
     browser.expected = ("/v1/stats",)
     canned.deltas = [{"content": MARKDOWN}]
     browser.open(canned.url)
@@ -285,7 +285,8 @@ def pixels(browser: Browser, canvas: str) -> str:
     return str(browser.run("return document.querySelector(arguments[0]).toDataURL()", canvas))
 
 
-def test_the_engine_view_moves_under_load(browser: Browser, server: RunningServer) -> None:
+def test_the_engine_view_moves_under_load(server: RunningServer, browser: Browser) -> None:
+    server.executor.step_s = 0.15
     browser.open(server.url)
     browser.wait(lambda: browser.text("#running") == "0")
     assert browser.text("#waiting") == "nothing waits"
@@ -306,7 +307,7 @@ def test_the_engine_view_moves_under_load(browser: Browser, server: RunningServe
 
 
 def test_what_waits_is_shown_by_its_reason(browser: Browser, text_model: Path) -> None:
-    executor = PacedExecutor(0.03, num_blocks=1024)
+    executor = PacedExecutor(0.05, num_blocks=1024)
     with fake_server(text_model, executor, {"max_batch_size": 1}) as server:
         browser.open(server.url)
         ask(browser, "the one that runs")
@@ -316,6 +317,7 @@ def test_what_waits_is_shown_by_its_reason(browser: Browser, text_model: Path) -
         assert "wait" in browser.text("#running-note")
         executor.step_s = 0.0
         browser.wait(lambda: browser.text("#waiting") == "nothing waits")
+        browser.leave()
 
 
 # ---- the key
@@ -329,7 +331,7 @@ def locked(text_model: Path) -> Iterator[RunningServer]:
 
 
 def test_a_wrong_key_is_explained_and_a_right_one_kept_only_if_asked(
-    browser: Browser, locked: RunningServer
+    locked: RunningServer, browser: Browser
 ) -> None:
     browser.expected = ("401 (Unauthorized)",)
     browser.open(locked.url)
@@ -362,7 +364,7 @@ def test_a_wrong_key_is_explained_and_a_right_one_kept_only_if_asked(
 # ---- keyboard, screen readers, phones, themes
 
 
-def test_the_keyboard_is_enough(browser: Browser, server: RunningServer) -> None:
+def test_the_keyboard_is_enough(server: RunningServer, browser: Browser) -> None:
     server.executor.step_s = 0.0
     browser.open(server.url)
     browser.wait(lambda: browser.text("#model") == "tiny-text")
@@ -383,7 +385,7 @@ def test_the_keyboard_is_enough(browser: Browser, server: RunningServer) -> None
     assert len(browser.all(".message")) == 2
 
 
-def test_everything_has_a_name_for_screen_readers(browser: Browser, server: RunningServer) -> None:
+def test_everything_has_a_name_for_screen_readers(server: RunningServer, browser: Browser) -> None:
     browser.open(server.url)
     browser.wait(lambda: browser.text("#model") == "tiny-text")
     tree = browser.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
@@ -396,7 +398,7 @@ def test_everything_has_a_name_for_screen_readers(browser: Browser, server: Runn
     assert browser.run("return document.documentElement.lang") == "en"
 
 
-def test_it_fits_a_phone(browser: Browser, server: RunningServer) -> None:
+def test_it_fits_a_phone(server: RunningServer, browser: Browser) -> None:
     browser.size(360, 700, is_phone=True)
     browser.open(server.url)
     ask(browser, "a word " * 40)
@@ -416,7 +418,7 @@ def test_it_fits_a_phone(browser: Browser, server: RunningServer) -> None:
     server.executor.step_s = 0.0
 
 
-def test_it_is_light_or_dark(browser: Browser, server: RunningServer) -> None:
+def test_it_is_light_or_dark(server: RunningServer, browser: Browser) -> None:
     colour = "return getComputedStyle(document.body).backgroundColor"
     browser.open(server.url)
     light = browser.run(colour)

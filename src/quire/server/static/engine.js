@@ -8,7 +8,7 @@ const LAG_S = 0.45; // behind the server, so that what is drawn has come
 const POLL_MS = 250;
 const FRAME_MS = 40; // between two drawings, at least
 const MOST_STEPS = 128; // a poll
-const GUTTER = 92; // pixels left of the lanes
+const GUTTER = 104; // pixels left of the lanes
 const SHOWN_S = 0.6; // for which a lane keeps its label after its sequence's last row
 const MERGE_S = 0.06; // decodes of one sequence that are nearer than this are one bar
 const COLOURS = ["ink", "dim", "line", "panel", "chunk", "decode", "kv", "kv-cached", "floor", "accent"];
@@ -221,6 +221,7 @@ export class EngineView {
     const key = JSON.stringify(waiting);
     if (before && this.shownWaiting === key) return;
     this.shownWaiting = key;
+    $("waiting-bar").hidden = !waiting.length;
     $("waiting-bar").replaceChildren(
       ...waiting.map(([reason, count], n) => {
         const part = element("i", { title: `${count} ${REASONS[reason] ?? reason}` });
@@ -298,20 +299,17 @@ export class EngineView {
         pen.fillText(bar.tokens, left + 5, top + tall / 2 + 3.5);
       }
     }
-    this.#drawStepLines(pen, now, x, count * pitch);
+    this.#drawStepLines(pen, now, x, scale, count * pitch);
     this.#drawLabels(pen, now, pitch);
     axis(pen, c.dim, width, height, scale);
   }
 
   // Where steps are long enough to be told apart, a line between them.
-  #drawStepLines(pen, now, x, height) {
+  #drawStepLines(pen, now, x, scale, height) {
     pen.fillStyle = this.#colours.panel;
-    let last = -Infinity;
     for (const step of this.#steps) {
-      const at = x(step.end);
-      if (step.end < now - WINDOW_S || step.end > now || at - last < 4) continue;
-      pen.fillRect(at - 0.5, 0, 1, height);
-      last = at;
+      const isLong = (step.end - step.start) * scale >= 4;
+      if (isLong && step.end >= now - WINDOW_S && step.end <= now) pen.fillRect(x(step.end) - 0.5, 0, 1, height);
     }
   }
 
@@ -323,8 +321,9 @@ export class EngineView {
       const name = this.#names.get(lane.sequence);
       const prompt = name?.prompt_tokens ?? 0;
       const text = lane.done > prompt ? `${prompt}+${lane.done - prompt}` : `${lane.done}/${prompt}`;
+      const room = GUTTER - 14 - pen.measureText(text).width;
       pen.fillStyle = this.#colours.ink;
-      pen.fillText((name?.key || `#${lane.sequence}`).slice(0, 7), 0, n * pitch + pitch / 2 + 4);
+      pen.fillText(fitting(pen, name?.key || `#${lane.sequence}`, room), 0, n * pitch + pitch / 2 + 4);
       pen.fillStyle = this.#colours.dim;
       pen.textAlign = "right";
       pen.fillText(text, GUTTER - 8, n * pitch + pitch / 2 + 4);
@@ -358,7 +357,10 @@ export class EngineView {
       const wide = Math.max(1, Math.min(width, width - (now - step.end) * scale) - left - 0.5);
       const high = tall(step.end - step.start);
       pen.fillStyle = step.hasChunks ? c.chunk : c.decode;
-      pen.fillRect(left, bottom - high, wide, high);
+      pen.globalAlpha = 0.22;
+      pen.fillRect(left, bottom - high, wide + 0.5, high);
+      pen.globalAlpha = 1;
+      pen.fillRect(left, bottom - high, wide + 0.5, 2.5);
       if (step.floor === null) continue;
       pen.fillStyle = c.floor;
       pen.fillRect(left - 0.5, bottom - tall(step.floor) - 1, wide + 1, 2);
@@ -421,6 +423,13 @@ function canvas(id, height) {
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.clearRect(0, 0, width, height);
   return { pen, width, height };
+}
+
+function fitting(pen, text, width) {
+  if (pen.measureText(text).width <= width) return text;
+  let kept = text.slice(0, 24);
+  while (kept && pen.measureText(`${kept}…`).width > width) kept = kept.slice(0, -1);
+  return `${kept}…`;
 }
 
 function round(pen, x, y, width, height, radius) {
