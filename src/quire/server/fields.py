@@ -70,12 +70,14 @@ def refused(reason: str, *neutral: JsonValue) -> Any:
 
 
 def policy_of(field: FieldInfo) -> FieldPolicy:
-    text = field.description or ""
+    extra = field.json_schema_extra
+    allowed = extra.get("enum") if isinstance(extra, dict) else None
+    return policy_of_text(field.description or "", allowed)
+
+
+def policy_of_text(text: str, allowed: Any = None) -> FieldPolicy:
+    """From a field's description, and of a refused one the values that it may have."""
     if text.startswith(_REFUSED):
-        extra = field.json_schema_extra
-        assert isinstance(extra, dict)
-        allowed = extra["enum"]
-        assert isinstance(allowed, list)
         return FieldPolicy(Standing.REFUSED, text.removeprefix(_REFUSED), tuple(allowed[1:]))
     if text.startswith(_ACCEPTED):
         return FieldPolicy(Standing.ACCEPTED, text.removeprefix(_ACCEPTED))

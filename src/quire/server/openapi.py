@@ -1,6 +1,7 @@
 """How the API describes itself: errors, bodies and streams for /openapi.json, and the page under
 /docs, plain HTML without a script or another host."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
@@ -9,7 +10,8 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from quire.engine.step_log import MAX_STEPS
-from quire.server.fields import Strict
+from quire.server.fields import Standing, Strict
+from quire.server.reference import example_body, field_rows
 from quire.server.replies import ErrorReply
 
 Responses = dict[int | str, dict[str, Any]]  # as FastAPI takes them
@@ -103,6 +105,7 @@ _STYLE = (
     "td,th{border:1px solid #ddd;padding:.2rem .5rem;text-align:left;vertical-align:top}"
     "@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}code{background:#222}"
     "td,th{border-color:#333}h2{border-color:#444}}"
+    "td{overflow-wrap:anywhere}tr.accepted,tr.refused{opacity:.75}"
 )
 
 
@@ -129,52 +132,26 @@ def _route(title: str, route: Mapping[str, Any], schemas: Mapping[str, Any]) -> 
     body = route.get("requestBody", {}).get("content", {}).get("application/json", {})
     reference = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
     if reference:
-        yield from _fields(schemas[reference])
+        yield from _body(schemas[reference], schemas)
     statuses = ", ".join(f"<code>{escape(status)}</code>" for status in route["responses"])
     yield f"<p>Answers: {statuses}</p>"
 
 
-def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
-    yield "<table><tr><th>field<th>type<th>meaning"
-    required = schema.get("required", ())
-    fields = schema["properties"].items()
-    for name, field in fields:
-        if field.get("type") != "null":
-            mark = " (required)" if name in required else ""
-            meaning = escape(field.get("description", ""))
-            kind = escape(_kind(field))
-            yield f"<tr><td><code>{escape(name)}</code>{mark}<td>{kind}<td>{meaning}"
-    yield "</table>"
-    refused = [
-        f"<li><code>{escape(name)}</code> {escape(field['description'])}</li>"
-        for name, field in fields
-        if field.get("type") == "null"
-    ]
-    if refused:
-        yield f"<p>Refused by a 400 unless null:</p><ul>{''.join(refused)}</ul>"
-
-
-def _kind(field: Mapping[str, Any]) -> str:
-    """A schema in a few words."""
-    if options := field.get("anyOf", field.get("oneOf")):
-        kinds = dict.fromkeys(_kind(option) for option in options)
-        return " or ".join(kind for kind in kinds if kind != "null")
-    if "$ref" in field:
-        return str(field["$ref"]).rpartition("/")[2]
-    if "const" in field:
-        return repr(field["const"])
-    if "enum" in field:
-        return ", ".join(map(repr, field["enum"]))
-    if field.get("type") == "array":
-        return f"list of {_kind(field.get('items', {}))}"
-    bounds = [
-        f"{sign} {field[name]:g}"
-        for name, sign in (
-            ("minimum", "≥"),
-            ("exclusiveMinimum", ">"),
-            ("maximum", "≤"),
-            ("exclusiveMaximum", "<"),
+def _body(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[str]:
+    """Every field with its meaning and an example."""
+    example = json.dumps(example_body(schema, schemas))
+    yield f"<p>For example <code>{escape(example)}</code></p>"
+    yield "<table><tr><th>field<th>type<th>meaning<th>example"
+    for row in field_rows(schema, schemas):
+        mark = " (required)" if row.is_required else ""
+        name = f"<tr class={row.standing}><td><code>{escape(row.name)}</code>{mark}"
+        if row.standing is Standing.REFUSED:
+            meaning = f"<b>refused</b> unless {escape(row.kind)}: {escape(row.text)}"
+            yield f"{name}<td><td>{meaning}<td>"
+            continue
+        effect = "<b>accepted</b>, without effect: " if row.standing is Standing.ACCEPTED else ""
+        shown = escape(json.dumps(row.example))
+        yield (
+            f"{name}<td>{escape(row.kind)}<td>{effect}{escape(row.text)}<td><code>{shown}</code>"
         )
-        if name in field
-    ]
-    return " ".join([str(field.get("type", "any")), *bounds])
+    yield "</table>"
