@@ -10,12 +10,12 @@ Schema = Mapping[str, Any]  # a JSON schema, as pydantic writes it
 _MAX_DEPTH = 4  # of objects in objects
 _KINDS = {"string": "text", "boolean": "true or false", "null": "null"}
 _SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-_TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
 # Where the schema has no example of its own.
 _EXAMPLES: Mapping[str, Any] = {
     "model": "quire",
     "messages": [{"role": "user", "content": "Hello"}],
     "role": "user",
+    "name": "weather",
     "content": "Hello",
     "prompt": "Once upon a time",
     "input": "Once upon a time",
@@ -50,10 +50,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "grammar": 'root ::= "yes" | "no"',
     "guided_grammar": 'root ::= "yes" | "no"',
     "chat_template_kwargs": {"enable_thinking": False},
-    "stream_options": {"include_usage": True},
-    "tools": [{"type": "function", "function": _TOOL}],
     "tokens": [1, 2, 3],
-    "metadata": {"topic": "demo"},
 }
 
 
@@ -186,7 +183,7 @@ def _made(option: Schema, definitions: Mapping[str, Schema]) -> Any:
         case "array":
             return [_example("", option.get("items", {}), definitions)]
         case "object":
-            return example_body(option, definitions)
+            return example_body(option, definitions) or _first_field(option, definitions)
         case "boolean":
             return True
         case "integer":
@@ -194,3 +191,8 @@ def _made(option: Schema, definitions: Mapping[str, Schema]) -> Any:
         case "number":
             return option.get("maximum", 1) / 2
     return "text"
+
+
+def _first_field(option: Schema, definitions: Mapping[str, Schema]) -> dict[str, Any]:
+    rows = field_rows(option, definitions, depth=_MAX_DEPTH)
+    return {row.name: row.example for row in rows[:1] if row.standing is not Standing.REFUSED}
