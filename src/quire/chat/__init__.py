@@ -3,21 +3,27 @@
 from quire.chat.answers import (
     Answer,
     AnswerEvent,
-    AnswerParser,
     ArgumentsDelta,
     ContentDelta,
     ReasoningDelta,
     ToolCall,
     ToolCallBegin,
 )
+from quire.chat.call_syntax import parameter_types
+from quire.chat.forms import ChatForm, form_of
+from quire.chat.parser import AnswerParser, parser_of
 
 __all__ = [
     "Answer",
     "AnswerEvent",
     "AnswerParser",
     "ArgumentsDelta",
+    "ChatForm",
     "ContentDelta",
     "ReasoningDelta",
     "ToolCall",
     "ToolCallBegin",
+    "form_of",
+    "parameter_types",
+    "parser_of",
 ]

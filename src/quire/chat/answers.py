@@ -46,26 +46,3 @@ class ArgumentsDelta:
 
 
 AnswerEvent = ContentDelta | ReasoningDelta | ToolCallBegin | ArgumentsDelta
-
-
-class AnswerParser:
-    """One completion's text to events; one for each completion."""
-
-    def __init__(self) -> None:
-        self._content: list[str] = []
-
-    def feed(self, text: str) -> list[AnswerEvent]:
-        """What is certain now that this text has come."""
-        if not text:
-            return []
-        self._content.append(text)
-        return [ContentDelta(text)]
-
-    def end(self) -> list[AnswerEvent]:
-        """What was withheld: no text follows."""
-        return []
-
-    @property
-    def answer(self) -> Answer:
-        """All that has been said so far."""
-        return Answer("".join(self._content))

@@ -1,0 +1,621 @@
+"""AnswerParser: a completion's text to content, reasoning and tool calls, as the text comes.
+
+Text that may begin a marker is withheld until that is decided, and nothing else is, but white space
+at an end of content or reasoning and the few letters between a call's marker and its arguments.
+Where the text is split when it is fed makes no difference to the answer.
+
+What begins like a call and is none comes back as content. Arguments in JSON are given while they
+come; a call that breaks off after that has been seen by streams, and in `answer` it is content.
+"""
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.chat.answers import (
+    Answer,
+    AnswerEvent,
+    ArgumentsDelta,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCall,
+    ToolCallBegin,
+)
+from quire.chat.call_syntax import ParameterTypes, strict_json
+from quire.chat.forms import GENERIC, CallForm, ChatForm
+
+_LETTERS = string.ascii_letters + string.digits
+_NAME_KEYS = ("name", "tool_name", "function")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_KNOWN_KEYS = {*_NAME_KEYS, *_ARGUMENT_KEYS, "type", "id", "tool_call_id"}
+_MAX_HEADER = 600  # characters of a call before its arguments
+
+
+def new_call_id(length: int = 0) -> str:
+    letters = "".join(secrets.choice(_LETTERS) for _ in range(length or 24))
+    return letters if length else f"call_{letters}"
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that has begun, and the text that it was read from."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+    broken: str | None = None  # the text, where it turned out to be no call
+
+
+class AnswerParser:
+    """One for each completion. Without `form` all text is content; without `tools`, there are no
+    calls. `tools`: parameters of each tool by its name (see `parameter_types`). `is_thinking`: the
+    prompt has opened the reasoning."""
+
+    def __init__(
+        self,
+        form: ChatForm | None = None,
+        tools: ParameterTypes | None = None,
+        *,
+        is_thinking: bool = False,
+    ) -> None:
+        self._calls_form: CallForm = GENERIC if form is None else form.calls
+        self._reasoning = None if form is None else form.reasoning
+        self._tools: Mapping[str, Mapping[str, bool]] = tools or {}
+        self._has_tools = form is not None and bool(tools)
+        self._text = ""  # not decided yet
+        self._raw = ""  # taken since calls were opened, or since the last whole call
+        self._space = ""  # white space that content or reasoning may end with
+        self._events: list[AnswerEvent] = []
+        self._said: list[str | _Call] = []  # content and calls, in order
+        self._thought: list[str] = []
+        self._num_calls = 0
+        self._call: _Call | None = None
+        self._object: _ObjectScanner | None = None
+        self._is_ended = False
+        self._is_cut = False
+        self._state: Callable[[], bool] = self._content if form is None else self._start
+        if is_thinking and self._reasoning is not None:
+            self._state = self._thinking
+
+    # ---- what callers use
+
+    def feed(self, text: str) -> list[AnswerEvent]:
+        """What is certain now that this text has come."""
+        self._text += text
+        return self._run()
+
+    def end(self, *, is_cut: bool = False) -> list[AnswerEvent]:
+        """What was withheld: no text follows. `is_cut`: the completion ended for its length; a
+        call's arguments may then be unfinished."""
+        self._is_ended, self._is_cut = True, is_cut
+        return self._run()
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._state == self._thinking
+
+    @property
+    def answer(self) -> Answer:
+        """All that has been said so far."""
+        calls = [item for item in self._said if isinstance(item, _Call) and item.broken is None]
+        content = "".join(
+            item if isinstance(item, str) else item.broken or "" for item in self._said
+        )
+        return Answer(
+            content if content or not calls else None,
+            "".join(self._thought) or None,
+            tuple(ToolCall(call.id, call.name, "".join(call.arguments)) for call in calls),
+        )
+
+    # ---- states: each takes what it can of the text, and says whether to go on
+
+    def _run(self) -> list[AnswerEvent]:
+        while self._state():
+            pass
+        events, self._events = self._events, []
+        return events
+
+    def _start(self) -> bool:
+        """Before the first letter: reasoning, a call or content."""
+        text = self._text.lstrip()
+        if not text and not self._is_ended:
+            return False
+        tag = None if self._reasoning is None else self._reasoning.open
+        if tag is not None and text.startswith(tag):
+            self._text = text[len(tag) :]
+            self._state = self._thinking
+        elif tag is not None and tag.startswith(text) and text and not self._is_ended:
+            return False  # may become the tag
+        else:
+            self._begin_content()
+        return True
+
+    def _begin_content(self) -> None:
+        """After reasoning, or where there is none."""
+        self._state = self._content
+        if self._has_tools and self._calls_form.bare_json and self._text.lstrip().startswith("{"):
+            self._raw, self._text = "", self._text.lstrip()
+            self._object = _ObjectScanner(is_bare=True)
+            self._state = self._in_object
+
+    def _thinking(self) -> bool:
+        assert self._reasoning is not None
+        close = self._reasoning.close
+        at = self._text.find(close)
+        if at < 0:
+            keep = 0 if self._is_ended else overlap(self._text, close)
+            self._think(self._text[: len(self._text) - keep])
+            self._text = self._text[len(self._text) - keep :]
+            return False
+        self._think(self._text[:at])
+        self._space = ""
+        self._text = self._text[at + len(close) :]
+        self._state = self._after_thinking
+        return True
+
+    def _think(self, text: str) -> None:
+        text = self._space + text
+        if not self._thought:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._thought.append(shown)
+            self._events.append(ReasoningDelta(shown))
+
+    def _after_thinking(self) -> bool:
+        """White space between reasoning and content belongs to neither."""
+        self._text = self._text.lstrip()
+        if not self._text and not self._is_ended:
+            return False
+        self._begin_content()
+        return True
+
+    def _content(self) -> bool:
+        opens = self._calls_form.opens if self._has_tools else ()
+        found = min(((at, o) for o in opens if (at := self._text.find(o)) >= 0), default=None)
+        if found is not None:
+            at, opened = found
+            self._say(self._text[:at])
+            self._raw, self._text = (
+                self._text[at : at + len(opened)],
+                self._text[at + len(opened) :],
+            )
+            self._state = self._opened(opened)
+            return True
+        keep = 0
+        if not self._is_ended:
+            keep = max((overlap(self._text, opened) for opened in opens), default=0)
+        self._say(self._text[: len(self._text) - keep])
+        self._text = self._text[len(self._text) - keep :]
+        if self._is_ended:
+            self._say_space()
+        return False
+
+    def _say(self, text: str) -> None:
+        """White space at the end is withheld where a call may follow, which drops it."""
+        text = self._space + text
+        shown = text.rstrip() if self._has_tools else text
+        self._space = text[len(shown) :]
+        self._say_now(shown)
+
+    def _say_space(self) -> None:
+        space, self._space = self._space, ""
+        self._say_now(space)
+
+    def _say_now(self, text: str) -> None:
+        if text:
+            self._said.append(text)
+            self._events.append(ContentDelta(text))
+
+    # ---- calls
+
+    def _opened(self, opened: str) -> Callable[[], bool]:
+        """The state after a marker that begins calls."""
+        form = self._calls_form
+        if form.read is not None:
+            return self._in_syntax
+        if form.header is not None and opened == form.call_open:
+            return self._in_header
+        return self._between
+
+    def _between(self) -> bool:
+        """Before a call, or after one: another, or content again."""
+        form = self._calls_form
+        self._skip_separators()
+        text = self._text
+        if not text:
+            return self._leave_calls() if self._is_ended else False
+        opened = next((mark for mark in form.opens if text.startswith(mark)), None)
+        if opened is not None:
+            self._take(len(opened))
+            self._state = self._opened(opened)
+            return True
+        if form.header is None and text[0] == "{":
+            self._object = _ObjectScanner()
+            self._state = self._in_object
+            return True
+        marks = (*form.opens, *form.closes)
+        if not self._is_ended and any(mark.startswith(text) for mark in marks):
+            return False
+        return self._leave_calls()
+
+    def _skip_separators(self) -> None:
+        """White space, separators and markers of ends."""
+        form = self._calls_form
+        while True:
+            rest = self._text.lstrip(string.whitespace + form.separators)
+            closed = next((mark for mark in form.closes if rest.startswith(mark)), "")
+            taken = len(self._text) - len(rest) + len(closed)
+            if not taken:
+                return
+            self._take(taken)
+
+    def _leave_calls(self) -> bool:
+        """Content again; a marker without a call was content itself."""
+        is_call = bool(self._said) and isinstance(self._said[-1], _Call)
+        raw, self._raw = self._raw, ""
+        self._state = self._content
+        if not (is_call and _is_closed(raw, self._calls_form)):
+            self._fail(raw)
+        return True
+
+    def _fail(self, raw: str) -> None:
+        """It was no call after all."""
+        self._say_space()
+        self._say_now(raw)
+
+    def _take(self, count: int) -> str:
+        taken, self._text = self._text[:count], self._text[count:]
+        self._raw += taken
+        return taken
+
+    def _refuse(self) -> bool:
+        """What was opened is no call: its text is content, and content follows."""
+        raw, self._raw = self._raw, ""
+        call, self._call = self._call, None
+        self._object = None
+        self._state = self._content
+        if call is None:
+            self._fail(raw)
+            return True
+        given = "".join(call.arguments)
+        call.broken = raw
+        rest = raw[raw.rfind(given) + len(given) :]
+        if rest:  # streams have seen the call up to here
+            self._events.append(ContentDelta(rest))
+        return True
+
+    def _in_header(self) -> bool:
+        """The name of a call whose arguments follow in JSON."""
+        header = self._calls_form.header
+        assert header is not None
+        found = header.match(self._text)
+        if found is None:
+            if self._is_ended or len(self._text) > _MAX_HEADER:
+                return self._refuse()
+            return False
+        self._take(found.end())
+        self._object = _ObjectScanner(call_name=found["name"])
+        self._begin(found["name"], found.groupdict().get("id"))
+        self._state = self._in_object
+        return True
+
+    def _in_object(self) -> bool:
+        """A call's JSON: the whole call, or its arguments where its name came before."""
+        scanner = self._object
+        assert scanner is not None
+        end = scanner.scan(self._text)
+        taken = self._take(end)
+        if scanner.is_bare and not self._may_be_call(scanner):
+            return self._refuse()
+        self._give_arguments(scanner, taken)
+        if scanner.is_done:
+            return self._end_object(scanner)
+        if not self._is_ended:
+            return False
+        if self._is_cut and self._call is not None:
+            self._call = None
+            self._raw = ""
+            self._state = self._content
+            return True
+        return self._refuse()
+
+    def _may_be_call(self, scanner: "_ObjectScanner") -> bool:
+        """Of JSON that nothing marks as a call."""
+        if any(key not in _KNOWN_KEYS for key in scanner.values):
+            return False
+        name = scanner.text_of(_NAME_KEYS)
+        return name is None or name in self._tools
+
+    def _give_arguments(self, scanner: "_ObjectScanner", taken: str) -> None:
+        """Give what has come of the arguments, once the name is known."""
+        if scanner.call_name is not None:
+            self._add_arguments(taken)
+            return
+        name, span = scanner.text_of(_NAME_KEYS), scanner.span_of(_ARGUMENT_KEYS)
+        if name is None or span is None or scanner.text[span[0]] != "{":
+            return
+        if self._call is None:
+            self._begin(name)
+        start, end = span
+        self._add_arguments(scanner.text[start + scanner.num_given : end])
+        scanner.num_given = end - start
+
+    def _end_object(self, scanner: "_ObjectScanner") -> bool:
+        read = scanner.call_name is None
+        try:
+            value = strict_json(scanner.text)
+            if read:
+                self._end_call(value)
+        except (ValueError, RecursionError):
+            return self._refuse()
+        if scanner.is_bare and self._call is None:
+            return self._refuse()
+        self._call = self._object = None
+        self._raw = ""
+        self._state = self._between
+        return True
+
+    def _end_call(self, value: Any) -> None:
+        """A whole call as JSON; its arguments may have been given already."""
+        if isinstance(value.get("function"), dict):
+            value = value["function"]
+        if self._call is not None:
+            return
+        name = next((value[key] for key in _NAME_KEYS if key in value), None)
+        arguments: Any = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})
+        if not isinstance(name, str) or not name:
+            raise ValueError("a call has a name")
+        if isinstance(arguments, str):
+            text, arguments = arguments, strict_json(arguments)
+        else:
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        if not isinstance(arguments, dict) and arguments is not None:
+            raise ValueError("arguments are an object")
+        self._begin(name)
+        self._add_arguments(text if arguments is not None else "{}")
+
+    def _in_syntax(self) -> bool:
+        """Calls in a syntax of their own, read when they are whole."""
+        form = self._calls_form
+        assert form.read is not None
+        close = form.closes[0]
+        at = self._text.find(close)
+        if at < 0 and not self._is_ended:
+            return False
+        body = self._text if at < 0 else self._text[:at]
+        try:
+            calls = form.read(body, self._tools)
+        except (ValueError, RecursionError):
+            calls = None
+        self._take(len(body) + (len(close) if at >= 0 else 0))
+        if calls is None:
+            return self._refuse()
+        for call in calls:
+            self._begin(call.name)
+            self._add_arguments(call.arguments)
+        self._call, self._raw = None, ""
+        self._state = self._between
+        return True
+
+    def _begin(self, name: str, given_id: str | None = None) -> None:
+        self._space = ""
+        call = _Call(given_id or new_call_id(self._calls_form.id_length), name)
+        self._said.append(call)
+        self._call = call
+        self._events.append(ToolCallBegin(self._num_calls, call.id, name))
+        self._num_calls += 1
+
+    def _add_arguments(self, text: str) -> None:
+        if text and self._call is not None:
+            self._call.arguments.append(text)
+            self._events.append(ArgumentsDelta(self._num_calls - 1, text))
+
+
+def _is_closed(raw: str, form: CallForm) -> bool:
+    """Whether only separators and ends came since the last call."""
+    rest = raw
+    for mark in form.closes:
+        rest = rest.replace(mark, "")
+    return not rest.strip(string.whitespace + form.separators)
+
+
+def overlap(text: str, marker: str) -> int:
+    """The length of the longest end of `text` that begins `marker` without being all of it."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+class HarmonyParser(AnswerParser):
+    """Of gpt-oss's format: messages with a channel each, and a recipient where they are calls."""
+
+    def __init__(self, form: ChatForm, tools: ParameterTypes | None = None) -> None:
+        super().__init__(form, tools)
+        self._is_reasoning = False
+        self._state = self._message_header
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._is_reasoning
+
+    def _message_header(self) -> bool:
+        """Up to <|message|>: the channel and the recipient."""
+        head, found, rest = self._text.partition("<|message|>")
+        if len(head) > _MAX_HEADER or not _HARMONY_BEGIN.match(head.lstrip()):
+            self._state = self._content  # not the format at all
+            return True
+        if not found:
+            if self._is_ended and "<|" not in head:
+                self._say_now(head)
+            self._text = "" if self._is_ended else self._text
+            return False
+        self._raw, self._text = head + found, rest
+        to = _RECIPIENT.search(head)
+        self._is_reasoning = "<|channel|>analysis" in head and to is None
+        self._state = self._message
+        if to is not None and self._has_tools:
+            self._begin(to[1].removeprefix("functions."))
+        return True
+
+    def _message(self) -> bool:
+        found = min(
+            ((at, mark) for mark in _MESSAGE_ENDS if (at := self._text.find(mark)) >= 0),
+            default=None,
+        )
+        if found is not None:
+            at, mark = found
+            self._give(self._text[:at])
+            self._text = self._text[at + len(mark) if mark != "<|start|>" else at :]
+            self._end_message(is_whole=True)
+            return True
+        keep = 0
+        if not self._is_ended:
+            keep = max(overlap(self._text, mark) for mark in _MESSAGE_ENDS)
+        self._give(self._text[: len(self._text) - keep])
+        self._text = self._text[len(self._text) - keep :]
+        if self._is_ended:
+            self._end_message(is_whole=not self._is_cut)
+        return False
+
+    def _give(self, text: str) -> None:
+        if self._is_reasoning:
+            self._think(text)
+        elif self._call is not None:
+            self._raw += text
+            self._add_arguments(text)
+        else:
+            self._say_now(text)
+
+    def _end_message(self, *, is_whole: bool) -> None:
+        self._is_reasoning = False
+        self._space = ""
+        self._state = self._message_header
+        if self._call is not None and is_whole:
+            try:
+                if not isinstance(strict_json("".join(self._call.arguments)), dict):
+                    raise ValueError("arguments are an object")
+            except (ValueError, RecursionError):
+                self._call.broken = "".join(self._call.arguments)
+        self._call = None
+
+
+_MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+# How a header may begin, as far as it has come.
+_HARMONY_BEGIN = re.compile(
+    r"$|<\|?$|<\||to=|assistant|a(?:s(?:s(?:i(?:s(?:t(?:an?)?)?)?)?)?)?$|to?$"
+)
+
+
+def parser_of(
+    form: ChatForm, tools: ParameterTypes | None = None, *, is_thinking: bool = False
+) -> AnswerParser:
+    """A parser for one completion; see AnswerParser."""
+    if form.is_harmony:
+        return HarmonyParser(form, tools)
+    return AnswerParser(form, tools, is_thinking=is_thinking)
+
+
+class _ObjectScanner:
+    """Finds the end of a JSON object in text that comes in pieces, and where the values of its own
+    keys are. It checks nothing else."""
+
+    def __init__(self, *, call_name: str | None = None, is_bare: bool = False) -> None:
+        self.call_name = call_name  # of a call whose arguments it scans
+        self.is_bare = is_bare  # nothing but its keys says that it is a call
+        self.text = ""
+        self.values: dict[str, tuple[int, int | None]] = {}  # begin and end of each key's value
+        self.num_given = 0  # characters of arguments
+        self.is_done = False
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+        self._string: tuple[int, int] | None = None  # the last one at depth 1
+        self._key: str | None = None  # whose value comes
+
+    def scan(self, text: str) -> int:
+        """Take text up to the object's end; gives how much was taken."""
+        start = len(self.text)
+        self.text += text
+        for at in range(start, len(self.text)):
+            self._step(at, self.text[at])
+            if self.is_done:
+                self.text = self.text[: at + 1]
+                return at + 1 - start
+        return len(text)
+
+    def _step(self, at: int, letter: str) -> None:
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif letter == "\\":
+                self._is_escaped = True
+            elif letter == '"':
+                self._in_string = False
+                if self._depth == 1 and self._string is not None:
+                    self._string = (self._string[0], at + 1)
+            return
+        if letter == '"':
+            self._in_string = True
+            self._value_begins(at)
+            if self._depth == 1:
+                self._string = (at, at)
+        elif letter in "{[":
+            self._value_begins(at)
+            self._depth += 1
+        elif letter in "}]":
+            self._depth -= 1
+            if self._depth == 0:
+                self._value_ends(at)
+                self.is_done = True
+            elif self._depth == 1:
+                self._value_ends(at + 1)
+        elif self._depth == 1 and letter == ":":
+            self._take_key()
+        elif self._depth == 1 and letter == ",":
+            self._value_ends(at)
+        elif not letter.isspace():
+            self._value_begins(at)
+
+    def _take_key(self) -> None:
+        if self._key is None and self._string is not None:
+            try:
+                self._key = str(strict_json(self.text[slice(*self._string)]))
+            except ValueError:
+                self._key = ""
+
+    def _value_begins(self, at: int) -> None:
+        if self._depth == 1 and self._key is not None and self._key not in self.values:
+            self.values[self._key] = (at, None)
+
+    def _value_ends(self, at: int) -> None:
+        if self._key is not None:
+            begin, end = self.values.get(self._key, (at, None))
+            self.values[self._key] = (begin, at if end is None else end)
+            self._key = None
+
+    def text_of(self, keys: tuple[str, ...]) -> str | None:
+        """The text that the first of these keys has, if its value is a whole text."""
+        for key in keys:
+            begin, end = self.values.get(key, (0, None))
+            if end is not None:
+                try:
+                    value = strict_json(self.text[begin:end])
+                except (ValueError, RecursionError):
+                    return None
+                return value if isinstance(value, str) else None
+        return None
+
+    def span_of(self, keys: tuple[str, ...]) -> tuple[int, int] | None:
+        """Where the value of the first of these keys is, as far as it has come."""
+        for key in keys:
+            if key in self.values:
+                begin, end = self.values[key]
+                return begin, len(self.text) if end is None else end
+        return None
