@@ -296,6 +296,7 @@ def test_every_field_is_covered_by_these_tests() -> None:
     tested = {*INTEGERS, *NUMBERS, "logit_bias", "stop", "stop_token_ids", "structured"}
     tested |= {*SWITCHES}
     tested |= {"allowed_token_ids", "bad_words"}  # tests/llm/test_filters.py
+    tested |= {"spelled_token_ids", "thinking"}  # tests/llm/test_chats.py
     assert {field.name for field in fields(SamplingParams)} == tested
 
 

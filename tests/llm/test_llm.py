@@ -442,9 +442,12 @@ def test_a_tokenizer_smaller_than_the_vocabulary_is_fine(tmp_path: Path) -> None
 
 
 def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
-    template = "{{ tools[0].name }}{{ x }}{{ messages[0].content }}"
+    template = "{{ tools[0].function.name }}{{ x }}{{ messages[0].content }}"
     model = write_text_model(tmp_path / "model.gguf", chat_template=template)
-    given: dict[str, Any] = {"tools": [{"name": "f"}], "chat_template_kwargs": {"x": "X"}}
+    given: dict[str, Any] = {
+        "tools": [{"function": {"name": "f"}}],
+        "chat_template_kwargs": {"x": "X"},
+    }
     with LLM(model, device="reference", kv_memory=KV_MEMORY) as llm:
         assert llm.chat("hi", max_tokens=1, **given)[0].prompt == "fXhi"
         stream = llm.chat_stream("hi", max_tokens=1, **given)

@@ -4,7 +4,7 @@ Takes seconds a chat, so some chats stand for all; `make test-long` runs every o
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def smollm2(smollm2_path: Path) -> Iterator[LLM]:
         yield llm
 
 
-def check(llm: LLM, chats: list[dict[str, Any]]) -> list[RequestOutput]:
+def check(llm: LLM, chats: list[dict[str, Any]]) -> Sequence[RequestOutput]:
     outputs = llm.chat([[{"role": "user", "content": chat["user"]}] for chat in chats], GREEDY)
     assert llm.tokenizer is not None
     for chat, output in zip(chats, outputs, strict=True):

@@ -32,18 +32,20 @@ def write_text_model(
     tensors_a_part: int = 0,
     name: str = "tiny text model",
     words: Sequence[str] = (),
+    more_specials: tuple[str, ...] = (),
 ) -> Path:
     """A GGUF file that takes text: control tokens, the 256 bytes, pairs of letters, and these
     words. With `tensors_a_part` it is written in parts, beside `path`."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
+    specials = (*SPECIALS, *more_specials)
     _add_sizes(writer, name)
     begun = [(word[:end], word[end]) for word in words for end in range(1, len(word))]
     pairs = itertools.product(string.ascii_letters, repeat=2)
     merges = [*begun, *(pair for pair in pairs if pair not in begun)]
-    merges = merges[: num_tokens - len(SPECIALS) - len(BYTE_ALPHABET)]
-    texts = [*SPECIALS, *BYTE_ALPHABET, *("".join(pair) for pair in merges)]
-    kinds = [gguf.TokenType.CONTROL] * len(SPECIALS)
-    kinds += [gguf.TokenType.NORMAL] * (len(texts) - len(SPECIALS))
+    merges = merges[: num_tokens - len(specials) - len(BYTE_ALPHABET)]
+    texts = [*specials, *BYTE_ALPHABET, *("".join(pair) for pair in merges)]
+    kinds = [gguf.TokenType.CONTROL] * len(specials)
+    kinds += [gguf.TokenType.NORMAL] * (len(texts) - len(specials))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(texts)

@@ -15,8 +15,9 @@ from typing import Any
 
 import openai
 import uvloop
+from tests.llm.text_models import END
 
-from quire.core.plan import StepResult
+from quire.core.plan import SequencePlan, StepResult, allows
 from quire.engine import Engine
 from quire.executors.fake import FakeExecutor
 from quire.llm import AsyncLLM
@@ -152,6 +153,26 @@ class PacedExecutor(FakeExecutor):
         if self.step_s:
             time.sleep(self.step_s)
         return super().collect(ticket, timeout_s)
+
+
+class ScriptedExecutor(PacedExecutor):
+    """Every completion is `script`, then the end; a mask that forbids a token of it gets another.
+    `end`: the model's end token."""
+
+    def __init__(self, script: list[int] | None = None, *, end: int = END, **options: Any) -> None:
+        super().__init__(**{"max_context": 16384, "num_blocks": 4096, **options})
+        self.script = script or []
+        self.end = end
+
+    def _choose(self, row: SequencePlan, digest: int) -> int | None:
+        position = row.completion_position
+        token = self.script[position] if position < len(self.script) else self.end
+        mask = row.mask()
+        if mask is None or allows(mask, token):
+            return token
+        if allows(mask, self.end):
+            return self.end
+        return super()._choose(row, digest)
 
 
 @contextmanager

@@ -276,7 +276,7 @@ def test_a_model_may_be_left_out_but_not_be_another(client: openai.OpenAI) -> No
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "no name"}}]}, "tools"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"extra_body": {"guided_regex": "(a+"}}, "guided_regex"),

@@ -209,4 +209,4 @@ def test_roles_that_a_client_makes_up_cost_few_probes() -> None:
         template.render(made_up)
     for n in range(0, 200, 8):
         template.render(made_up[n : n + 8])
-    assert len(template._forms._roles) <= 64
+    assert len(template.forms._roles) <= 64

@@ -9,7 +9,7 @@ it is JSON.
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -153,7 +153,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def parameter_types(tools: list[Mapping[str, Any]]) -> dict[str, dict[str, bool]]:
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, bool]]:
     """Of each tool's parameters, by name, whether a value is text alone."""
     found: dict[str, dict[str, bool]] = {}
     for tool in tools:

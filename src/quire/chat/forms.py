@@ -41,6 +41,7 @@ class CallForm:
     read: ReadCalls | None = None  # reads what is between call_open and closes[0]
     bare_json: bool = False  # an answer that begins with a JSON object may be a call
     extra_markers: tuple[str, ...] = ()
+    max_calls: int = 16  # of one answer that a grammar holds
     id_length: int = 0  # of a call's id, where the template checks it
     begin: str = ""
     prefix: str = ""
@@ -57,6 +58,12 @@ class CallForm:
     def markers(self) -> tuple[str, ...]:
         """Texts that may be control tokens of the model."""
         return (*self.opens, *self.closes, *self.extra_markers)
+
+    @property
+    def opening(self) -> str:
+        """The marker that every call or list of calls is written with; "": there is none."""
+        first = next(iter(self.opens), "")
+        return first if first and (self.begin or self.prefix).startswith(first) else ""
 
     @property
     def can_be_constrained(self) -> bool:
@@ -190,8 +197,10 @@ _COMMAND = _tagged(
 HARMONY = CallForm(
     "harmony",
     prefix="<|channel|>commentary to=functions.%s <|constrain|>json<|message|>",
-    suffix="<|call|>",
+    begin="<|start|>assistant",  # grammars hold for what follows the reasoning
+    max_calls=1,
 )
+HARMONY_ANSWER = "<|start|>assistant<|channel|>final<|message|>"
 HARMONY_MARKERS = tuple(
     f"<|{name}|>" for name in ("start", "channel", "message", "constrain", "end", "call", "return")
 )

@@ -73,6 +73,7 @@ class AnswerParser:
         self._said: list[str | _Call] = []  # content and calls, in order
         self._thought: list[str] = []
         self._num_calls = 0
+        self.num_reasoning_tokens = 0  # of those that were fed
         self._call: _Call | None = None
         self._object: _ObjectScanner | None = None
         self._is_ended = False
@@ -83,10 +84,14 @@ class AnswerParser:
 
     # ---- what callers use
 
-    def feed(self, text: str) -> list[AnswerEvent]:
-        """What is certain now that this text has come."""
+    def feed(self, text: str, *, num_tokens: int = 0) -> list[AnswerEvent]:
+        """What is certain now that this text has come, which so many tokens are."""
+        was_thinking = self.is_thinking
         self._text += text
-        return self._run()
+        events = self._run()
+        if was_thinking or self.is_thinking:
+            self.num_reasoning_tokens += num_tokens
+        return events
 
     def end(self, *, is_cut: bool = False) -> list[AnswerEvent]:
         """What was withheld: no text follows. `is_cut`: the completion ended for its length; a

@@ -18,13 +18,14 @@ MAX_STOP_STRINGS = 16
 MAX_COMPLETIONS = 128
 MAX_BAD_WORDS = 256
 MAX_CONSTRAINT_LENGTH = 131_072  # characters
-CONSTRAINT_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
+CONSTRAINT_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "answer")
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """A form that the completion must have. `value`: a JSON schema as JSON, a regular expression,
-    a grammar (Lark or llama.cpp's GBNF), or a JSON list of texts to choose from."""
+    a grammar (Lark or llama.cpp's GBNF), a JSON list of texts to choose from, or an answer with
+    tool calls as `quire.chat` describes it."""
 
     kind: str
     value: str = ""
@@ -94,6 +95,26 @@ class Constraint:
         return cls.choice(given) if isinstance(given, list | tuple) else cls.json(given)
 
 
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Reasoning at the begin of a completion. `structured` holds for what follows it, and after
+    `budget` tokens of it the tokens of `close` are forced."""
+
+    close: tuple[int, ...]  # tokens of the tag that ends it
+    open: tuple[int, ...] = ()  # tokens of the tag that begins it
+    is_open: bool = False  # the prompt has begun it
+    is_forced: bool = False  # the completion begins with `open`; else the model may do so
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.close:
+            raise RequestError("thinking needs the tokens that end it", param="thinking")
+        for token in (*self.close, *self.open):
+            _integer("thinking", token, 0)
+        if self.budget is not None:
+            _integer("thinking budget", self.budget, 0, param="thinking_token_budget")
+
+
 def _wrong(message: str) -> RequestError:
     return RequestError(message, param="structured")
 
@@ -124,7 +145,9 @@ class SamplingOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int] | None
     bad_words: str | Sequence[str]
     skip_special_tokens: bool
+    spelled_token_ids: Sequence[int]
     detokenize: bool
+    thinking: Thinking | None
 
 
 SWITCHES = (
@@ -161,7 +184,9 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None  # None: all; end tokens only if listed
     bad_words: tuple[str, ...] = ()  # texts whose tokens never come one after another
     skip_special_tokens: bool = True  # leave control tokens out of the text
+    spelled_token_ids: tuple[int, ...] = ()  # control tokens that are in the text all the same
     detokenize: bool = True  # False: token ids and no text
+    thinking: Thinking | None = None  # where masks treat reasoning apart
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -203,7 +228,7 @@ class SamplingParams:
             object.__setattr__(self, "bad_words", (self.bad_words,))
         if isinstance(self.allowed_token_ids, list):
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        for name in ("stop", "stop_token_ids", "bad_words"):
+        for name in ("stop", "stop_token_ids", "bad_words", "spelled_token_ids"):
             value = getattr(self, name)
             if value is None:
                 value = ()
@@ -227,8 +252,9 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must hold non-empty strings, got {text!r}", param="stop")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0)
+        for name in ("stop_token_ids", "spelled_token_ids"):
+            for token in getattr(self, name):
+                _integer(name, token, 0)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize: true", param="detokenize")
 
@@ -265,6 +291,7 @@ class SamplingParams:
             self.structured is not None
             or self.allowed_token_ids is not None
             or bool(self.bad_words)
+            or (self.thinking is not None and self.thinking.budget is not None)
         )
 
     @property

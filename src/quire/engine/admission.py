@@ -299,7 +299,9 @@ class Admission:
     def _transcript(self, params: SamplingParams) -> Transcript | None:
         if self._make_detokenizer is None or not params.detokenize:
             return None
-        detokenizer = self._make_detokenizer(skip_special=params.skip_special_tokens)
+        detokenizer = self._make_detokenizer(
+            skip_special=params.skip_special_tokens, spelled=params.spelled_token_ids
+        )
         include_stop = params.include_stop_str_in_output
         return Transcript(detokenizer, params.stop, include_stop=include_stop)
 

@@ -40,8 +40,8 @@ class Detokenizer(Protocol):
 class Grammar(Protocol):
     """Holds a completion to a constraint; one for each sequence."""
 
-    def allowed(self) -> bytes | PendingMask:
-        """The mask of tokens that may come next (see SequencePlan.allowed)."""
+    def allowed(self) -> bytes | PendingMask | None:
+        """The mask of tokens that may come next (see SequencePlan.allowed); None: all may."""
 
     def accept(self, token: int) -> None: ...
 
@@ -59,8 +59,8 @@ class Grammar(Protocol):
 
 
 class MakeDetokenizer(Protocol):
-    def __call__(self, *, skip_special: bool) -> Detokenizer:
-        """`skip_special`: control tokens are no part of the text."""
+    def __call__(self, *, skip_special: bool, spelled: SequenceOf[int]) -> Detokenizer:
+        """`skip_special`: control tokens are no part of the text, but for those in `spelled`."""
 
 
 MakeGrammar = Callable[[SamplingParams], Grammar]

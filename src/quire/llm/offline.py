@@ -26,6 +26,7 @@ from quire.core.sampling import SamplingOptions, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
 from quire.llm.assembly import Assembly, assemble
+from quire.llm.chats import ChatOptions, ChatOutput, TemplateVariables, ToolChoice, Tools
 from quire.llm.devices import Options
 from quire.llm.forward import (
     NO_TOKENS,
@@ -46,8 +47,6 @@ from quire.llm.prompts import (
     Prepared,
     Prompt,
     PromptReader,
-    TemplateVariables,
-    Tools,
     keeps_errors,
     listed_conversations,
     listed_prompts,
@@ -151,32 +150,47 @@ class LLM:
         sampling_params: Params = None,
         parse_control_tokens: bool = False,
         tools: Tools | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        thinking_token_budget: int | None = None,
         chat_template_kwargs: TemplateVariables | None = None,
         on_error: OnError = "raise",
         progress: bool | None = None,
         **keywords: Unpack[SamplingOptions],
-    ) -> list[RequestOutput]:
+    ) -> list[ChatOutput]:
         """Answer one conversation or many: lists of {"role": ..., "content": ...}, or a string for
         one message of the user. The rest as in `generate`.
 
-        `tools` (as in OpenAI's API) and `chat_template_kwargs`, variables such as enable_thinking,
-        go to the model's template. Calls that the model makes are in its text.
+        `tools` and `tool_choice` are as in OpenAI's API; `chat_template_kwargs`, variables such as
+        enable_thinking, go to the model's template. An output's `answer` has the content, the
+        reasoning and the tool calls; its `text` is what the model wrote, markers included.
+        `thinking_token_budget` ends the reasoning after so many tokens.
 
         Messages are text: control tokens such as <|im_end|> come from the model's template alone,
         unless `parse_control_tokens` lets messages write them, too.
         """
         chosen = params_of(params, sampling_params, keywords, self.sampling_defaults)
         asked = listed_conversations(messages)
+        each = [chosen] if isinstance(chosen, SamplingParams) else chosen
+        is_structured = any(one.structured is not None for one in each)
+        options = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            reasoning_effort,
+            thinking_token_budget,
+            chat_template_kwargs,
+            is_structured,
+        )
         read = partial(
-            self.prompts.read_chat,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            parse_control_tokens=parse_control_tokens,
+            self.prompts.read_chat, options=options, parse_control_tokens=parse_control_tokens
         )
         with self._alone("chat"):
             if asked:
                 _ = self.prompts.template  # a model that cannot chat is no fault of a prompt
-            return self._run(asked, chosen, read, on_error, progress, name="messages")
+            outputs = self._run(asked, chosen, read, on_error, progress, name="messages")
+        return [o if isinstance(o, ChatOutput) else ChatOutput.of(o, None) for o in outputs]
 
     def _run(
         self,
@@ -237,8 +251,7 @@ class LLM:
         chosen = one_params(params, sampling_params, keywords, self.sampling_defaults)
         prepared = self.prompts.read_chat(
             messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
+            ChatOptions(tools, chat_template_kwargs=chat_template_kwargs),
             parse_control_tokens=parse_control_tokens,
         )
         return TextStream(self._pieces(prepared, chosen))
@@ -473,7 +486,7 @@ class _OfflineRun(Generic[Asked]):
         self._started = time.monotonic()
         self._next = 0  # index of the prompt to be read next
         self._prepared: Prepared | None = None  # that prompt, once read: the queue may be full
-        self._live: dict[str, tuple[int, str | None]] = {}  # index and text, by request id
+        self._live: dict[str, tuple[int, Prepared]] = {}  # index and prompt, by request id
 
     def run(self, bar: ProgressBar) -> list[RequestOutput]:
         engine = self._engine
@@ -514,14 +527,18 @@ class _OfflineRun(Generic[Asked]):
     def _queue(self, index: int) -> None:
         if self._prepared is None:
             self._prepared = self._prepare(self._asked[index])
-        request = self._engine.add_request(
-            self._prepared.tokens, self._params[index], pooling=self._pooling
-        )
-        self._live[request.id] = (index, self._prepared.text)
+        turn, params = self._prepared.turn, self._params[index]
+        if turn is not None:
+            params = turn.params(params)
+        request = self._engine.add_request(self._prepared.tokens, params, pooling=self._pooling)
+        self._live[request.id] = (index, self._prepared._replace(tokens=()))
 
     def _finish(self, output: RequestOutput) -> None:
-        index, output.prompt = self._live.pop(output.request_id)
-        self._outputs[index] = output
+        index, prepared = self._live.pop(output.request_id)
+        output.prompt = prepared.text
+        self._outputs[index] = (
+            output if prepared.turn is None else ChatOutput.of(output, prepared.turn)
+        )
         self._num_done += 1
         self._look_at(output.error, index)
 

@@ -15,6 +15,7 @@ from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
 from quire.engine.step_log import StepRecord
 from quire.llm.assembly import Assembly, StepRead, assemble
+from quire.llm.chats import ChatOptions, ChatOutput, TemplateVariables, ToolChoice, Tools
 from quire.llm.devices import Options
 from quire.llm.forward import (
     NO_TOKENS,
@@ -32,8 +33,6 @@ from quire.llm.prompts import (
     Prepared,
     Prompt,
     PromptReader,
-    TemplateVariables,
-    Tools,
     keeps_errors,
     one_params,
     split_keywords,
@@ -180,20 +179,34 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         parse_control_tokens: bool = False,
         tools: Tools | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        thinking_token_budget: int | None = None,
         chat_template_kwargs: TemplateVariables | None = None,
         on_error: OnError = "raise",
         **options: Unpack[CallOptions],
-    ) -> RequestOutput:
-        """Answer one conversation, or a string as one message; see `generate` and `read_chat`."""
+    ) -> ChatOutput:
+        """Answer one conversation, or a string as one message; see `generate` and LLM.chat."""
+        self._check_open()
         request, keywords = split_keywords(options)
         chosen = one_params(params, sampling_params, keywords, self.sampling_defaults)
-        prepared = await self.read_chat(
-            messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            parse_control_tokens=parse_control_tokens,
+        chat = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            reasoning_effort,
+            thinking_token_budget,
+            chat_template_kwargs,
+            chosen.structured is not None,
         )
-        return await self._complete(prepared, chosen, on_error, request)
+        prepared = await asyncio.to_thread(  # a template may take its time
+            self.prompts.read_chat, messages, chat, parse_control_tokens=parse_control_tokens
+        )
+        assert prepared.turn is not None
+        params = prepared.turn.params(chosen)
+        output = await self._complete(prepared, params, on_error, request)
+        return ChatOutput.of(output, prepared.turn)
 
     async def embed(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Vectors:
         """The prompt's vector of length 1, as in LLM.embed; an array [hidden]."""
@@ -280,8 +293,7 @@ class AsyncLLM:
         return await asyncio.to_thread(  # a template may take its time
             self.prompts.read_chat,
             messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
+            ChatOptions(tools, chat_template_kwargs=chat_template_kwargs),
             parse_control_tokens=parse_control_tokens,
         )
 

@@ -14,14 +14,20 @@ from typing import Any, Literal, NamedTuple, cast
 from quire.core.errors import ContextLengthError, RequestError
 from quire.core.request import RequestOptions
 from quire.core.sampling import SamplingOptions, SamplingParams
+from quire.llm.chats import (
+    ChatForms,
+    ChatOptions,
+    ChatTurn,
+    Message,
+)
 from quire.structured import CompiledGrammar
 from quire.tokenizer import ChatTemplate, Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]  # a mapping: {"prompt"} or {"prompt_token_ids"}
-Message = Mapping[str, object]
-Tools = Sequence[Mapping[str, object]]  # descriptions of functions, as in OpenAI's API
-TemplateVariables = Mapping[str, object]  # of a chat template, such as enable_thinking
 Conversation = str | Sequence[Message]  # a string is one message of the user
+
+
+_NO_OPTIONS = ChatOptions()
 
 
 class Prepared(NamedTuple):
@@ -30,6 +36,7 @@ class Prepared(NamedTuple):
     tokens: Sequence[int]
     text: str | None = None
     grammar: CompiledGrammar | None = None  # kept for the engine, which looks for it in the cache
+    turn: ChatTurn | None = None  # of a conversation: how the answer is read
 
     def without_text(self) -> "Prepared":
         """For those who keep it long and need the tokens alone."""
@@ -76,9 +83,8 @@ class PromptReader:
     def read_chat(
         self,
         messages: Conversation,
+        options: ChatOptions = _NO_OPTIONS,
         *,
-        tools: Tools | None = None,
-        chat_template_kwargs: TemplateVariables | None = None,
         parse_control_tokens: bool = False,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -88,7 +94,8 @@ class PromptReader:
         `continue_final_message`, for the rest of its last one; without `add_generation_prompt`
         the conversation alone. `last`: as in `read`.
 
-        `tools` and the variables in `chat_template_kwargs` are what the template makes of them.
+        `options` say which tools there are and how to reason; the answer is `turn`'s to parse, and
+        its SamplingParams are `turn.params(...)`.
 
         Control tokens come from the template; in a message their names are letters, unless
         `parse_control_tokens` says that its author may write them.
@@ -101,10 +108,12 @@ class PromptReader:
                 "with the last one: give one of them",
                 param="continue_final_message",
             )
-        text, own_spans = self.template.render(
+        forms = self._forms
+        turn, tools = forms.open_turn(options)
+        text, own_spans = forms.render(
             messages,
-            tools=tools,
-            variables=chat_template_kwargs,
+            tools,
+            forms.variables(options),
             add_generation_prompt=(
                 not continue_final_message
                 if add_generation_prompt is None
@@ -117,7 +126,14 @@ class PromptReader:
         tokens = self._encode(
             self._tokenizer, text, "messages", last, add_special=False, parse_special=spans
         )
-        return Prepared(tokens, text) if last is None else _cut(tokens, text, last)
+        prepared = Prepared(tokens, text) if last is None else _cut(tokens, text, last)
+        return prepared._replace(turn=forms.opened_by(turn, text))
+
+    @cached_property
+    def _forms(self) -> ChatForms:
+        template = self.template
+        assert self._tokenizer is not None
+        return ChatForms(template, self._tokenizer)
 
     def tokenize(self, prompt: Conversation, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text, or of a conversation in the model's template; of any length.

@@ -134,16 +134,14 @@ class ChatClientFields(Strict):
     echo: Refused = refused("the last message is in your request: put its text first", False)
     add_special_tokens: Refused = refused("the chat template writes them", False)
     chat_template: Refused = refused("the server's operator chooses it (--chat-template)")
-    include_reasoning: Refused = refused("thinking is part of the text", True)
-    thinking_token_budget: Refused = refused("use max_tokens")
     return_assistant_tokens_mask: Refused = refused("quire does not train", False)
 
     # llama.cpp's
     generation_prompt: Refused = refused("the model's template writes it")
     parse_tool_calls: Refused = refused("calls are parsed where tools are given", True)
     reasoning_format: Refused = refused("thinking is in reasoning_content", "auto", "deepseek")
-    reasoning_budget_tokens: Refused = refused("use max_tokens", -1)
-    thinking_budget_tokens: Refused = refused("use max_tokens", -1)
+    reasoning_budget_tokens: Refused = refused("use thinking_token_budget", -1)
+    thinking_budget_tokens: Refused = refused("use thinking_token_budget", -1)
     reasoning_control: Refused = refused("end the request instead", False)
     reasoning_budget_message: Refused = refused("a budget ends the thinking without a message", "")
 

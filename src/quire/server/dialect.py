@@ -17,7 +17,7 @@ from quire.llm import AsyncLLM
 from quire.server.calls import Call
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
 from quire.server.fields import Strict
-from quire.server.replies import FinishWord, PromptDetails, TraceReport, Usage
+from quire.server.replies import CompletionDetails, FinishWord, PromptDetails, TraceReport, Usage
 from quire.server.schemas import ChatRequest, Generation
 from quire.server.service import Service
 from quire.server.submission import Prompts, submit_all
@@ -46,6 +46,10 @@ class GenerationCall:
         return await submit_all(service, self.llm, call, body, self.prompts, stream=stream)
 
     @property
+    def shows_reasoning(self) -> bool:
+        return not isinstance(self.body, ChatRequest) or self.body.include_reasoning is not False
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt.tokens) for prompt, _ in self.prompts)
 
@@ -58,6 +62,7 @@ class Choice:
     completion: Completion
     answer: Answer
     finish_reason: FinishWord
+    num_reasoning_tokens: int = 0
 
 
 class Frames(Protocol):
@@ -138,14 +143,42 @@ def choices_of(generation: GenerationCall, outputs: Sequence[RequestOutput]) -> 
     for completion in (each for output in outputs for each in output.completions):
         parser = generation.new_parser()
         parser.feed(completion.text)
-        parser.end()
-        answer = parser.answer
-        word = finish_word(completion.finish_reason, answer)
-        found.append(Choice(len(found), completion, answer, word))
+        parser.end(is_cut=completion.finish_reason is FinishReason.LENGTH)
+        num_thought = 0
+        if parser.answer.reasoning is not None:
+            num_thought = _num_reasoning_tokens(generation, completion)
+        found.append(choice_of(generation, len(found), completion, parser.answer, num_thought))
     return found
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+def choice_of(
+    generation: GenerationCall,
+    index: int,
+    completion: Completion,
+    answer: Answer,
+    num_reasoning_tokens: int,
+) -> Choice:
+    if not generation.shows_reasoning:
+        answer = answer._replace(reasoning=None)
+    word = finish_word(completion.finish_reason, answer)
+    return Choice(index, completion, answer, word, num_reasoning_tokens)
+
+
+def _num_reasoning_tokens(generation: GenerationCall, completion: Completion) -> int:
+    """Counted token by token, as a stream counts them."""
+    tokenizer = generation.llm.tokenizer
+    assert tokenizer is not None
+    params = generation.prompts[0][1]
+    detokenizer = tokenizer.detokenizer(
+        skip_special=params.skip_special_tokens, spelled=params.spelled_token_ids
+    )
+    parser = generation.new_parser()
+    for token in completion.token_ids:
+        parser.feed(detokenizer.add(token), num_tokens=1)
+    return parser.num_reasoning_tokens
+
+
+def usage_of(outputs: Sequence[RequestOutput], choices: Sequence[Choice] = ()) -> Usage:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(c.num_tokens for output in outputs for c in output.completions)
     cached = sum(output.metrics.num_cached_tokens for output in outputs)
@@ -154,6 +187,9 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        completion_tokens_details=CompletionDetails(
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices)
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from quire.core.request import RequestOutput
 from quire.core.version import own_version
 from quire.llm import AsyncLLM
+from quire.llm.chats import ChatOptions
 from quire.llm.forward import NO_TOKENS, unit_vector
 from quire.server.calls import Call
 from quire.server.errors import ApiError
@@ -152,8 +153,7 @@ def _tokens_of(llm: AsyncLLM, body: TokenizeRequest, parse_control_tokens: bool)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         chat = llm.prompts.read_chat(
             messages,
-            tools=body.tools,
-            chat_template_kwargs=body.chat_template_kwargs,
+            ChatOptions(body.tools, chat_template_kwargs=body.chat_template_kwargs),
             parse_control_tokens=parse_control_tokens,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.chat import AnswerParser
 from quire.core.errors import RequestError
 from quire.core.request import RequestOutput
 from quire.llm import AsyncLLM
+from quire.llm.chats import ChatOptions
+from quire.llm.prompts import Prepared
 from quire.server.calls import Call
 from quire.server.dialect import Choice, Dialect, Frames, GenerationCall, choices_of
 from quire.server.echoes import echoed
@@ -22,6 +25,7 @@ from quire.server.schemas import (
     ChatRequest,
     CompletionRequest,
     Generation,
+    Message,
 )
 from quire.server.service import Service
 from quire.server.streaming import StreamReply
@@ -89,7 +93,11 @@ def _generation_call(
     call.user = prepared.body.user
     answer_id = f"{kind}-{call.id}"
     created = int(time.time())
-    return GenerationCall(prepared.body, prepared.prompts, call, llm, answer_id, created, kept)
+    turn = prepared.prompts[0][0].turn
+    parser = AnswerParser if turn is None else turn.new_parser
+    return GenerationCall(
+        prepared.body, prepared.prompts, call, llm, answer_id, created, kept, parser
+    )
 
 
 # ---- reading, in the pool
@@ -108,24 +116,17 @@ def _prepare_chat(
         body, kept = dialect.to_chat(service, call, given)
         service.check_model(body.model)
         _check_chat(body)
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    changes: dict[str, Any] = {"messages": [], "chat_template_kwargs": None, "documents": None}
-    if body.max_completion_tokens is not None:
-        changes["max_tokens"] = body.max_completion_tokens
-    with errors:
-        variables = _variables(llm, body)
+        prompt = read_conversation(service, llm, call, body)
+        changes: dict[str, Any] = {"messages": [], "chat_template_kwargs": None, "tools": None}
+        changes["documents"] = None
+        if body.max_completion_tokens is not None:
+            changes["max_tokens"] = body.max_completion_tokens
         body = body.model_copy(update=changes)
-        prompt = llm.prompts.read_chat(
-            messages,
-            chat_template_kwargs=variables,
-            parse_control_tokens=service.parses_control_tokens(call.key),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            last=_last(llm, body),
-        )
         room = llm.max_context - len(prompt.tokens)
         logprobs = body.top_logprobs or 0 if body.logprobs else None
         params = body.sampling(room, logprobs, llm.sampling_defaults)
+        assert prompt.turn is not None
+        params = prompt.turn.params(params)
         return _PreparedChat(PreparedBody(body, [(prompt.without_text(), params)]), kept)
 
 
@@ -145,6 +146,38 @@ def _last(llm: AsyncLLM, body: Generation) -> int | None:
     if body.truncate_prompt_tokens == -1:
         return max(1, llm.max_context - (1 if body.max_tokens is None else body.max_tokens))
     return body.truncate_prompt_tokens
+
+
+def read_conversation(service: Service, llm: AsyncLLM, call: Call, body: ChatRequest) -> Prepared:
+    """The prompt of a conversation, with its tools; not for the event loop."""
+    messages = [_history_message(message) for message in body.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    options = ChatOptions(
+        tools=tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning_effort=body.reasoning_effort,
+        thinking_token_budget=body.thinking_token_budget,
+        chat_template_kwargs=_variables(llm, body),
+        is_structured=bool(body.constraint_fields),
+    )
+    return llm.prompts.read_chat(
+        messages,
+        options,
+        parse_control_tokens=service.parses_control_tokens(call.key),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        last=_last(llm, body),
+    )
+
+
+def _history_message(message: Message) -> dict[str, Any]:
+    """With the reasoning by both of the names that templates read."""
+    found = message.model_dump(exclude_none=True)
+    reasoning = found.get("reasoning_content") or found.get("reasoning")
+    if reasoning:
+        found |= {"reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
+    return found
 
 
 def _prepare_text(
@@ -173,9 +206,9 @@ async def _with_grammars(
     prepared: PreparedBody[G],
 ) -> PreparedBody[G]:
     """The same with the grammar compiled that the answers must follow: some take long."""
-    fields = prepared.body.constraint_fields
     if not any(params.needs_mask for _, params in prepared.prompts):
         return prepared
+    field = next(iter(prepared.body.constraint_fields), "tools")
 
     def compile_all() -> PreparedBody[G]:
         with errors:
@@ -185,8 +218,8 @@ async def _with_grammars(
                     for prompt, params in prepared.prompts
                 ]
             except RequestError as error:
-                param = fields[0] if error.param == "structured" else error.param
-                raise RequestError(str(error), param=param) from None
+                own = error.param if error.param != "structured" else field
+                raise RequestError(str(error), param=own) from None
         return prepared._replace(prompts=prompts)
 
     return await run_in_pool(service, request, compile_all)

@@ -6,8 +6,16 @@ every chunk of an answer shares is written once.
 
 import json
 from collections.abc import Sequence
+from typing import Any, cast
 
-from quire.chat import AnswerEvent, ContentDelta
+from quire.chat import (
+    Answer,
+    AnswerEvent,
+    ArgumentsDelta,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallBegin,
+)
 from quire.core.plan import TokenLogprob
 from quire.core.request import Piece, RequestOutput
 from quire.core.version import own_version
@@ -23,6 +31,7 @@ from quire.server.dialect import (
 from quire.server.echoes import echo_of, prompt_logprobs
 from quire.server.errors import OPENAI_ERRORS, ApiError
 from quire.server.replies import (
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ChatMessage,
@@ -30,6 +39,7 @@ from quire.server.replies import (
     FinishWord,
     LogprobWriter,
     TextCompletion,
+    ToolCallReply,
 )
 from quire.server.schemas import ChatRequest, CompletionRequest
 from quire.server.service import Service
@@ -93,14 +103,14 @@ class OpenAIFrames:
         parts.append(f', "finish_reason": {reason}}}{self._tail}')
         return "".join(parts).encode()
 
-    def ending(self, outputs: Sequence[RequestOutput], _choices: Sequence[Choice]) -> bytes:
+    def ending(self, outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> bytes:
         """The chunk without choices: counts and traces, where they were asked for."""
         traces = traces_of(self._call, outputs)
         if not self._with_usage and not traces:
             return DONE
         parts = []
         if self._with_usage:
-            parts.append(f'"usage": {usage_of(outputs).model_dump_json()}')
+            parts.append(f'"usage": {usage_of(outputs, choices).model_dump_json()}')
         if traces:
             listed = ", ".join(trace.model_dump_json() for trace in traces)
             parts.append(f'"quire_trace": [{listed}]')
@@ -121,8 +131,7 @@ class ChatFrames(OpenAIFrames):
         self, index: int, events: Sequence[AnswerEvent], scores: Sequence[TokenLogprob]
     ) -> str:
         logprobs = self._logprobs.for_chat(scores) if scores else "null"
-        text = content_of(events)
-        delta = f'{{"content": {json.dumps(text)}}}' if text else "{}"
+        delta = "{" + ", ".join(_delta(events)) + "}"
         return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}'
 
 
@@ -155,6 +164,32 @@ class TextFrames(OpenAIFrames):
         )
 
 
+def _delta(events: Sequence[AnswerEvent]) -> list[str]:
+    """The fields of a delta; of a call, the first has its id and its name."""
+    fields = []
+    if text := content_of(events):
+        fields.append(f'"content": {json.dumps(text)}')
+    thought = "".join([event.text for event in events if isinstance(event, ReasoningDelta)])
+    if thought:
+        written = json.dumps(thought)
+        fields.append(f'"reasoning_content": {written}, "reasoning": {written}')
+    calls: dict[int, dict[str, object]] = {}
+    for event in events:
+        if isinstance(event, ToolCallBegin):
+            function = {"name": event.name, "arguments": ""}
+            head = {"index": event.index, "id": event.id, "type": "function"}
+            calls[event.index] = {**head, "function": function}
+        elif isinstance(event, ArgumentsDelta):
+            call = calls.setdefault(
+                event.index, {"index": event.index, "function": {"arguments": ""}}
+            )
+            function = cast(dict[str, str], call["function"])
+            function["arguments"] += event.text
+    if calls:
+        fields.append(f'"tool_calls": {json.dumps(list(calls.values()))}')
+    return fields
+
+
 def content_of(events: Sequence[AnswerEvent]) -> str:
     return "".join([event.text for event in events if isinstance(event, ContentDelta)])
 
@@ -174,7 +209,7 @@ def chat_reply(
         completion = each.completion
         choice = ChatChoice(
             index=each.index,
-            message=ChatMessage(content=each.answer.content or ""),
+            message=_message(each.answer),
             logprobs=None,
             finish_reason=each.finish_reason,
             stop_reason=completion.stop_reason,
@@ -189,7 +224,7 @@ def chat_reply(
         model=service.name,
         system_fingerprint=FINGERPRINT,
         choices=[],
-        usage=usage_of(outputs),
+        usage=usage_of(outputs, choices),
         quire_trace=traces_of(generation.call, outputs),
     )
     return _with_choices(reply, written, _prompt_parts(generation, outputs[0]))
@@ -273,11 +308,29 @@ def _prompt_parts(generation: GenerationCall, output: RequestOutput) -> str:
 _LATE = {"logprobs", "prompt_token_ids", "prompt_logprobs"}  # fields that are JSON already
 
 
+def _message(answer: Answer) -> ChatMessage:
+    calls = [
+        ToolCallReply(id=id_, function=CalledFunction(name=name, arguments=arguments))
+        for id_, name, arguments in answer.tool_calls
+    ]
+    return ChatMessage(
+        content=answer.content,
+        reasoning_content=answer.reasoning,
+        reasoning=answer.reasoning,
+        tool_calls=calls or None,
+    )
+
+
 def _with_logprobs(
     choice: ChatChoice | CompletionChoice, logprobs: str | None, more: str = ""
 ) -> str:
     """A choice as JSON, with its log-probabilities, which are JSON already."""
-    absent = _LATE if choice.token_ids is not None else _LATE | {"token_ids"}
+    absent: dict[str, Any] = dict.fromkeys(_LATE, True)
+    if choice.token_ids is None:
+        absent["token_ids"] = True
+    if isinstance(choice, ChatChoice):
+        optional = ("reasoning_content", "reasoning", "tool_calls")
+        absent["message"] = {name for name in optional if getattr(choice.message, name) is None}
     return f'{choice.model_dump_json(exclude=absent)[:-1]},"logprobs":{logprobs or "null"}{more}}}'
 
 

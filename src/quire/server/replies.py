@@ -32,11 +32,16 @@ class PromptDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class TraceReport(BaseModel):
@@ -71,10 +76,24 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON")
+
+
+class ToolCallReply(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None = Field(description="null where there are calls alone")
     refusal: None = None
+    reasoning_content: str | None = None  # these three are left out where there are none
+    reasoning: str | None = Field(default=None, description="reasoning_content, as vLLM names it")
+    tool_calls: list[ToolCallReply] | None = None
 
 
 class ChatChoice(BaseModel):

@@ -25,6 +25,7 @@ from quire.core.sampling import (
     SamplingOptions,
     SamplingParams,
 )
+from quire.llm.chats import MAX_TOOLS
 from quire.server.client_fields import (
     ChatClientFields,
     CompletionClientFields,
@@ -43,7 +44,6 @@ _SLICE = 16_384  # items that are checked in one call, during which nothing else
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=_MOST)]
 TokenText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
-_NO_TOOLS = "quire does not call tools yet"
 
 
 def _in_slices(ids: Any, check: Callable[[Any], list[int]]) -> list[int]:
@@ -396,10 +396,35 @@ class Message(Strict):
     tool_call_id: str | None = Field(
         default=None, max_length=256, description="the call that a tool's message answers"
     )
+    reasoning_content: str | None = Field(
+        default=None, description="what the assistant thought; the template may leave it out"
+    )
+    reasoning: str | None = Field(default=None, description="another name of reasoning_content")
     audio: Refused = refused("quire works with text alone: give the transcript as content")
     function_call: Refused = refused("it is the old name of tool_calls")
     refusal: Refused = refused("no template shows it to the model: give it as content")
     annotations: Refused = refused("no template shows them to the model", [])
+
+
+class FunctionDescription(Strict):
+    name: str = Field(
+        min_length=1, max_length=128, description="letters, digits and _ . : / -", examples=["add"]
+    )
+    description: str | None = Field(default=None, description="shown to the model")
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="a JSON schema of its arguments; left out: any object"
+    )
+    strict: bool | None = Field(
+        default=None,
+        description="hold the arguments to the schema, in forms of calls that are JSON",
+    )
+
+
+class Tool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"] = Field(description="there are no other tools")
+    function: FunctionDescription = Field(description="its name and arguments")
 
 
 class ChatRequest(Generation, ChatClientFields):
@@ -430,13 +455,30 @@ class ChatRequest(Generation, ChatClientFields):
         Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None
     ) = Field(default=None, description="for chat templates that write documents")
 
-    function_call: Refused = refused(_NO_TOOLS, "none")
-    functions: Refused = refused(_NO_TOOLS, [])
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        default=None, description="functions that the model may call"
+    )
+    tool_choice: Any = Field(
+        default=None,
+        description="auto (default), none, required, one function, or OpenAI's allowed_tools",
+        examples=["auto"],
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: at most one call in an answer that must call"
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        default=None, description="as far as the model's template has such a setting"
+    )
+    include_reasoning: bool | None = Field(
+        default=None, description="false: leave reasoning_content out of the answer"
+    )
+    thinking_token_budget: int | None = Field(
+        default=None, ge=0, le=_MOST, description="tokens of reasoning; then its end is forced"
+    )
+
+    function_call: Refused = refused("it is the old name: use tool_choice", "none", "auto")
+    functions: Refused = refused("it is the old name: use tools", [])
     modalities: Refused = refused("quire works with text alone", ["text"])
-    parallel_tool_calls: bool | None = accepted("there are no tools")
-    reasoning_effort: Refused = refused("its models do not reason in steps of their own")
-    tool_choice: Refused = refused(_NO_TOOLS, "none", "auto")
-    tools: Refused = refused(_NO_TOOLS, [])
 
 
 class CompletionRequest(Generation, CompletionClientFields):

@@ -8,12 +8,12 @@ from typing import Any
 
 from starlette.responses import Response
 
-from quire.chat import AnswerParser
+from quire.chat import AnswerEvent, AnswerParser, ReasoningDelta
 from quire.core.errors import QuireError, RequestCancelledError
-from quire.core.request import Piece, RequestOutput
+from quire.core.request import FinishReason, Piece, RequestOutput
 from quire.engine.aio import Stream
 from quire.server.calls import CLIENT_GONE
-from quire.server.dialect import Choice, Frames, GenerationCall, finish_word
+from quire.server.dialect import Choice, Frames, GenerationCall, choice_of, finish_word
 from quire.server.errors import ApiError
 from quire.server.middleware import Receive, Scope, Send, send_error
 from quire.server.service import Service
@@ -122,20 +122,27 @@ class StreamReply(Response):
                 other.cancel()
         for completion in output.completions:
             if completion.index in parsers:
-                answer = parsers[completion.index].answer
+                parser = parsers[completion.index]
                 index = first_choice + completion.index
-                word = finish_word(completion.finish_reason, answer)
-                self._choices[index] = Choice(index, completion, answer, word)
+                thought = parser.num_reasoning_tokens
+                self._choices[index] = choice_of(
+                    self._generation, index, completion, parser.answer, thought
+                )
         return output
 
     def _chunk(self, index: int, parser: AnswerParser, pieces: Sequence[Piece]) -> bytes:
         """The frames of all these pieces of a choice."""
-        events = parser.feed("".join([piece.text for piece in pieces]))
+        events: list[AnswerEvent] = []
+        for piece in pieces:
+            events += parser.feed(piece.text, num_tokens=len(piece.token_ids))
         reason = pieces[-1].finish_reason
-        if reason is None:
-            return self._frames.chunk(index, events, pieces, None)
-        events += parser.end()
-        return self._frames.chunk(index, events, pieces, finish_word(reason, parser.answer))
+        word = None
+        if reason is not None:
+            events += parser.end(is_cut=reason is FinishReason.LENGTH)
+            word = finish_word(reason, parser.answer)
+        if not self._generation.shows_reasoning:
+            events = [event for event in events if not isinstance(event, ReasoningDelta)]
+        return self._frames.chunk(index, events, pieces, word)
 
     def _pause_s(self) -> float:
         """With many streams, each gets fewer and larger frames."""

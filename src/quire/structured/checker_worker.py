@@ -8,12 +8,13 @@ llguidance, `core.lockdown` and the standard library alone.
 
 import json
 import os
+import re
 import resource
 import signal
 import struct
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, regex_to_lark
@@ -68,12 +69,97 @@ def grammar_of(kind: str, value: str) -> str:
         case "choice":
             texts = " | ".join(json.dumps(text) for text in json.loads(value))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+        case "answer":
+            return LLMatcher.grammar_from_lark(answer_lark(json.loads(value)))
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(value))
     except RecursionError:
         raise ValueError("the grammar is nested too deeply") from None
     except Exception as error:  # GbnfToLarkError, and plain ones for names that clash
         raise ValueError(str(error)) from None
+
+
+_TOKEN = re.compile(r"<\[[0-9]+\]>")  # in Lark: a token of the model by its id ...
+_ANY_BYTE = "<[0]>"  # ... of which the checker's vocabulary has few
+
+
+def answer_lark(value: Mapping[str, Any]) -> str:
+    """The grammar of a chat answer: text of a given form, tool calls, or either. Literal texts are
+    lists of strings and of token ids."""
+    rules = []
+    kinds = []
+    free = value.get("free")
+    if free is not None:
+        return _free_lark(free["open"], value["calls"])
+    text = value.get("text")
+    if text is not None:
+        kinds.append("text")
+        rules.append(f"text: {_literals(text['prefix'])} {_form_lark(text['kind'], text['value'])}")
+    calls = value.get("calls")
+    if calls is not None:
+        kinds.append("calls")
+        rules.append(f"calls: {_literals(calls['begin'])} call {_more_calls(calls)}")
+        rules += _call_rules(calls)
+    return "\n".join([f"start: {' | '.join(kinds)}", *rules])
+
+
+def _free_lark(opened: str | int, calls: Mapping[str, Any]) -> str:
+    """Any text; from `opened` on, which every call or list of calls begins with, calls."""
+    if isinstance(opened, int):  # no text has a control token
+        start = [f"start: TEXT | TEXT? <[{opened}]> first", "TEXT: /(?s:.+)/"]
+    else:
+        quoted = re.escape(opened).replace("/", "\\/")
+        start = ["start: TEXT | opening first", "TEXT: /(?s:.*)/"]
+        start.append(f"opening[lazy]: /(?s:.*){quoted}/")
+    begin = calls["begin"]
+    if begin:
+        first = [f"first: {_literals(begin[1:])} call {_more_calls(calls)}"]
+    else:
+        options = " | ".join(f"rest_{n}" for n in range(len(calls["choices"])))
+        first = [f"first: ({options}) {_more_calls(calls)}"]
+        for number, call in enumerate(calls["choices"]):
+            first.append(f"rest_{number}: {_call_parts(call['prefix'][1:], call, calls)}")
+    return "\n".join([*start, *first, *_call_rules(calls)])
+
+
+def _more_calls(calls: Mapping[str, Any]) -> str:
+    """What follows the first call."""
+    more = f"({_literals(calls['between'])} call){{0,{calls['max'] - 1}}}"
+    return f"{more if calls['max'] > 1 else ''} {_literals(calls['end'])}"
+
+
+def _call_rules(calls: Mapping[str, Any]) -> list[str]:
+    rules = ["call: " + " | ".join(f"call_{n}" for n in range(len(calls["choices"])))]
+    for number, call in enumerate(calls["choices"]):
+        rules.append(f"call_{number}: {_call_parts(call['prefix'], call, calls)}")
+    return rules
+
+
+def _call_parts(
+    prefix: Sequence[str | int], call: Mapping[str, Any], calls: Mapping[str, Any]
+) -> str:
+    schema = _form_lark("json_schema", json.dumps(call["schema"]))
+    return " ".join([_literals(prefix), schema, _literals(calls["suffix"])])
+
+
+def _literals(parts: Sequence[str | int]) -> str:
+    return " ".join(
+        f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts if part != ""
+    )
+
+
+def _form_lark(kind: str, value: str) -> str:
+    match kind:
+        case "json_schema" | "json_object":
+            schema = json.loads(value or '{"type": "object"}')
+            if isinstance(schema, dict):
+                schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+            return f"%json {json.dumps(schema)}"
+        case "regex":
+            return f"/{regex_to_lark(value, 'd')}/"
+        case "choice":
+            return "(" + " | ".join(json.dumps(text) for text in json.loads(value)) + ")"
+    raise ValueError("a grammar cannot be combined with tools: leave out one of them")
 
 
 def _from_schema(schema: str) -> str:
@@ -91,9 +177,12 @@ class Checker:
             grammar = grammar_of(question["kind"], question["value"])
         except ValueError as error:
             return {"error": str(error)}
-        error_text = self._error(grammar)
+        checked = _TOKEN.sub(_ANY_BYTE, grammar) if question["kind"] == "answer" else grammar
+        error_text = self._error(checked)
         if error_text is None:
             return {"grammar": grammar}
+        if question["kind"] == "answer":
+            return self._answer_error(question, error_text)
         if question["kind"] != "json_schema":
             return {"error": error_text}
         schema = json.loads(question["value"])
@@ -102,6 +191,19 @@ class Checker:
             return self.answer({**question, "value": json.dumps(schema)})
         place = self._place(schema, error_text)
         return {"error": error_text if place is None else f"at {place}: {error_text}"}
+
+    def _answer_error(self, question: Question, error_text: str) -> Answer:
+        """The error with the tool whose schema has it by itself."""
+        value = json.loads(question["value"])
+        if error_text.startswith(_UNKNOWN_FORMAT):
+            value = _without_format(value, error_text.removeprefix(_UNKNOWN_FORMAT))
+            return self.answer({**question, "value": json.dumps(value)})
+        for call in (value.get("calls") or {}).get("choices", ()):
+            schema = json.dumps(call["schema"])
+            own = self.answer({**question, "kind": "json_schema", "value": schema})
+            if "error" in own:
+                return {"error": f"tool {call['name']!r:.100}: {own['error']}"}
+        return {"error": error_text}
 
     def _error(self, grammar: str) -> str | None:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)

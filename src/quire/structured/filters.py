@@ -66,7 +66,7 @@ class Masks(Protocol):
     @property
     def is_complete(self) -> bool: ...
 
-    def allowed(self) -> bytes | PendingMask: ...
+    def allowed(self) -> bytes | PendingMask | None: ...
 
     def accept(self, token: int) -> None: ...
 
@@ -88,9 +88,9 @@ class TokenFilter:
         for length in self._lengths:
             banned |= self._banned.get(tuple(self._last[-length:]), 0)
         permitted = self._permitted & ~banned
-        if self._grammar is None:
+        mask = None if self._grammar is None else self._grammar.allowed()
+        if mask is None:
             return _within(self._mask, permitted) if banned else self._mask
-        mask = self._grammar.allowed()
         if isinstance(mask, bytes):
             return _within(mask, permitted)
         return _FilteredMask(mask, permitted)

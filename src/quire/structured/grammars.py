@@ -15,9 +15,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from quire.core.errors import RequestError
-from quire.core.sampling import Constraint, SamplingParams
-from quire.structured.filters import TokenFilter, banned_after, bits_of
+from quire.core.sampling import Constraint, SamplingParams, Thinking
+from quire.structured.filters import Masks, TokenFilter, banned_after, bits_of
 from quire.structured.masks import SLOW_S, Mask, MaskThreads, on_large_stack
+from quire.structured.thinking import ThinkingMasks
 from quire.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -65,9 +66,11 @@ class Grammars:
             self._banned(params.bad_words)
         return None if params.structured is None else self._compiled(params.structured)
 
-    def for_completion(self, params: SamplingParams) -> "MatcherGrammar | TokenFilter":
+    def for_completion(self, params: SamplingParams) -> Masks:
         """All that masks one completion's tokens; on the engine's thread."""
-        matcher = None if params.structured is None else self(params)
+        matcher: Masks | None = None if params.structured is None else self(params)
+        if params.thinking is not None:
+            matcher = self._after_thinking(params.thinking, matcher)
         if matcher is not None and params.allowed_token_ids is None and not params.bad_words:
             return matcher
         allowed = params.allowed_token_ids
@@ -83,6 +86,12 @@ class Grammars:
             matcher = compiled.matcher.deep_copy()
         ends = EndBits(self._end_token_ids, params)
         return MatcherGrammar(compiled, matcher, ends, self._threads)
+
+    def _after_thinking(self, thinking: Thinking, grammar: Masks | None) -> ThinkingMasks:
+        assert self._tokenizer is not None
+        tokenizer, size = self._tokenizer, self._vocabulary_size
+        control = tokenizer.hidden_token_ids.union(self._end_token_ids)
+        return ThinkingMasks(thinking, grammar, tokenizer.token_bytes, size, control)
 
     def start_masks(self) -> None:
         """Begin with the masks that were promised since the last call; on the engine's thread."""

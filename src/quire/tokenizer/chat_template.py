@@ -53,7 +53,7 @@ class ChatTemplate:
                 f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_LENGTH}"
             )
         self._compile()
-        self._forms = TemplateForms(self._probed, source)
+        self.forms = TemplateForms(self._probed, source)
         PROCESSES.open(self)
 
     def render(
@@ -72,7 +72,7 @@ class ChatTemplate:
         A RequestError means that these messages are wrong, or that the template refuses them; a
         ModelFileError that the template exceeds its limits, such as by an endless loop.
         """
-        values = plain_values(messages, tools, variables, self._forms)
+        values = plain_values(messages, tools, variables, self.forms)
         values["add_generation_prompt"] = bool(add_generation_prompt)
         if not continue_final_message:
             return self._rendered(encoded(values))

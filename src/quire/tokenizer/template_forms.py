@@ -53,6 +53,21 @@ class TemplateForms:
         """Whether a list of parts reaches the prompt as their texts."""
         return _kept(self._parts, role, self._with_parts)
 
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether tools reach the prompt."""
+        tool = {**_TOOL, "function": {**_TOOL["function"], "name": _NAME}}  # type: ignore[dict-item]
+        text = self._render([_USER], [tool])
+        return text is not None and _NAME in text
+
+    @cached_property
+    def writes_calls(self) -> bool:
+        """Whether calls and their results in a conversation reach the prompt."""
+        arguments: object = {_KEY: "y"} if self.takes_objects else f'{{"{_KEY}": "y"}}'
+        calling = _calling(None if self.takes_null else "", arguments)
+        text = self._render([_USER, calling, _RESULT | {"content": _FIRST}], [_TOOL])
+        return _has_call(text) and text is not None and _FIRST in text
+
     @property
     def takes_objects(self) -> bool:
         """Whether arguments are an object in tool calls, and not JSON in a string."""

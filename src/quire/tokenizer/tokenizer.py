@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from quire.core.errors import ModelFileError, RequestError
@@ -103,10 +104,18 @@ class Tokenizer:
         return "".join([*map(detokenizer.add, ids), detokenizer.flush()])
 
     def detokenizer(
-        self, *, skip_special: bool = True, continuation: bool = True
+        self,
+        *,
+        skip_special: bool = True,
+        spelled: Sequence[int] = (),
+        continuation: bool = True,
     ) -> IncrementalDetokenizer:
-        """A decoder for tokens that arrive one by one; see `decode`."""
+        """A decoder for tokens that arrive one by one; see `decode`. `spelled`: control tokens that
+        are part of the text all the same."""
         pieces = self._visible_bytes if skip_special else self.token_bytes
+        if skip_special and spelled:
+            hidden = self._spec.hidden.difference(spelled)
+            pieces = partial(self._bytes_unless, hidden)
         strip_space = self._spec.strip_space and not continuation
         return IncrementalDetokenizer(pieces, strip_space=strip_space)
 
@@ -137,6 +146,9 @@ class Tokenizer:
     def hidden_token_ids(self) -> frozenset[int]:
         """Tokens that are not part of the text, such as control tokens."""
         return self._spec.hidden
+
+    def _bytes_unless(self, hidden: frozenset[int], token: int) -> bytes:
+        return b"" if token in hidden else self.token_bytes(token)
 
     def _visible_bytes(self, token: int) -> bytes:
         return b"" if token in self._spec.hidden else self.token_bytes(token)

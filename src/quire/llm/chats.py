@@ -1,0 +1,411 @@
+"""ChatTurn: what a call says of the answer to a conversation (tools, reasoning), as template
+variables, masks and a parser of the answer.
+
+Tools are shown by the model's template. Where that cannot, a system message describes them, and
+calls and results of the conversation become text in the same form.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, Literal
+
+from quire.chat import Answer, AnswerParser, ChatForm, form_of, parameter_types, parser_of
+from quire.chat.constraints import answer_constraint, control_tokens, thinking_of
+from quire.chat.forms import GENERIC
+from quire.core.errors import RequestError
+from quire.core.request import FinishReason, RequestOutput
+from quire.core.sampling import SamplingParams
+from quire.tokenizer import ChatTemplate, Tokenizer
+from quire.tokenizer.chat_template import RenderedChat
+
+Message = Mapping[str, object]
+Tools = Sequence[Mapping[str, object]]  # descriptions of functions, as in OpenAI's API
+TemplateVariables = Mapping[str, object]  # of a chat template, such as enable_thinking
+ToolChoice = str | Mapping[str, object]  # "auto", "none", "required", or OpenAI's objects
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MAX_TOOLS = 512
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn reasoning off
+_INTRODUCTION = """\
+You can call tools. These are the tools, one JSON object a line:
+<tools>
+{tools}
+</tools>
+To call tools, answer with one or more of these, and with nothing else:
+<tool_call>
+{{"name": "<the tool's name>", "arguments": <its arguments, a JSON object>}}
+</tool_call>
+You are given each result between <tool_response> and </tool_response>."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a call may say of the answer, beside sampling."""
+
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None  # None: auto
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    is_structured: bool = False  # SamplingParams ask for a form of the answer
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """An answer to come: how its completion is parsed, and what masks it."""
+
+    form: ChatForm
+    tokenizer: Tokenizer
+    tools: list[dict[str, Any]] = field(default_factory=list)  # that may be called
+    is_call_required: bool = False
+    is_parallel: bool = True
+    is_thinking: bool = False  # the prompt has opened the reasoning
+    budget: int | None = None
+
+    def new_parser(self) -> AnswerParser:
+        """For one completion."""
+        types = parameter_types(self.tools) if self.tools else None
+        return parser_of(self.form, types, is_thinking=self.is_thinking)
+
+    def answer_of(self, text: str, finish_reason: FinishReason | None) -> Answer:
+        """What a whole completion says."""
+        parser = self.new_parser()
+        parser.feed(text)
+        parser.end(is_cut=finish_reason is FinishReason.LENGTH)
+        return parser.answer
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters of the call, with what the answer's form needs."""
+        changes: dict[str, Any] = {}
+        spelled = control_tokens(self.form, self.tokenizer).values()
+        if spelled:
+            changes["spelled_token_ids"] = tuple(sorted({*params.spelled_token_ids, *spelled}))
+        text = params.structured
+        is_free = text is None and not self.is_call_required
+        masks_calls = self._has_strict if is_free else self._can_mask
+        if masks_calls or (text is not None and self.form.is_harmony):
+            changes["structured"] = answer_constraint(
+                self.form,
+                self.tokenizer,
+                self.tools if masks_calls else [],
+                None if self.is_call_required else text,
+                is_parallel=self.is_parallel,
+                is_free=is_free,
+            )
+        if "structured" in changes or text is not None or self.budget is not None:
+            changes["thinking"] = thinking_of(
+                self.form, self.tokenizer, is_open=self.is_thinking, budget=self.budget
+            )
+        return replace(params, **changes) if changes else params
+
+    @property
+    def _can_mask(self) -> bool:
+        return bool(self.tools) and self.form.calls.can_be_constrained
+
+    @property
+    def _has_strict(self) -> bool:
+        """Whether a schema is to be kept in answers that may be anything else."""
+        calls = self.form.calls
+        return (
+            calls.can_be_constrained
+            and bool(calls.opening)
+            and any(tool["function"].get("strict") for tool in self.tools)
+        )
+
+
+@dataclass(slots=True)
+class ChatOutput(RequestOutput):
+    """What a conversation got: also each completion's parsed answer."""
+
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def answer(self) -> Answer:
+        """Content, reasoning and tool calls of completion 0."""
+        return self.answers[0]
+
+    @classmethod
+    def of(cls, output: RequestOutput, turn: ChatTurn | None) -> "ChatOutput":
+        """`turn`: None for a request that never ran."""
+        given = {each.name: getattr(output, each.name) for each in fields(output)}
+        answers = [
+            Answer(c.text) if turn is None else turn.answer_of(c.text, c.finish_reason)
+            for c in output.completions
+        ]
+        return cls(**given, answers=answers)
+
+
+class ChatForms:
+    """One template's forms, and how calls are put to it."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._form = form_of(template.source)
+
+    def open_turn(self, options: ChatOptions) -> tuple[ChatTurn, list[dict[str, Any]] | None]:
+        """The turn, but for what the prompt will say, and the tools to show."""
+        choice = read_tool_choice(options.tool_choice)
+        tools = read_tools(options.tools)
+        if choice.mode == "none":
+            tools = []
+        if not tools and choice.mode == "required":
+            raise RequestError(
+                "tool_choice asks for a call, but there are no tools", param="tool_choice"
+            )
+        callable_tools = choice.chosen_of(tools)
+        shown = callable_tools if choice.hides_others else tools
+        form = self._form
+        if tools and not self._shows_tools:
+            form = replace(form, calls=GENERIC)
+        is_required = choice.mode == "required"
+        is_masked = is_required or (options.is_structured and bool(tools))
+        if is_masked and not form.calls.can_be_constrained:
+            form = replace(form, calls=GENERIC)
+        budget = options.thinking_token_budget
+        if budget is not None and form.reasoning is None and not form.is_harmony:
+            raise RequestError(
+                "this model's template has no tags for reasoning, so there is nothing to limit",
+                param="thinking_token_budget",
+            )
+        turn = ChatTurn(
+            form,
+            self._tokenizer,
+            callable_tools,
+            is_required,
+            options.parallel_tool_calls and not choice.is_named,
+            budget=budget,
+        )
+        return turn, shown or None
+
+    @property
+    def _shows_tools(self) -> bool:
+        return self._template.forms.writes_tools
+
+    def opened_by(self, turn: ChatTurn, prompt: str) -> ChatTurn:
+        """The turn after its prompt is known: templates may open the reasoning themselves."""
+        tag = turn.form.reasoning
+        is_open = tag is not None and prompt.rstrip().endswith(tag.open)
+        return replace(turn, is_thinking=is_open)
+
+    def variables(self, options: ChatOptions) -> TemplateVariables | None:
+        """The template's variables, those for the effort of reasoning among them."""
+        given = options.chat_template_kwargs
+        effort = options.reasoning_effort
+        if effort is None:
+            return given
+        if effort not in EFFORTS:
+            raise RequestError(
+                f"reasoning_effort is one of {', '.join(EFFORTS)}, got {effort!r:.100}",
+                param="reasoning_effort",
+            )
+        own = self._effort_variables(effort)
+        return {**own, **given} if isinstance(given, Mapping) else own
+
+    def _effort_variables(self, effort: str) -> dict[str, object]:
+        source = self._template.source
+        found: dict[str, object] = {
+            name: effort != "none" for name in _SWITCHES if _mentions(source, name)
+        }
+        if _mentions(source, "reasoning_effort"):
+            levels = {"none": "low", "minimal": "low", "xhigh": "high"}
+            found["reasoning_effort"] = levels.get(effort, effort)
+        if not found and effort != "none":
+            raise RequestError(
+                "reasoning_effort is not supported: this model's template has no such setting; "
+                "leave it out",
+                param="reasoning_effort",
+            )
+        return found
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        variables: TemplateVariables | None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> RenderedChat:
+        """The prompt; tools, calls and results are written as the template can."""
+        messages, shown = self._as_shown(messages, tools)
+        render = partial(
+            self._template.render,
+            tools=shown,
+            variables=variables,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        if not tools or shown:
+            return render(messages)
+        try:
+            return render(_introduced(messages, tools, "system"))
+        except RequestError:  # some templates have no system message
+            return render(_introduced(messages, tools, "user"))
+
+    def _as_shown(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[Sequence[Message], list[dict[str, Any]] | None]:
+        """Messages in forms that the template writes, and tools if it does."""
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+            return messages, tools  # the template's own check says what is wrong
+        has_calls = any(m.get("tool_calls") or m.get("role") == "tool" for m in messages)
+        if has_calls and not self._template.forms.writes_calls:
+            messages = [_as_text(message, n) for n, message in enumerate(messages)]
+        return messages, tools if tools and self._shows_tools else None
+
+
+def _mentions(source: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", source) is not None
+
+
+# ---- tools and the choice among them
+
+
+def read_tools(tools: Any) -> list[dict[str, Any]]:
+    """Tools in OpenAI's form; a RequestError says which is wrong."""
+    if tools is None:
+        return []
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise RequestError(f"tools must be a list, got {type(tools).__name__}", param="tools")
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(
+            f"tools has {len(tools)} entries; the limit is {MAX_TOOLS}", param="tools"
+        )
+    found = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    names = [tool["function"]["name"] for tool in found]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise RequestError(f"tools[{number}]: there are two tools {name!r:.100}", param="tools")
+    return found
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+        raise RequestError(
+            f'{where} must be {{"type": "function", "function": {{"name": ...}}}}, got '
+            f"{tool!r:.100}",
+            param="tools",
+        )
+    name = function.get("name")
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        raise RequestError(
+            f"{where}.function.name must be 1 to 128 letters, digits or _ . : / -, got "
+            f"{name!r:.100}",
+            param="tools",
+        )
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise RequestError(
+            f"{where}.function.parameters must be a JSON schema, got {parameters!r:.100}",
+            param="tools",
+        )
+    return {**tool, "type": "function", "function": dict(function)}
+
+
+@dataclass(frozen=True)
+class ReadToolChoice:
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: tuple[str, ...] | None = None  # the tools to choose among; None: all
+    hides_others: bool = False
+
+    @property
+    def is_named(self) -> bool:
+        return self.names is not None and not self.hides_others
+
+    def chosen_of(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if self.names is None:
+            return tools
+        by_name = {tool["function"]["name"]: tool for tool in tools}
+        for name in self.names:
+            if name not in by_name:
+                raise RequestError(
+                    f"tool_choice names {name!r:.100}, which is not in tools", param="tool_choice"
+                )
+        return [by_name[name] for name in self.names]
+
+
+def read_tool_choice(choice: Any) -> ReadToolChoice:
+    """OpenAI's forms: a mode, one function, or a mode and the functions that are allowed."""
+    if choice is None:
+        return ReadToolChoice()
+    if choice in ("auto", "none", "required"):
+        return ReadToolChoice(choice)
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "function":
+        return ReadToolChoice("required", (_chosen_name(choice),))
+    allowed = choice.get("allowed_tools") if kind == "allowed_tools" else None
+    if isinstance(allowed, Mapping) and allowed.get("mode") in ("auto", "required"):
+        tools = allowed.get("tools")
+        if isinstance(tools, Sequence) and not isinstance(tools, str) and tools:
+            names = tuple(_chosen_name(tool) for tool in tools)
+            return ReadToolChoice(allowed["mode"], names, hides_others=True)
+    raise RequestError(
+        'tool_choice must be "auto", "none", "required", {"type": "function", "function": '
+        f'{{"name": ...}}}} or OpenAI\'s allowed_tools, got {choice!r:.100}',
+        param="tool_choice",
+    )
+
+
+def _chosen_name(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f"tool_choice must name a function, got {choice!r:.100}", param="tool_choice"
+        )
+    return name
+
+
+# ---- for templates without tools
+
+
+def _introduced(
+    messages: Sequence[Message], tools: list[dict[str, Any]], role: str
+) -> list[Message]:
+    """The messages with a description of the tools in the first of this role."""
+    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    text = _INTRODUCTION.format(tools="\n".join(lines))
+    first = messages[0] if messages else {}
+    if first.get("role") in (role, "developer") and isinstance(first.get("content"), str):
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": role, "content": text}, *messages]
+
+
+def _as_text(message: Message, number: int) -> Message:
+    """A message of calls or of a result, in the words of the introduction."""
+    if message.get("role") == "tool":
+        content = f"<tool_response>\n{_plain(message.get('content'), number)}\n</tool_response>"
+        return {"role": "user", "content": content}
+    calls = message.get("tool_calls")
+    if not isinstance(calls, Sequence) or not calls:
+        return message
+    texts = [_plain(message.get("content"), number)] if message.get("content") else []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"messages[{number}].tool_calls: each has a function with a name",
+                param="messages",
+            )
+        arguments = function.get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+        name = json.dumps(function["name"], ensure_ascii=False)
+        texts.append(f'<tool_call>\n{{"name": {name}, "arguments": {text}}}\n</tool_call>')
+    return {"role": message["role"], "content": "\n".join(texts)}
+
+
+def _plain(content: Any, number: int) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    if not parts or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"messages[{number}].content must be text", param="messages")
+    return "\n".join(str(text) for text in texts)
