@@ -89,6 +89,28 @@ def test_every_chunk_is_whole_json_of_openais_shape(fake: RunningServer) -> None
     assert last["usage"]["completion_tokens"] <= 10
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_counts_so_far_come_with_every_chunk_on_request(fake: RunningServer, is_chat: bool) -> None:
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    body = said if is_chat else {"prompt": "hi"}
+    body |= {"max_tokens": 8, "ignore_eos": True, "n": 2, "stream": True}
+    reply = fake.post(path, {**body, "stream_options": {"continuous_usage_stats": True}})
+    chunks = [
+        json.loads(line.removeprefix("data: "))
+        for line in reply.body.decode().split("\n\n")
+        if line.startswith("data: {")
+    ]
+    usages = [chunk["usage"] for chunk in chunks]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 16
+    for usage in usages:
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    whole = fake.post(path, {**body, "stream": False}).json["usage"]
+    assert usages[-1].items() <= whole.items()
+
+
 def test_text_is_escaped_on_the_wire(fake: RunningServer) -> None:
     """The hash model says anything: quotes, line breaks, halves of characters."""
     prompts = [[number, 7] for number in range(40)]

@@ -71,9 +71,22 @@ class OpenAIFrames:
         self._with_usage = bool(options and options.include_usage)
         self._with_token_ids = bool(generation.body.return_token_ids)
         self._head = "data: " + json.dumps(shared)[:-1] + ', "choices": ['
-        self._tail = '], "usage": null}\n\n' if self._with_usage else "]}\n\n"
+        self._with_counts = bool(options and options.continuous_usage_stats)
+        self._num_prompt_tokens = generation.num_prompt_tokens
+        self._num_tokens = 0  # of completions, in chunks so far
         self._logprobs = _writer(generation)
         self._num_spelled: dict[int, int] = {}  # characters of each choice's tokens so far
+
+    @property
+    def _tail(self) -> str:
+        """The end of a chunk."""
+        if not self._with_counts:
+            return '], "usage": null}\n\n' if self._with_usage else "]}\n\n"
+        prompt, completion = self._num_prompt_tokens, self._num_tokens
+        return (
+            f'], "usage": {{"prompt_tokens": {prompt}, "completion_tokens": {completion}, '
+            f'"total_tokens": {prompt + completion}}}}}\n\n'
+        )
 
     def opening(self, _index: int) -> bytes:
         return b""
@@ -93,6 +106,7 @@ class OpenAIFrames:
     ) -> bytes:
         """One chunk of all these pieces of a choice; nothing where they say nothing yet."""
         scores = [score for piece in pieces for score in piece.logprobs]
+        self._num_tokens += sum(len(piece.token_ids) for piece in pieces)
         if not events and finish_reason is None and not scores and not self._with_token_ids:
             return b""  # half a character, or the possible begin of a stop string or marker
         parts = [self._head, self._choice(index, events, scores)]

@@ -100,6 +100,9 @@ _WhichPrompts = Discriminator(
 
 class StreamOptions(Strict):
     include_usage: bool | None = Field(default=None, description="end with a chunk of counts")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="vLLM's: counts so far in every chunk, without end tokens"
+    )
     include_obfuscation: bool | None = accepted("it pads events and changes no text")
 
 
