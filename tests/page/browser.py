@@ -22,10 +22,15 @@ class Browser:
         self.driver = driver
         self.hosts_seen: set[str] = set()
         self.expected: tuple[str, ...] = ()
+        self._scripts: list[str] = []
 
     def reset(self) -> None:
         """Forget every origin's storage and take a desktop's window."""
         self.leave()
+        for script in self._scripts:
+            method = "Page.removeScriptToEvaluateOnNewDocument"
+            self.driver.execute_cdp_cmd(method, {"identifier": script})
+        self._scripts.clear()
         self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", _EVERYTHING)
         self.size(1400, 1000)
         self.media(scheme="light")
@@ -40,6 +45,12 @@ class Browser:
 
     def leave(self) -> None:
         self.driver.get("about:blank")
+
+    def before_load(self, script: str) -> None:
+        """Run this before the page's own, in every page until the next reset."""
+        method = "Page.addScriptToEvaluateOnNewDocument"
+        made = self.driver.execute_cdp_cmd(method, {"source": script})
+        self._scripts.append(made["identifier"])
 
     def size(self, width: int, height: int, *, is_phone: bool = False) -> None:
         shape = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}

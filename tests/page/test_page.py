@@ -157,6 +157,49 @@ def test_conversations_outlive_the_page_until_they_are_cleared(
     assert "remember" not in str(browser.run("return JSON.stringify(localStorage)"))
 
 
+def test_what_is_kept_is_bounded(server: RunningServer, browser: Browser) -> None:
+    server.executor.step_s = 0.0
+    browser.open(server.url)
+    browser.run(
+        "const one = n => ({id: String(n), parameters: {}, messages: [{role: 'user',"
+        " content: n + ' ' + 'x'.repeat(n ? 100 : 1_900_000)}]});"
+        "const all = [...Array(70).keys()].map(one);"
+        "localStorage.setItem('quire.conversations', JSON.stringify(all))"
+    )
+    browser.driver.refresh()
+    browser.wait(lambda: len(browser.all("#conversations li")) == 70)
+    browser.keys(ALT, "n")
+    ask(browser, "the newest")
+    browser.wait_for(DONE)
+    kept = "return JSON.parse(localStorage.getItem('quire.conversations'))"
+    assert len(browser.run(kept)) == 50
+    assert browser.run(kept)[0]["messages"][0]["content"] == "the newest"
+
+
+def test_without_storage_it_works_all_the_same(server: RunningServer, browser: Browser) -> None:
+    server.executor.step_s = 0.0
+    forbid = "Object.defineProperty(window, arguments0, {get() { throw new DOMException('no') }})"
+    for name in ("localStorage", "sessionStorage"):
+        browser.before_load(forbid.replace("arguments0", repr(name)))
+    browser.open(server.url)
+    ask(browser, "Hello")
+    browser.wait_for(DONE)
+
+
+def test_an_answer_can_be_copied(canned: Canned, browser: Browser) -> None:
+    browser.expected = ("/v1/stats",)
+    canned.deltas = [{"content": "a text to copy"}]
+    browser.before_load(
+        "const board = navigator.clipboard;"
+        "if (board) board.writeText = async text => { window.copied = text };"
+    )
+    browser.open(canned.url)
+    ask(browser, "what?")
+    browser.wait_for(DONE)
+    press(browser, "Copy")
+    browser.wait(lambda: browser.run("return window.copied ?? null") == "a text to copy")
+
+
 def test_what_the_server_refuses_is_said(server: RunningServer, browser: Browser) -> None:
     browser.expected = ("400 (Bad Request)",)
     browser.open(server.url)

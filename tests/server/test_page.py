@@ -71,8 +71,9 @@ def test_text_never_becomes_html() -> None:
 
 def test_the_key_is_in_no_lasting_storage() -> None:
     script = (FOLDER / "api.js").read_text()
-    assert "localStorage" not in script
-    assert "sessionStorage" in script
+    assert re.findall(r"(\w+)\.setItem\(", script) == ["ofTab"]
+    assert 'ofTab = storage("sessionStorage")' in script
+    assert "KEPT" not in (FOLDER / "app.js").read_text()
 
 
 def test_a_file_that_a_browser_has_is_not_sent_again(locked: RunningServer) -> None:

@@ -2,6 +2,18 @@
 
 const KEPT = "quire.key";
 
+// A browser's storage, or one that forgets where the browser forbids it.
+function storage(name) {
+  try {
+    return window[name];
+  } catch {
+    return { getItem: () => null, setItem: () => {}, removeItem: () => {} };
+  }
+}
+
+export const lasting = storage("localStorage"); // for what is no secret
+const ofTab = storage("sessionStorage");
+
 export class ApiError extends Error {
   constructor(status, message, code) {
     super(message);
@@ -12,7 +24,7 @@ export class ApiError extends Error {
 
 export class Api {
   // In memory; in sessionStorage only where the user asked for that.
-  #key = sessionStorage.getItem(KEPT) ?? "";
+  #key = ofTab.getItem(KEPT) ?? "";
 
   get hasKey() {
     return this.#key !== "";
@@ -20,8 +32,8 @@ export class Api {
 
   useKey(key, isKept) {
     this.#key = key;
-    if (isKept && key) sessionStorage.setItem(KEPT, key);
-    else sessionStorage.removeItem(KEPT);
+    if (isKept && key) ofTab.setItem(KEPT, key);
+    else ofTab.removeItem(KEPT);
   }
 
   async #fetch(path, options = {}) {

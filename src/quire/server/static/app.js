@@ -1,8 +1,8 @@
 // The page: conversations, each with an answer of its own under way; parameters; the key; the views.
 
-import { Api, ApiError } from "./api.js";
+import { Api, ApiError, lasting } from "./api.js";
 import { EngineView } from "./engine.js";
-import { element, render } from "./markdown.js";
+import { copyButton, element, render } from "./markdown.js";
 
 const STORED = "quire.conversations";
 const MOST_CONVERSATIONS = 50;
@@ -19,7 +19,7 @@ const answering = new Map(); // by conversation id: the AbortController of its a
 
 function load() {
   try {
-    const found = JSON.parse(localStorage.getItem(STORED) ?? "[]");
+    const found = JSON.parse(lasting.getItem(STORED) ?? "[]");
     return Array.isArray(found) ? found.filter((one) => one && Array.isArray(one.messages)) : [];
   } catch {
     return [];
@@ -34,7 +34,7 @@ function save() {
     text = JSON.stringify(kept);
   }
   try {
-    localStorage.setItem(STORED, text.length > MOST_STORED ? "[]" : text);
+    lasting.setItem(STORED, text.length > MOST_STORED ? "[]" : text);
   } catch {
     // full or forbidden: they live as long as the page
   }
@@ -76,7 +76,7 @@ function clearAll() {
   if (!confirm("Remove all conversations from this browser?")) return;
   for (const controller of answering.values()) controller.abort();
   conversations = [];
-  localStorage.removeItem(STORED);
+  lasting.removeItem(STORED);
   open(add());
 }
 
@@ -178,7 +178,7 @@ function actions(message, index) {
   if (message.role === "user") button("Edit", () => edit(message, index));
   if (message.role === "assistant") {
     button("Retry", () => retry(index));
-    button("Copy", () => navigator.clipboard?.writeText(message.content));
+    row.append(copyButton(() => message.content, "Copy"));
     if (message.calls?.length && index === current.messages.length - 1) button("Give results", () => giveResults(index));
   }
   if (message.note) row.append(element("span", { className: "dim small note" }, message.note));
@@ -374,6 +374,7 @@ refresh.now = (conversation, message) => {
 // ---- the key
 
 function askForKey(reason) {
+  $("docs").hidden = true; // a link carries no key
   $("key-button").hidden = false;
   const wrong = api.hasKey ? `The server did not accept this key: ${reason}.` : "This server answers to those who have a key.";
   $("key-text").textContent = wrong;
@@ -423,7 +424,7 @@ function setTheme(theme) {
   $("theme").textContent = THEMES[theme][0];
   $("theme").setAttribute("aria-label", `Theme: ${THEMES[theme][1]}`);
   $("theme").title = `Theme: ${THEMES[theme][1]}`;
-  localStorage.setItem("quire.theme", theme);
+  lasting.setItem("quire.theme", theme);
   engine.recolour();
 }
 
@@ -496,7 +497,7 @@ for (const name of FIELDS) {
 for (const conversation of conversations) {
   for (const message of conversation.messages) if (message.state === "streaming") message.state = "stopped";
 }
-const stored = localStorage.getItem("quire.theme");
+const stored = lasting.getItem("quire.theme");
 setTheme(stored in THEMES ? stored : "auto");
 open(current);
 connect();

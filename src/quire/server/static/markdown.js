@@ -22,6 +22,26 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
+export function copyButton(text, name) {
+  const made = element("button", { type: "button", className: "copy quiet small", ariaLabel: name }, "Copy");
+  made.addEventListener("click", async () => {
+    await copy(text());
+    made.textContent = "Copied";
+    setTimeout(() => (made.textContent = "Copy"), 1500);
+  });
+  return made;
+}
+
+// The clipboard's own interface is there on https and on this machine alone.
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const box = element("textarea", { value: text, className: "hidden" });
+  document.body.append(box);
+  box.select();
+  document.execCommand("copy");
+  box.remove();
+}
+
 export function render(text) {
   const fragment = document.createDocumentFragment();
   fragment.append(...blocks(text.replace(/\r\n?/g, "\n").split("\n"), 0));
@@ -62,8 +82,7 @@ function fenced(lines, at, fence) {
   let next = at + 1;
   while (next < lines.length && !lines[next].trim().startsWith(fence[1])) body.push(lines[next++]);
   const code = element("code", {}, body.join("\n"));
-  const copy = element("button", { type: "button", className: "copy quiet", ariaLabel: "Copy this code" }, "Copy");
-  copy.addEventListener("click", () => navigator.clipboard?.writeText(body.join("\n")));
+  const copy = copyButton(() => body.join("\n"), "Copy this code");
   const head = element("div", { className: "code-head dim small" }, fence[2] || "code", copy);
   return [element("div", { className: "code-block" }, head, element("pre", { tabIndex: 0 }, code)), next + 1];
 }
