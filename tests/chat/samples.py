@@ -145,6 +145,12 @@ SAMPLES = {
     "tool_calls": Sample(
         "<tool_calls>", f"<tool_calls>\n{_OBJECT}\n{_OBJECT}\n</tool_calls>", (CALL, CALL)
     ),
+    "function call": Sample("<|function_call|>", f"<|function_call|>{_OBJECT}", (CALL,)),
+    "action": Sample(
+        "Action: ```json tool_name",
+        'Action:\n```json\n[\n{"tool_name": "weather", "parameters": ' + WRITTEN + "}\n]\n```",
+        (CALL,),
+    ),
     "function tag": Sample(
         "<function= </function>", f"<function=weather>{WRITTEN}</function>", (CALL,)
     ),

@@ -42,6 +42,7 @@ def test_the_guide_has_its_pages() -> None:
             "page",
             "quick-start",
             "structured-output",
+            "tools-and-reasoning",
         ),
     ]
 

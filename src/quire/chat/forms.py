@@ -194,6 +194,9 @@ _COMMAND = _tagged(
     "<|END_ACTION|>",
     prefix='{"tool_call_id": "0", "tool_name": "%s", "parameters": ',
 )
+_ACTION = CallForm(
+    "action", section_opens=("Action:\n```json", "Action: ```json"), separators="[],`"
+)
 HARMONY = CallForm(
     "harmony",
     prefix="<|channel|>commentary to=functions.%s <|constrain|>json<|message|>",
@@ -261,6 +264,8 @@ _CALL_FORMS: tuple[tuple[_Test, CallForm], ...] = (
         _has("<|tool_call_start|>"),
         _read("python", "<|tool_call_start|>", "<|tool_call_end|>", read_python),
     ),
+    (_has("<|function_call|>"), _tagged("function-call", "<|function_call|>", "")),
+    (_has("Action:", "```json", "tool_name"), _ACTION),
     (_has("<tool_call>"), HERMES),
     (_has("<function=", "</function>"), _FUNCTION_TAG),
     (_has("functools["), _tagged("functools", "functools", "")),

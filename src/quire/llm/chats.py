@@ -255,7 +255,8 @@ class ChatForms:
         if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
             return messages, tools  # the template's own check says what is wrong
         has_calls = any(m.get("tool_calls") or m.get("role") == "tool" for m in messages)
-        if has_calls and not self._template.forms.writes_calls:
+        is_introduced = bool(tools) and not self._shows_tools
+        if has_calls and (is_introduced or not self._template.forms.writes_calls):
             messages = [_as_text(message, n) for n, message in enumerate(messages)]
         return messages, tools if tools and self._shows_tools else None
 
