@@ -1,5 +1,6 @@
 """Every field of OpenAI's API is obeyed or refused by name; random bodies break nothing."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from tests.fixture_files import fixture_file
 from tests.server.servers import PATIENCE_S, PacedExecutor, RunningServer, fake_server
 
-from quire.server.app import create_app
+from quire.server.app import BODY_OF_PATH, create_app
 from quire.server.fields import FieldPolicy, Standing, policies
 from quire.server.schemas import (
     ChatRequest,
@@ -55,6 +57,20 @@ def fields_of(params: Any) -> set[str]:
 def test_every_field_of_openais_is_known(theirs: Any, ours: type[Generation]) -> None:
     assert {*fields_of(theirs)} <= {*ours.model_fields, "stream"}
     assert len(fields_of(theirs)) >= 2
+
+
+def known_fields() -> Iterator[Any]:
+    """Names that clients and other servers of August to November 2026 have, by path."""
+    for path, lists in json.loads(fixture_file("client-fields.json").read_text()).items():
+        for whose, names in lists.items() if path in BODY_OF_PATH else ():
+            yield pytest.param(path, names, id=f"{path}-{whose}")
+
+
+@pytest.mark.parametrize(("path", "names"), [*known_fields()])
+def test_every_field_of_todays_clients_is_known(path: str, names: list[str]) -> None:
+    """So that nobody is told that there is no such field: it is obeyed, accepted or refused."""
+    assert [name for name in names if name not in policies(BODY_OF_PATH[path])] == []
+    assert len(names) >= 2
 
 
 def fields_with(standing: Standing) -> Iterator[Any]:

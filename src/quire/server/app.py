@@ -209,7 +209,8 @@ _ENDPOINTS = (
     ),
 )
 
-BODIES = tuple(dict.fromkeys(endpoint.body for endpoint in _ENDPOINTS))
+BODY_OF_PATH = {endpoint.path: endpoint.body for endpoint in _ENDPOINTS}
+BODIES = tuple(dict.fromkeys(BODY_OF_PATH.values()))
 
 
 # Of paths below these that are no endpoints: how errors are written there.

@@ -14,6 +14,7 @@ _PREFIXES = "prefixes are reused by what they hold, and the answer is the same w
 _ONE_PROCESS = "quire keeps the KV cache in one process"
 _TIMEOUT = "give timeout in seconds, for the whole request"
 _DRAFTS = "drafts change no token"
+_IN_CHAT = "use /v1/chat/completions, which has it"
 _OPTION = "the server's operator sets it"
 
 
@@ -149,6 +150,7 @@ class ChatClientFields(Strict):
 class CompletionClientFields(Strict):
     """Of plain completions alone."""
 
+    thinking_token_budget: Refused = refused("use /v1/chat/completions")
     prompt_embeds: Refused = refused("give the prompt as text or token ids")
     input_extra: Refused = refused("quire continues texts, it does not fill in", [])
     input_prefix: Refused = refused("quire continues texts, it does not fill in")
@@ -167,3 +169,23 @@ class EmbeddingClientFields(AnyClientFields):
     normalize: Refused = refused("vectors have length 1", True)
     embd_normalize: Refused = refused("vectors have length 1", 2)
     messages: Refused = refused("give input")
+
+
+class ResponsesClientFields(AnyClientFields):
+    """Of responses: what vLLM's server takes beyond OpenAI's."""
+
+    logit_bias: Refused = refused(_IN_CHAT, {})
+    presence_penalty: Refused = refused(_IN_CHAT, 0)
+    frequency_penalty: Refused = refused(_IN_CHAT, 0)
+    repetition_penalty: Refused = refused(_IN_CHAT, 1)
+    ignore_eos: Refused = refused(_IN_CHAT, False)
+    skip_special_tokens: Refused = refused(_IN_CHAT, True)
+    include_stop_str_in_output: Refused = refused(_IN_CHAT, False)
+    structured_outputs: Refused = refused("use text.format, or /v1/chat/completions")
+    include_reasoning: Refused = refused("reasoning items can be left unread", True)
+    enable_response_messages: Refused = refused("prompts are not shown", False)
+    previous_input_messages: Refused = refused("use previous_response_id, or give all as input")
+    media_io_kwargs: Refused = refused(_NO_SENSES, {})
+    kv_transfer_params: Refused = refused(_ONE_PROCESS, {})
+    ec_transfer_params: Refused = refused(_ONE_PROCESS, {})
+    vllm_xargs: Refused = refused("quire has no plug-ins", {})

@@ -609,6 +609,7 @@ class TokenizeRequest(Strict):
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="as in a chat")
     chat_template: Refused = refused("the server's operator chooses it (--chat-template)")
     mm_processor_kwargs: Refused = refused("quire works with text alone", {})
+    media_io_kwargs: Refused = refused("quire works with text alone", {})
 
 
 class DetokenizeRequest(Strict):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, Tag
 
 from quire.core.sampling import MAX_LOGPROBS, MAX_STOP_STRINGS
+from quire.server.client_fields import ResponsesClientFields
 from quire.server.dialect import chat_request
 from quire.server.dialects.unions import LIST, TEXT, ByField, text_or_list
 from quire.server.errors import ApiError
@@ -291,7 +292,7 @@ class CountRequest(PromptFields):
     """The body of /v1/responses/input_tokens."""
 
 
-class ResponsesRequest(PromptFields):
+class ResponsesRequest(PromptFields, ResponsesClientFields):
     """The body of /v1/responses."""
 
     max_output_tokens: int | None = Field(
