@@ -1,14 +1,18 @@
 """The page in Chromium, over real servers."""
 
+import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.chat.samples import TOOLS
 from tests.page.browser import Browser
 from tests.page.canned import Canned, canned_server
 from tests.server.servers import PacedExecutor, RunningServer, fake_server
 from tests.server.test_keys import secret, with_scopes
+from tests.server.test_tools import CALL, HERMES, scripted_server
 
 from quire.server.keys import KeyRing, KeyScope
 
@@ -215,7 +219,7 @@ def test_what_the_server_refuses_is_said(server: RunningServer, browser: Browser
 
 # ---- reasoning, tools, and text that means harm
 
-TOOLS = (
+CALLS = (
     {"reasoning_content": "They ask for "},
     {"reasoning_content": "the weather."},
     {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "weather", "arguments": ""}}]},
@@ -227,7 +231,7 @@ TOOLS = (
 
 def test_reasoning_is_folded_and_tools_are_shown(canned: Canned, browser: Browser) -> None:
     browser.expected = ("/v1/stats",)
-    canned.deltas = TOOLS
+    canned.deltas = CALLS
     browser.open(canned.url)
     ask(browser, "How is the weather?")
     browser.wait_for(DONE)
@@ -251,6 +255,28 @@ def test_reasoning_is_folded_and_tools_are_shown(canned: Canned, browser: Browse
     }
     assert sent[1]["content"] is None
     assert (sent[2]["tool_call_id"], sent[2]["content"]) == ("c1", "sunny")
+
+
+def test_a_servers_own_reasoning_and_calls_are_shown(browser: Browser, tmp_path: Path) -> None:
+    scripted = contextmanager(scripted_server)
+    with scripted(tmp_path, HERMES) as model:
+        browser.open(model.server.url)
+        browser.click("#parameters summary")
+        browser.type(json.dumps(TOOLS), "[name=tools]")
+        model.says(f"<think>Let me see.</think>I look.\n{CALL}")
+        ask(browser, "How is it in Paris?")
+        browser.wait_for(DONE)
+        assert browser.text(".reasoning .text") == "Let me see."
+        assert answer(browser) == "I look."
+        assert browser.text(".call-name code") == "weather"
+        assert json.loads(browser.text(".call pre")) == {"city": "Paris", "days": 3}
+        press(browser, "Give results")
+        browser.type("rain", ".results textarea")
+        model.says("It rains.")
+        browser.click(".results button")
+        browser.wait(lambda: answer(browser) == "It rains.")
+        browser.wait(lambda: len(browser.all(DONE)) == 2)
+        browser.leave()
 
 
 HARM = """<script>window.harmed = 1</script><img src=x onerror="window.harmed = 2">

@@ -7,6 +7,7 @@ from quire.engine.step import Row
 
 MAX_STEPS = 256  # that are kept
 WATCHED_S = 30.0  # for which steps are kept after somebody asked for them
+_new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
 
 
 class RowRecord(NamedTuple):
@@ -69,13 +70,15 @@ class StepLog:
 
 
 def _row_record(row: Row) -> RowRecord:
-    plan, sequence = row.plan, row.sequence
-    request = sequence.request
-    return RowRecord(
-        sequence.id,
-        request.id,
-        request.key,
-        len(request.prompt),
-        plan.start,
-        plan.num_new_tokens,
+    plan, request = row.plan, row.sequence.live.request
+    return _new_tuple(
+        RowRecord,
+        (
+            plan.sequence_id,
+            request.id,
+            request.key,
+            len(request.prompt),
+            plan.start,
+            len(plan.tokens) + (plan.follows is not None),
+        ),
     )
