@@ -63,4 +63,24 @@ inline double log_of(double value) {
   return power * ln2_high + (power * ln2_low + near);
 }
 
+// A number from 0 to 1 to a power of at least 0.
+inline double power_of(double base, double exponent) {
+  constexpr double least_base = 0x1p-1000;  // what is below is taken for 0
+  if (exponent == 1.0) return base;
+  if (base < least_base) return exponent > 0.0 ? 0.0 : 1.0;
+  return exp_of(-exponent * log_of(1.0 / base));
+}
+
+// The sum in a fixed order: the upper half, from the greatest power of two on, is added to the
+// lower one until one number is left. Overwrites the values.
+inline double halving_sum(double* values, int64_t size) {
+  while (size > 1) {
+    int64_t half = 1;
+    while (half * 2 < size) half *= 2;
+    for (int64_t i = 0; i < size - half; i++) values[i] += values[i + half];
+    size = half;
+  }
+  return values[0];
+}
+
 }  // namespace quire

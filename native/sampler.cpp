@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "elementary.h"
+#include "sampler_chain.h"
 #include "sampler_cut.h"
 #include "sampler_passes.h"
 
@@ -23,51 +24,14 @@ bool is_within(Tokens tokens, int64_t vocabulary) {
   return is_within(tokens.data, static_cast<size_t>(tokens.size), vocabulary);
 }
 
-// ---- mask, bans, bias, penalties
+// ---- mask, bans, bias
 
 // Whether the scores equal the logits.
 bool scores_are_logits(const SampleRequest& request) {
   const SampleSettings& settings = *request.settings;
   return request.allowed == nullptr && settings.bias_tokens.empty() && !request.has_history &&
+         !settings.chain &&
          (request.position >= settings.min_tokens || settings.end_tokens.empty());
-}
-
-// Counts tokens; scratch.counted lists them in order of first occurrence.
-void count_tokens(Tokens tokens, SampleScratch& scratch) {
-  scratch.counted.reserve(scratch.counted.size() + static_cast<size_t>(tokens.size));
-  for (int64_t i = 0; i < tokens.size; i++) {
-    const int64_t token = tokens.data[i];
-    if (scratch.counts[token]++ == 0) scratch.counted.push_back(token);
-  }
-}
-
-// Calls apply(token, count) for each counted token, and clears the counts.
-template <class Apply>
-void take_counts(SampleScratch& scratch, Apply apply) {
-  for (int64_t token : scratch.counted) {
-    apply(token, scratch.counts[token]);
-    scratch.counts[token] = 0;
-  }
-  scratch.counted.clear();
-}
-
-// Repetition counts prompt and completion, frequency and presence the completion alone.
-void penalise(float* scores, const SampleRequest& request, SampleScratch& scratch) {
-  const SampleSettings& settings = *request.settings;
-  const float penalty = settings.repetition_penalty;
-  if (penalty != 1.0f) {
-    count_tokens(request.prompt, scratch);
-    count_tokens(request.completion, scratch);
-    take_counts(scratch, [&](int64_t token, uint32_t) {
-      const float value = scores[token];
-      scores[token] = value > 0.0f ? value / penalty : value * penalty;
-    });
-  }
-  count_tokens(request.completion, scratch);
-  take_counts(scratch, [&](int64_t token, uint32_t count) {
-    scores[token] -= settings.frequency_penalty * static_cast<float>(count);
-    scores[token] -= settings.presence_penalty;
-  });
 }
 
 // Whether every token id that adjust() uses is in the vocabulary.
@@ -84,8 +48,8 @@ bool has_known_tokens(int64_t vocabulary, const SampleRequest& request) {
   return is_within(request.prompt, vocabulary) && is_within(request.completion, vocabulary);
 }
 
-// Bans, bias and penalties, in this order, after the mask.
-void adjust(float* scores, const SampleRequest& request, SampleScratch& scratch) {
+// Bans and bias, after the mask.
+void adjust(float* scores, const SampleRequest& request) {
   const SampleSettings& settings = *request.settings;
   if (request.position < settings.min_tokens) {
     for (int64_t token : settings.end_tokens) scores[token] = minus_infinity;
@@ -93,7 +57,6 @@ void adjust(float* scores, const SampleRequest& request, SampleScratch& scratch)
   for (size_t i = 0; i < settings.bias_tokens.size(); i++) {
     scores[settings.bias_tokens[i]] += settings.biases[i];
   }
-  if (request.has_history) penalise(scores, request, scratch);
 }
 
 // ---- choosing a token
@@ -103,19 +66,6 @@ int64_t argmax(const ScannedRow& scores) {
   const int64_t block = std::find(scores.block_best, last_block, scores.best) - scores.block_best;
   const float* end = scores.values + scores.size;
   return std::find(scores.values + block * pass_block, end, scores.best) - scores.values;
-}
-
-// The greater half of the product of two 64-bit numbers.
-uint64_t high_product(uint64_t a, uint64_t b) {
-#if defined(__SIZEOF_INT128__)
-  return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
-#else
-  const uint64_t a_low = a & 0xffffffff, a_high = a >> 32;
-  const uint64_t b_low = b & 0xffffffff, b_high = b >> 32;
-  const uint64_t middle = a_high * b_low + ((a_low * b_low) >> 32);
-  const uint64_t other = a_low * b_high + (middle & 0xffffffff);
-  return a_high * b_high + (middle >> 32) + (other >> 32);
-#endif
 }
 
 int64_t draw(const ScannedRow& scores, const SampleRequest& request, SampleScratch& scratch) {
@@ -147,7 +97,13 @@ SampleResult choose_adjusted(const ScannedRow& logits, const SampleRequest& requ
   } else {
     std::copy(logits.values, logits.values + logits.size, scores);
   }
-  adjust(scores, request, scratch);
+  adjust(scores, request);
+  const SampleSettings& settings = *request.settings;
+  if (settings.chain) return choose_by_chain(scores, logits.size, request, scratch);
+  if (request.has_history) {
+    apply_penalties(scores, request, scratch);
+    if (settings.dry) apply_dry(scores, request, scratch);
+  }
   const RowScan found = scan_row(scores, logits.size, scratch.block_best.data());
   if (!found.has_nan && found.best == minus_infinity) return failed(SampleFault::all_forbidden);
   if (found.has_nan || !std::isfinite(found.best)) {
@@ -258,9 +214,21 @@ void SampleScratch::fit(int64_t vocabulary) {
   counts.resize(vocabulary);              // last: its size says whether the others fit
 }
 
-uint64_t draw_bits(uint64_t seed, uint32_t index, uint64_t position) {
+uint64_t high_product(uint64_t a, uint64_t b) {
+#if defined(__SIZEOF_INT128__)
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+#else
+  const uint64_t a_low = a & 0xffffffff, a_high = a >> 32;
+  const uint64_t b_low = b & 0xffffffff, b_high = b >> 32;
+  const uint64_t middle = a_high * b_low + ((a_low * b_low) >> 32);
+  const uint64_t other = a_low * b_high + (middle & 0xffffffff);
+  return a_high * b_high + (middle >> 32) + (other >> 32);
+#endif
+}
+
+uint64_t draw_bits(uint64_t seed, uint32_t index, uint64_t position, uint32_t purpose) {
   uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32),
-                         index, 0};
+                         index, purpose};
   uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
   for (int round = 0; round < 10; round++) {
     const uint64_t product0 = uint64_t{0xD2511F53} * counter[0];

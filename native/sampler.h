@@ -1,12 +1,35 @@
 // From one row of logits to one token, with the results of the Python reference
 // (quire.executors.sampler), bit for bit: mask and bans, bias, penalties, temperature, min-p,
 // top-k, top-p, a draw that is a pure function of (seed, index, position), and log-probabilities.
+// Rows with other samplers, or in another order, take the way of sampler_chain.cpp.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace quire {
+
+struct DrySettings {
+  double multiplier = 0.0;
+  double base = 1.75;
+  int64_t allowed_length = 2;
+  int64_t last_n = 64;                  // -1: all tokens
+  std::vector<int64_t> breaker_tokens;  // in ascending order
+  std::vector<std::vector<int64_t>> breaker_sequences;  // likewise
+};
+
+// For rows that have llama.cpp's cuts or an order of their own.
+struct ChainSettings {
+  std::string order;  // llama.cpp's letters of the samplers: see quire.core.samplers
+  double typical_p = 1.0;
+  double top_n_sigma = 0.0;
+  double xtc_probability = 0.0;
+  double xtc_threshold = 0.1;
+  double dynatemp_range = 0.0;
+  double dynatemp_exponent = 1.0;
+};
 
 // How one sequence's tokens are sampled; the same in every step.
 struct SampleSettings {
@@ -24,6 +47,9 @@ struct SampleSettings {
   uint64_t seed = 0;
   uint32_t index = 0;     // of the sequence within its request
   int num_logprobs = -1;  // of the likeliest tokens, beside the sampled one's; -1: none at all
+  std::optional<int64_t> repeat_last_n;  // that penalties look at; -1: all
+  std::optional<DrySettings> dry;
+  std::optional<ChainSettings> chain;
 };
 
 struct Tokens {
@@ -80,12 +106,17 @@ struct SampleScratch {
   std::vector<double> candidates;      // weights that top-k and top-p select from
   std::vector<uint32_t> counts;        // [vocabulary] all 0 between uses
   std::vector<int64_t> counted;        // tokens whose count is not 0
+  std::vector<std::pair<double, int64_t>> ranked;  // tokens by how typical they are
+  std::vector<int64_t> recent, repeat_lengths;     // DRY's: tokens, the last one first
 
   void fit(int64_t vocabulary);
 };
 
 // 64 bits from Philox4x32-10, as quire.core.sampling.draw_bits.
-uint64_t draw_bits(uint64_t seed, uint32_t index, uint64_t position);
+uint64_t draw_bits(uint64_t seed, uint32_t index, uint64_t position, uint32_t purpose = 0);
+
+// The greater half of the product of two 64-bit numbers.
+uint64_t high_product(uint64_t a, uint64_t b);
 
 SampleResult sample(const float* logits, int64_t vocabulary, const SampleRequest& request,
                     SampleScratch& scratch);

@@ -65,17 +65,6 @@ uint64_t weigh_blocks(const ScannedRow& scores, const SoftmaxParams& params, dou
 
 // ---- selection
 
-// The kept tokens are the shortest run of the heaviest weights that meets this: so many of them, or
-// a sum of at least so much.
-struct Quota {
-  int64_t count;
-  double mass;
-  bool is_met(int64_t other_count, uint64_t other_mass) const {
-    return other_count >= count || static_cast<double>(other_mass) >= mass;
-  }
-};
-constexpr double endless_mass = std::numeric_limits<double>::infinity();
-
 // Weights as integers of the same order, evenly spread where the weights' logarithms are.
 uint64_t key_of(double weight) {
   uint64_t key;
@@ -116,8 +105,23 @@ int walk_buckets(const Bucket* buckets, const Quota& quota, Bucket& before) {
   return index;
 }
 
-// The cut that meets the quota, which all candidates together meet and no candidates do not.
-// Narrows to the bucket that holds the cut until one weight is left; overwrites the candidates.
+// Gathers the weights of at least `floor`; returns how many there are.
+int64_t gather(double floor, int64_t num_blocks, SampleScratch& scratch) {
+  double* next = scratch.candidates.data();
+  for (int64_t block = 0; block < num_blocks; block++) {
+    if (scratch.block_heaviest[block] < floor) continue;
+    const double* weights = scratch.weights.data() + block * pass_block;
+    for (int i = 0; i < pass_block; i++) {
+      *next = weights[i];
+      next += weights[i] >= floor;
+    }
+  }
+  return next - scratch.candidates.data();
+}
+
+}  // namespace
+
+// Narrows to the bucket that holds the cut until one weight is left.
 Cut select(double* begin, double* end, const Quota& quota) {
   Bucket before;  // all that is heavier than the remaining candidates
   for (;;) {
@@ -141,22 +145,6 @@ Cut select(double* begin, double* end, const Quota& quota) {
   }
   return {*begin, enough, before.mass + enough * weight};
 }
-
-// Gathers the weights of at least `floor`; returns how many there are.
-int64_t gather(double floor, int64_t num_blocks, SampleScratch& scratch) {
-  double* next = scratch.candidates.data();
-  for (int64_t block = 0; block < num_blocks; block++) {
-    if (scratch.block_heaviest[block] < floor) continue;
-    const double* weights = scratch.weights.data() + block * pass_block;
-    for (int i = 0; i < pass_block; i++) {
-      *next = weights[i];
-      next += weights[i] >= floor;
-    }
-  }
-  return next - scratch.candidates.data();
-}
-
-}  // namespace
 
 Cut weigh_and_cut(const ScannedRow& scores, const SampleSettings& settings,
                   SampleScratch& scratch) {

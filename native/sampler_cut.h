@@ -2,6 +2,7 @@
 // the remaining mass.
 #pragma once
 #include <cstdint>
+#include <limits>
 
 #include "sampler.h"
 
@@ -22,6 +23,21 @@ struct Cut {
   int64_t num_ties = 0;
   uint64_t mass = 0;  // the sum of the weights that are kept
 };
+
+// The kept tokens are the shortest run of the heaviest weights that meets this: so many of them, or
+// a sum of at least so much.
+struct Quota {
+  int64_t count;
+  double mass;
+  bool is_met(int64_t other_count, uint64_t other_mass) const {
+    return other_count >= count || static_cast<double>(other_mass) >= mass;
+  }
+};
+constexpr double endless_mass = std::numeric_limits<double>::infinity();
+
+// The cut that meets the quota, which all candidates together meet and no candidates do not. They
+// are positive integers; overwrites them.
+Cut select(double* begin, double* end, const Quota& quota);
 
 // Writes the weights to the scratch for token_at. Blocks that cannot hold a kept token are marked
 // as empty and skipped.

@@ -87,6 +87,14 @@ void weigh_full_block(const float* scores, const SoftmaxParams& params,
 }
 
 QUIRE_FOR_EACH_SET
+void find_block_likelihoods(const float* scores, double best, double temperature,
+                            double* __restrict likelihoods) {
+  for (int i = 0; i < pass_block; i++) {
+    likelihoods[i] = exp_of((static_cast<double>(scores[i]) - best) / temperature);
+  }
+}
+
+QUIRE_FOR_EACH_SET
 void add_exponentials(const float* values, double best, double* lanes) {
   double exponentials[pass_block];
   for (int i = 0; i < pass_block; i++) {
@@ -168,6 +176,13 @@ void weigh_block(const float* scores, int count, const SoftmaxParams& params, do
   } else {
     weigh_full_block(Padded(scores, count).values, params, weights);
   }
+}
+
+void find_likelihoods(const float* scores, int64_t size, double best, double temperature,
+                      double* likelihoods) {
+  each_block(scores, size, [&](const float* values, int64_t block) {
+    find_block_likelihoods(values, best, temperature, likelihoods + block * pass_block);
+  });
 }
 
 // By halves: the sums are exact in any order, and each loop is elementwise.

@@ -35,6 +35,10 @@ struct SoftmaxParams {
 // the likelihood is below min_p and beyond `count`. They are doubles, which hold them exactly.
 void weigh_block(const float* scores, int count, const SoftmaxParams& params, double* weights);
 
+// The likelihoods exp((score - best) / temperature) of a row. Writes whole blocks: 0 beyond `size`.
+void find_likelihoods(const float* scores, int64_t size, double best, double temperature,
+                      double* likelihoods);
+
 struct BlockWeight {
   double mass;  // the sum, exact
   double heaviest;

@@ -28,6 +28,7 @@ from quire.core.sampling import (
 )
 
 INTEGERS = ["max_tokens", "min_tokens", "top_k", "n", "seed", "logprobs", "prompt_logprobs"]
+INTEGERS += ["repeat_last_n", "dry_allowed_length", "dry_penalty_last_n"]
 NUMBERS = [
     "temperature",
     "top_p",
@@ -35,7 +36,16 @@ NUMBERS = [
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "dry_multiplier",
+    "dry_base",
+    "dynatemp_range",
+    "dynatemp_exponent",
 ]
+FIELDS = [field.name for field in fields(SamplingParams) if field.init]
 
 
 def refusal(**values: Any) -> str:
@@ -282,9 +292,16 @@ def test_params_are_frozen() -> None:
         ({"repetition_penalty": 1.1}, True),
         ({"presence_penalty": 0.1}, True),
         ({"frequency_penalty": -0.1}, True),
+        ({"frequency_penalty": -0.1, "repeat_last_n": 0}, False),
+        ({"frequency_penalty": -0.1, "samplers": ["top_k"]}, False),
+        ({"dry_multiplier": 0.5}, True),
+        ({"dry_multiplier": 0.5, "dry_penalty_last_n": 0}, False),
+        ({"typical_p": 0.5, "xtc_probability": 0.5, "top_n_sigma": 1.0}, False),
     ],
 )
-def test_history_is_needed_by_the_penalties_alone(values: dict[str, Any], needs: bool) -> None:
+def test_history_is_needed_by_the_penalties_and_dry_alone(
+    values: dict[str, Any], needs: bool
+) -> None:
     assert SamplingParams(**values).needs_history is needs
 
 
@@ -297,7 +314,8 @@ def test_every_field_is_covered_by_these_tests() -> None:
     tested |= {*SWITCHES}
     tested |= {"allowed_token_ids", "bad_words"}  # tests/llm/test_filters.py
     tested |= {"spelled_token_ids", "thinking"}  # tests/llm/test_chats.py
-    assert {field.name for field in fields(SamplingParams)} == tested
+    tested |= {"samplers", "dry_sequence_breakers"}
+    assert set(FIELDS) == tested
 
 
 JUNK = st.one_of(
@@ -311,7 +329,7 @@ JUNK = st.one_of(
 )
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+@pytest.mark.parametrize("name", FIELDS)
 @given(value=JUNK)
 def test_a_refusal_carries_the_parameter(name: str, value: object) -> None:
     try:
@@ -327,6 +345,103 @@ def test_a_refusal_of_an_unknown_field_carries_its_name() -> None:
     with pytest.raises(RequestError) as caught:
         Constraint("yaml")
     assert caught.value.param == "structured"
+
+
+# ---- samplers and their order
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ("edskypmxt", "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"),
+        (["penalties", "dry", "top_n_sigma", "top_k"], "penalties dry top_n_sigma top_k"),
+        (["Top-K", "topp", "minp", "TEMP", "nucleus"], "top_k top_p min_p temperature top_p"),
+        (["typ", "typical_p", "typ-p", "typp"], "typ_p typ_p typ_p typ_p"),
+        ("top_k;temperature", "top_k temperature"),
+        ("", ""),
+        ([], ""),
+    ],
+)
+def test_samplers_have_llama_cpps_names_and_letters(given: Any, names: str) -> None:
+    assert SamplingParams(samplers=given).samplers == tuple(names.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("kz", "'z'; a string is of the letters e (penalties)"),
+        (["top_k", "top_q"], "'top_q'; there are penalties, dry"),
+        ("a", "'adaptive_p', which quire does not have: what it does depends on tokens"),
+        (["mirostat"], "'mirostat', which quire does not have"),
+        (["infill"], "quire has no infill sampler"),
+        (7, "must be a list of names"),
+        ([7], "must be a list of names"),
+        ("k" * 33, "at most 32"),
+    ],
+)
+def test_other_samplers_are_refused_by_name(given: Any, words: str) -> None:
+    assert words in refusal(samplers=given)
+
+
+def test_breakers_are_few_short_texts() -> None:
+    params = SamplingParams.from_mapping({"dry_sequence_breakers": "ab"})
+    assert params.dry_sequence_breakers == ("ab",)
+    assert "at most 32" in refusal(dry_sequence_breakers=["a"] * 33)
+    assert "40 bytes" in refusal(dry_sequence_breakers=["a" * 41])
+    assert "40 bytes" in refusal(dry_sequence_breakers=["\u20ac" * 14])
+    assert "non-empty" in refusal(dry_sequence_breakers=[""])
+
+
+def test_the_order_is_of_the_samplers_that_change_something() -> None:
+    assert SamplingParams().order == ()
+    given: dict[str, Any] = {
+        "typical_p": 0.5,
+        "top_k": 4,
+        "temperature": 0.5,
+        "presence_penalty": 1.0,
+    }
+    assert SamplingParams(**given).order == ("penalties", "temperature", "top_k", "typ_p")
+    named = SamplingParams.from_mapping({**given, "samplers": "kytkx"})
+    assert named.order == ("top_k", "typ_p", "temperature", "top_k")
+    assert SamplingParams(xtc_probability=0.5, xtc_threshold=0.51).order == ()
+
+
+def test_a_row_is_plain_without_llama_cpps_cuts_and_orders() -> None:
+    plain = {"min_p": 0.1, "top_k": 4, "top_p": 0.5, "temperature": 0.5, "dry_multiplier": 1.0}
+    assert SamplingParams.from_mapping({**plain, "repeat_last_n": 3}).is_plain
+    for name, value in {
+        "typical_p": 0.5,
+        "top_n_sigma": 1.0,
+        "xtc_probability": 0.1,
+        "dynatemp_range": 0.1,
+        "samplers": "k",
+    }.items():
+        assert not SamplingParams.from_mapping({**plain, name: value}).is_plain
+
+
+def test_zero_is_greedy_only_where_the_temperature_is_applied() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert SamplingParams(temperature=0.0, samplers=("top_k", "temperature")).is_greedy
+    assert not SamplingParams(temperature=0.0, samplers=("top_k",)).is_greedy
+    assert not SamplingParams(temperature=0.0, dynatemp_range=0.5).is_greedy
+
+
+@pytest.mark.parametrize(
+    ("values", "length"),
+    [
+        ({"repetition_penalty": 2.0}, None),
+        ({"repetition_penalty": 2.0, "repeat_last_n": -1}, None),
+        ({"repetition_penalty": 2.0, "repeat_last_n": 5}, 5),
+        ({"dry_multiplier": 1.0}, 64),
+        ({"dry_multiplier": 1.0, "dry_penalty_last_n": -1}, None),
+        ({"dry_multiplier": 1.0, "repetition_penalty": 2.0, "repeat_last_n": 70}, 70),
+        ({"dry_multiplier": 1.0, "presence_penalty": 2.0}, None),
+    ],
+)
+def test_the_history_is_as_long_as_its_longest_reader(
+    values: dict[str, Any], length: int | None
+) -> None:
+    assert SamplingParams(**values).history_length == length
 
 
 # ---- random bits

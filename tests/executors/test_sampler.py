@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, allows
 from quire.core.sampling import SamplingParams, draw_bits
-from quire.executors.sampler import _draw, _penalise, _weights, sample, score
+from quire.executors.sampler import _draw, sample, score, weigh
 
 END_TOKENS = (0, 5)
 
@@ -398,6 +398,7 @@ def test_the_logits_are_left_as_they_were() -> None:
 
 
 ONE = 2**32
+PLAIN = sampling_of(SamplingParams())
 # Likelihoods of 1, 1/2, 1/2, 1/4 and 1/16 of the best, and a banned token.
 HALVES = np.log(np.array([0.5, 1.0, 0.5, 0.25, 0.0625, 1.0]))
 
@@ -423,7 +424,7 @@ HALVES = np.log(np.array([0.5, 1.0, 0.5, 0.25, 0.0625, 1.0]))
 def test_tokens_that_are_cut_weigh_nothing(values: dict[str, Any], kept: list[int]) -> None:
     scores = HALVES.astype(np.float32)
     scores[5] = -np.inf
-    weights = _weights(scores, SamplingParams(temperature=1.0, **values)).tolist()
+    weights = weigh(scores, sampling_of(SamplingParams(**values)), 0).tolist()
     expected = [ONE // 2, ONE, ONE // 2, ONE // 4, ONE // 16, 0]
     for token, weight in enumerate(weights):
         if token in kept:
@@ -434,7 +435,8 @@ def test_tokens_that_are_cut_weigh_nothing(values: dict[str, Any], kept: list[in
 
 
 def test_temperature_divides_before_the_exponential() -> None:
-    weights = _weights(HALVES[:5].astype(np.float32), SamplingParams(temperature=2.0))
+    warm = sampling_of(SamplingParams(temperature=2.0))
+    weights = weigh(HALVES[:5].astype(np.float32), warm, 0)
     expected = [ONE * 0.5**0.5, ONE, ONE * 0.5**0.5, ONE / 2, ONE / 4]
     assert weights.tolist() == pytest.approx(expected, rel=1e-6)
 
@@ -451,13 +453,12 @@ def test_a_draw_is_a_point_of_the_cumulative_weights(bits: int, token: int) -> N
     ("logit", "penalised"), [(0.5, 0.25), (2.0, 1.0), (-0.5, -1.0), (0.0, 0.0)]
 )
 def test_the_repetition_penalty_divides_what_is_positive(logit: float, penalised: float) -> None:
-    scores = logits_of([logit, 3.0])
-    _penalise(scores, SamplingParams(repetition_penalty=2.0), History((0,), ()))
-    assert scores.tolist() == [penalised, 3.0]
+    sampling = sampling_of(SamplingParams(repetition_penalty=2.0))
+    weights = weigh(logits_of([logit, 3.0]), sampling, 0, History((0,), ()))
+    assert weights.tolist() == weigh(logits_of([penalised, 3.0]), PLAIN, 0).tolist()
 
 
 def test_frequency_counts_and_presence_does_not() -> None:
-    scores = logits_of([1.0, 1.0, 1.0])
-    params = SamplingParams(frequency_penalty=0.25, presence_penalty=0.5)
-    _penalise(scores, params, History((2,), (0, 1, 1)))
-    assert scores.tolist() == [0.25, 0.0, 1.0]
+    sampling = sampling_of(SamplingParams(frequency_penalty=0.25, presence_penalty=0.5))
+    weights = weigh(logits_of([1.0, 1.0, 1.0]), sampling, 0, History((2,), (0, 1, 1)))
+    assert weights.tolist() == weigh(logits_of([0.25, 0.0, 1.0]), PLAIN, 0).tolist()

@@ -7,6 +7,7 @@ path of engine/step.py makes rows by position (`check_fields`), native/bind_deco
 fields by name (`bind_plan_types`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +27,17 @@ class Want(IntEnum):
     POOLED = 3  # the hidden state after the last new position
 
 
+class Breakers(NamedTuple):
+    """DRY's sequence breakers as tokens: those that hold a breaker, and by tokens that end with the
+    beginning of one the tokens that complete it."""
+
+    tokens: frozenset[int]
+    tails: Mapping[int, tuple[tuple[int, ...], ...]]
+
+
+NO_BREAKERS = Breakers(frozenset(), {})
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one sequence's tokens are chosen; the same object in every step of its life."""
@@ -34,6 +46,7 @@ class Sampling:
     seed: int
     index: int  # of the sequence within its request
     end_token_ids: tuple[int, ...] = ()  # forbidden before params.min_tokens
+    breakers: Breakers = NO_BREAKERS  # of params.dry_sequence_breakers
 
 
 class History(NamedTuple):
@@ -41,6 +54,25 @@ class History(NamedTuple):
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
+
+    def last(self, count: int) -> tuple[int, ...]:
+        """The last tokens of prompt and completion together; -1: all of them."""
+        if 0 <= count <= len(self.completion):
+            return self.completion[len(self.completion) - count :]
+        tokens = self.prompt + self.completion
+        return tokens if count < 0 else tokens[max(0, len(tokens) - count) :]
+
+    def seen_by(self, params: SamplingParams) -> "History":
+        """Without the tokens that the parameters' samplers do not look at."""
+        length = params.history_length
+        needs_prompt = params.repetition_penalty != 1.0 or params.repeat_last_n is not None
+        if not needs_prompt and "dry" not in params.order:
+            return History((), self.completion)
+        if length is None:
+            return self
+        num_prompt = max(0, length - len(self.completion))
+        prompt = self.prompt[max(0, len(self.prompt) - num_prompt) :] if num_prompt else ()
+        return History(prompt, self.completion[max(0, len(self.completion) - length) :])
 
 
 class PendingMask(Protocol):

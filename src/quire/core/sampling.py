@@ -12,11 +12,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from quire.core.errors import RequestError
+from quire.core.samplers import DEFAULT_ORDER, read_samplers
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_COMPLETIONS = 128
 MAX_BAD_WORDS = 256
+MAX_SEQUENCE_BREAKERS = 32
+MAX_BREAKER_BYTES = 40
+SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 MAX_CONSTRAINT_LENGTH = 131_072  # characters
 CONSTRAINT_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "answer")
 
@@ -148,8 +152,22 @@ class SamplingOptions(TypedDict, total=False):
     spelled_token_ids: Sequence[int]
     detokenize: bool
     thinking: Thinking | None
+    repeat_last_n: int | None
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    dynatemp_range: float
+    dynatemp_exponent: float
+    samplers: str | Sequence[str] | None
 
 
+_LISTS = ("stop", "stop_token_ids", "bad_words", "spelled_token_ids")
 SWITCHES = (
     *("ignore_eos", "include_stop_str_in_output", "include_stop_token"),
     *("skip_special_tokens", "detokenize"),
@@ -187,6 +205,24 @@ class SamplingParams:
     spelled_token_ids: tuple[int, ...] = ()  # control tokens that are in the text all the same
     detokenize: bool = True  # False: token ids and no text
     thinking: Thinking | None = None  # where masks treat reasoning apart
+    # llama.cpp's samplers: docs/guide/sampling.md has their formulas.
+    repeat_last_n: int | None = None  # how many tokens penalties look at; -1: all, 0: no penalties
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0  # 0 or below: all tokens
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64  # -1: all tokens, 0: no DRY
+    dry_sequence_breakers: tuple[str, ...] = SEQUENCE_BREAKERS
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    samplers: tuple[str, ...] | None = None  # in any form that read_samplers takes; None: our order
+    # The samplers that change something, in the order in which they are applied.
+    order: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    # Whether penalties, dry, temperature, min_p, top_k, top_p in this order are all there is.
+    is_plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -217,6 +253,8 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias token", token, 0, param="logit_bias")
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0, param="logit_bias")
+        self._check_samplers()
+        self._set_order()
 
     def _normalise(self) -> None:
         """Accept the forms users write: one stop string, lists, -1 for every token."""
@@ -228,7 +266,9 @@ class SamplingParams:
             object.__setattr__(self, "bad_words", (self.bad_words,))
         if isinstance(self.allowed_token_ids, list):
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        for name in ("stop", "stop_token_ids", "bad_words", "spelled_token_ids"):
+        if isinstance(self.dry_sequence_breakers, str):
+            object.__setattr__(self, "dry_sequence_breakers", (self.dry_sequence_breakers,))
+        for name in (*_LISTS, "dry_sequence_breakers"):
             value = getattr(self, name)
             if value is None:
                 value = ()
@@ -243,6 +283,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if self.structured is not None:
             object.__setattr__(self, "structured", Constraint.of(self.structured))
+        if self.samplers is not None:
+            object.__setattr__(self, "samplers", read_samplers(self.samplers))
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -280,9 +322,56 @@ class SamplingParams:
                     param="bad_words",
                 )
 
+    def _check_samplers(self) -> None:
+        if self.repeat_last_n is not None:
+            _integer("repeat_last_n", self.repeat_last_n, -1)
+        _number("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
+        _number("top_n_sigma", self.top_n_sigma, -1.0, 1000.0)
+        _number("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        _number("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
+        _number("dry_base", self.dry_base, 1.0, 100.0)
+        _integer("dry_allowed_length", self.dry_allowed_length, 0)
+        _integer("dry_penalty_last_n", self.dry_penalty_last_n, -1)
+        _number("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
+        _number("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
+        name, breakers = "dry_sequence_breakers", self.dry_sequence_breakers
+        if len(breakers) > MAX_SEQUENCE_BREAKERS:
+            limit = f"{name} takes at most {MAX_SEQUENCE_BREAKERS} texts, got {len(breakers)}"
+            raise RequestError(limit, param=name)
+        for text in breakers:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"{name} must hold non-empty texts, got {text!r}", param=name)
+            if len(text.encode(errors="replace")) > MAX_BREAKER_BYTES:
+                limit = f"{name}: {text!r} has more than {MAX_BREAKER_BYTES} bytes of UTF-8"
+                raise RequestError(limit, param=name)
+
+    def _set_order(self) -> None:
+        """Leave out the samplers that change nothing."""
+        changes = {
+            "penalties": self.repeat_last_n != 0
+            and (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+            != (1.0, 0.0, 0.0),
+            "dry": self.dry_multiplier != 0.0 and self.dry_penalty_last_n != 0,
+            "temperature": self.temperature != 1.0 or self.dynatemp_range > 0.0,
+            "top_n_sigma": self.top_n_sigma > 0.0,
+            "min_p": self.min_p > 0.0,
+            "top_k": self.top_k > 0,
+            "typ_p": self.typical_p < 1.0,
+            "top_p": self.top_p < 1.0,
+            "xtc": self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5,
+        }
+        given = DEFAULT_ORDER if self.samplers is None else self.samplers
+        order = tuple(name for name in given if changes[name])
+        is_plain = self.samplers is None and self.dynatemp_range == 0.0
+        is_plain = is_plain and not {"top_n_sigma", "typ_p", "xtc"}.intersection(order)
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "is_plain", is_plain)
+
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        is_zero = self.temperature == 0.0 and self.dynatemp_range == 0.0
+        return is_zero and (self.samplers is None or "temperature" in self.samplers)
 
     @property
     def needs_mask(self) -> bool:
@@ -296,17 +385,22 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether choosing a token looks at the tokens before it (the penalties do)."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        """Whether choosing a token looks at the tokens before it (the penalties and DRY do)."""
+        return "penalties" in self.order or "dry" in self.order
+
+    @property
+    def history_length(self) -> int | None:
+        """How many of the last tokens before it choosing a token looks at; None: at all."""
+        lengths = [self.repeat_last_n if self.repeat_last_n is not None else -1]
+        lengths = lengths if "penalties" in self.order else []
+        if "dry" in self.order:
+            lengths.append(self.dry_penalty_last_n)
+        return None if -1 in lengths else max(lengths, default=0)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> "SamplingParams":
         """Build from untyped input such as JSON; an unknown field is an error that names it."""
-        known = [f.name for f in fields(cls)]
+        known = [f.name for f in fields(cls) if f.init]
         unknown = [name for name in values if name not in known]
         if unknown:
             raise RequestError(
@@ -367,12 +461,22 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return c0, c1, c2, c3
 
 
-def draw_bits(seed: int, index: int, position: int) -> int:
+TOKEN_DRAW = 0  # what a draw is for: the counter's last word
+XTC_DRAW = 1
+
+
+def draw_bits(seed: int, index: int, position: int, purpose: int = TOKEN_DRAW) -> int:
     """64 random bits for one sampled token: its request's seed, its sequence, its position."""
     key = (seed & _MASK, (seed >> 32) & _MASK)
-    counter = (position & _MASK, (position >> 32) & _MASK, index & _MASK, 0)
+    counter = (position & _MASK, (position >> 32) & _MASK, index & _MASK, purpose)
     low, high, _, _ = philox(counter, key)
     return (high << 32) | low
+
+
+def xtc_acts(params: SamplingParams, seed: int, index: int, position: int) -> bool:
+    """Whether XTC's own draw says that it acts on the token at a position."""
+    chance = (draw_bits(seed, index, position, XTC_DRAW) >> 11) * 2.0**-53
+    return chance < params.xtc_probability
 
 
 def new_seed() -> int:

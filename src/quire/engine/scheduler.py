@@ -211,8 +211,8 @@ class Scheduler:
             if length == num_computed + 1:
                 if length == sequence.max_length:
                     continue  # its last token is pending
-                if sequence.num_pending and sequence.grammar is not None:
-                    continue  # the next mask depends on the pending token
+                if sequence.num_pending and sequence.needs_last_token:
+                    continue  # the next mask, or DRY's penalties, depend on the pending token
                 decodes.append(sequence)
                 num_cached += num_computed
             elif length > num_computed:

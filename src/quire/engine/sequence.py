@@ -188,6 +188,7 @@ class Sequence:
     is_running: bool = False
     is_newly_admitted: bool = False  # no token since it was admitted
     has_row_extras: bool = False  # its rows carry history, a mask or prompt targets
+    needs_last_token: bool = False  # a row is planned when the token before its sample is known
     wait_reason: WaitReason | None = None
     wait_since: float = 0.0
 

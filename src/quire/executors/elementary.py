@@ -15,6 +15,7 @@ Doubles = NDArray[np.float64]
 
 LOWEST_EXPONENT = -708.0  # below it exp is 0, so that no result is subnormal
 NUM_LANES = 16
+LEAST_BASE = 2.0**-1000  # of a power: what is below is taken for 0
 
 LOG2_E = float.fromhex("0x1.71547652b82fep+0")
 LN2_HIGH = float.fromhex("0x1.62e42fefa3800p-1")  # 42 bits: its product with a power is exact
@@ -35,8 +36,8 @@ EXP_TAIL = tuple(  # (exp(r) - 1 - r) / r**2 on +-ln(2)/2, interpolated at Cheby
         "0x1.af38a9b0ec855p-26",
     )
 )
-_ROOT_OF_HALF = float.fromhex("0x1.6a09e667f3bcdp-1")
-_LOG_TERMS = tuple(2.0 / odd for odd in range(3, 25, 2))  # of 2 atanh(s) = 2 s + s (2/3 s**2 + ...)
+ROOT_OF_HALF = float.fromhex("0x1.6a09e667f3bcdp-1")
+LOG_TERMS = tuple(2.0 / odd for odd in range(3, 25, 2))  # of 2 atanh(s) = 2 s + s (2/3 s**2 + ...)
 
 
 def exp(values: Doubles) -> Doubles:
@@ -63,13 +64,13 @@ def exp(values: Doubles) -> Doubles:
 def log(value: float) -> float:
     """The natural logarithm of a finite number of at least 1."""
     mantissa, power = math.frexp(value)
-    if mantissa < _ROOT_OF_HALF:
+    if mantissa < ROOT_OF_HALF:
         mantissa, power = mantissa * 2.0, power - 1
     fraction = mantissa - 1.0
     ratio = fraction / (2.0 + fraction)
     square = ratio * ratio
-    series = _LOG_TERMS[-1]
-    for term in reversed(_LOG_TERMS[:-1]):
+    series = LOG_TERMS[-1]
+    for term in reversed(LOG_TERMS[:-1]):
         series = series * square + term
     near = fraction - ratio * (fraction - series * square)
     return power * LN2_HIGH + (power * LN2_LOW + near)
@@ -88,3 +89,23 @@ def lane_sum(values: Doubles) -> float:
         half = len(lanes) // 2
         lanes = lanes[:half] + lanes[half:]
     return float(lanes[0])
+
+
+def halving_sum(values: Doubles) -> float:
+    """The sum in another fixed order, which devices can follow too: the upper half, from the
+    greatest power of two on, is added to the lower one until one number is left."""
+    sums = values.copy()
+    while len(sums) > 1:
+        half = 1 << (len(sums) - 1).bit_length() - 1
+        sums[: len(sums) - half] += sums[half:]
+        sums = sums[:half]
+    return float(sums[0])
+
+
+def power(base: float, exponent: float) -> float:
+    """A number from 0 to 1 to a power of at least 0."""
+    if exponent == 1.0:
+        return base
+    if base < LEAST_BASE:
+        return 0.0 if exponent > 0.0 else 1.0
+    return float(exp(np.array([-exponent * log(1.0 / base)]))[0])

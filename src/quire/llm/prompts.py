@@ -322,7 +322,7 @@ def _is_unicode(text: str) -> bool:
 Params = SamplingParams | Sequence[SamplingParams] | None  # one for all, or one for each
 OnError = Literal["raise", "keep"]
 
-_FIELDS = tuple(field.name for field in fields(SamplingParams))
+_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.init)
 _NO_ADAPTERS = "quire has no adapters"
 _ON_LLM = "give chat_template to LLM(...)"
 _STRUCTURED = "write structured=..., a JSON schema, a pydantic model or a Constraint"

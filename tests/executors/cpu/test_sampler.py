@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.executors.sampler_cases import make_case
 
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, SequencePlan, TokenLogprob, Want
@@ -269,3 +270,37 @@ def test_a_request_outlives_what_it_was_made_from() -> None:
     request = SampleRequests().request(plan)
     del params, history, allowed, plan
     assert native.sample_row(logits, request) == (None, 7, None)
+
+
+# ---- llama.cpp's samplers and orders
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
+@pytest.mark.filterwarnings("error")
+def test_ten_thousand_rows_with_random_samplers(part: int) -> None:
+    for number in range(part * 2500, (part + 1) * 2500):
+        case = make_case(number)
+        found, reference = native_choice(*case), reference_choice(*case)
+        assert repr(found) == repr(reference), (number, case.sampling.params)
+
+
+@pytest.mark.parametrize("size", [129, 49152])
+@pytest.mark.parametrize("letters", ["edskypmxt", "y", "x", "s", "pkt", "typ", "mtk"])
+def test_chains_over_whole_vocabularies(size: int, letters: str) -> None:
+    logits = row(np.random.default_rng(size).normal(0.0, 3.0, size))
+    values: dict[str, Any] = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "temperature": 0.8}
+    values |= {"typical_p": 0.9, "xtc_probability": 0.5, "top_n_sigma": 2.0, "dynatemp_range": 0.3}
+    values |= {"dry_multiplier": 0.8, "repetition_penalty": 1.1, "repeat_last_n": 64}
+    params = SamplingParams(samplers=letters, **values)  # type: ignore[arg-type]
+    history = History((1, 2, 3, 4) * 9, (1, 2, 3)) if params.needs_history else None
+    for seed in range(5):
+        assert_agrees(logits, Sampling(params, seed, 0), 7, history)
+
+
+def test_a_chain_that_the_native_sampler_does_not_know_is_refused() -> None:
+    options = {"typical_p": 0.5, "top_n_sigma": 0.0, "xtc_probability": 0.0, "xtc_threshold": 0.1}
+    options |= {"dynatemp_range": 0.0, "dynatemp_exponent": 1.0}
+    with pytest.raises(ValueError, match="no such samplers: kz"):
+        native.ChainSettings(order="kz", **options)
+    with pytest.raises(ValueError, match="not finite"):
+        native.ChainSettings(order="k", **options | {"typical_p": math.nan})

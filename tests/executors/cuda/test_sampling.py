@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from tests.executors.sampler_cases import make_case  # noqa: E402
 
 from quire.core.errors import RowFaultError  # noqa: E402
 from quire.core.plan import History, Sampling, SequencePlan, Want  # noqa: E402
@@ -78,6 +79,35 @@ def test_tokens_are_the_reference_samplers(asked: list[SampleRow], seed: int) ->
         else:
             assert status[place] == FINITE
             assert found[place] == wanted
+
+
+def test_rows_with_random_samplers_are_the_reference_samplers() -> None:
+    """Every order has rows of its own in one call, beside plain ones."""
+    for start in range(0, 1000, 20):
+        cases = [make_case(number, VOCABULARY, bans=False) for number in range(start, start + 20)]
+        asked = [SampleRow(c.sampling, c.position, c.history, None, c.allowed) for c in cases]
+        logits = np.stack([case.logits for case in cases])
+        found, status = sampling.choose(torch.from_numpy(logits), asked, SAMPLES)
+        for place, row in enumerate(asked):
+            wanted = expected(logits[place], row)
+            if wanted is None:
+                assert status[place] in (NOTHING_ALLOWED, TOO_LARGE), row
+            else:
+                assert (status[place], found[place]) == (FINITE, wanted), row
+
+
+@pytest.mark.parametrize("repeat_last_n", [None, -1, 1, 2, 9])
+def test_a_pending_token_is_the_last_that_penalties_look_at(repeat_last_n: int | None) -> None:
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=9.0, presence_penalty=1.0, repeat_last_n=repeat_last_n
+    )
+    how = Sampling(params, 1, 0)
+    for completion in [(), (3,), (7, 3)]:
+        row = SampleRow(how, 0, History((1, 2, 3), completion), 0)
+        logits = np.zeros((1, VOCABULARY), np.float32)
+        logits[0, [1, 2, 3, 7]] = [5.0, 6.0, 7.0, 8.0]
+        found, _ = sampling.choose(torch.from_numpy(logits), [row], SAMPLES)
+        assert found[0] == expected(logits[0], row)
 
 
 def test_logits_that_are_not_numbers_are_said_to_be() -> None:

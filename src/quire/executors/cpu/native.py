@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import ConfigError
 from quire.core.plan import Sampling, SequencePlan, TokenLogprob, Want
+from quire.core.samplers import LETTER_OF
+from quire.core.sampling import SamplingParams
 from quire.executors.base import NO_SAMPLING
 
 __all__ = [
@@ -91,8 +93,8 @@ class SampleRequests:
         assert plan.sampling is not None, NO_SAMPLING
         history = None
         if plan.history is not None:
-            repeats = plan.sampling.params.repetition_penalty != 1.0
-            history = (plan.history.prompt if repeats else (), plan.history.completion)
+            seen = plan.history.seen_by(plan.sampling.params)
+            history = (seen.prompt, seen.completion)
         allowed = plan.allowed if isinstance(plan.allowed, bytes) else None  # pending: see step()
         return native.SampleRequest(
             self._settings_of(plan.sampling), plan.completion_position, history, allowed
@@ -112,14 +114,15 @@ class SampleRequests:
 def _native_settings(sampling: Sampling) -> "native.SampleSettings":
     """What stays the same for all tokens of a sequence."""
     params = sampling.params
+    has_penalties = "penalties" in params.order
     return native.SampleSettings(
         temperature=params.temperature,
         top_k=min(params.top_k, _BEYOND_ANY_VOCABULARY),
         top_p=params.top_p,
         min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty if has_penalties else 1.0,
+        frequency_penalty=params.frequency_penalty if has_penalties else 0.0,
+        presence_penalty=params.presence_penalty if has_penalties else 0.0,
         logit_bias=[
             (min(token, _BEYOND_ANY_VOCABULARY), bias) for token, bias in params.logit_bias.items()
         ],
@@ -128,4 +131,37 @@ def _native_settings(sampling: Sampling) -> "native.SampleSettings":
         seed=sampling.seed & (2**64 - 1),
         index=sampling.index & (2**32 - 1),
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        repeat_last_n=_bounded(params.repeat_last_n) if has_penalties else None,
+        dry=_dry_settings(sampling) if "dry" in params.order else None,
+        chain=None if params.is_plain else _chain_settings(params),
+    )
+
+
+def _bounded(number: int | None) -> int | None:
+    return None if number is None else min(number, _BEYOND_ANY_VOCABULARY)
+
+
+def _dry_settings(sampling: Sampling) -> "native.DrySettings":
+    params, breakers = sampling.params, sampling.breakers
+    return native.DrySettings(
+        multiplier=params.dry_multiplier,
+        base=params.dry_base,
+        allowed_length=min(params.dry_allowed_length, _BEYOND_ANY_VOCABULARY),
+        last_n=min(params.dry_penalty_last_n, _BEYOND_ANY_VOCABULARY),
+        breaker_tokens=list(breakers.tokens),
+        breaker_sequences=[
+            [head, *tail] for head, tails in breakers.tails.items() for tail in tails
+        ],
+    )
+
+
+def _chain_settings(params: SamplingParams) -> "native.ChainSettings":
+    return native.ChainSettings(
+        order="".join(LETTER_OF[name] for name in params.order),
+        typical_p=params.typical_p,
+        top_n_sigma=params.top_n_sigma,
+        xtc_probability=params.xtc_probability,
+        xtc_threshold=params.xtc_threshold,
+        dynatemp_range=params.dynatemp_range,
+        dynatemp_exponent=params.dynatemp_exponent,
     )
