@@ -15,8 +15,8 @@ struct DrySettings {
   double multiplier = 0.0;
   double base = 1.75;
   int64_t allowed_length = 2;
-  int64_t last_n = 64;                  // -1: all tokens
-  std::vector<int64_t> breaker_tokens;  // in ascending order
+  int64_t last_n = 64;                                  // -1: all tokens
+  std::vector<int64_t> breaker_tokens;                  // in ascending order
   std::vector<std::vector<int64_t>> breaker_sequences;  // likewise
 };
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.engine.simulated import END_TOKEN, finish, new_engine, outputs, solo, tokens_of
 from tests.engine.toys import Letters, Multiples, ended, greedy, mask, rows_of, toy_engine
 
-from quire.core.errors import RowFaultError
-from quire.core.plan import allows
+from quire.core.errors import RequestError, RowFaultError
+from quire.core.plan import Breakers, allows
 from quire.core.request import Ended, FinishReason, Piece, RequestOutput, Status
 from quire.core.sampling import Constraint, SamplingParams
 from quire.engine import Engine
@@ -349,6 +349,28 @@ def test_a_grammar_is_followed_and_ends_the_completion() -> None:
     assert all(token % 7 == 0 for token in tokens)
     assert found[held.id].finish_reason is FinishReason.STOP
     assert tokens_of(found[free.id]) == solo(PROMPT, greedy(10))
+
+
+def test_a_sequence_with_dry_is_planned_when_its_last_token_is_known() -> None:
+    executor = FakeExecutor(keep_plans=True)
+    engine = toy_engine(executor, make_breakers=lambda texts: Breakers(frozenset([7]), {}))
+    engine.add_request(PROMPT, greedy(10, dry_multiplier=1.0))
+    engine.add_request(PROMPT, greedy(10, repetition_penalty=2.0))
+    finish(engine)
+    assert any(row.follows is not None for row in rows_of(executor, 2)), "penalties do not wait"
+    held = rows_of(executor, 1)
+    assert all(row.follows is None and row.history is not None for row in held)
+    assert all(row.sampling and row.sampling.breakers.tokens == {7} for row in held)
+
+
+def test_breakers_of_dry_need_a_tokenizer() -> None:
+    engine = toy_engine(FakeExecutor())
+    with pytest.raises(RequestError, match="give an empty list") as caught:
+        engine.add_request(PROMPT, greedy(10, dry_multiplier=1.0))
+    assert caught.value.param == "dry_sequence_breakers"
+    engine.add_request(PROMPT, greedy(4, dry_multiplier=1.0, dry_sequence_breakers=()))
+    engine.add_request(PROMPT, greedy(4))
+    assert len(finish(engine)) == 2
 
 
 def test_a_sequence_with_a_grammar_is_planned_when_its_last_token_is_known() -> None:

@@ -9,7 +9,7 @@ from quire.core.plan import SequencePlan
 from quire.core.request import Ended, Event, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine import Engine
-from quire.engine.sequence import Grammar, MakeDetokenizer
+from quire.engine.sequence import Grammar, MakeBreakers, MakeDetokenizer
 from quire.executors.fake import FakeExecutor
 
 Script = Sequence[tuple[float, Callable[[], object]]]
@@ -105,6 +105,7 @@ def toy_engine(
     make_detokenizer: MakeDetokenizer | None = None,
     make_grammar: Callable[[SamplingParams], Grammar] | None = None,
     start_masks: Callable[[], None] | None = None,
+    make_breakers: MakeBreakers | None = None,
     **settings: object,
 ) -> Engine:
     return Engine(
@@ -114,6 +115,7 @@ def toy_engine(
         end_token_ids=[END_TOKEN],
         make_detokenizer=make_detokenizer,
         make_grammar=make_grammar,
+        make_breakers=make_breakers,
         start_masks=start_masks,
     )
 

@@ -41,6 +41,7 @@ def test_the_guide_has_its_pages() -> None:
             "models-by-name",
             "page",
             "quick-start",
+            "sampling",
             "structured-output",
             "tools-and-reasoning",
         ),

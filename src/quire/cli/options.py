@@ -146,8 +146,20 @@ _SAMPLING = (
     _Field("top_p", float, "P", "choose among the likeliest tokens that sum to P"),
     _Field("min_p", float, "P", "choose among tokens at least P times as likely as the likeliest"),
     _Field("repetition_penalty", float, "X", "above 1: tokens that were there become less likely"),
+    _Field("repeat_last_n", int, "N", "penalties look at the last N tokens; -1: at all of them"),
     _Field("presence_penalty", float, "X", "lowers tokens that the completion has"),
     _Field("frequency_penalty", float, "X", "lowers them by how often it has them"),
+    _Field("typical_p", float, "P", "choose among the most typical tokens that sum to P"),
+    _Field("top_n_sigma", float, "N", "choose among logits within N sigma of the greatest"),
+    _Field("xtc_probability", float, "P", "how often the likeliest tokens are left out"),
+    _Field("xtc_threshold", float, "P", "from which chance on XTC takes a token for likely"),
+    _Field("dry_multiplier", float, "X", "above 0: lowers tokens that go on with a repetition"),
+    _Field("dry_base", float, "X", "DRY: to the power of the repetition's length"),
+    _Field("dry_allowed_length", int, "N", "DRY: shorter repetitions are let be"),
+    _Field("dry_penalty_last_n", int, "N", "DRY: look at the last N tokens; -1: at all of them"),
+    _Field("dynatemp_range", float, "X", "moves the temperature so far by the entropy"),
+    _Field("dynatemp_exponent", float, "X", "the power that the entropy's share is taken to"),
+    _Field("samplers", str, "ORDER", "samplers in this order: edskypmxt, or top_k;temperature"),
     _Field("seed", int, "N", "makes sampling repeatable"),
 )
 
@@ -185,6 +197,13 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, temperature: float)
         metavar="TOKEN=BIAS",
         help="make a token likelier or less likely; may be repeated",
     )
+    group.add_argument(
+        "--dry-sequence-breaker",
+        dest="dry_sequence_breakers",
+        action="append",
+        metavar="TEXT",
+        help="DRY: no repetition reaches over this text; may be repeated",
+    )
     _add_stop_options(group)
 
 
@@ -218,7 +237,7 @@ def sampling_params(
 ) -> SamplingParams:
     """What the options above ask for; else the model's defaults, else the command's."""
     names = [field.name for field in _SAMPLING]
-    names += ["max_tokens", "temperature", "stop", "stop_token_ids"]
+    names += ["max_tokens", "temperature", "stop", "stop_token_ids", "dry_sequence_breakers"]
     names += ["include_stop_str_in_output", "include_stop_token", "ignore_eos"]
     given = {name: getattr(args, name) for name in names}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

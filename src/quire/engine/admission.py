@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ContextLengthError, OverloadedError, QuireError, RequestError
-from quire.core.plan import Capacity, Sampling, TokenLogprob, Want
+from quire.core.plan import NO_BREAKERS, Breakers, Capacity, Sampling, TokenLogprob, Want
 from quire.core.request import Completion, Request, RequestMetrics, Status
 from quire.core.sampling import SamplingParams, new_seed
 from quire.core.windows import longest_context
@@ -15,6 +15,7 @@ from quire.engine.fairness import WaitingQueues
 from quire.engine.sequence import (
     Grammar,
     LiveRequest,
+    MakeBreakers,
     MakeDetokenizer,
     MakeGrammar,
     Sequence,
@@ -38,6 +39,7 @@ class Admission:
         end_token_ids: Iterable[int],
         make_detokenizer: MakeDetokenizer | None,
         make_grammar: MakeGrammar | None,
+        make_breakers: MakeBreakers | None = None,
     ) -> None:
         self._config = config
         self._capacity = capacity
@@ -45,6 +47,7 @@ class Admission:
         self._end_token_ids = tuple(end_token_ids)
         self._make_detokenizer = make_detokenizer
         self._make_grammar = make_grammar
+        self._make_breakers = make_breakers
         self.completion_rate = CompletionRate()
         self._num_reserved_blocks = 0
         self._request_ids = itertools.count(1)
@@ -273,7 +276,9 @@ class Admission:
         return Sequence(
             id=number,
             live=live,
-            sampling=Sampling(params, request.seed, index, tuple(sorted(stop_ids))),
+            sampling=Sampling(
+                params, request.seed, index, tuple(sorted(stop_ids)), self._breakers(params)
+            ),
             completion=Completion(index, list(request.generated), text, logprobs),
             tokens=[*request.prompt, *request.generated],
             block_table=self._cache.new_table(None if is_whole else request.key),
@@ -296,6 +301,18 @@ class Admission:
     def _urgency(self, request: Request) -> float:
         """Arrival time, moved by priority: waiting `aging_s` is worth one level."""
         return request.metrics.arrived_at + request.priority * self._config.aging_s
+
+    def _breakers(self, params: SamplingParams) -> Breakers:
+        texts = params.dry_sequence_breakers
+        if "dry" not in params.order or not texts:
+            return NO_BREAKERS
+        if self._make_breakers is None:
+            raise RequestError(
+                "dry_sequence_breakers needs a tokenizer, and this model has none; give an empty "
+                "list",
+                param="dry_sequence_breakers",
+            )
+        return self._make_breakers(texts)
 
     def _transcript(self, params: SamplingParams) -> Transcript | None:
         if self._make_detokenizer is None or not params.detokenize:

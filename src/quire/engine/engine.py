@@ -31,7 +31,7 @@ from quire.engine.execution import (
 from quire.engine.health import HealthMonitor
 from quire.engine.lifecycle import Lifecycle
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import MakeDetokenizer, MakeGrammar
+from quire.engine.sequence import MakeBreakers, MakeDetokenizer, MakeGrammar
 from quire.engine.stats import EngineStats, Health, HealthReport, Snapshot
 from quire.engine.step import Row, Step
 from quire.engine.step_log import StepLog, StepRecord
@@ -51,6 +51,7 @@ class Engine:
         end_token_ids: Iterable[int] = (),
         make_detokenizer: MakeDetokenizer | None = None,
         make_grammar: MakeGrammar | None = None,
+        make_breakers: MakeBreakers | None = None,
         start_masks: Callable[[], None] | None = None,
     ) -> None:
         """`start_masks`: begins to compute the masks that grammars promised since the last call."""
@@ -67,6 +68,7 @@ class Engine:
             end_token_ids,
             make_detokenizer,
             make_grammar,
+            make_breakers,
         )
         self._start_masks = start_masks
         self._health = HealthMonitor(self.stats)

@@ -20,7 +20,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from quire.core.plan import PendingMask, Sampling, TokenLogprob, Want
+from quire.core.plan import Breakers, PendingMask, Sampling, TokenLogprob, Want
 from quire.core.request import Completion, FinishReason, Request, WaitReason
 from quire.core.sampling import SamplingParams
 from quire.kvcache import BlockTable
@@ -64,6 +64,7 @@ class MakeDetokenizer(Protocol):
 
 
 MakeGrammar = Callable[[SamplingParams], Grammar]
+MakeBreakers = Callable[[tuple[str, ...]], Breakers]
 
 
 class NewText(NamedTuple):

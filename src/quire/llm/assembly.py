@@ -40,6 +40,7 @@ from quire.model.loading import Model, end_token_ids, load_model, read_tokenizer
 from quire.model.spec import Experts, ModelSpec, tensor_shapes
 from quire.structured import Grammars
 from quire.tokenizer import Tokenizer
+from quire.tokenizer.breakers import SequenceBreakers
 
 _log = logging.getLogger(__name__)
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -72,6 +73,7 @@ class Assembly:
     defaults: SamplingOptions  # for requests that say nothing
     grammars: Grammars
     reranker: Reranker | None  # of a model that was trained as one
+    breakers: SequenceBreakers | None  # None without a tokenizer
 
     def with_batch_size(self, max_batch_size: int) -> "Assembly":
         """The same for batches of another size, which must have blocks enough."""
@@ -105,6 +107,7 @@ class Assembly:
             end_token_ids=self.end_token_ids,
             make_detokenizer=None if self.tokenizer is None else self.tokenizer.detokenizer,
             make_grammar=grammars.for_completion,
+            make_breakers=self.breakers,
             start_masks=grammars.start_masks,
         )
 
@@ -133,6 +136,7 @@ def assemble(model: str | Path, options: Options) -> Assembly:
             defaults=_defaults(loaded, options),
             grammars=Grammars(tokenizer, loaded.spec.vocabulary_size, ends),
             reranker=find_reranker(_names(loaded), tokenizer),
+            breakers=None if tokenizer is None else SequenceBreakers(tokenizer),
         )
 
 

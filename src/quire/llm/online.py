@@ -267,6 +267,10 @@ class AsyncLLM:
         return self._assembly.grammars.prepare(params)
 
     async def _with_grammar(self, prepared: Prepared, params: SamplingParams) -> Prepared:
+        breakers = self._assembly.breakers
+        if "dry" in params.order and breakers is not None:
+            # The engine's thread asks again and finds them remembered.
+            await asyncio.to_thread(breakers, params.dry_sequence_breakers)
         if not params.needs_mask or prepared.grammar is not None:
             return prepared
         return prepared._replace(grammar=await asyncio.to_thread(self.prepare_grammar, params))

@@ -33,6 +33,7 @@ from quire.server.client_fields import (
     GenerationClientFields,
 )
 from quire.server.fields import Refused, Strict, accepted, refused
+from quire.server.sampler_fields import SamplerFields
 
 MAX_PROMPTS = 256  # of one request
 MAX_MESSAGES = 4096
@@ -168,7 +169,7 @@ class CommonFields(Strict):
     timeout: float | None = Field(default=None, gt=0, le=86_400, description="seconds")
 
 
-class Generation(CommonFields, GenerationClientFields):
+class Generation(CommonFields, SamplerFields, GenerationClientFields):
     """What chat and plain completions share."""
 
     max_tokens: int | None = Field(
@@ -335,6 +336,7 @@ class Generation(CommonFields, GenerationClientFields):
         given: dict[str, Any] = {
             name: value for name in _SAMPLED if (value := getattr(self, name)) is not None
         }
+        given |= self.sampler_options(self.repetition_penalty)
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         given.setdefault("max_tokens", max(1, room))
