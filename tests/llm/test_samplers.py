@@ -40,7 +40,7 @@ def llm(model: Path) -> Iterator[LLM]:
 
 
 def params(**given: Any) -> SamplingParams:
-    return SamplingParams.from_mapping({"max_tokens": 24, "seed": 5, **given})
+    return SamplingParams.from_mapping({"max_tokens": 60, "seed": 5, **given})
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_company_changes_nothing(llm: LLM, alone: dict[str, list[int]]) -> None:
 
 def test_tight_memory_changes_nothing(model: Path, alone: dict[str, list[int]]) -> None:
     """So little memory that requests are pre-empted and computed again."""
-    with LLM(model, device="cpu", kv_memory="160KiB", max_batch_size=4) as tight:
+    with LLM(model, device="cpu", kv_memory="128KiB", max_batch_size=4) as tight:
         found = tight.generate([PROMPT] * len(OPTIONS), [params(**g) for g in OPTIONS.values()])
-        assert tight.stats.num_preemptions > 0
+        assert tight.stats.stats.num_preemptions > 0
     assert {name: o.token_ids for name, o in zip(OPTIONS, found, strict=True)} == alone
 
 

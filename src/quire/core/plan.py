@@ -62,7 +62,7 @@ class History(NamedTuple):
         tokens = self.prompt + self.completion
         return tokens if count < 0 else tokens[max(0, len(tokens) - count) :]
 
-    def seen_by(self, params: SamplingParams) -> "History":
+    def needed_by(self, params: SamplingParams) -> "History":
         """Without the tokens that the parameters' samplers do not look at."""
         length = params.history_length
         needs_prompt = params.repetition_penalty != 1.0 or params.repeat_last_n is not None

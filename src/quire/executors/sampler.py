@@ -57,7 +57,7 @@ def weigh(
 ) -> NDArray[np.uint64]:
     """The integer weights that a token is drawn by; 0 for what the samplers leave out."""
     if history is not None:
-        history = history.seen_by(sampling.params)
+        history = history.needed_by(sampling.params)
     _check_tokens(len(logits), sampling, completion_position, history)
     scores = _adjusted(logits, sampling, completion_position, allowed)
     row = _Row(scores, sampling, completion_position, history)

@@ -93,7 +93,7 @@ class SampleRequests:
         assert plan.sampling is not None, NO_SAMPLING
         history = None
         if plan.history is not None:
-            seen = plan.history.seen_by(plan.sampling.params)
+            seen = plan.history.needed_by(plan.sampling.params)
             history = (seen.prompt, seen.completion)
         allowed = plan.allowed if isinstance(plan.allowed, bytes) else None  # pending: see step()
         return native.SampleRequest(
