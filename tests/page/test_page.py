@@ -420,6 +420,7 @@ def test_a_wrong_key_is_explained_and_a_right_one_kept_only_if_asked(
     browser.wait(lambda: "your own" in browser.text("#running-note"))
     assert not browser.find("#kv-section").is_displayed(), "totals are for the scope stats"
     browser.click("#key-button")
+    assert "another key" in browser.text("#key-text")
     browser.click("#keep-key")
     browser.type(secret("alice") + ENTER, "#key")
     browser.wait(lambda: not browser.all("#key-dialog[open]"))

@@ -317,7 +317,7 @@ function failed(error, message) {
   }
   message.state = message.content || message.calls?.length ? "stopped" : "error";
   message.error = error instanceof ApiError ? error.message : `this page failed: ${error.message}`;
-  if (error.status === 401) askForKey(error.message);
+  if (error.status === 401) keyRefused(error.message);
 }
 
 function take(chunk, message, times) {
@@ -373,11 +373,15 @@ refresh.now = (conversation, message) => {
 
 // ---- the key
 
-function askForKey(reason) {
+function keyRefused(reason) {
+  const wrong = `The server did not accept this key: ${reason}.`;
+  askForKey(api.hasKey ? wrong : "This server answers to those who have a key.");
+}
+
+function askForKey(text) {
   $("docs").hidden = true; // a link carries no key
   $("key-button").hidden = false;
-  const wrong = api.hasKey ? `The server did not accept this key: ${reason}.` : "This server answers to those who have a key.";
-  $("key-text").textContent = wrong;
+  $("key-text").textContent = text;
   if (!$("key-dialog").open) $("key-dialog").showModal();
   $("key").value = "";
   $("key").focus();
@@ -399,7 +403,7 @@ async function connect() {
     engine.start();
     return true;
   } catch (error) {
-    if (error.status === 401 || error.code === "too_many_failed_keys") askForKey(error.message);
+    if (error.status === 401 || error.code === "too_many_failed_keys") keyRefused(error.message);
     else if (error.status === 503 || error.status === 0) {
       $("state").textContent = error.message;
       setTimeout(connect, 2000);
@@ -484,7 +488,7 @@ $("menu").addEventListener("click", () => {
   const isOpen = document.body.classList.toggle("menu-open");
   $("menu").setAttribute("aria-expanded", String(isOpen));
 });
-$("key-button").addEventListener("click", () => askForKey("another one was asked for"));
+$("key-button").addEventListener("click", () => askForKey("Use another key, or the same and keep it."));
 $("key-form").addEventListener("submit", tryKey);
 $("key-cancel").addEventListener("click", () => $("key-dialog").close());
 document.addEventListener("keydown", onKey);
