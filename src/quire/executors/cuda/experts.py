@@ -9,11 +9,13 @@ import triton
 
 from quire.executors.cuda.expert_weights import ExpertWeights, Stack
 from quire.executors.cuda.gemm import (
+    MULTIPROCESSORS,
     Gemm,
     HopperGemm,
     Tiling,
     factors,
     plane_pointers,
+    stage_row_bytes,
 )
 from quire.executors.cuda.kernels import experts as kernels
 from quire.executors.cuda.planes import GATED_DIVISOR, Array, PlaneFormat
@@ -280,8 +282,12 @@ class PortableExperts:
 
 _TOKEN_TILES = (8, 16, 32, 64)
 _LARGE_TILE, _LARGE_MEAN = 128, 256
+_MAX_SIZES = 3  # of tiles, in a launch
 _FEW_BLOCKS = 4  # of 256 columns
 _MANY_PROGRAMS = 528  # of 64 rows: enough to fill 132 multiprocessors with half as many of 128
+_REGISTERS, _SHARED_BYTES = 65_536, 232_448  # of a multiprocessor
+_LOADING_WARPS = 4  # of a program, two of which do nothing
+_OTHER_SHARED_BYTES = 6144  # of a program: barriers, and what the epilogue exchanges
 
 
 def expert_tiling(
@@ -301,9 +307,28 @@ def expert_tiling(
         columns, stages = {8: (256, 3), 128: (64, 4)}.get(tile_tokens, (128, 4 - rows // 128))
         registers = 128 if tile_tokens == 128 else 80
         return Tiling(rows, tile_tokens, columns, stages, stages, warps, registers)
-    if tile_tokens >= 64:
+    if tile_tokens >= 64 and not (layout.has_powers and tile_tokens == 64):
         return Tiling(rows, tile_tokens, 64, 4, 3, warps, 80 if tile_tokens == 64 else 128)
-    return Tiling(rows, tile_tokens, 256, 3, 3, warps, 80)
+    stages = 2 if tile_tokens == 64 else 3
+    return Tiling(rows, tile_tokens, 256, stages, stages, warps, 80)
+
+
+def token_sizes(layout: PlaneFormat, tile_tokens: int) -> tuple[int, ...]:
+    """The sizes of tiles in a launch whose largest has so many tokens: a tile of few tokens need
+    not run the instruction for many. Other formats than MXFP4 have no registers left for that."""
+    if not layout.has_powers:
+        return (tile_tokens,)
+    count = {64: 3}.get(tile_tokens, 2)
+    return tuple(size for size in (*_TOKEN_TILES, _LARGE_TILE) if size <= tile_tokens)[-count:]
+
+
+def resident_programs(layout: PlaneFormat, shape: Tiling) -> int:
+    """How many programs run at once: each goes on to other tiles until there are none."""
+    by_registers = _REGISTERS // (32 * (shape.warps + _LOADING_WARPS) * shape.registers)
+    tokens = shape.token_stages * shape.tokens * shape.columns * 2
+    weights = shape.weight_stages * shape.rows * stage_row_bytes(layout, shape)
+    by_memory = _SHARED_BYTES // (tokens + weights + _OTHER_SHARED_BYTES)
+    return MULTIPROCESSORS * max(1, min(by_registers, by_memory))
 
 
 class HopperExperts:
@@ -349,9 +374,12 @@ class HopperExperts:
         planes = stack.planes
         num_programs = -(-stack.rows_per_expert // 64) * call.num_tiles
         shape = expert_tiling(planes.layout, call.tile_tokens, num_programs, planes.num_blocks)
-        grid = (-(-stack.rows_per_expert // shape.rows), call.num_tiles)
-        self._kernels.expert_gemm[grid](
-            self._descriptor(tokens, [shape.tokens, shape.columns], 128),
+        sizes = token_sizes(planes.layout, call.tile_tokens)
+        boxes = [self._descriptor(tokens, [size, shape.columns], 128) for size in sizes]
+        boxes += boxes[:1] * (_MAX_SIZES - len(boxes))
+        num_items = -(-stack.rows_per_expert // shape.rows) * call.num_tiles
+        self._kernels.expert_gemm[(min(num_items, resident_programs(planes.layout, shape)),)](
+            *boxes,
             *self._gemm.weight_descriptors(planes, shape),
             out,
             planes.codes if stack.bias is None else stack.bias,
@@ -365,6 +393,7 @@ class HopperExperts:
             planes.num_blocks,
             out.stride(0),
             TILING=shape,
+            NUM_SIZES=len(sizes),
             FORMAT=planes.layout,
             GATED=gated,
             BIAS=stack.bias is not None,

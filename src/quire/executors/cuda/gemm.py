@@ -169,7 +169,7 @@ class Tiling(NamedTuple):
 # tokens: up to 8, 16, 32, 64, 128. A wide matrix fills the GPU by itself.
 _Tilings = tuple[Tiling, Tiling, Tiling, Tiling, Tiling]
 _TOKEN_TILES = (8, 16, 32, 64, 128)
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 _WIDE_ROWS = 16384
 _FULL = 96  # programs that a large tile must make to be worth it
 _FULL_FLOAT = 64
@@ -228,6 +228,14 @@ _FLOAT_WIDE: _Tilings = (
 )
 
 
+def stage_row_bytes(layout: PlaneFormat, shape: Tiling) -> int:
+    """Of a row of weights, in a stage of shared memory."""
+    if layout.is_float:
+        return 2 * shape.columns
+    words = layout.code_words + layout.scale_words + layout.high_words
+    return 4 * words + (2 if layout.has_deltas else 0)
+
+
 def tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_tokens: int) -> Tiling:
     """How to tile a GEMM of that many rows and tokens."""
     if num_tokens > _TOKEN_TILES[-1]:
@@ -237,7 +245,7 @@ def tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_tokens: int)
     if layout.is_float:
         if is_wide:
             return _FLOAT_WIDE[index]
-        has_few = -(-num_rows // 64) * num_splits <= _MULTIPROCESSORS
+        has_few = -(-num_rows // 64) * num_splits <= MULTIPROCESSORS
         return (_FLOAT_FEW_TILES if has_few else _FLOAT)[index]
     if layout.bits == 8:
         return _8_BITS[index]

@@ -1,32 +1,38 @@
 """The grouped GEMM of a mixture of experts on Hopper's tensor cores, in Gluon.
 
-A program is one of kernels/hopper_gemm.py whose rows of weights are an expert's and whose tokens
-are rows of pairs, sorted by expert (see kernels/experts.py); which ones, it reads from a list of
-tiles. Programs past the end of the list end at once.
+A program computes tiles as kernels/hopper_gemm.py does, whose rows of weights are an expert's and
+whose tokens are rows of pairs, sorted by expert (see kernels/experts.py); which ones, it reads from
+a list of tiles. It takes every so many-th tile of the launch, and the loads of the next tile start
+while the last one ends. A tile runs the instruction of the smallest size that its tokens fit: what
+it computes of a token is the same in all of them.
 
-Constants of a launch: TILING is a gemm.Tiling, FORMAT a planes.PlaneFormat.
+Constants of a launch: TILING is a gemm.Tiling, of the largest tiles; NUM_SIZES counts the sizes of
+tiles, each twice the one before; FORMAT is a planes.PlaneFormat.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RET505
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.executors.cuda.kernels.activations import gated
 from quire.executors.cuda.kernels.dequantize import WeightRing
 from quire.executors.cuda.kernels.experts import Pairs, Tiles
 from quire.executors.cuda.kernels.hopper import allow_next_kernel, wait_for_previous_kernel
 from quire.executors.cuda.kernels.hopper_gemm import (
     DEPENDENT,
     SERIAL,
+    GatedOutput,
     PlaneDescriptors,
+    RingPosition,
     TokenRing,
     allocate_rings,
-    load_tokens,
-    load_weights,
+    begin_tokens,
+    load_token_stages,
+    load_weight_steps,
     step_columns,
+    store_gated,
     summed,
     sums_layout,
 )
@@ -35,14 +41,40 @@ _SERIAL = gl.constexpr(SERIAL)
 _DEPENDENT = gl.constexpr(DEPENDENT)
 
 
-class ExpertTile(NamedTuple):
-    """What a program computes."""
+@gluon.constexpr_function
+def _sized(TILING, NUM_SIZES, size):
+    """The tiling of tiles of one size."""
+    return TILING._replace(tokens=TILING.tokens >> NUM_SIZES - 1 - size)
 
+
+@gluon.jit
+def _has_size(count, TILING: gl.constexpr, NUM_SIZES: gl.constexpr, SIZE: gl.constexpr):
+    """Whether this is the smallest size with room for so many tokens."""
+    most = TILING.tokens >> NUM_SIZES - 1 - SIZE
+    if SIZE == 0:
+        return count <= most
+    else:
+        return (count > most // 2) & (count <= most)
+
+
+class Work(NamedTuple):
+    """What a launch computes: its tiles times the tiles of an expert's rows."""
+
+    tiles: Any
+    num_row_tiles: Any
+    rows_per_expert: Any
+    used_rows: Any
+    num_blocks: Any
+
+
+class ExpertTile(NamedTuple):
+    """A part of it that a program computes at once."""
+
+    index: Any  # of its tokens in the list of tiles
     row_tile: Any
     expert_row: Any  # the expert's first row of weights
-    first: Any  # the first row of pairs
     count: Any  # of rows of pairs
-    num_steps: Any  # a step is the columns of a stage of weights
+    num_blocks: Any
 
 
 class ExpertOutput(NamedTuple):
@@ -53,56 +85,118 @@ class ExpertOutput(NamedTuple):
     sum_factor: Any
     gated_factor: Any
     pairs: Any
-    rows_per_expert: Any
     stride: Any  # of a row of pairs; of a slot
 
 
 @gluon.jit
-def _store_gated(
-    sums, tile: ExpertTile, output: ExpertOutput, TILING: gl.constexpr, ACTIVATION: gl.constexpr
-):
-    """Of 16 rows eight are gates and eight are values, in one thread."""
-    ROWS: gl.constexpr = TILING.rows
-    TOKENS: gl.constexpr = TILING.tokens
-    HALF: gl.constexpr = ROWS // 2
-    STORED: gl.constexpr = gl.BlockedLayout(
-        [8, 1], [HALF // 8, 32 // (HALF // 8)], [1, TILING.warps], [0, 1]
+def _uniform(x):
+    """A loaded value, which is the same in all lanes: so that the assembler knows, too."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;",
+        "=r,r",
+        [x],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
-    gates, ups = gl.split(sums.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    product = gated(gates, ups, ACTIVATION)
-    product = product.reshape([HALF, TOKENS]) * output.gated_factor
-    product = gl.minimum(gl.maximum(product, -65504.0), 65504.0).to(gl.float16)
-    product = gl.convert_layout(product, STORED)
-    row = tile.row_tile * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
-    lane = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORED))
-    mask = (lane < tile.count)[None, :] & (row < output.rows_per_expert // 2)[:, None]
-    index = (tile.first + lane)[None, :].to(gl.int64) * output.stride + row[:, None]
-    gl.store(output.out + index, product, mask=mask)
+
+
+@gluon.jit
+def _tile_of(work: Work, item, ROWS: gl.constexpr):
+    index = item // work.num_row_tiles
+    row_tile = item % work.num_row_tiles
+    expert_row = _uniform(gl.load(work.tiles.expert + index)) * work.rows_per_expert
+    # Rows of padding are zeros, and so is their sum over any columns: one block of them will do.
+    num_blocks = gl.where(row_tile * ROWS < work.used_rows, work.num_blocks, 1)
+    count = _uniform(gl.load(work.tiles.count + index))
+    return ExpertTile(index, row_tile, expert_row, count, num_blocks)
+
+
+@gluon.jit
+def _load_weights(
+    planes: PlaneDescriptors,
+    ring: WeightRing,
+    work: Work,
+    num_items,
+    num_rows,
+    TILING: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    STEPS: gl.constexpr = 256 // step_columns(TILING, FORMAT)
+    stage = 0
+    phase = 1
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        tile = _tile_of(work, item, TILING.rows)
+        row = tile.expert_row + tile.row_tile * TILING.rows
+        stage, phase = load_weight_steps(
+            planes, ring, stage, phase, 0, tile.num_blocks * STEPS, row, num_rows, TILING, FORMAT
+        )
+
+
+@gluon.jit
+def _load_tokens(
+    token_descs,
+    ring: TokenRing,
+    work: Work,
+    num_items,
+    firsts,
+    TILING: gl.constexpr,
+    NUM_SIZES: gl.constexpr,
+    LAUNCH: gl.constexpr,
+):
+    """`firsts`: of each tile its first row of tokens."""
+    begin_tokens(LAUNCH)
+    stage = 0
+    phase = 1
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        tile = _tile_of(work, item, TILING.rows)
+        first = gl.load(firsts + tile.index)
+        num_stages = tile.num_blocks * (256 // TILING.columns)
+        for size in gl.static_range(NUM_SIZES):
+            if _has_size(tile.count, TILING, NUM_SIZES, size):
+                stage, phase = load_token_stages(
+                    token_descs[size],
+                    ring,
+                    stage,
+                    phase,
+                    0,
+                    num_stages,
+                    first,
+                    _sized(TILING, NUM_SIZES, size),
+                )
 
 
 @gluon.jit
 def _store_weighed(
-    sums, tile: ExpertTile, output: ExpertOutput, TILING: gl.constexpr, USED: gl.constexpr
+    sums,
+    tile: ExpertTile,
+    work: Work,
+    output: ExpertOutput,
+    TILING: gl.constexpr,
+    USED: gl.constexpr,
 ):
     """Times the pair's weight, to its slot and token."""
     MMA: gl.constexpr = sums_layout(TILING)
     lane = gl.arange(0, TILING.tokens, layout=gl.SliceLayout(0, MMA))
     row = tile.row_tile * TILING.rows + gl.arange(0, TILING.rows, layout=gl.SliceLayout(1, MMA))
     is_row = lane < tile.count
-    pair = gl.load(output.pairs.of_row + tile.first + lane, mask=is_row, other=0)
+    first = gl.load(work.tiles.row + tile.index)
+    pair = gl.load(output.pairs.of_row + first + lane, mask=is_row, other=0)
     sums = sums * gl.load(output.pairs.weights + pair, mask=is_row, other=0.0).expand_dims(0)
     to = (pair % USED).to(gl.int64) * output.stride
-    to += (pair // USED).to(gl.int64) * output.rows_per_expert
-    mask = is_row[None, :] & (row < output.rows_per_expert)[:, None]
+    to += (pair // USED).to(gl.int64) * work.rows_per_expert
+    mask = is_row[None, :] & (row < work.rows_per_expert)[:, None]
     gl.store(output.out + to[None, :] + row[:, None], sums, mask=mask)
 
 
 @gluon.jit
-def _multiply(
+def _multiply_tile(
     weights: WeightRing,
     tokens: TokenRing,
+    at: RingPosition,
     factors,
     tile: ExpertTile,
+    work: Work,
     output: ExpertOutput,
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -110,23 +204,74 @@ def _multiply(
     BIAS: gl.constexpr,
     OPTION: gl.constexpr,
 ):
-    """OPTION: the activation where GATED, else how many experts a token uses."""
     MMA: gl.constexpr = sums_layout(TILING)
-    sums = summed(weights, tokens, factors, tile.num_steps, TILING, FORMAT) * output.sum_factor
+    num_steps = tile.num_blocks * (256 // step_columns(TILING, FORMAT))
+    sums, at = summed(weights, tokens, at, factors, num_steps, TILING, FORMAT, True)
+    sums = sums * output.sum_factor
     if BIAS:
         row = tile.row_tile * TILING.rows + gl.arange(0, TILING.rows, layout=gl.SliceLayout(1, MMA))
-        mask = row < output.rows_per_expert
+        mask = row < work.rows_per_expert
         value = gl.load(output.bias + tile.expert_row + row, mask=mask, other=0.0)
         sums = sums + value.expand_dims(1)
     if GATED:
-        _store_gated(sums, tile, output, TILING, OPTION)
+        first = gl.load(work.tiles.row + tile.index)
+        to = GatedOutput(
+            output.out,
+            output.gated_factor,
+            tile.row_tile,
+            work.rows_per_expert,
+            first,
+            first + tile.count,
+            output.stride,
+        )
+        store_gated(sums, to, TILING, OPTION)
     else:
-        _store_weighed(sums, tile, output, TILING, OPTION)
+        _store_weighed(sums, tile, work, output, TILING, OPTION)
+    return at
+
+
+@gluon.jit
+def _multiply(
+    weights: WeightRing,
+    tokens: TokenRing,
+    factors,
+    work: Work,
+    num_items,
+    output: ExpertOutput,
+    TILING: gl.constexpr,
+    NUM_SIZES: gl.constexpr,
+    FORMAT: gl.constexpr,
+    GATED: gl.constexpr,
+    BIAS: gl.constexpr,
+    OPTION: gl.constexpr,
+):
+    """OPTION: the activation where GATED, else how many experts a token uses."""
+    at = RingPosition(0, 0, 0, 0)
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        tile = _tile_of(work, item, TILING.rows)
+        for size in gl.static_range(NUM_SIZES):
+            if _has_size(tile.count, TILING, NUM_SIZES, size):
+                at = _multiply_tile(
+                    weights,
+                    tokens,
+                    at,
+                    factors,
+                    tile,
+                    work,
+                    output,
+                    _sized(TILING, NUM_SIZES, size),
+                    FORMAT,
+                    GATED,
+                    BIAS,
+                    OPTION,
+                )
 
 
 @gluon.jit(do_not_specialize=["num_blocks"])
 def expert_gemm(
     token_desc,
+    token_desc_1,
+    token_desc_2,
     code_desc,
     high_desc,
     scale_desc,
@@ -143,6 +288,7 @@ def expert_gemm(
     num_blocks,
     stride,
     TILING: gl.constexpr,
+    NUM_SIZES: gl.constexpr,
     FORMAT: gl.constexpr,
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
@@ -150,7 +296,8 @@ def expert_gemm(
     PDL: gl.constexpr,
 ):
     """GATED: out[row of pairs, i] = gated(gate i, value i) * gated_factor, of the token's row.
-    Otherwise out[slot, token, i] = the pair's weight times row i. `factors` are gemm.Factors.
+    Otherwise out[slot, token, i] = the pair's weight times row i. `factors` are gemm.Factors. There
+    is a descriptor of tokens for each size; further ones are not read.
 
     The list of tiles comes from the kernel before the gated GEMM: that one waits for it, and the
     other finds it there when it starts, and loads weights at once.
@@ -158,39 +305,42 @@ def expert_gemm(
     if GATED and PDL:
         wait_for_previous_kernel()
         allow_next_kernel()
-    index = gl.program_id(1)
-    if index >= gl.load(tiles.total):
-        return
-    row_tile = gl.program_id(0)
-    expert_row = gl.load(tiles.expert + index) * rows_per_expert
-    first = gl.load(tiles.row + index)
-    first_token = first
-    if GATED:
-        first_token = gl.load(tiles.token + index)
-    STEP: gl.constexpr = step_columns(TILING, FORMAT)
     LAUNCH: gl.constexpr = _SERIAL if GATED or not PDL else _DEPENDENT
-    # Rows of padding are zeros, and so is their sum over any columns: one block of them will do.
-    blocks = gl.where(row_tile * TILING.rows < used_rows, num_blocks, 1)
-    num_steps = blocks * (256 // STEP)
+    num_row_tiles = (rows_per_expert + TILING.rows - 1) // TILING.rows
+    work = Work(tiles, num_row_tiles, rows_per_expert, used_rows, num_blocks)
+    num_items = _uniform(gl.load(tiles.total)) * num_row_tiles
     planes = PlaneDescriptors(code_desc, high_desc, scale_desc, delta_desc)
-    weights, tokens = allocate_rings(token_desc, planes, TILING, FORMAT)
-    tile = ExpertTile(row_tile, expert_row, first, gl.load(tiles.count + index), num_steps)
-    output = ExpertOutput(out, bias, factors.sums, gated_factor, pairs, rows_per_expert, stride)
-    weight_row = expert_row + row_tile * TILING.rows
-    num_stages = num_steps * (STEP // TILING.columns)
+    token_descs = (token_desc, token_desc_1, token_desc_2)
+    largest_desc = token_descs[NUM_SIZES - 1]
+    weights, tokens = allocate_rings(largest_desc, planes, TILING, FORMAT)
+    output = ExpertOutput(out, bias, factors.sums, gated_factor, pairs, stride)
+    firsts = tiles.token if GATED else tiles.row
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (weights, tokens, factors, tile, output, TILING, FORMAT, GATED, BIAS, OPTION),
+                (
+                    weights,
+                    tokens,
+                    factors,
+                    work,
+                    num_items,
+                    output,
+                    TILING,
+                    NUM_SIZES,
+                    FORMAT,
+                    GATED,
+                    BIAS,
+                    OPTION,
+                ),
             ),
             (
-                load_weights,
-                (planes, weights, 0, num_steps, weight_row, num_rows, TILING, FORMAT),
+                _load_weights,
+                (planes, weights, work, num_items, num_rows, TILING, FORMAT),
             ),
             (
-                load_tokens,
-                (token_desc, tokens, 0, num_stages, first_token, TILING, LAUNCH),
+                _load_tokens,
+                (token_descs, tokens, work, num_items, firsts, TILING, NUM_SIZES, LAUNCH),
             ),
         ],
         [1, 1],

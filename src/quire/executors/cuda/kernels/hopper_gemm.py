@@ -60,6 +60,15 @@ class TokenRing(NamedTuple):
     empty: Any
 
 
+class RingPosition(NamedTuple):
+    """Where the consumer is in both rings."""
+
+    weight_stage: Any
+    weight_phase: Any
+    token_stage: Any
+    token_phase: Any
+
+
 class Tile(NamedTuple):
     """What a program computes: a tile of the output, over the steps of a split of the columns."""
 
@@ -105,13 +114,25 @@ def _shares_empty(TILING, FORMAT):
     return has_same_columns and TILING.token_stages == TILING.weight_stages
 
 
+@gluon.jit
+def staged_tokens(ring: TokenRing, stage, TILING: gl.constexpr):
+    """A stage, [tokens, columns]: all of it, or its beginning where the ring has larger tiles."""
+    tokens = ring.tokens.index(stage)
+    if TILING.tokens == tokens.shape[0]:
+        return tokens
+    else:
+        return tokens._reinterpret(gl.float16, [TILING.tokens, TILING.columns], tokens.layout)
+
+
 # ---- load: the producer warps
 
 
 @gluon.jit
-def load_weights(
+def load_weight_steps(
     planes: PlaneDescriptors,
     ring: WeightRing,
+    stage,
+    phase,
     first_step,
     num_steps,
     row,
@@ -119,9 +140,8 @@ def load_weights(
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
+    """From this stage of the ring on; returns the next one and its phase."""
     STEP: gl.constexpr = step_columns(TILING, FORMAT)
-    stage = 0
-    phase = 1
     for step in range(num_steps):
         mbarrier.wait(ring.empty.index(stage), phase)
         full = ring.full.index(stage)
@@ -152,25 +172,49 @@ def load_weights(
                     planes.deltas, [delta], full, ring.deltas.index(stage)
                 )
         stage, phase = next_stage(stage, phase, TILING.weight_stages)
+    return stage, phase
 
 
 @gluon.jit
-def load_tokens(
-    token_desc,
-    ring: TokenRing,
-    first_column,
-    num_stages,
-    first_token,
+def _load_weights(
+    planes: PlaneDescriptors,
+    ring: WeightRing,
+    first_step,
+    num_steps,
+    row,
+    num_rows,
     TILING: gl.constexpr,
-    LAUNCH: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):
+    stage = 0
+    phase = 1
+    load_weight_steps(
+        planes, ring, stage, phase, first_step, num_steps, row, num_rows, TILING, FORMAT
+    )
+
+
+@gluon.jit
+def begin_tokens(LAUNCH: gl.constexpr):
+    """Before the first load of tokens."""
     if LAUNCH == _DEPENDENT:
         wait_for_previous_kernel()
     if LAUNCH != _SERIAL:
         # Not before the tokens are there: a CONCURRENT kernel reads them without waiting.
         allow_next_kernel()
-    stage = 0
-    phase = 1
+
+
+@gluon.jit
+def load_token_stages(
+    token_desc,
+    ring: TokenRing,
+    stage,
+    phase,
+    first_column,
+    num_stages,
+    first_token,
+    TILING: gl.constexpr,
+):
+    """From this stage of the ring on; returns the next one and its phase."""
     for step in range(num_stages):
         mbarrier.wait(ring.empty.index(stage), phase)
         full = ring.full.index(stage)
@@ -179,9 +223,26 @@ def load_tokens(
             token_desc,
             [first_token, first_column + step * TILING.columns],
             full,
-            ring.tokens.index(stage),
+            staged_tokens(ring, stage, TILING),
         )
         stage, phase = next_stage(stage, phase, TILING.token_stages)
+    return stage, phase
+
+
+@gluon.jit
+def _load_tokens(
+    token_desc,
+    ring: TokenRing,
+    first_column,
+    num_stages,
+    first_token,
+    TILING: gl.constexpr,
+    LAUNCH: gl.constexpr,
+):
+    begin_tokens(LAUNCH)
+    stage = 0
+    phase = 1
+    load_token_stages(token_desc, ring, stage, phase, first_column, num_stages, first_token, TILING)
 
 
 # ---- multiply: the consumer warps
@@ -192,23 +253,22 @@ def _multiply_float(
     sums,
     weights: WeightRing,
     tokens: TokenRing,
+    at: RingPosition,
     num_steps,
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):
     """wgmma reads float16 weights from shared memory."""
     SHARED_EMPTY: gl.constexpr = _shares_empty(TILING, FORMAT)
-    weight_stage = 0
-    weight_phase = 0
-    token_stage = 0
-    token_phase = 0
+    weight_stage, weight_phase, token_stage, token_phase = at
     last_weight_stage = 0
     last_token_stage = 0
     for step in range(num_steps):
         mbarrier.wait(weights.full.index(weight_stage), weight_phase)
         mbarrier.wait(tokens.full.index(token_stage), token_phase)
         w = weights.codes.index(weight_stage)
-        x = tokens.tokens.index(token_stage).permute((1, 0))
+        x = staged_tokens(tokens, token_stage, TILING).permute((1, 0))
         sums = warpgroup_mma(w, x, sums, is_async=True)
         # The wgmma before this one has ended: its stages are free.
         sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
@@ -219,16 +279,21 @@ def _multiply_float(
         last_token_stage = token_stage
         weight_stage, weight_phase = next_stage(weight_stage, weight_phase, TILING.weight_stages)
         token_stage, token_phase = next_stage(token_stage, token_phase, TILING.token_stages)
-    return warpgroup_mma_wait(0, deps=[sums])
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    if PERSISTENT:
+        mbarrier.arrive(weights.empty.index(last_weight_stage))
+        if not SHARED_EMPTY:
+            mbarrier.arrive(tokens.empty.index(last_token_stage))
+    return sums, RingPosition(weight_stage, weight_phase, token_stage, token_phase)
 
 
 @gluon.jit
 def _token_quarter(ring: TokenRing, stage, QUARTER: gl.constexpr, TILING: gl.constexpr):
     """A quarter of a block's columns of tokens, [64, tokens]: part of a stage, or a stage."""
     if TILING.columns == _QUARTER:
-        return ring.tokens.index(QUARTER).permute((1, 0))
+        return staged_tokens(ring, QUARTER, TILING).permute((1, 0))
     else:
-        return ring.tokens.index(stage).slice(QUARTER * 64, 64, 1).permute((1, 0))
+        return staged_tokens(ring, stage, TILING).slice(QUARTER * 64, 64, 1).permute((1, 0))
 
 
 @gluon.jit
@@ -236,11 +301,13 @@ def _multiply_quantized(
     sums,
     weights: WeightRing,
     tokens: TokenRing,
+    at: RingPosition,
     num_steps,
     factors,
     MMA: gl.constexpr,
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):
     """A quarter of a block is multiplied while the next one is dequantised.
 
@@ -251,10 +318,7 @@ def _multiply_quantized(
     gl.static_assert((TILING.columns == _BLOCK) or (TILING.token_stages == 4))
     SHARED_EMPTY: gl.constexpr = _shares_empty(TILING, FORMAT)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
-    weight_stage = 0
-    weight_phase = 0
-    token_stage = 0
-    token_phase = 0
+    weight_stage, weight_phase, token_stage, token_phase = at
     last_weight_stage = 0
     last_token_stage = 3 if BY_QUARTER else 0
     for step in range(num_steps):
@@ -304,14 +368,32 @@ def _multiply_quantized(
             last_token_stage = token_stage
             token_stage, token_phase = next_stage(token_stage, token_phase, TILING.token_stages)
         weight_stage, weight_phase = next_stage(weight_stage, weight_phase, TILING.weight_stages)
-    return warpgroup_mma_wait(0, deps=[sums])
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    if PERSISTENT:
+        if not BY_QUARTER:
+            mbarrier.arrive(weights.empty.index(last_weight_stage))
+        if not SHARED_EMPTY:
+            mbarrier.arrive(tokens.empty.index(last_token_stage))
+    return sums, RingPosition(weight_stage, weight_phase, token_stage, token_phase)
 
 
 # ---- epilogue
 
 
+class GatedOutput(NamedTuple):
+    """Where gated values go: out[token, row tile and row], for tokens from `first` to `end`."""
+
+    out: Any
+    factor: Any
+    row_tile: Any
+    num_rows: Any  # of gates and ups
+    first: Any
+    end: Any
+    stride: Any
+
+
 @gluon.jit
-def _store_gated(sums, tile: Tile, output: Output, TILING: gl.constexpr, ACTIVATION: gl.constexpr):
+def store_gated(sums, output: GatedOutput, TILING: gl.constexpr, ACTIVATION: gl.constexpr):
     """activation(gate) * up: of 16 rows eight are gates and eight are ups, in one thread."""
     ROWS: gl.constexpr = TILING.rows
     TOKENS: gl.constexpr = TILING.tokens
@@ -321,13 +403,13 @@ def _store_gated(sums, tile: Tile, output: Output, TILING: gl.constexpr, ACTIVAT
     )
     gates, ups = gl.split(sums.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
     product = gated(gates, ups, ACTIVATION)
-    product = product.reshape([HALF, TOKENS]) * output.gated_factor
+    product = product.reshape([HALF, TOKENS]) * output.factor
     product = gl.minimum(gl.maximum(product, -65504.0), 65504.0).to(gl.float16)
     product = gl.convert_layout(product, STORED)
-    row = tile.row * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
-    token = tile.token * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORED))
-    mask = (token < output.num_tokens)[None, :] & (row < output.num_rows // 2)[:, None]
-    address = output.out + token[None, :].to(gl.int64) * output.row_stride + row[:, None]
+    row = output.row_tile * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
+    token = output.first + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, STORED))
+    mask = (token < output.end)[None, :] & (row < output.num_rows // 2)[:, None]
+    address = output.out + token[None, :].to(gl.int64) * output.stride + row[:, None]
     gl.store(address, product, mask=mask)
 
 
@@ -353,7 +435,16 @@ def _epilogue(
         )
         sums = sums + gl.where(tile.split == 0, value, value * 0.0).expand_dims(1)
     if ACTIVATION is not None:
-        _store_gated(sums, tile, output, TILING, ACTIVATION)
+        to = GatedOutput(
+            output.out,
+            output.gated_factor,
+            tile.row,
+            output.num_rows,
+            tile.token * TILING.tokens,
+            output.num_tokens,
+            output.row_stride,
+        )
+        store_gated(sums, to, TILING, ACTIVATION)
     else:
         row = tile.row * ROWS + rows
         token = tile.token * TILING.tokens + gl.arange(
@@ -376,22 +467,26 @@ def sums_layout(TILING):
 def summed(
     weights: WeightRing,
     tokens: TokenRing,
+    at: RingPosition,
     factors,
     num_steps,
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):
-    """What the rings bring, multiplied: float32 [rows, tokens], in `sums_layout`."""
+    """What the rings bring, multiplied: float32 [rows, tokens], in `sums_layout`; and the position
+    after it. PERSISTENT: the last stages are freed too, for the next tile."""
     ROWS: gl.constexpr = TILING.rows
     TOKENS: gl.constexpr = TILING.tokens
     MMA: gl.constexpr = sums_layout(TILING)
     sums = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout=MMA))
     gl.assume(num_steps > 0)
     if FORMAT.is_float:
-        sums = _multiply_float(sums, weights, tokens, num_steps, TILING, FORMAT)
+        return _multiply_float(sums, weights, tokens, at, num_steps, TILING, FORMAT, PERSISTENT)
     else:
-        sums = _multiply_quantized(sums, weights, tokens, num_steps, factors, MMA, TILING, FORMAT)
-    return sums
+        return _multiply_quantized(
+            sums, weights, tokens, at, num_steps, factors, MMA, TILING, FORMAT, PERSISTENT
+        )
 
 
 @gluon.jit
@@ -408,7 +503,10 @@ def _multiply(
     LAUNCH: gl.constexpr,
 ):
     MMA: gl.constexpr = sums_layout(TILING)
-    sums = summed(weights, tokens, factors, tile.num_steps, TILING, FORMAT)
+    stage = 0
+    phase = 0
+    at = RingPosition(stage, phase, stage, phase)
+    sums, _ = summed(weights, tokens, at, factors, tile.num_steps, TILING, FORMAT, False)
     if LAUNCH == _CONCURRENT:
         wait_for_previous_kernel()
     _epilogue(sums, tile, output, MMA, TILING, ACTIVATION, BIAS)
@@ -533,7 +631,7 @@ def gemm(
                 (weights, tokens, factors, tile, output, TILING, FORMAT, ACTIVATION, BIAS, LAUNCH),
             ),
             (
-                load_weights,
+                _load_weights,
                 (
                     planes,
                     weights,
@@ -546,7 +644,7 @@ def gemm(
                 ),
             ),
             (
-                load_tokens,
+                _load_tokens,
                 (
                     token_desc,
                     tokens,
