@@ -206,8 +206,15 @@ _8_BITS: _Tilings = (
     Tiling(64, 8, 256, 4, 4, 4, 80),
     Tiling(64, 16, 256, 4, 4, 4, 80),
     Tiling(64, 32, 256, 3, 3, 4, 80),
-    Tiling(64, 64, 64, 4, 4, 4, 80),
-    Tiling(64, 128, 64, 4, 3, 4, 128),
+    Tiling(64, 64, 64, 4, 2, 4, 80),
+    Tiling(64, 128, 64, 4, 2, 4, 128),
+)
+_8_BITS_WIDE: _Tilings = (
+    *_8_BITS[:1],
+    Tiling(128, 16, 256, 2, 2, 8, 80),
+    Tiling(128, 32, 256, 2, 2, 8, 80),
+    Tiling(128, 64, 64, 4, 2, 8, 80),
+    *_8_BITS[4:],
 )
 _FLOAT: _Tilings = (
     Tiling(64, 8, 256, 3, 3, 4, 80),
@@ -248,7 +255,7 @@ def tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_tokens: int)
         has_few = -(-num_rows // 64) * num_splits <= MULTIPROCESSORS
         return (_FLOAT_FEW_TILES if has_few else _FLOAT)[index]
     if layout.bits == 8:
-        return _8_BITS[index]
+        return (_8_BITS_WIDE if is_wide else _8_BITS)[index]
     if layout.bits == 4:
         return (_4_BITS_WIDE if is_wide else _4_BITS)[index]
     return (_5_OR_6_BITS_WIDE if is_wide else _5_OR_6_BITS)[index]
@@ -261,9 +268,10 @@ def _large_tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_token
         if num_tiles <= _FULL_FLOAT:
             return Tiling(128, 128, 64, 4, 4, 8, 128)
         return Tiling(128, 256, 64, 4, 4, 8, 168)
+    weight_stages = 2 if layout.bits == 8 else 3
     if num_tiles <= _FULL:
-        return Tiling(64, 128, 64, 4, 3, 4, 128)
-    return Tiling(128, 256, 64, 4, 2 if layout.bits == 8 else 3, 8, 168)
+        return Tiling(64, 128, 64, 4, weight_stages, 4, 128)
+    return Tiling(128, 256, 64, 4, weight_stages, 8, 168)
 
 
 class TernaryTiling(NamedTuple):
