@@ -11,7 +11,8 @@ from quire.chat.answers import (
 )
 from quire.chat.call_syntax import parameter_types
 from quire.chat.forms import ChatForm, form_of
-from quire.chat.parser import AnswerParser, parser_of
+from quire.chat.harmony import parser_of
+from quire.chat.parser import AnswerParser
 
 __all__ = [
     "Answer",

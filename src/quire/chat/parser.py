@@ -9,7 +9,6 @@ come; a call that breaks off after that has been seen by streams, and in `answer
 """
 
 import json
-import re
 import secrets
 import string
 from collections.abc import Callable, Mapping
@@ -27,12 +26,13 @@ from quire.chat.answers import (
 )
 from quire.chat.call_syntax import ParameterTypes, strict_json
 from quire.chat.forms import GENERIC, CallForm, ChatForm
+from quire.chat.object_scanner import ObjectScanner
 
 _LETTERS = string.ascii_letters + string.digits
 _NAME_KEYS = ("name", "tool_name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _KNOWN_KEYS = {*_NAME_KEYS, *_ARGUMENT_KEYS, "type", "id", "tool_call_id"}
-_MAX_HEADER = 600  # characters of a call before its arguments
+MAX_HEADER = 600  # characters of a call before its arguments
 
 
 def new_call_id(length: int = 0) -> str:
@@ -75,7 +75,7 @@ class AnswerParser:
         self._num_calls = 0
         self.num_reasoning_tokens = 0  # of those that were fed
         self._call: _Call | None = None
-        self._object: _ObjectScanner | None = None
+        self._object: ObjectScanner | None = None
         self._is_ended = False
         self._is_cut = False
         self._state: Callable[[], bool] = self._content if form is None else self._start
@@ -144,7 +144,7 @@ class AnswerParser:
         self._state = self._content
         if self._has_tools and self._calls_form.bare_json and self._text.lstrip().startswith("{"):
             self._raw, self._text = "", self._text.lstrip()
-            self._object = _ObjectScanner(is_bare=True)
+            self._object = ObjectScanner(is_bare=True)
             self._state = self._in_object
 
     def _thinking(self) -> bool:
@@ -241,7 +241,7 @@ class AnswerParser:
             self._state = self._opened(opened)
             return True
         if form.header is None and text[0] == "{":
-            self._object = _ObjectScanner()
+            self._object = ObjectScanner()
             self._state = self._in_object
             return True
         marks = (*form.opens, *form.closes)
@@ -301,11 +301,11 @@ class AnswerParser:
         assert header is not None
         found = header.match(self._text)
         if found is None:
-            if self._is_ended or len(self._text) > _MAX_HEADER:
+            if self._is_ended or len(self._text) > MAX_HEADER:
                 return self._refuse()
             return False
         self._take(found.end())
-        self._object = _ObjectScanner(call_name=found["name"])
+        self._object = ObjectScanner(call_name=found["name"])
         self._begin(found["name"], found.groupdict().get("id"))
         self._state = self._in_object
         return True
@@ -330,14 +330,14 @@ class AnswerParser:
             return True
         return self._refuse()
 
-    def _may_be_call(self, scanner: "_ObjectScanner") -> bool:
+    def _may_be_call(self, scanner: ObjectScanner) -> bool:
         """Of JSON that nothing marks as a call."""
         if any(key not in _KNOWN_KEYS for key in scanner.values):
             return False
         name = scanner.text_of(_NAME_KEYS)
         return name is None or name in self._tools
 
-    def _give_arguments(self, scanner: "_ObjectScanner", taken: str) -> None:
+    def _give_arguments(self, scanner: ObjectScanner, taken: str) -> None:
         """Give what has come of the arguments, once the name is known."""
         if scanner.call_name is not None:
             self._add_arguments(taken)
@@ -351,7 +351,7 @@ class AnswerParser:
         self._add_arguments(scanner.text[start + scanner.num_given : end])
         scanner.num_given = end - start
 
-    def _end_object(self, scanner: "_ObjectScanner") -> bool:
+    def _end_object(self, scanner: ObjectScanner) -> bool:
         read = scanner.call_name is None
         try:
             value = strict_json(scanner.text)
@@ -436,191 +436,3 @@ def overlap(text: str, marker: str) -> int:
         if text.endswith(marker[:length]):
             return length
     return 0
-
-
-class HarmonyParser(AnswerParser):
-    """Of gpt-oss's format: messages with a channel each, and a recipient where they are calls."""
-
-    def __init__(self, form: ChatForm, tools: ParameterTypes | None = None) -> None:
-        super().__init__(form, tools)
-        self._is_reasoning = False
-        self._state = self._message_header
-
-    @property
-    def is_thinking(self) -> bool:
-        return self._is_reasoning
-
-    def _message_header(self) -> bool:
-        """Up to <|message|>: the channel and the recipient."""
-        head, found, rest = self._text.partition("<|message|>")
-        if len(head) > _MAX_HEADER or not _HARMONY_BEGIN.match(head.lstrip()):
-            self._state = self._content  # not the format at all
-            return True
-        if not found:
-            if self._is_ended and "<|" not in head:
-                self._say_now(head)
-            self._text = "" if self._is_ended else self._text
-            return False
-        self._raw, self._text = head + found, rest
-        to = _RECIPIENT.search(head)
-        self._is_reasoning = "<|channel|>analysis" in head and to is None
-        self._state = self._message
-        if to is not None and self._has_tools:
-            self._begin(to[1].removeprefix("functions."))
-        return True
-
-    def _message(self) -> bool:
-        found = min(
-            ((at, mark) for mark in _MESSAGE_ENDS if (at := self._text.find(mark)) >= 0),
-            default=None,
-        )
-        if found is not None:
-            at, mark = found
-            self._give(self._text[:at])
-            self._text = self._text[at + len(mark) if mark != "<|start|>" else at :]
-            self._end_message(is_whole=True)
-            return True
-        keep = 0
-        if not self._is_ended:
-            keep = max(overlap(self._text, mark) for mark in _MESSAGE_ENDS)
-        self._give(self._text[: len(self._text) - keep])
-        self._text = self._text[len(self._text) - keep :]
-        if self._is_ended:
-            self._end_message(is_whole=not self._is_cut)
-        return False
-
-    def _give(self, text: str) -> None:
-        if self._is_reasoning:
-            self._think(text)
-        elif self._call is not None:
-            self._raw += text
-            self._add_arguments(text)
-        else:
-            self._say_now(text)
-
-    def _end_message(self, *, is_whole: bool) -> None:
-        self._is_reasoning = False
-        self._space = ""
-        self._state = self._message_header
-        if self._call is not None and is_whole:
-            try:
-                if not isinstance(strict_json("".join(self._call.arguments)), dict):
-                    raise ValueError("arguments are an object")
-            except (ValueError, RecursionError):
-                self._call.broken = "".join(self._call.arguments)
-        self._call = None
-
-
-_MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-# How a header may begin, as far as it has come.
-_HARMONY_BEGIN = re.compile(
-    r"$|<\|?$|<\||to=|assistant|a(?:s(?:s(?:i(?:s(?:t(?:an?)?)?)?)?)?)?$|to?$"
-)
-
-
-def parser_of(
-    form: ChatForm, tools: ParameterTypes | None = None, *, is_thinking: bool = False
-) -> AnswerParser:
-    """A parser for one completion; see AnswerParser."""
-    if form.is_harmony:
-        return HarmonyParser(form, tools)
-    return AnswerParser(form, tools, is_thinking=is_thinking)
-
-
-class _ObjectScanner:
-    """Finds the end of a JSON object in text that comes in pieces, and where the values of its own
-    keys are. It checks nothing else."""
-
-    def __init__(self, *, call_name: str | None = None, is_bare: bool = False) -> None:
-        self.call_name = call_name  # of a call whose arguments it scans
-        self.is_bare = is_bare  # nothing but its keys says that it is a call
-        self.text = ""
-        self.values: dict[str, tuple[int, int | None]] = {}  # begin and end of each key's value
-        self.num_given = 0  # characters of arguments
-        self.is_done = False
-        self._depth = 0
-        self._in_string = self._is_escaped = False
-        self._string: tuple[int, int] | None = None  # the last one at depth 1
-        self._key: str | None = None  # whose value comes
-
-    def scan(self, text: str) -> int:
-        """Take text up to the object's end; gives how much was taken."""
-        start = len(self.text)
-        self.text += text
-        for at in range(start, len(self.text)):
-            self._step(at, self.text[at])
-            if self.is_done:
-                self.text = self.text[: at + 1]
-                return at + 1 - start
-        return len(text)
-
-    def _step(self, at: int, letter: str) -> None:
-        if self._in_string:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif letter == "\\":
-                self._is_escaped = True
-            elif letter == '"':
-                self._in_string = False
-                if self._depth == 1 and self._string is not None:
-                    self._string = (self._string[0], at + 1)
-            return
-        if letter == '"':
-            self._in_string = True
-            self._value_begins(at)
-            if self._depth == 1:
-                self._string = (at, at)
-        elif letter in "{[":
-            self._value_begins(at)
-            self._depth += 1
-        elif letter in "}]":
-            self._depth -= 1
-            if self._depth == 0:
-                self._value_ends(at)
-                self.is_done = True
-            elif self._depth == 1:
-                self._value_ends(at + 1)
-        elif self._depth == 1 and letter == ":":
-            self._take_key()
-        elif self._depth == 1 and letter == ",":
-            self._value_ends(at)
-        elif not letter.isspace():
-            self._value_begins(at)
-
-    def _take_key(self) -> None:
-        if self._key is None and self._string is not None:
-            try:
-                self._key = str(strict_json(self.text[slice(*self._string)]))
-            except ValueError:
-                self._key = ""
-
-    def _value_begins(self, at: int) -> None:
-        if self._depth == 1 and self._key is not None and self._key not in self.values:
-            self.values[self._key] = (at, None)
-
-    def _value_ends(self, at: int) -> None:
-        if self._key is not None:
-            begin, end = self.values.get(self._key, (at, None))
-            self.values[self._key] = (begin, at if end is None else end)
-            self._key = None
-
-    def text_of(self, keys: tuple[str, ...]) -> str | None:
-        """The text that the first of these keys has, if its value is a whole text."""
-        for key in keys:
-            begin, end = self.values.get(key, (0, None))
-            if end is not None:
-                try:
-                    value = strict_json(self.text[begin:end])
-                except (ValueError, RecursionError):
-                    return None
-                return value if isinstance(value, str) else None
-        return None
-
-    def span_of(self, keys: tuple[str, ...]) -> tuple[int, int] | None:
-        """Where the value of the first of these keys is, as far as it has come."""
-        for key in keys:
-            if key in self.values:
-                begin, end = self.values[key]
-                return begin, len(self.text) if end is None else end
-        return None
