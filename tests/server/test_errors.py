@@ -97,7 +97,9 @@ def test_what_outgrows_the_context_is_told_as_openais_clients_know_it(
 ) -> None:
     reply = fake.post(path, body)
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
-    assert reply.error["message"].startswith("This model's maximum context length is 512 tokens. ")
+    assert reply.error["message"].startswith(
+        "This model's maximum context length is 512 tokens. However, "
+    )
     assert reply.error["param"] in body
 
 
@@ -180,6 +182,22 @@ def test_unknown_fields_are_ignored_on_request_and_named_in_a_header_and_the_log
     assert lines[0]["ignored_fields"] == ["wizard", "temprature"]
     assert "ignored_fields" not in lines[1]
     assert (lines[2]["error"], lines[2]["field"]) == ("unsupported_field", "web_search_options")
+
+
+def test_a_log_line_has_an_errors_code_and_field_and_none_of_its_words(
+    text_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Messages repeat values of the request."""
+    caplog.set_level(logging.INFO, "quire.server")
+    with fake_server(text_model) as server:
+        said = [{"role": "user", "content": [{"type": "secret"}]}]
+        assert "secret" in server.chat(messages=said).error["message"]
+        assert "secret" in server.chat(temperature="secret").error["message"]
+    records = [record for record in caplog.records if record.getMessage() == "request"]
+    lines: list[Any] = [vars(record)["fields"] for record in records]
+    assert [line["error"] for line in lines] == ["invalid_field", "invalid_field"]
+    assert [line["field"] for line in lines] == ["messages", "temperature"]
+    assert not any("secret" in str(line) for line in lines)
 
 
 @pytest.mark.parametrize(

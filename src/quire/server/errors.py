@@ -120,9 +120,11 @@ def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool
             # In the words that clients know OpenAI's error by.
             known = f"This model's maximum context length is {error.max_context} tokens."
             param = _field_of(error.param, fields)
-            return ApiError(400, f"{known} {text}", param=param, code="context_length_exceeded")
+            words = f"{known} However, {text}"
+            return ApiError(400, words, param=param, code="context_length_exceeded")
         case RequestError():
-            return ApiError(400, text, param=_field_of(error.param, fields))
+            # With a code, as a call's log line has that in place of words of the request.
+            return ApiError(400, text, param=_field_of(error.param, fields), code="invalid_field")
         case OverloadedError() if is_draining:
             return ApiError(503, text, code="drain", retry_after_s=error.retry_after_s)
         case OverloadedError():
