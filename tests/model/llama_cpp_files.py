@@ -12,12 +12,15 @@ from tests.model.gguf_copies import write_gguf
 from tests.model.gguf_families import ARCHITECTURES, Floats, write_family
 
 from quire.executors.reference import ReferenceExecutor
+from quire.loader.gguf_writer import write_gguf as write_planned
+from quire.model.dummy import DummyModel
 from quire.model.loading import load_model
 from quire.model.spec import Experts, Layer
 
 BOUND = 2e-3  # of the normalised mean squared error
 STORED = sorted(folder.name for folder in (FIXTURES / "families").iterdir())
-CASES = [*STORED, *ARCHITECTURES]
+DUMMIES = {"gpt-oss-mxfp4": "dummy:tiny-gpt-oss"}  # drawn models are too narrow for blocks
+CASES = [*STORED, *ARCHITECTURES, *DUMMIES]
 # What llama.cpp reads off the number of layers: windows, norms of queries and keys, no q_lora_rank.
 NUM_LAYERS = {"exaone4": 64, "command-r": 64, "deepseek2-lite": 27}
 # What the file says and llama.cpp computes otherwise: it reads no window of these,
@@ -27,6 +30,8 @@ BEST_TWO = {"deepseek2-lite"}
 
 
 def fixture(case: str) -> Path:
+    if case in DUMMIES:
+        return FIXTURES / "llama-cpp" / case
     return FIXTURES / "families" / case if case in STORED else DRAWN / case
 
 
@@ -37,6 +42,10 @@ def tokens_of(case: str) -> list[int]:
 
 def write_case(case: str, folder: Path) -> Path:
     path = folder / f"{case}.gguf"
+    if case in DUMMIES:
+        dummy = DummyModel(DUMMIES[case])
+        write_planned(path, dummy.fields, dummy.planned)
+        return path
     if case in STORED:
         with load_model(fixture(case)) as model:
             return write_gguf(model, path)
