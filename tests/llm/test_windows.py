@@ -16,6 +16,8 @@ from quire.core.plan import StepPlan
 from quire.core.request import Ended
 from quire.engine.engine import Engine
 from quire.executors.base import BLOCK_SIZE
+from quire.executors.cpu.executor import CpuExecutor
+from quire.executors.cpu.lowering import Threads, kv_bytes_in_block
 from quire.executors.fake import FakeExecutor
 from quire.executors.reference import ReferenceExecutor, kv_token_bytes
 from quire.inspection import MemoryFacts, inspect_model
@@ -51,7 +53,7 @@ def predicted(folder: Path) -> MemoryFacts:
 def most_blocks(executor: Any, config: EngineConfig, *prompt_lengths: int) -> int:
     """The most blocks in use while prompts of so many tokens and a few more are computed: counted
     when a step is submitted, and those before it may not be collected."""
-    engine = Engine(executor, config, clock=executor.clock)
+    engine = Engine(executor, config, clock=executor._clock)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     for length in prompt_lengths:
         engine.add_request([1 + n * length % 50 for n in range(length)], params)
@@ -143,6 +145,24 @@ def test_a_long_context_runs_on_the_cpu_in_the_memory_predicted(tmp_path: Path) 
     ) as llm:
         again = llm.generate(prompt, params)[0]
     assert windowed.completions[0].token_ids == again.completions[0].token_ids
+
+
+@pytest.mark.long
+def test_a_whole_context_of_gemma3s_layers_holds_what_is_predicted_on_the_cpu(
+    tmp_path: Path,
+) -> None:
+    facts = predicted(long_model("gemma3", tmp_path, GEMMA3_1B)).cpu
+    assert facts is not None
+    with load_model(tmp_path) as model:
+        layout = grouped(model.spec, BLOCK_SIZE)
+        block_bytes = BLOCK_SIZE * kv_bytes_in_block(model.spec, layout, is_int8=False)
+        num_blocks, threads = facts.kv // block_bytes, Threads(2, may_spin=False)
+        executor = CpuExecutor(model, num_blocks=num_blocks, threads=threads, layout=layout)
+    config = EngineConfig(max_batch_size=1, max_step_tokens=CHUNK, plan_ahead=False)
+    used = most_blocks(executor, config, CONTEXT - 9) * block_bytes
+    executor.close()
+    assert 0.95 * facts.kv <= used <= facts.kv
+    assert used <= CONTEXT * facts.kv_per_token / 4
 
 
 def test_rows_of_forward_batch_keep_every_block(tmp_path: Path) -> None:
