@@ -124,6 +124,7 @@ class SamplingFacts:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,7 @@ def _inspect_loaded(found: Inspection, model: Model) -> None:
             said.get("top_p"),
             said.get("min_p"),
             said.get("repetition_penalty"),
+            said.get("max_tokens"),
         )
         found.problems += defaults.notes
     found.memory = _memory_facts(model)  # last: this process has then loaded what a run loads

@@ -13,6 +13,7 @@ from tests.llm.conftest import KV_MEMORY
 from tests.llm.text_models import write_text_model
 
 from quire import LLM, AsyncLLM, ConfigError, SamplingParams
+from quire.cli.options import length_limit
 from quire.cli.program import main
 from quire.model.generation import _CONFIG_NAMES, _checked, read_defaults
 from quire.model.loading import end_token_ids, load_model
@@ -70,6 +71,8 @@ def test_async_calls_take_them_too(hinted: Path) -> None:
         ("top_p", float("nan")),
         ("min_p", [0.1]),
         ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 2.5),
     ],
 )
 def test_what_no_request_could_give_is_left_out_with_a_note(field: str, value: Any) -> None:
@@ -107,6 +110,48 @@ def test_inspect_and_the_programs_take_them(
     assert texts[0] == texts[1] != texts[2]
     assert main(["generate", "--generation-config", "none", *model]) == 0
     assert capsys.readouterr().out == texts[1], "without hints, generate takes the likeliest token"
+
+
+@pytest.fixture
+def brief(tmp_path: Path) -> Path:
+    """Its folder says how long completions are that nobody limits."""
+    folder = tmp_path / "brief"
+    shutil.copytree(FIXTURES / "families" / "llama", folder)
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 5}))
+    return folder
+
+
+def test_a_completion_ends_at_the_files_max_new_tokens_or_where_the_context_does(
+    brief: Path,
+) -> None:
+    def lengths(llm: LLM, prompt: int, **options: Any) -> list[int]:
+        outputs = llm.generate([1] * prompt, ignore_eos=True, **options)
+        return [len(completion.token_ids) for completion in outputs[0].completions]
+
+    with LLM(brief, **OPTIONS, max_context=32) as llm:
+        assert llm.sampling_defaults == {"max_tokens": 5}
+        assert lengths(llm, 3) == [5] and lengths(llm, 3, n=2) == [5, 5]
+        assert lengths(llm, 30) == [2], "no error: nobody asked for five"
+        assert lengths(llm, 3, max_tokens=7) == [7] and lengths(llm, 3, min_tokens=6) == [6]
+    with LLM(brief, **OPTIONS, max_context=32, generation_config="none") as llm:
+        assert lengths(llm, 3) == [29]
+
+
+def test_a_server_and_the_programs_take_it_too(
+    brief: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for min_tokens, room, expected in ((None, 9, 5), (None, 3, 3), (6, 9, 6)):
+        body = CompletionRequest(prompt="hi", min_tokens=min_tokens)
+        assert body.sampling(room, None, {"max_tokens": 5}).max_tokens == expected
+    body = CompletionRequest(prompt="hi", max_tokens=8)
+    assert body.sampling(9, None, {"max_tokens": 5}).max_tokens == 8
+    assert main(["inspect", str(brief)]) == 0
+    assert "defaults: max_tokens 5" in capsys.readouterr().out
+    tokens = ["generate", "--model", str(brief), "--device", "reference", "--prompt-tokens", "1,2"]
+    assert main([*tokens, "--ignore-eos"]) == 0
+    assert len(capsys.readouterr().out.split(",")) == 5
+    limit = length_limit(SamplingParams(), {"max_tokens": 5})
+    assert limit == "5 tokens (the model's default), or the end of the context"
 
 
 def test_a_folders_generation_config_gives_defaults_and_end_tokens(tmp_path: Path) -> None:

@@ -163,7 +163,9 @@ async def _print_stream(
             print(flush=True)
         await llm.close()
     elapsed = time.monotonic() - started
-    why = f"; stopped at {length_limit(params)}" if reason == "length" else ""
+    why = (
+        f"; stopped at {length_limit(params, llm.sampling_defaults)}" if reason == "length" else ""
+    )
     print_status(
         f"[{len(prepared.tokens)} prompt tokens, {count} tokens in {elapsed:.1f} s, "
         f"{count / elapsed:.1f} tokens/s{why}]"
@@ -413,5 +415,5 @@ class _Chat:
             if not self._args.json:
                 print(piece.text, end="", flush=True)
         if reason == "length":
-            print_status(f"\n[stopped at {length_limit(params)}]")
+            print_status(f"\n[stopped at {length_limit(params, self._llm.sampling_defaults)}]")
         return reason

@@ -179,7 +179,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, temperature: float)
         "--max-tokens",
         type=int,
         metavar="N",
-        help="at most so many tokens (default: until the model ends or the context is full)",
+        help="at most so many tokens (default: what the model's files say, or until the model ends "
+        "or the context is full)",
     )
     group.add_argument(
         "--temperature",
@@ -241,14 +242,17 @@ def sampling_params(
     names += ["include_stop_str_in_output", "include_stop_token", "ignore_eos"]
     given = {name: getattr(args, name) for name in names}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    values = {"temperature": args.own_temperature, **(defaults or {}), **values}
+    usual = {**(defaults or {}), "max_tokens": None}  # the engine has the model's
+    values = {"temperature": args.own_temperature, **usual, **values}
     return SamplingParams(**values, logit_bias=dict(args.logit_bias or ()), **more)
 
 
-def length_limit(params: SamplingParams) -> str:
+def length_limit(params: SamplingParams, defaults: SamplingOptions) -> str:
     """What a completion stops at that has come to its greatest length."""
     if params.max_tokens is None:
-        return "the end of the context"
+        usual = defaults.get("max_tokens")
+        end = "the end of the context"
+        return f"{usual} tokens (the model's default), or {end}" if usual else end
     return f"{params.max_tokens} tokens (--max-tokens)"
 
 

@@ -40,7 +40,9 @@ class Admission:
         make_detokenizer: MakeDetokenizer | None,
         make_grammar: MakeGrammar | None,
         make_breakers: MakeBreakers | None = None,
+        default_max_tokens: int | None = None,
     ) -> None:
+        self._default_max_tokens = default_max_tokens
         self._config = config
         self._capacity = capacity
         self._cache = cache
@@ -179,7 +181,7 @@ class Admission:
 
     @property
     def _max_length(self) -> int:
-        """Tokens that a request may come to which does not say how many it wants."""
+        """Tokens that the cache has room for, of a request that does not say how many it wants."""
         capacity = self._capacity
         length = longest_context(
             capacity.windows,
@@ -265,7 +267,7 @@ class Admission:
         is_whole = pooling or params.prompt_logprobs is not None
         grammar = self._grammar(params, request.generated)
         number = next(self._sequence_ids)
-        max_length = self._max_length
+        max_length = self._usual_length(request)
         if live.sequences:
             max_length = live.sequences[0].max_length  # of the prompt that it was forked from
         elif params.max_tokens is not None:  # one that only computes its prompt never comes to it
@@ -297,6 +299,13 @@ class Admission:
             prompt_length=len(request.prompt),
             max_length=max_length,
         )
+
+    def _usual_length(self, request: Request) -> int:
+        """Tokens that a request comes to at most which does not say how many it wants."""
+        if self._default_max_tokens is None:
+            return self._max_length
+        least = max(request.params.min_tokens, len(request.generated) + 1)
+        return min(self._max_length, len(request.prompt) + max(self._default_max_tokens, least))
 
     def _urgency(self, request: Request) -> float:
         """Arrival time, moved by priority: waiting `aging_s` is worth one level."""

@@ -53,8 +53,10 @@ class Engine:
         make_grammar: MakeGrammar | None = None,
         make_breakers: MakeBreakers | None = None,
         start_masks: Callable[[], None] | None = None,
+        default_max_tokens: int | None = None,
     ) -> None:
-        """`start_masks`: begins to compute the masks that grammars promised since the last call."""
+        """`start_masks`: begins to compute the masks that grammars promised since the last call.
+        `default_max_tokens`: of requests that say nothing; fewer where the context leaves fewer."""
         self.config = config or EngineConfig()
         self.executor = executor
         self.clock = clock or RealClock()
@@ -69,6 +71,7 @@ class Engine:
             make_detokenizer,
             make_grammar,
             make_breakers,
+            default_max_tokens,
         )
         self._start_masks = start_masks
         self._health = HealthMonitor(self.stats)

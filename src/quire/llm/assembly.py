@@ -109,6 +109,7 @@ class Assembly:
             make_grammar=grammars.for_completion,
             make_breakers=self.breakers,
             start_masks=grammars.start_masks,
+            default_max_tokens=self.defaults.get("max_tokens"),
         )
 
 

@@ -380,7 +380,8 @@ def params_of(
         )
     given = sampling_params if params is None else params
     if given is None:
-        return SamplingParams.from_mapping({**defaults, **keywords})
+        # The engine has the model's max_tokens: what the context leaves may be less.
+        return SamplingParams.from_mapping({**defaults, "max_tokens": None, **keywords})
     if keywords:
         name = next(iter(keywords))
         kind = "params" if params is not None else "sampling_params"

@@ -21,7 +21,8 @@ _GGUF_NAMES = {
     "penalty_repeat": "repetition_penalty",
 }
 _CONFIG_NAMES = {
-    name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
 }
 _NEUTRAL = {"xtc_probability": 0, "mirostat": 0}  # what they are where they change nothing
 _MAX_TOP_K = 2**31 - 1
@@ -68,6 +69,8 @@ def _hint(option: str, value: object) -> int | float:
         value = 0 if value < 0 else value  # llama.cpp: below 0 are all tokens
         if value > _MAX_TOP_K:
             raise RequestError(f"top_k must be at most {_MAX_TOP_K}, got {value!r:.100}")
+    if option == "max_tokens" and value == 0:
+        raise RequestError("max_tokens must be at least 1, got 0")
     SamplingParams.from_mapping({option: value})
     return value
 

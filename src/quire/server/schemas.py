@@ -339,7 +339,8 @@ class Generation(CommonFields, SamplerFields, GenerationClientFields):
         given |= self.sampler_options(self.repetition_penalty)
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        given.setdefault("max_tokens", max(1, room))
+        usual = max(defaults.get("max_tokens") or room, self.min_tokens or 0)
+        given.setdefault("max_tokens", max(1, min(room, usual)))
         given["structured"] = self.constraint
         given["prompt_logprobs"] = self.num_prompt_scores
         return SamplingParams.from_mapping({**defaults, **given, "logprobs": logprobs})
