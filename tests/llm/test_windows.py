@@ -21,7 +21,7 @@ from quire.executors.cpu.lowering import Threads, kv_bytes_in_block
 from quire.executors.fake import FakeExecutor
 from quire.executors.reference import ReferenceExecutor, kv_token_bytes
 from quire.inspection import MemoryFacts, inspect_model
-from quire.llm.devices import DEVICES, Options
+from quire.llm.devices import DEVICES, CudaDevice, Options
 from quire.model.kv_layout import grouped, one_group
 from quire.model.loading import load_model
 
@@ -145,6 +145,21 @@ def test_a_long_context_runs_on_the_cpu_in_the_memory_predicted(tmp_path: Path) 
     ) as llm:
         again = llm.generate(prompt, params)[0]
     assert windowed.completions[0].token_ids == again.completions[0].token_ids
+
+
+def test_the_gpus_plan_counts_groups_in_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaDevice, "available_memory", lambda _: 1 << 40)
+    long_model("gemma3", tmp_path, GEMMA3_1B)
+    with load_model(tmp_path) as model:
+        layout = grouped(model.spec, BLOCK_SIZE)
+        plan = DEVICES["cuda"].memory_plan(model, Options(device="cuda", max_batch_size=1))
+        size = layout.token_size(model.spec, lambda part: part.num_kv_elements)
+    assert plan.windows == layout.windows and plan.block_bytes == 2 * BLOCK_SIZE * size
+    assert plan.sequence_bytes(CONTEXT) < 2 * CONTEXT * model.spec.num_kv_elements / 4
+    with pytest.raises(ConfigError, match="for each of 7 groups of layers"):
+        plan.check_batch(13, 2)
 
 
 @pytest.mark.long
