@@ -14,6 +14,7 @@ NODE_CLIENT := build/node/.ready
 CUDA_VENV := build/cuda
 CLIENTS := build/clients
 ALL_CLIENTS := build/clients-all
+TOOL_CLIENTS := build/clients-tools
 PAGE := build/page
 BENCH_RIVALS ?= llama.cpp
 BENCH_PYTHON ?= $(BIN)/python
@@ -81,8 +82,15 @@ $(ALL_CLIENTS)/.ready: tests/clients/requirements-all.txt
 	$(ALL_CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $(ALL_CLIENTS)/.ready
 
-test-clients-all: $(READY) $(NATIVE) $(ALL_CLIENTS)/.ready  ## run clients that take long to install, such as lm-eval
-	$(BIN)/python -m pytest -q tests/clients/test_all.py
+$(TOOL_CLIENTS)/.ready: tests/clients/requirements-tools.txt tests/clients/tools/package.json
+	test -x $(TOOL_CLIENTS)/bin/python || $(PYTHON) -m venv $(TOOL_CLIENTS)
+	$(TOOL_CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	cp tests/clients/tools/package.json $(TOOL_CLIENTS)/
+	npm install --silent --no-audit --no-fund --prefix $(TOOL_CLIENTS)
+	touch $(TOOL_CLIENTS)/.ready
+
+test-clients-all: $(READY) $(NATIVE) $(ALL_CLIENTS)/.ready $(TOOL_CLIENTS)/.ready  ## run clients that take long to install, such as lm-eval
+	$(BIN)/python -m pytest -q tests/clients/test_all.py tests/clients/test_tools.py
 
 test-clients: $(READY) $(NATIVE) $(CLIENTS)/.ready  ## run the guide's recipes for LangChain, LlamaIndex and llm
 	$(BIN)/python -m pytest -q tests/clients
