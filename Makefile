@@ -153,7 +153,7 @@ sanitize-shapes: $(READY)  ## run extreme shapes and mutated plans under address
 	  PYTHONMALLOC=malloc QUIRE_NATIVE_BUILD=$(SHAPES_BUILD) \
 	  $(BIN)/python -m pytest -q -m "not long" --capture=sys -p tests.native_build \
 	  tests/executors/cpu/test_extreme_shapes.py tests/executors/cpu/test_weights.py \
-	  tests/fuzz/test_steps.py
+	  tests/executors/cpu/test_experts.py tests/fuzz/test_steps.py
 
 check: $(READY)  ## lint, formatting, types, layers, figures that match their receipts
 	$(BIN)/ruff check .
@@ -199,7 +199,8 @@ dist: $(READY)  ## build the wheel and the sdist
 dist-check: dist  ## install the wheel and the sdist into clean environments and run them
 	for file in dist/*.whl dist/*.tar.gz; do \
 	  rm -rf build/install && $(PYTHON) -m venv build/install && \
-	  build/install/bin/python -m pip install --quiet --disable-pip-version-check $$file && \
+	  build/install/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --config-settings=cmake.define.QUIRE_UNITS=few $$file && \
 	  build/install/bin/quire --version && build/install/bin/quire doctor && \
 	  build/install/bin/quire bench --help > /dev/null && \
 	  ls build/install/lib/python3*/site-packages/quire/server/static/index.html || exit 1; \

@@ -13,7 +13,7 @@ from quire.kvcache import BlockPool, BlockTable, KVCache
 
 STEPS = 50
 PARTS = 8  # so that workers can share them
-EXAMPLES_A_PART = 250
+EXAMPLES_A_PART = 120
 
 
 def run_machine(name: str, num_examples: int, **more: Any) -> None:
@@ -32,7 +32,7 @@ def test_every_request_gets_the_tokens_of_its_solo_run(part: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_request_gets_the_tokens_of_its_solo_run_at_length(part: int) -> None:
-    run_machine(f"LongEngineMachine{part}", 20 * EXAMPLES_A_PART)
+    run_machine(f"LongEngineMachine{part}", 40 * EXAMPLES_A_PART)
 
 
 Mutate = Callable[[pytest.MonkeyPatch], None]

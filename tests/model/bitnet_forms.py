@@ -64,6 +64,8 @@ def golden(model: str, name: str) -> tuple[list[int], Floats]:
     extra = ALL / model / "extra" / "golden-extra.npz"
     files = [np.load(published(model, "golden.npz")), *([np.load(extra)] if extra.exists() else [])]
     found = {key: content[key] for content in files for key in content}
+    if name not in found:
+        pytest.skip(f"the logits of {model}'s {name} are not beside this checkout")
     return found["tokens"].tolist(), found[name]
 
 
