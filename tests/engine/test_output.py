@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.engine.simulated import END_TOKEN, finish, new_engine, outputs, solo, tokens_of
 from tests.engine.toys import Letters, Multiples, ended, greedy, mask, rows_of, toy_engine
 
-from quire.core.errors import RequestError, RowFaultError
+from quire.core.errors import ExecutorError, RequestError, RowFaultError
 from quire.core.plan import Breakers, allows
 from quire.core.request import Ended, FinishReason, Piece, RequestOutput, Status
 from quire.core.sampling import Constraint, SamplingParams
@@ -373,17 +373,59 @@ def test_breakers_of_dry_need_a_tokenizer() -> None:
     assert len(finish(engine)) == 2
 
 
-def test_a_sequence_with_a_grammar_is_planned_when_its_last_token_is_known() -> None:
+def test_a_sequence_with_a_grammar_is_planned_beside_others_before_its_last_token_is_known() -> (
+    None
+):
     executor = FakeExecutor(keep_plans=True)
     engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=7, count=4))
     engine.add_request(PROMPT, greedy(10, structured=REGEX))
     engine.add_request(PROMPT, greedy(10))
     finish(engine)
-    assert any(row.follows is not None for row in rows_of(executor, 2)), "others are planned ahead"
     held = rows_of(executor, 1)
-    assert all(row.follows is None for row in held)
-    assert all(row.allowed is not None and allows(row.allowed, 14) for row in held)
+    assert [row.follows is not None for row in held] == [False, True, True, True, True]
+    masks = [row.mask() for row in held]
+    assert all(mask is not None and allows(mask, 14) for mask in masks[:4])
+    assert masks[4] == b"", "it was planned before the grammar was complete, and given up"
     assert all(row.allowed is None for row in rows_of(executor, 2))
+    assert [len(plan.sequences) for plan in executor.plans[:5]] == [2] * 5, "in the same steps"
+
+
+def test_a_slow_grammar_is_planned_when_its_last_token_is_known() -> None:
+    class Slow(Multiples):
+        is_slow = True
+
+    executor = FakeExecutor(keep_plans=True)
+    engine = toy_engine(executor, make_grammar=lambda _: Slow(of=7, count=4))
+    engine.add_request(PROMPT, greedy(10, structured=REGEX))
+    engine.add_request(PROMPT, greedy(10))
+    finish(engine)
+    assert any(row.follows is not None for row in rows_of(executor, 2)), "others are planned ahead"
+    assert all(row.follows is None for row in rows_of(executor, 1))
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "stuck"])
+def test_no_step_waits_for_the_mask_of_a_row_that_nobody_wants(how: str) -> None:
+    """A mask that depends on a token which never comes is given up."""
+    executor = FakeExecutor(keep_plans=True)
+    engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=7, count=9))
+    held = engine.add_request(PROMPT, greedy(10, structured=REGEX))
+    free = engine.add_request(PROMPT, greedy(10))
+    while len(executor.plans) < 3:
+        engine.step()
+    following = [row.allowed for row in executor.plans[-1].sequences if row.allowed is not None]
+    if how == "cancelled":
+        engine.cancel(held.id)
+    elif how == "failed":
+        executor.faults.raises = lambda row: len(executor.plans) < 5
+    else:
+        engine.fail_all(ExecutorError("it is stuck"))
+    found = finish(engine)
+    (mask,) = following
+    assert mask._is_given.is_set()
+    if how != "stuck":
+        assert tokens_of(found[free.id]) == solo(PROMPT, greedy(10))
+    if how == "failed":
+        assert [token % 7 for token in found[held.id].token_ids] == [0] * 9
 
 
 def test_each_completion_has_a_grammar_of_its_own() -> None:

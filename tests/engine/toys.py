@@ -78,6 +78,7 @@ class Multiples:
         self.mask = mask(range(0, vocabulary_size, of), vocabulary_size)
 
     is_ready = True
+    is_slow = False
     failure: str | None = None
 
     def allowed(self) -> bytes:

@@ -118,6 +118,7 @@ class Letters:
         self.mask = (1 << token).to_bytes(2, "little")
         self.accepted: list[int] = []
         self.is_ready = self.is_complete = True
+        self.is_slow = False
         self.failure = None
 
     def allowed(self) -> bytes:

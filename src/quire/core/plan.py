@@ -7,6 +7,7 @@ path of engine/step.py makes rows by position (`check_fields`), native/bind_deco
 fields by name (`bind_plan_types`).
 """
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -82,6 +83,30 @@ class PendingMask(Protocol):
         """Wait for it. Never raises: a mask that cannot be computed allows nothing."""
 
 
+class FollowingMask:
+    """The mask of a row that follows a sample: it depends on that token, and is given once
+    the token is known, while the row's step is under way."""
+
+    def __init__(self) -> None:
+        self._given: bytes | PendingMask | None = None
+        self._is_given = threading.Event()
+
+    def give(self, mask: "bytes | PendingMask | None") -> None:
+        """The first one counts. None: any token may come."""
+        if not self._is_given.is_set():
+            self._given = mask
+            self._is_given.set()
+
+    def give_up(self) -> None:
+        """Nobody wants the row any more; the step must not wait for it."""
+        self.give(b"")
+
+    def result(self) -> bytes | None:
+        self._is_given.wait()
+        given = self._given
+        return given if given is None or isinstance(given, bytes) else given.result()
+
+
 class SequencePlan(NamedTuple):
     """One sequence's chunk of a step.
 
@@ -120,9 +145,14 @@ class SequencePlan(NamedTuple):
         """How many of the likeliest tokens come with each prompt target's log-probability."""
         return 0 if self.sampling is None else self.sampling.params.prompt_logprobs or 0
 
+    @property
+    def has_mask(self) -> bool:
+        """Whether mask() returns at once."""
+        return self.allowed is None or isinstance(self.allowed, bytes)
+
     def mask(self) -> bytes | None:
         """The grammar mask, waited for where it is not there yet."""
-        allowed: bytes | PendingMask | None = self.allowed
+        allowed: bytes | PendingMask | FollowingMask | None = self.allowed
         return allowed if allowed is None or isinstance(allowed, bytes) else allowed.result()
 
     def resolved(self, sampled: int) -> "SequencePlan":

@@ -294,7 +294,7 @@ class Admission:
             or params.max_tokens == 0
             or params.needs_history
             or grammar is not None,
-            needs_last_token=grammar is not None or "dry" in params.order,
+            needs_last_token="dry" in params.order,
             stop_token_ids=frozenset(stop_ids),
             prompt_length=len(request.prompt),
             max_length=max_length,

@@ -185,8 +185,17 @@ class Engine:
             self._flights.append(self._runner.submit(step, plan))
         if self._flights and (step is None or len(self._flights) > self.config.plan_ahead):
             host_s += self._complete(self._flights.popleft())
+            self._begin_following_masks()
         self.stats.host_seconds.add(host_s)
         return self.take_events()
+
+    def _begin_following_masks(self) -> None:
+        """A step was updated with: of the masks that depend on its tokens, begin those that rows
+        are still wanted for, and give up the others."""
+        if self._start_masks is not None:
+            self._start_masks()
+        for flight in self._flights:
+            _give_up_masks(flight)
 
     def take_events(self) -> list[Event]:
         """What happened since the last step, such as cancellations."""
@@ -328,6 +337,7 @@ class Engine:
         """Steps planned on top of a failed one count as never run."""
         for flight in self._flights:
             self._runner.cancel(flight)
+            _give_up_masks(flight)
         while self._flights:
             flight = self._flights.popleft()
             with suppress(ExecutorError):  # its rows are run again in any case
@@ -401,7 +411,9 @@ class Engine:
         now = self.clock.now()
         self._health.ended(error, len(self._lifecycle.live), step_id, now)
         while self._flights:
-            self._release_sources(self._flights.popleft().step.rows)
+            flight = self._flights.popleft()
+            _give_up_masks(flight)
+            self._release_sources(flight.step.rows)
         self._lifecycle.fail_all(error, now)
 
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
@@ -517,3 +529,9 @@ def _resolved(row: Row) -> SequencePlan:
         completion = tuple(sequence.tokens[sequence.prompt_length :])
         plan = plan._replace(history=plan.history._replace(completion=completion))
     return plan
+
+
+def _give_up_masks(flight: Flight) -> None:
+    """Those that were not given: no token came that they depend on."""
+    for mask in flight.step.following_masks:
+        mask.give_up()

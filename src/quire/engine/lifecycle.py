@@ -177,11 +177,8 @@ class Lifecycle:
 
     def _completes_grammar(self, sequence: Sequence, token: int, now: float) -> bool:
         """Whether nothing may follow the token; a grammar that raises ends its request."""
-        assert sequence.grammar is not None
         try:
-            if token not in sequence.stop_token_ids:
-                sequence.grammar.accept(token)
-            return sequence.grammar.is_complete
+            return sequence.completes_grammar(token)
         except Exception as error:
             self._fail_row(sequence.live, _caused(f"the grammar failed: {error}", error), now)
             return False

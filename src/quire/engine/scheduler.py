@@ -212,7 +212,10 @@ class Scheduler:
                 if length == sequence.max_length:
                     continue  # its last token is pending
                 if sequence.num_pending and sequence.needs_last_token:
-                    continue  # the next mask, or DRY's penalties, depend on the pending token
+                    continue  # DRY's penalties depend on the pending token
+                grammar = sequence.grammar
+                if sequence.num_pending and grammar is not None and grammar.is_slow:
+                    continue  # its mask would begin with the pending token, and hold the step
                 decodes.append(sequence)
                 num_cached += num_computed
             elif length > num_computed:

@@ -20,7 +20,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from quire.core.plan import Breakers, PendingMask, Sampling, TokenLogprob, Want
+from quire.core.plan import Breakers, FollowingMask, PendingMask, Sampling, TokenLogprob, Want
 from quire.core.request import Completion, FinishReason, Request, WaitReason
 from quire.core.sampling import SamplingParams
 from quire.kvcache import BlockTable
@@ -48,6 +48,10 @@ class Grammar(Protocol):
     @property
     def is_ready(self) -> bool:
         """False while a step would have to wait long for the mask."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its masks take long: then none is begun while a step is under way."""
 
     @property
     def failure(self) -> str | None:
@@ -172,6 +176,7 @@ class Sequence:
     key: str  # of its queue: its request's, or one for all without fairness
     transcript: Transcript | None = None
     grammar: Grammar | None = None
+    following_mask: FollowingMask | None = None  # of its row that follows a pending sample
     goal: Want = Want.SAMPLE  # what its last known token is computed for
     stop_token_ids: frozenset[int] = frozenset()
     prompt_length: int = 0
@@ -248,7 +253,27 @@ class Sequence:
         self.wait_reason = reason
         self.wait_since = now
 
+    def mask_of_next(self, *, follows_sample: bool) -> bytes | PendingMask | FollowingMask | None:
+        """The mask of its next sample; one that depends on a pending token is given later."""
+        assert self.grammar is not None
+        if not follows_sample:
+            return self.grammar.allowed()
+        self.following_mask = FollowingMask()
+        return self.following_mask
+
     # ---- with a step's result
+
+    def completes_grammar(self, token: int) -> bool:
+        """Whether nothing may follow the token; else the row that follows gets its mask."""
+        assert self.grammar is not None
+        if token not in self.stop_token_ids:
+            self.grammar.accept(token)
+        if self.grammar.is_complete:
+            return True
+        if self.following_mask is not None:
+            self.following_mask.give(self.grammar.allowed())
+            self.following_mask = None
+        return False
 
     def retried(self, step_id: int) -> None:
         """Its row of a failed step is run again in this one."""

@@ -4,7 +4,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.core.errors import QuireError, RowFaultError
-from quire.core.plan import BlockCopy, History, SequencePlan, StepPlan, Want, check_fields
+from quire.core.plan import (
+    BlockCopy,
+    FollowingMask,
+    History,
+    PendingMask,
+    SequencePlan,
+    StepPlan,
+    Want,
+    check_fields,
+)
 from quire.engine.sequence import Sequence
 from quire.kvcache import KVCache
 
@@ -45,6 +54,12 @@ class Step:
     num_tokens: int = 0
     context: int = 0  # positions its rows attend to, their own included
     planned_at: float = 0.0
+    following_masks: list[FollowingMask] = field(default_factory=list)
+
+    def add_mask(self, mask: bytes | PendingMask | FollowingMask | None) -> None:
+        """Note the mask of a row where it depends on a token that is pending."""
+        if isinstance(mask, FollowingMask):
+            self.following_masks.append(mask)
 
     def plan(self) -> StepPlan:
         copies = tuple([copy for row in self.rows for copy in row.copies])
@@ -126,7 +141,7 @@ class RowPlanner:
             other_tables=sequence.block_table.other_ids,
         )
         if sequence.has_row_extras:
-            row = self._add_extras(row, sequence)
+            row = self._add_extras(step, row, sequence)
         step.rows.append(Row(row, sequence, sequence.epoch, copies))
         step.num_tokens += num_tokens
         step.context += end
@@ -135,7 +150,7 @@ class RowPlanner:
             sequence.wait_for(None, step.planned_at)
         return True
 
-    def _add_extras(self, row: SequencePlan, sequence: Sequence) -> SequencePlan:
+    def _add_extras(self, step: Step, row: SequencePlan, sequence: Sequence) -> SequencePlan:
         """What only some rows carry: history for penalties, a mask, prompt tokens to score."""
         prompt = sequence.request.prompt
         params = sequence.request.params
@@ -144,7 +159,9 @@ class RowPlanner:
             row = row._replace(history=History(prompt, completion))
         if row.want is Want.SAMPLE and sequence.grammar is not None:
             try:
-                row = row._replace(allowed=sequence.grammar.allowed())
+                mask = sequence.mask_of_next(follows_sample=row.follows is not None)
+                row = row._replace(allowed=mask)
+                step.add_mask(mask)
             except Exception as error:
                 fault = RowFaultError(f"the grammar failed: {error}")
                 self._failed.append((sequence, fault))

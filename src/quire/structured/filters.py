@@ -61,6 +61,9 @@ class Masks(Protocol):
     def is_ready(self) -> bool: ...
 
     @property
+    def is_slow(self) -> bool: ...
+
+    @property
     def failure(self) -> str | None: ...
 
     @property
@@ -104,6 +107,10 @@ class TokenFilter:
     @property
     def is_ready(self) -> bool:
         return self._grammar is None or self._grammar.is_ready
+
+    @property
+    def is_slow(self) -> bool:
+        return self._grammar is not None and self._grammar.is_slow
 
     @property
     def failure(self) -> str | None:

@@ -220,6 +220,10 @@ class MatcherGrammar:
         return not self._is_slow or self._mask is None or self._mask.is_done
 
     @property
+    def is_slow(self) -> bool:
+        return self._is_slow
+
+    @property
     def failure(self) -> str | None:
         return None if self._mask is None else self._mask.failure
 

@@ -97,6 +97,10 @@ class ThinkingMasks:
         return self._is_thinking or self._grammar is None or self._grammar.is_ready
 
     @property
+    def is_slow(self) -> bool:
+        return not self._is_thinking and self._grammar is not None and self._grammar.is_slow
+
+    @property
     def failure(self) -> str | None:
         return None if self._grammar is None else self._grammar.failure
 

@@ -18,6 +18,7 @@ from quire.core.errors import (
 )
 from quire.core.plan import (
     BlockCopy,
+    FollowingMask,
     History,
     Sampling,
     SequencePlan,
@@ -102,6 +103,39 @@ def test_a_row_that_follows_a_step_takes_what_it_sampled(executor: CudaExecutor)
     assert one.token is not None
     [expected] = run(executor, row((*PROMPT, one.token), TABLE, want=Want.SAMPLE), step_id=3)
     assert two.token == expected.token
+
+
+def test_a_row_that_follows_a_step_is_submitted_before_its_mask_is_known(
+    executor: CudaExecutor,
+) -> None:
+    """The mask depends on the token that is followed; the next step waits for it, no earlier."""
+    table = (5,)
+    masks = [FollowingMask(), FollowingMask()]
+    first = StepPlan(1, (row(PROMPT, TABLE, want=Want.SAMPLE),))
+    free = row(PROMPT, table, want=Want.SAMPLE, sequence_id=1)
+    held = row((), TABLE, start=5, want=Want.SAMPLE, follows=1, allowed=masks[0])
+    third = row((), TABLE, start=6, want=Want.SAMPLE, follows=2, allowed=masks[1])
+    tickets = [executor.submit(first), executor.submit(StepPlan(2, (held, free)))]
+    [one] = executor.collect(tickets[0], 60).sequences
+    masks[0].give(bytes([0, 8]))
+    tickets.append(executor.submit(StepPlan(3, (third,))))
+    two, beside = executor.collect(tickets[1], 60).sequences
+    masks[1].give(bytes([0, 16]))
+    [three] = executor.collect(tickets[2], 60).sequences
+    [alone] = run(executor, free, step_id=4)
+    assert (two.token, three.token) == (11, 12)
+    assert one.token is not None and beside.token == alone.token
+    logits_after = logits(executor, row((*PROMPT, one.token, 11), TABLE))
+    assert np.isfinite(logits_after).all()
+
+
+def test_a_step_whose_masks_are_given_up_ends(executor: CudaExecutor) -> None:
+    mask = FollowingMask()
+    held = row(PROMPT, TABLE, want=Want.SAMPLE, allowed=mask)
+    ticket = executor.submit(StepPlan(1, (held,)))
+    mask.give_up()
+    [nothing] = executor.collect(ticket, 60).sequences
+    assert nothing.fault == "the mask allows no token"
 
 
 def test_penalties_see_the_sample_that_is_followed(executor: CudaExecutor) -> None:

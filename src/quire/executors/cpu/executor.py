@@ -154,7 +154,7 @@ class CpuExecutor(ThreadedExecutor):
 
 def _pending_masks(rows: Sequence[SequencePlan]) -> Callable[[], list[bytes | None]] | None:
     """What gives every row's mask once the layers are computed; None where none is pending."""
-    if all(row.allowed is None or isinstance(row.allowed, bytes) for row in rows):
+    if all(row.has_mask for row in rows):
         return None
     return lambda: [row.mask() for row in rows]
 

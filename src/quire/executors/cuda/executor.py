@@ -6,7 +6,8 @@ may be submitted before the one it follows is collected.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +41,7 @@ from quire.executors.cuda.memory import (
 from quire.executors.cuda.planes import Array, to_natural_order
 from quire.executors.cuda.sampling import SampleRow, wants_argmax
 from quire.executors.cuda.step_input import PackedRow
-from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, results_of
+from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, ToSample, results_of
 from quire.executors.cuda.weights import check_model, load_weights, packed_bytes
 from quire.model.kv_layout import KVLayout, one_group
 from quire.model.loading import Model
@@ -116,6 +117,7 @@ class CudaExecutor(ExecutorBase):
         self._runner = GraphRunner(
             self._decoder, self._blocks, limits, layout.windows, self._device, stream
         )
+        self._unsampled: CudaTicket | None = None  # the last step, where masks are pending
         self._ended_at = float("-inf")  # of the step that was collected last
         super().__init__(
             model_capacity(
@@ -179,13 +181,15 @@ class CudaExecutor(ExecutorBase):
                 "the CUDA executor is not warm: call warm_up() before the first step, or every "
                 "size of batch would wait for its kernels"
             )
-        try:
+        self._sample_step()
+        with _memory_errors():
             return self._submit(plan)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise ExecutorMemoryError(f"a step found no memory on the GPU: {error}") from error
 
     def collect(self, ticket: CudaTicket, timeout_s: float | None = None) -> StepResult:
+        if ticket is self._unsampled:
+            self._sample_step()
+        if ticket.error is not None:
+            raise ticket.error
         self._wait(ticket, timeout_s)
         ended_at = self._clock.now()
         if ticket.is_cancelled:
@@ -233,7 +237,8 @@ class CudaExecutor(ExecutorBase):
                 self._blocks.copy(copy.source, copy.target)
             if packed:
                 self._run(ticket, packed)
-            ticket.done = runner.record()
+            if ticket.to_sample is None:
+                ticket.done = runner.record()
         return ticket
 
     def _pack(self, ticket: CudaTicket) -> list[PackedRow]:
@@ -269,6 +274,30 @@ class CudaExecutor(ExecutorBase):
         ticket.num_padding = padding
         for index, row in enumerate(sampled):
             row.head_row = index
+        ticket.to_sample = ToSample(sampled, slots, num_tokens)
+        if all(row.plan.has_mask for row in sampled):
+            self._sample_rows(ticket)
+        else:
+            self._unsampled = ticket
+
+    def _sample_step(self) -> None:
+        """Sample the step that was submitted without: the masks of its grammars were pending. Its
+        layers are computed meanwhile, and the next step's begin after it."""
+        ticket, self._unsampled = self._unsampled, None
+        if ticket is None:
+            return
+        try:
+            with _memory_errors(), self._runner.stream():
+                self._sample_rows(ticket)
+                ticket.done = self._runner.record()
+        except Exception as error:  # of that step, not of the one that is about to be submitted
+            ticket.error = error
+
+    def _sample_rows(self, ticket: CudaTicket) -> None:
+        """Sample, and copy to the host what the step is asked for."""
+        assert ticket.to_sample is not None
+        sampled, slots, num_tokens = ticket.to_sample
+        ticket.to_sample = None
         ticket.wants_argmax = self._sample(sampled, slots) and len(sampled) == len(ticket.rows)
         for row in ticket.rows:
             plan = row.plan
@@ -364,3 +393,12 @@ class CudaExecutor(ExecutorBase):
             if aimed := targets[start : start + count]:
                 scores = sampling.score(logits[: len(aimed)], self._integers(aimed), num_top)
                 row.prompt_scores.append(scores.on_host())
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        raise ExecutorMemoryError(f"a step found no memory on the GPU: {error}") from error

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -42,10 +43,20 @@ class StepRow:
     pooled: Array | None = None
 
 
+class ToSample(NamedTuple):
+    """What is left to do of a step whose layers are submitted."""
+
+    rows: list[StepRow]
+    slots: list[int]
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class CudaTicket:
     plan: StepPlan
     rows: list[StepRow]
+    to_sample: ToSample | None = None
+    error: Exception | None = None  # of its sampling, where that was submitted later
     num_padding: int = 0
     wants_argmax: bool = False  # every row wants the argmax of its logits and nothing else
     sampled: Array | None = None  # [rows, (token, status)] on the host, once `done`
