@@ -22,7 +22,8 @@ HERMES = (
 HARMONY = (
     "{{ 'Reasoning: ' + (reasoning_effort or 'medium') }}"
     "{% for t in tools or [] %}functions.{{ t.function | tojson }}{% endfor %}"
-    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content or '' }}"
+    "{% for m in messages %}{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}"
+    "{% endif %}<|start|>{{ m.role }}<|message|>{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %} to=functions.{{ c.function | tojson }}<|call|>{% endfor %}"
     "<|end|>{% endfor %}<|start|>assistant{# <|channel|> #}"
 )
@@ -347,6 +348,16 @@ def test_reasoning_in_a_history_reaches_the_template(hermes: Scripted) -> None:
         turn = {"role": "assistant", "content": "Yes.", name: "Hm."}
         prompt = hermes.prompt(messages=[*QUESTION, turn, *QUESTION])
         assert "[assistant]Yes.<think>Hm.</think>" in prompt
+
+
+def test_harmonys_thinking_is_given_beside_calls_without_content(harmony: Scripted) -> None:
+    function = {"name": "weather", "arguments": "{}"}
+    call = {"id": "1", "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
+    for content, is_shown in ((None, True), ("So.", False)):
+        turn = {"role": "assistant", "content": content, "tool_calls": [call], "reasoning": "Hm."}
+        prompt = harmony.prompt(messages=[*QUESTION, turn, result])
+        assert ("<|channel|>analysis<|message|>Hm." in prompt) is is_shown
 
 
 def test_effort_is_what_the_template_makes_of_it(hermes: Scripted, harmony: Scripted) -> None:

@@ -172,11 +172,13 @@ def read_conversation(service: Service, llm: AsyncLLM, call: Call, body: ChatReq
 
 
 def _history_message(message: Message) -> dict[str, Any]:
-    """With the reasoning by both of the names that templates read."""
+    """With the reasoning by the names that templates read; gpt-oss takes `thinking` or content."""
     found = message.model_dump(exclude_none=True)
     reasoning = found.get("reasoning_content") or found.get("reasoning")
     if reasoning:
-        found |= {"reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
+        found |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if not found.get("content"):
+            found["thinking"] = reasoning
     return found
 
 
