@@ -26,10 +26,11 @@ def rows(page: Path, header: str, num_names: int) -> dict[tuple[str, ...], list[
 
 
 SHOWN = rows(README, "| | requests at once | 1 |", 2)
+MIXTURES = rows(CUDA, "| | N=1 | 4 | 16 | 64 | 256 |\n|---|---|---|---|---|---|\n| Qwen3-30B", 1)
 VLLM = rows(CUDA, "| | N=1 | 4 | 16 | 64 | 256 |\n|---|---|---|---|---|---|\n| vLLM, bf16 |", 1)
 
 
-def quire_on_h200(quant: str) -> list[float]:
+def quire_on_h200(model: str) -> list[float]:
     """Output tokens a second of whole runs of 128 + 256 tokens, by the number of requests."""
     found = {
         int(number(receipt.settings, "requests") or 0): number(
@@ -37,7 +38,7 @@ def quire_on_h200(quant: str) -> list[float]:
         )
         for receipt in gather([ROOT / "receipts" / "h200"])
         if receipt.kind == "throughput"
-        and receipt.model["quant"] == quant
+        and receipt.model["name"] == model
         and (receipt.settings["prompt_tokens"], receipt.settings["new_tokens"]) == (128, 256)
     }
     return [found[batch] or 0.0 for batch in BATCHES]
@@ -74,8 +75,19 @@ def test_the_ratios_beside_vllm_are_quires_receipts_by_its_figures(
 ) -> None:
     ratios = [
         None if rate is None else round(own / rate, 2)
-        for own, rate in zip(quire_on_h200(quant), VLLM[(rival,)], strict=True)
+        for own, rate in zip(quire_on_h200(f"dummy:llama-8b:{quant}"), VLLM[(rival,)], strict=True)
     ]
     assert SHOWN[f"{model}, one H200", shown] == ratios
     below = list(VLLM).index((rival,)) + 1
     assert list(VLLM.values())[below] == ratios
+
+
+@pytest.mark.parametrize(
+    ("title", "model"),
+    [
+        ("Qwen3-30B-A3B's shape, Q4_K_M", "dummy:qwen3-30b-a3b:Q4_K_M"),
+        ("gpt-oss-20b's shape, MXFP4", "dummy:gpt-oss-20b:MXFP4"),
+    ],
+)
+def test_the_rates_of_mixtures_of_experts_are_those_of_the_receipts(title: str, model: str) -> None:
+    assert MIXTURES[(title,)] == [round(rate) for rate in quire_on_h200(model)]
