@@ -98,7 +98,7 @@ def test_one_of_many_fails_alone_and_the_exit_code_says_so(
     assert [output["error"] and output["error"]["type"] for output in result["outputs"]] == [
         None,
         "RequestError",
-        "RequestError",
+        "ContextLengthError",
     ]
 
 
@@ -222,7 +222,7 @@ def test_every_kind_of_bad_file_is_tried(files: dict[str, tuple[Path, str]]) -> 
         (["--prompt", "x" * 600], "the prompt does not fit into the context: the text has at"),
         (["--prompt-tokens", "1,512"], "prompt token 1 is 512; the vocabulary has 0 to 511"),
         (["--prompt", "x", "--max-tokens", "600"], "the context holds 512"),
-        (["--prompt", "x", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--prompt", "x", "--max-tokens", "-1"], "max_tokens must be at least 0, got -1"),
         (["--prompt", "x", "--temperature", "nan"], "temperature must be from 0 to 100, got nan"),
         (["--prompt", "x", "--n", "1000"], "n must be from 1 to 128, got 1000"),
         (["--prompt", "x", "--stop", ""], "stop must hold non-empty strings"),

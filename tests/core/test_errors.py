@@ -17,6 +17,7 @@ TREE: dict[str, tuple[type[Exception], ...]] = {
     "RequestError": (errors.QuireError, ValueError),
     "RequestCancelledError": (errors.RequestError,),
     "DeadlineError": (errors.RequestError,),
+    "ContextLengthError": (errors.RequestError,),
     "OverloadedError": (errors.QuireError,),
     "ExecutorError": (errors.QuireError,),
     "RowFaultError": (errors.ExecutorError,),

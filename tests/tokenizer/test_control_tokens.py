@@ -261,10 +261,13 @@ def test_nothing_of_a_request_becomes_a_control_token(
     source: str,
 ) -> None:
     template = chat_template(source)
-    text, spans = template.render(messages, tools=[tool], variables={"extra": extra})
-    quiet, _ = template.render(
-        harmless(messages), tools=[harmless(tool)], variables={"extra": harmless(extra)}
-    )
+    try:
+        text, spans = template.render(messages, tools=[tool], variables={"extra": extra})
+        quiet, _ = template.render(
+            harmless(messages), tools=[harmless(tool)], variables={"extra": harmless(extra)}
+        )
+    except RequestError:
+        return  # a name or a role that the template leaves out: nothing reaches the prompt
     for name, tokenizer in all_tokenizers.items():
         tokens = tokenizer.encode(text, add_special=False, parse_special=spans)
         expected = controls(tokenizer, said(tokenizer, quiet))

@@ -55,7 +55,7 @@ class DeadlineError(RequestError):
 class ContextLengthError(RequestError):
     """The prompt, or prompt and completion together, do not fit into the context."""
 
-    def __init__(self, message: str, *, param: str | None = None, max_context: int) -> None:
+    def __init__(self, message: str, *, param: str | None = None, max_context: int = 0) -> None:
         super().__init__(message, param=param)
         self.max_context = max_context
 
