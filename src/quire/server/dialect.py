@@ -198,6 +198,12 @@ def traces_of(call: Call, outputs: Sequence[RequestOutput]) -> list[TraceReport]
     return [trace_of(output) for output in outputs] if call.wants_trace else None
 
 
+def traced(call: Call, outputs: Sequence[RequestOutput]) -> dict[str, list[dict[str, object]]]:
+    """The field that an answer has for them, if the client asked."""
+    traces = traces_of(call, outputs)
+    return {} if traces is None else {"quire_trace": [trace.model_dump() for trace in traces]}
+
+
 def trace_of(output: RequestOutput) -> TraceReport:
     metrics = output.metrics
     return TraceReport(

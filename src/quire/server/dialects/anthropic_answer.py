@@ -27,6 +27,8 @@ from quire.server.dialect import (
     GenerationCall,
     Translation,
     chat_request,
+    traced,
+    traces_of,
     usage_of,
 )
 from quire.server.dialects.anthropic_body import (
@@ -39,7 +41,7 @@ from quire.server.dialects.anthropic_body import (
 )
 from quire.server.errors import ApiError, ErrorShape
 from quire.server.generation import count_prompt_tokens
-from quire.server.replies import FinishWord
+from quire.server.replies import FinishWord, TraceReport
 from quire.server.service import Service
 from quire.server.streaming import SSE_HEADERS
 
@@ -89,6 +91,10 @@ ANTHROPIC_ERRORS = ErrorShape(_error_body, _error_frame, _status)
 # ---- whole answers
 
 
+class OutputDetails(BaseModel):
+    thinking_tokens: int
+
+
 class MessageUsage(BaseModel):
     """`input_tokens` are those that were computed; cached ones are counted apart."""
 
@@ -96,6 +102,7 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputDetails = OutputDetails(thinking_tokens=0)
     service_tier: Literal["standard"] = "standard"
 
 
@@ -108,19 +115,22 @@ class MessageReply(BaseModel):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    quire_trace: list[TraceReport] | None = None  # left out unless asked for
 
 
 class TokensCount(BaseModel):
     input_tokens: int
 
 
-def _usage(outputs: Sequence[RequestOutput]) -> MessageUsage:
-    usage = usage_of(outputs)
+def _usage(outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> MessageUsage:
+    usage = usage_of(outputs, choices)
+    thinking = usage.completion_tokens_details.reasoning_tokens
     cached = usage.prompt_tokens_details.cached_tokens
     return MessageUsage(
         input_tokens=usage.prompt_tokens - cached,
         cache_read_input_tokens=cached,
         output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputDetails(thinking_tokens=thinking),
     )
 
 
@@ -170,9 +180,11 @@ def _reply(
         content=_blocks(choice.answer, generation.kept),
         stop_reason=reason,
         stop_sequence=sequence,
-        usage=_usage(outputs),
+        usage=_usage(outputs, choices),
+        quire_trace=traces_of(generation.call, outputs),
     )
-    return reply.model_dump_json().encode()
+    absent = {"quire_trace"} if reply.quire_trace is None else None
+    return reply.model_dump_json(exclude=absent).encode()
 
 
 # ---- streams
@@ -190,6 +202,7 @@ class MessageFrames:
 
     def __init__(self, service: Service, generation: GenerationCall) -> None:
         self._id = generation.answer_id
+        self._call = generation.call
         self._model = service.name
         self._num_prompt_tokens = generation.num_prompt_tokens
         self._kept: KeptOfMessage = generation.kept
@@ -207,7 +220,7 @@ class MessageFrames:
                 input_tokens=self._num_prompt_tokens, cache_read_input_tokens=0, output_tokens=0
             ),
         )
-        return _event("message_start", message=message.model_dump()).encode()
+        return _event("message_start", message=message.model_dump(exclude={"quire_trace"})).encode()
 
     def chunk(
         self,
@@ -271,9 +284,9 @@ class MessageFrames:
     def ending(self, outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> bytes:
         reason, sequence = _stop(choices[0])
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        usage = _usage(outputs).model_dump(exclude={"service_tier"})
-        last = _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
-        return last.encode()
+        usage = _usage(outputs, choices).model_dump(exclude={"service_tier"})
+        last = _event("message_delta", delta=delta, usage=usage, **traced(self._call, outputs))
+        return (last + _event("message_stop")).encode()
 
     def error(self, error: ApiError) -> bytes:
         return _error_frame(error)

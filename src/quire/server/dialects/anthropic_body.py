@@ -405,7 +405,13 @@ def _thinking_fields(body: ConversationFields) -> dict[str, Any]:
     thinking = body.thinking
     effort = None if body.output_config is None else body.output_config.effort
     if thinking is None or thinking.type == "disabled":
-        return {}
+        if effort is not None:
+            raise ApiError(
+                400,
+                'output_config.effort needs thinking: give {"type": "adaptive"}',
+                param="output_config.effort",
+            )
+        return {"reasoning_effort": "none"}
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
         words = "needs" if thinking.budget_tokens is None else "has no use for"
         raise ApiError(

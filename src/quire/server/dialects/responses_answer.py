@@ -22,7 +22,7 @@ from quire.chat import (
 )
 from quire.core.plan import TokenLogprob
 from quire.core.request import Piece, RequestOutput
-from quire.server.dialect import Choice, GenerationCall, usage_of
+from quire.server.dialect import Choice, GenerationCall, traced, usage_of
 from quire.server.dialects.responses_body import ResponsesRequest
 from quire.server.dialects.responses_store import StoredResponse
 from quire.server.errors import ApiError
@@ -232,14 +232,14 @@ def items_of(answer: Answer, logprobs: str) -> list[OutputItem]:
 # ---- responses
 
 
-def _usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    usage = usage_of(outputs)
+def _usage(outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> dict[str, Any]:
+    usage = usage_of(outputs, choices)
     cached = usage.prompt_tokens_details.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.completion_tokens_details.model_dump(),
         "total_tokens": usage.total_tokens,
     }
 
@@ -250,7 +250,7 @@ class ResponseWriter:
     def __init__(self, service: Service, generation: GenerationCall) -> None:
         self._service = service
         self._kept: KeptOfResponse = generation.kept
-        self._key = generation.call.key_name
+        self._call = generation.call
         _, params = generation.prompts[0]
         self._fixed = {
             "id": self._kept.id,
@@ -266,21 +266,22 @@ class ResponseWriter:
         return self._written("in_progress", [])
 
     def ended(
-        self, outputs: Sequence[RequestOutput], finish_reason: FinishWord, items: Sequence[str]
+        self, outputs: Sequence[RequestOutput], choices: Sequence[Choice], items: Sequence[str]
     ) -> str:
         """The whole response, which is stored where it is to be."""
-        is_cut = finish_reason == "length"
+        is_cut = choices[0].finish_reason == "length"
         written = self._written(
             "incomplete" if is_cut else "completed",
             items,
             completed_at=int(time.time()),
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
-            usage=_usage(outputs),
+            usage=_usage(outputs, choices),
+            **traced(self._call, outputs),
         )
         kept = self._kept
         if kept.earlier is not None and kept.input is not None:
             stored = StoredResponse(kept.id, kept.earlier, kept.input, written.encode())
-            self._service.responses.put(self._key, stored)
+            self._service.responses.put(self._call.key_name, stored)
         return written
 
     def failed(self, error: ApiError, items: Sequence[str]) -> str:
@@ -317,7 +318,7 @@ def reply(
     written = [item.json("completed") for item in first]
     written.append(last.json(last_status(choice.finish_reason)))
     writer = ResponseWriter(service, generation)
-    return writer.ended(outputs, choice.finish_reason, written).encode()
+    return writer.ended(outputs, choices, written).encode()
 
 
 # ---- streams
@@ -336,7 +337,6 @@ class ResponseFrames:
         self._open: OutputItem | None = None
         self._done: list[str] = []  # items
         self._scores: list[TokenLogprob] = []  # of tokens whose text has not come
-        self._finish_reason: FinishWord = "stop"
 
     def opening(self, _index: int) -> bytes:
         begun = f'"response":{self._writer.begun()}'
@@ -353,15 +353,14 @@ class ResponseFrames:
         self._scores += [score for piece in pieces for score in piece.logprobs]
         parts = [self._written(event) for event in events]
         if finish_reason is not None:
-            self._finish_reason = finish_reason
             if self._open is None and not self._done:
                 parts.append(self._begin(MessageItem()))
             parts.append(self._close(last_status(finish_reason)))
         return "".join(parts).encode()
 
-    def ending(self, outputs: Sequence[RequestOutput], _choices: Sequence[Choice]) -> bytes:
-        kind = "incomplete" if self._finish_reason == "length" else "completed"
-        response = self._writer.ended(outputs, self._finish_reason, self._done)
+    def ending(self, outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> bytes:
+        kind = "incomplete" if choices[0].finish_reason == "length" else "completed"
+        response = self._writer.ended(outputs, choices, self._done)
         return self._event(f"response.{kind}", f'"response":{response}').encode()
 
     def error(self, error: ApiError) -> bytes:

@@ -24,6 +24,7 @@ _MOST = 2**31 - 1
 _PREFIXES = "prefixes are reused by what they hold, and the answer is the same with and without"
 _NO_HOSTED = "quire runs no tools itself: give functions and call them"
 _GENERATED = "given by the server that made the item"
+_NOT_ASYNC = "calls are answered in the next request"
 _NOT_SHOWN = "no template shows it to the model"
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -84,12 +85,13 @@ class FunctionCallItem(Strict):
     status: Status | None = accepted(_GENERATED)
     caller: Refused = refused(_NO_HOSTED, {"type": "direct"})
     namespace: Refused = refused("functions have no namespaces")
-    async_: Refused = Field(
+    is_async: Refused = Field(
         default=None,
         alias="async",
-        description="Refused: calls are answered in the next request",
+        description=f"Refused: {_NOT_ASYNC}",
         json_schema_extra={"enum": [None, False]},
     )
+    async_: Refused = refused(f"{_NOT_ASYNC}; it is async, as OpenAI's client dumps it", False)
 
 
 class FunctionOutputItem(Strict):
@@ -159,12 +161,13 @@ class FunctionTool(Strict):
     allowed_callers: Refused = refused("the model alone calls functions", ["direct"])
     defer_loading: Refused = refused("the model sees all tools from the start", False)
     output_schema: Refused = refused("write it into the description")
-    async_: Refused = Field(
+    is_async: Refused = Field(
         default=None,
         alias="async",
-        description="Refused: calls are answered in the next request",
+        description=f"Refused: {_NOT_ASYNC}",
         json_schema_extra={"enum": [None, False]},
     )
+    async_: Refused = refused(f"{_NOT_ASYNC}; it is async, as OpenAI's client dumps it", False)
 
 
 ToolParam = Annotated[
