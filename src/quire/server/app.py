@@ -345,7 +345,7 @@ def _reply(request: Request, error: ApiError) -> Response:
 
 def _add_endpoints(app: FastAPI, service: Service) -> None:
     for endpoint in _ENDPOINTS:
-        responses = post_error_responses(400, 404, 500)
+        responses = post_error_responses(400, 404, 500, shape=endpoint.errors)
         if endpoint.can_stream:
             responses[200] = {"content": STREAM_CONTENT}
         app.add_api_route(

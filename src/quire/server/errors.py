@@ -7,6 +7,8 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from operator import attrgetter
 
+from pydantic import BaseModel
+
 from quire.core.errors import (
     ContextLengthError,
     DeadlineError,
@@ -18,6 +20,7 @@ from quire.core.errors import (
     RowFaultError,
     StepTimeoutError,
 )
+from quire.server.replies import ErrorReply
 
 _TYPES = {
     401: "authentication_error",
@@ -78,6 +81,8 @@ class ErrorShape:
     body: Callable[[ApiError], bytes]
     frame: Callable[[ApiError], bytes]
     status: Callable[[ApiError], int] = attrgetter("status")
+    reply: type[BaseModel] = ErrorReply  # the body, as it is described
+    overloaded: int = 429  # the status of a full queue
 
 
 def _openai_fields(error: ApiError) -> dict[str, object]:

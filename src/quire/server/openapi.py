@@ -10,9 +10,9 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from quire.engine.step_log import MAX_STEPS
+from quire.server.errors import OPENAI_ERRORS, ErrorShape
 from quire.server.fields import Standing, Strict
 from quire.server.reference import example_body, field_rows
-from quire.server.replies import ErrorReply
 
 Responses = dict[int | str, dict[str, Any]]  # as FastAPI takes them
 
@@ -34,6 +34,7 @@ _DESCRIPTIONS = {
     404: "no such model",
     409: "the file cannot be used; the old keys stay",
     500: "this request failed alone",
+    529: "the queue is full; see Retry-After",
 }
 MAX_STEP_ID = 2**53  # what a number of JSON holds everywhere
 _SCHEMAS = "#/components/schemas/"
@@ -62,17 +63,17 @@ STEPS_PARAMETERS: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-def error_responses(*statuses: int) -> Responses:
+def error_responses(*statuses: int, shape: ErrorShape = OPENAI_ERRORS) -> Responses:
     """The errors of a route: those of every route, and these."""
     return {
-        status: {"model": ErrorReply, "description": _DESCRIPTIONS[status]}
+        status: {"model": shape.reply, "description": _DESCRIPTIONS[status]}
         for status in (*_ANY_ROUTE, *statuses)
     }
 
 
-def post_error_responses(*statuses: int) -> Responses:
+def post_error_responses(*statuses: int, shape: ErrorShape = OPENAI_ERRORS) -> Responses:
     """The errors of a route with a body: those of every such route, and these."""
-    return error_responses(*sorted((*_ANY_POST, *statuses)))
+    return error_responses(*sorted({*_ANY_POST, *statuses, shape.overloaded}), shape=shape)
 
 
 def request_body(schema: type[Strict]) -> dict[str, Any]:

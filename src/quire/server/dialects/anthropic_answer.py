@@ -85,7 +85,19 @@ def _error_frame(error: ApiError) -> bytes:
     return b"event: error\ndata: " + _error_body(error) + b"\n\n"
 
 
-ANTHROPIC_ERRORS = ErrorShape(_error_body, _error_frame, _status)
+class ErrorObject(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesError(BaseModel):
+    type: Literal["error"] = "error"
+    error: ErrorObject
+
+
+ANTHROPIC_ERRORS = ErrorShape(
+    _error_body, _error_frame, _status, reply=MessagesError, overloaded=529
+)
 
 
 # ---- whole answers
