@@ -162,3 +162,21 @@ def test_a_folders_generation_config_gives_defaults_and_end_tokens(tmp_path: Pat
     with load_model(folder) as model:
         assert read_defaults(model).options == {"top_k": 20, "top_p": 0.8}
         assert end_token_ids(model, None) == (5, 7)
+
+
+def test_llama_cpps_samplers_and_their_order_are_taken_from_a_file(tmp_path: Path) -> None:
+    hints = {"xtc_probability": 0.5, "xtc_threshold": 0.25, "penalty_last_n": 32}
+    path = write_text_model(tmp_path / "xtc.gguf", sampling={**hints, "sequence": "top_k;temp"})
+    with load_model(path) as model:
+        found = read_defaults(model)
+    assert found.options == {
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.25,
+        "repeat_last_n": 32,
+        "samplers": ("top_k", "temperature"),
+    }
+    path = write_text_model(tmp_path / "odd.gguf", sampling={"sequence": "top_k;mirostat"})
+    with load_model(path) as model:
+        found = read_defaults(model)
+    assert found.options == {}
+    assert "general.sampling.sequence is left out: samplers names 'mirostat'" in found.notes[0]

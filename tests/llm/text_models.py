@@ -28,7 +28,7 @@ def write_text_model(
     pre: str = "gpt-2",
     architecture: str = "llama",
     num_tokens: int = NUM_ROWS,
-    sampling: Mapping[str, float] | None = None,
+    sampling: Mapping[str, float | str] | None = None,
     tensors_a_part: int = 0,
     name: str = "tiny text model",
     words: Sequence[str] = (),
@@ -57,6 +57,8 @@ def write_text_model(
     for name, value in (sampling or {}).items():
         if isinstance(value, int):
             writer.add_int32(f"general.sampling.{name}", value)
+        elif isinstance(value, str):
+            writer.add_string(f"general.sampling.{name}", value)
         else:
             writer.add_float32(f"general.sampling.{name}", value)
     _add_tensors(writer, "tiny/Q4_0.gguf", {})

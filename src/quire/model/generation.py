@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quire.core.errors import RequestError
+from quire.core.samplers import read_samplers
 from quire.core.sampling import SamplingOptions, SamplingParams
 from quire.loader.safetensors import SafetensorsFolder
 from quire.model.loading import Model, generation_config
@@ -19,12 +20,19 @@ _GGUF_NAMES = {
     "top_p": "top_p",
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
+    "penalty_last_n": "repeat_last_n",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+    "sequence": "samplers",
 }
 _CONFIG_NAMES = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    **{
+        name: name
+        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+    },
     "max_new_tokens": "max_tokens",
 }
-_NEUTRAL = {"xtc_probability": 0, "mirostat": 0}  # what they are where they change nothing
+_NEUTRAL = {"mirostat": 0}  # what they are where they change nothing
 _MAX_TOP_K = 2**31 - 1
 MODES = ("auto", "none")  # of the option generation_config
 
@@ -61,8 +69,10 @@ def _checked(
     return GenerationDefaults(SamplingOptions(**options), tuple(notes))  # type: ignore[typeddict-item]
 
 
-def _hint(option: str, value: object) -> int | float:
+def _hint(option: str, value: object) -> int | float | tuple[str, ...]:
     """The value, where a request could give it; files are not trusted to hold such a one."""
+    if option == "samplers" and isinstance(value, str):
+        return read_samplers(value.split(";"))
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{option} must be a number, got {value!r:.100}")
     if option == "top_k":
