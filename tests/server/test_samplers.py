@@ -73,6 +73,7 @@ def test_what_cannot_be_obeyed_is_refused_by_name(field: str, value: Any, words:
     data = json.dumps({"prompt": "x", field: value}).encode()
     with pytest.raises((ApiError, RequestError)) as caught:
         parse_body(data, CompletionRequest, LIMITS).sampling(9, None, {})
+    assert isinstance(caught.value, ApiError | RequestError)
     assert field in str(caught.value.param)
     assert words in str(caught.value)
 
