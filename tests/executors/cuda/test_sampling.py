@@ -177,6 +177,8 @@ def test_the_most_demanding_row_uses_every_option() -> None:
     usual = SamplingParams()
     of_the_text = {"seed", "n", "ignore_eos", "include_stop_str_in_output", "prompt_logprobs"}
     of_the_text |= {"include_stop_token"}
+    of_the_text |= {"skip_special_tokens", "spelled_token_ids", "detokenize"}
+    of_the_text |= {"allowed_token_ids", "bad_words", "thinking"}  # which are masks
     of_the_text |= {"stop", "stop_token_ids", "structured", "temperature"}  # or any but 0
     for field in dataclasses.fields(SamplingParams):
         if field.name not in of_the_text:
