@@ -149,7 +149,7 @@ sanitize-shapes: $(READY)  ## run extreme shapes and mutated plans under address
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 	$(BIN)/cmake --build $(SHAPES_BUILD) --parallel 2
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  PYTHONMALLOC=malloc QUIRE_NATIVE_BUILD=$(SHAPES_BUILD) \
 	  $(BIN)/python -m pytest -q -m "not long" --capture=sys -p tests.native_build \
 	  tests/executors/cpu/test_extreme_shapes.py tests/executors/cpu/test_weights.py \
