@@ -267,6 +267,13 @@ def test_errors_have_anthropics_types(error: ApiError, status: int, kind: str) -
     assert event["error"]["type"] == kind
 
 
+def test_a_thread_is_refused_so_that_clients_do_without(fake: RunningServer) -> None:
+    reply = fake.post("/v1/messages", body_of(thread={"type": "create"}))
+    assert reply.status == 400
+    assert reply.error["details"]["error_code"] == "thread_unsupported_request"
+    assert "details" not in fake.post("/v1/messages", body_of(max_tokens=None)).error
+
+
 def test_paths_below_have_its_errors(fake: RunningServer) -> None:
     reply = fake.post("/v1/messages/batches", {})
     assert reply.status == 404

@@ -74,7 +74,11 @@ def _error_fields(error: ApiError) -> dict[str, object]:
     message = error.message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    found: dict[str, object] = {"type": kind, "message": message}
+    if error.param == "thread":  # clients then send the whole conversation
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        found["details"] = details
+    return {"type": "error", "error": found}
 
 
 def _error_body(error: ApiError) -> bytes:
@@ -88,6 +92,7 @@ def _error_frame(error: ApiError) -> bytes:
 class ErrorObject(BaseModel):
     type: str
     message: str
+    details: dict[str, Any] | None = None  # left out where there are none
 
 
 class MessagesError(BaseModel):

@@ -205,6 +205,7 @@ class ConversationFields(CommonFields):
     workspace_id: str | None = accepted("quire knows no workspaces")
     mcp_servers: Refused = refused(_NO_SERVER_TOOLS, [])
     context_management: Refused = refused("shorten the conversation yourself")
+    compaction: Refused = refused("shorten the conversation yourself")
 
 
 class CountTokensRequest(ConversationFields):
@@ -231,6 +232,9 @@ class MessagesRequest(ConversationFields):
     inference_geo: str | None = accepted("everything is computed on this machine")
     diagnostics: dict[str, Any] | None = accepted("cache_read_input_tokens says what was reused")
     container: Refused = refused(_NO_SERVER_TOOLS)
+    thread: Refused = refused("messages are not stored: send the whole conversation")
+    fallbacks: Refused = refused("there is one model", [])
+    fallback_credit_token: Refused = refused("there is one model")
     seed: int | None = Field(
         default=None, ge=-(2**63), le=2**64 - 1, description="quire's: the same draws again"
     )
