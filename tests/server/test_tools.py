@@ -178,6 +178,9 @@ def test_a_call_that_is_cut_says_so(hermes: Scripted) -> None:
     choice = hermes.ask(max_tokens=len(CALL) // 2).choices[0]
     assert choice.finish_reason == "length"
     assert choice.message.tool_calls[0].function.arguments.startswith('{"')
+    chunks = [chunk.choices[0] for chunk in hermes.chunks(max_tokens=len(CALL) // 2)]
+    assert chunks[-1].finish_reason == "length"
+    assert not any(chunk.delta.content for chunk in chunks)  # what came stays a call
 
 
 def test_a_stop_string_ends_the_text_before_the_call(hermes: Scripted) -> None:

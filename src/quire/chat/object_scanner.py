@@ -10,7 +10,9 @@ class ObjectScanner:
     def __init__(self, *, call_name: str | None = None, is_bare: bool = False) -> None:
         self.call_name = call_name  # of a call whose arguments it scans
         self.is_bare = is_bare  # nothing but its keys says that it is a call
-        self.text = ""
+        self._parts: list[str] = []  # joined when it is needed: objects may be long
+        self._length = 0
+        self._names: dict[tuple[str, ...], str] = {}  # that text_of() found
         self.values: dict[str, tuple[int, int | None]] = {}  # begin and end of each key's value
         self.num_given = 0  # characters of arguments
         self.is_done = False
@@ -21,14 +23,28 @@ class ObjectScanner:
 
     def scan(self, text: str) -> int:
         """Take text up to the object's end; gives how much was taken."""
-        start = len(self.text)
-        self.text += text
-        for at in range(start, len(self.text)):
-            self._step(at, self.text[at])
+        self._parts.append(text)
+        start = self._length
+        for at, letter in enumerate(text, start):
+            self._length = at + 1
+            self._step(at, letter)
             if self.is_done:
-                self.text = self.text[: at + 1]
+                self._parts = [self.text[: at + 1]]
                 return at + 1 - start
         return len(text)
+
+    @property
+    def text(self) -> str:
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def since(self, begin: int, end: int) -> str:
+        """The text from `begin` to `end`, which is seldom more than the last piece."""
+        last = self._length - len(self._parts[-1])
+        if begin >= last:
+            return self._parts[-1][begin - last : end - last]
+        return self.text[begin:end]
 
     def _step(self, at: int, letter: str) -> None:
         if self._in_string:
@@ -82,6 +98,8 @@ class ObjectScanner:
 
     def text_of(self, keys: tuple[str, ...]) -> str | None:
         """The text that the first of these keys has, if its value is a whole text."""
+        if keys in self._names:
+            return self._names[keys]
         for key in keys:
             begin, end = self.values.get(key, (0, None))
             if end is not None:
@@ -89,6 +107,8 @@ class ObjectScanner:
                     value = strict_json(self.text[begin:end])
                 except (ValueError, RecursionError):
                     return None
+                if isinstance(value, str):
+                    self._names[keys] = value
                 return value if isinstance(value, str) else None
         return None
 
@@ -97,5 +117,5 @@ class ObjectScanner:
         for key in keys:
             if key in self.values:
                 begin, end = self.values[key]
-                return begin, len(self.text) if end is None else end
+                return begin, self._length if end is None else end
         return None

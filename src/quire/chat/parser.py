@@ -68,6 +68,7 @@ class AnswerParser:
         self._has_tools = form is not None and bool(tools)
         self._text = ""  # not decided yet
         self._raw = ""  # taken since calls were opened, or since the last whole call
+        self._num_searched = 0  # characters of the text that have no end of a call
         self._space = ""  # white space that content or reasoning may end with
         self._events: list[AnswerEvent] = []
         self._said: list[str | _Call] = []  # content and calls, in order
@@ -343,12 +344,14 @@ class AnswerParser:
             self._add_arguments(taken)
             return
         name, span = scanner.text_of(_NAME_KEYS), scanner.span_of(_ARGUMENT_KEYS)
-        if name is None or span is None or scanner.text[span[0]] != "{":
+        if name is None or span is None:
             return
-        if self._call is None:
-            self._begin(name)
         start, end = span
-        self._add_arguments(scanner.text[start + scanner.num_given : end])
+        if self._call is None:
+            if scanner.text[start] != "{":
+                return
+            self._begin(name)
+        self._add_arguments(scanner.since(start + scanner.num_given, end))
         scanner.num_given = end - start
 
     def _end_object(self, scanner: ObjectScanner) -> bool:
@@ -390,9 +393,11 @@ class AnswerParser:
         form = self._calls_form
         assert form.read is not None
         close = form.closes[0]
-        at = self._text.find(close)
+        at = self._text.find(close, self._num_searched)
         if at < 0 and not self._is_ended:
+            self._num_searched = max(0, len(self._text) - len(close))
             return False
+        self._num_searched = 0
         body = self._text if at < 0 else self._text[:at]
         try:
             calls = form.read(body, self._tools)
