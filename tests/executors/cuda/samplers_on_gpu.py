@@ -5,13 +5,11 @@ python -m tests.executors.cuda.samplers_on_gpu [--cases 10000] [--device cuda]
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
-from tests.executors.sampler_cases import make_case
+from tests.executors.sampler_cases import Case, make_case
 
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling
@@ -46,26 +44,22 @@ TIMED: dict[str, dict[str, Any]] = {
 }
 
 
-def reference(given: tuple[int, int]) -> int | None:
-    case = make_case(given[0], given[1], bans=False)
+def reference(case: Case) -> int | None:
     try:
         return sample(*case).token
     except RowFaultError:
         return None
 
 
-def disagreeing(numbers: range, vocabulary: int, device: str, in_order: Callable[..., Any]) -> int:
+def disagreeing(numbers: range, vocabulary: int, device: str) -> int:
     """How many rows of these cases have another token, or a fault where the other has none."""
-    wanted: Iterable[int | None] = in_order(reference, [(n, vocabulary) for n in numbers])
-    found: list[int | None] = []
-    for start in range(0, len(numbers), BATCH):
-        cases = [make_case(n, vocabulary, bans=False) for n in numbers[start : start + BATCH]]
-        rows = [SampleRow(c.sampling, c.position, c.history, None, c.allowed) for c in cases]
-        logits = torch.from_numpy(np.stack([case.logits for case in cases])).to(device)
-        tokens, status = sampling.choose(logits, rows, torch.zeros(1, device=device))
-        ok = (status == FINITE).tolist()
-        found += [token if fine else None for token, fine in zip(tokens.tolist(), ok, strict=True)]
-    return sum(one != other for one, other in zip(found, wanted, strict=True))
+    cases = [make_case(number, vocabulary, bans=False) for number in numbers]
+    rows = [SampleRow(c.sampling, c.position, c.history, None, c.allowed) for c in cases]
+    logits = torch.from_numpy(np.stack([case.logits for case in cases])).to(device)
+    tokens, status = sampling.choose(logits, rows, torch.zeros(1, device=device))
+    is_fine = (status == FINITE).tolist()
+    found = [token if fine else None for token, fine in zip(tokens.tolist(), is_fine, strict=True)]
+    return sum(one != reference(case) for one, case in zip(found, cases, strict=True))
 
 
 def milliseconds(values: dict[str, Any], device: str, num_rows: int) -> float:
@@ -87,25 +81,28 @@ def milliseconds(values: dict[str, Any], device: str, num_rows: int) -> float:
     return best * 1e3
 
 
+def compare(first: int, count: int, vocabulary: int, device: str) -> None:
+    wrong = 0
+    for start in range(first, first + count, BATCH):
+        numbers = range(start, min(start + BATCH, first + count))
+        wrong += disagreeing(numbers, vocabulary, device)
+        done = numbers.stop - first
+        print(f"{vocabulary} logits: {wrong} of {done} rows differ, from case {first}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--large-cases", type=int, default=256)
+    parser.add_argument("--large-cases", type=int, default=64)
+    parser.add_argument("--times", type=int, default=0, metavar="ROWS", help="only measure times")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rows", type=int, default=BATCH)
     args = parser.parse_args()
-    with ProcessPoolExecutor() as pool:
-
-        def in_order(function: Callable[..., Any], given: Iterable[Any]) -> Any:
-            return pool.map(function, given, chunksize=16)
-
-        for count, size in ((args.cases, SMALL), (args.large_cases, LARGE)):
-            started = time.perf_counter()
-            wrong = disagreeing(range(count), size, args.device, in_order)
-            took = time.perf_counter() - started
-            print(f"{size} logits: {wrong} of {count} rows differ ({took:.1f} s)", flush=True)
-    for name, values in TIMED.items():
-        print(f"{name}: {milliseconds(values, args.device, args.rows):.2f} ms for {args.rows} rows")
+    if not args.times:
+        compare(args.first, args.large_cases, LARGE, args.device)
+        compare(args.first, args.cases, SMALL, args.device)
+    for name, values in TIMED.items() if args.times else ():
+        print(f"{name}: {milliseconds(values, args.device, args.times):.2f} ms, {args.times} rows")
 
 
 if __name__ == "__main__":
