@@ -191,7 +191,7 @@ CHECKS = [
 
 def hold(case: Any, fuzzed: RunningServer, tiny: RunningServer) -> None:
     """Answered as described; embeddings by a real model, since the hash model has no states."""
-    server = tiny if case.path == "/v1/embeddings" else fuzzed
+    server = tiny if case.path in ("/v1/embeddings", "/api/embed", "/api/embeddings") else fuzzed
     case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=PATIENCE_S)
 
 

@@ -1,6 +1,7 @@
 """AsyncLLM: a model for event loops; requests come and go, and share every step."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,7 @@ from quire.llm.prompts import (
     text_of,
 )
 from quire.llm.reranking import Reranker
+from quire.model.spec import tensor_shapes
 from quire.structured import CompiledGrammar
 from quire.tokenizer import Tokenizer
 
@@ -362,6 +364,19 @@ class AsyncLLM:
         """What makes prompts of queries and documents, for a model that was trained to judge
         them."""
         return self._assembly.reranker
+
+    @property
+    def family(self) -> str:
+        return self._assembly.spec.family
+
+    @property
+    def device(self) -> str:
+        """The device that runs it, also where "auto" was asked for."""
+        return self._assembly.options.device
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in tensor_shapes(self._assembly.spec).values())
 
     @property
     def embedding_size(self) -> int:

@@ -28,6 +28,29 @@ from quire.server.dialects.anthropic_answer import (
     count_tokens,
 )
 from quire.server.dialects.anthropic_body import CountTokensRequest
+from quire.server.dialects.ollama_answer import (
+    OLLAMA_ERRORS,
+    GenerateReply,
+    OllamaChatReply,
+    answer_chat,
+    answer_prompt,
+)
+from quire.server.dialects.ollama_body import (
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    OllamaChatRequest,
+    ShowRequest,
+)
+from quire.server.dialects.ollama_models import (
+    EmbeddingsReply,
+    EmbedReply,
+    ShowReply,
+    add_models,
+    embed_prompt,
+    embed_texts,
+    show,
+)
 from quire.server.dialects.responses import (
     RESPONSES,
     InputTokens,
@@ -52,6 +75,7 @@ from quire.server.metrics import CONTENT_TYPE, StepsAsked, exposition, stats_for
 from quire.server.middleware import ClientGoneError, Middleware
 from quire.server.openai_answers import CHAT
 from quire.server.openapi import (
+    LINES_CONTENT,
     STEPS_PARAMETERS,
     STREAM_CONTENT,
     describe_bodies,
@@ -207,6 +231,53 @@ _ENDPOINTS = (
         )
         for path in ("/score", "/v1/score")
     ),
+    _Endpoint(
+        "/api/chat",
+        "ollama_chat",
+        "Answer a conversation, by Ollama's API",
+        OllamaChatRequest,
+        OllamaChatReply,
+        answer_chat,
+        can_stream=True,
+        errors=OLLAMA_ERRORS,
+    ),
+    _Endpoint(
+        "/api/generate",
+        "ollama_generate",
+        "Answer a prompt, by Ollama's API",
+        GenerateRequest,
+        GenerateReply,
+        answer_prompt,
+        can_stream=True,
+        errors=OLLAMA_ERRORS,
+    ),
+    _Endpoint(
+        "/api/embed",
+        "ollama_embed",
+        "Vectors of texts, by Ollama's API",
+        EmbedRequest,
+        EmbedReply,
+        embed_texts,
+        errors=OLLAMA_ERRORS,
+    ),
+    _Endpoint(
+        "/api/embeddings",
+        "ollama_embeddings",
+        "The vector of a text, by Ollama's older API",
+        EmbeddingsRequest,
+        EmbeddingsReply,
+        embed_prompt,
+        errors=OLLAMA_ERRORS,
+    ),
+    _Endpoint(
+        "/api/show",
+        "ollama_show",
+        "What the model is, by Ollama's API",
+        ShowRequest,
+        ShowReply,
+        show,
+        errors=OLLAMA_ERRORS,
+    ),
 )
 
 BODY_OF_PATH = {endpoint.path: endpoint.body for endpoint in _ENDPOINTS}
@@ -214,7 +285,10 @@ BODIES = tuple(dict.fromkeys(BODY_OF_PATH.values()))
 
 
 # Of paths below these that are no endpoints: how errors are written there.
-_ERROR_SHAPES: dict[str, ErrorShape] = {"/v1/messages": ANTHROPIC_ERRORS}
+_ERROR_SHAPES: dict[str, ErrorShape] = {
+    "/v1/messages": ANTHROPIC_ERRORS,
+    "/api/": OLLAMA_ERRORS,
+}
 
 
 def error_shape(path: str) -> ErrorShape:
@@ -244,6 +318,7 @@ def create_app(service: Service) -> Middleware:
     _add_error_handlers(app)
     _add_endpoints(app, service)
     add_stored_responses(app, service)
+    add_models(app, service)
     _add_models(app, service)
     _add_properties(app, service)
     _add_operations(app, service, rejected)
@@ -347,7 +422,8 @@ def _add_endpoints(app: FastAPI, service: Service) -> None:
     for endpoint in _ENDPOINTS:
         responses = post_error_responses(400, 404, 500, shape=endpoint.errors)
         if endpoint.can_stream:
-            responses[200] = {"content": STREAM_CONTENT}
+            content = LINES_CONTENT if endpoint.errors is OLLAMA_ERRORS else STREAM_CONTENT
+            responses[200] = {"content": content}
         app.add_api_route(
             endpoint.path,
             _handler(service, endpoint),

@@ -87,6 +87,19 @@ async def complete_text(service: Service, request: Request) -> Response:
     return await _answer(service, request, generation, errors, TextFrames, text_reply)
 
 
+async def answer_text(
+    service: Service, request: Request, body: CompletionRequest, dialect: Dialect[Any, Any]
+) -> Response:
+    """Of a dialect whose body meant a prompt without a template; `to_chat` is not called."""
+    call, llm = call_and_model(service, request)
+    errors = ErrorMapper(service, dialect.schema, dialect.field_names)
+    prepare = partial(_prepared_text, service, llm, errors, body)
+    prepared = await run_in_pool(service, request, prepare)
+    prepared = await _with_grammars(service, request, llm, errors, prepared)
+    generation = _generation_call(call, llm, prepared, dialect.id_prefix)
+    return await _answer(service, request, generation, errors, dialect.frames, dialect.reply)
+
+
 def _generation_call(
     call: Call, llm: AsyncLLM, prepared: PreparedBody[G], kind: str, kept: Any = None
 ) -> GenerationCall:
@@ -186,6 +199,12 @@ def _prepare_text(
     service: Service, llm: AsyncLLM, call: Call, errors: ErrorMapper, data: bytes
 ) -> PreparedBody[CompletionRequest]:
     body = service.read_body(call, data, CompletionRequest)
+    return _prepared_text(service, llm, errors, body)
+
+
+def _prepared_text(
+    service: Service, llm: AsyncLLM, errors: ErrorMapper, body: CompletionRequest
+) -> PreparedBody[CompletionRequest]:
     service.check_model(body.model)
     _check_text(body)
     prompts: Prompts = []

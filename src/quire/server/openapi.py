@@ -49,6 +49,12 @@ STREAM_CONTENT: dict[str, Any] = {
     }
 }
 
+LINES_CONTENT: dict[str, Any] = {
+    "application/x-ndjson": {
+        "schema": {"type": "object", "description": "a line: a part of the answer, or its end"}
+    }
+}
+
 STEPS_PARAMETERS: tuple[dict[str, Any], ...] = tuple(
     {
         "name": name,

@@ -10,6 +10,10 @@ _MAX_COMPARED = 100  # characters
 _NO_FILES = "quire keeps no files: give texts in the request"
 _NO_SENSES = "quire works with text alone"
 _NO_AGENTS = "quire answers requests, it runs no agents: use /v1/chat/completions or /v1/responses"
+_OTHER_MODELS = (
+    "a server has one model: `quire pull`, `quire models` and `quire rm` are for its files, and "
+    "`quire serve NAME` serves one of them"
+)
 _ONE_MODEL = "a server has one model, with its adapters merged"
 # By how the path begins; what is longer comes first.
 _ELSEWHERE: Mapping[str, str] = {
@@ -32,6 +36,12 @@ _ELSEWHERE: Mapping[str, str] = {
     "/v1/load_lora_adapter": _ONE_MODEL,
     "/v1/unload_lora_adapter": _ONE_MODEL,
     "/lora-adapters": _ONE_MODEL,
+    "/api/pull": _OTHER_MODELS,
+    "/api/create": _OTHER_MODELS,
+    "/api/push": _OTHER_MODELS,
+    "/api/delete": _OTHER_MODELS,
+    "/api/copy": _OTHER_MODELS,
+    "/api/blobs": _OTHER_MODELS,
     "/completion": "use /v1/completions",
     "/generate": "use /v1/completions",
     "/embedding": "use /v1/embeddings",

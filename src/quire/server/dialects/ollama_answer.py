@@ -1,0 +1,354 @@
+"""Answers of Ollama's API: whole, as lines of JSON, and as errors."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.chat import (
+    Answer,
+    AnswerEvent,
+    ArgumentsDelta,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallBegin,
+)
+from quire.core.plan import TokenLogprob
+from quire.core.request import Piece, RequestOutput
+from quire.server.calls import Call
+from quire.server.dialect import Choice, Dialect, GenerationCall, Translation
+from quire.server.dialects.ollama_body import (
+    FIELD_NAMES,
+    AnswerFields,
+    GenerateRequest,
+    OllamaChatRequest,
+    chat_of,
+    chat_of_prompt,
+    completion_of,
+)
+from quire.server.errors import ApiError, ErrorShape
+from quire.server.generation import answer_conversation, answer_text
+from quire.server.replies import FinishWord, LogprobWriter, TokenScore
+from quire.server.service import Service
+
+_HEADERS = (
+    (b"content-type", b"application/x-ndjson"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+# ---- errors
+
+
+class OllamaErrorReply(BaseModel):
+    error: str
+
+
+def _error_body(error: ApiError) -> bytes:
+    message = error.message
+    if error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"
+    return json.dumps({"error": message}).encode()
+
+
+OLLAMA_ERRORS = ErrorShape(
+    _error_body, lambda error: _error_body(error) + b"\n", reply=OllamaErrorReply
+)
+
+
+# ---- whole answers
+
+
+class OllamaFunction(BaseModel):
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(BaseModel):
+    id: str
+    function: OllamaFunction
+
+
+class OllamaAnswer(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = None
+
+
+class _Reply(BaseModel):
+    """Durations are in nanoseconds; nothing is loaded for a request."""
+
+    model: str
+    created_at: str
+    done: Literal[True] = True
+    done_reason: str
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+    logprobs: list[TokenScore] | None = None
+
+
+class OllamaChatReply(_Reply):
+    message: OllamaAnswer
+
+
+class GenerateReply(_Reply):
+    response: str
+    thinking: str | None = None
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(start: float | None, end: float | None) -> int:
+    return 0 if start is None or end is None else max(0, round(1e9 * (end - start)))
+
+
+def figures(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    """Counts and durations of an answer; a duration is that of its one request."""
+    metrics = outputs[0].metrics
+    first = metrics.first_token_at
+    return {
+        "total_duration": _nanoseconds(metrics.arrived_at, metrics.finished_at),
+        "prompt_eval_count": sum(len(output.prompt_token_ids) for output in outputs),
+        "prompt_eval_duration": _nanoseconds(metrics.started_at, first or metrics.finished_at),
+        "eval_count": sum(c.num_tokens for output in outputs for c in output.completions),
+        "eval_duration": _nanoseconds(first, metrics.finished_at),
+    }
+
+
+def _done_reason(word: FinishWord) -> str:
+    return "length" if word == "length" else "stop"
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """A call that the length cut off has no whole arguments."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _calls(answer: Answer) -> list[OllamaCall] | None:
+    return [
+        OllamaCall(
+            id=call.id,
+            function=OllamaFunction(name=call.name, arguments=_arguments(call.arguments)),
+        )
+        for call in answer.tool_calls
+    ] or None
+
+
+def _reply(
+    is_chat: bool,
+    service: Service,
+    generation: GenerationCall,
+    outputs: Sequence[RequestOutput],
+    choices: Sequence[Choice],
+) -> bytes:
+    [choice] = choices
+    answer = choice.answer
+    shared: dict[str, Any] = {
+        "model": service.name,
+        "created_at": now(),
+        "done_reason": _done_reason(choice.finish_reason),
+        **figures(outputs),
+    }
+    scores = choice.completion.logprobs
+    if scores is not None:
+        shared["logprobs"] = _scores(LogprobWriter(generation.llm.tokenizer), scores)
+    content, thinking = answer.content or "", answer.reasoning or None
+    reply: _Reply
+    if is_chat:
+        message = OllamaAnswer(content=content, thinking=thinking, tool_calls=_calls(answer))
+        reply = OllamaChatReply(message=message, **shared)
+    else:
+        reply = GenerateReply(response=content, thinking=thinking, **shared)
+    return reply.model_dump_json(exclude_none=True).encode()
+
+
+def _scores(writer: LogprobWriter, scores: Sequence[TokenLogprob]) -> Any:
+    return json.loads(writer.for_chat(scores))["content"]
+
+
+# ---- streams
+
+
+class _Frames:
+    """A line for what came at once, and a last one with counts. A call is written whole."""
+
+    headers = _HEADERS
+    ping = b""  # clients read every line
+
+    def __init__(self, is_chat: bool, service: Service, generation: GenerationCall) -> None:
+        self._is_chat = is_chat
+        self._model = service.name
+        self._logprobs = LogprobWriter(generation.llm.tokenizer)
+        self._call: ToolCallBegin | None = None  # whose arguments are coming
+        self._arguments = ""
+
+    def opening(self, _index: int) -> bytes:
+        return b""
+
+    def chunk(
+        self,
+        _index: int,
+        events: Sequence[AnswerEvent],
+        pieces: Sequence[Piece],
+        finish_reason: FinishWord | None,
+    ) -> bytes:
+        content = "".join([event.text for event in events if isinstance(event, ContentDelta)])
+        thought = "".join([event.text for event in events if isinstance(event, ReasoningDelta)])
+        calls = self._whole_calls(events, is_last=finish_reason is not None)
+        scores = [score for piece in pieces for score in piece.logprobs]
+        if not content and not thought and not calls and not scores:
+            return b""
+        more = {"thinking": thought} if thought else {}
+        fields = self._said(content, {**more, **({"tool_calls": calls} if calls else {})})
+        if scores:
+            fields["logprobs"] = _scores(self._logprobs, scores)
+        return self._line({**fields, "done": False})
+
+    def _whole_calls(self, events: Sequence[AnswerEvent], *, is_last: bool) -> list[Any]:
+        whole = []
+        for event in events:
+            if isinstance(event, ToolCallBegin):
+                whole += self._ended_call()
+                self._call = event
+            elif isinstance(event, ArgumentsDelta):
+                self._arguments += event.text
+        return whole + (self._ended_call() if is_last else [])
+
+    def _ended_call(self) -> list[Any]:
+        if self._call is None:
+            return []
+        function = {"name": self._call.name, "arguments": _arguments(self._arguments)}
+        call = {"id": self._call.id, "function": function}
+        self._call, self._arguments = None, ""
+        return [call]
+
+    def _said(self, content: str, more: dict[str, Any]) -> dict[str, Any]:
+        if self._is_chat:
+            return {"message": {"role": "assistant", "content": content, **more}}
+        return {"response": content, **more}
+
+    def _line(self, fields: dict[str, Any]) -> bytes:
+        shared = {"model": self._model, "created_at": now()}
+        return json.dumps({**shared, **fields}).encode() + b"\n"
+
+    def ending(self, outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> bytes:
+        reason = _done_reason(choices[0].finish_reason)
+        counts = {"load_duration": 0, **figures(outputs)}
+        return self._line({**self._said("", {}), "done": True, "done_reason": reason, **counts})
+
+    def error(self, error: ApiError) -> bytes:
+        return OLLAMA_ERRORS.frame(error)
+
+
+# ---- the dialects
+
+
+class _LoadOnlyError(Exception):
+    """The body asks for no answer: clients send it to load the model, which is loaded."""
+
+
+class _RawPromptError(Exception):
+    """The body is for a prompt without a template."""
+
+    def __init__(self, body: GenerateRequest) -> None:
+        super().__init__()
+        self.body = body
+
+
+def _check(service: Service, body: AnswerFields) -> None:
+    options = body.options
+    if options is None:
+        return
+    context = service.llm.max_context
+    if options.num_ctx is not None and options.num_ctx > context:
+        message = f"num_ctx is {options.num_ctx}; this server's context holds {context} tokens"
+        raise ApiError(400, message, param="options.num_ctx")
+    if options.num_predict == 0:
+        message = "num_predict is 0: ask for at least one token, or leave it out"
+        raise ApiError(400, message, param="options.num_predict")
+
+
+def _load(body: AnswerFields) -> None:
+    """Raise: what was asked is whether the model is loaded, or that it is not."""
+    if body.keep_alive in (0, "0", "0s"):
+        message = "the server keeps its model: end the server to unload it"
+        raise ApiError(400, message, param="keep_alive")
+    raise _LoadOnlyError
+
+
+def _to_chat(service: Service, _call: Call, body: OllamaChatRequest) -> Translation[None]:
+    _check(service, body)
+    if not body.messages:
+        _load(body)
+    return Translation(chat_of(body), None)
+
+
+def _to_chat_of_prompt(service: Service, _call: Call, body: GenerateRequest) -> Translation[None]:
+    _check(service, body)
+    if not body.prompt:
+        _load(body)
+    if body.raw or not service.llm.prompts.can_chat:
+        raise _RawPromptError(body)
+    return Translation(chat_of_prompt(body), None)
+
+
+OLLAMA_CHAT = Dialect(
+    schema=OllamaChatRequest,
+    id_prefix="chat",
+    to_chat=_to_chat,
+    frames=partial(_Frames, True),
+    reply=partial(_reply, True),
+    errors=OLLAMA_ERRORS,
+    field_names=FIELD_NAMES,
+)
+GENERATE = Dialect(
+    schema=GenerateRequest,
+    id_prefix="generate",
+    to_chat=_to_chat_of_prompt,
+    frames=partial(_Frames, False),
+    reply=partial(_reply, False),
+    errors=OLLAMA_ERRORS,
+    field_names=FIELD_NAMES,
+)
+
+
+async def answer_chat(service: Service, request: Request) -> Response:
+    try:
+        return await answer_conversation(service, request, OLLAMA_CHAT)
+    except _LoadOnlyError:
+        return _loaded(OllamaChatReply(message=OllamaAnswer(content=""), **_load_fields(service)))
+
+
+async def answer_prompt(service: Service, request: Request) -> Response:
+    try:
+        return await answer_conversation(service, request, GENERATE)
+    except _LoadOnlyError:
+        return _loaded(GenerateReply(response="", **_load_fields(service)))
+    except _RawPromptError as raw:
+        body = completion_of(raw.body)
+    return await answer_text(service, request, body, GENERATE)
+
+
+def _load_fields(service: Service) -> dict[str, Any]:
+    return {"model": service.name, "created_at": now(), "done_reason": "load"}
+
+
+def _loaded(reply: _Reply) -> Response:
+    content = reply.model_dump_json(exclude_none=True).encode() + b"\n"
+    return Response(content, media_type="application/json")

@@ -1,0 +1,260 @@
+"""Ollama's endpoints about the model, and its embeddings."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.core.request import RequestOutput
+from quire.core.version import own_version
+from quire.llm import AsyncLLM
+from quire.llm.forward import NO_TOKENS, unit_vector
+from quire.llm.prompts import Prepared
+from quire.server.calls import Call
+from quire.server.dialects.ollama_answer import OLLAMA_ERRORS, figures
+from quire.server.dialects.ollama_body import (
+    EmbeddingsRequest,
+    EmbedRequest,
+    OllamaFields,
+    ShowRequest,
+    model_name,
+)
+from quire.server.errors import ApiError
+from quire.server.openapi import error_responses
+from quire.server.replies import Version
+from quire.server.schemas import CommonFields
+from quire.server.service import Service
+from quire.server.submission import (
+    ErrorMapper,
+    Prompts,
+    call_and_model,
+    outputs_of,
+    prepare_body,
+    run_in_pool,
+    submit_all,
+)
+
+# ---- embeddings
+
+
+class EmbedReply(BaseModel):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class EmbeddingsReply(BaseModel):
+    embedding: list[float]
+
+
+async def embed_texts(service: Service, request: Request) -> Response:
+    body, outputs = await _embedded(service, request, EmbedRequest)
+    assert isinstance(body, EmbedRequest)
+
+    def write() -> str:
+        vectors = [_vector(output, body.dimensions) for output in outputs]
+        counts = figures(outputs) if outputs else {"total_duration": 0, "prompt_eval_count": 0}
+        return EmbedReply(
+            model=service.name,
+            embeddings=vectors,
+            total_duration=counts["total_duration"],
+            prompt_eval_count=counts["prompt_eval_count"],
+        ).model_dump_json()
+
+    content = await run_in_pool(service, request, write)
+    return Response(content, media_type="application/json")
+
+
+async def embed_prompt(service: Service, request: Request) -> Response:
+    _, [output] = await _embedded(service, request, EmbeddingsRequest)
+    reply = EmbeddingsReply(embedding=_vector(output, None))
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+def _vector(output: RequestOutput, dimensions: int | None) -> list[float]:
+    return [float(value) for value in unit_vector(output.pooled[:dimensions])]
+
+
+async def _embedded(
+    service: Service, request: Request, schema: type[EmbedRequest] | type[EmbeddingsRequest]
+) -> tuple[OllamaFields, Sequence[RequestOutput]]:
+    call, llm = call_and_model(service, request)
+    errors = ErrorMapper(service, schema)
+    prepare = partial(_prepare, service, call, llm, errors, schema)
+    body, prompts = await prepare_body(service, request, prepare, is_quick=False)
+    asked = CommonFields()
+    submitting = submit_all(service, llm, call, asked, prompts, stream=False, pooling=True)
+    outputs = await outputs_of(request, call, await errors.of(submitting))
+    for output in outputs:
+        if output.error is not None:
+            raise errors.as_api_error(output.error)
+    return body, outputs
+
+
+def _prepare(
+    service: Service,
+    call: Call,
+    llm: AsyncLLM,
+    errors: ErrorMapper,
+    schema: type[EmbedRequest] | type[EmbeddingsRequest],
+    data: bytes,
+) -> tuple[OllamaFields, Prompts]:
+    body = service.read_body(call, data, schema)
+    service.check_model(model_name(body.model))
+    texts, cuts = [], True
+    if isinstance(body, EmbedRequest):
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        cuts = body.truncate is not False
+        if body.dimensions is not None and body.dimensions > llm.embedding_size:
+            message = f"dimensions is {body.dimensions}; the model has {llm.embedding_size}"
+            raise ApiError(400, message, param="dimensions")
+    else:
+        texts = [body.prompt]
+    with errors:
+        return body, [(_tokens(llm, text, cuts=cuts), NO_TOKENS) for text in texts]
+
+
+def _tokens(llm: AsyncLLM, text: str, *, cuts: bool) -> Prepared:
+    """With `cuts` the beginning of a text that does not fit."""
+    if not cuts or not text:
+        return llm.prompts.read(text).without_text()
+    return Prepared(llm.prompts.tokenize(text)[: llm.max_context - 1])
+
+
+# ---- the model
+
+
+_FAR_AWAY = "2318-01-01T00:00:00Z"  # a time: clients count with it
+
+
+class ModelDetails(BaseModel):
+    parent_model: str = ""
+    format: str = ""
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str = ""
+
+
+class OllamaModel(BaseModel):
+    name: str
+    model: str
+    modified_at: str = Field(description="when it was loaded")
+    size: int = Field(description="bytes of its weights in memory")
+    digest: str = Field(description="of its name: weights are not hashed")
+    details: ModelDetails
+
+
+class OllamaModels(BaseModel):
+    models: list[OllamaModel]
+
+
+class RunningModel(OllamaModel):
+    expires_at: str = Field(description="a far away time: the server keeps its model")
+    size_vram: int
+    context_length: int
+
+
+class RunningModels(BaseModel):
+    models: list[RunningModel]
+
+
+class ShowReply(BaseModel):
+    modelfile: str
+    parameters: str
+    template: str
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    llm = service.llm
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _loaded_at(service),
+        "size": llm.stats.memory_bytes.get("weights", 0),
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": _details(llm),
+    }
+
+
+def _loaded_at(service: Service) -> str:
+    at = datetime.fromtimestamp(service.loaded_at, UTC)
+    return at.isoformat().replace("+00:00", "Z")
+
+
+def _details(llm: AsyncLLM) -> ModelDetails:
+    return ModelDetails(
+        family=llm.family, families=[llm.family], parameter_size=_short(llm.num_parameters)
+    )
+
+
+def _short(count: int) -> str:
+    """135M, 8.03B."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if count >= size:
+            digits = max(0, 2 - int(math.log10(count / size)))
+            return f"{count / size:.{digits}f}{unit}"
+    return str(count)
+
+
+async def show(service: Service, request: Request) -> Response:
+    call, llm = call_and_model(service, request)
+    read = partial(service.read_body, call, schema=ShowRequest)
+    body = await prepare_body(service, request, read, is_quick=True)
+    service.check_model(model_name(body.model or body.name))
+    tokenizer = llm.tokenizer
+    template = (tokenizer and tokenizer.chat_template) or ""
+    reply = ShowReply(
+        modelfile=f"FROM {service.name}\n",
+        parameters="\n".join(f"{name} {value}" for name, value in llm.sampling_defaults.items()),
+        template=template,
+        details=_details(llm),
+        model_info={
+            "general.architecture": llm.family,
+            "general.parameter_count": llm.num_parameters,
+            f"{llm.family}.context_length": llm.max_context,
+            f"{llm.family}.embedding_length": llm.embedding_size,
+        },
+        capabilities=["completion", *(["tools"] if "tools" in template else [])],
+        modified_at=_loaded_at(service),
+    )
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+_ERRORS = error_responses(503, shape=OLLAMA_ERRORS)
+
+
+def add_models(app: FastAPI, service: Service) -> None:
+    names = service.settings.model_names
+
+    @app.get("/api/tags", summary="The model, as Ollama's", responses=_ERRORS)
+    async def tags() -> OllamaModels:
+        return OllamaModels(models=[OllamaModel(**_model(service, name)) for name in names])
+
+    @app.get("/api/ps", summary="The same, as it is loaded", responses=_ERRORS)
+    async def running() -> RunningModels:
+        llm = service.llm
+        models = [_model(service, name) for name in names]
+        shared: dict[str, Any] = {
+            "expires_at": _FAR_AWAY,
+            "context_length": llm.max_context,
+            "size_vram": models[0]["size"] if llm.device == "cuda" else 0,
+        }
+        return RunningModels(models=[RunningModel(**model, **shared) for model in models])
+
+    @app.get("/api/version", summary="The server's version", responses=_ERRORS)
+    async def version() -> Version:
+        return Version(version=own_version())
