@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parent / "tools"
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 BOB = '{"name": "Bob", "age": 3}'
 SUNNY = "It is sunny."
+THOUGHT = "<think>Hm.</think>"
 
 
 def call_with_bob(name: str) -> str:
@@ -32,6 +33,8 @@ ANSWERS = {
     "langchain_tools.py": [WEATHER, WEATHER, call_with_bob("Person"), BOB, BOB],
     "instructor_tools.py": [call_with_bob("Person"), call_with_bob("Person"), BOB, BOB],
     "pydantic_ai_tools.py": [WEATHER, call_with_bob("final_result"), BOB, SUNNY],
+    "anthropic_messages.py": [THOUGHT + WEATHER, SUNNY, THOUGHT + WEATHER, WEATHER, SUNNY, BOB],
+    "litellm_dialects.py": [WEATHER, SUNNY, WEATHER, SUNNY],
     "openai_tools.mjs": [WEATHER, SUNNY, "<think>Hm.</think>Yes."],
     "ai_sdk.mjs": [BOB, WEATHER, SUNNY, WEATHER, "Sunny."],
 }
