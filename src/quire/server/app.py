@@ -78,6 +78,7 @@ from quire.server.openapi import (
     LINES_CONTENT,
     STEPS_PARAMETERS,
     STREAM_CONTENT,
+    Responses,
     describe_bodies,
     docs_page,
     error_responses,
@@ -460,7 +461,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return next(card for card in cards() if card.id == name)
 
 
-_PING = error_responses()
+_NOT_READY: Responses = {503: {"model": Readiness, "description": "not now"}}
 
 
 def _add_properties(app: FastAPI, service: Service) -> None:
@@ -470,11 +471,16 @@ def _add_properties(app: FastAPI, service: Service) -> None:
     async def version() -> Version:
         return Version(version=own_version())
 
-    @app.get("/ping", summary="200 where requests are taken, else 503", responses=_PING)
+    @app.get(
+        "/ping",
+        summary="200 where requests are taken, else 503",
+        responses={**error_responses(), **_NOT_READY},
+    )
     async def ping() -> Response:
-        return Response(status_code=200 if service.is_ready else 503)
+        reply = Readiness(status=service.state.value)
+        return JSONResponse(reply.model_dump(), 200 if service.is_ready else 503)
 
-    @app.post("/ping", summary="The same", responses=_PING)
+    @app.post("/ping", summary="The same", responses={**post_error_responses(400), **_NOT_READY})
     async def ping_by_post() -> Response:
         return await ping()
 
