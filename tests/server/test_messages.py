@@ -120,6 +120,10 @@ def test_a_form_of_the_answer_has_two_names() -> None:
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             'messages[0].content[0] has the type "image"',
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+            "is not supported here; there is text or tool_result",
+        ),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is empty"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be text or"),
         ({"tools": [{**TOOL, "type": "bash_20250124"}]}, "tools[0].type"),

@@ -154,6 +154,14 @@ def test_what_is_wrong_is_a_400_that_names_it(
     with pytest.raises(openai.BadRequestError) as caught:
         respond(client, **fields)
     assert caught.value.param == param
+    assert caught.value.code is not None
+
+
+def test_messages_have_the_names_of_fields_that_responses_have(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        respond(client, max_output_tokens=10_000)
+    assert "max_output_tokens (10000)" in caught.value.message
+    assert "max_tokens" not in caught.value.message
 
 
 # ---- answers

@@ -286,7 +286,7 @@ def test_an_answer_has_its_form_or_calls_tools(hermes: Scripted) -> None:
                 "tool_choice": "required",
             },
             "tools",
-            "'f'",
+            "400 - tool 'f': at #",
         ),
     ],
 )

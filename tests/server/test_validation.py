@@ -9,6 +9,8 @@ import pytest
 
 from quire.server.app import BODIES
 from quire.server.bodies import BodyLimits, parse_body
+from quire.server.dialects.anthropic_body import MessagesRequest
+from quire.server.dialects.responses_body import ResponsesRequest
 from quire.server.errors import ApiError
 from quire.server.fields import IgnoredFields, Strict
 from quire.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest
@@ -112,6 +114,28 @@ def test_an_unknown_field_is_a_400_with_the_nearest_known_one(
     error = refusal(schema, {name: 1})
     assert (error.param, error.code) == (name, "unknown_field")
     assert error.message == (f"{name} is not a field that quire knows: did you mean {nearest}?")
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "own"),
+    [
+        (ResponsesRequest, "messages", "input"),
+        (ResponsesRequest, "response_format", "text"),
+        (MessagesRequest, "stop", "stop_sequences"),
+        (MessagesRequest, "instructions", "system"),
+        (CompletionRequest, "messages", "prompt"),
+    ],
+)
+def test_a_field_of_another_api_is_a_400_with_the_name_it_has_here(
+    schema: type[Strict], name: str, own: str
+) -> None:
+    assert refusal(schema, {name: 1}).message.endswith(f"did you mean {own}?")
+
+
+def test_no_refused_field_is_suggested() -> None:
+    assert refusal(CompletionRequest, {"image_dat": 1}).message.endswith(
+        "/docs lists those it knows"
+    )
 
 
 def test_an_unknown_field_of_a_nested_object_is_named_with_its_path() -> None:

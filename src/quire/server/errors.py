@@ -51,7 +51,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.code = code
+        self.code = "invalid_field" if code is None and status == 400 and param else code
         self.retry_after_s = retry_after_s
         self._headers = headers
 

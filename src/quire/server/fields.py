@@ -12,7 +12,7 @@ A name that no client is known to send is a 400 too, with the nearest known name
 `x-quire-ignored-fields` and in the log.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache
@@ -38,6 +38,15 @@ _ACCEPTED = "Accepted: "
 _REFUSED = "Refused: "
 _MAX_COMPARED = 64  # characters of an unknown name that is compared with the known ones
 _MAX_IGNORED = 16  # names in a header and a log line
+# What one API calls by one name and another by another.
+_SAME_MEANING = (
+    ("messages", "input", "prompt"),
+    ("max_tokens", "max_output_tokens"),
+    ("stop", "stop_sequences"),
+    ("system", "instructions"),
+    ("response_format", "text", "output_config"),
+    ("reasoning_effort", "reasoning", "thinking"),
+)
 
 
 class Standing(StrEnum):
@@ -139,10 +148,16 @@ class Strict(BaseModel):
         return {name: value for name, value in data.items() if name not in unknown}
 
 
-def _unknown_field(name: str, known: Iterable[str]) -> ValidationError:
-    close = get_close_matches(name[:_MAX_COMPARED].lower(), known, 1)
+def _unknown_field(name: str, known: Mapping[str, FieldPolicy]) -> ValidationError:
+    usable = [each for each, policy in known.items() if policy.standing is not Standing.REFUSED]
+    close = _elsewhere(name, usable) or get_close_matches(name[:_MAX_COMPARED].lower(), usable, 1)
     hint = f"did you mean {close[0]}?" if close else "/docs lists those it knows"
     return field_error(UNKNOWN, f"is not a field that quire knows: {hint}", name)
+
+
+def _elsewhere(name: str, usable: Sequence[str]) -> list[str]:
+    """The fields here that mean what another API calls by this name."""
+    return [each for names in _SAME_MEANING if name in names for each in names if each in usable]
 
 
 def _check_neutral(name: str, value: object, policy: FieldPolicy) -> None:

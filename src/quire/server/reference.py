@@ -1,5 +1,6 @@
 """The reference of bodies: what each field is, does and looks like, for /docs and docs/api.md."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -158,10 +159,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    words: dict[object, str] = {None: "null", True: "true", False: "false"}
-    if value is None or isinstance(value, bool):
-        return words[value]
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _example(name: str, field: Schema, definitions: Mapping[str, Schema]) -> Any:

@@ -4,6 +4,7 @@ API's.
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -120,7 +121,7 @@ class ErrorMapper:
         if isinstance(error, QuireError):
             raise self.as_api_error(error) from error
         if isinstance(error, ApiError):
-            error.param = self._own_name(error.param)
+            self._rename(error)
 
     async def of(self, work: Awaitable[T]) -> T:
         with self:
@@ -129,11 +130,17 @@ class ErrorMapper:
     def as_api_error(self, error: BaseException) -> ApiError:
         assert isinstance(error, QuireError)
         found = as_api_error(error, self._fields, is_draining=self._service.is_draining)
-        found.param = self._own_name(found.param)
+        self._rename(found)
         return found
 
-    def _own_name(self, param: str | None) -> str | None:
-        return None if param is None else self._names.get(param, param)
+    def _rename(self, error: ApiError) -> None:
+        """Name the field as the schema does; in the message only a name that is no English word."""
+        own = self._names.get(error.param or "")
+        if own is None or error.param is None:
+            return
+        if "_" in error.param:
+            error.message = re.sub(rf"(?<![\w.]){error.param}(?!\w)", own, error.message)
+        error.param = own
 
 
 async def submit_all(

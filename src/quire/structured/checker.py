@@ -58,6 +58,8 @@ def checked_grammar(constraint: Constraint) -> str:
     with PROCESSES.one() as process:
         answer = process.ask(question)
     if "error" in answer:
-        message = f"{constraint.kind}: {answer['error']}"
+        # An "answer" is put together here: no field has that name.
+        kind = "" if constraint.kind == "answer" else f"{constraint.kind}: "
+        message = f"{kind}{answer['error']}"
         raise RequestError(message[:2000], param="structured")
     return answer["grammar"]

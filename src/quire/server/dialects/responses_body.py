@@ -373,7 +373,9 @@ def prompt_fields(body: PromptFields, items: Sequence[Item]) -> dict[str, Any]:
     """The fields of a ChatRequest that the prompt is made of; `items`: earlier ones, and these."""
     messages = chat_messages(body.instructions, items)
     if not messages:
-        raise ApiError(400, "input is missing: give text or items", param="input")
+        raise ApiError(
+            400, "input is missing: give text or items", param="input", code="missing_field"
+        )
     given: dict[str, Any] = {
         "model": body.model,
         "user": body.user,

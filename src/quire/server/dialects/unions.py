@@ -61,9 +61,9 @@ class ByField:
         if not isinstance(kind, str) or kind in self._kinds:
             return given
         sound = kind[:64].encode("utf-8", "replace").decode()
-        words = f'has the {self._name} "{sound}", which is not supported: {self._why}; '
+        words = f'has the {self._name} "{sound}", which is not supported here; there is '
         raise PydanticCustomError(
-            UNSUPPORTED, "{words}", {"words": f"{words}there is {self._listed}"}
+            UNSUPPORTED, "{words}", {"words": f"{words}{self._listed}: {self._why}"}
         )
 
 
