@@ -23,7 +23,7 @@ BENCH_LOAD := --device cpu --prompt-tokens 64 --new-tokens 32 --batch 1,4,16,64
 
 SANITIZED := build/sanitized
 
-.PHONY: help setup native node-client test test-cuda test-clients test-page test-long fuzz mutate sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
+.PHONY: help setup native node-client test test-cuda test-clients test-clients-all test-page test-long fuzz mutate sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14

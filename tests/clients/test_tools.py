@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.llm.text_models import write_text_model
-from tests.server.servers import RunningServer, ScriptedExecutor, fake_server
+from tests.server.servers import RunningServer, ScriptedExecutor, fake_server, model_server
 from tests.server.test_tools import HERMES
 
 from quire.core.plan import SequencePlan
@@ -35,7 +35,9 @@ ANSWERS = {
     "pydantic_ai_tools.py": [WEATHER, call_with_bob("final_result"), BOB, SUNNY],
     "anthropic_messages.py": [THOUGHT + WEATHER, SUNNY, THOUGHT + WEATHER, WEATHER, SUNNY, BOB],
     "litellm_dialects.py": [WEATHER, SUNNY, WEATHER, SUNNY],
-    "openai_tools.mjs": [WEATHER, SUNNY, "<think>Hm.</think>Yes."],
+    "litellm_tools.py": [*(WEATHER, SUNNY) * 2, WEATHER, THOUGHT + "Yes.", SUNNY, BOB],
+    "ollama_tools.py": [*(WEATHER, SUNNY) * 2, THOUGHT + "Yes.", BOB, SUNNY],
+    "openai_tools.mjs": [WEATHER, SUNNY, THOUGHT + "Yes."],
     "ai_sdk.mjs": [BOB, WEATHER, SUNNY, WEATHER, "Sunny."],
 }
 
@@ -67,19 +69,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield made
 
 
+def run(name: str, server: RunningServer) -> None:
+    program = str(HOME / "bin" / "python") if name.endswith(".py") else "node"
+    done = subprocess.run(
+        [program, str(FOLDER / name), f"{server.url}/v1", str(HOME)],
+        env={**os.environ, "PYTHONPATH": "", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_client_gets_its_calls_and_objects(name: str, server: RunningServer) -> None:
     llm = server.service.loaded
     assert llm is not None and llm.tokenizer is not None
     encode = llm.tokenizer.encode
     server.executor.answers = [encode(text, add_special=False) for text in ANSWERS[name]]
-    program = str(HOME / "bin" / "python") if name.endswith(".py") else "node"
-    done = subprocess.run(
-        [program, str(FOLDER / name), f"{server.url}/v1", str(HOME)],
-        env={**os.environ, "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run(name, server)
     assert server.executor.answers == []  # it asked as often as was expected
+
+
+def test_clients_get_the_same_embeddings(tmp_path: Path) -> None:
+    with model_server(write_text_model(tmp_path / "model.gguf")) as server:
+        run("embeddings.py", server)

@@ -353,6 +353,13 @@ def test_reasoning_in_a_history_reaches_the_template(hermes: Scripted) -> None:
         assert "[assistant]Yes.<think>Hm.</think>" in prompt
 
 
+def test_what_clients_add_to_an_answer_is_taken_back_and_changes_nothing(hermes: Scripted) -> None:
+    turn = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    expected = hermes.prompt(messages=[*QUESTION, turn, *QUESTION])
+    added = {"provider_specific_fields": {"reasoning": "Hm.", "refusal": None}, "parsed": None}
+    assert hermes.prompt(messages=[*QUESTION, {**turn, **added}, *QUESTION]) == expected
+
+
 def test_harmonys_thinking_is_given_beside_calls_without_content(harmony: Scripted) -> None:
     function = {"name": "weather", "arguments": "{}"}
     call = {"id": "1", "type": "function", "function": function}

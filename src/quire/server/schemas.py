@@ -407,6 +407,7 @@ class Message(Strict):
     )
     reasoning: str | None = Field(default=None, description="another name of reasoning_content")
     parsed: Any = accepted("OpenAI's clients add it; content and tool_calls say the same")
+    provider_specific_fields: Any = accepted("LiteLLM adds it; the other fields say the same")
     audio: Refused = refused("quire works with text alone: give the transcript as content")
     function_call: Refused = refused("it is the old name of tool_calls")
     refusal: Refused = refused("no template shows it to the model: give it as content")
