@@ -62,3 +62,39 @@ def test_lm_evaluation_harness_scores_as_llm_does(tmp_path: Path) -> None:
             )
             assert sample["resps"] == [[output.text]]
     assert len(samples["facts_perplexity"]) == len(questions)
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_guidellm_counts_every_token_of_every_answer(route: str, tmp_path: Path) -> None:
+    model = write_text_model(tmp_path / "text.gguf")
+    questions = json.loads((TASKS / "facts.json").read_text())
+    prompts = [{"prompt": each["question"]} for each in questions]
+    data = tmp_path / "prompts.json"
+    data.write_text(json.dumps(prompts))
+    report = tmp_path / "report.json"
+    with model_server(model) as server:
+        spec = {
+            "backend": {
+                "kind": "openai_http",
+                "target": server.url,
+                "model": NAME,
+                "request_format": route,
+                "max_tokens": 8,
+            },
+            "profile": {"kind": "concurrent", "streams": [2]},
+            "constraints": [{"kind": "max_requests", "count": len(prompts)}],
+            "data": [{"kind": "json_file", "path": str(data)}],
+            "outputs": [{"kind": "json", "path": str(report)}],
+        }
+        (tmp_path / "scenario.json").write_text(json.dumps({"spec": spec}))
+        run(
+            *(str(PROGRAMS / "guidellm"), "run", "--config", str(tmp_path / "scenario.json")),
+            "--disable-console",
+            cwd=tmp_path,
+            cache=tmp_path,
+        )
+    [measured] = json.loads(report.read_text())["benchmarks"]
+    answers = measured["requests"]
+    assert answers["errored"] == answers["incomplete"] == []
+    found = [answer["output_metrics"]["text_tokens"] for answer in answers["successful"]]
+    assert found == [8] * len(prompts)
