@@ -265,3 +265,19 @@ def test_a_template_without_a_system_message_gets_tools_in_the_users(tmp_path: P
         reader._max_context = 10_000
         text = reader.read_chat("hi", ChatOptions(ONE)).text
     assert text is not None and text.startswith("user:hi\n\nYou can call tools.")
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a", "x": {1}}}]}, "tools"),
+        ({"tools": ONE, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"thinking_token_budget": "x"}, "thinking_token_budget"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"thinking_token_budget": True}, "thinking_token_budget"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused_by_name(llm: LLM, options: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat("hi", max_tokens=1, **options)
+    assert caught.value.param == param

@@ -54,6 +54,20 @@ class ChatOptions:
     chat_template_kwargs: TemplateVariables | None = None
     is_structured: bool = False  # SamplingParams ask for a form of the answer
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.parallel_tool_calls, bool):
+            given = self.parallel_tool_calls
+            raise RequestError(
+                f"parallel_tool_calls must be true or false, got {given!r:.100}",
+                param="parallel_tool_calls",
+            )
+        budget = self.thinking_token_budget
+        if budget is not None and (type(budget) is not int or budget < 0):
+            raise RequestError(
+                f"thinking_token_budget must be an integer of at least 0, got {budget!r:.100}",
+                param="thinking_token_budget",
+            )
+
 
 @dataclass(frozen=True)
 class ChatTurn:
@@ -307,6 +321,10 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
             f"{where}.function.parameters must be a JSON schema, got {parameters!r:.100}",
             param="tools",
         )
+    try:
+        json.dumps(tool, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{where} cannot be written as JSON: {error}", param="tools") from None
     return {**tool, "type": "function", "function": dict(function)}
 
 
