@@ -83,7 +83,7 @@ async def complete_text(service: Service, request: Request) -> Response:
     prepare = partial(_prepare_text, service, llm, call, errors)
     body = await prepare_body(service, request, prepare, is_quick=True)
     body = await _with_grammars(service, request, llm, errors, body)
-    generation = _generation_call(call, llm, body, "cmpl")
+    generation = _generation_call(call, llm, body, "cmpl-")
     return await _answer(service, request, generation, errors, TextFrames, text_reply)
 
 
@@ -101,10 +101,10 @@ async def answer_text(
 
 
 def _generation_call(
-    call: Call, llm: AsyncLLM, prepared: PreparedBody[G], kind: str, kept: Any = None
+    call: Call, llm: AsyncLLM, prepared: PreparedBody[G], prefix: str, kept: Any = None
 ) -> GenerationCall:
     call.user = prepared.body.user
-    answer_id = f"{kind}-{call.id}"
+    answer_id = f"{prefix}{call.id}"
     created = int(time.time())
     turn = prepared.prompts[0][0].turn
     parser = AnswerParser if turn is None else turn.new_parser

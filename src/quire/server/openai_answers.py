@@ -369,7 +369,7 @@ def _to_chat(_service: Service, _call: Call, body: ChatRequest) -> Translation[N
 
 CHAT = Dialect(
     schema=ChatRequest,
-    id_prefix="chatcmpl",
+    id_prefix="chatcmpl-",
     to_chat=_to_chat,
     frames=ChatFrames,
     reply=chat_reply,

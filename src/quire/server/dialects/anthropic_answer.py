@@ -329,7 +329,7 @@ _FIELD_NAMES = {
 
 MESSAGES = Dialect(
     schema=MessagesRequest,
-    id_prefix="msg",
+    id_prefix="msg_",
     to_chat=_translated,
     frames=MessageFrames,
     reply=_reply,
@@ -346,7 +346,7 @@ def _counted(
 
 _COUNTING = Dialect(
     schema=CountTokensRequest,
-    id_prefix="msg",
+    id_prefix="msg_",
     to_chat=_counted,
     frames=MessageFrames,
     reply=_reply,

@@ -310,7 +310,7 @@ def _to_chat_of_prompt(service: Service, _call: Call, body: GenerateRequest) -> 
 
 OLLAMA_CHAT = Dialect(
     schema=OllamaChatRequest,
-    id_prefix="chat",
+    id_prefix="chat-",
     to_chat=_to_chat,
     frames=partial(_Frames, True),
     reply=partial(_reply, True),
@@ -319,7 +319,7 @@ OLLAMA_CHAT = Dialect(
 )
 GENERATE = Dialect(
     schema=GenerateRequest,
-    id_prefix="generate",
+    id_prefix="generate-",
     to_chat=_to_chat_of_prompt,
     frames=partial(_Frames, False),
     reply=partial(_reply, False),

@@ -85,7 +85,7 @@ _FIELD_NAMES = {
 
 RESPONSES = Dialect(
     schema=ResponsesRequest,
-    id_prefix="resp",
+    id_prefix="resp_",
     to_chat=_translated,
     frames=ResponseFrames,
     reply=reply,
@@ -108,7 +108,7 @@ def _counted(service: Service, call: Call, body: CountRequest) -> Translation[No
 
 _COUNTING = Dialect(
     schema=CountRequest,
-    id_prefix="resp",
+    id_prefix="resp_",
     to_chat=_counted,
     frames=ResponseFrames,
     reply=reply,
