@@ -390,7 +390,7 @@ def test_bad_requests_are_refused_and_the_others_go_on() -> None:
                 batcher.process_request([1, 2]),
                 return_exceptions=True,
             )
-        assert [type(result) for result in found] == [RequestError] * 6 + [int]
+        assert all(isinstance(result, RequestError) for result in found[:-1])
         assert found[-1] == next_token([1, 2])
 
     run(main())

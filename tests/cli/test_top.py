@@ -94,7 +94,9 @@ def test_the_engine_is_drawn_and_q_leaves_the_terminal_as_it_was(busy: RunningSe
 
 
 def test_it_follows_the_size_of_the_terminal(busy: RunningServer) -> None:
-    with watching(busy, width=100, height=30) as terminal:
+    env = {**key_of("watcher"), "COLUMNS": "50"}  # as some shells export it
+    top = ("top", "--url", busy.url, "--interval", "0.1")
+    with in_terminal(*top, env=env, width=100, height=30) as terminal:
         terminal.wait_for(" cached")
         terminal.resize(40, 6)
         terminal.wait_until(lambda: max(map(len, terminal.screen.text.splitlines())) <= 40)

@@ -122,7 +122,7 @@ def test_many_long_prompts_are_tokenised_off_the_loop(
     assert llm is not None
     threads = set()
 
-    def read(_: Any) -> Any:
+    def read(*_: Any, **__: Any) -> Any:
         threads.add(threading.current_thread().name)
         raise RequestError("prompt seen")
 

@@ -292,8 +292,14 @@ def _take(view: View, answer: Mapping[str, Any] | QuireError, note: str, *, is_h
     return ""
 
 
+def _terminal_size() -> os.terminal_size:
+    """The terminal's own, before COLUMNS and LINES, which do not follow when it changes."""
+    size = os.get_terminal_size(sys.stdout.fileno())
+    return size if size.columns and size.lines else shutil.get_terminal_size()
+
+
 def _draw(view: View, note: str) -> None:
-    width, height = shutil.get_terminal_size()
+    width, height = _terminal_size()
     lines = picture(view, width, height, note)
     body = "".join(f"{line}\x1b[K\r\n" for line in lines[:-1]) + f"{lines[-1]}\x1b[K"
     _write(f"\x1b[H{body}\x1b[J")
