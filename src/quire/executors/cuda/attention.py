@@ -236,7 +236,9 @@ class HopperAttention:
             SPLIT_PROGRAMS=num_splits > 0,
             WINDOWED=layer.window is not None,
             num_warps=kernels.WARPS,
-            maxnreg=kernels.num_registers(shape.rows, spec.head_dim),
+            maxnreg=kernels.num_registers(
+                shape.rows, spec.head_dim, paired=inputs.queries.dtype is torch.float32
+            ),
             enable_fp_fusion=False,
             **self._launch_options,
         )

@@ -310,7 +310,9 @@ def expert_tiling(
     if tile_tokens >= 64 and not (layout.has_powers and tile_tokens == 64):
         return Tiling(rows, tile_tokens, 64, 4, 3, warps, 80 if tile_tokens == 64 else 128)
     stages = 2 if tile_tokens == 64 else 3
-    return Tiling(rows, tile_tokens, 256, stages, stages, warps, 80)
+    # A program of 128 rows fills the shared memory, so that registers cost nothing.
+    registers = 128 if rows == 128 and 16 <= tile_tokens <= 32 and layout.bits == 8 else 80
+    return Tiling(rows, tile_tokens, 256, stages, stages, warps, registers)
 
 
 def token_sizes(layout: PlaneFormat, tile_tokens: int) -> tuple[int, ...]:

@@ -43,10 +43,10 @@ def num_stages(num_tokens: int) -> int:
     return 3 if num_tokens <= _FEW_TOKENS else 2
 
 
-def num_registers(rows: int, head_dim: int) -> int:
+def num_registers(rows: int, head_dim: int, *, paired: bool) -> int:
     """Of a thread, at most: three programs a multiprocessor, or two; wide heads fill its shared
-    memory with one. Of heads of 64, whose programs are short, five."""
-    if head_dim == 64 and rows == 8:
+    memory with one. Of heads of 64, whose programs are short, five, unless queries are pairs."""
+    if head_dim == 64 and rows == 8 and not paired:
         return 48
     if head_dim > 128:
         return 80 if rows == 8 else 168
