@@ -515,6 +515,7 @@ class Engine:
             self._lifecycle.cancel(live, self.clock.now())
         for flight in self._flights:
             self._runner.cancel(flight)
+            _give_up_masks(flight)
         self._health.close(self.clock.now())
         self.executor.close()
 
