@@ -4,6 +4,7 @@
 answer (chat/answers.py), never the model's own markers of tool calls and reasoning.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -135,6 +136,16 @@ def finish_word(reason: FinishReason | None, answer: Answer) -> FinishWord:
     if reason is FinishReason.LENGTH:
         return "length"
     return "tool_calls" if answer.tool_calls else "stop"
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """A call's arguments as the APIs that want an object have them; a call that the length cut off
+    has no whole ones."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def choices_of(generation: GenerationCall, outputs: Sequence[RequestOutput]) -> list[Choice]:

@@ -5,6 +5,7 @@ every chunk of an answer shares is written once.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -51,7 +52,7 @@ DONE = b"data: [DONE]\n\n"
 # ---- frames
 
 
-class OpenAIFrames:
+class OpenAIFrames(ABC):
     """The chunks of one answer; subclasses write what differs between the two APIs."""
 
     kind: str
@@ -91,11 +92,11 @@ class OpenAIFrames:
     def opening(self, _index: int) -> bytes:
         return b""
 
+    @abstractmethod
     def _choice(
         self, index: int, events: Sequence[AnswerEvent], scores: Sequence[TokenLogprob]
     ) -> str:
         """A choice up to, and without, its finish reason."""
-        raise NotImplementedError
 
     def chunk(
         self,

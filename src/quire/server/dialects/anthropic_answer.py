@@ -26,6 +26,7 @@ from quire.server.dialect import (
     Dialect,
     GenerationCall,
     Translation,
+    arguments_object,
     chat_request,
     traced,
     traces_of,
@@ -169,18 +170,9 @@ def _blocks(answer: Answer, kept: KeptOfMessage) -> list[dict[str, Any]]:
     if answer.content or not answer.tool_calls:
         blocks.append({"type": "text", "text": answer.content or ""})
     for call in answer.tool_calls:
-        given = _arguments(call.arguments)
+        given = arguments_object(call.arguments)
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     return blocks
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """A call that the length cut off has no whole arguments."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _reply(

@@ -21,7 +21,7 @@ from quire.chat import (
 from quire.core.plan import TokenLogprob
 from quire.core.request import Piece, RequestOutput
 from quire.server.calls import Call
-from quire.server.dialect import Choice, Dialect, GenerationCall, Translation
+from quire.server.dialect import Choice, Dialect, GenerationCall, Translation, arguments_object
 from quire.server.dialects.ollama_body import (
     FIELD_NAMES,
     AnswerFields,
@@ -131,20 +131,11 @@ def _done_reason(word: FinishWord) -> str:
     return "length" if word == "length" else "stop"
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """A call that the length cut off has no whole arguments."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _calls(answer: Answer) -> list[OllamaCall] | None:
     return [
         OllamaCall(
             id=call.id,
-            function=OllamaFunction(name=call.name, arguments=_arguments(call.arguments)),
+            function=OllamaFunction(name=call.name, arguments=arguments_object(call.arguments)),
         )
         for call in answer.tool_calls
     ] or None
@@ -233,7 +224,7 @@ class _Frames:
     def _ended_call(self) -> list[Any]:
         if self._call is None:
             return []
-        function = {"name": self._call.name, "arguments": _arguments(self._arguments)}
+        function = {"name": self._call.name, "arguments": arguments_object(self._arguments)}
         call = {"id": self._call.id, "function": function}
         self._call, self._arguments = None, ""
         return [call]
