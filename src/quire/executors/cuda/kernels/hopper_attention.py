@@ -517,9 +517,8 @@ def attend(
         mbarrier.init(ring.value_full.index(stage), count=_TILE // SHAPE.block_size)
         mbarrier.init(ring.value_empty.index(stage), count=1)
     fence_async_shared()
-    num_tiles = gl.num_programs(1)
     program = Program(
-        tile, num_tiles, kv_head, first_row, count, first_position, first_tile, last_tile
+        tile, gl.num_programs(1), kv_head, first_row, count, first_position, first_tile, last_tile
     )
     output = Output(out, splits, out_stride)
     gl.warp_specialize(
