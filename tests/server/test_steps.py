@@ -79,8 +79,10 @@ def test_without_a_number_there_are_no_steps(shared: RunningServer) -> None:
         assert "latest" not in shared.get(f"/v1/stats{query}", bearer("watcher")).json
 
 
-@pytest.mark.parametrize("query", ["steps=-1", "steps=x", "steps=257", "steps=%D9%A3", "after=1.5"])
-def test_what_is_no_number_is_refused_by_name(shared: RunningServer, query: str) -> None:
+@pytest.mark.parametrize(
+    "query", ["steps=-1", "steps=x", "steps=257", "steps=%D9%A3", "after=1.5", "since=3"]
+)
+def test_what_is_no_number_or_unknown_is_refused_by_name(shared: RunningServer, query: str) -> None:
     reply = shared.get(f"/v1/stats?{query}", bearer("alice"))
     assert (reply.status, reply.error["param"]) == (400, query.partition("=")[0])
 

@@ -209,6 +209,10 @@ class StepsAsked(NamedTuple):
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> "StepsAsked":
+        for name in query:
+            if name not in ("steps", "after"):
+                message = f"unknown query parameter {name!r:.100}; /v1/stats takes steps and after"
+                raise ApiError(400, message, param=name[:100])
         after = _whole(query, "after", MAX_STEP_ID)
         return cls(_whole(query, "steps", MAX_STEPS) or 0, after)
 
