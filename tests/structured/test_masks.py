@@ -1,6 +1,10 @@
 """Masks: computed once they are started, by threads; slow grammars are known for it."""
 
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from tests.structured.walks import grammars_of, mask_of, tokens_in
@@ -8,6 +12,7 @@ from tests.tokenizer.vocabularies import built, byte_level_metadata
 
 from quire.core.sampling import Constraint, SamplingParams
 from quire.structured import grammars, masks
+from quire.structured.grammars import MatcherGrammar
 from quire.structured.masks import Mask, MaskThreads
 
 PATIENCE_S = 60.0
@@ -47,7 +52,7 @@ def test_a_mask_that_waits_for_a_processor_is_not_slow() -> None:
     waiting = Mask(lambda: (threading.Event().wait(5 * masks.SLOW_S) and b"") or b"\x01")
     waiting.compute()
     assert waiting.result() == b"\x01"
-    assert waiting.seconds < masks.SLOW_S
+    assert waiting.seconds is not None and waiting.seconds < masks.SLOW_S
 
 
 def test_few_masks_wake_one_thread() -> None:
@@ -110,3 +115,113 @@ def test_a_grammar_that_was_slow_is_ready_once_its_mask_is_there(
     may_go_on.set()
     assert letter in tokens_in(mask_of(made, grammar))
     assert grammar.is_ready
+
+
+def digits_grammars(count: int) -> tuple[grammars.Grammars, list[MatcherGrammar], list[int]]:
+    """Grammars that are past their first token, and the tokens of the ten digits."""
+    tokenizer = built(byte_level_metadata([], "gpt-2"))
+    digits = [tokenizer.encode(str(digit), add_special=False)[0] for digit in range(10)]
+    made = grammars_of(tokenizer)
+    found = []
+    for index in range(count):
+        constraint = Constraint.regex(f"[0-9][0-{index % 10}]{{2,{index + 3}}}")
+        found.append(made(SamplingParams(structured=constraint)))
+        found[-1].accept(digits[0])
+    return made, found, digits
+
+
+def promised_masks(made: grammars.Grammars, found: list[MatcherGrammar]) -> list[Mask]:
+    promised = [grammar.allowed() for grammar in found]
+    made.start_masks()
+    return [mask for mask in promised if isinstance(mask, Mask)]
+
+
+def test_masks_of_a_step_are_made_in_one_call_that_needs_no_thread_of_ours_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, found, digits = digits_grammars(12)
+    alone: list[MatcherGrammar] = []
+
+    def compute(self: MatcherGrammar) -> bytes:
+        alone.append(self)
+        return b""
+
+    monkeypatch.setattr(MatcherGrammar, "_compute", compute)
+    pending = promised_masks(made, found)
+    assert len(pending) == 12
+    for index, mask in enumerate(pending):
+        assert tokens_in(mask.result()) == sorted(digits[: index % 10 + 1])
+        assert mask.failure is None
+    assert not alone
+
+
+def test_masks_that_took_long_together_are_made_alone_until_the_slow_one_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, found, digits = digits_grammars(3)
+    monkeypatch.setattr(masks, "SLOW_S", -1.0)  # every call takes long
+    for mask in promised_masks(made, found):
+        mask.result()
+    monkeypatch.undo()
+    slow = found[1]
+    alone: list[MatcherGrammar] = []
+
+    def compute(self: MatcherGrammar) -> bytes:
+        alone.append(self)
+        started = time.thread_time()
+        while self is slow and time.thread_time() - started < 2 * masks.SLOW_S:
+            pass
+        return self._finished(self._matcher.compute_bitmask())
+
+    monkeypatch.setattr(MatcherGrammar, "_compute", compute)
+    for grammar in found:
+        grammar.accept(digits[0])
+        assert not grammar.is_slow, "nothing says yet which one was slow"
+    for mask in promised_masks(made, found):
+        mask.result()
+    assert sorted(map(id, alone)) == sorted(map(id, found))
+    for grammar in found:
+        grammar.accept(digits[0])
+    assert [grammar.is_slow for grammar in found] == [False, True, False]
+    alone.clear()
+    for mask in promised_masks(made, found):
+        mask.result()
+    assert alone == [slow], "the others are made in one call again"
+
+
+def test_a_matcher_that_fails_among_others_fails_alone() -> None:
+    made, found, digits = digits_grammars(3)
+    found[1]._matcher.consume_token(digits[0])
+    assert not found[1]._matcher.consume_tokens([1] * 50)
+    results = [(bool(mask.result()), mask.failure) for mask in promised_masks(made, found)]
+    assert [bits for bits, _ in results] == [True, False, True]
+    assert results[0][1] is None and results[2][1] is None
+    assert results[1][1]
+
+
+def test_where_the_call_fails_each_mask_is_made_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, found, digits = digits_grammars(3)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt("panicked")
+
+    monkeypatch.setattr(masks.MaskPool, "compute", fail)
+    for index, mask in enumerate(promised_masks(made, found)):
+        assert tokens_in(mask.result()) == sorted(digits[: index + 1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
+def test_threads_of_the_pool_have_room_for_what_the_checker_let_pass() -> None:
+    """In a process of its own: Rust asks once how large a stack is to be."""
+    code = """
+import threading
+from quire.structured.masks import STACK_BYTES, MaskPool
+def large() -> int:
+    sizes = [line.split()[0].split("-") for line in open("/proc/self/maps")]
+    return sum(int(end, 16) - int(start, 16) >= STACK_BYTES for start, end in sizes)
+before = large()
+pool = MaskPool(100, num_threads=3)
+print(large() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 3

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from quire.core.errors import RequestError
 from quire.core.sampling import Constraint, SamplingParams, Thinking
 from quire.structured.filters import Masks, TokenFilter, banned_after, bits_of
-from quire.structured.masks import SLOW_S, Mask, MaskThreads, on_large_stack
+from quire.structured.masks import SLOW_S, Mask, MaskPool, MaskThreads, on_large_stack
 from quire.structured.thinking import ThinkingMasks
 from quire.tokenizer import Tokenizer
 
@@ -149,6 +149,7 @@ class Grammars:
                 self._vocabulary = load_vocabulary(
                     self._tokenizer, self._vocabulary_size, self._end_token_ids
                 )
+                self._threads.pool = MaskPool(self._vocabulary.vocab_size)
             return self._vocabulary
 
 
@@ -203,6 +204,7 @@ class MatcherGrammar:
         self._ends = ends
         self._threads = threads
         self._is_slow = compiled.is_slow
+        self._is_shared = True  # its masks may be computed in one call with others'
         self._first: bytes | None = ends.apply(compiled.first_mask)
         self._mask: Mask | None = None  # of the state that it is in
         self.is_complete = False
@@ -211,7 +213,8 @@ class MatcherGrammar:
         if self._first is not None:
             return self._first
         if self._mask is None:
-            self._mask = Mask(self._compute)
+            matcher = self._matcher if self._is_shared else None
+            self._mask = Mask(self._compute, matcher, self._finished)
             self._threads.promise(self._mask)
         return self._mask
 
@@ -230,7 +233,9 @@ class MatcherGrammar:
     def accept(self, token: int) -> None:
         if self._mask is not None:
             self._mask.result()  # the matcher is used by one thread at a time
-            self._is_slow = self._mask.seconds > SLOW_S
+            seconds = self._mask.seconds
+            self._is_slow = seconds is not None and seconds > SLOW_S
+            self._is_shared = seconds is not None  # else find out whether it is the slow one
         self._first = self._mask = None
         if not self._matcher.consume_token(token):
             raise ValueError(self._matcher.get_error() or f"token {token} does not fit")
@@ -240,7 +245,10 @@ class MatcherGrammar:
             self._threads.start_slow(self._mask)
 
     def _compute(self) -> bytes:
-        mask = self._matcher.compute_bitmask()
+        return self._finished(self._matcher.compute_bitmask())
+
+    def _finished(self, mask: bytes) -> bytes:
+        """The mask of the matcher's own."""
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error().strip() or self._matcher.stop_reason())
         return self._ends.apply(mask)

@@ -8,6 +8,8 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from quire.tokenizer import Tokenizer
 
 _MARK = b"\x02"
+_LONGEST_KEPT = 64  # bytes of a text
+_MAX_KEPT = 16384
 
 
 class Vocabulary:
@@ -17,13 +19,25 @@ class Vocabulary:
         self, tokenizer: Tokenizer, vocabulary_size: int, end_token_ids: Sequence[int]
     ) -> None:
         self._tokenizer = tokenizer
+        self._kept: dict[bytes, list[int]] = {}
         self.eos_token_id = end_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocabulary_size)]
         self.special_token_ids = sorted(tokenizer.hidden_token_ids.union(end_token_ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of text that a grammar leaves no choice for; their bytes are those of the text."""
+        """Tokens of text that a grammar leaves no choice for; their bytes are those of the text.
+        Texts recur, such as the names of a schema's properties."""
+        if len(text) > _LONGEST_KEPT:
+            return self._tokens(text)
+        tokens = self._kept.get(text)
+        if tokens is None:
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            tokens = self._kept[text] = self._tokens(text)
+        return tokens
+
+    def _tokens(self, text: bytes) -> list[int]:
         plain = self._encode(text)
         if self._bytes_of(plain) == text:
             return plain
