@@ -13,7 +13,7 @@ from tests.tokenizer.vocabularies import built, byte_level_metadata
 from quire.core.sampling import Constraint, SamplingParams
 from quire.structured import grammars, masks
 from quire.structured.grammars import MatcherGrammar
-from quire.structured.masks import Mask, MaskThreads
+from quire.structured.masks import SLOW_S, Mask, MaskThreads
 
 PATIENCE_S = 60.0
 
@@ -117,6 +117,12 @@ def test_a_grammar_that_was_slow_is_ready_once_its_mask_is_there(
     assert grammar.is_ready
 
 
+@pytest.fixture(autouse=True)
+def _with_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are few processors."""
+    monkeypatch.setattr(grammars, "NUM_POOL_THREADS", 2)
+
+
 def digits_grammars(count: int) -> tuple[grammars.Grammars, list[MatcherGrammar], list[int]]:
     """Grammars that are past their first token, and the tokens of the ten digits."""
     tokenizer = built(byte_level_metadata([], "gpt-2"))
@@ -162,7 +168,7 @@ def test_masks_that_took_long_together_are_made_alone_until_the_slow_one_is_know
     monkeypatch.setattr(masks, "SLOW_S", -1.0)  # every call takes long
     for mask in promised_masks(made, found):
         mask.result()
-    monkeypatch.undo()
+    monkeypatch.setattr(masks, "SLOW_S", SLOW_S)
     slow = found[1]
     alone: list[MatcherGrammar] = []
 

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 from quire.core.errors import RequestError
 from quire.core.sampling import Constraint, SamplingParams, Thinking
 from quire.structured.filters import Masks, TokenFilter, banned_after, bits_of
-from quire.structured.masks import SLOW_S, Mask, MaskPool, MaskThreads, on_large_stack
+from quire.structured.masks import (
+    NUM_POOL_THREADS,
+    SLOW_S,
+    Mask,
+    MaskPool,
+    MaskThreads,
+    on_large_stack,
+)
 from quire.structured.thinking import ThinkingMasks
 from quire.tokenizer import Tokenizer
 
@@ -149,7 +156,9 @@ class Grammars:
                 self._vocabulary = load_vocabulary(
                     self._tokenizer, self._vocabulary_size, self._end_token_ids
                 )
-                self._threads.pool = MaskPool(self._vocabulary.vocab_size)
+                if NUM_POOL_THREADS > 1:
+                    size = self._vocabulary.vocab_size
+                    self._threads.pool = MaskPool(size, NUM_POOL_THREADS)
             return self._vocabulary
 
 

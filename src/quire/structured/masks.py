@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
-NUM_POOL_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
+# Below two there is no pool: on few processors masks one by one disturb the step's layers less.
+NUM_POOL_THREADS = min(8, (os.cpu_count() or 1) // 2)
 STACK_BYTES = 64 << 20  # several times what the checker's process has
 SLOW_S = 0.004  # of processor time
 _SHARE = 32  # masks that are not worth waking another thread for
@@ -86,7 +87,7 @@ class Mask:
 class MaskPool:
     """llguidance's threads, for masks of so many tokens."""
 
-    def __init__(self, vocabulary_size: int, num_threads: int = NUM_POOL_THREADS) -> None:
+    def __init__(self, vocabulary_size: int, num_threads: int) -> None:
         from llguidance import LLExecutor  # the package may be missing
 
         with _rust_threads_of(STACK_BYTES):
