@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 from tests.engine.simulated import END_TOKEN, finish, new_engine, outputs, solo, tokens_of
 from tests.engine.toys import Letters, Multiples, ended, greedy, mask, rows_of, toy_engine
 
-from quire.core.errors import RequestError, RowFaultError
+from quire.core.errors import OverloadedError, RequestError, RowFaultError
 from quire.core.plan import Breakers, FollowingMask, StepResult, allows
-from quire.core.request import Ended, FinishReason, Piece, RequestOutput, Status
+from quire.core.request import (
+    Completion,
+    Ended,
+    Event,
+    FinishReason,
+    Piece,
+    RequestOutput,
+    Status,
+)
 from quire.core.sampling import Constraint, SamplingParams
 from quire.engine import Engine
 from quire.engine.sequence import Transcript
@@ -664,3 +672,88 @@ def test_a_completion_goes_on_as_it_would_have(num_generated: int) -> None:
     assert rest.metrics.time_to_first_token_s is not None
     assert engine.stats.completion_tokens == 9 - num_generated
     assert engine.stats.requests.completion_tokens.sum == 9 - num_generated
+
+
+def _cut(events: list[Event], count: int, num_completions: int) -> list[Completion]:
+    """The completions that the first so many events make, as their reader has them."""
+    found = [Completion(index) for index in range(num_completions)]
+    for event in events[:count]:
+        assert isinstance(event, Piece)
+        completion = found[event.completion_index]
+        completion.token_ids += event.token_ids
+        completion.text += event.text
+        completion.finish_reason = event.finish_reason
+    return found
+
+
+def _texts(output: RequestOutput) -> list[tuple[list[int], str, FinishReason | None]]:
+    return [(c.token_ids, c.text, c.finish_reason) for c in output.completions]
+
+
+@pytest.mark.parametrize("count", range(1, 14))
+def test_several_completions_go_on_in_another_engine(count: int) -> None:
+    """Each as it would have: those that have ended stay as they are, those not begun begin."""
+    params = SamplingParams(
+        max_tokens=6, n=3, seed=119, presence_penalty=0.5, stop=("7>",), min_tokens=2
+    )
+
+    def engine_of_letters() -> Engine:
+        letters = {token: f"<{token}>" for token in range(1000)}
+        return toy_engine(FakeExecutor(), make_detokenizer=lambda **_: Letters(letters))
+
+    engine = engine_of_letters()
+    engine.add_request(PROMPT, params, stream=True)
+    events = list(engine.run())
+    (whole,) = ended(events)
+    assert whole.finish_reason is FinishReason.STOP, "one of them ends before the others"
+    so_far = _cut(events, count, 3)
+    engine = engine_of_letters()
+    engine.add_request(PROMPT, params, stream=True, resumed=so_far)
+    rest = list(engine.run())
+    assert _texts(ended(rest)[0]) == _texts(whole)
+    for completion in _cut(rest, len(rest) - 1, 3):
+        known = so_far[completion.index]
+        assert known.token_ids + completion.token_ids == whole.completions[known.index].token_ids
+        assert known.text + completion.text == whole.completions[known.index].text
+    engine.check_integrity()
+    sampled = sum(len(completion.token_ids) for completion in so_far)
+    assert engine.stats.requests.completion_tokens.sum == (
+        sum(completion.num_tokens for completion in whole.completions) - sampled
+    )
+
+
+def test_a_stop_string_before_the_least_length_stops_no_resumed_completion() -> None:
+    params = SamplingParams(max_tokens=8, min_tokens=6, temperature=0.0, stop=(">",))
+    letters = {token: f"<{token}>" for token in range(1000)}
+    outputs: list[RequestOutput] = []
+    for count in (0, 3):
+        engine = toy_engine(FakeExecutor(), make_detokenizer=lambda **_: Letters(letters))
+        so_far = [Completion(0, outputs[0].token_ids[:count])] if count else None
+        engine.add_request(PROMPT, params, resumed=so_far)
+        outputs += finish(engine).values()
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].text == outputs[1].text
+
+
+def test_what_another_engine_took_is_not_refused_by_a_full_queue() -> None:
+    engine = toy_engine(FakeExecutor(), max_queue_requests=1)
+    engine.add_request(PROMPT, greedy(2))
+    with pytest.raises(OverloadedError):
+        engine.add_request(PROMPT, greedy(2))
+    engine.add_request(PROMPT, greedy(2), resumed=[])
+    assert len(finish(engine)) == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "resumed"),
+    [
+        (greedy(5, n=2), [Completion(0, [1])]),
+        (greedy(5, prompt_logprobs=1), [Completion(0, [1])]),
+        (greedy(5), [Completion(0, [1], finish_reason=FinishReason.STOP)]),
+    ],
+)
+def test_completions_that_cannot_go_on_are_refused(
+    params: SamplingParams, resumed: list[Completion]
+) -> None:
+    with pytest.raises(RequestError, match="resumed"):
+        toy_engine(FakeExecutor()).add_request(PROMPT, params, resumed=resumed)

@@ -118,12 +118,18 @@ class Request:
     priority: int
     deadline: float | None
     metrics: RequestMetrics
-    generated: tuple[int, ...] = ()  # tokens that its completion begins with: given, not sampled
+    # Completions as far as they had come, of a request that goes on: one, or all n of them.
+    resumed: "tuple[Completion, ...]" = ()
     transitions: list[Transition] = field(default_factory=list)
 
     @property
     def status(self) -> Status:
         return self.transitions[-1].status
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        """Completion tokens that were given, not sampled."""
+        return sum(completion.num_tokens for completion in self.resumed)
 
     @property
     def num_tokens_asked(self) -> int:

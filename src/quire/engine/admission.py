@@ -3,6 +3,8 @@
 import itertools
 import operator
 from collections.abc import Container, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any
 
 from quire.core.config import EngineConfig
@@ -66,11 +68,16 @@ class Admission:
         priority: int,
         timeout_s: float | None,
         num_generated: int = 0,
+        resumed: SequenceOf[Completion] = (),
         taken_ids: Container[str] = (),
     ) -> Request:
         request_id = request_id or self._new_id(taken_ids)
         tokens, generated = _split(self._checked_prompt(prompt), num_generated, params)
-        self._check_capacity(tokens, params, len(generated))
+        if generated:
+            resumed = [Completion(0, list(generated))]
+        _check_resumed(resumed, params)
+        num_resumed = max((len(completion.token_ids) for completion in resumed), default=0)
+        self._check_capacity(tokens, params, num_resumed)
         self._check_params(params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
@@ -84,7 +91,7 @@ class Admission:
         deadline = None if timeout_s is None else now + timeout_s
         metrics = RequestMetrics(now)
         request = Request(
-            request_id, tokens, params, seed, key, priority, deadline, metrics, generated
+            request_id, tokens, params, seed, key, priority, deadline, metrics, tuple(resumed)
         )
         if request.id in taken_ids:
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
@@ -236,6 +243,10 @@ class Admission:
         """The live side of a checked request, with its first sequence."""
         has_scores = request.params.prompt_logprobs is not None
         live = LiveRequest(request, wants_pieces, prompt_logprobs=[] if has_scores else None)
+        if len(request.resumed) > 1:  # forked before: each goes on for itself
+            for index in range(request.params.n):
+                live.add_sequence(self._new_sequence(live, index))
+            return live
         sequence = self._new_sequence(live, 0, pooling=pooling)
         sequence.reserve_slots(request.params.n)
         live.add_sequence(sequence)
@@ -265,7 +276,10 @@ class Admission:
             stop_ids.update(self._end_token_ids)
         # Prompt scores and pooling need every prompt position computed: no prefix reuse.
         is_whole = pooling or params.prompt_logprobs is not None
-        grammar = self._grammar(params, request.generated)
+        so_far = request.resumed[index] if request.resumed else Completion(index)
+        is_done = so_far.finish_reason is not None
+        given = so_far.token_ids
+        grammar = None if is_done else self._grammar(params, given, stop_ids)
         number = next(self._sequence_ids)
         max_length = self._usual_length(request)
         if live.sequences:
@@ -273,7 +287,9 @@ class Admission:
         elif params.max_tokens is not None:  # one that only computes its prompt never comes to it
             max_length = len(request.prompt) + max(1, params.max_tokens)
         transcript = self._transcript(params)
-        text = "" if transcript is None else transcript.add_all(request.generated)
+        text = so_far.text
+        if transcript is not None and not is_done:
+            text = transcript.add_all(given, params.min_tokens)
         logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         return Sequence(
             id=number,
@@ -281,8 +297,9 @@ class Admission:
             sampling=Sampling(
                 params, request.seed, index, tuple(sorted(stop_ids)), self._breakers(params)
             ),
-            completion=Completion(index, list(request.generated), text, logprobs),
-            tokens=[*request.prompt, *request.generated],
+            completion=replace(so_far, token_ids=list(given), text=text, logprobs=logprobs),
+            tokens=[*request.prompt, *given],
+            is_done=is_done,
             block_table=self._cache.new_table(None if is_whole else request.key),
             rank=(self._urgency(request), number),
             key=request.key if self._config.fairness else "",
@@ -304,7 +321,8 @@ class Admission:
         """Tokens that a request comes to at most which does not say how many it wants."""
         if self._default_max_tokens is None:
             return self._max_length
-        least = max(request.params.min_tokens, len(request.generated) + 1)
+        num_resumed = max((len(completion.token_ids) for completion in request.resumed), default=0)
+        least = max(request.params.min_tokens, num_resumed + 1)
         return min(self._max_length, len(request.prompt) + max(self._default_max_tokens, least))
 
     def _urgency(self, request: Request) -> float:
@@ -332,13 +350,16 @@ class Admission:
         include_stop = params.include_stop_str_in_output
         return Transcript(detokenizer, params.stop, include_stop=include_stop)
 
-    def _grammar(self, params: SamplingParams, generated: Iterable[int]) -> Grammar | None:
+    def _grammar(
+        self, params: SamplingParams, given: Iterable[int], stop_ids: Container[int]
+    ) -> Grammar | None:
         if not params.needs_mask or self._make_grammar is None:
             return None
         try:
             grammar = self._make_grammar(params)
-            for token in generated:
-                grammar.accept(token)
+            for token in given:
+                if token not in stop_ids:  # as in Sequence.completes_grammar
+                    grammar.accept(token)
             return grammar
         except QuireError:
             raise
@@ -377,6 +398,20 @@ def _split(
         )
     border = len(tokens) - num_generated
     return tokens[:border], tokens[border:]
+
+
+def _check_resumed(resumed: SequenceOf[Completion], params: SamplingParams) -> None:
+    """One completion, or all of them; prompt scores would be those of the prompt's rest alone."""
+    if not resumed:
+        return
+    if len(resumed) != params.n or params.prompt_logprobs is not None:
+        raise RequestError(
+            f"resumed has {len(resumed)} completions; it takes all {params.n} that are asked for, "
+            "and no prompt_logprobs",
+            param="resumed",
+        )
+    if all(completion.finish_reason is not None for completion in resumed):
+        raise RequestError("resumed has no completion that goes on", param="resumed")
 
 
 def _integer(token: Any, index: int) -> int:

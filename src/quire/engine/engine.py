@@ -17,7 +17,7 @@ from quire.core.errors import (
     StepCancelledError,
 )
 from quire.core.plan import SequencePlan, SequenceResult, StepResult, Want
-from quire.core.request import Event, Request
+from quire.core.request import Completion, Event, Request
 from quire.core.sampling import SamplingParams
 from quire.engine.admission import Admission
 from quire.engine.execution import (
@@ -54,8 +54,10 @@ class Engine:
         make_breakers: MakeBreakers | None = None,
         start_masks: Callable[[], None] | None = None,
         default_max_tokens: int | None = None,
+        before_step: Callable[[], None] | None = None,
     ) -> None:
         """`start_masks`: begins to compute the masks that grammars promised since the last call.
+        `before_step`: called when a step is planned and the executor does not have it yet.
         `default_max_tokens`: of requests that say nothing; fewer where the context leaves fewer."""
         self.config = config or EngineConfig()
         self.executor = executor
@@ -74,6 +76,7 @@ class Engine:
             default_max_tokens,
         )
         self._start_masks = start_masks
+        self._before_step = before_step
         self._health = HealthMonitor(self.stats)
         self._lifecycle = Lifecycle(self._scheduler, self._admission, self.stats, self._health)
         self._runner = StepRunner(executor, self.config.step_grace_s)
@@ -98,6 +101,7 @@ class Engine:
         pooling: bool = False,
         num_generated: int = 0,
         arrived_at: float | None = None,
+        resumed: SequenceOf[Completion] | None = None,
     ) -> Request:
         """Queue a request; its events come from step(). Raises if it can never run, or not now.
 
@@ -105,7 +109,8 @@ class Engine:
         report each token; `pooling`: compute the hidden state after the prompt and no tokens;
         `num_generated`: the prompt ends with so many tokens of the completion, which goes on as it
         would have; `arrived_at`: on the engine's clock, where it arrived before it could be handed
-        over.
+        over; `resumed`: another engine took the request, and its completions had come this far (an
+        empty list: none had begun). They go on as they would have, and no limit of the queue holds.
         """
         now = self.clock.now() if arrived_at is None else arrived_at
         self._check_open()
@@ -118,18 +123,19 @@ class Engine:
             priority=priority,
             timeout_s=timeout_s,
             num_generated=num_generated,
+            resumed=resumed or (),
             taken_ids=self._lifecycle.live,
         )
+        if resumed is None:
+            waiting, num_parked = self._scheduler.waiting, len(self._scheduler.parked)
+            self._admission.check_queue(request, waiting, num_parked, self.clock.now())
         self._queue(request, now, stream=stream, pooling=pooling)
         return request
 
     def _queue(self, request: Request, now: float, *, stream: bool, pooling: bool) -> None:
-        scheduler = self._scheduler
-        num_parked = len(scheduler.parked)
-        self._admission.check_queue(request, scheduler.waiting, num_parked, self.clock.now())
         live = self._admission.open(request, wants_pieces=stream, pooling=pooling)
         self._lifecycle.begin(live, now)
-        scheduler.request_arrived(now)
+        self._scheduler.request_arrived(now)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.id))
 
@@ -180,6 +186,8 @@ class Engine:
         plan = None if step is None else step.plan()
         if self._start_masks is not None and plan is not None:
             self._start_masks()
+        if self._before_step is not None and plan is not None:
+            self._before_step()
         host_s = time.perf_counter() - started
         if step is not None and plan is not None:
             self._flights.append(self._runner.submit(step, plan))

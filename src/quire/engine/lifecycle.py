@@ -53,7 +53,9 @@ class Lifecycle:
         if not self.live:
             self._admission.completion_rate.busy_from(now)
         self.live[live.request.id] = live
-        self._scheduler.enqueue(live.sequences[0], WaitReason.QUEUED, now)
+        for sequence in live.sequences:
+            if not sequence.is_done:
+                self._scheduler.enqueue(sequence, WaitReason.QUEUED, now)
 
     def apply(
         self, step_id: int, results: Iterable[tuple[Row, SequenceResult]], now: float
@@ -284,7 +286,7 @@ class Lifecycle:
         reasons[reason.value] = reasons.get(reason.value, 0) + 1
         num_tokens = sum(sequence.completion.num_tokens for sequence in live.sequences)
         request = live.request
-        num_sampled = num_tokens - len(request.generated)
+        num_sampled = num_tokens - request.num_resumed_tokens
         self._stats.requests.record(request.metrics, len(request.prompt), num_sampled)
 
 

@@ -92,9 +92,14 @@ class Transcript:
     def add(self, token: int, *, may_stop: bool) -> NewText:
         return self._release(self._detokenizer.add(token), may_stop=may_stop)
 
-    def add_all(self, tokens: Iterable[int]) -> str:
-        """The text of tokens that did not stop the sequence."""
-        return "".join([self.add(token, may_stop=True).text for token in tokens])
+    def add_all(self, tokens: Iterable[int], min_tokens: int) -> str:
+        """The text of a completion's first tokens, which did not stop it."""
+        return "".join(
+            [
+                self.add(token, may_stop=count >= min_tokens).text
+                for count, token in enumerate(tokens, start=1)
+            ]
+        )
 
     def finish(self) -> NewText:
         """The sequence ended for another reason: the withheld text is released."""
