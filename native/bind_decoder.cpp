@@ -153,8 +153,6 @@ SequencePlan read_plan(nb::handle row, nb::handle request, nb::handle num_target
     plan.block_tables.push_back(integers<int32_t>(table));
   plan.want = static_cast<Want>(nb::cast<int>(fields[layout.want]));
   if (!request.is_none()) plan.request = nb::cast<const OwnedRequest&>(request).view();
-  if (plan.want == Want::sample && !plan.request.settings)
-    plan.fault = "a sample is wanted, but the row has no sampling parameters";
   plan.targets = integers<int64_t>(fields[layout.prompt_targets]);
   plan.num_target_logprobs = nb::cast<int>(num_target_logprobs);
   return plan;
@@ -222,13 +220,36 @@ class BoundDecoder {
   // None where the step was cancelled.
   nb::object step(nb::tuple rows, nb::list requests, nb::list target_logprobs, nb::tuple copies,
                   int64_t max_context, int64_t num_blocks, nb::object masks) {
-    expect_within("num_blocks", num_blocks, 0, decoder.num_blocks());
     if (requests.size() != rows.size() || target_logprobs.size() != rows.size())
       throw nb::value_error("every plan needs a request and a number of target logprobs");
     std::vector<SequencePlan> plans;
     plans.reserve(rows.size());
-    for (size_t i = 0; i < rows.size(); i++)
+    for (size_t i = 0; i < rows.size(); i++) {
       plans.push_back(read_plan(rows[i], requests[i], target_logprobs[i]));
+      if (plans[i].want == Want::sample && !plans[i].request.settings)
+        plans[i].fault = "a sample is wanted, but the row has no sampling parameters";
+    }
+    return run(plans, copies, max_context, num_blocks, masks);
+  }
+
+  // What rows want is for whoever computes the layers after these: they all get hidden states.
+  nb::object run_layers(nb::tuple rows, nb::tuple copies, int64_t max_context, int64_t num_blocks) {
+    std::vector<SequencePlan> plans;
+    plans.reserve(rows.size());
+    for (const nb::handle row : rows) {
+      plans.push_back(read_plan(row, nb::none(), nb::int_(0)));
+      plans.back().want = Want::hidden;
+      plans.back().targets.clear();
+    }
+    return run(plans, copies, max_context, num_blocks, nb::none());
+  }
+
+  Decoder decoder;
+
+ private:
+  nb::object run(std::vector<SequencePlan>& plans, const nb::tuple& copies, int64_t max_context,
+                 int64_t num_blocks, const nb::object& masks) {
+    expect_within("num_blocks", num_blocks, 0, decoder.num_blocks());
     std::vector<std::pair<int32_t, int32_t>> block_copies;
     for (const nb::handle copy : copies) block_copies.push_back(read_copy(copy));
     std::vector<SequenceResult> results;
@@ -252,9 +273,6 @@ class BoundDecoder {
     return to_python(results, plans);
   }
 
-  Decoder decoder;
-
- private:
   nb::list to_python(std::vector<SequenceResult>& results, const std::vector<SequencePlan>& plans) {
     const DecoderShape& shape = decoder.shape();
     nb::list items;
@@ -547,6 +565,11 @@ void bind_steps(nb::class_<BoundDecoder>& decoder) {
                    "requests: list[SampleRequest | None], target_logprobs: list[int], "
                    "copies: tuple[tuple[int, int], ...], max_context: int, num_blocks: int, "
                    "masks: collections.abc.Callable[[], list[bytes | None]] | None = None) "
+                   "-> list[" QUIRE_RESULT_TYPE "] | None"))
+      .def("run_layers", &BoundDecoder::run_layers, "plans"_a, "copies"_a, "max_context"_a,
+           "num_blocks"_a,
+           nb::sig("def run_layers(self, plans: tuple[quire.core.plan.SequencePlan, ...], "
+                   "copies: tuple[tuple[int, int], ...], max_context: int, num_blocks: int) "
                    "-> list[" QUIRE_RESULT_TYPE "] | None"))
       .def(
           "set_cancelled",

@@ -213,7 +213,11 @@ class Decoder {
   // Whether a row's hidden state is finite, after run: the final one of an output row, else the one
   // before the last layer's attention.
   bool is_finite(int row) const;
-  // The hidden state of one output row after the final norm, after run.
+  // The hidden state of one output row, after run.
+  const float* hidden_state(int row) const {
+    return row_of(RowKind::hidden, kept_index_[static_cast<size_t>(row)]);
+  }
+  // The same after the final norm.
   void final_state(int row, float* out) const;
   // Logits of output rows, after run: calls use(i, logits of rows[i], thread) for each, in
   // parallel.

@@ -104,7 +104,7 @@ class Step {
     const size_t num_rows = plan.tokens.size();
     for (size_t i = 0; i < num_rows; i++) {
       const bool is_last = i + 1 == num_rows;
-      if (i < plan.targets.size() || plan.want == Want::logits ||
+      if (i < plan.targets.size() || plan.want == Want::logits || plan.want == Want::hidden ||
           (is_last && plan.want != Want::nothing))
         input.output_rows.push_back(static_cast<int>(input.tokens.size()));
       input.tokens.push_back(plan.tokens[i]);
@@ -139,6 +139,13 @@ class Step {
         result.values.resize(static_cast<size_t>(decoder_.shape().hidden_size));
         decoder_.final_state(first + rows - 1, result.values.data());
         return;
+      case Want::hidden: {
+        const int64_t size = decoder_.shape().hidden_size;
+        result.values.resize(static_cast<size_t>(checked_product(rows, size)));
+        for (int row = 0; row < rows; row++)
+          std::copy_n(decoder_.hidden_state(first + row), size, result.values.data() + row * size);
+        return;
+      }
     }
   }
 

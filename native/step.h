@@ -10,7 +10,8 @@
 
 namespace quire {
 
-enum class Want : int { nothing = 0, sample = 1, logits = 2, pooled = 3 };
+// hidden, which quire.core.plan does not have: every new token's hidden state after the last layer.
+enum class Want : int { nothing = 0, sample = 1, logits = 2, pooled = 3, hidden = 4 };
 
 struct SequencePlan {
   std::string fault;  // a field that could not be read; empty: none
@@ -29,7 +30,8 @@ struct SequenceResult {
   bool has_logprob = false;
   TokenLogprob logprob;
   std::vector<TokenLogprob> target_logprobs;
-  std::vector<float> values;  // logits [new tokens, vocabulary], or the pooled hidden state
+  // Logits [new tokens, vocabulary], hidden states [new tokens, hidden], or the pooled one.
+  std::vector<float> values;
 };
 
 // Bounds of positions and blocks; the decoder's rope tables and KV cache bound them too.

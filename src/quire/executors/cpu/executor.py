@@ -1,7 +1,9 @@
 """CpuExecutor: one native call a step, over weights in their packed form."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,13 @@ _PREFAULT_BYTES = 256 << 20  # of the KV cache, faulted in ahead of use
 _FIRST_POSITIONS = 4096  # of the rope tables, which grow when needed
 
 _Logprob = tuple[int, float, int, tuple[tuple[int, float], ...]]  # the fields of TokenLogprob
+
+
+class LayerOutput(NamedTuple):
+    """What a row's tokens are after the last layer; None beside a fault."""
+
+    fault: str | None
+    hidden: npt.NDArray[np.float32] | None  # [new tokens, hidden]
 
 
 class CpuExecutor(ThreadedExecutor):
@@ -95,9 +104,25 @@ class CpuExecutor(ThreadedExecutor):
 
     def cancel(self, ticket: StepTicket) -> None:
         super().cancel(ticket)
+        self.cancel_run(ticket.flag)
+
+    def cancel_run(self, flag: CancelFlag) -> None:
+        """Stop what runs with this flag, if it does."""
         with self._running_lock:  # so that the step that runs stays the same meanwhile
-            if self._running is ticket.flag:
+            if self._running is flag:
                 self._decoder.set_cancelled(True)
+
+    def run_layers(self, plan: StepPlan, flag: CancelFlag) -> list[LayerOutput]:
+        """Compute a plan's rows on the caller's thread, not beside a step: the hidden states after
+        the last layer of all its tokens, whatever the rows want."""
+        rows = plan.sequences
+        with self._running_with(rows, flag):
+            results = self._decoder.run_layers(
+                rows, plan.copies, self._max_context, self.capacity.num_blocks
+            )
+        if results is None:
+            raise StepCancelledError(f"step {plan.step_id} was cancelled")
+        return [LayerOutput(fault, values) for fault, _, _, _, values in results]
 
     def cache_block(self, layer: int, block: int) -> bytes:
         """The bytes of one layer's keys and values in one block."""
@@ -106,12 +131,17 @@ class CpuExecutor(ThreadedExecutor):
     # ---- a step
 
     def _run(self, plan: StepPlan, flag: CancelFlag) -> RowResults:
-        longest = max([row.end for row in plan.sequences], default=0)
+        with self._running_with(plan.sequences, flag):
+            return self._run_native(plan)
+
+    @contextmanager
+    def _running_with(self, rows: Sequence[SequencePlan], flag: CancelFlag) -> Iterator[None]:
+        longest = max([row.end for row in rows], default=0)
         self._extend_rope(min(longest, self._max_context))
         self._set_running(flag)
         try:
             flag.check()  # it may have been raised before the step could be stopped
-            return self._run_native(plan)
+            yield
         finally:
             self._set_running(None)
 

@@ -27,7 +27,7 @@ from quire.executors.cuda.gemm import Gemm, factors, plane_pointers
 from quire.executors.cuda.kernels import gemm as gemm_kernels
 from quire.executors.cuda.kernels import layers, ternary
 from quire.executors.cuda.kernels.attention import TokenTiles
-from quire.executors.cuda.planes import Array, padded
+from quire.executors.cuda.planes import Array, operand_order, padded
 from quire.executors.cuda.weights import (
     DenseWeights,
     LayerWeights,
@@ -146,6 +146,7 @@ class Limits:
     max_split_tokens: int  # steps of so few tokens give splits of the context their own programs
     max_context: int
     invariant: bool = True
+    takes_hidden: bool = False  # the body begins with `given`, not with an embedding
 
     @property
     def max_splits(self) -> int:
@@ -225,6 +226,10 @@ class Decoder:
         half = torch.float16
         self.hidden = self._zeros((tokens, self._padded_hidden), torch.float32)
         self.normed = self._zeros((tokens, self._padded_hidden), half)
+        # Hidden states of the layers before, in natural order.
+        given = tokens if limits.takes_hidden else 0
+        self.given = self._zeros((given, self._padded_hidden), torch.float32)
+        self._hidden_order = operand_order(self._padded_hidden).to(self._device)
         self.queries = self._zeros((tokens, spec.num_heads, spec.head_dim), self._QUERY_DTYPE)
         self._make_activations()
         self._attention = attention_for(
@@ -329,7 +334,10 @@ class Decoder:
         """All tokens through all layers; the normed hidden states are in `normed`, `finite` says of
         which tokens they are finite."""
         count = shape.num_tokens
-        self._embed(count, body)
+        if self._limits.takes_hidden:
+            torch.index_select(self.given[:count], 1, self._hidden_order, out=self.hidden[:count])
+        else:
+            self._embed(count, body)
         added: Added | None = None
         for layer in self._layers:
             self._norm(count, layer.weights.mixer_norm, added)
@@ -389,6 +397,7 @@ class Decoder:
 
     def _embed(self, count: int, body: BodyInput) -> None:
         planes = self._weights.embedding
+        assert planes is not None
         gemm_kernels.embed[(count, planes.num_blocks)](
             body.fields[BodyField.TOKEN],
             body.fields[BodyField.SOURCE],

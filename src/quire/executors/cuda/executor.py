@@ -45,6 +45,7 @@ from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, ToSamp
 from quire.executors.cuda.weights import check_model, load_weights, packed_bytes
 from quire.model.kv_layout import KVLayout, one_group
 from quire.model.loading import Model
+from quire.quant.formats import Floats
 
 _MAX_SPLIT_TOKENS = 16
 _POLL_S = 2e-5
@@ -60,6 +61,7 @@ class CudaConfig:
     num_blocks: int | None = None  # exactly so many, whatever kv_bytes says
     invariant: bool = True  # a row's bits do not depend on its batch; without it, large steps gain
     device: str = "cuda"
+    takes_hidden: bool = False  # of a model's last layers: submit is given hidden states
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_step_tokens"):
@@ -143,6 +145,7 @@ class CudaExecutor(ExecutorBase):
                 self._spec, self._layout, config.num_blocks, config.kv_bytes, self._device
             ),
             invariant=config.invariant,
+            takes_hidden=config.takes_hidden,
         )
 
     def _kernel_names(self, gemm: str) -> list[str]:
@@ -175,6 +178,10 @@ class CudaExecutor(ExecutorBase):
         sampling.score(logits, tokens, MAX_LOGPROBS)
 
     def submit(self, plan: StepPlan) -> CudaTicket:
+        return self.submit_hidden(plan, ())
+
+    def submit_hidden(self, plan: StepPlan, hidden: Sequence[Floats]) -> CudaTicket:
+        """`hidden`, where the executor takes it: of each row [new tokens, hidden]."""
         self._check_open()
         if not self.is_warm:
             raise ExecutorError(
@@ -183,7 +190,7 @@ class CudaExecutor(ExecutorBase):
             )
         self._sample_step()
         with _memory_errors():
-            return self._submit(plan)
+            return self._submit(plan, hidden)
 
     def collect(self, ticket: CudaTicket, timeout_s: float | None = None) -> StepResult:
         if ticket is self._unsampled:
@@ -226,7 +233,7 @@ class CudaExecutor(ExecutorBase):
 
     # ---- submitting
 
-    def _submit(self, plan: StepPlan) -> CudaTicket:
+    def _submit(self, plan: StepPlan, hidden: Sequence[Floats]) -> CudaTicket:
         self._check_copies(plan)
         ticket = CudaTicket(plan, [], submitted_at=self._clock.now())
         runner = self._runner
@@ -236,7 +243,7 @@ class CudaExecutor(ExecutorBase):
             for copy in plan.copies:
                 self._blocks.copy(copy.source, copy.target)
             if packed:
-                self._run(ticket, packed)
+                self._run(ticket, packed, hidden)
             if ticket.to_sample is None:
                 ticket.done = runner.record()
         return ticket
@@ -265,12 +272,16 @@ class CudaExecutor(ExecutorBase):
             )
         return packed
 
-    def _run(self, ticket: CudaTicket, packed: list[PackedRow]) -> None:
+    def _run(self, ticket: CudaTicket, packed: list[PackedRow], hidden: Sequence[Floats]) -> None:
         sampled = [row for row in ticket.rows if row.packed and row.plan.want is Want.SAMPLE]
         slots = self._samples.take(ticket.plan.step_id, sampled)
         last = [row.packed.last for row in sampled if row.packed]
         num_tokens = packed[-1].last + 1
-        padding = self._runner.run(packed, num_tokens, last, slots)
+        given = None
+        if self._config.takes_hidden:
+            rows = zip(ticket.rows, hidden, strict=True)
+            given = np.concatenate([states for row, states in rows if row.packed is not None])
+        padding = self._runner.run(packed, num_tokens, last, slots, given)
         ticket.num_padding = padding
         for index, row in enumerate(sampled):
             row.head_row = index

@@ -16,6 +16,7 @@ from quire.executors.cuda.attention import SPLIT_SIZE
 from quire.executors.cuda.decoder import BodyShape, Decoder, KVBlocks, Limits
 from quire.executors.cuda.planes import Array
 from quire.executors.cuda.step_input import Integers, Layout, PackedRow, pack_body
+from quire.quant.formats import Floats
 
 _HOST_BUFFERS = 4  # copies that may be under way at once
 _SPLIT_COUNTS = (0, 4, 16, 64)  # splits of the context that graphs are captured for
@@ -57,6 +58,8 @@ class GraphRunner:
         size = self._layout.size(limits.num_tokens, entries)
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._hosts = [self._host_buffer(size) for _ in range(_HOST_BUFFERS if self._is_gpu else 1)]
+        given = decoder.given.numel()
+        self._given_hosts = [self._host_buffer(given, torch.float32) for _ in self._hosts]
         self._sent: list[Array | None] = [None] * len(self._hosts)
         self._next = 0
         self._stream: Array = stream  # None on a CPU
@@ -65,8 +68,8 @@ class GraphRunner:
         self._bodies: dict[BodyShape, Array] = {}
         self._heads: dict[int, Array] = {}
 
-    def _host_buffer(self, size: int) -> Array:
-        return torch.zeros(size, dtype=torch.int32, pin_memory=self._is_gpu)
+    def _host_buffer(self, size: int, kind: object = torch.int32) -> Array:
+        return torch.zeros(size, dtype=kind, pin_memory=self._is_gpu)
 
     # ---- the stream
 
@@ -150,12 +153,14 @@ class GraphRunner:
         num_tokens: int,
         head_rows: Sequence[int],
         slots: Sequence[int],
+        hidden: Floats | None = None,
     ) -> int:
-        """Compute the rows, and the likeliest tokens after `head_rows`; how many were padding."""
+        """Compute the rows, and the likeliest tokens after `head_rows`; how many were padding.
+        `hidden`: of all tokens, where the body begins with these."""
         shape = self._shape_for(rows, num_tokens)
         tile_tokens = self._decoder.tokens_per_tile(shape)
         body = pack_body(rows, shape.num_tokens, tile_tokens, self._windows)
-        self._send(np.concatenate([*self._head_input(head_rows, slots), body]))
+        self._send(np.concatenate([*self._head_input(head_rows, slots), body]), hidden)
         if self._is_gpu:
             self._bodies[shape].replay()
         else:
@@ -188,7 +193,7 @@ class GraphRunner:
         kept[: len(slots)] = slots
         return head_rows, kept
 
-    def _send(self, packed: Integers) -> None:
+    def _send(self, packed: Integers, hidden: Floats | None = None) -> None:
         index = self._next
         self._next = (index + 1) % len(self._hosts)
         sent = self._sent[index]
@@ -198,6 +203,11 @@ class GraphRunner:
         host.numpy()[:] = packed
         with self.stream():
             self._buffer[: len(packed)].copy_(host, non_blocking=True)
+            if hidden is not None:
+                given = self._decoder.given[: len(hidden)]
+                host = self._given_hosts[index][: given.numel()].view(given.shape)
+                host.numpy()[:, : hidden.shape[1]] = hidden
+                given.copy_(host, non_blocking=True)
             if self._is_gpu:
                 event = torch.cuda.Event()
                 event.record(self._stream)

@@ -168,7 +168,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelWeights:
-    embedding: Planes
+    embedding: Planes | None  # None: of a model's last layers, which are given hidden states
     output_norm: NormWeights
     head: Linear
     layers: tuple[LayerWeights, ...]
@@ -176,7 +176,7 @@ class ModelWeights:
     @property
     def num_bytes(self) -> int:
         total = self.head.num_bytes
-        if self.embedding is not self.head.segments[0].planes:
+        if self.embedding is not None and self.embedding is not self.head.segments[0].planes:
             total += self.embedding.num_bytes
         for layer in self.layers:
             total += sum(linear.num_bytes for linear in layer.linears)
@@ -197,7 +197,9 @@ class ModelWeights:
         linears = [self.head, *(linear for layer in self.layers for linear in layer.linears)]
         names = {segment.planes.format for linear in linears for segment in linear.segments}
         names |= {name for experts in self.experts for name in experts.formats}
-        return tuple(sorted(names | {self.embedding.format}))
+        if self.embedding is not None:
+            names.add(self.embedding.format)
+        return tuple(sorted(names))
 
 
 def num_splits(num_rows: int, num_blocks: int, min_blocks: int = _MIN_SPLIT_BLOCKS) -> int:
@@ -332,8 +334,10 @@ class Loader:
 
     def load(self) -> ModelWeights:
         spec = self._spec
-        embedding = self._planes(["token_embd.weight"])
+        name = "token_embd.weight"
+        embedding = self._planes([name]) if name in self._tensors else None
         head = embedding if spec.tied_head else self._planes(["output.weight"])
+        assert head is not None
         return ModelWeights(
             embedding=embedding,
             output_norm=self._hidden_norm("output_norm", spec.output_norm),

@@ -1,0 +1,79 @@
+"""A model cut between two layers: its first layers, and the rest of them.
+
+The first part begins with the embedding and ends with hidden states; the other begins with hidden
+states and ends with the head. A part has the groups of the whole model's KV cache that its layers
+are in, and takes their block tables: a block's number means the same tokens in both parts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from quire.loader.tensor import Tensor
+from quire.model.kv_layout import KVLayout
+from quire.model.loading import Model
+
+_HEAD = ("output.", "output_norm.")
+_EMBEDDING = "token_embd.weight"
+
+
+def first_layers(model: Model, count: int) -> Model:
+    """The embedding and the first `count` layers. Nobody asks for its logits: where it must have a
+    head, that is the embedding, which takes no memory of its own."""
+    spec = replace(model.spec, layers=model.spec.layers[:count], tied_head=True)
+    others = _others(model.tensors)
+    others.pop("output.weight", None)
+    return replace(model, spec=spec, tensors={**others, **_layers(model.tensors, 0, count)})
+
+
+def last_layers(model: Model, first: int) -> Model:
+    """The layers from `first` on, the last norm and the head."""
+    layers = model.spec.layers
+    tensors = _layers(model.tensors, first, len(layers))
+    for name, tensor in _others(model.tensors).items():
+        if name.startswith(_HEAD) or (name == _EMBEDDING and model.spec.tied_head):
+            tensors[name] = tensor
+    return replace(model, spec=replace(model.spec, layers=layers[first:]), tensors=tensors)
+
+
+class PartLayout(NamedTuple):
+    """Where a part's layers keep their keys and values; and which of the whole model's groups its
+    own are."""
+
+    layout: KVLayout
+    groups: tuple[int, ...]
+
+
+def layout_of(layout: KVLayout, first: int, last: int) -> PartLayout:
+    """Of layers first..last: blocks have slots for these layers alone."""
+    groups, slots = layout.groups[first:last], layout.slots[first:last]
+    of_part, of_blocks = sorted(set(groups)), sorted(set(slots))
+    own = KVLayout(
+        windows=tuple(layout.windows[group] for group in of_part),
+        num_slots=len(of_blocks),
+        groups=tuple(of_part.index(group) for group in groups),
+        slots=tuple(of_blocks.index(slot) for slot in slots),
+    )
+    return PartLayout(own, tuple(of_part))
+
+
+def _layers(tensors: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+    """The tensors of layers first..last, numbered from 0 on."""
+    found = {}
+    for name, tensor in tensors.items():
+        layer = _layer_of(name)
+        if layer is not None and first <= layer < last:
+            rest = name.split(".", 2)[2]
+            found[f"blk.{layer - first}.{rest}"] = tensor
+    return found
+
+
+def _others(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is no layer's."""
+    return {name: tensor for name, tensor in tensors.items() if _layer_of(name) is None}
+
+
+def _layer_of(name: str) -> int | None:
+    kind, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if kind == "blk" and number.isdigit() else None
