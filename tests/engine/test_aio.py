@@ -654,11 +654,8 @@ def test_a_stream_pauses_above_the_limit_and_resumes_at_half_of_it() -> None:
         calls: list[str] = []
         owner: Any = SimpleNamespace(
             max_unread_tokens=8,
-            post=lambda command: command(),
-            engine=SimpleNamespace(
-                pause=lambda name: calls.append(f"pause {name}"),
-                resume=lambda name: calls.append(f"resume {name}"),
-            ),
+            pause=lambda stream: calls.append(f"pause {stream.request.id}"),
+            resume=lambda stream: calls.append(f"resume {stream.request.id}"),
         )
         stream = Stream(owner, asyncio.get_running_loop())
         stream.accepted(cast(Request, SimpleNamespace(id="x")))
@@ -693,7 +690,7 @@ def test_the_engines_thread_does_not_keep_the_process_alive() -> None:
 def test_pieces_gather_until_the_time_that_take_names_or_the_end() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        owner: Any = SimpleNamespace(max_unread_tokens=99, post=lambda command: None)
+        owner: Any = SimpleNamespace(max_unread_tokens=99, cancel=lambda stream: None)
 
         def begun() -> Stream:
             stream = Stream(owner, loop)

@@ -196,7 +196,7 @@ class World:
     async def _check_engine(self) -> None:
         """Nothing runs, the books are in order, every block is free; seen by its own thread."""
         loaded = self.service.loaded
-        assert loaded is not None
+        assert isinstance(loaded, AsyncLLM)
         engine = loaded._engine.engine
 
         def is_idle() -> bool:

@@ -62,9 +62,13 @@ class RunningServer:
 
     @property
     def engine(self) -> Engine:
+        return self._llm._engine.engine
+
+    @property
+    def _llm(self) -> AsyncLLM:
         llm = self.service.loaded
-        assert llm is not None
-        return llm._engine.engine
+        assert isinstance(llm, AsyncLLM)
+        return llm
 
     def client(self, key: str = "none at all", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
@@ -111,10 +115,8 @@ class RunningServer:
 
     def _on_engines_thread(self, look: Callable[[], bool]) -> bool:
         """What the engine's own thread sees between two steps."""
-        llm = self.service.loaded
-        assert llm is not None
         seen: Future[bool] = Future()
-        llm._engine.post(lambda: _fulfil(seen, look))
+        self._llm._engine.post(lambda: _fulfil(seen, look))
         return seen.result(PATIENCE_S)
 
     def _is_idle(self) -> bool:

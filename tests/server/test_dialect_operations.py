@@ -120,7 +120,7 @@ def test_a_client_that_goes_away_ends_its_request(
     address = ("127.0.0.1", slow.port)
     with socket.create_connection(address, timeout=PATIENCE_S) as connection:
         connection.sendall(head(api.path, *lines) + body)
-        slow.wait_until(lambda: slow.service.llm.stats.num_running > 0)
+        slow.wait_until(lambda: slow.engine.snapshot().num_running > 0)
     slow.wait_until_idle()
     assert slow.engine.stats.requests_ended == {"cancelled": 1}
 

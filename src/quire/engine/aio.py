@@ -1,32 +1,69 @@
 """AsyncEngine: the engine on a thread of its own, requests and streams on the event loop.
 
-Commands go to the thread through an inbox that is looked at between steps; events come back
-through the loop. The thread is woken at the end of an iteration of the loop, so that all arrivals
+OnlineEngine is what callers need of it.
+
+Commands go to the thread through an inbox that is looked at between steps; events come back through
+the loop. The thread is woken at the end of an iteration of the loop, so that all arrivals
 of one iteration are in one batch.
 """
 
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar, Unpack
+from typing import Protocol, TypeVar, Unpack
 
 from quire.core.errors import ExecutorError, RequestError
 from quire.core.request import Ended, Event, Piece, Request, RequestOptions, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
-from quire.engine.stats import Health
+from quire.engine.stats import Health, Snapshot
+from quire.engine.step_log import StepRecord
 
 Command = Callable[[], object]
 T = TypeVar("T")
 
 
+class OnlineEngine(Protocol):
+    """What runs requests of event loops: AsyncEngine, or an engine in another process."""
+
+    max_unread_tokens: int
+
+    async def submit(
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> "Stream":
+        """Queue a request (options as for Engine.add_request); raises if it is refused."""
+
+    def cancel(self, stream: "Stream") -> None: ...
+
+    def pause(self, stream: "Stream") -> None: ...
+
+    def resume(self, stream: "Stream") -> None: ...
+
+    def set_key_weights(self, weights: Mapping[str, float]) -> None: ...
+
+    async def snapshot(self) -> Snapshot: ...
+
+    async def latest_steps(self, count: int, after: int | None = None) -> Sequence[StepRecord]: ...
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Take nothing new, wait for what runs; what is left after the timeout is cancelled."""
+
+    async def close(self) -> None:
+        """End every request."""
+
+
 class Stream:
     """One request's pieces as they come; reading slowly pauses the request, leaving cancels it."""
 
-    def __init__(self, owner: "AsyncEngine", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, owner: OnlineEngine, loop: asyncio.AbstractEventLoop) -> None:
         self.request: Request
         self._owner = owner
         self.loop = loop
@@ -61,7 +98,7 @@ class Stream:
         self._num_unread -= len(piece.token_ids)
         if self._is_paused and self._num_unread <= self._owner.max_unread_tokens // 2:
             self._is_paused = False
-            self._owner.post(lambda: self._owner.engine.resume(self.request.id))
+            self._owner.resume(self)
         return piece
 
     async def take(self, not_before: float = 0.0) -> list[Piece]:
@@ -97,12 +134,12 @@ class Stream:
         self._num_unread = 0
         if self._is_paused:
             self._is_paused = False
-            self._owner.post(lambda: self._owner.engine.resume(self.request.id))
+            self._owner.resume(self)
 
     def cancel(self) -> None:
         """End the request; nothing happens if it has ended."""
         if self._output is None:
-            self._owner.post(lambda: self._owner.engine.cancel(self.request.id))
+            self._owner.cancel(self)
 
     def receive(self, event: Event) -> None:
         """On the event loop: take what the engine reports."""
@@ -114,28 +151,116 @@ class Stream:
             self._num_unread += len(event.token_ids)
             if self._num_unread > self._owner.max_unread_tokens and not self._is_paused:
                 self._is_paused = True
-                self._owner.post(lambda: self._owner.engine.pause(self.request.id))
+                self._owner.pause(self)
         self._news.set()
 
 
-class AsyncEngine:
-    """For one or more event loops; `on_stuck` is called if the executor stops answering."""
+class EngineThread:
+    """An engine on a thread of its own, which does commands between steps; `_deliver` is called
+    there with what each step brought. `on_stuck` is called if the executor stops answering."""
 
     def __init__(self, engine: Engine, on_stuck: Callable[[], None] | None = None) -> None:
         self.engine = engine
-        self.max_unread_tokens = engine.config.max_unread_tokens
         self._on_stuck = on_stuck
         self._inbox: deque[Command] = deque()
         self._wake = threading.Event()
-        self._streams: dict[str, Stream] = {}  # of the engine's thread alone
         self._idle_waiters: list[Future[None]] = []  # of the engine's thread alone
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # guards what several threads write
+        self._is_closed = False
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """On the engine's thread: hand on what happened."""
+        raise NotImplementedError
+
+    def _became_idle(self) -> None:
+        """On the engine's thread: every request has ended."""
+
+    # ---- from anywhere
+
+    def post(self, command: Command) -> None:
+        """Have the engine's thread do something between two steps."""
+        self._inbox.append(command)
+        self._start_and_wake()
+
+    def post_drain(self) -> "Future[None]":
+        """Have the engine take nothing new; done when what runs has ended."""
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            self.engine.drain()
+            self._idle_waiters.append(done)
+
+        self.post(begin)
+        return done
+
+    def _start_and_wake(self) -> threading.Thread:
+        with self._lock:  # two event loops may be the first at once
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+                self._thread.start()
+        self._wake.set()
+        return self._thread
+
+    # ---- on the engine's thread
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                self._do_commands()
+                events = self.engine.step()
+            except Exception as error:  # a bug of ours: every waiting caller gets an error
+                failure = ExecutorError(f"the engine failed: {error!r}")
+                failure.__cause__ = error
+                events = self.engine.fail_all(failure)
+            self._deliver(events)
+            if self.engine.health is Health.STUCK:
+                self._report_stuck()
+            if not self.engine.has_work:
+                self._became_idle()
+                self._resolve_idle_waiters()
+            self._sleep()
+        self._do_commands()
+        self._became_idle()
+        self.engine.close()
+        self._deliver(self.engine.take_events())
+        self._resolve_idle_waiters()
+
+    def _do_commands(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _sleep(self) -> None:
+        """Until there is something to do: a command, or the time the engine named."""
+        wake_at = self.engine.wake_at
+        if wake_at is not None:
+            seconds = wake_at - self.engine.clock.now()
+            self._wake.wait(None if seconds == float("inf") else max(0.0, seconds))
+        self._wake.clear()
+
+    def _resolve_idle_waiters(self) -> None:
+        waiters, self._idle_waiters = self._idle_waiters, []
+        for waiter in waiters:
+            if waiter.set_running_or_notify_cancel():  # else its caller was cancelled
+                waiter.set_result(None)
+
+    def _report_stuck(self) -> None:
+        on_stuck, self._on_stuck = self._on_stuck, None
+        if on_stuck is not None:
+            on_stuck()
+
+
+class AsyncEngine(EngineThread):
+    """For one or more event loops; `on_stuck` is called if the executor stops answering."""
+
+    def __init__(self, engine: Engine, on_stuck: Callable[[], None] | None = None) -> None:
+        super().__init__(engine, on_stuck)
+        self.max_unread_tokens = engine.config.max_unread_tokens
+        self._streams: dict[str, Stream] = {}  # of the engine's thread alone
         # Of the engine's thread alone: what replaces the engine, and arrivals that wait for it.
         self._replacement: tuple[Callable[[], Engine], Future[None]] | None = None
         self._held: list[Command] = []
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # guards what several event loops write
         self._arrivals: dict[asyncio.AbstractEventLoop, list[Command]] = {}  # of this iteration
-        self._is_closed = False
 
     # ---- on the event loop
 
@@ -244,13 +369,7 @@ class AsyncEngine:
         if self._is_closed:
             await self.close()
             return
-        done: Future[None] = Future()
-
-        def begin() -> None:
-            self.engine.drain()
-            self._idle_waiters.append(done)
-
-        self.post(begin)
+        done = self.post_drain()
         try:
             await asyncio.wait_for(asyncio.wrap_future(done), timeout_s)
         except TimeoutError:
@@ -267,50 +386,27 @@ class AsyncEngine:
         thread = self._start_and_wake()  # also if nothing ever ran: it closes the executor
         await asyncio.to_thread(thread.join)
 
-    # ---- from anywhere
+    def cancel(self, stream: Stream) -> None:
+        self.post(lambda: self.engine.cancel(stream.request.id))
 
-    def post(self, command: Command) -> None:
-        """Have the engine's thread do something between two steps."""
-        self._inbox.append(command)
-        self._start_and_wake()
+    def pause(self, stream: Stream) -> None:
+        self.post(lambda: self.engine.pause(stream.request.id))
 
-    def _start_and_wake(self) -> threading.Thread:
-        with self._lock:  # two event loops may be the first at once
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
-                self._thread.start()
-        self._wake.set()
-        return self._thread
+    def resume(self, stream: Stream) -> None:
+        self.post(lambda: self.engine.resume(stream.request.id))
+
+    def set_key_weights(self, weights: Mapping[str, float]) -> None:
+        self.post(lambda: self.engine.set_key_weights(weights))
+
+    async def snapshot(self) -> Snapshot:
+        return self.engine.snapshot()
+
+    async def latest_steps(self, count: int, after: int | None = None) -> Sequence[StepRecord]:
+        return self.engine.latest_steps(count, after)
 
     # ---- on the engine's thread
 
-    def _run(self) -> None:
-        while not self._is_closed:
-            try:
-                self._do_commands()
-                events = self.engine.step()
-            except Exception as error:  # a bug of ours: every waiting caller gets an error
-                failure = ExecutorError(f"the engine failed: {error!r}")
-                failure.__cause__ = error
-                events = self.engine.fail_all(failure)
-            self._deliver(events)
-            if self.engine.health is Health.STUCK:
-                self._report_stuck()
-            if not self.engine.has_work:
-                self._replace_engine()
-                self._resolve_idle_waiters()
-            self._sleep()
-        self._do_commands()
-        self._replace_engine()
-        self.engine.close()
-        self._deliver(self.engine.take_events())
-        self._resolve_idle_waiters()
-
-    def _do_commands(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
-
-    def _replace_engine(self) -> None:
+    def _became_idle(self) -> None:
         """The engine is idle or closing: let what waits for that go on."""
         if self._replacement is None:
             return
@@ -339,14 +435,6 @@ class AsyncEngine:
         held, self._held = self._held, []
         _do_all(held)
 
-    def _sleep(self) -> None:
-        """Until there is something to do: a command, or the time the engine named."""
-        wake_at = self.engine.wake_at
-        if wake_at is not None:
-            seconds = wake_at - self.engine.clock.now()
-            self._wake.wait(None if seconds == float("inf") else max(0.0, seconds))
-        self._wake.clear()
-
     def _deliver(self, events: Iterable[Event]) -> None:
         """Hand events to their streams, one call into each event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Event]]] = {}
@@ -362,17 +450,6 @@ class AsyncEngine:
     def _cancel_if_accepted(self, accepted: Future[Request]) -> None:
         if accepted.done() and not accepted.cancelled() and accepted.exception() is None:
             self.engine.cancel(accepted.result().id)
-
-    def _resolve_idle_waiters(self) -> None:
-        waiters, self._idle_waiters = self._idle_waiters, []
-        for waiter in waiters:
-            if waiter.set_running_or_notify_cancel():  # else its caller was cancelled
-                waiter.set_result(None)
-
-    def _report_stuck(self) -> None:
-        on_stuck, self._on_stuck = self._on_stuck, None
-        if on_stuck is not None:
-            on_stuck()
 
 
 def _do_all(commands: Iterable[Command]) -> None:

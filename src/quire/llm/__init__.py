@@ -2,6 +2,6 @@
 
 from quire.llm.forward import TextScore
 from quire.llm.offline import LLM, TextStream
-from quire.llm.online import AsyncLLM
+from quire.llm.online import AsyncLLM, OnlineModel
 
-__all__ = ["LLM", "AsyncLLM", "TextScore", "TextStream"]
+__all__ = ["LLM", "AsyncLLM", "OnlineModel", "TextScore", "TextStream"]

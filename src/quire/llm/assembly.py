@@ -19,7 +19,7 @@ import logging
 import math
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +55,19 @@ class StepRead(NamedTuple):
     def seconds(self, context: int, bytes_per_second: float) -> float:
         """The least time of a step whose rows attend to `context` positions together."""
         return (self.weights + context * self.kv_per_position) / bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """What turns text into requests, and is known without an executor: a model's spec, tokenizer
+    and defaults. `path`: the file, where it was found."""
+
+    path: Path
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    end_token_ids: tuple[int, ...]
+    defaults: SamplingOptions  # for requests that say nothing
+    reranker: Reranker | None  # of a model that was trained as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +110,7 @@ class Assembly:
         has_windows = any(window is not None for window in spec.windows)
         return StepRead(weights, 0 if has_windows else self.memory.kv_per_token)
 
-    def new_engine(self) -> Engine:
+    def new_engine(self, before_step: Callable[[], None] | None = None) -> Engine:
         """An engine with an empty cache; the weights are not touched."""
         config = self.options.engine_config()
         grammars = self.grammars
@@ -110,35 +123,90 @@ class Assembly:
             make_breakers=self.breakers,
             start_masks=grammars.start_masks,
             default_max_tokens=self.defaults.get("max_tokens"),
+            before_step=before_step,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What callers of an engine need to know of it."""
+
+    device: str
+    max_context: int
+    max_batch_size: int
+    max_unread_tokens: int
+    weight_bytes: int  # 0: not known
+    step_read: StepRead | None
+
+    @classmethod
+    def of(cls, assembly: Assembly) -> "EngineFacts":
+        options = assembly.options
+        return cls(
+            device=options.device,
+            max_context=assembly.executor.capacity.max_context,
+            max_batch_size=options.max_batch_size,
+            max_unread_tokens=options.engine_config().max_unread_tokens,
+            weight_bytes=assembly.executor.memory_bytes.get("weights", 0),
+            step_read=assembly.step_read,
         )
 
 
 def assemble(model: str | Path, options: Options) -> Assembly:
     """Load a model by name or path; what is wrong with the options is said before that."""
-    if not isinstance(model, str | Path) or model == "":
-        raise ConfigError(f"model must be a name or a path, got {model!r:.100}")
-    options.engine_config()
-    template = read_template(options.chat_template)
-    path = find_model(model, print_notice, options.device)
-    examine(model, path, trusted=options.trust_model_file).check()
+    path = _examined(model, options)
+    return assemble_examined(path, options)
+
+
+def assemble_examined(path: Path, options: Options) -> Assembly:
+    """Load a file that read_text() has looked at."""
     with load_model(path, i2s_packing=options.i2s_packing) as loaded:
         loaded = _with_context(loaded, options.max_context)
-        tokenizer = _with_template(read_tokenizer(loaded), template, options.chat_template)
+        text = _text_of(loaded, options)
         options = resolve_auto(options, loaded, print_notice)
         executor, memory = DEVICES[options.device].load(loaded, options)
-        ends = end_token_ids(loaded, tokenizer)
         return Assembly(
             spec=loaded.spec,
-            tokenizer=tokenizer,
+            tokenizer=text.tokenizer,
             executor=executor,
             options=options,
             memory=memory,
-            end_token_ids=ends,
-            defaults=_defaults(loaded, options),
-            grammars=Grammars(tokenizer, loaded.spec.vocabulary_size, ends),
-            reranker=find_reranker(_names(loaded), tokenizer),
-            breakers=None if tokenizer is None else SequenceBreakers(tokenizer),
+            end_token_ids=text.end_token_ids,
+            defaults=text.defaults,
+            grammars=Grammars(text.tokenizer, loaded.spec.vocabulary_size, text.end_token_ids),
+            reranker=text.reranker,
+            breakers=None if text.tokenizer is None else SequenceBreakers(text.tokenizer),
         )
+
+
+def read_text(model: str | Path, options: Options) -> ModelText:
+    """The same without the weights, for a process that does not compute."""
+    path = _examined(model, options)
+    with load_model(path, i2s_packing=options.i2s_packing) as loaded:
+        return _text_of(_with_context(loaded, options.max_context), options)
+
+
+def _examined(model: str | Path, options: Options) -> Path:
+    """Where a model is, once the options and the file were found to be sound."""
+    if not isinstance(model, str | Path) or model == "":
+        raise ConfigError(f"model must be a name or a path, got {model!r:.100}")
+    options.engine_config()
+    read_template(options.chat_template)
+    path = find_model(model, print_notice, options.device)
+    examine(model, path, trusted=options.trust_model_file).check()
+    return path
+
+
+def _text_of(model: Model, options: Options) -> ModelText:
+    template = read_template(options.chat_template)
+    tokenizer = _with_template(read_tokenizer(model), template, options.chat_template)
+    return ModelText(
+        path=model.path,
+        spec=model.spec,
+        tokenizer=tokenizer,
+        end_token_ids=end_token_ids(model, tokenizer),
+        defaults=_defaults(model, options),
+        reranker=find_reranker(_names(model), tokenizer),
+    )
 
 
 def _names(model: Model) -> list[str]:

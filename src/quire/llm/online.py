@@ -1,4 +1,5 @@
-"""AsyncLLM: a model for event loops; requests come and go, and share every step."""
+"""AsyncLLM: a model for event loops; requests come and go, and share every step. OnlineModel is
+what it has in common with a model whose engine is in another process."""
 
 import asyncio
 import math
@@ -11,11 +12,11 @@ from quire.core.config import check_key_weights
 from quire.core.errors import RequestError
 from quire.core.request import CallOptions, Piece, RequestOptions, RequestOutput
 from quire.core.sampling import SamplingOptions, SamplingParams
-from quire.engine.aio import AsyncEngine, Stream
+from quire.engine.aio import AsyncEngine, OnlineEngine, Stream
 from quire.engine.engine import Engine
 from quire.engine.stats import Snapshot
 from quire.engine.step_log import StepRecord
-from quire.llm.assembly import Assembly, StepRead, assemble
+from quire.llm.assembly import Assembly, EngineFacts, ModelText, StepRead, assemble
 from quire.llm.chats import ChatOptions, ChatOutput, TemplateVariables, ToolChoice, Tools
 from quire.llm.devices import Options
 from quire.llm.forward import (
@@ -47,8 +48,8 @@ from quire.tokenizer import Tokenizer
 _LONG_TEXT = 16_384  # characters; tokenising more would block the event loop
 
 
-class AsyncLLM:
-    """A model file, ready to serve. Made like LLM; close it, or use it in an `async with`.
+class OnlineModel:
+    """A model that answers requests of event loops, over whatever runs them.
 
     `prompts` turns a prompt or a conversation into tokens. Calls take `params` (or
     `sampling_params`), or fields of SamplingParams by name, such as `max_tokens=32`. Further
@@ -56,55 +57,11 @@ class AsyncLLM:
     more urgent), `timeout_s` and `request_id`.
     """
 
-    def __init__(
-        self,
-        model: str | Path = "smollm2",
-        *,
-        device: str = "auto",
-        max_batch_size: int = 64,
-        kv_memory: str | int | None = None,
-        threads: int | None = None,
-        batch_timeout_ms: float = 0.0,
-        max_context: int | None = None,
-        kv_cache_dtype: str = "auto",
-        invariant: bool = True,
-        trust_model_file: bool = False,
-        chat_template: str | Path | bool = True,
-        i2s_packing: str | None = None,
-        generation_config: str = "auto",
-        **engine: Any,
-    ) -> None:
-        options = Options(
-            device=device,
-            max_batch_size=max_batch_size,
-            kv_memory=kv_memory,
-            threads=threads,
-            batch_timeout_ms=batch_timeout_ms,
-            max_context=max_context,
-            kv_cache_dtype=kv_cache_dtype,
-            invariant=invariant,
-            trust_model_file=trust_model_file,
-            chat_template=chat_template,
-            i2s_packing=i2s_packing,
-            generation_config=generation_config,
-            engine=engine,
-        )
-        self._wire(assemble(model, options), None)
-
-    @classmethod
-    def of(cls, assembly: Assembly, on_stuck: Callable[[], None] | None = None) -> Self:
-        """Over a model that is loaded; `on_stuck` is called if its executor stops answering."""
-        made = cls.__new__(cls)
-        made._wire(assembly, on_stuck)
-        return made
-
-    def _wire(self, assembly: Assembly, on_stuck: Callable[[], None] | None) -> None:
-        self._assembly = assembly
-        engine = assembly.new_engine()
-        self._engine = AsyncEngine(engine, on_stuck)
-        self._rows = ForwardRows(engine)
-        self.prompts = PromptReader(self.tokenizer, self.max_context)
-        self._is_closed = False
+    _engine: OnlineEngine
+    _facts: EngineFacts
+    _text: ModelText | Assembly
+    prompts: PromptReader
+    _is_closed = False
 
     async def stream(
         self,
@@ -266,16 +223,11 @@ class AsyncLLM:
     def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
         """What `structured` asks for, compiled; for a Prepared that is submitted later. Takes long
         for some: not for the event loop."""
-        return self._assembly.grammars.prepare(params)
+        raise NotImplementedError
 
     async def _with_grammar(self, prepared: Prepared, params: SamplingParams) -> Prepared:
-        breakers = self._assembly.breakers
-        if "dry" in params.order and breakers is not None:
-            # The engine's thread asks again and finds them remembered.
-            await asyncio.to_thread(breakers, params.dry_sequence_breakers)
-        if not params.needs_mask or prepared.grammar is not None:
-            return prepared
-        return prepared._replace(grammar=await asyncio.to_thread(self.prepare_grammar, params))
+        """With what the engine needs of a constraint, made off the event loop."""
+        raise NotImplementedError
 
     async def read(self, prompt: Prompt) -> Prepared:
         """The tokens of a prompt, without blocking the event loop."""
@@ -303,103 +255,72 @@ class AsyncLLM:
             parse_control_tokens=parse_control_tokens,
         )
 
-    async def forward_batch(
-        self,
-        rows: Sequence[Sequence[int] | None],
-        start_positions: Sequence[int] | int | None = None,
-        *,
-        split: bool = False,
-    ) -> list[Logits]:
-        """As LLM.forward_batch, between two steps of the requests that run, which wait for it.
-
-        Rows and requests share the KV cache: blocks that requests hold or may need are refused.
-        """
-        self._check_open()
-        return await self._engine.call(lambda: self._rows.run(rows, start_positions, split=split))
-
-    async def clear(self, row: int | None = None) -> None:
-        """Forget the keys and values of one row of forward_batch, or of all."""
-        self._check_open()
-        await self._engine.call(lambda: self._rows.clear(row))
-
-    async def set_batch_size(self, max_batch_size: int) -> None:
-        """Run up to so many sequences together, once the requests that run have ended.
-
-        Requests that come meanwhile wait. The weights stay; the cache begins empty, rows of
-        forward_batch and counters included.
-        """
-        self._check_open()
-        changed = self._assembly.with_batch_size(max_batch_size)
-
-        def renewed() -> Engine:
-            engine = changed.new_engine()
-            self._assembly, self._rows = changed, ForwardRows(engine)
-            return engine
-
-        await self._engine.replace_engine(renewed)
-
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
         """What keys weigh from now on, by name (as EngineConfig.key_weights, over it)."""
         given = dict(weights) if isinstance(weights, Mapping) else weights
         check_key_weights(given)  # here: on the engine's thread an error would end the engine
-        self._engine.post(lambda: self._engine.engine.set_key_weights(given))
+        self._engine.set_key_weights(given)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """None for a model that takes token ids alone."""
-        return self._assembly.tokenizer
+        return self._text.tokenizer
 
     @property
     def sampling_defaults(self) -> SamplingOptions:
         """What the model's files say of sampling, for calls without SamplingParams of their own."""
-        return self._assembly.defaults
+        return self._text.defaults
 
     @property
     def max_context(self) -> int:
         """Tokens of a prompt and its completion together."""
-        return self._assembly.executor.capacity.max_context
+        return self._facts.max_context
 
     @property
     def reranker(self) -> Reranker | None:
         """What makes prompts of queries and documents, for a model that was trained to judge
         them."""
-        return self._assembly.reranker
+        return self._text.reranker
 
     @property
     def family(self) -> str:
-        return self._assembly.spec.family
+        return self._text.spec.family
 
     @property
     def device(self) -> str:
         """The device that runs it, also where "auto" was asked for."""
-        return self._assembly.options.device
+        return self._facts.device
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(shape) for shape in tensor_shapes(self._assembly.spec).values())
+        return sum(math.prod(shape) for shape in tensor_shapes(self._text.spec).values())
 
     @property
     def embedding_size(self) -> int:
         """Numbers of a vector that embed() makes."""
-        return self._assembly.spec.hidden_size
+        return self._text.spec.hidden_size
 
     @property
     def max_batch_size(self) -> int:
-        return self._assembly.options.max_batch_size
+        return self._facts.max_batch_size
+
+    async def snapshot(self) -> Snapshot:
+        """What runs, what waits and why, memory in use, and the counters so far."""
+        return await self._engine.snapshot()
+
+    async def latest_steps(self, count: int, after: int | None = None) -> Sequence[StepRecord]:
+        """Steps that ran lately and their rows; kept while somebody asks now and then."""
+        return await self._engine.latest_steps(count, after)
 
     @property
-    def stats(self) -> Snapshot:
-        """What runs, what waits and why, memory in use, and the counters so far."""
-        return self._engine.engine.snapshot()
-
-    def latest_steps(self, count: int, after: int | None = None) -> Sequence[StepRecord]:
-        """Steps that ran lately and their rows; kept while somebody asks now and then."""
-        return self._engine.engine.latest_steps(count, after)
+    def weight_bytes(self) -> int:
+        """That the weights take in the executor's memory; 0 where that is not known."""
+        return self._facts.weight_bytes
 
     @property
     def step_read(self) -> StepRead | None:
         """What a step reads at least; None where that depends on more than its rows' lengths."""
-        return self._assembly.step_read
+        return self._facts.step_read
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take nothing new and wait for what runs; what is left after the timeout is ended."""
@@ -432,7 +353,7 @@ class AsyncLLM:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RequestError("this AsyncLLM is closed")
+            raise RequestError(f"this {type(self).__name__} is closed")
 
     async def _complete(
         self,
@@ -443,8 +364,127 @@ class AsyncLLM:
     ) -> RequestOutput:
         kept = keeps_errors(on_error)
         prepared = await self._with_grammar(prepared, params)
-        output = await self._engine.generate(prepared.tokens, params, **options)
+        handle = await self._engine.submit(prepared.tokens, params, stream=False, **options)
+        output = await handle.output()
         output.prompt = prepared.text
         if output.error is not None and not kept:
             raise output.error
         return output
+
+
+class AsyncLLM(OnlineModel):
+    """A model file, ready to serve. Made like LLM; close it, or use it in an `async with`.
+
+    `prompts` turns a prompt or a conversation into tokens. Calls take `params` (or
+    `sampling_params`), or fields of SamplingParams by name, such as `max_tokens=32`. Further
+    options of every request: `key` says whose it is (fairness, prefix reuse), `priority` (lower is
+    more urgent), `timeout_s` and `request_id`.
+    """
+
+    _engine: AsyncEngine
+    _text: Assembly
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        *,
+        device: str = "auto",
+        max_batch_size: int = 64,
+        kv_memory: str | int | None = None,
+        threads: int | None = None,
+        batch_timeout_ms: float = 0.0,
+        max_context: int | None = None,
+        kv_cache_dtype: str = "auto",
+        invariant: bool = True,
+        trust_model_file: bool = False,
+        chat_template: str | Path | bool = True,
+        i2s_packing: str | None = None,
+        generation_config: str = "auto",
+        **engine: Any,
+    ) -> None:
+        options = Options(
+            device=device,
+            max_batch_size=max_batch_size,
+            kv_memory=kv_memory,
+            threads=threads,
+            batch_timeout_ms=batch_timeout_ms,
+            max_context=max_context,
+            kv_cache_dtype=kv_cache_dtype,
+            invariant=invariant,
+            trust_model_file=trust_model_file,
+            chat_template=chat_template,
+            i2s_packing=i2s_packing,
+            generation_config=generation_config,
+            engine=engine,
+        )
+        self._wire(assemble(model, options), None)
+
+    @classmethod
+    def of(cls, assembly: Assembly, on_stuck: Callable[[], None] | None = None) -> Self:
+        """Over a model that is loaded; `on_stuck` is called if its executor stops answering."""
+        made = cls.__new__(cls)
+        made._wire(assembly, on_stuck)
+        return made
+
+    def _wire(self, assembly: Assembly, on_stuck: Callable[[], None] | None) -> None:
+        self._text = assembly
+        self._facts = EngineFacts.of(assembly)
+        engine = assembly.new_engine()
+        self._engine = AsyncEngine(engine, on_stuck)
+        self._rows = ForwardRows(engine)
+        self.prompts = PromptReader(self.tokenizer, self.max_context)
+
+    def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        """What `structured` asks for, compiled; for a Prepared that is submitted later. Takes long
+        for some: not for the event loop."""
+        return self._text.grammars.prepare(params)
+
+    async def _with_grammar(self, prepared: Prepared, params: SamplingParams) -> Prepared:
+        breakers = self._text.breakers
+        if "dry" in params.order and breakers is not None:
+            # The engine's thread asks again and finds them remembered.
+            await asyncio.to_thread(breakers, params.dry_sequence_breakers)
+        if not params.needs_mask or prepared.grammar is not None:
+            return prepared
+        return prepared._replace(grammar=await asyncio.to_thread(self.prepare_grammar, params))
+
+    async def forward_batch(
+        self,
+        rows: Sequence[Sequence[int] | None],
+        start_positions: Sequence[int] | int | None = None,
+        *,
+        split: bool = False,
+    ) -> list[Logits]:
+        """As LLM.forward_batch, between two steps of the requests that run, which wait for it.
+
+        Rows and requests share the KV cache: blocks that requests hold or may need are refused.
+        """
+        self._check_open()
+        return await self._engine.call(lambda: self._rows.run(rows, start_positions, split=split))
+
+    async def clear(self, row: int | None = None) -> None:
+        """Forget the keys and values of one row of forward_batch, or of all."""
+        self._check_open()
+        await self._engine.call(lambda: self._rows.clear(row))
+
+    async def set_batch_size(self, max_batch_size: int) -> None:
+        """Run up to so many sequences together, once the requests that run have ended.
+
+        Requests that come meanwhile wait. The weights stay; the cache begins empty, rows of
+        forward_batch and counters included.
+        """
+        self._check_open()
+        changed = self._text.with_batch_size(max_batch_size)
+
+        def renewed() -> Engine:
+            engine = changed.new_engine()
+            self._text, self._facts = changed, EngineFacts.of(changed)
+            self._rows = ForwardRows(engine)
+            return engine
+
+        await self._engine.replace_engine(renewed)
+
+    @property
+    def stats(self) -> Snapshot:
+        """What runs, what waits and why, memory in use, and the counters so far."""
+        return self._engine.engine.snapshot()

@@ -514,7 +514,7 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
         responses=error_responses(503),
     )
     async def metrics() -> Response:
-        text = exposition(service, _snapshot(service), rejected)
+        text = exposition(service, await _snapshot(service), rejected)
         return Response(text, media_type=CONTENT_TYPE)
 
     @app.get("/docs", summary="This page", response_class=HTMLResponse, responses=error_responses())
@@ -533,17 +533,16 @@ def _add_stats(app: FastAPI, service: Service) -> None:
     async def stats(request: Request) -> Response:
         key = request.scope[SCOPE_KEY].key
         asked = StepsAsked.of(request.query_params)
-        if not asked.num_steps:
-            return _json(stats_for(service, _snapshot(service), key, asked), {"latest"})
+        snapshot = await _snapshot(service)
+        if not asked.num_steps or service.loaded is None:
+            return _json(stats_for(service, snapshot, key), {"latest"})
+        steps = await service.loaded.latest_steps(asked.num_steps, asked.after)
         # A hundred steps of a large batch take milliseconds to write.
-        return await asyncio.to_thread(
-            lambda: _json(stats_for(service, _snapshot(service), key, asked))
-        )
+        return await asyncio.to_thread(lambda: _json(stats_for(service, snapshot, key, steps)))
 
 
-def _snapshot(service: Service) -> Snapshot:
-    loaded = service.loaded
-    return service.llm.stats if loaded is None else loaded.stats
+async def _snapshot(service: Service) -> Snapshot:
+    return await (service.loaded or service.llm).snapshot()
 
 
 def _json(reply: BaseModel, left_out: set[str] | None = None) -> Response:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from quire.chat import Answer, AnswerEvent, AnswerParser
 from quire.core.request import Completion, FinishReason, Piece, RequestOutput
 from quire.engine.aio import Stream
-from quire.llm import AsyncLLM
+from quire.llm import OnlineModel
 from quire.server.calls import Call
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
 from quire.server.fields import Strict
@@ -36,7 +36,7 @@ class GenerationCall:
     body: Generation
     prompts: Prompts
     call: Call
-    llm: AsyncLLM
+    llm: OnlineModel
     answer_id: str
     created: int
     kept: Any = None

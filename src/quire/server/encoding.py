@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.core.request import RequestOutput
 from quire.core.version import own_version
-from quire.llm import AsyncLLM
+from quire.llm import OnlineModel
 from quire.llm.chats import ChatOptions
 from quire.llm.forward import NO_TOKENS, unit_vector
 from quire.server.calls import Call
@@ -64,7 +64,7 @@ async def embed(service: Service, request: Request) -> Response:
 
 
 def _prepare(
-    service: Service, llm: AsyncLLM, call: Call, errors: ErrorMapper, data: bytes
+    service: Service, llm: OnlineModel, call: Call, errors: ErrorMapper, data: bytes
 ) -> PreparedBody[EmbeddingRequest]:
     body = service.read_body(call, data, EmbeddingRequest)
     service.check_model(body.model)
@@ -110,7 +110,7 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 
 async def _answered(
-    service: Service, request: Request, answer: Callable[[Service, Call, AsyncLLM, bytes], str]
+    service: Service, request: Request, answer: Callable[[Service, Call, OnlineModel, bytes], str]
 ) -> Response:
     """From the body to the answer in one job of the pool."""
     call, llm = call_and_model(service, request)
@@ -120,7 +120,7 @@ async def _answered(
     return Response(content, media_type="application/json")
 
 
-def _tokenize(service: Service, call: Call, llm: AsyncLLM, data: bytes) -> str:
+def _tokenize(service: Service, call: Call, llm: OnlineModel, data: bytes) -> str:
     body = service.read_body(call, data, TokenizeRequest)
     service.check_model(body.model)
     _check_tokenize(body)
@@ -148,7 +148,7 @@ def _check_tokenize(body: TokenizeRequest) -> None:
             raise ApiError(400, f"{name} is for messages, and prompt is a text", param=name)
 
 
-def _tokens_of(llm: AsyncLLM, body: TokenizeRequest, parse_control_tokens: bool) -> list[int]:
+def _tokens_of(llm: OnlineModel, body: TokenizeRequest, parse_control_tokens: bool) -> list[int]:
     if body.messages is not None:
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         chat = llm.prompts.read_chat(
@@ -164,7 +164,7 @@ def _tokens_of(llm: AsyncLLM, body: TokenizeRequest, parse_control_tokens: bool)
     return _tokenizer(llm).encode(body.prompt, add_special=add_special, limit=llm.max_context)
 
 
-def _detokenize(service: Service, call: Call, llm: AsyncLLM, data: bytes) -> str:
+def _detokenize(service: Service, call: Call, llm: OnlineModel, data: bytes) -> str:
     body = service.read_body(call, data, DetokenizeRequest)
     service.check_model(body.model)
     tokenizer = _tokenizer(llm)
@@ -187,7 +187,7 @@ def _detokenize(service: Service, call: Call, llm: AsyncLLM, data: bytes) -> str
     ).model_dump_json()
 
 
-def _tokenizer(llm: AsyncLLM) -> Tokenizer:
+def _tokenizer(llm: OnlineModel) -> Tokenizer:
     if llm.tokenizer is None:
         raise ApiError(400, "this model has no tokenizer: it takes token ids", code="no_tokenizer")
     return llm.tokenizer
@@ -196,7 +196,7 @@ def _tokenizer(llm: AsyncLLM) -> Tokenizer:
 # ---- what there is to encode with
 
 
-def tokenizer_info_of(llm: AsyncLLM) -> TokenizerInfo:
+def tokenizer_info_of(llm: OnlineModel) -> TokenizerInfo:
     tokenizer = _tokenizer(llm)
     bos, eos, unknown, padding = (
         None if token is None else tokenizer.token_name(token)
@@ -217,7 +217,7 @@ def tokenizer_info_of(llm: AsyncLLM) -> TokenizerInfo:
     )
 
 
-def properties_of(llm: AsyncLLM, name: str) -> ServerProperties:
+def properties_of(llm: OnlineModel, name: str) -> ServerProperties:
     info = None if llm.tokenizer is None else tokenizer_info_of(llm)
     return ServerProperties(
         default_generation_settings=GenerationSettings(n_ctx=llm.max_context),

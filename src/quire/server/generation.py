@@ -12,7 +12,7 @@ from starlette.responses import Response
 from quire.chat import AnswerParser
 from quire.core.errors import RequestError
 from quire.core.request import RequestOutput
-from quire.llm import AsyncLLM
+from quire.llm import OnlineModel
 from quire.llm.chats import ChatOptions
 from quire.llm.prompts import Prepared
 from quire.server.calls import Call
@@ -101,7 +101,7 @@ async def answer_text(
 
 
 def _generation_call(
-    call: Call, llm: AsyncLLM, prepared: PreparedBody[G], prefix: str, kept: Any = None
+    call: Call, llm: OnlineModel, prepared: PreparedBody[G], prefix: str, kept: Any = None
 ) -> GenerationCall:
     call.user = prepared.body.user
     answer_id = f"{prefix}{call.id}"
@@ -118,7 +118,7 @@ def _generation_call(
 
 def _prepare_chat(
     service: Service,
-    llm: AsyncLLM,
+    llm: OnlineModel,
     call: Call,
     errors: ErrorMapper,
     dialect: Dialect[B, K],
@@ -143,7 +143,7 @@ def _prepare_chat(
         return _PreparedChat(PreparedBody(body, [(prompt.without_text(), params)]), kept)
 
 
-def _variables(llm: AsyncLLM, body: ChatRequest) -> dict[str, Any] | None:
+def _variables(llm: OnlineModel, body: ChatRequest) -> dict[str, Any] | None:
     """The template's variables, documents among them; a template that does not know of documents
     would lose them."""
     if body.documents is None:
@@ -154,14 +154,16 @@ def _variables(llm: AsyncLLM, body: ChatRequest) -> dict[str, Any] | None:
     return {**(body.chat_template_kwargs or {}), "documents": body.documents}
 
 
-def _last(llm: AsyncLLM, body: Generation) -> int | None:
+def _last(llm: OnlineModel, body: Generation) -> int | None:
     """How many tokens at the end of the prompt are used; None: all."""
     if body.truncate_prompt_tokens == -1:
         return max(1, llm.max_context - (1 if body.max_tokens is None else body.max_tokens))
     return body.truncate_prompt_tokens
 
 
-def read_conversation(service: Service, llm: AsyncLLM, call: Call, body: ChatRequest) -> Prepared:
+def read_conversation(
+    service: Service, llm: OnlineModel, call: Call, body: ChatRequest
+) -> Prepared:
     """The prompt of a conversation, with its tools; not for the event loop."""
     messages = [_history_message(message) for message in body.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
@@ -196,14 +198,14 @@ def _history_message(message: Message) -> dict[str, Any]:
 
 
 def _prepare_text(
-    service: Service, llm: AsyncLLM, call: Call, errors: ErrorMapper, data: bytes
+    service: Service, llm: OnlineModel, call: Call, errors: ErrorMapper, data: bytes
 ) -> PreparedBody[CompletionRequest]:
     body = service.read_body(call, data, CompletionRequest)
     return _prepared_text(service, llm, errors, body)
 
 
 def _prepared_text(
-    service: Service, llm: AsyncLLM, errors: ErrorMapper, body: CompletionRequest
+    service: Service, llm: OnlineModel, errors: ErrorMapper, body: CompletionRequest
 ) -> PreparedBody[CompletionRequest]:
     service.check_model(body.model)
     _check_text(body)
@@ -222,7 +224,7 @@ def _prepared_text(
 async def _with_grammars(
     service: Service,
     request: Request,
-    llm: AsyncLLM,
+    llm: OnlineModel,
     errors: ErrorMapper,
     prepared: PreparedBody[G],
 ) -> PreparedBody[G]:

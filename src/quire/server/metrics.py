@@ -3,13 +3,13 @@ dashboards rely on; /v1/stats, to a key its own, to one with the scope those of 
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.core.request import WaitReason
 from quire.engine.stats import Health, Histogram, Snapshot
-from quire.engine.step_log import MAX_STEPS
-from quire.llm import AsyncLLM
+from quire.engine.step_log import MAX_STEPS, StepRecord
+from quire.llm import OnlineModel
 from quire.server.audit import AuditLog
 from quire.server.connections import Connections
 from quire.server.errors import ApiError
@@ -229,7 +229,10 @@ def _whole(query: Mapping[str, str], name: str, most: int) -> int | None:
 
 
 def stats_for(
-    service: Service, snapshot: Snapshot, key: ApiKey | None, asked: StepsAsked
+    service: Service,
+    snapshot: Snapshot,
+    key: ApiKey | None,
+    steps: Sequence[StepRecord] | None = None,
 ) -> OwnStatsReply | StatsReply:
     """A key's own figures, or all with the scope `stats` or without keys."""
     uptime_s = time.time() - service.loaded_at
@@ -237,7 +240,7 @@ def stats_for(
         status=service.state.value,
         model=service.name,
         uptime_s=uptime_s,
-        latest=_latest_steps(service, asked, key, uptime_s - snapshot.at),
+        latest=_latest_steps(service, steps, key, uptime_s - snapshot.at),
         key=None if key is None else key.name,
         own=_figures(service.quotas, snapshot, key, service.quotas.usage_of(key)),
     )
@@ -245,15 +248,15 @@ def stats_for(
 
 
 def _latest_steps(
-    service: Service, asked: StepsAsked, key: ApiKey | None, offset_s: float
+    service: Service, steps: Sequence[StepRecord] | None, key: ApiKey | None, offset_s: float
 ) -> LatestSteps | None:
     """`offset_s`: from the engine's clock to that of uptime_s."""
-    if asked.num_steps == 0 or service.loaded is None:
+    if steps is None or service.loaded is None:
         return None
     sees_all = may_read_totals(key)
     floor = _floor(service, service.loaded) if sees_all else None
     found = LatestSteps(lanes={}, steps=[])
-    for step in service.loaded.latest_steps(asked.num_steps, asked.after):
+    for step in steps:
         rows = [row for row in step.rows if sees_all or (key is not None and row.key == key.name)]
         if not rows:
             continue
@@ -274,7 +277,7 @@ def _latest_steps(
     return found
 
 
-def _floor(service: Service, llm: AsyncLLM) -> Callable[[int], float] | None:
+def _floor(service: Service, llm: OnlineModel) -> Callable[[int], float] | None:
     """From a step's context to the time that reading what it needs takes; None: not known."""
     read, bandwidth = llm.step_read, service.settings.memory_bandwidth
     if read is None or bandwidth is None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.core.request import RequestOutput
 from quire.engine.aio import Stream
-from quire.llm import AsyncLLM
+from quire.llm import OnlineModel
 from quire.llm.reranking import Reranker
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import ApiError
@@ -211,7 +211,7 @@ async def _scored(
 
 
 async def _submit_again(
-    llm: AsyncLLM, call: Call, body: CommonFields, prompts: Prompts
+    llm: OnlineModel, call: Call, body: CommonFields, prompts: Prompts
 ) -> list[Stream]:
     """Prompts that the call's quota has admitted, and whose blocks are cached."""
     submit = partial(
@@ -237,7 +237,7 @@ async def _outputs(
 def _prepare(
     service: Service,
     call: Call,
-    llm: AsyncLLM,
+    llm: OnlineModel,
     reranker: Reranker,
     errors: ErrorMapper,
     schema: type[Any],

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from quire.core.errors import ConfigError
-from quire.llm import AsyncLLM
+from quire.llm import OnlineModel
 from quire.server.audit import open_audit_log
 from quire.server.bodies import BodyLimits, body_limits, parse_body
 from quire.server.calls import Call
@@ -29,7 +29,7 @@ from quire.server.work_pool import WorkPool
 
 B = TypeVar("B", bound=Strict)
 OnStuck = Callable[[], None]
-Load = Callable[[OnStuck], AsyncLLM]  # called once, on a thread of its own
+Load = Callable[[OnStuck], OnlineModel]  # called once, on a thread of its own
 
 LOADING_THREAD = "quire-load"
 _RETRY_WHILE_LOADING_S = 5.0
@@ -72,14 +72,14 @@ class Service:
         self.pool = WorkPool()
         self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
         self._load = load
-        self._llm: AsyncLLM | None = None
+        self._llm: OnlineModel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hurry = asyncio.Event()
 
     async def open(self) -> None:
         """Load the model off the event loop; returns early if the service ends before."""
         self._loop = asyncio.get_running_loop()
-        loading: Future[AsyncLLM] = Future()
+        loading: Future[OnlineModel] = Future()
         # A daemon, unlike asyncio's threads: the process can end while the model is loaded.
         threading.Thread(
             target=self._load_on_thread, args=[loading], name=LOADING_THREAD, daemon=True
@@ -103,7 +103,7 @@ class Service:
         if self.state is State.LOADING:
             self.state = State.READY
 
-    def _load_on_thread(self, loading: "Future[AsyncLLM]") -> None:
+    def _load_on_thread(self, loading: "Future[OnlineModel]") -> None:
         try:
             llm = self._load(self._on_stuck)
         except BaseException as error:
@@ -125,7 +125,7 @@ class Service:
         return self.state is State.DRAINING
 
     @property
-    def llm(self) -> AsyncLLM:
+    def llm(self) -> OnlineModel:
         """The model, for a new request; a 503 where none can be taken."""
         if self.state is State.DRAINING:
             left_s = self.settings.drain_timeout_s
@@ -160,7 +160,7 @@ class Service:
         return parse_body(data, schema, self.body_limits, ignored)
 
     @property
-    def loaded(self) -> AsyncLLM | None:
+    def loaded(self) -> OnlineModel | None:
         """The model in any state, for figures."""
         return self._llm
 

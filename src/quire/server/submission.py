@@ -15,7 +15,7 @@ from quire.core.errors import QuireError
 from quire.core.request import RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.aio import Stream
-from quire.llm import AsyncLLM
+from quire.llm import OnlineModel
 from quire.llm.prompts import Prepared
 from quire.server.bodies import SMALL_BYTES
 from quire.server.calls import SCOPE_KEY, Call
@@ -43,7 +43,7 @@ class PreparedBody(NamedTuple, Generic[B]):
     prompts: Prompts
 
 
-def call_and_model(service: Service, request: Request) -> tuple[Call, AsyncLLM]:
+def call_and_model(service: Service, request: Request) -> tuple[Call, OnlineModel]:
     """The call and the model that answers it; raises where it cannot be answered now."""
     call: Call = request.scope[SCOPE_KEY]
     return call, service.llm
@@ -145,7 +145,7 @@ class ErrorMapper:
 
 async def submit_all(
     service: Service,
-    llm: AsyncLLM,
+    llm: OnlineModel,
     call: Call,
     body: CommonFields,
     prompts: Sequence[tuple[Prepared, SamplingParams]],

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from quire.core.request import RequestOutput
 from quire.core.version import own_version
-from quire.llm import AsyncLLM
+from quire.llm import OnlineModel
 from quire.llm.forward import NO_TOKENS, unit_vector
 from quire.llm.prompts import Prepared
 from quire.server.calls import Call
@@ -103,7 +103,7 @@ async def _embedded(
 def _prepare(
     service: Service,
     call: Call,
-    llm: AsyncLLM,
+    llm: OnlineModel,
     errors: ErrorMapper,
     schema: type[EmbedRequest] | type[EmbeddingsRequest],
     data: bytes,
@@ -123,7 +123,7 @@ def _prepare(
         return body, [(_tokens(llm, text, cuts=cuts), NO_TOKENS) for text in texts]
 
 
-def _tokens(llm: AsyncLLM, text: str, *, cuts: bool) -> Prepared:
+def _tokens(llm: OnlineModel, text: str, *, cuts: bool) -> Prepared:
     """With `cuts` the beginning of a text that does not fit."""
     if not cuts or not text:
         return llm.prompts.read(text).without_text()
@@ -184,7 +184,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "name": name,
         "model": name,
         "modified_at": _loaded_at(service),
-        "size": llm.stats.memory_bytes.get("weights", 0),
+        "size": llm.weight_bytes,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": _details(llm),
     }
@@ -195,7 +195,7 @@ def _loaded_at(service: Service) -> str:
     return at.isoformat().replace("+00:00", "Z")
 
 
-def _details(llm: AsyncLLM) -> ModelDetails:
+def _details(llm: OnlineModel) -> ModelDetails:
     return ModelDetails(
         family=llm.family, families=[llm.family], parameter_size=_short(llm.num_parameters)
     )
