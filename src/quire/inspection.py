@@ -10,12 +10,7 @@ from quire.core.errors import QuireError
 from quire.core.windows import peak_blocks
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu import has_native_module
-from quire.executors.cpu.lowering import (
-    kv_bytes_in_block,
-    kv_bytes_per_token,
-    weight_bytes,
-    workspace_bytes,
-)
+from quire.executors.cpu.lowering import weight_bytes, workspace_bytes
 from quire.executors.reference import kv_token_bytes
 from quire.llm.devices import DEVICES
 from quire.llm.machine import resident_memory
@@ -27,7 +22,7 @@ from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
 from quire.model.generation import read_defaults
 from quire.model.isolated import Verdict, examine
-from quire.model.kv_layout import KVLayout, grouped
+from quire.model.kv_layout import KVLayout, grouped, kv_bytes_in_block, kv_bytes_per_token
 from quire.model.loading import Model, load_model, memory_estimate, norm_health, read_tokenizer
 from quire.model.rope import LongScaling, RopeScaling
 from quire.model.spec import LOWERED, Experts, ModelSpec, unsupported
@@ -115,6 +110,13 @@ class CpuForecast(NamedTuple):
     peak: int
 
 
+class CudaForecast(NamedTuple):
+    """Bytes of the KV cache on the CUDA executor."""
+
+    kv_per_token: int
+    kv_per_token_8bit: int  # as int8 or fp8
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingFacts:
     """What the files say of sampling, for requests that say nothing; None: nothing."""
@@ -137,6 +139,7 @@ class MemoryFacts:
     kv_per_context: int
     kv_without_windows: int  # of a context of which nothing is given back
     cpu: CpuForecast | None  # None where the CPU executor does not run the model here
+    cuda: CudaForecast | None  # None where the CUDA executor does not lower the model
 
 
 @dataclass(slots=True)
@@ -310,6 +313,7 @@ def _memory_facts(model: Model) -> MemoryFacts:
         kv_per_context=_kv_per_context(model.spec, layout, kv_token_bytes(model.spec, layout)),
         kv_without_windows=estimate.kv,
         cpu=_cpu_forecast(model) if _runs_on_cpu(model.spec) else None,
+        cuda=None if unsupported(model.spec, "cuda") else _cuda_forecast(model.spec),
     )
 
 
@@ -327,13 +331,17 @@ def _runs_on_cpu(spec: ModelSpec) -> bool:
     return has_native_module() and not unsupported(spec, "cpu")
 
 
+def _cuda_forecast(spec: ModelSpec) -> CudaForecast:
+    return CudaForecast(*(kv_bytes_per_token(spec, is_8bit) for is_8bit in (False, True)))
+
+
 def _cpu_forecast(model: Model) -> CpuForecast:
     """Asked of a process that has loaded as much as one that runs the model."""
     spec = model.spec
     weights = weight_bytes(model.tensors)
-    halves, in_bytes = (kv_bytes_per_token(spec, is_int8) for is_int8 in (False, True))
+    halves, in_bytes = (kv_bytes_per_token(spec, is_8bit) for is_8bit in (False, True))
     layout = grouped(spec, BLOCK_SIZE)
-    kv = _kv_per_context(spec, layout, kv_bytes_in_block(spec, layout, is_int8=False))
+    kv = _kv_per_context(spec, layout, kv_bytes_in_block(spec, layout, is_8bit=False))
     context = -(-spec.context_length // BLOCK_SIZE) * BLOCK_SIZE
     num_rows = min(context, DEVICES["cpu"].engine_defaults.max_step_tokens)
     workspace = workspace_bytes(spec, model.tensors, num_rows, context)

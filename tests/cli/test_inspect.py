@@ -28,6 +28,7 @@ def test_a_sound_file_is_described(text_model: Path) -> None:
         "512 tokens, a chat template",
         "ends with <|endoftext|> (0), <|im_end|> (2)",
         "keys and values 1.0 KiB a token (544 bytes as int8)",
+        "cuda executor: keys and values 1.0 KiB a token (544 bytes as int8 or fp8)",
         "keys and values 2.0 KiB a token, ",
         "all sound",
     ):

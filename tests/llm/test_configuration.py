@@ -51,7 +51,10 @@ def test_an_empty_file_is_the_usual_options(file: Path) -> None:
             r"\[run\] has no 'max_batch_size'; there are chat_template, device, ",
         ),
         ("[run]\nkv_cache_dtype = 8", r"\[run\] kv_cache_dtype is 8, which is of the wrong type"),
-        ("[run]\nkv_cache_dtype = 'f8'", "kv_cache_dtype must be one of auto, f16, int8, got 'f8'"),
+        (
+            "[run]\nkv_cache_dtype = 'f8'",
+            "kv_cache_dtype must be one of auto, f16, fp8, int8, got 'f8'",
+        ),
         ("[run]\ni2s_packing = 'neon'", "i2s_packing must be one of x86, arm, got 'neon'"),
         ("[server]\nport = 1", r"'server' is unknown; there are the tables \[engine\] and \[run\]"),
         ("engine = 3", "'engine' is unknown"),

@@ -11,7 +11,7 @@ from quire.llm import devices
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import DEVICES, CudaDevice, Loaded, Options, ReferenceDevice, device_of
 from quire.llm.machine import MemoryPlan
-from quire.model.loading import Model
+from quire.model.loading import Model, load_model
 
 
 def test_what_is_missing_is_named() -> None:
@@ -40,6 +40,9 @@ class FakeGpu(CudaDevice):
         self._reason = reason
 
     def why_unavailable(self) -> str | None:
+        return None
+
+    def available_memory(self) -> int | None:
         return None
 
     def why_unsupported(self, _model: Model, /) -> str | None:
@@ -85,6 +88,30 @@ def test_auto_stays_where_options_of_the_processor_are_understood(
     assert found.options.device == "cpu"
 
 
+def test_auto_takes_a_gpu_for_a_cache_in_bytes_and_says_where_fp8_lacks_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for kind in ("fp8", "int8"):
+        found = auto_on_a_gpu(monkeypatch, None, kv_cache_dtype=kind)
+        assert found.options.device == "cuda"
+    with pytest.raises(ConfigError, match=r"'fp8', which the cpu .* run here: it is too small;"):
+        auto_on_a_gpu(monkeypatch, "it is too small", kv_cache_dtype="fp8")
+    if has_native_module():
+        found = auto_on_a_gpu(monkeypatch, "it is too small", kv_cache_dtype="int8")
+        found.executor.close()
+        assert found.options.device == "cpu"
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_gpus_cache_in_bytes_holds_nearly_twice_as_much(kind: str) -> None:
+    with load_model("dummy:llama-1b") as model:
+        blocks = {}
+        for each in ("auto", kind):
+            plan = CudaDevice.memory_plan(FakeGpu(None), model, Options(kv_cache_dtype=each))
+            blocks[each] = plan.num_blocks(1 << 30, None)
+    assert blocks[kind] == pytest.approx(blocks["auto"] * 128 / 68, rel=0.001)  # heads of 64
+
+
 def test_without_invariance_auto_means_a_gpu() -> None:
     assert device_of(Options(device="auto", invariant=False)).name == "cuda"
 
@@ -119,7 +146,8 @@ def test_an_unknown_device_is_refused_with_those_there_are() -> None:
     ("device", "given", "message"),
     [
         ("cuda", {"threads": 2}, "the cuda executor does not compute on threads"),
-        ("reference", {"kv_cache_dtype": "int8"}, "the reference executor has one way to keep"),
+        ("cuda", {"kv_cache_dtype": "f16"}, "executor keeps keys and values as auto, fp8, int8"),
+        ("cpu", {"kv_cache_dtype": "fp8"}, "executor keeps keys and values as auto, f16, int8"),
         ("reference", {"invariant": False}, "the reference executor has one order of summation"),
     ],
 )

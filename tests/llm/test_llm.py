@@ -340,10 +340,14 @@ def test_a_closed_model_says_so() -> None:
         ({"threads": 0}, "threads must be an integer from 1 to 1024, got 0"),
         ({"threads": True}, "threads must be an integer from 1 to 1024, got True"),
         (
-            {"device": "reference", "kv_cache_dtype": "int8"},
-            "kv_cache_dtype is 'int8', but the reference executor has one way",
+            {"device": "cpu", "kv_cache_dtype": "fp8"},
+            "kv_cache_dtype is 'fp8', but the cpu executor keeps keys and values as auto, f16, "
+            "int8: choose one of these",
         ),
-        ({"kv_cache_dtype": "q4_0"}, "kv_cache_dtype must be one of auto, f16, int8, got 'q4_0'"),
+        (
+            {"kv_cache_dtype": "q4_0"},
+            "kv_cache_dtype must be one of auto, f16, fp8, int8, got 'q4_0'",
+        ),
         ({"max_context": 513}, "max_context is 513, but the model was made for 512 tokens"),
         ({"max_context": 1}, "max_context must hold a prompt and a token after it, got 1"),
         ({"max_context": "8"}, "max_context must be an integer, got '8'"),

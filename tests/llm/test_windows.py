@@ -17,12 +17,12 @@ from quire.core.request import Ended
 from quire.engine.engine import Engine
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu.executor import CpuExecutor
-from quire.executors.cpu.lowering import Threads, kv_bytes_in_block
+from quire.executors.cpu.lowering import Threads
 from quire.executors.fake import FakeExecutor
 from quire.executors.reference import ReferenceExecutor, kv_token_bytes
 from quire.inspection import MemoryFacts, inspect_model
 from quire.llm.devices import DEVICES, CudaDevice, Options
-from quire.model.kv_layout import grouped, one_group
+from quire.model.kv_layout import grouped, kv_bytes_in_block, one_group
 from quire.model.loading import load_model
 
 CONTEXT = 32_768
@@ -170,7 +170,7 @@ def test_a_whole_context_of_gemma3s_layers_holds_what_is_predicted_on_the_cpu(
     assert facts is not None
     with load_model(tmp_path) as model:
         layout = grouped(model.spec, BLOCK_SIZE)
-        block_bytes = BLOCK_SIZE * kv_bytes_in_block(model.spec, layout, is_int8=False)
+        block_bytes = BLOCK_SIZE * kv_bytes_in_block(model.spec, layout, is_8bit=False)
         num_blocks, threads = facts.kv // block_bytes, Threads(2, may_spin=False)
         executor = CpuExecutor(model, num_blocks=num_blocks, threads=threads, layout=layout)
     config = EngineConfig(max_batch_size=1, max_step_tokens=CHUNK, plan_ahead=False)

@@ -96,7 +96,6 @@ def test_the_memory_estimate_is_what_the_executor_holds(name: str) -> None:
     assert estimate.float32_weights == held["weights"]
     assert estimate.kv == held["kv"] == 64 * estimate.kv_per_token
     assert estimate.weights == sum(int(found.n_bytes) for found in tensors)
-    assert memory_estimate(model, num_kv_tokens=64, kv_element_bytes=2).kv == estimate.kv // 2
 
 
 def test_sound_norms_have_no_problem() -> None:

@@ -14,6 +14,7 @@ from quire.core.errors import ConfigError
 from quire.diagnosis import CpuKernels, Diagnosis, Executors, Processor, diagnose
 from quire.inspection import (
     CpuForecast,
+    CudaForecast,
     FileFacts,
     Inspection,
     MemoryFacts,
@@ -56,8 +57,9 @@ def _as_json(found: Inspection) -> dict[str, Any]:
     sections = {name: facts for name, facts in asdict(found).items() if facts is not None}
     if found.tokenizer is not None and not found.tokenizer.present:
         sections["tokenizer"] = {"present": False}
-    if found.memory is not None and found.memory.cpu is not None:
-        sections["memory"]["cpu"] = found.memory.cpu._asdict()
+    for name in ("cpu", "cuda"):
+        if found.memory is not None and getattr(found.memory, name) is not None:
+            sections["memory"][name] = getattr(found.memory, name)._asdict()
     if found.isolation is not None:
         verdict = found.isolation
         sections["isolation"] = {"in_force": verdict.in_force, "why_not": verdict.why_not}
@@ -146,6 +148,7 @@ def _memory_lines(facts: MemoryFacts) -> list[str]:
     return [
         f"weights {format_bytes(facts.weights_in_file)} as they lie in the file",
         *([] if facts.cpu is None else _cpu_lines(facts.cpu)),
+        *([] if facts.cuda is None else _cuda_lines(facts.cuda)),
         f"reference executor: weights {format_bytes(facts.weights_in_reference_executor)} in "
         f"float32, keys and values {format_bytes(facts.kv_per_token)} a token, "
         f"{format_bytes(total)} for one whole context",
@@ -166,6 +169,13 @@ def _cpu_lines(forecast: CpuForecast) -> list[str]:
         f"{format_bytes(forecast.kv_per_token)} a token "
         f"({format_bytes(forecast.kv_per_token_int8)} as int8)",
         f"              {format_bytes(forecast.peak)} at most in memory with one whole context",
+    ]
+
+
+def _cuda_lines(forecast: CudaForecast) -> list[str]:
+    return [
+        f"cuda executor: keys and values {format_bytes(forecast.kv_per_token)} a token "
+        f"({format_bytes(forecast.kv_per_token_8bit)} as int8 or fp8)"
     ]
 
 

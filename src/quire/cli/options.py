@@ -110,7 +110,8 @@ def add_cache_type_option(group: Options, default: str | None) -> None:
         "--kv-cache-dtype",
         default=default,
         metavar="TYPE",
-        help="how keys and values are kept: auto, f16 or int8 (half the memory)",
+        help="how keys and values are kept: auto, f16 (CPU), int8, or fp8 (GPU): int8 and fp8 take "
+        "half the memory",
     )
 
 

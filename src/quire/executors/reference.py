@@ -49,7 +49,10 @@ from quire.model.spec import (
 
 Floats = npt.NDArray[np.float32]
 Slots = npt.NDArray[np.intp]
-KVPrecision = Literal["float32", "float16", "bfloat16"]
+KVPrecision = Literal["float32", "float16", "bfloat16", "int8", "fp8"]
+
+INT8_MAX, E4M3_MAX = 127.0, 448.0  # the largest codes of keys and values in bytes
+_SMALLEST_QUANTISED = np.float32(1e-35)
 
 _ALIGNMENT = 64  # bytes
 # Few enough that BLAS keeps a product on one thread: its sums may change with their number, and on
@@ -62,7 +65,8 @@ class KVBlocks:
 
     Latent attention has one key a token, and its values are the first part of it.
 
-    They are floats; those of a cache of halves (`precision`) are rounded when they are written.
+    They are floats; those of a cache in halves or bytes (`precision`) are rounded when they are
+    written.
     """
 
     def __init__(
@@ -721,11 +725,35 @@ def _to_bfloat16(x: Floats) -> Floats:
     return np.where(np.isnan(x), x, nearest)
 
 
+def _to_bytes(x: Floats, largest_code: float, rounded: Callable[[Floats], Floats]) -> Floats:
+    """Codes of one byte times a scale, one for each head's vector; NaN where a vector is not
+    finite. Vectors too small for the scale's inverse become 0."""
+    if x.size == 0:
+        return x
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    divisor: Floats = np.where(largest < _SMALLEST_QUANTISED, np.float32(np.inf), largest)
+    inverse: Floats = np.float32(largest_code) / divisor
+    codes = rounded(x * inverse)
+    scale = largest / np.float32(largest_code)
+    return np.where(np.isfinite(largest), codes * scale, np.float32(np.nan))
+
+
+def _to_e4m3(x: Floats) -> Floats:
+    """The nearest number of three mantissa bits, of two the even one, within 2^-6 to 448 or in
+    units of 2^-9."""
+    exponents = np.maximum(np.frexp(x)[1], -5)
+    units = np.ldexp(np.float32(1.0), exponents - 4)
+    nearest: Floats = np.rint(x / units) * units
+    return np.clip(nearest, -E4M3_MAX, E4M3_MAX)
+
+
 # By the precision of keys and values: what is kept of them.
 _ROUNDING: Mapping[KVPrecision, Callable[[Floats], Floats]] = {
     "float32": lambda x: x,
     "float16": _to_float16,
     "bfloat16": _to_bfloat16,
+    "int8": lambda x: _to_bytes(x, INT8_MAX, np.rint),
+    "fp8": lambda x: _to_bytes(x, E4M3_MAX, _to_e4m3),
 }
 
 
@@ -777,8 +805,9 @@ class _Chunk(NamedTuple):
 class ReferenceExecutor(ThreadedExecutor):
     """Slow, plain and right. Weights are unpacked to float32 on construction.
 
-    `kv_precision`: float32, or float16 or bfloat16 to be compared with an executor whose KV cache
-    has halves. `layout`: of the KV cache; None: one block table for all layers.
+    `kv_precision`: float32, or that of another executor's KV cache to be compared with. It
+    takes as much memory as float32. `layout`: of the KV cache; None: one block table for all
+    layers.
     """
 
     def __init__(

@@ -13,23 +13,17 @@ import math
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from quire.core.config import EngineConfig, check_i2s_packing
 from quire.core.errors import ConfigError, UnsupportedModelError
 from quire.executors.base import BLOCK_SIZE, Executor
 from quire.executors.cpu import check_native_module, check_unit, has_native_module
-from quire.executors.cpu.lowering import (
-    Threads,
-    kv_bytes_in_block,
-    kv_bytes_per_token,
-    weight_bytes,
-    workspace_bytes,
-)
-from quire.executors.reference import ReferenceExecutor, kv_token_bytes
+from quire.executors.cpu.lowering import Threads, weight_bytes, workspace_bytes
+from quire.executors.reference import KVPrecision, ReferenceExecutor, kv_token_bytes
 from quire.llm.machine import (
     DEFAULT_KV_BYTES,
     MemoryPlan,
@@ -39,12 +33,12 @@ from quire.llm.machine import (
 )
 from quire.llm.prompts import no_parameter
 from quire.model.generation import MODES
-from quire.model.kv_layout import grouped
+from quire.model.kv_layout import grouped, kv_bytes_in_block, kv_bytes_per_token
 from quire.model.loading import Model, memory_estimate
 from quire.model.spec import check_lowered
 
 AUTO = "auto"
-CACHE_TYPES = ("auto", "f16", "int8")
+CACHE_TYPES = ("auto", "f16", "fp8", "int8")
 UNIT_VARIABLE = "QUIRE_CPU_UNIT"  # of the environment: which kernels to run
 
 # Options of vLLM, transformers and llama-cpp-python, and what there is here instead.
@@ -71,10 +65,15 @@ _OPTION_NAMES = {
 }
 
 _ANY_SIZE = 1 << 30  # the reference executor takes a step of any size
+_REFERENCE_PRECISIONS: Mapping[str, KVPrecision] = {
+    "auto": "float32",
+    "f16": "float16",
+    "fp8": "fp8",
+    "int8": "int8",
+}
 _MAX_CPU_BATCH = 1 << 20
 # Buffers and graphs are made for so many at least: asking for more later costs nothing.
 _MIN_CUDA_BATCH = 256
-_CUDA_KV_ELEMENT_BYTES = 2  # bfloat16 or float16
 _CUDA_WORKSPACE = 2 << 30  # what is kept free, and what loading takes for a while
 _CUDA_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
@@ -155,7 +154,7 @@ class Device(ABC):
     description: ClassVar[str]
     engine_defaults: ClassVar[EngineConfig]  # but max_batch_size, which Options has
     has_threads: ClassVar[bool] = False  # whether it takes `threads`
-    has_cache_types: ClassVar[bool] = False  # whether it takes `kv_cache_dtype`
+    cache_types: ClassVar[Sequence[str]] = CACHE_TYPES  # of `kv_cache_dtype`
     has_variant_sums: ClassVar[bool] = False  # whether it takes `invariant=False`
 
     @abstractmethod
@@ -190,10 +189,10 @@ class Device(ABC):
                 f"threads is {options.threads!r}, but the {self.name} executor does not compute on "
                 "threads of its own: leave it out"
             )
-        if options.kv_cache_dtype != "auto" and not self.has_cache_types:
+        if options.kv_cache_dtype not in self.cache_types:
             raise ConfigError(
-                f"kv_cache_dtype is {options.kv_cache_dtype!r}, but the {self.name} executor has "
-                "one way to keep keys and values: leave it out"
+                f"kv_cache_dtype is {options.kv_cache_dtype!r}, but the {self.name} executor keeps "
+                f"keys and values as {', '.join(self.cache_types)}: choose one of these"
             )
 
 
@@ -239,12 +238,13 @@ class ReferenceDevice(_HostDevice):
             chunk=options.engine_config().smallest_chunk,
         )
 
-    def make_executor(self, model: Model, num_blocks: int, _options: Options, /) -> Executor:
+    def make_executor(self, model: Model, num_blocks: int, options: Options, /) -> Executor:
         return ReferenceExecutor(
             model,
             num_blocks=num_blocks,
             max_batch_size=_ANY_SIZE,
             max_step_tokens=_ANY_SIZE,
+            kv_precision=_REFERENCE_PRECISIONS[options.kv_cache_dtype],
             layout=grouped(model.spec, BLOCK_SIZE),
         )
 
@@ -263,7 +263,7 @@ class CpuDevice(_HostDevice):
         plan_ahead=False,  # it would compute rows of sequences that have ended
     )
     has_threads = True
-    has_cache_types = True
+    cache_types = ("auto", "f16", "int8")
 
     def why_unavailable(self) -> str | None:
         return None if has_native_module() else "its native module is not built"
@@ -343,6 +343,7 @@ class CudaDevice(Device):
     name = "cuda"
     description = "one NVIDIA GPU, weights in their blocks"
     engine_defaults = EngineConfig(max_batch_size=1, max_step_tokens=2048)
+    cache_types = ("auto", "fp8", "int8")
     has_variant_sums = True
 
     def why_unavailable(self) -> str | None:
@@ -368,16 +369,15 @@ class CudaDevice(Device):
 
     def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan:
         """As far as it can be known before loading."""
-        estimate = memory_estimate(model, num_kv_tokens=0, kv_element_bytes=_CUDA_KV_ELEMENT_BYTES)
+        is_8bit = options.kv_cache_dtype != "auto"
         layout = grouped(model.spec, BLOCK_SIZE)
-        elements = layout.token_size(model.spec, lambda part: part.num_kv_elements)
         return MemoryPlan(
-            estimate.weights,
-            estimate.kv_per_token,
+            memory_estimate(model, num_kv_tokens=0).weights,
+            kv_bytes_per_token(model.spec, is_8bit),
             self.available_memory(),
             _CUDA_WORKSPACE,
             windows=layout.windows,
-            group_bytes=_CUDA_KV_ELEMENT_BYTES * elements,
+            group_bytes=kv_bytes_in_block(model.spec, layout, is_8bit),
             chunk=options.engine_config().smallest_chunk,
         )
 
@@ -405,7 +405,7 @@ class CudaDevice(Device):
 
     def _make_executor(self, model: Model, options: Options) -> Executor:
         try:
-            from quire.executors.cuda import CudaConfig, CudaExecutor, require_gpu
+            from quire.executors.cuda import CudaConfig, CudaExecutor, KVType, require_gpu
         except ImportError as error:
             raise ConfigError(
                 "device 'cuda' needs torch and triton: install quire[cuda]"
@@ -418,6 +418,7 @@ class CudaDevice(Device):
             max_step_tokens=max(config.max_step_tokens, batch),
             kv_bytes=None if options.kv_memory is None else parse_bytes(options.kv_memory),
             invariant=options.invariant,
+            kv_type=cast(KVType, options.kv_cache_dtype),  # check_options saw to it
         )
         executor = CudaExecutor(model, sizes, layout=grouped(model.spec, BLOCK_SIZE))
         executor.warm_up()
@@ -453,7 +454,8 @@ def device_of(options: Options) -> Device:
     if options.device not in names:
         raise ConfigError(f"device must be one of {', '.join(names)}, got {options.device!r}")
     name = options.device
-    if name == AUTO and not options.invariant:
+    is_for_gpu = options.kv_cache_dtype not in DEVICES["cpu"].cache_types
+    if name == AUTO and (is_for_gpu or not options.invariant):
         name = "cuda"  # the only one that has a choice
     elif name == AUTO:
         name = "reference" if DEVICES["cpu"].why_unavailable() else "cpu"
@@ -468,12 +470,17 @@ def resolve_auto(options: Options, model: Model, notify: Callable[[str], None]) 
     may be a GPU. Options that only a processor takes keep the model there.
     """
     device = device_of(options)
-    for_processor = options.threads is not None or options.kv_cache_dtype != "auto"
+    gpu = DEVICES["cuda"]
+    for_processor = options.threads is not None or options.kv_cache_dtype not in gpu.cache_types
     if options.device == AUTO and not for_processor:
-        gpu = DEVICES["cuda"]
         reason = gpu.why_unavailable() or gpu.why_unsupported(model)
         if reason is None:
             device = gpu
-        elif options.invariant and has_nvidia_driver():
+        elif options.kv_cache_dtype not in DEVICES["cpu"].cache_types:
+            raise ConfigError(
+                f"kv_cache_dtype is {options.kv_cache_dtype!r}, which the cpu executor does not "
+                f"have, and the cuda executor cannot run here: {reason}; int8 takes as few bytes"
+            )
+        elif device is not gpu and has_nvidia_driver():
             notify(f"runs on the {device.name} executor: {reason}")
     return replace(options, device=device.name)

@@ -23,6 +23,7 @@ _LONG_TOLERANCE = 1.05
 _SHORT_TOLERANCE = 1.15
 _MOST_PARTS = 16  # into which the layers of one kind are divided
 _USUAL_CHUNK = 256  # tokens of a step
+_SCALE_BYTES = 4  # of keys or values of one byte, for each token and kv head
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,28 @@ class KVLayout:
     def token_size(self, spec: ModelSpec, size_of: Callable[[Attention], int]) -> int:
         """What a block holds of a token: all slots."""
         return sum(self.slot_sizes(spec, size_of))
+
+
+def kv_bytes_per_token(spec: ModelSpec, is_8bit: bool) -> int:
+    """Keys and values of all layers, in two bytes a number or in one with scales."""
+    return kv_bytes_in_block(spec, one_group(spec), is_8bit)
+
+
+def kv_bytes_in_block(spec: ModelSpec, layout: KVLayout, is_8bit: bool) -> int:
+    """What a block takes for each of its tokens: the layers of one group."""
+    elements = layout.token_size(spec, lambda part: part.num_kv_elements)
+    if not is_8bit:
+        return 2 * elements
+    # Layers of one slot share its scales where they have as many.
+    kinds = zip(layout.slots, (_num_kv_scales(layer.mixer) for layer in spec.layers), strict=True)
+    return elements + _SCALE_BYTES * sum(count for _, count in set(kinds))
+
+
+def _num_kv_scales(part: Attention) -> int:
+    """Of one token's keys and values; those of latent attention are one vector."""
+    if part.kv_layer is not None:
+        return 0
+    return 2 * part.num_kv_heads if part.latent is None else 1
 
 
 def one_group(spec: ModelSpec) -> KVLayout:

@@ -112,11 +112,9 @@ class MemoryEstimate(NamedTuple):
     kv: int
 
 
-def memory_estimate(
-    model: Model, *, num_kv_tokens: int, kv_element_bytes: int = 4
-) -> MemoryEstimate:
-    """What a model takes with room for so many tokens in its cache."""
-    kv_per_token = model.spec.num_kv_elements * kv_element_bytes
+def memory_estimate(model: Model, *, num_kv_tokens: int) -> MemoryEstimate:
+    """What a model takes with room for so many tokens in its cache, in float32."""
+    kv_per_token = 4 * model.spec.num_kv_elements
     return MemoryEstimate(
         weights=sum(tensor.nbytes for tensor in model.tensors.values()),
         float32_weights=4 * sum(tensor.num_weights for tensor in model.tensors.values()),

@@ -94,9 +94,10 @@ def load_options(args: argparse.Namespace, max_batch_size: int) -> Options:
 def expected_device(options: Options) -> str:
     """The device that will run a model; "auto" takes a GPU that is there, if the model fits it."""
     name = device_of(options).name
-    for_processor = options.threads is not None or options.kv_cache_dtype != "auto"
-    if options.device == AUTO and not for_processor and not DEVICES["cuda"].why_unavailable():
-        return "cuda"
+    gpu = DEVICES["cuda"]
+    for_processor = options.threads is not None or options.kv_cache_dtype not in gpu.cache_types
+    if options.device == AUTO and not for_processor and not gpu.why_unavailable():
+        return gpu.name
     return name
 
 

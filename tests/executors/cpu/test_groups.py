@@ -20,9 +20,9 @@ from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu.executor import CpuExecutor
-from quire.executors.cpu.lowering import Threads, kv_bytes_in_block
+from quire.executors.cpu.lowering import Threads
 from quire.executors.worker import CancelFlag, RowResults
-from quire.model.kv_layout import KVLayout, grouped, one_group
+from quire.model.kv_layout import KVLayout, grouped, kv_bytes_in_block, one_group
 from quire.model.loading import Model, load_model
 from quire.model.spec import unsupported
 

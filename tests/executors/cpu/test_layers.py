@@ -20,13 +20,9 @@ from tests.model.test_features import NORM, SPECS
 from quire.core.plan import Want
 from quire.executors.cpu import lowering
 from quire.executors.cpu.executor import CpuExecutor
-from quire.executors.cpu.lowering import (
-    Threads,
-    kv_bytes_per_token,
-    weight_bytes,
-    workspace_bytes,
-)
+from quire.executors.cpu.lowering import Threads, weight_bytes, workspace_bytes
 from quire.executors.reference import ReferenceExecutor
+from quire.model.kv_layout import kv_bytes_per_token
 from quire.model.loading import Model, load_model
 from quire.model.rope import Rope
 from quire.model.spec import (

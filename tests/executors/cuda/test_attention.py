@@ -69,6 +69,7 @@ def attended(
         cache["queries"][positions[0] :],
         cache["keys"],
         cache["values"],
+        cache.get("scales"),
         cache["table"],
         tiles,
         out,

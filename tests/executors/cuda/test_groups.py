@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tests.executors.cuda.interpreting  # noqa: F401
 from tests.drawn_families import write_drawn
 from tests.executors.cuda.bfloat_models import load_in_bfloat
@@ -19,9 +20,9 @@ from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda import CudaConfig, CudaExecutor
-from quire.executors.cuda.decoder import kv_token_bytes
+from quire.executors.cuda.decoder import KVType
 from quire.executors.cuda.tickets import CudaTicket
-from quire.model.kv_layout import KVLayout, grouped, one_group
+from quire.model.kv_layout import KVLayout, grouped, kv_bytes_in_block, one_group
 from quire.model.loading import Model
 
 # Triton's interpreter takes a tenth of a second for a token and layer: few of both here, more of
@@ -43,8 +44,8 @@ class PoisonedExecutor(CudaExecutor):
         assert self.engine is not None
         empty = list(self.engine.cache.pool._empty)  # a step is computed when it is submitted
         self.num_poisoned += len(empty)
-        self._blocks.keys[:, empty] = float("nan")
-        self._blocks.values[:, empty] = float("nan")
+        for array in self._blocks.arrays:  # a code of 127 is the NaN of e4m3
+            array[:, empty] = float("nan") if array.is_floating_point() else 127
         return super().submit(plan)
 
 
@@ -56,19 +57,24 @@ def drawn(case: str, folder: Path, layers: list[int]) -> Iterator[Model]:
         yield replace(model, spec=replace(model.spec, layers=parts))
 
 
-def new_executor(kind: Any, model: Model, layout: KVLayout, num_blocks: int) -> Any:
-    config = CudaConfig(max_batch_size=5, max_step_tokens=32, num_blocks=num_blocks, device="cpu")
+def new_executor(
+    kind: Any, model: Model, layout: KVLayout, num_blocks: int, kv_type: KVType = "auto"
+) -> Any:
+    config = CudaConfig(5, 32, num_blocks=num_blocks, device="cpu", kv_type=kv_type)
     executor = kind(model, config, layout=layout)
     executor.warm_up()
     return executor
 
 
-def test_blocks_out_of_the_window_are_written_over_and_no_bit_changes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_type", ["auto", "fp8", "int8"])
+def test_blocks_out_of_the_window_are_written_over_and_no_bit_changes(
+    kv_type: KVType, tmp_path: Path
+) -> None:
     with drawn("gemma3", tmp_path, [0, 5]) as model:
         layout = grouped(model.spec, BLOCK_SIZE)
         assert [window is None for window in layout.windows] == [True, False]
-        whole = new_executor(PoisonedExecutor, model, one_group(model.spec), 8)
-        executor = new_executor(PoisonedExecutor, model, layout, 12)
+        whole = new_executor(PoisonedExecutor, model, one_group(model.spec), 8, kv_type)
+        executor = new_executor(PoisonedExecutor, model, layout, 12, kv_type)
     expected = outputs(whole, WHOLE, REQUESTS)
     assert outputs(executor, CHUNKS, REQUESTS) == expected
     assert executor.num_poisoned > 0
@@ -78,11 +84,9 @@ def test_memory_is_that_of_the_layout(tmp_path: Path) -> None:
     with drawn("gemma3", tmp_path, list(range(7))) as model:
         layout = grouped(model.spec, BLOCK_SIZE)
         executor = new_executor(CudaExecutor, model, layout, 14)
-        assert kv_token_bytes(model.spec, layout) < kv_token_bytes(
-            model.spec, one_group(model.spec)
-        )
-        expected = 14 * BLOCK_SIZE * kv_token_bytes(model.spec, layout)
-        assert executor.memory_bytes["kv"] == expected
+        per_token = kv_bytes_in_block(model.spec, layout, is_8bit=False)
+        assert per_token < kv_bytes_in_block(model.spec, one_group(model.spec), is_8bit=False)
+        assert executor.memory_bytes["kv"] == 14 * BLOCK_SIZE * per_token
         assert executor.capacity.windows == layout.windows
 
 

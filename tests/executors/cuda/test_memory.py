@@ -17,9 +17,8 @@ from tests.fixture_files import fixture_file  # noqa: E402
 from quire.core.errors import ConfigError  # noqa: E402
 from quire.executors.base import BLOCK_SIZE  # noqa: E402
 from quire.executors.cuda import memory  # noqa: E402
-from quire.executors.cuda.decoder import kv_token_bytes  # noqa: E402
 from quire.executors.cuda.weights import load_weights, packed_bytes  # noqa: E402
-from quire.model.kv_layout import KVLayout, one_group  # noqa: E402
+from quire.model.kv_layout import KVLayout, kv_bytes_in_block, one_group  # noqa: E402
 from quire.model.loading import load_model  # noqa: E402
 from quire.model.spec import ModelSpec  # noqa: E402
 
@@ -40,7 +39,7 @@ def spec() -> ModelSpec:
 
 
 def block_bytes(spec: ModelSpec) -> int:
-    return BLOCK_SIZE * kv_token_bytes(spec, one_group(spec))
+    return BLOCK_SIZE * kv_bytes_in_block(spec, one_group(spec), is_8bit=False)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from tests.fixture_files import fixture_file
 
 from quire.core.errors import ConfigError, StepCancelledError, StepTimeoutError
 from quire.core.plan import StepPlan
+from quire.executors import reference
 from quire.executors.reference import Floats, KVPrecision, ReferenceExecutor
 from quire.model.loading import load_model
 
@@ -67,6 +68,57 @@ def test_keys_and_values_of_a_cache_in_halves_are_rounded(precision: KVPrecision
     for exact, found in zip(kept["float32"], kept[precision], strict=True):
         assert np.array_equal(found, as_halves(exact, precision))
         assert not np.array_equal(found, exact)
+
+
+def as_bytes(x: Floats, precision: str) -> Floats:
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    if precision == "int8":
+        rounded: Floats = np.rint(x * (np.float32(127) / largest)) * (largest / np.float32(127))
+        return rounded
+    codes = [code for code in range(256) if code % 128 != 127]  # but NaN
+    numbers = np.array([_e4m3(code) for code in codes], np.float32)
+    scaled = (x * (np.float32(448) / largest))[..., None]
+    nearest = np.abs(scaled.astype(np.float64) - numbers).argmin(axis=-1)
+    chosen: Floats = numbers[nearest] * (largest / np.float32(448))
+    return chosen
+
+
+def _e4m3(code: int) -> float:
+    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_keys_and_values_of_a_cache_in_bytes_have_a_scale_for_each_head(
+    precision: KVPrecision,
+) -> None:
+    kept = {}
+    each: KVPrecision
+    for each in ("float32", precision):
+        with opened(fixture_file("tiny/Q4_0.gguf"), num_blocks=8, kv_precision=each) as executor:
+            run(executor, row(PROMPT, TABLE))
+            blocks = executor._blocks
+            kept[each] = [
+                array[0][2, : len(PROMPT)].copy() for array in (blocks.keys, blocks.values)
+            ]
+    for exact, found in zip(kept["float32"], kept[precision], strict=True):
+        assert np.array_equal(found, as_bytes(exact, precision))
+        assert not np.array_equal(found, exact)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_a_vector_that_is_not_finite_is_nan_as_bytes_and_one_of_zeros_is_zeros(
+    precision: KVPrecision,
+) -> None:
+    numbers = np.ones((5, 4), np.float32)
+    numbers[0, 1], numbers[1, 2], numbers[2], numbers[3] = np.nan, -np.inf, 0.0, 1e-40
+    with np.errstate(all="ignore"):
+        found = reference._ROUNDING[precision](numbers)
+    assert np.isnan(found[:2]).all()
+    assert (found[2:4] == 0).all()
+    assert np.array_equal(found[4], numbers[4])
 
 
 def as_halves(x: Floats, precision: str) -> Floats:

@@ -40,7 +40,6 @@ _OWN_CACHE = -1
 RESIDUAL_PASS = ("attn_v", "attn_kv_a_mqa")
 
 _FLOAT_BYTES = 4
-_KV_SCALE_BYTES = 4  # of int8 keys or values, for each token and kv head
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,28 +456,6 @@ def _packed_bytes(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> i
 def _is_matrix(name: str, tensor: Tensor) -> bool:
     """Norms may have weights of their own for each head, biases those of each expert."""
     return len(tensor.shape) > 1 and not name.endswith(("_norm.weight", ".bias"))
-
-
-def kv_bytes_per_token(spec: ModelSpec, is_int8: bool) -> int:
-    """Keys and values of all layers."""
-    return kv_bytes_in_block(spec, one_group(spec), is_int8)
-
-
-def kv_bytes_in_block(spec: ModelSpec, layout: KVLayout, is_int8: bool) -> int:
-    """What a block takes for each of its tokens: the layers of one group."""
-    elements = layout.token_size(spec, lambda part: part.num_kv_elements)
-    if not is_int8:
-        return 2 * elements
-    # Layers of one slot share its scales where they have as many.
-    kinds = zip(layout.slots, (_num_kv_scales(layer.mixer) for layer in spec.layers), strict=True)
-    return elements + _KV_SCALE_BYTES * sum(count for _, count in set(kinds))
-
-
-def _num_kv_scales(part: Attention) -> int:
-    """Of one token's int8 keys and values; those of latent attention are one vector."""
-    if part.kv_layer is not None:
-        return 0
-    return 2 * part.num_kv_heads if part.latent is None else 1
 
 
 def workspace_bytes(

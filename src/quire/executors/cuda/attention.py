@@ -74,6 +74,7 @@ class LayerAttention(NamedTuple):
 class LayerCache(NamedTuple):
     keys: Array  # [block, kv head, slot, head_dim]
     values: Array
+    scales: Array | None = None  # of keys and values of one byte (kernels/kv_codes.py)
 
 
 class Attention(Protocol):
@@ -156,6 +157,7 @@ class PlainAttention:
             inputs.queries,
             cache.keys,
             cache.values,
+            cache.scales,
             inputs.tables,
             inputs.tiles,
             inputs.out,
@@ -256,6 +258,7 @@ def attention_for(
     launch_options: dict[str, bool],
     device: str,
     query_dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> Attention:
     """The best this device can run for heads of that size. Steps of up to `max_split_tokens` may
     give splits of the context programs of their own."""
@@ -263,6 +266,7 @@ def attention_for(
     is_hopper = device != "cpu" and torch.cuda.get_device_capability(device)[0] == 9
     # Queries in float32 are multiplied as two halves, for which heads of 256 have no registers.
     has_registers = query_dtype is not torch.float32 or spec.head_dim < 256
+    is_hopper = is_hopper and kv_dtype.itemsize == 2
     if is_hopper and has_registers and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):
         return HopperAttention(spec, splits, block_size, launch_options, max_sequences)
     return PlainAttention(spec, splits, block_size, launch_options, exact=device == "cpu")

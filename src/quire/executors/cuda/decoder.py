@@ -7,7 +7,7 @@ of some rows and the likeliest token of each.
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ from quire.model.kv_layout import KVLayout
 from quire.model.rope import Rope
 from quire.model.spec import Activation, Attention, ModelSpec, NormKind
 
+KVType = Literal["auto", "int8", "fp8"]  # auto: as exact as the model's other numbers
+
+_BYTE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}  # fp8: the bits of an e4m3
 _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _SCALED_COLUMNS = 1024  # of a gated vector, at once
@@ -154,7 +157,8 @@ class Limits:
 
 
 class KVBlocks:
-    """Keys and values, in halves: [slot of the layout, block, kv head, position, head_dim]."""
+    """Keys and values: [slot of the layout, block, kv head, position, head_dim]; scales of those
+    of one byte: [slot of the layout, block, kv head, 2, position]."""
 
     def __init__(
         self,
@@ -168,25 +172,32 @@ class KVBlocks:
         shape = (layout.num_slots, num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
         self.keys = torch.empty(shape, dtype=kv_dtype, device=device)
         self.values = torch.empty(shape, dtype=kv_dtype, device=device)
+        self.scales: Array | None = None
+        if kv_dtype.itemsize == 1:
+            shape = (*shape[:3], 2, BLOCK_SIZE)
+            self.scales = torch.empty(shape, dtype=torch.float32, device=device)
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [array for array in (self.keys, self.values, self.scales) if array is not None]
 
     @property
     def num_bytes(self) -> int:
-        return 2 * int(self.keys.numel()) * 2
+        return sum(array.nbytes for array in self.arrays)
 
     def copy(self, source: int, target: int) -> None:
-        self.keys[:, target] = self.keys[:, source]
-        self.values[:, target] = self.values[:, source]
+        for array in self.arrays:
+            array[:, target] = array[:, source]
 
-
-def kv_token_bytes(spec: ModelSpec, layout: KVLayout) -> int:
-    """Of a token in a block, which holds one group of layers."""
-    return 2 * layout.token_size(spec, lambda part: part.num_kv_elements)
+    def layer(self, slot: int) -> LayerCache:
+        scales = None if self.scales is None else self.scales[slot]
+        return LayerCache(self.keys[slot], self.values[slot], scales)
 
 
 class Decoder:
     """Runs the kernels of one model. `samples` is where sampled tokens stay on the device."""
 
-    kv_dtype: torch.dtype = torch.bfloat16
+    _HALF_DTYPE: torch.dtype = torch.bfloat16  # of a cache that is not in bytes
     _QUERY_DTYPE: torch.dtype = torch.bfloat16
     _ROUNDED_EMBEDDING = True
 
@@ -199,9 +210,11 @@ class Decoder:
         samples: Array,
         device: str,
         layout: KVLayout,
+        kv_type: KVType = "auto",
     ) -> None:
         self._spec = spec
         self._layout = layout
+        self.kv_dtype: torch.dtype = _BYTE_DTYPES.get(kv_type, self._HALF_DTYPE)
         self._weights = weights
         self._gemm = gemm
         self._limits = limits
@@ -241,6 +254,7 @@ class Decoder:
             launch_options=self._launch_options(),
             device=self._device,
             query_dtype=self._QUERY_DTYPE,
+            kv_dtype=self.kv_dtype,
         )
         self.head_rows = self._zeros((rows, self._padded_hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)
@@ -467,7 +481,7 @@ class Decoder:
     def _attend(
         self, shape: BodyShape, body: BodyInput, blocks: KVBlocks, layer: LoweredLayer
     ) -> None:
-        cache = LayerCache(blocks.keys[layer.slot], blocks.values[layer.slot])
+        cache = blocks.layer(layer.slot)
         made = self._multiply(layer.weights.qkv, self._activations, shape.num_tokens)
         self._rope(shape.num_tokens, body, cache, layer, made)
         tiles = body.tiles(layer.group)
@@ -489,7 +503,7 @@ class Decoder:
                 rope.cosines if weights.query_norm is None else weights.query_norm,
                 rope.cosines if weights.key_norm is None else weights.key_norm,
             ),
-            layers.QueryKeyValue(self.queries, cache.keys, cache.values),
+            layers.QueryKeyValue(self.queries, cache.keys, cache.values, cache.scales),
             self._ternary_sums(weights.qkv, rope),
             self._limits.num_tokens * weights.qkv.num_rows,
             weights.qkv.num_rows,
@@ -569,7 +583,7 @@ class TernaryDecoder(Decoder):
 
     # What is rounded to a half becomes other int8 codes: with queries and softmax weights in halves
     # logits had an error of 2e-4 to 4e-4, which a reference with the same cache does not have.
-    kv_dtype = torch.float16
+    _HALF_DTYPE = torch.float16
     _QUERY_DTYPE = torch.float32
     _ROUNDED_EMBEDDING = False
 

@@ -26,7 +26,7 @@ from quire.core.plan import StepPlan, StepResult, Want
 from quire.core.sampling import MAX_LOGPROBS
 from quire.executors.base import NO_SAMPLING, ExecutorBase, model_capacity
 from quire.executors.cuda import sampling
-from quire.executors.cuda.decoder import Decoder, KVBlocks, Limits, decoder_for
+from quire.executors.cuda.decoder import Decoder, KVBlocks, KVType, Limits, decoder_for
 from quire.executors.cuda.gemm import gemm_for
 from quire.executors.cuda.graphs import GraphRunner
 from quire.executors.cuda.memory import (
@@ -62,6 +62,7 @@ class CudaConfig:
     invariant: bool = True  # a row's bits do not depend on its batch; without it, large steps gain
     device: str = "cuda"
     takes_hidden: bool = False  # of a model's last layers: submit is given hidden states
+    kv_type: KVType = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_step_tokens"):
@@ -100,7 +101,14 @@ class CudaExecutor(ExecutorBase):
         limits = self._limits()
         with buffers_memory(self._device):
             self._decoder: Decoder = decoder_for(self._weights)(
-                spec, self._weights, gemm, limits, self._samples.tokens, self._device, layout
+                spec,
+                self._weights,
+                gemm,
+                limits,
+                self._samples.tokens,
+                self._device,
+                layout,
+                config.kv_type,
             )
         self._rows_sampled_at_once = rows_sampled_at_once(
             spec.vocabulary_size, config.max_batch_size, self._device
@@ -142,7 +150,12 @@ class CudaExecutor(ExecutorBase):
             num_rows=config.max_batch_size,
             max_split_tokens=min(_MAX_SPLIT_TOKENS, config.max_step_tokens),
             max_context=max_context(
-                self._spec, self._layout, config.num_blocks, config.kv_bytes, self._device
+                self._spec,
+                self._layout,
+                config.num_blocks,
+                config.kv_bytes,
+                self._device,
+                is_8bit=config.kv_type != "auto",
             ),
             invariant=config.invariant,
             takes_hidden=config.takes_hidden,
@@ -151,7 +164,8 @@ class CudaExecutor(ExecutorBase):
     def _kernel_names(self, gemm: str) -> list[str]:
         name = gemm if self._config.invariant else f"{gemm}, not batch-invariant"
         planes = [f"{name} planes" for name in self._weights.formats]
-        return [name, *planes, f"{self._decoder.kv_dtype} KV cache".removeprefix("torch.")]
+        kept = "float8_e4m3" if self._config.kv_type == "fp8" else str(self._decoder.kv_dtype)
+        return [name, *planes, f"{kept.removeprefix('torch.')} KV cache"]
 
     # ---- the contract
 

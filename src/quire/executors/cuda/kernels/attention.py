@@ -6,8 +6,9 @@ does all splits of a row or each split has its own program (SPLIT_PROGRAMS) chan
 arithmetic, and neither do the other rows of a program: what is masked for a row changes none of its
 bits.
 
-Queries and softmax weights are multiplied in the type of the cache. Beside queries in float32 both
-are sums of two such numbers, so that nothing but the cache is rounded.
+Queries and softmax weights are multiplied in the type of the cache, beside a cache of codes
+(kernels/kv_codes.py) in bfloat16: keys' scales multiply scores, values' scales the weights. Beside
+queries in float32 both are sums of two such numbers, so that nothing but the cache is rounded.
 """
 
 # ruff: noqa: N803, N806
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from quire.executors.cuda.kernels.kv_codes import decoded
 
 SPLIT_SIZE = 512  # positions
 TILE = 128  # positions
@@ -116,6 +119,7 @@ def _attend_split(
     q,
     keys,
     values,
+    scales,
     table,
     kv_head,
     position,
@@ -149,9 +153,16 @@ def _attend_split(
         slot = (block * SHAPE.num_kv_heads + kv_head) * SHAPE.block_size + n % SHAPE.block_size
         index = slot * SHAPE.head_dim
         mask = is_there[:, None] & is_dim[None, :]
-        k = tl.load(keys + index[:, None] + d[None, :], mask=mask, other=0.0)
+        k = tl.load(keys + index[:, None] + d[None, :], mask=mask, other=0)
+        if scales is not None:
+            k = decoded(k)
+            place = 2 * slot - n % SHAPE.block_size
+            key_scale = tl.load(scales + place, mask=is_there, other=0.0)
+            value_scale = tl.load(scales + place + SHAPE.block_size, mask=is_there, other=0.0)
         s = _dot(q, tl.trans(k), tl.zeros([ROWS, TILE_SIZE], tl.float32), PAIRED, EXACT)
         is_seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
+        if scales is not None:
+            s = s * key_scale[None, :]
         s = tl.where(is_seen, scaled_scores(s, scale, soft_cap), float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         safe = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -159,7 +170,10 @@ def _attend_split(
         rescale = tl.exp2(row_max - safe)
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
-        v = tl.load(values + index[:, None] + d[None, :], mask=mask, other=0.0)
+        v = tl.load(values + index[:, None] + d[None, :], mask=mask, other=0)
+        if scales is not None:
+            v = decoded(v)
+            p = tl.where(is_seen, p * value_scale[None, :], 0.0)
         acc = _dot(p, v, acc, PAIRED, EXACT)
         row_max = new_max
     return row_max, row_sum, acc
@@ -170,6 +184,7 @@ def attend(
     queries,
     keys,
     values,
+    scales,
     tables,
     tiles,
     out,
@@ -191,7 +206,7 @@ def attend(
     `tiles` are TokenTiles, `splits` SplitBuffers. DIMS: head_dim up to a power of two. LARGE: a
     layer has more keys than an int32 counts. EXACT: float32 operands, for Triton's interpreter.
     `scale` includes log2(e), and so do `sinks` [heads]; without these, and without a `soft_cap`,
-    they are None.
+    they are None. `scales` are those of a cache of codes, or None.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -240,6 +255,7 @@ def attend(
             q,
             keys,
             values,
+            scales,
             table,
             kv_head,
             position,

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.executors.cuda.kernels.kv_codes import quantized
+
 SCORE_BLOCK = 2048  # columns at once; with SCORE_WARPS it fixes the order of a row's sum
 SCORE_WARPS = 8
 # How a row's sampling went: the second number of `sampled`.
@@ -51,8 +53,9 @@ class QueryKeyValue(NamedTuple):
     """Where `rope_and_store` writes."""
 
     queries: Any  # [token, head, head_dim]: bfloat16, or float32 beside a cache in float16
-    key_cache: Any  # bfloat16 or float16 [block, kv head, slot, head_dim]
+    key_cache: Any  # bfloat16, float16 or codes [block, kv head, slot, head_dim]
     value_cache: Any
+    scales: Any  # of codes (see kernels/kv_codes.py), or None
 
 
 class TernarySums(NamedTuple):
@@ -357,13 +360,18 @@ def rope_and_store(
     query = out.queries + (token * NUM_HEADS + head) * SHAPE.head_dim
     QUERY: tl.constexpr = out.queries.dtype.element_ty
     _store_pairs(query, roped_x.to(QUERY), roped_y.to(QUERY), first, second, is_query, SHAPE)
-    x = _cached(roped_x, out.key_cache.dtype.element_ty)
-    y = _cached(roped_y, out.key_cache.dtype.element_ty)
     is_stored = is_head & (slot >= 0)
     block = (slot // SHAPE.block_size).to(tl.int64)
     kv_head = tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
-    index = (block * NUM_KV_HEADS + kv_head) * SHAPE.block_size + slot % SHAPE.block_size
-    index = index * SHAPE.head_dim
+    of_head = (block * NUM_KV_HEADS + kv_head) * SHAPE.block_size
+    index = (of_head + slot % SHAPE.block_size) * SHAPE.head_dim
+    if out.scales is None:
+        x = _cached(roped_x, out.key_cache.dtype.element_ty)
+        y = _cached(roped_y, out.key_cache.dtype.element_ty)
+    else:
+        x, y, scale = quantized(roped_x, roped_y, out.key_cache.dtype.element_ty)
+        place = 2 * of_head + tl.where(is_value, SHAPE.block_size, 0) + slot % SHAPE.block_size
+        tl.store(out.scales + place, scale, mask=is_stored & ~is_query)
     _store_pairs(out.key_cache + index, x, y, first, second, is_stored & is_key, SHAPE)
     _store_pairs(out.value_cache + index, x, y, first, second, is_stored & is_value, SHAPE)
 
