@@ -26,6 +26,10 @@ class HarmonyParser(AnswerParser):
     def is_thinking(self) -> bool:
         return self._is_reasoning
 
+    @property
+    def may_think(self) -> bool:
+        return self._state != self._content
+
     def _message_header(self) -> bool:
         """Up to <|message|>: the channel and the recipient."""
         head, found, rest = self._text.partition("<|message|>")

@@ -105,6 +105,12 @@ class AnswerParser:
         return self._state == self._thinking
 
     @property
+    def may_think(self) -> bool:
+        """Whether reasoning goes on or may still begin: then tokens are fed one by one, so that
+        those of the reasoning can be counted."""
+        return self._reasoning is not None and self._state in (self._start, self._thinking)
+
+    @property
     def answer(self) -> Answer:
         """All that has been said so far."""
         calls = [item for item in self._said if isinstance(item, _Call) and item.broken is None]

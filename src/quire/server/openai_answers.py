@@ -107,7 +107,8 @@ class OpenAIFrames(ABC):
     ) -> bytes:
         """One chunk of all these pieces of a choice; nothing where they say nothing yet."""
         scores = [score for piece in pieces for score in piece.logprobs]
-        self._num_tokens += sum(len(piece.token_ids) for piece in pieces)
+        if self._with_counts:
+            self._num_tokens += sum(len(piece.token_ids) for piece in pieces)
         if not events and finish_reason is None and not scores and not self._with_token_ids:
             return b""  # half a character, or the possible begin of a stop string or marker
         parts = [self._head, self._choice(index, events, scores)]

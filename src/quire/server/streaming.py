@@ -133,8 +133,12 @@ class StreamReply(Response):
     def _chunk(self, index: int, parser: AnswerParser, pieces: Sequence[Piece]) -> bytes:
         """The frames of all these pieces of a choice."""
         events: list[AnswerEvent] = []
-        for piece in pieces:
-            events += parser.feed(piece.text, num_tokens=len(piece.token_ids))
+        at = 0
+        while at < len(pieces) and parser.may_think:
+            events += parser.feed(pieces[at].text, num_tokens=len(pieces[at].token_ids))
+            at += 1
+        if at < len(pieces):
+            events += parser.feed("".join([piece.text for piece in pieces[at:]]))
         reason = pieces[-1].finish_reason
         word = None
         if reason is not None:
@@ -189,7 +193,10 @@ def cause_of(outputs: Sequence[RequestOutput]) -> QuireError | None:
     return next(iter([*own, *errors]), None)
 
 
-def _by_choice(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
+def _by_choice(pieces: list[Piece]) -> dict[int, list[Piece]]:
+    first = pieces[0].completion_index
+    if all([piece.completion_index == first for piece in pieces]):
+        return {first: pieces}
     found: dict[int, list[Piece]] = {}
     for piece in pieces:
         found.setdefault(piece.completion_index, []).append(piece)
