@@ -19,6 +19,7 @@ from quire.chat import (
     form_of,
     parser_of,
 )
+from quire.chat.forms import GENERIC, ChatForm, ReasoningForm
 
 
 def said(answer: Answer) -> tuple[Any, ...]:
@@ -146,3 +147,18 @@ def test_the_forms_of_two_templates_differ() -> None:
         parser.feed(text)
         parser.end()
         assert said(parser.answer)[0] == calls
+
+
+def test_a_parser_knows_when_no_reasoning_can_come_any_more() -> None:
+    parser = AnswerParser()
+    assert not parser.may_think, "without a form all text is content"
+    thinking = ChatForm(GENERIC, ReasoningForm("<think>", "</think>"))
+    parser = AnswerParser(thinking)
+    for text, may_think in (("<th", True), ("ink>so", True), ("</think>", False), ("a", False)):
+        parser.feed(text, num_tokens=1)
+        assert parser.may_think is may_think
+    assert parser.num_reasoning_tokens == 2
+    parser = AnswerParser(thinking)
+    parser.feed("No reasoning")
+    assert not parser.may_think
+    assert parser_for(SAMPLES["harmony, call"]).may_think, "each message may be reasoning"

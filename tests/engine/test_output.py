@@ -23,6 +23,7 @@ from quire.core.request import (
 )
 from quire.core.sampling import Constraint, SamplingParams
 from quire.engine import Engine
+from quire.engine.lifecycle import Lifecycle
 from quire.engine.sequence import Transcript
 from quire.executors.fake import FakeExecutor
 
@@ -757,3 +758,41 @@ def test_completions_that_cannot_go_on_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match="resumed"):
         toy_engine(FakeExecutor()).add_request(PROMPT, params, resumed=resumed)
+
+
+@pytest.mark.parametrize("plan_ahead", [False, True])
+def test_the_quick_way_reports_what_the_general_way_reports(
+    plan_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def events_of_a_run() -> list[object]:
+        spelling = {token: chr(ord("a") + token % 26) for token in range(40)}
+        engine = toy_engine(
+            FakeExecutor(vocabulary_size=40),
+            make_detokenizer=lambda **_: Letters(spelling),
+            plan_ahead=plan_ahead,
+        )
+        for i in range(12):
+            params = SamplingParams(
+                max_tokens=3 + 2 * i,
+                seed=i,
+                n=1 + (i == 3),
+                stop=("bc",) if i % 3 == 1 else (),
+                logprobs=2 if i % 4 == 2 else None,
+                ignore_eos=i % 5 == 0,
+            )
+            engine.add_request(range(i, 2 * i + 1), params, request_id=str(i), stream=i % 6 != 5)
+        events = list(engine.run())
+        texts = {output.request_id: output.text for output in ended(events)}
+        return [*(event for event in events if isinstance(event, Piece)), texts]
+
+    quick = events_of_a_run()
+    assert len(quick) > 60
+    accepted: list[int] = []
+
+    def refuse(_: Lifecycle, _sequence: object, token: int, _now: float) -> bool:
+        accepted.append(token)
+        return False
+
+    monkeypatch.setattr(Lifecycle, "_accept_plain", refuse)
+    assert events_of_a_run() == quick
+    assert len(accepted) > 30, "most tokens are plain"

@@ -1,5 +1,6 @@
 """Scheduler: who joins the batch, who is pre-empted for it, and how rows are planned."""
 
+from collections.abc import Callable, Iterable
 from unittest.mock import patch
 
 import pytest
@@ -41,10 +42,17 @@ def test_the_quick_way_plans_what_the_general_way_plans(
 ) -> None:
     quick = plans_of_a_run(plan_ahead=plan_ahead)
 
-    def general(self: RowPlanner, step: Step, sequence: Sequence) -> None:
-        assert self.plan_row(step, sequence, 1)
+    def general(
+        _: RowPlanner,
+        step: Step,
+        sequences: Iterable[Sequence],
+        plan_other: Callable[[Step, Sequence], None],
+    ) -> None:
+        for sequence in sequences:
+            if sequence.is_running:
+                plan_other(step, sequence)
 
-    monkeypatch.setattr(RowPlanner, "plan_plain_decode", general)
+    monkeypatch.setattr(RowPlanner, "plan_decodes", general)
     assert quick == plans_of_a_run(plan_ahead=plan_ahead)
 
 

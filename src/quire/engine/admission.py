@@ -311,6 +311,9 @@ class Admission:
             or params.max_tokens == 0
             or params.needs_history
             or grammar is not None,
+            is_plain=grammar is None
+            and logprobs is None
+            and (transcript is None or transcript.plain_text is not None),
             needs_last_token="dry" in params.order,
             stop_token_ids=frozenset(stop_ids),
             prompt_length=len(request.prompt),

@@ -72,7 +72,7 @@ class Stream:
         self._is_paused = False
         self._output: RequestOutput | None = None
         self._news = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._due = asyncio.Event()  # the end, or the time to look at what has come
 
     def accepted(self, request: Request) -> None:
         """The engine took the request that this stream was made for."""
@@ -106,14 +106,16 @@ class Stream:
 
         `not_before`, on the loop's clock: let pieces gather until then, or until the request ends.
         """
+        if self._output is None and not_before > self.loop.time():
+            self._due.clear()
+            timer = self.loop.call_at(not_before, self._due.set)
+            try:
+                await self._due.wait()
+            finally:
+                timer.cancel()
         while not self._pieces and self._output is None:
             self._news.clear()
             await self._news.wait()
-        early_s = not_before - self.loop.time()
-        if early_s > 0 and self._output is None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(early_s):
-                    await self._ended.wait()
         pieces = list(self._pieces)
         self._drop_pieces()
         return pieces
@@ -145,7 +147,7 @@ class Stream:
         """On the event loop: take what the engine reports."""
         if isinstance(event, Ended):
             self._output = event.output
-            self._ended.set()
+            self._due.set()
         else:
             self._pieces.append(event)
             self._num_unread += len(event.token_ids)

@@ -185,14 +185,7 @@ class Scheduler:
     def _fill(self, step: Step) -> None:
         """Give each ready sequence its tokens of the step, within the budget."""
         decodes, chunks = self._budget.split(self._ready(), self.token_limit)
-        plan_plain_decode = self._planner.plan_plain_decode  # looked up once, not once a row
-        for sequence in decodes:
-            if not sequence.is_running:
-                continue
-            if sequence.num_computed < sequence.num_writable and not sequence.has_row_extras:
-                plan_plain_decode(step, sequence)
-            else:
-                self._plan_decode(step, sequence)
+        self._planner.plan_decodes(step, decodes, self._plan_decode)
         for sequence, num_tokens in chunks.items():
             if sequence.is_running:
                 self._planner.plan_chunk(step, sequence, num_tokens)

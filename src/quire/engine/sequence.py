@@ -88,6 +88,8 @@ class Transcript:
         self._stop = stop
         self._include_stop = include_stop
         self._withheld = ""
+        # The text that a token adds, where no stop string can withhold or end it.
+        self.plain_text = None if stop else detokenizer.add
 
     def add(self, token: int, *, may_stop: bool) -> NewText:
         return self._release(self._detokenizer.add(token), may_stop=may_stop)
@@ -199,6 +201,7 @@ class Sequence:
     is_running: bool = False
     is_newly_admitted: bool = False  # no token since it was admitted
     has_row_extras: bool = False  # its rows carry history, a mask or prompt targets
+    is_plain: bool = False  # no grammar, stop strings or log-probabilities: see sampled_plainly()
     needs_last_token: bool = False  # a row is planned when the token before its sample is known
     wait_reason: WaitReason | None = None
     wait_since: float = 0.0
@@ -307,6 +310,23 @@ class Sequence:
         self.tokens.append(token)
         if completion.logprobs is not None and logprob is not None:
             completion.logprobs.append(logprob)
+
+    def sampled_plainly(self, token: int, now: float) -> str:
+        """sampled() of a plain sequence and the token's text, in one call. Where it raises, nothing
+        has changed."""
+        text = ""
+        if self.transcript is not None:
+            assert self.transcript.plain_text is not None
+            text = self.transcript.plain_text(token)
+        self.num_steps += 1
+        self.num_pending -= 1
+        self.is_newly_admitted = False
+        self.last_token_at = now
+        completion = self.completion
+        completion.token_ids.append(token)
+        completion.text += text
+        self.tokens.append(token)
+        return text
 
     def add_text(self, text: str) -> None:
         self.completion.text += text

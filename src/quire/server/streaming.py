@@ -106,7 +106,8 @@ class StreamReply(Response):
                 if not parsers:  # a queued request does not count: it needs no frames
                     self._service.num_streams += 1
                 content = b""
-                for index, some in _by_choice(pieces).items():
+                by_choice = _by_choice(pieces) if self._choices_each > 1 else {0: pieces}
+                for index, some in by_choice.items():
                     if index not in parsers:
                         parsers[index] = self._generation.new_parser()
                         content += self._frames.opening(first_choice + index)
@@ -194,9 +195,6 @@ def cause_of(outputs: Sequence[RequestOutput]) -> QuireError | None:
 
 
 def _by_choice(pieces: list[Piece]) -> dict[int, list[Piece]]:
-    first = pieces[0].completion_index
-    if all([piece.completion_index == first for piece in pieces]):
-        return {first: pieces}
     found: dict[int, list[Piece]] = {}
     for piece in pieces:
         found.setdefault(piece.completion_index, []).append(piece)

@@ -2,8 +2,8 @@
 IncrementalDetokenizer: a completion's text as its tokens arrive, never half a character.
 """
 
-import codecs
 from collections.abc import Callable
+from encodings.utf_8 import IncrementalDecoder
 
 SPACE_MARK = "▁"  # how SentencePiece vocabularies write a space
 
@@ -45,7 +45,12 @@ def byte_token_value(text: str) -> int | None:
         return None
 
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+def _whole_text(content: bytes) -> str | None:
+    """The text of bytes that are whole characters; None for others."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 class IncrementalDetokenizer:
@@ -56,13 +61,30 @@ class IncrementalDetokenizer:
     no longer become a character come out as U+FFFD.
     """
 
-    def __init__(self, visible_bytes: Callable[[int], bytes], *, strip_space: bool = False) -> None:
+    def __init__(
+        self,
+        visible_bytes: Callable[[int], bytes],
+        *,
+        strip_space: bool = False,
+        whole_texts: dict[int, str | None] | None = None,
+    ) -> None:
+        """`whole_texts`: kept by whoever makes detokenizers of the same bytes; the texts of tokens
+        that are whole characters, None for the others."""
         self._visible_bytes = visible_bytes
-        self._decoder = _Utf8Decoder(errors="replace")
+        self._whole_texts = {} if whole_texts is None else whole_texts
+        self._decoder = IncrementalDecoder(errors="replace")
         self._strip_space = strip_space  # the space SentencePiece put before the first word
 
     def add(self, token: int) -> str:
         """The text that is complete now that this token has arrived; often, not always, its own."""
+        if not self._decoder.buffer and not self._strip_space:
+            text = self._whole_texts.get(token, "")
+            if text == "":
+                text = _whole_text(self._visible_bytes(token))
+                if text != "":  # not for ids beyond the vocabulary, of which there is no end
+                    self._whole_texts[token] = text
+            if text is not None:
+                return text
         return self._stripped(self._decoder.decode(self._visible_bytes(token)))
 
     def flush(self) -> str:

@@ -20,6 +20,8 @@ class Tokenizer:
     def __init__(self, spec: TokenizerSpec) -> None:
         self._spec = spec
         self._bytes: list[bytes | None] = [None] * len(spec.texts)
+        # For detokenizers with and without control tokens.
+        self._whole_texts: tuple[dict[int, str | None], dict[int, str | None]] = ({}, {})
         self.chat_template = spec.chat_template
         self.vocabulary_size = len(spec.texts)
         self.bos_token_id = spec.special.bos
@@ -116,8 +118,9 @@ class Tokenizer:
         if skip_special and spelled:
             hidden = self._spec.hidden.difference(spelled)
             pieces = partial(self._bytes_unless, hidden)
+        kept = {} if skip_special and spelled else self._whole_texts[skip_special]
         strip_space = self._spec.strip_space and not continuation
-        return IncrementalDetokenizer(pieces, strip_space=strip_space)
+        return IncrementalDetokenizer(pieces, strip_space=strip_space, whole_texts=kept)
 
     def token_bytes(self, token: int) -> bytes:
         """A token's bytes; none for an id beyond the vocabulary (padding of the embedding)."""
