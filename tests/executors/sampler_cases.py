@@ -4,6 +4,7 @@ A case is a function of its number. Values are chosen to meet the borders: ties,
 nothing, penalties that overflow, masks that allow nothing, samplers twice in an order.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,20 @@ def make_case(number: int, vocabulary: int | None = None, *, bans: bool = True) 
         history = History(_some(generator, few, 30), _some(generator, few, 30))
     allowed = generator.bytes(-(-size // 8)) if generator.random() < 0.2 else None
     return Case(logits, sampling, int(generator.integers(6)), history, allowed)
+
+
+def without_chain(case: Case) -> Case:
+    """The same case with none of the samplers that CUDA's kernels leave to torch."""
+    params = replace(
+        case.sampling.params,
+        typical_p=1.0,
+        top_n_sigma=0.0,
+        xtc_probability=0.0,
+        dynatemp_range=0.0,
+        samplers=None,
+    )
+    history = (case.history or History((1, 0, 1), (0, 0))) if params.needs_history else None
+    return case._replace(sampling=replace(case.sampling, params=params), history=history)
 
 
 def _some(generator: Any, below: int, most: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Compares the device's sampler with the reference on random rows, and times it, on a GPU:
 
 python -m tests.executors.cuda.samplers_on_gpu [--cases 10000] [--device cuda]
+python -m tests.executors.cuda.samplers_on_gpu --times 1,16,64,256 --vocabulary 128256
 """
 
 import argparse
@@ -9,85 +10,139 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.executors.sampler_cases import Case, make_case
+from tests.executors.sampler_cases import Case, make_case, without_chain
 
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling
 from quire.core.sampling import SamplingParams
-from quire.executors.cuda import sampling
+from quire.executors.cuda.chain import SampleRow
 from quire.executors.cuda.kernels.layers import FINITE
-from quire.executors.cuda.sampling import SampleRow
-from quire.executors.sampler import sample
+from quire.executors.cuda.sampling import Sampler, SampleRequest, Tile
+from quire.executors.sampler import Choice, sample
 
 SMALL, LARGE = 300, 128_256
 BATCH = 64
+SMALL_TILE = Tile(64, 8, 16)  # so that a small vocabulary has chunks, and lists that are too short
 TIMED: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.8},
-    "top_p": {"temperature": 0.8, "top_p": 0.95},
+    "greedy, penalties": {"temperature": 0.0, "frequency_penalty": 0.5},
+    "temperature": {"temperature": 1.0},
+    "top-k 50, top-p": {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
+    "top-p": {"temperature": 1.0, "top_p": 0.95},
+    "min-p": {"min_p": 0.05},
+    "penalties": {"temperature": 0.8, "top_k": 50, "repetition_penalty": 1.1},
+    "logprobs 5": {"temperature": 0.8, "top_k": 50, "logprobs": 5},
     "typical_p": {"typical_p": 0.9},
-    "xtc": {"xtc_probability": 0.5},
-    "dry": {"dry_multiplier": 0.8, "dry_sequence_breakers": ()},
-    "llama.cpp's order": {
-        "samplers": "edskypmxt",
-        "top_k": 40,
-        "top_p": 0.95,
-        "min_p": 0.05,
-        "temperature": 0.8,
-        "typical_p": 0.95,
-        "top_n_sigma": 2.0,
-        "xtc_probability": 0.5,
-        "dry_multiplier": 0.8,
-        "dry_sequence_breakers": (),
-        "repetition_penalty": 1.1,
-        "repeat_last_n": 64,
-    },
 }
 
 
-def reference(case: Case) -> int | None:
+class Samplers:
+    """A sampler over random logits."""
+
+    def __init__(self, num_rows: int, vocabulary: int, device: str, tile: Tile | None = None):
+        self.logits = torch.zeros((num_rows, vocabulary), device=device)
+        self.samples = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.sampled = torch.zeros((num_rows, 2), dtype=torch.int32, device=device)
+        self.sampler = Sampler(self.logits, self.samples, self.sampled, tile)
+
+    def run(self, rows: list[SampleRow]) -> None:
+        requests = [SampleRequest(at, at, row) for at, row in enumerate(rows)]
+        assert not self.sampler.sample(requests, len(rows))
+
+
+def reference(case: Case) -> Choice | None:
     try:
-        return sample(*case).token
+        return sample(*case)
     except RowFaultError:
         return None
 
 
-def disagreeing(numbers: range, vocabulary: int, device: str) -> int:
-    """How many rows of these cases have another token, or a fault where the other has none."""
-    cases = [make_case(number, vocabulary, bans=False) for number in numbers]
-    rows = [SampleRow(c.sampling, c.position, c.history, None, c.allowed) for c in cases]
-    logits = torch.from_numpy(np.stack([case.logits for case in cases])).to(device)
-    tokens, status = sampling.choose(logits, rows, torch.zeros(1, device=device))
-    is_fine = (status == FINITE).tolist()
-    found = [token if fine else None for token, fine in zip(tokens.tolist(), is_fine, strict=True)]
-    return sum(one != reference(case) for one, case in zip(found, cases, strict=True))
+def disagreeing(cases: list[Case], samplers: Samplers) -> list[int]:
+    """The places of rows that have another token, other scores, or a fault where the other has
+    none."""
+    samplers.logits[: len(cases)] = torch.from_numpy(np.stack([case.logits for case in cases]))
+    samplers.run([SampleRow(c.sampling, c.position, c.history, None, c.allowed) for c in cases])
+    found = samplers.sampled.tolist()
+    scores = samplers.sampler.scores_on_host(len(cases))
+    if samplers.logits.is_cuda:
+        torch.cuda.synchronize()
+    wrong = []
+    for at, case in enumerate(cases):
+        wanted = reference(case)
+        token, status = found[at]
+        if wanted is None or status != FINITE:
+            is_right = wanted is None and status != FINITE
+        else:
+            is_right = token == wanted.token
+            if wanted.logprob is not None:
+                _, rank, top = scores.of(at, 3)
+                is_right &= rank == wanted.logprob.rank
+                is_right &= [t for t, _ in top] == [t for t, _ in wanted.logprob.top]
+        if not is_right:
+            wrong.append(at)
+    return wrong
 
 
-def milliseconds(values: dict[str, Any], device: str, num_rows: int) -> float:
-    params = SamplingParams.from_mapping(values)
-    history = None
-    if params.needs_history:
-        tokens = np.random.default_rng(3).integers(0, 1000, 400).tolist()
-        history = History(tuple(tokens[:300]), tuple(tokens[300:]))
-    rows = [SampleRow(Sampling(params, n, 0), 9, history) for n in range(num_rows)]
-    logits = torch.from_numpy(
-        np.random.default_rng(1).normal(0.0, 3.0, (num_rows, LARGE)).astype(np.float32)
-    ).to(device)
-    samples = torch.zeros(1, device=device)
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        sampling.choose(logits, rows, samples)[0].tolist()  # waits for the device
-        best = min(best, time.perf_counter() - started)
-    return best * 1e3
-
-
-def compare(first: int, count: int, vocabulary: int, device: str) -> None:
-    wrong = 0
+def compare(first: int, count: int, vocabulary: int, device: str, tile: Tile | None) -> None:
+    """Of four cases three are made plain, so that the kernels have them."""
+    samplers = Samplers(BATCH, vocabulary, device, tile)
+    wrong: list[int] = []
+    done = 0
     for start in range(first, first + count, BATCH):
         numbers = range(start, min(start + BATCH, first + count))
-        wrong += disagreeing(numbers, vocabulary, device)
-        done = numbers.stop - first
-        print(f"{vocabulary} logits: {wrong} of {done} rows differ, from case {first}", flush=True)
+        cases = [make_case(number, vocabulary, bans=False) for number in numbers]
+        cases = [case if at % 4 == 0 else without_chain(case) for at, case in enumerate(cases)]
+        wrong += [start + at for at in disagreeing(cases, samplers)]
+        done += len(cases)
+    print(f"{vocabulary} logits: {len(wrong)} of {done} rows differ {wrong[:9]}", flush=True)
+
+
+def microseconds(values: dict[str, Any], samplers: Samplers, num_rows: int) -> tuple[float, float]:
+    """Of the device, and of the host until it has submitted."""
+    params = SamplingParams.from_mapping(values)
+    prompt = tuple(np.random.default_rng(3).integers(0, 1000, 400).tolist())
+    hows = [Sampling(params, seed, 0) for seed in range(num_rows)]
+    events, host = [], []
+    for step in range(12):
+        history = History(prompt, prompt[:step]) if params.needs_history else None
+        rows = [SampleRow(how, step, history) for how in hows]
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000)  # so that the host is ahead, as it is of a step's layers
+        begun.record()
+        started = time.perf_counter()
+        samplers.run(rows)
+        host.append(time.perf_counter() - started)
+        done.record()
+        torch.cuda.synchronize()
+        events.append(begun.elapsed_time(done))
+    return sorted(events[2:])[5] * 1e3, sorted(host[2:])[5] * 1e6
+
+
+def measure(counts: list[int], vocabulary: int, spread: float) -> None:
+    samplers = Samplers(max(counts), vocabulary, "cuda")
+    samplers.logits.normal_(0.0, spread, generator=torch.Generator("cuda").manual_seed(1))
+    stream = torch.cuda.Stream()
+
+    def captured(run: Any) -> Any:
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        return graph
+
+    with torch.cuda.stream(stream):
+        samplers.sampler.capture(counts, captured)
+        for name, values in TIMED.items():
+            if "typical_p" in values and max(counts) > 64:
+                continue
+            for count in counts:
+                device, host = microseconds(values, samplers, count)
+                print(
+                    f"{vocabulary} spread {spread} {name}: N={count} {device:.0f} us, "
+                    f"host {host:.0f} us",
+                    flush=True,
+                )
 
 
 def main() -> None:
@@ -95,14 +150,17 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--large-cases", type=int, default=64)
-    parser.add_argument("--times", type=int, default=0, metavar="ROWS", help="only measure times")
+    parser.add_argument("--times", default="", metavar="ROWS,...", help="only measure times")
+    parser.add_argument("--vocabulary", type=int, default=LARGE)
+    parser.add_argument("--spread", type=float, default=3.0, help="of the logits that are timed")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    if not args.times:
-        compare(args.first, args.large_cases, LARGE, args.device)
-        compare(args.first, args.cases, SMALL, args.device)
-    for name, values in TIMED.items() if args.times else ():
-        print(f"{name}: {milliseconds(values, args.device, args.times):.2f} ms, {args.times} rows")
+    if args.times:
+        measure([int(count) for count in args.times.split(",")], args.vocabulary, args.spread)
+        return
+    compare(args.first, args.large_cases, LARGE, args.device, None)
+    compare(args.first, args.cases // 2, SMALL, args.device, SMALL_TILE)
+    compare(args.first + args.cases // 2, args.cases // 2, SMALL, args.device, None)
 
 
 if __name__ == "__main__":

@@ -300,7 +300,7 @@ def test_rows_sampled_in_groups_are_the_same(executor: CudaExecutor, monkeypatch
                 None,
                 (place,),
                 Want.SAMPLE,
-                sampled_with(temperature=0.9, logprobs=place, top_p=0.9),
+                sampled_with(temperature=0.9, logprobs=place, top_p=0.9, typical_p=0.9),
                 0,
             )
             for place in range(4)
@@ -308,7 +308,7 @@ def test_rows_sampled_in_groups_are_the_same(executor: CudaExecutor, monkeypatch
 
     together = run(executor, *plans())
     for count in (1, 3):
-        monkeypatch.setattr(executor, "_rows_sampled_at_once", count)
+        monkeypatch.setattr(executor._sampler, "_chained_at_once", count)
         assert run(executor, *plans()) == together
     monkeypatch.undo()
     for plan, expected in zip(plans(), together, strict=True):

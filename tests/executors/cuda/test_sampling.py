@@ -5,29 +5,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tests.executors.cuda.interpreting  # noqa: F401
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.executors.sampler_cases import make_case, without_chain
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from tests.executors.sampler_cases import make_case  # noqa: E402
-
-from quire.core.errors import RowFaultError  # noqa: E402
-from quire.core.plan import History, Sampling, SequencePlan, Want  # noqa: E402
-from quire.core.sampling import SamplingParams, draw_bits  # noqa: E402
-from quire.executors.cuda import sampling  # noqa: E402
-from quire.executors.cuda.kernels.layers import (  # noqa: E402
-    FINITE,
-    NOT_FINITE,
-    NOTHING_ALLOWED,
-    TOO_LARGE,
-)
-from quire.executors.cuda.sampling import SampleRow  # noqa: E402
-from quire.executors.elementary import exp as reference_exp  # noqa: E402
-from quire.executors.sampler import sample, score  # noqa: E402
+from quire.core.errors import RowFaultError
+from quire.core.plan import History, Sampling, SequencePlan, Want
+from quire.core.sampling import SamplingParams, draw_bits
+from quire.executors.cuda import chain, sampling
+from quire.executors.cuda.chain import SampleRow
+from quire.executors.cuda.kernels import sampling as kernels
+from quire.executors.cuda.kernels.layers import FINITE, NOT_FINITE, NOTHING_ALLOWED, TOO_LARGE
+from quire.executors.cuda.sampling import Sampler, SampleRequest, Scores, Tile
+from quire.executors.elementary import exp as reference_exp
+from quire.executors.sampler import sample, score
 
 VOCABULARY = 50
-SAMPLES = torch.tensor([7, 9, 11], dtype=torch.int32)
+MAX_ROWS = 6
+PENDING = (7, 9, 11)  # tokens among the samples
+TILE = Tile(16, 4, 8)  # several chunks, and lists that are too short
 
 tokens = st.integers(0, VOCABULARY - 1)
 some_tokens = st.lists(tokens, max_size=6).map(tuple)
@@ -56,66 +54,195 @@ def rows(draw: Any) -> SampleRow:
     return SampleRow(how, draw(st.integers(0, 5)), history, pending, allowed)
 
 
+def _moved(row: SampleRow) -> SampleRow:
+    """Pending tokens stand behind the samples of the rows."""
+    assert row.pending is not None
+    return row._replace(pending=MAX_ROWS + row.pending)
+
+
+class Device:
+    """A sampler and what it works on."""
+
+    def __init__(self, width: int = VOCABULARY, tile: Tile | None = TILE) -> None:
+        self.logits = torch.zeros((MAX_ROWS, width))
+        self.samples = torch.zeros(MAX_ROWS + len(PENDING), dtype=torch.int32)
+        self.sampled = torch.zeros((MAX_ROWS, 2), dtype=torch.int32)
+        self.sampler = Sampler(self.logits, self.samples, self.sampled, tile)
+
+    def sample(self, logits: Any, rows: list[SampleRow]) -> list[tuple[int, int]]:
+        """Tokens and statuses."""
+        self.samples[MAX_ROWS:] = torch.tensor(PENDING)
+        self.logits[: len(rows)] = torch.as_tensor(logits)
+        requests = [
+            SampleRequest(at, at, row if row.pending is None else _moved(row))
+            for at, row in enumerate(rows)
+        ]
+        assert not self.sampler.sample(requests, len(rows))
+        found = [(int(token), int(status)) for token, status in self.sampled[: len(rows)]]
+        assert self.samples[: len(rows)].tolist() == [token for token, _ in found]
+        return found
+
+    def scores(self, logits: Any, tokens: list[int], num_top: int) -> Scores:
+        return self.sampler.score(torch.as_tensor(logits).contiguous(), tokens, num_top)
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device()
+
+
 def expected(logits: Any, row: SampleRow) -> int | None:
     history = row.history
     if history is not None and row.pending is not None:
-        history = history._replace(completion=(*history.completion, int(SAMPLES[row.pending])))
+        history = history._replace(completion=(*history.completion, PENDING[row.pending]))
     try:
         return sample(logits, row.sampling, row.completion_position, history, row.allowed).token
     except RowFaultError:
         return None
 
 
-@settings(max_examples=60, deadline=None)
+def check(device: Device, logits: Any, rows: list[SampleRow]) -> None:
+    for at, (token, status) in enumerate(device.sample(logits, rows)):
+        wanted = expected(logits[at], rows[at])
+        if wanted is None:
+            assert status in (NOTHING_ALLOWED, TOO_LARGE), rows[at]
+        else:
+            assert (status, token) == (FINITE, wanted), rows[at]
+
+
+@settings(max_examples=10, deadline=None)
 @given(asked=st.lists(rows(), min_size=1, max_size=5), seed=st.integers(0, 1000))
 def test_tokens_are_the_reference_samplers(asked: list[SampleRow], seed: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 3, (len(asked), VOCABULARY)).astype(np.float32)
     logits[:, ::7] = np.round(logits[:, ::7])  # so that some are equal
-    found, status = sampling.choose(torch.from_numpy(logits), asked, SAMPLES)
-    for place, row in enumerate(asked):
-        wanted = expected(logits[place], row)
-        if wanted is None:
-            assert status[place] in (NOTHING_ALLOWED, TOO_LARGE)
-        else:
-            assert status[place] == FINITE
-            assert found[place] == wanted
+    check(Device(), logits, asked)
 
 
-def test_rows_with_random_samplers_are_the_reference_samplers() -> None:
+@pytest.mark.parametrize("tile", [TILE, Tile(64, 8, 64)], ids=["lists too short", "one chunk"])
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_rows_with_random_samplers_are_the_reference_samplers(tile: Tile, is_chained: bool) -> None:
     """Every order has rows of its own in one call, beside plain ones."""
-    for start in range(0, 1000, 20):
-        cases = [make_case(number, VOCABULARY, bans=False) for number in range(start, start + 20)]
+    device = Device(tile=tile)
+    for start in range(0, 60, MAX_ROWS):
+        numbers = range(start, start + MAX_ROWS)
+        cases = [make_case(number, VOCABULARY, bans=False) for number in numbers]
+        if not is_chained:
+            cases = [without_chain(case) for case in cases]
         asked = [SampleRow(c.sampling, c.position, c.history, None, c.allowed) for c in cases]
-        logits = np.stack([case.logits for case in cases])
-        found, status = sampling.choose(torch.from_numpy(logits), asked, SAMPLES)
-        for place, row in enumerate(asked):
-            wanted = expected(logits[place], row)
-            if wanted is None:
-                assert status[place] in (NOTHING_ALLOWED, TOO_LARGE), row
-            else:
-                assert (status[place], found[place]) == (FINITE, wanted), row
+        check(device, np.stack([case.logits for case in cases]), asked)
+
+
+def test_kinds_of_rows() -> None:
+    def kind(**params: Any) -> int:
+        return sampling._kind(SamplingParams(**params))
+
+    assert kind() == kind(min_p=1e-6) == kernels.ALL
+    assert kind(temperature=0.0, top_k=3) == kernels.GREEDY
+    assert kind(top_k=3, top_p=0.5) == kind(min_p=0.1) == kernels.LISTED
+    assert kind(top_p=0.9) == kernels.WEIGHED
+    assert kind(typical_p=0.9) == kind(samplers="tk", top_k=3) == kernels.SKIP
 
 
 @pytest.mark.parametrize("repeat_last_n", [None, -1, 1, 2, 9])
-def test_a_pending_token_is_the_last_that_penalties_look_at(repeat_last_n: int | None) -> None:
+def test_a_pending_token_is_the_last_that_penalties_look_at(
+    device: Device, repeat_last_n: int | None
+) -> None:
     params = SamplingParams(
         temperature=0.0, repetition_penalty=9.0, presence_penalty=1.0, repeat_last_n=repeat_last_n
     )
-    how = Sampling(params, 1, 0)
     for completion in [(), (3,), (7, 3)]:
-        row = SampleRow(how, 0, History((1, 2, 3), completion), 0)
+        row = SampleRow(Sampling(params, 1, 0), 0, History((1, 2, 3), completion), 0)
         logits = np.zeros((1, VOCABULARY), np.float32)
         logits[0, [1, 2, 3, 7]] = [5.0, 6.0, 7.0, 8.0]
-        found, _ = sampling.choose(torch.from_numpy(logits), [row], SAMPLES)
-        assert found[0] == expected(logits[0], row)
+        check(device, logits, [row])
 
 
-def test_logits_that_are_not_numbers_are_said_to_be() -> None:
+@pytest.mark.parametrize("repeat_last_n", [None, -1, 1, 3])
+@pytest.mark.parametrize("has_pending", [False, True])
+def test_counts_follow_a_history_step_by_step(repeat_last_n: int | None, has_pending: bool) -> None:
+    """Several sequences, more of them than rows of counts, some of whose steps are left out."""
+    device = Device()
+    generator = np.random.default_rng(5)
+    params = SamplingParams(
+        temperature=0.0,
+        repetition_penalty=1.5,
+        frequency_penalty=0.7,
+        presence_penalty=0.3,
+        repeat_last_n=repeat_last_n,
+    )
+    hows = [Sampling(params, seed, 0) for seed in range(MAX_ROWS + 3)]
+    prompts = [tuple(generator.integers(0, 9, 6).tolist()) for _ in hows]
+    tokens = [generator.integers(0, 9, 40).tolist() for _ in hows]
+    known = [0] * len(hows)
+    for _ in range(10):
+        chosen = generator.permutation(len(hows))[:MAX_ROWS].tolist()
+        rows = []
+        for one in chosen:
+            history = History(prompts[one], tuple(tokens[one][: known[one]]))
+            rows.append(SampleRow(hows[one], 0, history, 1 if has_pending else None))
+            known[one] += int(generator.choice([0, 1, 1, 1, 2]))
+        logits = generator.normal(0, 1, (MAX_ROWS, VOCABULARY)).astype(np.float32)
+        logits[:, :10] += 2.0
+        check(device, logits, rows)
+
+
+def test_counts_are_made_anew_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    how = Sampling(SamplingParams(temperature=0.0, frequency_penalty=2.0), 1, 0)
+    logits = np.zeros((1, VOCABULARY), np.float32)
+    logits[0, [4, 5]] = [3.0, 2.0]
+    prompt = (1, 2)
+    check(device, logits, [SampleRow(how, 0, History(prompt, ()))])
+    with monkeypatch.context() as patch:
+        patch.setattr(device.sampler, "_run", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            device.sample(logits, [SampleRow(how, 1, History(prompt, (4,)))])
+    check(device, logits, [SampleRow(how, 1, History(prompt, (4,)))])
+
+
+def test_more_edits_than_a_step_holds_are_made_all_the_same(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_EDITS", 3)
+    params = SamplingParams(temperature=0.0, logit_bias={3: 5.0, 9: 4.0})
+    rows = [SampleRow(Sampling(params, 1, 0), 0) for _ in range(3)]
+    check(device, np.zeros((3, VOCABULARY), np.float32), rows)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        SampleRow(Sampling(SamplingParams(logit_bias={VOCABULARY: 1.0}), 1, 0), 0),
+        SampleRow(Sampling(SamplingParams(min_tokens=1, max_tokens=2), 1, 0, (VOCABULARY,)), 0),
+        *(
+            SampleRow(
+                Sampling(SamplingParams.from_mapping(params), 1, 0), 0, History((VOCABULARY,), ())
+            )
+            for params in (
+                {"repetition_penalty": 2.0},
+                {"dry_multiplier": 1.0},
+                {"repetition_penalty": 2.0, "typical_p": 0.5},
+            )
+        ),
+    ],
+)
+def test_tokens_beyond_the_vocabulary_are_a_fault_of_their_row(
+    device: Device, row: SampleRow
+) -> None:
+    sound = SampleRow(Sampling(SamplingParams(temperature=0.0, logit_bias={5: 9.0}), 1, 0), 0)
+    device.logits.zero_()
+    faults = device.sampler.sample([SampleRequest(0, 0, row), SampleRequest(1, 1, sound)], 2)
+    assert faults == {0: f"a token id is beyond the {VOCABULARY} logits"}
+    assert device.sampled[1].tolist() == [5, FINITE]
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.5}, {"typical_p": 0.5}])
+def test_logits_that_are_not_numbers_are_said_to_be(device: Device, params: dict[str, Any]) -> None:
     logits = torch.zeros(2, VOCABULARY)
     logits[1, 3] = float("nan")
-    how = SampleRow(Sampling(SamplingParams(), 1, 0), 0)
-    _, status = sampling.choose(logits, [how, how], SAMPLES)
-    assert status.tolist() == [FINITE, NOT_FINITE]
+    how = SampleRow(Sampling(SamplingParams(**params), 1, 0), 0)
+    found = device.sample(logits, [how, how])
+    assert [status for _, status in found] == [FINITE, NOT_FINITE]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**40))
@@ -124,56 +251,86 @@ def test_draws_are_the_same_function_of_seed_sequence_and_position(
     seed: int, index: int, position: int
 ) -> None:
     row = SampleRow(Sampling(SamplingParams(), seed, index), position)
-    assert int(sampling._bits([row, row])[1]) == draw_bits(seed, index, position)
+    assert int(chain._bits([row, row])[1]) == draw_bits(seed, index, position)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**62))
 @settings(max_examples=50, deadline=None)
 def test_a_place_is_drawn_with_128_bits(bits: int, total: int) -> None:
     signed = np.array([bits], np.uint64).view(np.int64)
-    found = sampling._high_product(torch.from_numpy(signed), torch.tensor([total]))
+    found = chain._high_product(torch.from_numpy(signed), torch.tensor([total]))
     assert int(found[0]) == (bits * total) >> 64
 
 
-def test_scores_are_the_reference_samplers() -> None:
-    logits = np.random.default_rng(1).normal(0, 3, (4, VOCABULARY)).astype(np.float32)
-    chosen = torch.tensor([0, 7, 9, 49])
-    found = sampling.score(torch.from_numpy(logits), chosen, 3)
-    for place in range(4):
-        wanted = score(logits[place], int(chosen[place]), 3)
-        assert float(found.logprobs[place]) == pytest.approx(wanted.logprob, abs=1e-12)
-        assert int(found.ranks[place]) == wanted.rank
-        assert found.top_tokens[place].tolist() == [token for token, _ in wanted.top]
+@pytest.mark.parametrize("tile", [TILE, Tile(64, 8, 64)], ids=["lists too short", "one chunk"])
+def test_scores_are_the_reference_samplers(tile: Tile) -> None:
+    device = Device(tile=tile)
+    for start in range(0, 18, MAX_ROWS):
+        numbers = range(start, start + MAX_ROWS)
+        logits = np.stack([make_case(n, VOCABULARY, bans=False).logits for n in numbers])
+        chosen = [n % VOCABULARY for n in numbers]
+        found = device.scores(logits, chosen, 9)
+        for place in range(MAX_ROWS):
+            wanted = score(logits[place], chosen[place], 9)
+            logprob, rank, top = found.of(place, 9)
+            assert logprob == pytest.approx(wanted.logprob, rel=1e-12, abs=1e-12)
+            assert rank == wanted.rank
+            assert [token for token, _ in top] == [token for token, _ in wanted.top]
+            values = [value for _, value in top]
+            assert values == pytest.approx([v for _, v in wanted.top], rel=1e-12, abs=1e-12)
+
+
+def test_samples_have_scores_of_the_logits_as_they_were(device: Device) -> None:
+    logits = np.random.default_rng(1).normal(0, 3, (3, VOCABULARY)).astype(np.float32)
+    asked = [
+        SampleRow(Sampling(SamplingParams(logprobs=number, **params), 1, 0), 0)
+        for number, params in (
+            (2, {"logit_bias": {4: 50.0}}),
+            (0, {"temperature": 0.0}),
+            (5, {"typical_p": 0.5}),
+        )
+    ]
+    found = device.sample(logits, asked)
+    scores = device.sampler.scores_on_host(3)
+    for place, (token, _) in enumerate(found):
+        num_top = asked[place].sampling.params.logprobs or 0
+        wanted = score(logits[place], token, num_top)
+        logprob, rank, top = scores.of(place, num_top)
+        assert logprob == pytest.approx(wanted.logprob, abs=1e-12)
+        assert rank == wanted.rank
+        assert [token for token, _ in top] == [token for token, _ in wanted.top]
 
 
 @pytest.mark.parametrize("width", [50, 5000])
 def test_scores_depend_on_their_row_alone(width: int) -> None:
+    device = Device(width, None)
     logits = torch.from_numpy(
-        np.random.default_rng(3).normal(0, 4, (9, width)).astype(np.float32).round(2)
+        np.random.default_rng(3).normal(0, 4, (6, width)).astype(np.float32).round(2)
     )
-    chosen = torch.arange(9) * 5
-    together = sampling.score(logits, chosen, 3)
-    for rows in ([0], [4], [8, 1], [7, 6, 5, 2]):
-        found = sampling.score(logits[rows], chosen[rows], 3)
-        for some, all_rows in zip(found, together, strict=True):
-            assert torch.equal(some, all_rows[rows])
+    chosen = [5 * place for place in range(6)]
+    together = device.scores(logits, chosen, 3)
+    for places in ([0], [4], [5, 1], [3, 2, 5]):
+        found = device.scores(logits[places], [chosen[place] for place in places], 3)
+        for at, place in enumerate(places):
+            assert found.of(at, 3) == together.of(place, 3)
 
 
 def test_a_vocabulary_smaller_than_the_scores_asked_for_gives_what_it_has() -> None:
-    found = sampling.score(torch.zeros(2, 3), torch.tensor([0, 2]), 20)
-    assert found.top_tokens.tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert found.ranks.tolist() == [1, 1]
+    found = Device(3).scores(torch.zeros(2, 3), [0, 2], 20)
+    for row in range(2):
+        _, rank, top = found.of(row, 20)
+        assert rank == 1 and [token for token, _ in top] == [0, 1, 2]
 
 
-def test_scores_of_what_the_kernel_does_not_read_are_refused() -> None:
+def test_scores_of_what_the_kernel_does_not_read_are_refused(device: Device) -> None:
     with pytest.raises(ValueError, match="no scores of"):
-        sampling.score(torch.zeros(2, 3, dtype=torch.float64), torch.tensor([0, 2]), 1)
+        device.sampler.score(torch.zeros(2, VOCABULARY, dtype=torch.float64), [0, 2], 1)
     with pytest.raises(ValueError, match="no scores of"):
-        sampling.score(torch.zeros(2, 3), torch.tensor([0]), 1)
+        device.sampler.score(torch.zeros(2, VOCABULARY), [0], 1)
 
 
 def test_the_most_demanding_row_uses_every_option() -> None:
-    row = sampling.most_demanding_row(VOCABULARY)
+    row = chain.most_demanding_row(VOCABULARY)
     usual = SamplingParams()
     of_the_text = {"seed", "n", "ignore_eos", "include_stop_str_in_output", "prompt_logprobs"}
     of_the_text |= {"include_stop_token"}
@@ -184,22 +341,22 @@ def test_the_most_demanding_row_uses_every_option() -> None:
         if field.name not in of_the_text:
             assert getattr(row.sampling.params, field.name) != getattr(usual, field.name), field
     assert row.history is not None and row.allowed is not None and row.sampling.end_token_ids
-    _, status = sampling.choose(torch.zeros(2, VOCABULARY), [row, row], SAMPLES)
-    assert status.tolist() == [FINITE] * 2
+    found = Device().sample(torch.zeros(2, VOCABULARY), [row, row])
+    assert [status for _, status in found] == [FINITE] * 2
 
 
 def test_the_exponential_is_the_references_bit_for_bit() -> None:
     values = -np.abs(np.random.default_rng(2).normal(0, 50, 5000))
     values[:5] = [0.0, -708.0, -708.1, -1e300, -np.inf]
-    found = sampling.exp(torch.from_numpy(values)).numpy()
+    found = chain.exp(torch.from_numpy(values)).numpy()
     np.testing.assert_array_equal(found, reference_exp(values))
 
 
 def test_a_penalty_that_makes_logits_infinite_is_said_to() -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=1e-38)
     row = SampleRow(Sampling(params, 1, 0), 0, History((3,), ()))
-    _, status = sampling.choose(torch.full((1, VOCABULARY), 5.0), [row], SAMPLES)
-    assert status.tolist() == [TOO_LARGE]
+    [(_, status)] = Device().sample(torch.full((1, VOCABULARY), 5.0), [row])
+    assert status == TOO_LARGE
 
 
 def test_rows_that_ask_for_the_likeliest_alone_are_plain() -> None:

@@ -522,11 +522,6 @@ class Decoder:
 
     # ---- the head
 
-    def overwrite_sampled(self, rows: Array, tokens: Array, statuses: Array) -> None:
-        """Put the sampler's tokens into `sampled` instead of the likeliest."""
-        self.sampled[rows, 0] = tokens
-        self.sampled[rows, 1] = statuses
-
     def run_head(self, count: int, rows: Array, slots: Array) -> None:
         """Logits of these rows of `normed`, and the likeliest token of each: into `sampled`
         (token, status), and into the samples where its slot is not -1."""

@@ -6,11 +6,10 @@ may be submitted before the one it follows is collected.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from quire.core.clock import Clock
@@ -23,9 +22,8 @@ from quire.core.errors import (
     StepTimeoutError,
 )
 from quire.core.plan import StepPlan, StepResult, Want
-from quire.core.sampling import MAX_LOGPROBS
 from quire.executors.base import NO_SAMPLING, ExecutorBase, model_capacity
-from quire.executors.cuda import sampling
+from quire.executors.cuda.chain import SampleRow
 from quire.executors.cuda.decoder import Decoder, KVBlocks, KVType, Limits, decoder_for
 from quire.executors.cuda.gemm import gemm_for
 from quire.executors.cuda.graphs import GraphRunner
@@ -38,8 +36,8 @@ from quire.executors.cuda.memory import (
     rows_sampled_at_once,
     weights_memory,
 )
-from quire.executors.cuda.planes import Array, to_natural_order
-from quire.executors.cuda.sampling import SampleRow, wants_argmax
+from quire.executors.cuda.planes import to_natural_order
+from quire.executors.cuda.sampling import Sampler, SampleRequest, wants_argmax
 from quire.executors.cuda.step_input import PackedRow
 from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, ToSample, results_of
 from quire.executors.cuda.weights import check_model, load_weights, packed_bytes
@@ -110,12 +108,15 @@ class CudaExecutor(ExecutorBase):
                 layout,
                 config.kv_type,
             )
-        self._rows_sampled_at_once = rows_sampled_at_once(
-            spec.vocabulary_size, config.max_batch_size, self._device
+            self._sampler = Sampler(
+                self._decoder.logits, self._samples.tokens, self._decoder.sampled
+            )
+        self._sampler.limit_chained(
+            rows_sampled_at_once(spec.vocabulary_size, config.max_batch_size, self._device)
         )
         # torch keeps freed memory for the stream that had it, so one stream does all.
         stream = torch.cuda.Stream(self._device) if self._is_gpu else None
-        with memory_set_aside(self._rehearse_sampling, self._device, stream):
+        with memory_set_aside(self._sampler.rehearse, self._device, stream):
             self._blocks: KVBlocks = allocate_blocks(
                 spec,
                 layout,
@@ -181,15 +182,10 @@ class CudaExecutor(ExecutorBase):
         """Compile every kernel and capture every graph."""
         if not self.is_warm:
             self._runner.warm_up()
+            if self._is_gpu:
+                with self._runner.stream():
+                    self._sampler.capture(self._runner.row_sizes, self._runner.captured)
             super().warm_up()
-
-    def _rehearse_sampling(self) -> None:
-        """Allocate the memory, and compile the kernels, that the most demanding rows need."""
-        count = self._rows_sampled_at_once
-        logits = self._decoder.logits[self._integers(range(count))]
-        row = sampling.most_demanding_row(self._spec.vocabulary_size)
-        tokens, _ = sampling.choose(logits, [row] * count, self._samples.tokens)
-        sampling.score(logits, tokens, MAX_LOGPROBS)
 
     def submit(self, plan: StepPlan) -> CudaTicket:
         return self.submit_hidden(plan, ())
@@ -231,6 +227,7 @@ class CudaExecutor(ExecutorBase):
         if not self._is_closed:
             super().close()
             self._runner.close()
+            self._sampler.close()
 
     def _wait(self, ticket: CudaTicket, timeout_s: float | None) -> None:
         done = ticket.done
@@ -323,7 +320,8 @@ class CudaExecutor(ExecutorBase):
         assert ticket.to_sample is not None
         sampled, slots, num_tokens = ticket.to_sample
         ticket.to_sample = None
-        ticket.wants_argmax = self._sample(sampled, slots) and len(sampled) == len(ticket.rows)
+        is_scored = self._sample(sampled, slots)
+        ticket.is_plain = not is_scored and len(sampled) == len(ticket.rows)
         for row in ticket.rows:
             plan = row.plan
             if row.packed is not None and (plan.want >= Want.LOGITS or plan.prompt_targets):
@@ -331,69 +329,37 @@ class CudaExecutor(ExecutorBase):
         ticket.sampled, ticket.finite = self._runner.fetch(len(sampled), num_tokens)
 
     def _sample(self, rows: list[StepRow], slots: list[int]) -> bool:
-        """Overwrite the likeliest tokens of rows that want another; whether all want the argmax."""
+        """Overwrite the likeliest tokens of rows that want another; whether a result holds more
+        than tokens: scores, or a fault of the sampler's."""
         requests = []
         for index, row in enumerate(rows):
             plan = row.plan
             assert plan.sampling is not None and row.packed is not None, NO_SAMPLING
             if not wants_argmax(plan):
-                request = SampleRow(
+                sample_row = SampleRow(
                     plan.sampling,
                     plan.completion_position,
                     plan.history,
                     row.packed.source,
                     plan.mask(),
                 )
-                requests.append((index, request))
+                requests.append(SampleRequest(index, slots[index], sample_row))
+        is_scored = any(row.plan.prompt_targets for row in rows)
         if not requests:
-            return not any(row.plan.prompt_targets for row in rows)
-        for index, request in requests:
-            self._check_sampling(rows[index], request)
-        requests = [entry for entry in requests if rows[entry[0]].fault is None]
-        for start in range(0, len(requests), self._rows_sampled_at_once):
-            self._sample_some(rows, slots, requests[start : start + self._rows_sampled_at_once])
-        return False
-
-    def _sample_some(
-        self, rows: list[StepRow], slots: list[int], requests: list[tuple[int, SampleRow]]
-    ) -> None:
-        """So few rows that the sampler's arrays fit the memory set aside for them."""
-        indices = self._integers([index for index, _ in requests])
-        logits = self._decoder.logits[indices]
-        tokens, status = sampling.choose(
-            logits, [request for _, request in requests], self._samples.tokens
-        )
-        own_slots = self._integers([slots[index] for index, _ in requests])
-        sampled = tokens.to(torch.int32)
-        self._samples.write(own_slots, sampled)
-        self._decoder.overwrite_sampled(indices, sampled, status.to(torch.int32))
+            return is_scored
+        faults = self._sampler.sample(requests, len(rows))
+        for index, fault in faults.items():
+            rows[index].fault = fault
         scored = [
-            at
-            for at, (_, request) in enumerate(requests)
-            if request.sampling.params.logprobs is not None
+            rows[request.head_row]
+            for request in requests
+            if request.row.sampling.params.logprobs is not None
         ]
         if scored:
-            chosen = self._integers(scored)
-            most = max(requests[at][1].sampling.params.logprobs or 0 for at in scored)
-            scores = sampling.score(logits[chosen], tokens[chosen], most).on_host()
-            for index, at in enumerate(scored):
-                rows[requests[at][0]].scores = (scores, index)
-
-    def _integers(self, values: Sequence[int]) -> Array:
-        """On the device."""
-        return sampling.to_device(np.array(values, np.int64), self._device)
-
-    def _check_sampling(self, row: StepRow, request: SampleRow) -> None:
-        """Token ids that the sampler would write to must be in the vocabulary."""
-        size = self.capacity.vocabulary_size
-        params = request.sampling.params
-        named = list(params.logit_bias)
-        if request.completion_position < params.min_tokens:
-            named += request.sampling.end_token_ids
-        if request.history is not None:
-            named += [*request.history.prompt, *request.history.completion]
-        if any(not 0 <= token < size for token in named):
-            row.fault = f"a token id is beyond the {size} logits"
+            scores = self._sampler.scores_on_host(len(rows))
+            for row in scored:
+                row.scores = scores
+        return is_scored or bool(scored) or bool(faults)
 
     def _more_wants(self, row: StepRow) -> None:
         """Logits of every position, scores of the prompt, the pooled state."""
@@ -416,8 +382,7 @@ class CudaExecutor(ExecutorBase):
             if plan.want is Want.LOGITS:
                 row.logits.append(logits.to("cpu", copy=True))  # the device cannot hold all
             if aimed := targets[start : start + count]:
-                scores = sampling.score(logits[: len(aimed)], self._integers(aimed), num_top)
-                row.prompt_scores.append(scores.on_host())
+                row.prompt_scores.append(self._sampler.score(logits[: len(aimed)], aimed, num_top))
 
 
 @contextmanager

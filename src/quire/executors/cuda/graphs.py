@@ -64,7 +64,7 @@ class GraphRunner:
         self._next = 0
         self._stream: Array = stream  # None on a CPU
         self._token_sizes = sizes_up_to(limits.num_tokens)
-        self._row_sizes = sizes_up_to(limits.num_rows)
+        self.row_sizes = sizes_up_to(limits.num_rows)
         self._bodies: dict[BodyShape, Array] = {}
         self._heads: dict[int, Array] = {}
 
@@ -100,7 +100,7 @@ class GraphRunner:
             return
         for shape in self._shapes():
             self._capture_body(shape)
-        for count in reversed(self._row_sizes):
+        for count in reversed(self.row_sizes):
             self._capture_head(count)
         torch.cuda.synchronize(self._device)
 
@@ -125,7 +125,7 @@ class GraphRunner:
         # Nothing but padding: no key is kept, and nothing attended to.
         body = pack_body([], shape.num_tokens, 1, self._windows)
         self._send(np.concatenate([*self._head_input([], []), body]))
-        self._bodies[shape] = self._captured(run)
+        self._bodies[shape] = self.captured(run)
 
     def _capture_head(self, count: int) -> None:
         rows, slots = self._layout.head(self._buffer)
@@ -134,9 +134,10 @@ class GraphRunner:
             self._decoder.run_head(count, rows, slots)
 
         self._send(np.concatenate(self._head_input([], [])))
-        self._heads[count] = self._captured(run)
+        self._heads[count] = self.captured(run)
 
-    def _captured(self, run: Callable[[], None]) -> Array:
+    def captured(self, run: Callable[[], None]) -> Array:
+        """A graph of what `run` launches; run once before."""
         with self.stream():
             run()
             self._stream.synchronize()
@@ -172,7 +173,7 @@ class GraphRunner:
 
     def _run_head(self, count: int) -> None:
         if self._is_gpu:
-            self._heads[next(size for size in self._row_sizes if size >= count)].replay()
+            self._heads[next(size for size in self.row_sizes if size >= count)].replay()
         else:
             self._decoder.run_head(count, *self._layout.head(self._buffer))
 

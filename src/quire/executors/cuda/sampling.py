@@ -1,40 +1,57 @@
-"""The sampler on the device: what executors/sampler.py does to one row, done to many at once.
+"""Sampler: the rows of a step that want more than the argmax, sampled by kernels behind the head.
 
-Weights are integers here too, so sums come out the same in any order, and the exponential is the
-reference's own. Nothing is copied to the host: a row may follow a token that is not there yet.
+A row's parameters go up as words of one buffer (kernels/sampling.py), grammar masks as words of
+another. The kernels are captured as graphs, one a size, as the head is. Rows that need samplers
+beyond temperature, top-k, top-p, min-p, penalties and DRY are sampled by chain.py.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 
+from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, SequencePlan
-from quire.core.samplers import DEFAULT_ORDER
-from quire.core.sampling import MAX_LOGPROBS, SamplingParams, xtc_acts
-from quire.executors import elementary
-from quire.executors.cuda.kernels import layers
-from quire.executors.cuda.kernels.layers import FINITE, NOT_FINITE, NOTHING_ALLOWED, TOO_LARGE
+from quire.core.sampling import MAX_LOGPROBS, SamplingParams
+from quire.executors.cuda import chain
+from quire.executors.cuda.chain import SampleRow, to_device
+from quire.executors.cuda.kernels import sampling as kernels
+from quire.executors.cuda.kernels import scoring
+from quire.executors.cuda.kernels.sampling import RowInput, Workspace
 from quire.executors.cuda.planes import Array
+from quire.executors.cuda.token_counts import CountChange, TokenCounts
+from quire.executors.cuda.upload import Upload
 from quire.executors.dry import dry_penalties
 
-_WEIGHT_ONE = float(2**32)
-_LOW = 0xFFFFFFFF
-_MAX_INT64 = 2**63 - 1
-_ABOVE_SCORES = 2**40  # added to weights, it makes them greater than any score's key
-_STAGED_BYTES = 64 << 10  # that CUDA copies aside at once
+_EDITS = 1 << 15  # bans and biases of a step; rows beyond are sampled by chain.py
+_LISTED_MIN_P = 1e-3  # where min-p is lower, too many tokens may be left for a list
+_ALWAYS = struct.Struct("<QIi4f4d")
+_THIS_STEP = struct.Struct("<iQ13i")
+_EDIT = struct.Struct("<if")
+_NOTHING = bytes(4 * kernels.WORDS)
+_MAX_KNOWN = 4096
+_NO_CHANGE = CountChange(-1)
 
 
-class SampleRow(NamedTuple):
-    """How one row of logits is sampled."""
+class Tile(NamedTuple):
+    """Sizes that the kernels are compiled for; powers of two."""
 
-    sampling: Sampling
-    completion_position: int
-    history: History | None = None
-    pending: int | None = None  # index into the samples of a token that belongs to the history
-    allowed: bytes | None = None
+    chunk: int = kernels.CHUNK
+    group: int = kernels.GROUP
+    listed: int = kernels.LISTED_AT_MOST
+
+
+class SampleRequest(NamedTuple):
+    """A row of logits to sample."""
+
+    head_row: int
+    slot: int  # of its token among the samples
+    row: SampleRow
 
 
 def wants_argmax(plan: SequencePlan) -> bool:
@@ -53,591 +70,412 @@ def wants_argmax(plan: SequencePlan) -> bool:
     )
 
 
-def most_demanding_row(vocabulary_size: int) -> SampleRow:
-    """A row that uses every option: no row takes more memory."""
-    params = SamplingParams(
-        temperature=1.0,
-        top_p=0.5,
-        top_k=vocabulary_size,
-        min_p=0.5,
-        repetition_penalty=2.0,
-        presence_penalty=1.0,
-        frequency_penalty=1.0,
-        logit_bias={0: 1.0},
-        logprobs=MAX_LOGPROBS,
-        min_tokens=1,
-        max_tokens=1,
-        repeat_last_n=1,
-        typical_p=0.5,
-        top_n_sigma=1.0,
-        xtc_probability=1.0,
-        xtc_threshold=0.05,
-        dry_multiplier=1.0,
-        dry_base=2.0,
-        dry_allowed_length=1,
-        dry_penalty_last_n=-1,
-        dry_sequence_breakers=(),
-        dynatemp_range=0.5,
-        dynatemp_exponent=2.0,
-        samplers=(*DEFAULT_ORDER, "temperature"),
+class _Known(NamedTuple):
+    """What a sequence's rows have in common."""
+
+    sampling: Sampling
+    words: bytes
+    kind: int
+    bans: bytes
+    biases: bytes
+    highest_bias: int  # token; -1: no biases
+
+
+def _known(sampling: Sampling) -> _Known:
+    params = sampling.params
+    least = math.log(params.min_p) - 1e-9 if params.min_p else kernels.ZERO_EXPONENT
+    words = _ALWAYS.pack(
+        sampling.seed & (2**64 - 1),
+        sampling.index & 0xFFFFFFFF,
+        min(params.top_k, 2**31 - 1),
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+        0.0,
+        params.temperature or 1.0,
+        params.top_p,
+        params.min_p,
+        max(least, kernels.ZERO_EXPONENT),
     )
-    history = History((0, 0), (0, 0))
-    allowed = b"\xff" * -(-vocabulary_size // 8)
-    return SampleRow(Sampling(params, 0, 0, (0,)), 0, history, None, allowed)
+    return _Known(
+        sampling,
+        words,
+        _kind(params),
+        b"".join(_EDIT.pack(token, -math.inf) for token in sampling.end_token_ids),
+        b"".join(_EDIT.pack(*entry) for entry in params.logit_bias.items()),
+        max(params.logit_bias, default=-1),
+    )
 
 
-def choose(logits: Array, rows: Sequence[SampleRow], samples: Array) -> tuple[Array, Array]:
-    """Tokens and statuses of each row: logits [rows, vocabulary] float32."""
-    finite = torch.isfinite(logits).all(dim=1)
-    scores = logits.clone()
-    _adjust(scores, rows)
-    tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-    status = torch.zeros_like(tokens)
-    for is_plain, order, members in _groups(rows):
-        own = [rows[at] for at in members]
-        if len(own) == len(rows):
-            tokens, status = _choose_some(scores, own, samples, is_plain, order)
-        else:
-            index = _on(np.array(members, np.int64), scores)
-            chosen = _choose_some(scores[index], own, samples, is_plain, order)
-            tokens[index], status[index] = chosen
-    return tokens, torch.where(finite, status, NOT_FINITE)
+def _kind(params: SamplingParams) -> int:
+    """How kernels/sampling.py treats such rows; SKIP: chain.py samples them."""
+    if not params.is_plain:
+        return kernels.SKIP
+    if params.is_greedy:
+        return kernels.GREEDY
+    if params.top_k or params.min_p >= _LISTED_MIN_P:
+        return kernels.LISTED
+    return kernels.ALL if params.top_p == 1.0 else kernels.WEIGHED
 
 
-class _Group(NamedTuple):
-    """Rows that take the same way: all plain ones, or those with one order of samplers."""
+class _Step:
+    """What a step sends, while it is packed."""
 
-    is_plain: bool
-    order: tuple[str, ...]
-    members: list[int]
+    def __init__(self, num_rows: int) -> None:
+        self.words = [_NOTHING] * num_rows
+        self.edits: list[bytes] = []
+        self.num_edits = 0
+        self.masks: list[bytes] = []
+        self.chained: list[SampleRequest] = []
+        self.faults: dict[int, str] = {}
+        self.is_sampled = False  # by the kernels
+        self.is_scored = False
+
+    def add_mask(self, mask: bytes | None) -> int:
+        """Its index among those of the step; -1: none."""
+        if mask is None:
+            return -1
+        self.masks.append(mask)
+        return len(self.masks) - 1
+
+    def add_edits(self, *edits: bytes) -> int:
+        """Where they begin."""
+        start = self.num_edits
+        self.edits += edits
+        self.num_edits += sum(map(len, edits)) // _EDIT.size
+        return start
 
 
-def _groups(rows: Sequence[SampleRow]) -> list[_Group]:
-    found: dict[tuple[str, ...] | None, list[int]] = {}
-    for at, row in enumerate(rows):
+class Sampler:
+    """Samples rows of `logits` [rows, vocabulary] into `sampled` [rows, (token, status)] and into
+    `samples` at their slots."""
+
+    def __init__(
+        self, logits: Array, samples: Array, sampled: Array, tile: Tile | None = None
+    ) -> None:
+        self._logits = logits
+        self._samples = samples
+        self._sampled = sampled
+        self._tile = tile = tile or Tile()
+        num_rows, self._width = logits.shape
+        self._num_chunks = -(-self._width // tile.chunk)
+        self._mask_words = -(-self._width // 32)
+        device = str(logits.device)
+        self._step = Upload(num_rows * kernels.WORDS + 2 * _EDITS, device)
+        self._masks = Upload(num_rows * self._mask_words, device)
+        self._work = self._workspace(num_rows)
+        self._rows = self._row_input(num_rows)
+        self._scored = self._scoring(num_rows)
+        self._counts = TokenCounts(self._work.counts)
+        self._by_sampling: dict[int, _Known] = {}
+        self._graphs: dict[int, tuple[Any, Any]] = {}
+        self._chained_at_once = num_rows
+
+    # ---- memory
+
+    def _made(self, kind: Any, *shape: int) -> Array:
+        return torch.zeros(shape, dtype=kind, device=self._logits.device)
+
+    def _workspace(self, rows: int) -> Workspace:
+        tile, chunks = self._tile, self._num_chunks
+        return Workspace(
+            scores=self._made(torch.float32, rows, self._width),
+            counts=self._made(torch.int32, rows, self._width),
+            chunk_best=self._made(torch.float32, rows, chunks),
+            chunk_faults=self._made(torch.int32, rows, chunks),
+            chunk_sums=self._made(torch.int64, rows, chunks),
+            group_best=self._made(torch.float32, rows, chunks, tile.chunk // tile.group),
+            kinds=self._made(torch.int32, rows),
+            best=self._made(torch.float32, rows),
+            bounds=self._made(torch.float32, rows),
+            num_listed=self._made(torch.int32, rows),
+            listed=self._made(torch.int32, rows, tile.listed),
+            listed_scores=self._made(torch.float32, rows, tile.listed),
+            listed_weights=self._made(torch.int64, rows, tile.listed),
+        )
+
+    def _row_input(self, rows: int) -> RowInput:
+        size = rows * kernels.WORDS
+        words, edits = self._step.buffer[:size], self._step.buffer[size:]
+        return RowInput(
+            words,
+            words.view(torch.float32),
+            words.view(torch.float64),
+            edits,
+            edits.view(torch.float32),
+            self._masks.buffer,
+        )
+
+    def _scoring(self, rows: int) -> scoring.Scored:
+        return scoring.Scored(
+            self._sampled,
+            2,
+            self._step.buffer[kernels.NUM_TOP :],
+            kernels.WORDS,
+            self._made(torch.float64, rows, self._num_chunks),
+            self._made(torch.float64, rows),
+            self._made(torch.int32, rows),
+            self._made(torch.float64, rows, scoring.RESULTS),
+        )
+
+    def limit_chained(self, rows: int) -> None:
+        """So many rows at once have memory for chain.py's arrays."""
+        self._chained_at_once = rows
+
+    def rehearse(self) -> None:
+        """Allocate the memory that the most demanding rows need beyond what is there."""
+        rows = [chain.most_demanding_row(self._width)] * self._chained_at_once
+        index = self._integers(range(len(rows)))
+        chain.choose(self._logits[index], rows, self._samples)
+
+    # ---- a step
+
+    def sample(self, requests: Sequence[SampleRequest], num_rows: int) -> dict[int, str]:
+        """Sample rows below `num_rows`, on the current stream; the faults of rows that have no
+        token for it. Scores are there for scores_on_host() to fetch."""
+        step = _Step(num_rows)
+        try:
+            for request in requests:
+                try:
+                    self._pack(step, request)
+                except RowFaultError as fault:
+                    step.faults[request.head_row] = str(fault)
+            self._send(step)
+            if step.is_sampled:
+                self._run(num_rows, 0, self._launch)
+            for start in range(0, len(step.chained), self._chained_at_once):
+                self._chain(step.chained[start : start + self._chained_at_once])
+            if step.is_scored:
+                self._run(num_rows, 1, self._launch_scores)
+        except BaseException:
+            self._counts.forget()
+            raise
+        return step.faults
+
+    def _pack(self, step: _Step, request: SampleRequest) -> None:
+        row = request.row
+        sampling = row.sampling
+        known = self._by_sampling.get(id(sampling))
+        if known is None:
+            if len(self._by_sampling) >= _MAX_KNOWN:
+                self._by_sampling.clear()
+            known = self._by_sampling[id(sampling)] = _known(sampling)
+        params = sampling.params
+        bans = known.bans if row.completion_position < params.min_tokens else b""
+        self._check_tokens(known, row, bool(bans))
+        num_top = 0 if params.logprobs is None else params.logprobs + 1
+        step.is_scored |= num_top > 0
+        late = b""
+        if row.history is not None and known.kind != kernels.SKIP and "dry" in params.order:
+            late = _dry_edits(row, row.history)
+        num_edits, num_late = (len(some) // _EDIT.size for some in (bans + known.biases, late))
+        if known.kind == kernels.SKIP or step.num_edits + num_edits + num_late > _EDITS:
+            step.chained.append(request)
+            step.words[request.head_row] = _NOTHING[:-4] + num_top.to_bytes(4, "little")
+            return
+        change = _NO_CHANGE
+        if row.history is not None and "penalties" in params.order:
+            change = self._counts.change(row, row.history)
+        mask = step.add_mask(row.allowed)
+        step.is_sampled = True
+        step.words[request.head_row] = known.words + _THIS_STEP.pack(
+            known.kind,
+            row.completion_position,
+            request.slot,
+            change.row,
+            -1 if row.pending is None else row.pending,
+            mask,
+            step.add_edits(bans, known.biases, late),
+            num_edits,
+            num_late,
+            mask >= 0 or num_edits > 0 or num_late > 0 or change.row >= 0,
+            *change.tokens,
+            *change.by,
+            num_top,
+        )
+
+    def _check_tokens(self, known: _Known, row: SampleRow, is_banned: bool) -> None:
+        """Tokens that the sampler is told of must be in the vocabulary; counted ones are checked
+        as they are counted."""
+        highest = known.highest_bias
+        if is_banned:
+            highest = max(highest, *row.sampling.end_token_ids)
         params = row.sampling.params
-        found.setdefault(None if params.is_plain else params.order, []).append(at)
-    return [_Group(order is None, order or (), members) for order, members in found.items()]
+        if row.history is not None and (known.kind == kernels.SKIP or "dry" in params.order):
+            highest = max(highest, *(max(part, default=0) for part in row.history))
+        if highest >= self._width:
+            raise RowFaultError(f"a token id is beyond the {self._width} logits")
+
+    def _send(self, step: _Step) -> None:
+        self._counts.count_fresh()
+        rows = np.frombuffer(b"".join(step.words), np.int32)
+        host = self._step.host()
+        host[: len(rows)] = rows
+        count = len(rows)
+        if step.num_edits:
+            start = self._rows.words.numel()
+            count = start + 2 * step.num_edits
+            host[start:count] = np.frombuffer(b"".join(step.edits), np.int32)
+        self._step.send(count)
+        if step.masks:
+            self._send_masks(step.masks)
+
+    def _send_masks(self, masks: Sequence[bytes]) -> None:
+        """A mask has a bit a token; what it lacks is not allowed."""
+        width = 4 * self._mask_words
+        lines = self._masks.host().view(np.uint8).reshape(-1, width)
+        for line, mask in zip(lines, masks, strict=False):
+            bits = np.frombuffer(mask, np.uint8)[:width]
+            line[: len(bits)] = bits
+            line[len(bits) :] = 0
+        self._masks.send(len(masks) * self._mask_words)
+
+    def _chain(self, requests: Sequence[SampleRequest]) -> None:
+        index = self._integers([request.head_row for request in requests])
+        tokens, status = chain.choose(
+            self._logits[index], [request.row for request in requests], self._samples
+        )
+        self._samples[self._integers([request.slot for request in requests])] = tokens.int()
+        self._sampled[index] = torch.stack([tokens.int(), status.int()], dim=1)
+
+    def _integers(self, values: Sequence[int]) -> Array:
+        """On the device."""
+        return to_device(np.array(values, np.int64), self._logits.device)
+
+    # ---- kernels
+
+    def capture(self, sizes: Sequence[int], captured: Callable[[Callable[[], None]], Any]) -> None:
+        """Capture graphs for these numbers of rows."""
+        host = self._step.host()
+        host[:] = 0
+        self._step.send(len(host))
+        for size in sizes:
+            self._graphs[size] = (
+                captured(lambda size=size: self._launch(size)),  # type: ignore[misc]
+                captured(lambda size=size: self._launch_scores(size)),  # type: ignore[misc]
+            )
+
+    def close(self) -> None:
+        self._graphs.clear()
+
+    def _run(self, num_rows: int, which: int, launch: Callable[[int], None]) -> None:
+        size = next((size for size in sorted(self._graphs) if size >= num_rows), None)
+        if size is None:
+            launch(num_rows)
+        else:
+            self._graphs[size][which].replay()
+
+    def _launch(self, num_rows: int) -> None:
+        tile, chunks, width = self._tile, self._num_chunks, self._width
+        work, rows, logits = self._work, self._rows, self._logits
+        powers = {"CHUNKS": triton.next_power_of_2(chunks)}
+        groups = powers["CHUNKS"] * (tile.chunk // tile.group)
+        exact: dict[str, Any] = {"enable_fp_fusion": False}
+        wide = {"CHUNK": tile.chunk, "num_warps": 8, **exact}
+        by_chunk = (num_rows, chunks)
+        kernels.adjust[by_chunk](
+            logits, rows, work, self._samples, width, self._mask_words, GROUP=tile.group, **wide
+        )
+        kernels.find_bounds[(num_rows,)](
+            rows,
+            work,
+            self._samples,
+            self._sampled,
+            chunks,
+            NUM_GROUPS=groups,
+            num_warps=8,
+            **powers,
+            **exact,
+        )
+        kernels.weigh_or_list[by_chunk](logits, rows, work, width, LIST=tile.listed, **wide)
+        kernels.list_weighed[by_chunk](
+            logits, rows, work, width, LIST=tile.listed, **powers, **wide
+        )
+        kernels.choose[(num_rows,)](
+            logits,
+            rows,
+            work,
+            self._samples,
+            self._sampled,
+            width,
+            chunks,
+            CHUNK=tile.chunk,
+            LIST=tile.listed,
+            num_warps=4,
+            **powers,
+            **exact,
+        )
+
+    def _launch_scores(self, num_rows: int, logits: Array = None, scored: Any = None) -> None:
+        tile, chunks, width, work = self._tile, self._num_chunks, self._width, self._work
+        logits = self._logits if logits is None else logits
+        scored = scored or self._scored
+        powers = {"CHUNKS": triton.next_power_of_2(chunks)}
+        groups = powers["CHUNKS"] * (tile.chunk // tile.group)
+        exact: dict[str, Any] = {"enable_fp_fusion": False}
+        wide = {"CHUNK": tile.chunk, "num_warps": 8, **exact}
+        by_chunk, by_row = (num_rows, chunks), (num_rows,)
+        scoring.score_bests[by_chunk](logits, scored, work, width, GROUP=tile.group, **wide)
+        scoring.score_sums[by_chunk](logits, scored, work, width, **powers, **wide)
+        scoring.score_tokens[by_row](
+            logits, scored, work, width, chunks, NUM_GROUPS=groups, num_warps=8, **powers, **exact
+        )
+        scoring.score_ranks[by_chunk](
+            logits, scored, work, width, LIST=tile.listed, **powers, **wide
+        )
+        scoring.score_likeliest[by_row](
+            logits, scored, work, width, chunks, LIST=tile.listed, num_warps=4, **powers, **exact
+        )
+
+    # ---- scores
+
+    def scores_on_host(self, num_rows: int) -> "Scores":
+        """Those of the rows that were sampled last."""
+        return Scores(_to_host(self._scored.results[:num_rows]), self._width)
+
+    def score(self, logits: Array, tokens: Sequence[int], num_top: int) -> "Scores":
+        """Of other logits than those that are sampled, as many rows at most; on the host once the
+        stream is done."""
+        count, width = logits.shape
+        if not logits.is_contiguous() or logits.dtype != torch.float32 or width != self._width:
+            raise ValueError(f"no scores of {logits.dtype} {tuple(logits.shape)}")
+        if len(tokens) != count or count > len(self._scored.ranks):
+            raise ValueError(f"no scores of {len(tokens)} tokens in {count} rows")
+        given = np.array([tokens, [num_top + 1] * count], np.int32)
+        of_rows = to_device(given, self._logits.device)
+        scored = self._scored._replace(
+            tokens=of_rows[0], token_stride=1, num_top=of_rows[1], num_top_stride=1
+        )
+        self._launch_scores(count, logits, scored)
+        return Scores(_to_host(scored.results[:count]), width)
 
 
-def _choose_some(
-    scores: Array,
-    rows: Sequence[SampleRow],
-    samples: Array,
-    is_plain: bool,
-    order: tuple[str, ...],
-) -> tuple[Array, Array]:
-    """Of one group; overwrites the scores."""
-    if is_plain:
-        return _choose_plain(scores, rows, samples)
-    chain = _Chain(scores, rows, samples)
-    chain.run(order)
-    return _draw(chain.weights(), _bits(rows)), chain.status
-
-
-def _choose_plain(scores: Array, rows: Sequence[SampleRow], samples: Array) -> tuple[Array, Array]:
-    _penalise(scores, rows, samples)
-    _apply_dry(scores, rows)
-    best = scores.max(dim=1).values
-    status = _status(best)
-    greedy = np.array([row.sampling.params.is_greedy for row in rows])
-    if greedy.all():
-        return _first_best(scores, best), status
-    drawn = _draw(_weights(scores, best, rows), _bits(rows))
-    if not greedy.any():
-        return drawn, status
-    return torch.where(_on(greedy, scores), _first_best(scores, best), drawn), status
-
-
-def _status(best: Array) -> Array:
-    """Of rows by their greatest scores; NaN is below nothing."""
-    status = torch.where(best < float("inf"), FINITE, TOO_LARGE)
-    return torch.where(best == float("-inf"), NOTHING_ALLOWED, status)
-
-
-def to_device(values: npt.NDArray[np.generic], device: object) -> Array:
-    """A copy that does not wait for the stream. CUDA has read pageable memory, such as `values`, by
-    the time the call returns, so the array need not be kept; but for a large array that time is
-    when the stream comes to it. So a large one is copied from pinned memory, which torch uses again
-    when the copy is done."""
-    source = torch.from_numpy(values)
-    if values.nbytes > _STAGED_BYTES and torch.device(device).type == "cuda":
-        source = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
-    return source.to(device, non_blocking=True)
-
-
-def _on(values: npt.NDArray[np.generic], like: Array) -> Array:
-    return to_device(values, like.device)
-
-
-def _first_best(scores: Array, best: Array) -> Array:
-    columns = torch.arange(scores.shape[1], device=scores.device)
-    matches = torch.where(scores == best[:, None], columns, scores.shape[1])
-    return matches.min(dim=1).values.clamp(max=scores.shape[1] - 1)  # NaN equals nothing
-
-
-# ---- adjusting logits
-
-
-def _adjust(scores: Array, rows: Sequence[SampleRow]) -> None:
-    """Mask, bans and bias, which come before all samplers."""
-    _mask(scores, rows)
-    bans = [
-        (index, token)
-        for index, row in enumerate(rows)
-        if row.completion_position < row.sampling.params.min_tokens
-        for token in row.sampling.end_token_ids
-    ]
-    if bans:
-        cells = _on(np.array(bans, np.int64), scores)
-        scores[cells[:, 0], cells[:, 1]] = float("-inf")
-    biases = [
-        (index, token, bias)
-        for index, row in enumerate(rows)
-        for token, bias in row.sampling.params.logit_bias.items()
-    ]
-    if biases:
-        cells = _on(np.array([entry[:2] for entry in biases], np.int64), scores)
-        values = _on(np.array([entry[2] for entry in biases], np.float32), scores)
-        scores[cells[:, 0], cells[:, 1]] += values
-
-
-def _penalise(scores: Array, rows: Sequence[SampleRow], samples: Array) -> None:
-    penalised = [
-        at
-        for at, row in enumerate(rows)
-        if row.history is not None and "penalties" in row.sampling.params.order
-    ]
-    if penalised:
-        index = _on(np.array(penalised, np.int64), scores)
-        chosen = [rows[at] for at in penalised]
-        scores[index] = _penalised(scores[index], chosen, samples)
-
-
-def _apply_dry(scores: Array, rows: Sequence[SampleRow]) -> None:
+def _dry_edits(row: SampleRow, history: History) -> bytes:
     """The host finds the repetitions: such a row is planned when its last token is known."""
-    found = [
-        (at, token, penalty)
-        for at, row in enumerate(rows)
-        if row.history is not None and "dry" in row.sampling.params.order
-        for token, penalty in _dry_penalties(row, row.history).items()
-    ]
-    if found:
-        cells = _on(np.array([entry[:2] for entry in found], np.int64), scores)
-        values = _on(np.array([entry[2] for entry in found], np.float32), scores)
-        scores[cells[:, 0], cells[:, 1]] -= values
-
-
-def _dry_penalties(row: SampleRow, history: History) -> dict[int, float]:
     assert row.pending is None, "a row with DRY was planned before its last token was known"
     params = row.sampling.params
-    return dry_penalties(history.last(params.dry_penalty_last_n), params, row.sampling.breakers)
-
-
-def _mask(scores: Array, rows: Sequence[SampleRow]) -> None:
-    width = -(-scores.shape[1] // 8)
-    masked = [index for index, row in enumerate(rows) if row.allowed is not None]
-    if not masked:
-        return
-    packed = np.zeros((len(masked), width), np.uint8)
-    for line, index in enumerate(masked):
-        bits = np.frombuffer(rows[index].allowed or b"", np.uint8)[:width]
-        packed[line, : len(bits)] = bits
-    shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
-    allowed = (_on(packed, scores)[:, :, None] >> shifts & 1).flatten(1)[:, : scores.shape[1]]
-    index = _on(np.array(masked, np.int64), scores)
-    scores[index] = torch.where(allowed.bool(), scores[index], float("-inf"))
-
-
-def _penalised(scores: Array, rows: Sequence[SampleRow], samples: Array) -> Array:
-    """Repetition looks at prompt and completion, frequency and presence at the completion; with
-    repeat_last_n all look at the last tokens of both."""
-    parts = [_looked_at(row, row.history) for row in rows if row.history is not None]
-    counts = _counts(scores, [counted for _, counted in parts], rows, samples)
-    seen = _counts(scores, [others for others, _ in parts]) + counts > 0
-    factor, frequency, presence = (
-        _on(np.array([[getattr(row.sampling.params, name)] for row in rows], np.float32), scores)
-        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    )
-    repeated = torch.where(scores > 0, scores / factor, scores * factor)
-    scores = torch.where(seen & (factor != 1.0), repeated, scores)
-    once = scores - frequency * counts
-    return torch.where(counts > 0, once - presence, scores)
-
-
-def _looked_at(row: SampleRow, history: History) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens for repetition alone, and those for all penalties; a pending one is of these."""
-    last = row.sampling.params.repeat_last_n
-    if last is None:
-        return history.prompt, history.completion
-    if last > 0 and row.pending is not None:
-        return (), history.last(last - 1)
-    return (), history.last(last)
-
-
-def _counts(
-    scores: Array,
-    histories: Sequence[tuple[int, ...]],
-    rows: Sequence[SampleRow] = (),
-    samples: Array | None = None,
-) -> Array:
-    """How often each token occurs in each history, with the pending tokens."""
-    counts = torch.zeros_like(scores)
-    lengths = [len(tokens) for tokens in histories]
-    if sum(lengths):
-        owners = np.repeat(np.arange(len(lengths)), lengths)
-        tokens = np.fromiter((t for tokens in histories for t in tokens), np.int64, sum(lengths))
-        cells, numbers = np.unique(np.stack([owners, tokens]), axis=1, return_counts=True)
-        index = _on(cells, scores)
-        counts[index[0], index[1]] = _on(numbers.astype(np.float32), scores)
-    pending = [(at, row.pending) for at, row in enumerate(rows) if row.pending is not None]
-    if pending and samples is not None:
-        index = _on(np.array(pending, np.int64), scores)
-        counts[index[:, 0], samples[index[:, 1]].long()] += 1.0
-    return counts
-
-
-# ---- drawing
-
-
-def exp(values: Array) -> Array:
-    """e to each value, float64, for values of at most 0: the steps of executors/elementary.py, each
-    an operation of its own, so that none is fused with another."""
-    bounded = values.clamp(min=elementary.LOWEST_EXPONENT)
-    shifted = bounded * elementary.LOG2_E
-    shifted += elementary.TO_INTEGER
-    power = shifted - elementary.TO_INTEGER
-    rest = bounded - power * elementary.LN2_HIGH
-    rest -= power * elementary.LN2_LOW
-    result = torch.full_like(rest, elementary.EXP_TAIL[-1])
-    for coefficient in reversed(elementary.EXP_TAIL[:-1]):
-        result *= rest
-        result += coefficient
-    result *= rest
-    result *= rest
-    result += rest
-    result += 1.0
-    scaled = (result.view(torch.int64) + (shifted.view(torch.int64) << 52)).view(torch.float64)
-    return torch.where(values < elementary.LOWEST_EXPONENT, 0.0, scaled)
-
-
-def _weights(scores: Array, best: Array, rows: Sequence[SampleRow]) -> Array:
-    """Integer weights of the tokens that may be drawn; 0 for the others. Greedy rows: anything."""
-    params = [row.sampling.params for row in rows]
-    temperature = _on(np.array([[p.temperature or 1.0] for p in params], np.float64), scores)
-    likelihood = exp((scores.double() - best.double()[:, None]) / temperature)
-    weights = torch.floor(likelihood * _WEIGHT_ONE).nan_to_num(0.0).to(torch.int64)
-    min_p = np.array([[p.min_p] for p in params], np.float64)
-    if min_p.any():
-        weights = torch.where(likelihood < _on(min_p, scores), 0, weights)
-    limited = [at for at, p in enumerate(params) if p.top_k or p.top_p < 1.0]
-    if limited:
-        index = _on(np.array(limited, np.int64), scores)
-        top_k = np.array([[params[at].top_k or scores.shape[1]] for at in limited], np.int64)
-        top_p = np.array([[params[at].top_p] for at in limited], np.float64)
-        kept = _keep_likeliest(weights[index], _on(top_k, scores), _on(top_p, scores))
-        weights[index] = kept
-    return weights
-
-
-def _keep_likeliest(weights: Array, top_k: Array, top_p: Array) -> Array:
-    """Zero what top-k and top-p leave out; of equal weights the lower ids stay."""
-    ordered, order = torch.sort(weights, dim=1, descending=True, stable=True)
-    rank = torch.arange(weights.shape[1], device=weights.device)
-    ordered = torch.where(rank < top_k, ordered, 0)
-    total = ordered.sum(dim=1, keepdim=True).double()
-    before = (torch.cumsum(ordered, dim=1) - ordered).double()
-    ordered = torch.where((before >= top_p * total) & (top_p < 1.0), 0, ordered)
-    return torch.zeros_like(weights).scatter_(1, order, ordered)
-
-
-def _bits(rows: Sequence[SampleRow]) -> npt.NDArray[np.uint64]:
-    """64 random bits a row: core/sampling.py's Philox, for many rows at once."""
-    key = np.array([row.sampling.seed & (2**64 - 1) for row in rows], np.uint64)
-    position = np.array([row.completion_position for row in rows], np.uint64)
-    index = np.array([row.sampling.index for row in rows], np.uint64)
-    low, thirty_two = np.uint64(_LOW), np.uint64(32)
-    k0, k1 = key & low, key >> thirty_two
-    c0, c1, c2, c3 = position & low, position >> thirty_two, index & low, np.zeros_like(key)
-    for _ in range(10):
-        product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
-        c0, c1, c2, c3 = (
-            (product1 >> thirty_two) ^ c1 ^ k0,
-            product1 & low,
-            (product0 >> thirty_two) ^ c3 ^ k1,
-            product0 & low,
-        )
-        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
-    bits: npt.NDArray[np.uint64] = (c1 << thirty_two) | c0
-    return bits
-
-
-def _draw(weights: Array, bits: npt.NDArray[np.uint64]) -> Array:
-    """The token at a uniformly drawn point of the cumulative weights."""
-    cumulative = torch.cumsum(weights, dim=1)
-    point = _high_product(_on(bits.view(np.int64), weights), cumulative[:, -1])
-    found = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
-    return found.clamp(max=weights.shape[1] - 1)
-
-
-def _high_product(bits: Array, total: Array) -> Array:
-    """(bits * total) >> 64 for 64 random bits and a total below 2**63, by halves of 32 bits."""
-    b1, b0 = bits >> 32 & _LOW, bits & _LOW
-    t1, t0 = total >> 32, total & _LOW
-    low, cross, other = b0 * t0, b0 * t1, b1 * t0
-    middle = (low >> 32 & _LOW) + (cross & _LOW) + (other & _LOW)
-    return b1 * t1 + (cross >> 32) + (other >> 32 & _LOW) + (middle >> 32)
-
-
-# ---- llama.cpp's samplers and orders
-
-
-class _Chain:
-    """Rows on their way through the samplers of one order: see executors/sampler.py.
-
-    Every sum of real numbers has the reference's order, and no operation is fused with another.
-    """
-
-    def __init__(self, scores: Array, rows: Sequence[SampleRow], samples: Array) -> None:
-        self.scores = scores  # [rows, vocabulary]; minus infinity: left out
-        self.rows = rows
-        self.samples = samples
-        self.temperature = self._column(1.0 for _ in rows)
-        self.best = self.temperature  # the greatest score of each row, once it is checked
-        self.status = torch.full((len(rows),), FINITE, device=scores.device)
-
-    def run(self, order: Sequence[str]) -> None:
-        is_checked = False
-        for name in order:
-            adjusts = name in ("penalties", "dry")
-            if not adjusts and not is_checked:
-                self._check()
-            getattr(self, "_" + name)()
-            is_checked = not adjusts
-        if not is_checked:
-            self._check()
-
-    def _check(self) -> None:
-        """Find the best scores; the first fault of a row stays."""
-        best = self.scores.max(dim=1).values
-        self.status = torch.where(self.status == FINITE, _status(best), self.status)
-        self.best = best.double()[:, None]
-
-    def _column(self, values: Iterable[float]) -> Array:
-        return _on(np.array([[value] for value in values], np.float64), self.scores)
-
-    def _param(self, name: str) -> Array:
-        return self._column(getattr(row.sampling.params, name) for row in self.rows)
-
-    def _exponents(self) -> Array:
-        return (self.scores.double() - self.best) / self.temperature
-
-    def weights(self) -> Array:
-        return torch.floor(exp(self._exponents()) * _WEIGHT_ONE).nan_to_num(0.0).to(torch.int64)
-
-    def _keep(self, kept: Array) -> None:
-        self.scores = torch.where(kept, self.scores, float("-inf"))
-
-    # ---- changing scores
-
-    def _fix_temperature(self) -> None:
-        divided = (self.scores.double() / self.temperature).float()
-        self.scores = torch.where(self.temperature == 1.0, self.scores, divided)
-        self.temperature = torch.ones_like(self.temperature)
-
-    def _penalties(self) -> None:
-        self._fix_temperature()
-        _penalise(self.scores, self.rows, self.samples)
-
-    def _dry(self) -> None:
-        self._fix_temperature()
-        _apply_dry(self.scores, self.rows)
-
-    def _temperature(self) -> None:
-        self._fix_temperature()
-        self._check()
-        chosen = self._param("temperature")
-        reach = self._param("dynatemp_range")
-        dynamic, is_moved = self._dynamic_temperature(chosen, reach)
-        chosen = torch.where(reach > 0.0, dynamic, chosen)
-        columns = torch.arange(self.scores.shape[1], device=self.scores.device)
-        is_first = columns == _first_best(self.scores, self.scores.max(dim=1).values)[:, None]
-        self._keep(is_first | (chosen > 0.0) | ~is_moved)
-        self.temperature = torch.where((chosen > 0.0) & is_moved, chosen, 1.0)
-
-    def _dynamic_temperature(self, chosen: Array, reach: Array) -> tuple[Array, Array]:
-        """The temperatures, and whether there is more than one token for them; a range of 0 always
-        has its temperature."""
-        count = (self.scores > float("-inf")).sum(dim=1, keepdim=True).double()
-        low, high = (chosen - reach).clamp(min=0.0), chosen + reach
-        total, mean = self._softmax_mean()
-        several = torch.where(count < 2.0, 2.0, count)
-        share = ((_log(total) - mean) / _log(several)).clamp(0.0, 1.0)
-        power = _power(share, self._param("dynatemp_exponent"))
-        return low + (high - low) * power, (count >= 2.0) | (reach == 0.0)
-
-    # ---- choosing among them
-
-    def _softmax_mean(self) -> tuple[Array, Array]:
-        exponents = self._exponents()
-        likelihood = exp(exponents)
-        total = _halving_sum(likelihood)
-        products = likelihood * torch.where(likelihood > 0.0, exponents, 0.0)
-        return total, _halving_sum(products) / total
-
-    def _top_n_sigma(self) -> None:
-        is_left = self.scores > float("-inf")
-        count = is_left.sum(dim=1, keepdim=True).double()
-        below_best = self.best - self.scores.double()
-        mean = _halving_sum(torch.where(is_left, below_best, 0.0)) / count
-        deviations = torch.where(is_left, below_best - mean, 0.0)
-        sigma = torch.sqrt(_halving_sum(deviations * deviations) / count)
-        self._keep(below_best <= self._param("top_n_sigma") * sigma)
-
-    def _min_p(self) -> None:
-        self._keep(exp(self._exponents()) >= self._param("min_p"))
-
-    def _order_keys(self, weights: Array) -> Array:
-        bits = (self.scores + 0.0).view(torch.int32)  # 0.0 for -0.0
-        by_score = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        return torch.where(weights > 0, weights + _ABOVE_SCORES, by_score.long())
-
-    def _keep_first(self, order: Array, kept: Array) -> None:
-        """`kept`: of the tokens in the given order."""
-        self._keep(torch.zeros_like(kept).scatter_(1, order, kept))
-
-    def _top_k(self) -> None:
-        keys = self._order_keys(self.weights())
-        order = torch.sort(keys, dim=1, descending=True, stable=True).indices
-        rank = torch.arange(order.shape[1], device=order.device)
-        top_k = np.array([[min(row.sampling.params.top_k, _MAX_INT64)] for row in self.rows])
-        self._keep_first(order, rank < _on(top_k.astype(np.int64), order))
-
-    def _top_p(self) -> None:
-        weights = self.weights()
-        keys = self._order_keys(weights)
-        order = torch.sort(keys, dim=1, descending=True, stable=True).indices
-        before, total = _before(weights, order)
-        self._keep_first(order, before < self._param("top_p") * total)
-
-    def _typ_p(self) -> None:
-        _, mean = self._softmax_mean()
-        weights = self.weights()
-        distance = torch.abs(self._exponents() - mean)
-        order = torch.sort(distance, dim=1, stable=True).indices
-        before, total = _before(weights, order)
-        self._keep_first(order, before <= self._param("typical_p") * total)
-        self._check()  # the best may be gone
-
-    def _xtc(self) -> None:
-        acts = self._column(
-            xtc_acts(how.params, how.seed, how.index, row.completion_position)
-            for row, how in ((row, row.sampling) for row in self.rows)
-        )
-        weights = self.weights()
-        total = weights.sum(dim=1, keepdim=True).double()
-        reach = weights.double() >= self._param("xtc_threshold") * total
-        reach &= self.scores > float("-inf")
-        keys = torch.where(reach, self._order_keys(weights), _MAX_INT64)
-        columns = torch.arange(keys.shape[1], device=keys.device)
-        is_least = keys == keys.min(dim=1, keepdim=True).values
-        least = torch.where(is_least, columns, -1).max(dim=1, keepdim=True).values
-        self._keep(~reach | (columns == least) | (acts == 0.0))
-        self._check()
-
-
-def _before(weights: Array, order: Array) -> tuple[Array, Array]:
-    """In the given order, the weight before each token; and that of all."""
-    ordered = torch.gather(weights, 1, order)
-    total = ordered.sum(dim=1, keepdim=True).double()
-    return (torch.cumsum(ordered, dim=1) - ordered).double(), total
-
-
-def _halving_sum(values: Array) -> Array:
-    """executors/elementary.py's, of each row."""
-    while values.shape[1] > 1:
-        count = values.shape[1]
-        half = 1 << (count - 1).bit_length() - 1
-        low = values[:, :half].clone()
-        low[:, : count - half] += values[:, half:]
-        values = low
-    return values
-
-
-def _log(values: Array) -> Array:
-    """executors/elementary.py's, for numbers of at least 1."""
-    bits = values.contiguous().view(torch.int64)
-    power = ((bits >> 52) - 1022).double()
-    mantissa = ((bits & 0xFFFFFFFFFFFFF) | (1022 << 52)).view(torch.float64)
-    is_low = mantissa < elementary.ROOT_OF_HALF
-    mantissa = torch.where(is_low, mantissa * 2.0, mantissa)
-    power = torch.where(is_low, power - 1.0, power)
-    fraction = mantissa - 1.0
-    ratio = fraction / (2.0 + fraction)
-    square = ratio * ratio
-    series = torch.full_like(square, elementary.LOG_TERMS[-1])
-    for term in reversed(elementary.LOG_TERMS[:-1]):
-        series = series * square
-        series = series + term
-    near = fraction - ratio * (fraction - series * square)
-    return power * elementary.LN2_HIGH + (power * elementary.LN2_LOW + near)
-
-
-def _power(base: Array, exponent: Array) -> Array:
-    """executors/elementary.py's."""
-    is_tiny = base < elementary.LEAST_BASE
-    inverse = torch.ones_like(base) / torch.where(is_tiny, 1.0, base)
-    result = exp(-exponent * _log(inverse))
-    result = torch.where(is_tiny, (exponent == 0.0).double(), result)
-    return torch.where(exponent == 1.0, base, result)
-
-
-# ---- scores
+    found = dry_penalties(history.last(params.dry_penalty_last_n), params, row.sampling.breakers)
+    values = np.array(list(found.values()), np.float32)
+    pairs = zip(found, (-values).tolist(), strict=True)
+    return b"".join(_EDIT.pack(token, value) for token, value in pairs)
 
 
 class Scores(NamedTuple):
     """Log-probabilities of tokens, their ranks, and the likeliest beside them."""
 
-    logprobs: Array  # float64 [rows]
-    ranks: Array  # int64 [rows]
-    top_tokens: Array  # int64 [rows, top]
-    top_logprobs: Array  # float64 [rows, top]
+    results: npt.NDArray[np.float64]  # [rows, scoring.RESULTS]
+    width: int  # of the vocabulary
 
-    def on_host(self) -> "Scores":
-        """Asynchronous copies to the host; complete once the stream is."""
-        return Scores(*(_to_host(array) for array in self))
+    def of(self, row: int, num_top: int) -> tuple[float, int, tuple[tuple[int, float], ...]]:
+        """Log-probability, rank, and (token, log-probability) of the likeliest."""
+        found = self.results[row].tolist()
+        num_top = min(num_top, self.width)
+        tokens = map(int, found[2 : 2 + num_top])
+        top = zip(tokens, found[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + num_top], strict=True)
+        return found[0], int(found[1]), tuple(top)
 
 
-def _to_host(array: Array) -> Array:
+def _to_host(array: Array) -> npt.NDArray[np.float64]:
     host = torch.empty(array.shape, dtype=array.dtype, pin_memory=array.is_cuda)
-    return host.copy_(array, non_blocking=True)
-
-
-def score(logits: Array, tokens: Array, num_top: int) -> Scores:
-    """Of the model's own logits [rows, vocabulary]: each row's bits depend on that row alone."""
-    count, width = logits.shape
-    if logits.stride(1) != 1 or logits.dtype != torch.float32 or tokens.shape != (count,):
-        raise ValueError(f"no scores of {logits.dtype} {tuple(logits.shape)} {tuple(tokens.shape)}")
-    num_top = min(num_top, width)
-
-    def made(kind: Any, *shape: int) -> Array:
-        return torch.empty(shape, dtype=kind, device=logits.device)
-
-    scores = Scores(
-        made(torch.float64, count),
-        made(torch.int64, count),
-        made(torch.int64, count, num_top),
-        made(torch.float64, count, num_top),
-    )
-    layers.score_rows[(count,)](
-        logits,
-        tokens.long(),
-        scores,
-        width,
-        logits.stride(0),
-        num_top,
-        num_top,
-        BLOCK=layers.SCORE_BLOCK,
-        num_warps=layers.SCORE_WARPS,
-    )
-    return scores
+    found: npt.NDArray[np.float64] = host.copy_(array, non_blocking=True).numpy()
+    return found

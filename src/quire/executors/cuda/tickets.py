@@ -37,7 +37,7 @@ class StepRow:
     packed: PackedRow | None = None
     head_row: int | None = None  # where it is sampled
     # On the host once the step is done:
-    scores: tuple[Scores, int] | None = None  # of its sample, and its index in them
+    scores: Scores | None = None  # of its sample, at its head row
     prompt_scores: list[Scores] = field(default_factory=list)
     logits: list[Array] = field(default_factory=list)
     pooled: Array | None = None
@@ -58,7 +58,7 @@ class CudaTicket:
     to_sample: ToSample | None = None
     error: Exception | None = None  # of its sampling, where that was submitted later
     num_padding: int = 0
-    wants_argmax: bool = False  # every row wants the argmax of its logits and nothing else
+    is_plain: bool = False  # every row is sampled, and wants nothing but its token
     sampled: Array | None = None  # [rows, (token, status)] on the host, once `done`
     finite: Array | None = None  # [tokens]
     begun: Array | None = None  # events of the stream
@@ -93,10 +93,6 @@ class SampleRing:
             self._slots.popitem(last=False)
         return slots
 
-    def write(self, slots: Array, tokens: Array) -> None:
-        """Overwrite what the head put into these slots."""
-        self.tokens[slots] = tokens
-
     def slot_of(self, plan: SequencePlan) -> int:
         """The slot of the token that a row follows; RowFaultError where there is none."""
         assert plan.follows is not None
@@ -128,18 +124,18 @@ class SampleRing:
 
 def results_of(ticket: CudaTicket, samples: SampleRing) -> tuple[SequenceResult, ...]:
     """The results of a step that is done; what failed in it is noted for the rows that follow."""
-    results = _argmax_results(ticket)
+    results = _plain_results(ticket)
     if results is None or samples.follows_fault(ticket.rows):
         results = tuple(_result(ticket, row, samples) for row in ticket.rows)
         samples.remember_faults(ticket.plan.step_id, results)
     return results
 
 
-def _argmax_results(ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
+def _plain_results(ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
     """The results where every row was sampled, is sound and asked for nothing else: the usual
     step, without Python work for each row beyond its result. None for any other step."""
     sampled, finite = ticket.sampled, ticket.finite
-    if not ticket.wants_argmax or sampled is None or finite is None:
+    if not ticket.is_plain or sampled is None or finite is None:
         return None
     if not finite.all() or not (sampled[:, 1] == layers.FINITE).all():
         return None
@@ -191,18 +187,11 @@ def _late_fault(ticket: CudaTicket, row: StepRow, samples: SampleRing) -> str | 
 def _sample_score(row: StepRow, token: int) -> TokenLogprob | None:
     if row.scores is None:
         return None
-    scores, index = row.scores
-    assert row.plan.sampling is not None
+    assert row.plan.sampling is not None and row.head_row is not None
     num_top = row.plan.sampling.params.logprobs or 0
-    return _entry(scores, index, token, num_top)
+    return TokenLogprob(token, *row.scores.of(row.head_row, num_top))
 
 
 def _entries(scores: Scores, targets: Iterator[int], num_top: int) -> list[TokenLogprob]:
-    count = len(scores.logprobs)
-    return [_entry(scores, index, next(targets), num_top) for index in range(count)]
-
-
-def _entry(scores: Scores, index: int, token: int, num_top: int) -> TokenLogprob:
-    tokens = scores.top_tokens[index, :num_top].tolist()
-    top = tuple(zip(tokens, scores.top_logprobs[index, :num_top].tolist(), strict=True))
-    return TokenLogprob(token, float(scores.logprobs[index]), int(scores.ranks[index]), top)
+    count = len(scores.results)
+    return [TokenLogprob(next(targets), *scores.of(index, num_top)) for index in range(count)]

@@ -1,5 +1,5 @@
 """The kernels between the GEMMs: norm, rope with the write to the cache, rows of the head,
-argmax, log-probabilities."""
+argmax."""
 
 # ruff: noqa: N803, N806
 
@@ -10,8 +10,6 @@ import triton.language as tl
 
 from quire.executors.cuda.kernels.kv_codes import quantized
 
-SCORE_BLOCK = 2048  # columns at once; with SCORE_WARPS it fixes the order of a row's sum
-SCORE_WARPS = 8
 # How a row's sampling went: the second number of `sampled`.
 NOT_FINITE, FINITE, NOTHING_ALLOWED, TOO_LARGE = 0, 1, 2, 3
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
@@ -462,74 +460,3 @@ def best_of_row(best, slots, samples, sampled, num_chunks, BLOCK: tl.constexpr, 
     tl.store(sampled + row * 2 + 1, tl.where(not_finite == 0, _FINITE, _NOT_FINITE))
     slot = tl.load(slots + row)
     tl.store(samples + tl.maximum(slot, 0), token, mask=slot >= 0)
-
-
-# ---- log-probabilities
-
-
-@triton.jit
-def _logprobs_at(row, column, width, largest, log_sum):
-    """float64 log-probabilities of these columns; minus infinity beyond the row."""
-    x = tl.load(row + column, mask=column < width, other=float("-inf")).to(tl.float64)
-    return (x - largest) - log_sum
-
-
-@triton.jit(do_not_specialize=["num_top"])
-def score_rows(
-    logits,
-    tokens,
-    scores,
-    width,
-    stride,
-    num_top,
-    top_stride,
-    BLOCK: tl.constexpr,
-):
-    """Of each row its token's log-probability and rank, and the likeliest `num_top` tokens, to
-    sampling.Scores. No copy of the row is made.
-
-    Sums run in float64: column c goes to sum c % BLOCK, in ascending order, then the BLOCK sums
-    are added in one tree. That order is a function of the row's width alone. Of equal
-    log-probabilities the lower token comes first. A row with NaN yields anything, within bounds.
-    """
-    at = tl.program_id(0).to(tl.int64)
-    row = logits + at * stride
-    lane = tl.arange(0, BLOCK)
-    most = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + lane
-        x = tl.load(row + column, mask=column < width, other=float("-inf"))
-        most = tl.maximum(most, x)
-    largest = tl.max(most, axis=0).to(tl.float64)
-    sums = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, width, BLOCK):
-        column = start + lane
-        x = tl.load(row + column, mask=column < width, other=float("-inf")).to(tl.float64)
-        sums += tl.exp(x - largest)
-    log_sum = tl.log(tl.sum(sums, axis=0))
-
-    token = tl.load(tokens + at)
-    own = (tl.load(row + token).to(tl.float64) - largest) - log_sum
-    above = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, width, BLOCK):
-        above += (_logprobs_at(row, start + lane, width, largest, log_sum) > own).to(tl.int32)
-    tl.store(scores.logprobs + at, own)
-    tl.store(scores.ranks + at, 1 + tl.sum(above, axis=0).to(tl.int64))
-
-    # The token found before: the next one comes after it.
-    last = tl.full([], float("inf"), tl.float64)
-    last_token = tl.full([], -1, tl.int32)
-    for index in range(num_top):
-        best = tl.full([BLOCK], float("-inf"), tl.float64)
-        best_token = tl.full([BLOCK], 2147483647, tl.int32)
-        for start in range(0, width, BLOCK):
-            column = start + lane
-            x = _logprobs_at(row, column, width, largest, log_sum)
-            is_after = (x < last) | ((x == last) & (column > last_token))
-            is_better = (column < width) & is_after & ((x > best) | (best_token == 2147483647))
-            best = tl.where(is_better, x, best)
-            best_token = tl.where(is_better, column, best_token)
-        last = tl.max(best, axis=0)
-        last_token = tl.min(tl.where(best == last, best_token, 2147483647), axis=0)
-        tl.store(scores.top_tokens + at * top_stride + index, last_token.to(tl.int64))
-        tl.store(scores.top_logprobs + at * top_stride + index, last)
