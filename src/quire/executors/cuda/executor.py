@@ -6,10 +6,11 @@ may be submitted before the one it follows is collected.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from quire.core.clock import Clock
