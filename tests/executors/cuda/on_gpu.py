@@ -4,6 +4,7 @@
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py same MODEL     tokens and KV in any company
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py mixed MODEL    scores and vectors likewise
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py full MODEL     the most demanding requests
+    PYTHONPATH=src python tests/executors/cuda/on_gpu.py soak MODEL     random requests for minutes
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py kl MODEL       beside the float32 reference
     PYTHONPATH=src:. python tests/executors/cuda/on_gpu.py families FOLDER   beside the reference
     PYTHONPATH=src:. python tests/executors/cuda/on_gpu.py long MODEL     700 tokens, likewise
@@ -323,6 +324,66 @@ def _run_full(assembly: Any, label: str, options: Mapping[str, Any]) -> bool:
     return not errors and not faults
 
 
+# ---- random requests for minutes, with the memory that is there by default
+
+SOAK_S = 60.0
+
+
+def random_params(rng: np.random.Generator, seed: int) -> SamplingParams:
+    def one_of(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    return SamplingParams(
+        max_tokens=int(rng.integers(1, 200)),
+        seed=seed,
+        ignore_eos=True,
+        temperature=one_of(0.0, 0.7, 1.0, 1.5),
+        top_k=one_of(0, 0, 50, 5000),
+        top_p=one_of(1.0, 0.95, 0.5),
+        min_p=one_of(0.0, 0.0, 0.05),
+        repetition_penalty=one_of(1.0, 1.1),
+        frequency_penalty=one_of(0.0, 0.5),
+        repeat_last_n=one_of(None, None, 64),
+        logit_bias=one_of({}, {5: 1.0}),
+        logprobs=one_of(None, None, 0, 5, 20),
+        prompt_logprobs=one_of(None, None, None, 20),
+        n=one_of(1, 1, 1, 4),
+        typical_p=one_of(1.0, 1.0, 1.0, 1.0, 0.9),
+        xtc_probability=one_of(0.0, 0.0, 0.0, 0.0, 0.5),
+        dry_multiplier=one_of(0.0, 0.0, 0.0, 0.8),
+        dry_sequence_breakers=(),
+    )
+
+
+def check_soak(name: str) -> bool:
+    """Whether every one of many random requests ends well, with a queue that is never empty."""
+    assembly = assemble(name, Options(device="cuda"))
+    engine = assembly.new_engine()
+    vocabulary = assembly.spec.vocabulary_size
+    rng = np.random.default_rng(8)
+    started, added, ended, tokens, errors = time.perf_counter(), 0, 0, 0, []
+    is_over = False
+    while not is_over or ended < added:
+        is_over = is_over or time.perf_counter() - started > SOAK_S
+        while not is_over and added - ended < 96:
+            prompt = rng.integers(0, vocabulary, int(np.exp(rng.uniform(1, 7)))).tolist()
+            engine.add_request(prompt, random_params(rng, added))
+            added += 1
+        for event in engine.step():
+            if isinstance(event, Ended):
+                ended += 1
+                tokens += sum(len(c.token_ids) for c in event.output.completions)
+                if event.output.error is not None:
+                    errors.append(event.output.error)
+    faults = dict(engine.stats.faults_isolated)
+    seconds = time.perf_counter() - started
+    print(f"{added} requests, {tokens} tokens in {seconds:.0f} s; {len(errors)} failed, {faults}")
+    for error in errors[:1]:
+        print(f"    {error!r:.300}")
+    assembly.executor.close()
+    return not errors and not faults
+
+
 # ---- families
 
 
@@ -506,6 +567,7 @@ def main(arguments: Sequence[str]) -> int:
     checks = {"tiny": lambda: check_tiny(Path(where)), "same": lambda: check_same(where)}
     checks["mixed"] = lambda: check_mixed(where)
     checks["full"] = lambda: check_full(where)
+    checks["soak"] = lambda: check_soak(where)
     checks["kl"] = lambda: check_kl(where)
     checks["cost"] = lambda: check_cost(where)
     checks["busy"] = lambda: check_busy(where)
