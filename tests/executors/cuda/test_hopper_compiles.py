@@ -33,7 +33,10 @@ from quire.executors.cuda.gemm import (  # noqa: E402
 )
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
 from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
+from quire.executors.cuda.kernels import sampling as sampling_kernels  # noqa: E402
+from quire.executors.cuda.kernels import scoring as scoring_kernels  # noqa: E402
 from quire.executors.cuda.planes import DELTA_ROWS, PLANE_FORMATS, TERNARY, Planes  # noqa: E402
+from quire.executors.cuda.sampling import Sampler  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment, load_weights  # noqa: E402
 from quire.model.kv_layout import one_group  # noqa: E402
 from quire.model.spec import Activation, Experts, Router  # noqa: E402
@@ -331,3 +334,28 @@ def test_every_kernel_of_a_familys_step_compiles(
     assert ("cap_logits" in names) == (case == "gemma2")
     assert ("gate" in names) == (case in ("starcoder2", "nemotron"))
     assert ("scale_by_gate" in names) == (case == "qwen2moe")
+
+
+@pytest.mark.parametrize("vocabulary", [49_152, 128_256])
+def test_the_samplers_kernels_keep_to_their_registers(
+    vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend()
+    caught: dict[str, _Catch] = {}
+    for module in (sampling_kernels, scoring_kernels):
+        for name in ("adjust", "find_bounds", "weigh_or_list", "list_weighed", "choose"):
+            if name in vars(module):
+                caught[name] = _Catch(getattr(module, name))
+        for name in [name for name in vars(module) if name.startswith("score_")]:
+            caught[name] = _Catch(getattr(module, name))
+        for name in caught.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, caught[name])
+    sampled = torch.zeros((2, 2), dtype=torch.int32)
+    sampler = Sampler(torch.zeros((2, vocabulary)), torch.zeros(2, dtype=torch.int32), sampled)
+    sampler._launch(2)
+    sampler._launch_scores(2)
+    assert len(caught) == 10
+    for name, catch in caught.items():
+        usage, _ = compiled(catch.found, tmp_path)
+        print(name, vocabulary, usage)
+        assert usage.stack == 0

@@ -136,10 +136,10 @@ def test_kinds_of_rows() -> None:
     def kind(**params: Any) -> int:
         return sampling._kind(SamplingParams(**params))
 
-    assert kind() == kind(min_p=1e-6) == kernels.ALL
+    assert kind() == kind(min_p=0.1) == kernels.ALL
     assert kind(temperature=0.0, top_k=3) == kernels.GREEDY
-    assert kind(top_k=3, top_p=0.5) == kind(min_p=0.1) == kernels.LISTED
-    assert kind(top_p=0.9) == kernels.WEIGHED
+    assert kind(top_k=3, top_p=0.5) == kernels.LISTED
+    assert kind(top_p=0.9, min_p=0.1) == kernels.WEIGHED
     assert kind(typical_p=0.9) == kind(samplers="tk", top_k=3) == kernels.SKIP
 
 

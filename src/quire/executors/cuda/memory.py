@@ -13,7 +13,7 @@ from quire.model.kv_layout import KVLayout, kv_bytes_in_block
 from quire.model.spec import ModelSpec
 
 _KEPT_FREE = 1 << 30  # for graphs, kernels' code and other users of the GPU
-_SAMPLING_BYTES_LIMIT = 4 << 30  # rows are sampled in groups that need no more
+_SAMPLING_BYTES_LIMIT = 1 << 30  # rows that torch samples are so in groups that need no more
 _SAMPLING_SHARE = 32  # and no more than the device's memory divided by this
 _SAMPLING_BYTES_PER_LOGIT = (
     96  # a logit, while its row is sampled with every option: 84 were measured

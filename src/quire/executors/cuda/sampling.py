@@ -29,7 +29,6 @@ from quire.executors.cuda.upload import Upload
 from quire.executors.dry import dry_penalties
 
 _EDITS = 1 << 15  # bans and biases of a step; rows beyond are sampled by chain.py
-_LISTED_MIN_P = 1e-3  # where min-p is lower, too many tokens may be left for a list
 _ALWAYS = struct.Struct("<QIi4f4d")
 _THIS_STEP = struct.Struct("<iQ13i")
 _EDIT = struct.Struct("<if")
@@ -113,7 +112,7 @@ def _kind(params: SamplingParams) -> int:
         return kernels.SKIP
     if params.is_greedy:
         return kernels.GREEDY
-    if params.top_k or params.min_p >= _LISTED_MIN_P:
+    if params.top_k:
         return kernels.LISTED
     return kernels.ALL if params.top_p == 1.0 else kernels.WEIGHED
 
