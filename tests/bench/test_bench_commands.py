@@ -392,3 +392,30 @@ def test_a_mix_that_cannot_be_measured_ends_the_grid(
     error = quire("grid", "--model", "dummy:tiny", "--kv-memory", "1MiB", *cells, code=1)
     assert "measuring dummy:tiny:Q4_K_M ended with status 1" in error
     assert read_folder(receipts, "grid-cell") == {}
+
+
+# ---- kv
+
+
+def test_types_of_the_cache_are_compared_by_divergence_and_bytes(
+    quire: Quire, receipts: Path
+) -> None:
+    few = ("--model", "dummy:tiny", "--kv-memory", TINY_KV, *REFERENCE)
+    data = quire("kv", *few, "--texts", "2", "--tokens", "12", "--json")
+    kept = only_receipt(receipts, "kv")
+    assert data["results"] == kept.results
+    assert kept.settings["types"] == ["f16", "fp8", "int8"]
+    f16, int8, fp8 = (data["results"][f"{kind}_mean_kl"] for kind in ("f16", "int8", "fp8"))
+    assert 0 <= f16 < int8 < fp8 < 0.1
+    assert len(kept.samples["fp8_kl"]) == 2 * 12
+    lines = quire("kv", *few, "--texts", "1", "--tokens", "4", "--kv-cache-dtype", "fp8")
+    assert [line.split()[0] for line in lines.splitlines()[1:]] == ["type", "fp8"]
+    assert "there must be a text of 2 tokens" in quire("kv", *few, "--tokens", "1", code=1)
+
+
+@pytest.mark.skipif(not has_native_module(), reason="the native module is not built")
+def test_a_cache_in_bytes_on_the_cpu_holds_nearly_twice_as_much(quire: Quire) -> None:
+    few = ("--model", "dummy:tiny", "--kv-memory", TINY_KV, "--device", "cpu")
+    found = quire("kv", *few, "--texts", "1", "--tokens", "8", "--json")["results"]
+    assert found["own_kv_bytes_per_token"] / found["int8_kv_bytes_per_token"] > 1.88
+    assert 0 < found["int8_mean_kl"] < 0.05

@@ -17,6 +17,7 @@ COMMANDS = {
     "make-model": _command("make_model", "write a dummy model as GGUF"),
     "throughput": _command("throughput", "tokens a second, memory, utilisation"),
     "latency": _command("latency", "time to the first token and between tokens"),
+    "kv": _command("kv", "types of the KV cache: how far they move probabilities, what they save"),
     "grid": _command("grid", "throughput over batch sizes, prompt lengths and mixes"),
     "serve": _command("serve", "load an OpenAI-compatible server"),
     "compare": _command(

@@ -11,6 +11,7 @@
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py cost MODEL     what batch invariance costs
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py busy MODEL     the GPU's share of the time
 
+A third argument, fp8 or int8, is the type of the KV cache (same, mixed, full, kl).
 FOLDER holds the GGUF files and golden.npz, of families one folder each (tests/fixtures/families or
 drawn); kl's MODEL is SmolLM2, whose chats it follows; long's is small, such as dummy:tiny-gemma3.
 """
@@ -55,7 +56,8 @@ def executor_for(name: str | Path, blocks: int, *, groups: bool = True, **sizes:
     """With so many blocks for each group of layers, or one group."""
     with load_model(name) as model:
         layout = grouped(model.spec, BLOCK_SIZE) if groups else one_group(model.spec)
-        config = CudaConfig(num_blocks=blocks * len(layout.windows), **sizes)
+        kv_type: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
+        config = CudaConfig(num_blocks=blocks * len(layout.windows), kv_type=kv_type, **sizes)
         found = CudaExecutor(model, config, layout=layout)
     found.warm_up()
     return found
@@ -164,7 +166,7 @@ def check_kv(executor: CudaExecutor) -> bool:
     last = len(tokens) // 16  # full blocks
     same = all(
         kept[:, list(table[:last])].equal(kept[:, list(first[:last])])
-        for kept in (blocks.keys, blocks.values)
+        for kept in blocks.arrays
         for own in others
         for table, first in zip(own, whole, strict=True)
     )
@@ -563,7 +565,7 @@ def check_busy(name: str) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    what, where = arguments
+    what, where = arguments[:2]
     checks = {"tiny": lambda: check_tiny(Path(where)), "same": lambda: check_same(where)}
     checks["mixed"] = lambda: check_mixed(where)
     checks["full"] = lambda: check_full(where)
