@@ -144,7 +144,11 @@ def test_a_ternary_gemm_runs_on_the_tensor_cores_integers(
     ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (32, 2, 64), (4, 1, 256)]
 )
 @pytest.mark.parametrize(
-    ("half", "is_singular"), [("bfloat16", False), ("bfloat16", True), ("float16", False)]
+    ("half", "is_singular"),
+    [
+        *(("bfloat16", False), ("bfloat16", True), ("float16", False)),
+        *(("int8", False), ("uint8", False), ("uint8", True)),
+    ],
 )
 def test_attention_reads_what_tma_loaded(
     half: str,
@@ -169,7 +173,7 @@ def test_attention_reads_what_tma_loaded(
     monkeypatch.setattr(attention._kernels, "attend", catch)
     monkeypatch.setattr(plain_attention, "merge_splits", merged)
     keys = torch.empty((8, kv_heads, 16, head_dim), dtype=getattr(torch, half))
-    query_type = torch.bfloat16 if half == "bfloat16" else torch.float32
+    query_type = torch.float32 if half == "float16" else torch.bfloat16
     integers = torch.empty((5, num_tokens), dtype=torch.int32)
     inputs = launchers.AttentionInput(
         queries=torch.empty((num_tokens, heads, head_dim), dtype=query_type),
@@ -180,19 +184,53 @@ def test_attention_reads_what_tma_loaded(
     layer = launchers.LayerAttention(head_dim**-0.5)
     if is_singular:
         layer = launchers.LayerAttention(0.1, 100, 50.0, torch.empty(heads))
-    attention.attend(inputs, launchers.LayerCache(keys, keys), layer, num_splits)
+    scales = torch.empty((8, kv_heads, 2, 16)) if keys.element_size() == 1 else None
+    attention.attend(inputs, launchers.LayerCache(keys, keys, scales), layer, num_splits)
     usage, listing = compiled(catch.found, tmp_path)
     print(heads, num_tokens, usage)
     assert usage.stack == 0
     assert usage.shared <= SHARED_MEMORY
-    assert ("HGMMA" in listing) and (".BF16" in listing) == (half == "bfloat16")
+    assert ("HGMMA" in listing) and (".BF16" in listing) == (half != "float16")
     assert "UTMALDG" in listing
     assert (merged.found is not None) == (num_splits > 0)
 
 
+@pytest.mark.parametrize("kept", ["int8", "uint8"])
+@pytest.mark.parametrize("num_tokens", [4, 2048])
+def test_attention_over_codes_beside_queries_in_float32_fits_its_registers(
+    num_tokens: int, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As BitNet's, of 20 heads and 5 KV heads of 128."""
+    pretend()
+    spec: Any = SimpleNamespace(num_heads=20, num_kv_heads=5, head_dim=128)
+    options = {"PDL": True, "launch_pdl": True}
+    splits = launchers._Splits(spec, num_tokens, 1, "cpu")
+    attention = launchers.HopperAttention(spec, splits, 16, options, 256)
+    catch = _Catch(attention._kernels.attend)
+    monkeypatch.setattr(attention._kernels, "attend", catch)
+    keys = torch.empty((8, 5, 16, 128), dtype=getattr(torch, kept))
+    cache = launchers.LayerCache(keys, keys, torch.empty((8, 5, 2, 16)))
+    integers = torch.empty((5, num_tokens), dtype=torch.int32)
+    inputs = launchers.AttentionInput(
+        queries=torch.empty((num_tokens, 20, 128)),
+        tables=integers[0],
+        tiles=plain_attention.TokenTiles(*integers),
+        out=torch.empty((num_tokens, 20 * 128)),
+    )
+    attention.attend(inputs, cache, launchers.LayerAttention(0.1), 0)
+    usage, listing = compiled(catch.found, tmp_path)
+    print(kept, num_tokens, usage)
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY
+    assert "HGMMA" in listing
+
+
 @pytest.mark.parametrize(
     ("half", "heads", "head_dim"),
-    [("bfloat16", 4, 32), ("float16", 4, 32), ("bfloat16", 8, 256), ("bfloat16", 64, 256)],
+    [
+        *(("bfloat16", 4, 32), ("float16", 4, 32), ("bfloat16", 8, 256), ("bfloat16", 64, 256)),
+        *(("int8", 4, 32), ("uint8", 4, 32), ("uint8", 8, 128)),
+    ],
 )
 def test_the_plain_attention_compiles_for_either_cache(
     half: str, heads: int, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,7 +244,7 @@ def test_the_plain_attention_compiles_for_either_cache(
     catch = _Catch(plain_attention.attend)
     monkeypatch.setattr(plain_attention, "attend", catch)
     keys = torch.empty((8, 2, 16, head_dim), dtype=getattr(torch, half))
-    query_type = torch.bfloat16 if half == "bfloat16" else torch.float32
+    query_type = torch.float32 if half == "float16" else torch.bfloat16
     integers = torch.empty((5, 4), dtype=torch.int32)
     inputs = launchers.AttentionInput(
         queries=torch.empty((4, heads, head_dim), dtype=query_type),
@@ -215,10 +253,11 @@ def test_the_plain_attention_compiles_for_either_cache(
         out=torch.empty((4, heads * head_dim)),
     )
     layer = launchers.LayerAttention(0.1, 100, 50.0, torch.empty(heads))
-    attention.attend(inputs, launchers.LayerCache(keys, keys), layer, 0)
+    scales = torch.empty((8, 2, 2, 16)) if keys.element_size() == 1 else None
+    attention.attend(inputs, launchers.LayerCache(keys, keys, scales), layer, 0)
     usage, _ = compiled(catch.found, tmp_path)
     print(heads, head_dim, usage)
-    assert usage.stack == 0 or head_dim > 128
+    assert usage.stack <= (8 if scales is not None else 0) or head_dim > 128
     assert usage.shared <= SHARED_MEMORY
 
 

@@ -172,7 +172,7 @@ class PlainAttention:
             SPLIT_PROGRAMS=num_splits > 0,
             LARGE=cache.keys.numel() >= 1 << 31,
             EXACT=self._exact,
-            num_warps=attention.WARPS,
+            num_warps=attention.WARPS if cache.scales is None else attention.CODE_WARPS,
             num_stages=attention.STAGES,
             enable_fp_fusion=False,
             **self._launch_options,
@@ -220,10 +220,12 @@ class HopperAttention:
         num_full = num_tokens // self.tokens_per_tile(num_tokens, num_splits)
         num_tiles = min(num_tokens, num_full + self._max_sequences)
         box = [self._block_size, kernels.COLUMNS]
+        swizzle = kernels.COLUMNS * cache.keys.element_size()
         kernels.attend[(spec.num_kv_heads, num_tiles, max(1, num_splits))](
             inputs.queries,
-            self._descriptor(cache.keys.view(-1, spec.head_dim), box, 128),
-            self._descriptor(cache.values.view(-1, spec.head_dim), box, 128),
+            self._descriptor(cache.keys.view(-1, spec.head_dim), box, swizzle),
+            self._descriptor(cache.values.view(-1, spec.head_dim), box, swizzle),
+            cache.scales,
             inputs.tables,
             inputs.tiles,
             inputs.out,
@@ -239,7 +241,10 @@ class HopperAttention:
             WINDOWED=layer.window is not None,
             num_warps=kernels.WARPS,
             maxnreg=kernels.num_registers(
-                shape.rows, spec.head_dim, paired=inputs.queries.dtype is torch.float32
+                shape.rows,
+                spec.head_dim,
+                paired=inputs.queries.dtype is torch.float32,
+                is_8bit=cache.scales is not None,
             ),
             enable_fp_fusion=False,
             **self._launch_options,
@@ -258,7 +263,6 @@ def attention_for(
     launch_options: dict[str, bool],
     device: str,
     query_dtype: torch.dtype = torch.bfloat16,
-    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> Attention:
     """The best this device can run for heads of that size. Steps of up to `max_split_tokens` may
     give splits of the context programs of their own."""
@@ -266,7 +270,6 @@ def attention_for(
     is_hopper = device != "cpu" and torch.cuda.get_device_capability(device)[0] == 9
     # Queries in float32 are multiplied as two halves, for which heads of 256 have no registers.
     has_registers = query_dtype is not torch.float32 or spec.head_dim < 256
-    is_hopper = is_hopper and kv_dtype.itemsize == 2
     if is_hopper and has_registers and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):
         return HopperAttention(spec, splits, block_size, launch_options, max_sequences)
     return PlainAttention(spec, splits, block_size, launch_options, exact=device == "cpu")

@@ -23,6 +23,7 @@ from quire.executors.cuda.kernels.kv_codes import decoded
 SPLIT_SIZE = 512  # positions
 TILE = 128  # positions
 WARPS = 4
+CODE_WARPS = 8  # beside a cache of codes, which take registers to decode
 STAGES = 3
 
 

@@ -6,6 +6,10 @@ and a row's bits depend on none of the others. One warp loads blocks of the cach
 Blocks of earlier steps are prefetched before the previous kernel has ended. The context is split
 as in kernels/attention.py, in tiles of TILE positions.
 
+Of a cache of codes (kernels/kv_codes.py) keys become bfloat16 in registers, from which wgmma takes
+its M side too; values, whose M side are columns, in a tile of shared memory beside the ring. Every
+byte is decoded to a finite number, so that what nobody wrote needs no masking but its scale.
+
 Constants of a launch: SHAPE is an attention.AttentionShape, STAGES the length of the ring.
 """
 
@@ -43,9 +47,11 @@ def num_stages(num_tokens: int) -> int:
     return 3 if num_tokens <= _FEW_TOKENS else 2
 
 
-def num_registers(rows: int, head_dim: int, *, paired: bool) -> int:
+def num_registers(rows: int, head_dim: int, *, paired: bool, is_8bit: bool = False) -> int:
     """Of a thread, at most: three programs a multiprocessor, or two; wide heads fill its shared
     memory with one. Of heads of 64, whose programs are short, five, unless queries are pairs."""
+    if is_8bit:
+        return 168 if head_dim > 128 or (paired and rows > 8) else 128
     if head_dim == 64 and rows == 8 and not paired:
         return 48
     if head_dim > 128:
@@ -55,11 +61,50 @@ def num_registers(rows: int, head_dim: int, *, paired: bool) -> int:
 
 _TILE, _COLUMNS = gl.constexpr(TILE), gl.constexpr(COLUMNS)
 
+# Four codes as two pairs of bfloat16. int8: 0x43 before a code's lower seven bits makes 128 more
+# than these; 0x43 before its sign bit makes 128, or 256, which is subtracted. e4m3: exponent and
+# mantissa go where bfloat16 has its own, whose exponents are 120 larger.
+_ASM_INT8 = gl.constexpr(
+    """
+    {
+    .reg .b32 low, high, a, b;
+    prmt.b32 low, $2, 0x43434343, 0x4140;
+    prmt.b32 high, $2, 0x43434343, 0x4342;
+    and.b32 a, low, 0xff7fff7f;
+    and.b32 b, low, 0xff80ff80;
+    sub.rn.bf16x2 $0, a, b;
+    and.b32 a, high, 0xff7fff7f;
+    and.b32 b, high, 0xff80ff80;
+    sub.rn.bf16x2 $1, a, b;
+    }
+    """
+)
+_ASM_E4M3 = gl.constexpr(
+    """
+    {
+    .reg .b32 low, high, a, b, power;
+    mov.b32 power, 0x7b807b80;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    and.b32 a, low, 0x7f007f00;
+    and.b32 b, low, 0x80008000;
+    shr.b32 a, a, 4;
+    or.b32 a, a, b;
+    mul.rn.bf16x2 $0, a, power;
+    and.b32 a, high, 0x7f007f00;
+    and.b32 b, high, 0x80008000;
+    shr.b32 a, a, 4;
+    or.b32 a, a, b;
+    mul.rn.bf16x2 $1, a, power;
+    }
+    """
+)
+
 
 class CacheRing(NamedTuple):
     """Stages of keys and values in shared memory, a tile of positions each."""
 
-    key_tiles: Any  # bfloat16 or float16 [stages * head_dim / COLUMNS, TILE, COLUMNS]
+    key_tiles: Any  # halves or codes [stages * head_dim / COLUMNS, TILE, COLUMNS]
     value_tiles: Any
     key_full: Any
     key_empty: Any
@@ -96,6 +141,8 @@ def _load_tile(
     """The blocks of one tile; blocks past the end, or wholly before `begin` (None: there are none),
     are not loaded, and arrive at once."""
     BLOCK_SIZE: gl.constexpr = SHAPE.block_size
+    NUMBER_BYTES: gl.constexpr = desc.dtype.primitive_bitwidth // 8
+    NUM_BYTES: gl.constexpr = BLOCK_SIZE * COLUMN_TILES * _COLUMNS * NUMBER_BYTES
     barrier = full.index(stage)
     for index in gl.static_range(_TILE // BLOCK_SIZE):
         position = start + index * BLOCK_SIZE
@@ -104,7 +151,7 @@ def _load_tile(
             is_there = is_there & (position + BLOCK_SIZE > begin)
         block = gl.load(table + position // BLOCK_SIZE, mask=is_there, other=0)
         row = (block * SHAPE.num_kv_heads + kv_head) * BLOCK_SIZE
-        mbarrier.expect(barrier, BLOCK_SIZE * COLUMN_TILES * _COLUMNS * 2, pred=is_there)
+        mbarrier.expect(barrier, NUM_BYTES, pred=is_there)
         is_missing = position >= end
         if begin is not None:
             is_missing = is_missing | (position + BLOCK_SIZE <= begin)
@@ -233,6 +280,73 @@ def _scores(
 
 
 @gluon.jit
+def _decoded(codes):
+    """As bfloat16, without scales."""
+    ASM: gl.constexpr = _ASM_INT8 if codes.dtype == gl.int8 else _ASM_E4M3
+    return gl.inline_asm_elementwise(
+        ASM, "=r,=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def _code_scores(
+    ring: CacheRing,
+    query_tile,
+    stage,
+    zeros,
+    MMA: gl.constexpr,
+    COLUMN_TILES: gl.constexpr,
+    PAIRED: gl.constexpr,
+):
+    """As `_scores`, of codes, without their scales. The keys are free once all are in registers."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    keys = ()
+    for column_tile in gl.static_range(COLUMN_TILES):
+        codes = ring.key_tiles.index(stage * COLUMN_TILES + column_tile).load(OPERAND)
+        keys = _appended(keys, _decoded(codes))
+    scores = zeros
+    for part in gl.static_range(2 if PAIRED else 1):
+        for column_tile in gl.static_range(COLUMN_TILES):
+            queries = query_tile.index(part * COLUMN_TILES + column_tile).permute((1, 0))
+            scores = warpgroup_mma(keys[column_tile], queries, scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    gl.thread_barrier()
+    fence_async_shared()
+    mbarrier.arrive(ring.key_empty.index(stage))
+    return scores
+
+
+@gluon.jit
+def _decode_values(ring: CacheRing, value_halves, stage, COLUMN_TILES: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    for tile in gl.static_range(COLUMN_TILES):
+        codes = ring.value_tiles.index(stage * COLUMN_TILES + tile).load(LAYOUT)
+        value_halves.index(tile).store(_decoded(codes))
+
+
+@gluon.jit
+def _blocks_at(table, position, begin, end, SHAPE: gl.constexpr):
+    """The blocks of these positions; 0 of those that are not there."""
+    is_there = position < end
+    if begin is not None:
+        is_there = is_there & (position >= begin)
+    return gl.load(table + position // SHAPE.block_size, mask=is_there, other=0)
+
+
+@gluon.jit
+def _scales_at(scales, blocks, position, begin, end, kv_head, SHAPE: gl.constexpr):
+    """Of keys and of values at these positions."""
+    is_there = position < end
+    if begin is not None:
+        is_there = is_there & (position >= begin)
+    BLOCK_SIZE: gl.constexpr = SHAPE.block_size
+    of_head = (blocks * SHAPE.num_kv_heads + kv_head) * (2 * BLOCK_SIZE)
+    address = scales + of_head + position % BLOCK_SIZE
+    keys = gl.load(address, mask=is_there, other=0.0)
+    return keys, gl.load(address + BLOCK_SIZE, mask=is_there, other=0.0)
+
+
+@gluon.jit
 def _zero_stale_rows(values, start, begin, end):
     """Positions past the end were never written, or by another sequence: 0 * NaN is NaN. Those
     before `begin` were not loaded."""
@@ -253,6 +367,8 @@ def _appended(items, item):
 @gluon.jit
 def _accumulate(
     ring: CacheRing,
+    value_tiles,
+    first,
     weight_tile,
     stage,
     accs,
@@ -260,10 +376,11 @@ def _accumulate(
     COLUMN_TILES: gl.constexpr,
     PAIRED: gl.constexpr,
 ):
-    """accs * rescale + values of a stage times weights, [COLUMNS, rows] each; frees the values."""
+    """accs * rescale + values of a stage, the tiles from `first` on, times weights: [COLUMNS, rows]
+    each; frees the stage's values."""
     made = ()
     for tile in gl.static_range(COLUMN_TILES):
-        values = ring.value_tiles.index(stage * COLUMN_TILES + tile).permute((1, 0))
+        values = value_tiles.index(first + tile).permute((1, 0))
         acc = accs[tile] * rescale[None, :]
         acc = warpgroup_mma(values, weight_tile.index(0), acc, is_async=True)
         if PAIRED:
@@ -363,6 +480,9 @@ def _compute(
     ring: CacheRing,
     query_tile,
     weight_tile,
+    value_halves,
+    scales,
+    table,
     program: Program,
     output: Output,
     scale,
@@ -403,10 +523,24 @@ def _compute(
     split_accs = _repeated(zeros, COLUMN_TILES)
     stage = 0
     phase = 0
+    if scales is not None:  # scales are loaded a tile ahead, their blocks' numbers two
+        head = program.kv_head
+        at = program.first_tile * _TILE + n
+        blocks = _blocks_at(table, at, begin, end, SHAPE)
+        key_scale, value_scale = _scales_at(scales, blocks, at, begin, end, head, SHAPE)
+        blocks = _blocks_at(table, at + _TILE, begin, end, SHAPE)
     for tile in range(program.first_tile, program.last_tile):
         start = tile * _TILE
+        if scales is not None:
+            at = start + _TILE + n
+            next_scales = _scales_at(scales, blocks, at, begin, end, head, SHAPE)
+            blocks = _blocks_at(table, at + _TILE, begin, end, SHAPE)
         mbarrier.wait(ring.key_full.index(stage), phase)
-        s = _scores(ring, query_tile, stage, zeros, COLUMN_TILES, PAIRED)
+        if scales is not None:
+            s = _code_scores(ring, query_tile, stage, zeros, MMA, COLUMN_TILES, PAIRED)
+            s = s * key_scale[:, None]
+        else:
+            s = _scores(ring, query_tile, stage, zeros, COLUMN_TILES, PAIRED)
         key_position = (start + n)[:, None]
         is_seen = (key_position <= position[None, :]) & (key_position > position[None, :] - window)
         s = gl.where(is_seen, scaled_scores(s, scale, soft_cap), float("-inf"))
@@ -416,18 +550,27 @@ def _compute(
         rescale = gl.exp2(split_max - safe)
         split_max = new_max
         split_sums = split_sums * rescale[None, :] + p
+        if scales is not None:
+            p = gl.where(is_seen, p * value_scale[:, None], 0.0)
+            key_scale, value_scale = next_scales
         _store_halves(p, weight_tile, 0, 1, PAIRED)
         mbarrier.wait(ring.value_full.index(stage), phase)
-        is_stale = start + _TILE > end
-        if WINDOWED:
-            is_stale = is_stale | (start < begin)
-        if is_stale:
-            for column_tile in gl.static_range(COLUMN_TILES):
-                tile_values = ring.value_tiles.index(stage * COLUMN_TILES + column_tile)
-                _zero_stale_rows(tile_values, start, begin, end)
+        if scales is not None:
+            _decode_values(ring, value_halves, stage, COLUMN_TILES)
+            value_tiles = value_halves
+            first = 0
+        else:
+            value_tiles = ring.value_tiles
+            first = stage * COLUMN_TILES
+            is_stale = start + _TILE > end
+            if WINDOWED:
+                is_stale = is_stale | (start < begin)
+            if is_stale:
+                for column_tile in gl.static_range(COLUMN_TILES):
+                    _zero_stale_rows(value_tiles.index(first + column_tile), start, begin, end)
         fence_async_shared()
         split_accs = _accumulate(
-            ring, weight_tile, stage, split_accs, rescale, COLUMN_TILES, PAIRED
+            ring, value_tiles, first, weight_tile, stage, split_accs, rescale, COLUMN_TILES, PAIRED
         )
         stage, phase = next_stage(stage, phase, STAGES)
         if (tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1) | (tile == program.last_tile - 1):
@@ -449,6 +592,7 @@ def attend(
     queries,
     key_desc,
     value_desc,
+    scales,
     tables,
     tiles,
     out,
@@ -496,11 +640,16 @@ def attend(
     ROWS: gl.constexpr = SHAPE.rows
     COLUMN_TILES: gl.constexpr = SHAPE.head_dim // _COLUMNS
     TILES: gl.constexpr = STAGES * COLUMN_TILES
-    HALF: gl.constexpr = key_desc.dtype
+    IS_8BIT: gl.constexpr = key_desc.dtype.primitive_bitwidth == 8
+    HALF: gl.constexpr = gl.bfloat16 if IS_8BIT else key_desc.dtype
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PARTS: gl.constexpr = 2 if queries.dtype.element_ty == gl.float32 else 1
-    keys = gl.allocate_shared_memory(HALF, [TILES, _TILE, _COLUMNS], LAYOUT)
-    values = gl.allocate_shared_memory(HALF, [TILES, _TILE, _COLUMNS], LAYOUT)
-    query_tile = gl.allocate_shared_memory(HALF, [PARTS * COLUMN_TILES, ROWS, _COLUMNS], LAYOUT)
+    keys = gl.allocate_shared_memory(key_desc.dtype, [TILES, _TILE, _COLUMNS], LAYOUT)
+    values = gl.allocate_shared_memory(key_desc.dtype, [TILES, _TILE, _COLUMNS], LAYOUT)
+    query_tile = gl.allocate_shared_memory(HALF, [PARTS * COLUMN_TILES, ROWS, _COLUMNS], HALVES)
+    value_halves = query_tile
+    if IS_8BIT:
+        value_halves = gl.allocate_shared_memory(HALF, [COLUMN_TILES, _TILE, _COLUMNS], HALVES)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_TILE, ROWS], HALF)
     weight_tile = gl.allocate_shared_memory(HALF, [PARTS, _TILE, ROWS], WEIGHTS)
     ring = CacheRing(
@@ -530,6 +679,9 @@ def attend(
                     ring,
                     query_tile,
                     weight_tile,
+                    value_halves,
+                    scales,
+                    table if IS_8BIT else None,
                     program,
                     output,
                     scale,
