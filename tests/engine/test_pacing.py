@@ -108,7 +108,7 @@ def test_without_a_target_a_step_is_as_large_as_it_can_be() -> None:
     assert not paced.has_target
     assert paced.step_tokens(30, 10_000) == 400
     assert paced.row_tokens(10_000) == 0
-    assert paced.admits(1000, 10**9)
+    assert paced.admits(1000, lambda: 10**9)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_a_rows_context_takes_tokens_from_the_budget() -> None:
 
 def test_a_batch_is_admitted_while_it_decodes_within_the_target() -> None:
     paced = pacer(taught(), slo_itl_ms=10.0)  # 9.6 ms: 28 sequences without context
-    assert paced.admits(26, 0)
-    assert not paced.admits(30, 0)
-    assert paced.admits(2, 5000)
-    assert not paced.admits(2, 6000)
-    assert paced.admits(1, 10**6), "one alone always runs"
-    assert paced.admits(0, 10**6)
+    assert paced.admits(26, lambda: 0)
+    assert not paced.admits(30, lambda: 0)
+    assert paced.admits(2, lambda: 5000)
+    assert not paced.admits(2, lambda: 6000)
+    assert paced.admits(1, lambda: 10**6), "one alone always runs"
+    assert paced.admits(0, lambda: 10**6)
 
 
 # ---- tokens in a step with another key's decodes

@@ -12,6 +12,7 @@ from quire.core.request import Status, WaitReason
 from quire.core.sampling import Constraint, SamplingParams
 from quire.engine import Engine
 from quire.engine.pacing import StepTimeModel
+from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence
 from quire.engine.step import RowPlanner, Step
 from quire.executors.fake import FakeExecutor
@@ -501,3 +502,22 @@ def test_a_sequence_alone_without_blocks_waits_for_them() -> None:
     for block in taken:
         engine.cache.pool.release(block)
     assert tokens_of(finish(engine)[request.id]) == solo([1] * 12, greedy(4))
+
+
+def test_admitting_many_asks_each_running_sequence_once_what_it_needs() -> None:
+    """A sum over all that run for each that waits would be quadratic in a burst of requests."""
+    engine = new_engine(FakeExecutor(num_blocks=1000), max_batch_size=64, max_step_tokens=512)
+    for i in range(64):
+        engine.add_request([i] * 4, greedy(3))
+    asked: list[Sequence] = []
+    original = Scheduler._blocks_to_come
+
+    def blocks_to_come(self: Scheduler, sequence: Sequence) -> int:
+        asked.append(sequence)
+        return original(self, sequence)
+
+    with patch.object(Scheduler, "_blocks_to_come", blocks_to_come):
+        engine.step()
+    assert engine.snapshot().num_running == 64
+    assert len(asked) == len(set(map(id, asked))) == 64
+    finish(engine)

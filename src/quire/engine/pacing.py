@@ -3,7 +3,7 @@ while more requests are expected."""
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from quire.core.config import EngineConfig
 
@@ -143,11 +143,12 @@ class Pacer:
             return 0
         return int(context * self._model.tokens_per_position)
 
-    def admits(self, num_running: int, context: int) -> bool:
-        """Whether a batch of so many sequences with so much context decodes within the target."""
+    def admits(self, num_running: int, context: Callable[[], int]) -> bool:
+        """Whether a batch of so many sequences with so much context, which is asked for where it
+        matters, decodes within the target."""
         if self._target_s is None or num_running <= 1:
             return True
-        return self._model.predict(num_running, context) <= self._target_s
+        return self._model.predict(num_running, context()) <= self._target_s
 
 
 class BatchingDelay:

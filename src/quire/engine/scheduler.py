@@ -8,6 +8,7 @@ the budget is split between keys is in fairness.py, how a row is planned in step
 
 from bisect import insort
 from collections.abc import Mapping
+from functools import partial
 
 from quire.core.config import EngineConfig
 from quire.core.errors import QuireError
@@ -54,6 +55,9 @@ class Scheduler:
         self._last_collected = 0
         self._now = 0.0
         self._is_idle = True
+        # Blocks that the running sequences still need, while sequences are admitted: a sum over
+        # all of them for each that waits would be quadratic.
+        self._num_reserved: int | None = None
 
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
         self._shares.set_weights(weights)
@@ -87,9 +91,12 @@ class Scheduler:
         sequence.joined_batch()
         insort(self.running, sequence, key=lambda running: running.rank)
         self._shares.reserve_slots(sequence.key, sequence.num_slots)
+        if self._num_reserved is not None:
+            self._num_reserved += self._blocks_to_come(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         sequence.left_batch()
+        self._num_reserved = None
         self.running.remove(sequence)
         self._shares.reserve_slots(sequence.key, -sequence.num_slots)
 
@@ -264,6 +271,7 @@ class Scheduler:
 
         Where there is no room, they may pre-empt sequences of keys above their share.
         """
+        self._num_reserved = None
         backlog = self._backlog_by_key()
         open_keys = set(self.waiting.keys)
         while open_keys:
@@ -304,9 +312,11 @@ class Scheduler:
             if num_slots > self.batch_limit:
                 is_full = self.batch_limit == self.max_batch_size
                 return WaitReason.BATCH_FULL if is_full else WaitReason.DEGRADED
-            if not self._pacer.admits(num_slots, self._expected_context(sequence)):
+            if not self._pacer.admits(num_slots, partial(self._expected_context, sequence)):
                 return WaitReason.PACING
-        headroom = self.cache.pool.num_free - sum(map(self._blocks_to_come, self.running))
+        if self._num_reserved is None:
+            self._num_reserved = sum(map(self._blocks_to_come, self.running))
+        headroom = self.cache.pool.num_free - self._num_reserved
         # One that runs alone is given smaller chunks where blocks are few.
         chunk = self._largest_chunk if self.running else self.config.smallest_chunk
         if self.cache.admission_cost(sequence.block_table, sequence.tokens, chunk) > headroom:
