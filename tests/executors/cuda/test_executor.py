@@ -105,6 +105,28 @@ def test_a_row_that_follows_a_step_takes_what_it_sampled(executor: CudaExecutor)
     assert two.token == expected.token
 
 
+@pytest.mark.parametrize(
+    ("table", "start", "fault"),
+    [
+        (TABLE, 5, None),
+        (TABLE, 32, "blocks do not hold"),
+        (TABLE, -1, "are not within the context"),
+        ((2, 8), 5, None),  # the block beyond the pool is not needed yet
+        ((2, 8), 16, "leaves the 8 blocks"),
+        ((8, 0), 5, "leaves the 8 blocks"),
+    ],
+)
+def test_a_row_after_one_with_the_same_table_is_checked_as_far_as_it_differs(
+    executor: CudaExecutor, table: tuple[int, ...], start: int, fault: str | None
+) -> None:
+    run(executor, row(PROMPT, TABLE, want=Want.SAMPLE), step_id=21)
+    for step_id in (22, 23):  # the second after one that may have been found sound
+        follows = row((), table, start=start, want=Want.SAMPLE, follows=21)
+        [found] = run(executor, follows, step_id=step_id)
+        assert (found.fault is None) == (fault is None), found.fault
+        assert fault is None or fault in (found.fault or "")
+
+
 def test_a_row_that_follows_a_step_is_submitted_before_its_mask_is_known(
     executor: CudaExecutor,
 ) -> None:

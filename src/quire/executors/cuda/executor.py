@@ -22,8 +22,9 @@ from quire.core.errors import (
     StepCancelledError,
     StepTimeoutError,
 )
-from quire.core.plan import StepPlan, StepResult, Want
-from quire.executors.base import NO_SAMPLING, ExecutorBase, model_capacity
+from quire.core.plan import SequencePlan, StepPlan, StepResult, Want
+from quire.core.windows import NO_WINDOWS
+from quire.executors.base import BLOCK_SIZE, NO_SAMPLING, ExecutorBase, model_capacity
 from quire.executors.cuda.chain import SampleRow
 from quire.executors.cuda.decoder import Decoder, KVBlocks, KVType, Limits, decoder_for
 from quire.executors.cuda.gemm import gemm_for
@@ -48,6 +49,7 @@ from quire.quant.formats import Floats
 
 _MAX_SPLIT_TOKENS = 16
 _POLL_S = 2e-5
+_new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ class CudaExecutor(ExecutorBase):
         self._runner = GraphRunner(
             self._decoder, self._blocks, limits, layout.windows, self._device, stream
         )
+        self._sound_tables: dict[int, tuple[int, ...]] = {}  # by sequence
         self._unsampled: CudaTicket | None = None  # the last step, where masks are pending
         self._ended_at = float("-inf")  # of the step that was collected last
         super().__init__(
@@ -263,19 +266,20 @@ class CudaExecutor(ExecutorBase):
     def _pack(self, ticket: CudaTicket) -> list[PackedRow]:
         """Which tokens of the step are each sound row's; the others get their fault."""
         packed: list[PackedRow] = []
+        rows, slot_of = ticket.rows, self._samples.slot_of
         first = 0
         for plan in ticket.plan.sequences:
             row = StepRow(plan)
-            ticket.rows.append(row)
+            rows.append(row)
             try:
-                source = None if plan.follows is None else self._samples.slot_of(plan)
+                source = None if plan.follows is None else slot_of(plan)
                 end = plan.start + len(plan.tokens) + (plan.follows is not None)
-                self._check_row(plan, end)
+                self._check(plan, end)
             except RowFaultError as error:
                 row.fault = str(error)
                 continue
             last = first + end - plan.start - 1
-            row.packed = PackedRow(plan, first, last, source)
+            row.packed = _new_tuple(PackedRow, (plan, first, last, source))
             packed.append(row.packed)
             first = last + 1
         if first > self.capacity.max_step_tokens:
@@ -283,6 +287,25 @@ class CudaExecutor(ExecutorBase):
                 f"the step has {first} tokens; this executor takes {self.capacity.max_step_tokens}"
             )
         return packed
+
+    def _check(self, plan: SequencePlan, end: int) -> None:
+        """_check_row(), without looking again through the table of a row of one pending token that
+        was found sound in an earlier step: it is the same tuple until the sequence gets a block."""
+        table = plan.block_table
+        if (
+            self._sound_tables.get(plan.sequence_id) is table
+            and not (plan.tokens or plan.prompt_targets or plan.other_tables)
+            and plan.sampling is not None
+            and 0 <= plan.start < end <= self.capacity.max_context
+            and end <= len(table) * BLOCK_SIZE
+        ):
+            return
+        self._check_row(plan, end)
+        is_sound = min(table) >= 0 and max(table) < self.capacity.num_blocks
+        if is_sound and self.capacity.windows == NO_WINDOWS:
+            if len(self._sound_tables) >= 4 * self.capacity.max_batch_size:
+                self._sound_tables.clear()
+            self._sound_tables[plan.sequence_id] = table
 
     def _run(self, ticket: CudaTicket, packed: list[PackedRow], hidden: Sequence[Floats]) -> None:
         sampled = [row for row in ticket.rows if row.packed and row.plan.want is Want.SAMPLE]
@@ -381,9 +404,9 @@ class CudaExecutor(ExecutorBase):
             count = min(step, plan.num_new_tokens - start)
             logits = self._runner.logits_of(packed.first + start, count)
             if plan.want is Want.LOGITS:
-                row.logits.append(logits.to("cpu", copy=True))  # the device cannot hold all
+                row.logits += (logits.to("cpu", copy=True),)  # the device cannot hold all
             if aimed := targets[start : start + count]:
-                row.prompt_scores.append(self._sampler.score(logits[: len(aimed)], aimed, num_top))
+                row.prompt_scores += (self._sampler.score(logits[: len(aimed)], aimed, num_top),)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from quire.executors.cuda.step_input import Integers, Layout, PackedRow, pack_bo
 from quire.quant.formats import Floats
 
 _HOST_BUFFERS = 4  # copies that may be under way at once
+_MARKS = 64  # two a step; far fewer steps are in flight
 _SPLIT_COUNTS = (0, 4, 16, 64)  # splits of the context that graphs are captured for
 
 # Sizes that steps are padded to: none much larger than the step.
@@ -63,6 +64,9 @@ class GraphRunner:
         self._sent: list[Array | None] = [None] * len(self._hosts)
         self._next = 0
         self._stream: Array = stream  # None on a CPU
+        timed = [torch.cuda.Event(enable_timing=True) for _ in range(_MARKS if self._is_gpu else 0)]
+        self._marks: list[Array] = timed
+        self._num_marks = 0
         self._token_sizes = sizes_up_to(limits.num_tokens)
         self.row_sizes = sizes_up_to(limits.num_rows)
         self._bodies: dict[BodyShape, Array] = {}
@@ -79,10 +83,12 @@ class GraphRunner:
             yield
 
     def record(self) -> Array | None:
-        """A mark in the stream, with its time."""
+        """A mark in the stream, with its time; used again after _MARKS others, for steps that were
+        collected long before."""
         if not self._is_gpu:
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._marks[self._num_marks % len(self._marks)]
+        self._num_marks += 1
         event.record(self._stream)
         return event
 
@@ -198,8 +204,9 @@ class GraphRunner:
         index = self._next
         self._next = (index + 1) % len(self._hosts)
         sent = self._sent[index]
-        if sent is not None:
-            sent.synchronize()  # long done: three steps have been sent since
+        # Long done: three steps have been sent since. Asking keeps the GIL, waiting gives it away.
+        if sent is not None and not sent.query():
+            sent.synchronize()
         host = self._hosts[index][: len(packed)]
         host.numpy()[:] = packed
         with self.stream():
@@ -210,9 +217,9 @@ class GraphRunner:
                 host.numpy()[:, : hidden.shape[1]] = hidden
                 given.copy_(host, non_blocking=True)
             if self._is_gpu:
-                event = torch.cuda.Event()
-                event.record(self._stream)
-                self._sent[index] = event
+                sent = sent or torch.cuda.Event()
+                sent.record(self._stream)
+                self._sent[index] = sent
 
     def logits_of(self, first: int, count: int) -> Array:
         """Logits of consecutive rows of the last body; the next call overwrites them."""

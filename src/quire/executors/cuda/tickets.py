@@ -2,12 +2,18 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from quire.core.plan import SequencePlan, SequenceResult, StepPlan, TokenLogprob
+from quire.core.plan import (
+    SequencePlan,
+    SequenceResult,
+    StepPlan,
+    TokenLogprob,
+    check_fields,
+)
 from quire.executors.base import (
     HIDDEN_NOT_FINITE,
     LOGITS_INFINITE,
@@ -21,6 +27,18 @@ from quire.executors.cuda.planes import Array
 from quire.executors.cuda.sampling import Scores
 from quire.executors.cuda.step_input import PackedRow
 
+_new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
+# In the order in which _plain_results() writes them.
+_RESULT_FIELDS = (
+    "sequence_id",
+    "token",
+    "logprob",
+    "prompt_logprobs",
+    "logits",
+    "pooled",
+    "fault",
+)
+check_fields(SequenceResult, _RESULT_FIELDS)
 _FAULTS = {
     layers.NOT_FINITE: LOGITS_NOT_FINITE,
     layers.NOTHING_ALLOWED: NO_TOKEN_ALLOWED,
@@ -38,8 +56,8 @@ class StepRow:
     head_row: int | None = None  # where it is sampled
     # On the host once the step is done:
     scores: Scores | None = None  # of its sample, at its head row
-    prompt_scores: list[Scores] = field(default_factory=list)
-    logits: list[Array] = field(default_factory=list)
+    prompt_scores: tuple[Scores, ...] = ()
+    logits: tuple[Array, ...] = ()
     pooled: Array | None = None
 
 
@@ -96,8 +114,9 @@ class SampleRing:
     def slot_of(self, plan: SequencePlan) -> int:
         """The slot of the token that a row follows; RowFaultError where there is none."""
         assert plan.follows is not None
-        slot = self._slots.get(plan.follows, {}).get(plan.sequence_id)
-        if slot is None or self.has_faulted(plan):
+        known = self._slots.get(plan.follows)
+        slot = None if known is None else known.get(plan.sequence_id)
+        if slot is None or (self._faulted and self.has_faulted(plan)):
             raise no_sample(plan.follows)
         return slot
 
@@ -142,7 +161,7 @@ def _plain_results(ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
     tokens = sampled[:, 0].tolist()
     return tuple(
         [
-            SequenceResult(row.plan.sequence_id, token)
+            _new_tuple(SequenceResult, (row.plan.sequence_id, token, None, (), None, None, None))
             for row, token in zip(ticket.rows, tokens, strict=True)
         ]
     )
