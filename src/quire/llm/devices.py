@@ -52,6 +52,8 @@ _OPTION_NAMES = {
     "n_threads": "write threads",
     "n_gpu_layers": 'write device="cuda" or device="cpu": a model runs on one of them',
     "gpu_memory_utilization": 'write kv_memory, as a size such as "8GiB"',
+    "type_k": 'write kv_cache_dtype, as "int8": keys and values have one type',
+    "type_v": 'write kv_cache_dtype, as "int8": keys and values have one type',
     "tensor_parallel_size": "a model runs on one GPU",
     "enable_prefix_caching": "write prefix_reuse",
     "enable_chunked_prefill": "write chunking",

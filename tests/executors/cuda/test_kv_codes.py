@@ -13,7 +13,11 @@ from tests.executors.cuda import test_attention as halves  # noqa: E402
 from tests.executors.reference.plans import opened, row, run  # noqa: E402
 from tests.fixture_files import fixture_file  # noqa: E402
 
+from quire.core.config import EngineConfig  # noqa: E402
 from quire.core.plan import BlockCopy, SequencePlan, StepPlan, Want  # noqa: E402
+from quire.core.request import Ended  # noqa: E402
+from quire.core.sampling import SamplingParams  # noqa: E402
+from quire.engine.engine import Engine  # noqa: E402
 from quire.executors.cuda import CudaConfig, CudaExecutor  # noqa: E402
 from quire.executors.cuda.kernels.kv_codes import decoded, quantized  # noqa: E402
 from quire.executors.cuda.planes import to_natural_order  # noqa: E402
@@ -238,3 +242,21 @@ def test_what_is_not_finite_in_the_cache_fails_the_row(executor: CudaExecutor) -
     scales[0, 1, 0, 1, 2] = float("nan")
     [result] = run(executor, row(PROMPT[-1:], (1,), start=7))
     assert result.fault == "the hidden state is not finite"
+
+
+def test_a_sequence_that_lost_its_blocks_goes_on_with_the_same_tokens() -> None:
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1, ignore_eos=True)
+    prompts = [tuple(range(5, 19)), tuple(range(30, 44))]
+    found = []
+    for num_blocks, prefix_reuse in ((8, True), (3, False)):
+        sizes = CudaConfig(4, 32, num_blocks=num_blocks, device="cpu", kv_type="fp8")
+        with load_model(fixture_file("tiny/Q4_0.gguf")) as model:
+            runs = CudaExecutor(model, sizes)
+        runs.warm_up()
+        config = EngineConfig(max_batch_size=2, max_step_tokens=32, prefix_reuse=prefix_reuse)
+        engine = Engine(runs, config)
+        ids = [engine.add_request(prompt, greedy).id for prompt in prompts]
+        ended = {e.request_id: e.output for e in engine.run() if isinstance(e, Ended)}
+        found.append([(ended[i].token_ids, ended[i].completions[0].logprobs) for i in ids])
+        assert (engine.stats.num_preemptions > 0) == (num_blocks == 3)
+    assert found[1] == found[0]
