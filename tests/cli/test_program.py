@@ -15,7 +15,19 @@ from quire.cli import generate, main
 from quire.cli.program import COMMANDS, Command
 
 NAMES = (
-    *("generate", "chat", "serve", "top", "inspect", "pull", "models", "rm", "convert", "doctor"),
+    *(
+        "generate",
+        "chat",
+        "serve",
+        "batch",
+        "top",
+        "inspect",
+        "pull",
+        "models",
+        "rm",
+        "convert",
+        "doctor",
+    ),
     *("audit", "bench"),
 )
 

@@ -33,7 +33,7 @@ def test_every_example_runs(page: Path, text_model: Path, tmp_path: Path) -> Non
 
 def test_the_guide_has_its_pages() -> None:
     assert [page.stem for page in PAGES] == [
-        *("bitnet", "clients", "configuration", "dialects", "from-llama-cpp"),
+        *("batch", "bitnet", "clients", "configuration", "dialects", "from-llama-cpp"),
         *("from-rust-engines", "from-vllm"),
         *(
             "keys-and-limits",

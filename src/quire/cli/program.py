@@ -34,6 +34,11 @@ COMMANDS = {
         "quire.cli.options:add_serve_options",
         "quire.cli.serve:run",
     ),
+    "batch": Command(
+        "answer a file of requests",
+        "quire.cli.batch_options:add_options",
+        "quire.cli.batch:run",
+    ),
     "top": Command(
         "watch a running server's engine", "quire.cli.top:add_options", "quire.cli.top:run"
     ),
@@ -66,13 +71,20 @@ COMMANDS = {
         "measure quire", "quire_bench.commands:add_options", "quire_bench.commands:run"
     ),
 }
-# For each extra of quire: the command that needs it, and the packages that it brings.
+# For each extra of quire that a whole command needs: the packages that it brings.
 _EXTRAS = {
-    "server": ("serve", ("fastapi", "httptools", "pydantic", "starlette", "uvicorn", "uvloop")),
-    "bench": ("bench", ("aiohttp", "jsonschema", "matplotlib")),
+    "server": ("fastapi", "httptools", "pydantic", "starlette", "uvicorn", "uvloop"),
+    "bench": ("aiohttp", "jsonschema", "matplotlib"),
 }
 
-_TAKE_NAMES = ("generate", "chat", "serve", "inspect", "convert")  # of models, beside paths
+_TAKE_NAMES = (
+    "generate",
+    "chat",
+    "serve",
+    "batch",
+    "inspect",
+    "convert",
+)  # of models, beside paths
 
 FAILURE = 1
 INTERRUPTED = 130  # as shells say of a program ended by Ctrl-C ...
@@ -84,6 +96,7 @@ examples:
   quire chat --model model.gguf                 talk to a model of your own
   quire serve model.gguf                        serve it through OpenAI's API
   quire top                                     watch what its engine does
+  quire batch requests.jsonl answers.jsonl      answer a file of requests
   quire chat --model Qwen/Qwen3-4B-GGUF         fetch a model of the Hugging Face hub, and talk
   quire inspect model.gguf                      see what is in a file, and what it would take
   quire convert bitnet/ bitnet.gguf --to TQ2_0  make a GGUF file of a BitNet checkpoint
@@ -126,8 +139,10 @@ def _open_closed_streams() -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    command = ""
     try:
         args = _parser().parse_args(arguments)
+        command = args.command
         _find_model(args)
         _begin_reading(args)
         code: int = resolve_name(COMMANDS[args.command].run)(args)
@@ -145,7 +160,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except MemoryError:
         return _fail("there is not enough memory")
     except ModuleNotFoundError as error:
-        return _missing(error)
+        return _missing(error, command)
     except Exception as error:
         return _unexpected(error)
 
@@ -165,9 +180,9 @@ def _begin_reading(args: argparse.Namespace) -> None:
         resolve_name("quire.model.isolated:begin")(args.model)
 
 
-def _missing(error: ModuleNotFoundError) -> int:
+def _missing(error: ModuleNotFoundError, command: str) -> int:
     package = (error.name or "").partition(".")[0]
-    for extra, (command, packages) in _EXTRAS.items():
+    for extra, packages in _EXTRAS.items():
         if package in packages:
             return _fail(f"quire {command} needs {package}: pip install 'quire[{extra}]'")
     return _unexpected(error)

@@ -50,7 +50,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     return ServerSettings(
         host=args.host,
         port=args.port,
-        model_names=tuple(args.served_model_name or (_name_of(args.model),)),
+        model_names=tuple(args.served_model_name or (name_of(args.model),)),
         keys=read_keys(args.api_keys, os.environ),
         no_auth=args.no_auth,
         parse_control_tokens=args.parse_control_tokens,
@@ -84,7 +84,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     )
 
 
-def _name_of(model: str) -> str:
+def name_of(model: str) -> str:
     """A path would tell clients where the model lies."""
     return Path(model).name if Path(model).exists() else model
 

@@ -308,6 +308,21 @@ def create_app(service: Service) -> Middleware:
     endpoint = settings.otlp_endpoint
     tracing = None if endpoint is None else open_tracing(endpoint, service.name)
     rejected: Counter[str] = Counter()
+    return Middleware(
+        create_routes(service, tracing, rejected),
+        settings,
+        service.access,
+        service.limits,
+        service.connections,
+        _on_done(service, tracing, rejected),
+        error_shape,
+    )
+
+
+def create_routes(
+    service: Service, tracing: Tracing | None = None, rejected: Counter[str] | None = None
+) -> FastAPI:
+    """What answers requests that were admitted; `rejected` counts those that were not."""
     app = FastAPI(
         title="quire",
         version=own_version(),
@@ -322,22 +337,14 @@ def create_app(service: Service) -> Middleware:
     add_models(app, service)
     _add_models(app, service)
     _add_properties(app, service)
-    _add_operations(app, service, rejected)
+    _add_operations(app, service, Counter() if rejected is None else rejected)
     _add_stats(app, service)
     _add_administration(app, service)
-    if settings.page:
+    if service.settings.page:
         app.router.routes.extend(page_routes())
     describe_bodies(app, BODIES)
     check_routes(route.path for route in app.routes if isinstance(route, Route))
-    return Middleware(
-        app,
-        settings,
-        service.access,
-        service.limits,
-        service.connections,
-        _on_done(service, tracing, rejected),
-        error_shape,
-    )
+    return app
 
 
 def _lifespan(

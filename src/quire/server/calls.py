@@ -46,6 +46,7 @@ class Call:
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     error_shape: ErrorShape = OPENAI_ERRORS  # of the API that its path belongs to
     is_streaming: bool = False
+    is_background: bool = False  # a line of a job: behind all other requests
     quota: QuotaReservation | None = None
     outputs: list[RequestOutput] = field(default_factory=list)
 

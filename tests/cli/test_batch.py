@@ -1,0 +1,242 @@
+"""`quire batch`: every line answered once, at its place, whatever happens to the process."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.program import COMMAND, environment, fails, quire
+
+_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+_OWN = re.compile(rb'"(?:id|request_id)": ?"[^"]*"|"created(?:_at)?": ?\d+|"completed_at": ?\d+')
+
+
+def request(number: int) -> dict[str, Any]:
+    url = _URLS[number % 4]
+    bodies: dict[str, dict[str, Any]] = {
+        _URLS[0]: {"messages": [{"role": "user", "content": f"Count to {number}"}]},
+        _URLS[1]: {"prompt": f"The number {number}", "temperature": 0.9},  # without a seed
+        _URLS[2]: {"input": f"text {number}"},
+        _URLS[3]: {"input": f"hello {number}"},
+    }
+    body = bodies[url]
+    length = "max_output_tokens" if url == _URLS[3] else "max_tokens"
+    if url != _URLS[2]:
+        body[length] = 4 + number % 7
+    return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+
+
+def write_lines(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
+    return path
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def same_parts(path: Path) -> bytes:
+    """Without ids and times, which no two runs share."""
+    return _OWN.sub(b"", path.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def whole(
+    text_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Path]]:
+    """A file of requests, and its answers by an undisturbed run."""
+    folder = tmp_path_factory.mktemp("batch")
+    source = write_lines(folder / "in.jsonl", [request(number) for number in range(60)])
+    target = folder / "out.jsonl"
+    run = quire("batch", source, target, "--model", text_model, "--max-batch-size", "1", "--json")
+    assert run.code == 0, run.err
+    summary = json.loads(run.out)
+    assert (summary["lines"], summary["answered"], summary["failed"]) == (60, 60, 0)
+    assert summary["completion_tokens"] > 100
+    yield source, target
+
+
+def test_a_line_is_answered_at_its_place_the_same_in_any_batch(
+    whole: tuple[Path, Path], text_model: Path, tmp_path: Path
+) -> None:
+    source, target = whole
+    assert [answer["custom_id"] for answer in answers(target)] == [f"r{n}" for n in range(60)]
+    assert {answer["response"]["status_code"] for answer in answers(target)} == {200}
+    other = tmp_path / "other.jsonl"
+    quire("batch", source, other, "--model", text_model, "--max-batch-size", "16")
+    assert same_parts(other) == same_parts(target)
+
+
+def test_what_is_no_request_is_answered_by_an_error_at_its_place(
+    text_model: Path, tmp_path: Path
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    lines: list[Any] = [
+        request(1),
+        "no JSON",
+        "[" * 100_000,
+        {"custom_id": "no-url", "body": chat},
+        {"custom_id": "other", "url": "/v1/files", "body": chat},
+        {"custom_id": "stream", "url": _URLS[0], "body": {**chat, "stream": True}},
+        {"custom_id": "extra", "url": _URLS[0], "body": chat, "more": 1},
+        {"custom_id": "get", "method": "GET", "url": _URLS[0], "body": chat},
+        {"custom_id": "unknown", "url": _URLS[0], "body": {**chat, "foo": 1}},
+        {"custom_id": "long", "url": _URLS[1], "body": {"prompt": "a " * 10_000}},
+        "",
+        request(5),
+    ]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    run = quire("batch", source, tmp_path / "out.jsonl", "--model", text_model)
+    assert "9 of 11 failed" in run.out
+    found = answers(tmp_path / "out.jsonl")
+    named = [None, None, "no-url", "other", "stream", "extra", "get", "unknown", "long"]
+    assert [answer["custom_id"] for answer in found] == ["r1", *named, "r5"]
+    for answer in found[1:8]:
+        assert (answer["response"], answer["error"]["code"]) == (None, "invalid_line") or (
+            answer["custom_id"] == "unknown"
+        )
+    assert found[8]["response"]["body"]["error"]["param"] == "foo"
+    assert found[9]["response"]["status_code"] == 400
+    assert found[1]["error"]["message"].startswith("line 2: it is no JSON")
+
+
+def test_lines_without_a_url_are_for_the_endpoint_that_is_named(
+    text_model: Path, tmp_path: Path
+) -> None:
+    body = {"prompt": "a", "max_tokens": 2}
+    source = write_lines(tmp_path / "in.jsonl", [{"custom_id": "a", "body": body}, request(0)])
+    arguments = (source, tmp_path / "out.jsonl", "--model", text_model)
+    run = quire("batch", *arguments, "--endpoint", "/v1/completions")
+    assert "1 of 2 failed" in run.out
+    answered, refused = answers(tmp_path / "out.jsonl")
+    assert answered["response"]["body"]["object"] == "text_completion"
+    assert "the batch is for /v1/completions" in refused["error"]["message"]
+
+
+# ---- beginning again
+
+
+def test_a_second_run_does_what_is_missing(
+    whole: tuple[Path, Path], text_model: Path, tmp_path: Path
+) -> None:
+    source, target = whole
+    content = target.read_bytes()
+    lines = content.splitlines(keepends=True)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(b"".join(lines[:23]) + lines[23][:50])
+    run = quire("batch", source, cut, "--model", text_model, "--json")
+    summary = json.loads(run.out)
+    assert (summary["answered_before"], summary["answered"]) == (23, 37)
+    assert cut.read_bytes().startswith(b"".join(lines[:23]))
+    assert same_parts(cut) == same_parts(target)
+    before = cut.read_bytes()
+    assert (
+        json.loads(quire("batch", source, cut, "--model", text_model, "--json").out)["answered"]
+        == 0
+    )
+    assert cut.read_bytes() == before
+
+
+def test_a_killed_run_loses_nothing(
+    whole: tuple[Path, Path], text_model: Path, tmp_path: Path
+) -> None:
+    source, target = whole
+    out = tmp_path / "out.jsonl"
+    command = [*COMMAND, "batch", str(source), str(out), "--model", str(text_model)]
+    command += ["--max-batch-size", "2"]
+    moments = random.Random(7)
+    for _ in range(3):
+        with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL) as process:
+            least = (out.stat().st_size if out.exists() else 0) + moments.randrange(1, 9000)
+            while process.poll() is None and (not out.exists() or out.stat().st_size < least):
+                time.sleep(0.001)
+            process.send_signal(signal.SIGKILL)
+    run = quire(*command[len(COMMAND) :], "--json")
+    assert json.loads(run.out)["answered_before"] > 0
+    assert same_parts(out) == same_parts(target)
+
+
+def test_an_output_that_is_of_something_else_is_left_alone(
+    whole: tuple[Path, Path], text_model: Path, tmp_path: Path
+) -> None:
+    _, target = whole
+    other = write_lines(tmp_path / "other.jsonl", [request(number) for number in range(1, 9)])
+    mine = tmp_path / "mine.jsonl"
+    mine.write_bytes(target.read_bytes())
+    model = ("--model", text_model)
+    assert "line 1 answers 'r0'" in fails("batch", other, mine, *model)
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes\n")
+    assert "is no line that `quire batch` wrote" in fails("batch", other, notes, *model)
+    assert notes.read_text() == "my notes\n"
+    assert "name another output" in fails("batch", other, other, *model)
+    assert "No such file" in fails("batch", tmp_path / "none.jsonl", mine, *model)
+    assert mine.read_bytes() == target.read_bytes()
+    assert quire("batch", other, mine, *model, "--restart").code == 0
+    assert len(answers(mine)) == 8
+
+
+def test_two_runs_do_not_write_one_output(
+    whole: tuple[Path, Path], text_model: Path, tmp_path: Path
+) -> None:
+    source, _ = whole
+    out = tmp_path / "out.jsonl"
+    command = [*COMMAND, "batch", str(source), str(out), "--model", str(text_model)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL) as process:
+        while not out.exists() or not out.stat().st_size:
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)
+        refused = fails("batch", source, out, "--model", text_model)
+        process.send_signal(signal.SIGCONT)
+    assert "another `quire batch` is writing it" in refused
+
+
+# ---- tables
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_columns_of_a_table(suffix: str, text_model: Path, tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    csv, parquet = pytest.importorskip("pyarrow.csv"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"q": ["What is\na river?", "Name, please", None], "n": ["a", "b", "c"]})
+    source, target = tmp_path / f"in.{suffix}", tmp_path / f"out.{suffix}"
+    write = parquet.write_table if suffix == "parquet" else csv.write_csv
+    write(table, source)
+    arguments = ("batch", source, target, "--model", text_model, "--column", "q")
+    run = quire(*arguments, "--id-column", "n", "--body", '{"max_tokens": 5, "temperature": 0}')
+    assert run.code == 0, run.err
+    read = parquet.read_table if suffix == "parquet" else csv.read_csv
+    rows = read(target).to_pylist()
+    assert [row["custom_id"] for row in rows] == ["a", "b", "c"]
+    assert [row["completion_tokens"] for row in rows[:2]] == [5, 5]
+    assert rows[0]["text"] and rows[0]["finish_reason"] == "length"
+    assert not list(tmp_path.glob("*.jsonl"))
+    assert "say --restart" in fails(*arguments)
+    assert "no column 'other'" in fails(*arguments[:-1], "other", "--restart")
+
+
+def test_vectors_of_a_table(text_model: Path, tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": ["one", "two"]}), tmp_path / "in.parquet")
+    out = tmp_path / "out.parquet"
+    options = ("--column", "text", "--endpoint", "/v1/embeddings", "--model", text_model)
+    quire("batch", tmp_path / "in.parquet", out, *options)
+    first, second = parquet.read_table(out).column("embedding").to_pylist()
+    assert len(first) == len(second) > 10
+    assert first != second
+    assert sum(value * value for value in first) == pytest.approx(1, abs=1e-3)
+
+
+def test_options_for_tables_are_refused_for_lines(text_model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [request(0)])
+    run = quire("batch", source, tmp_path / "out", "--model", text_model, "--column", "x")
+    assert run.code == 2
+    assert "--column is for Parquet and CSV files" in run.err
