@@ -31,6 +31,8 @@ from quire.executors.dry import dry_penalties
 _EDITS = 1 << 15  # bans and biases of a step; rows beyond are sampled by chain.py
 _ALWAYS = struct.Struct("<QIi4f4d")
 _THIS_STEP = struct.Struct("<iQ13i")
+_PLACE = struct.Struct("<Qi")  # of a row's token: position and slot, the words after its kind
+_BEFORE_COUNTS = 4 + _PLACE.size
 _EDIT = struct.Struct("<if")
 _NOTHING = bytes(4 * kernels.WORDS)
 _MAX_KNOWN = 4096
@@ -78,6 +80,10 @@ class _Known(NamedTuple):
     bans: bytes
     biases: bytes
     highest_bias: int  # token; -1: no biases
+    # The words of a row without history, mask and bans, around its position and slot; empty where
+    # its sequence has others.
+    begin: bytes
+    end: bytes
 
 
 def _known(sampling: Sampling) -> _Known:
@@ -96,13 +102,18 @@ def _known(sampling: Sampling) -> _Known:
         params.min_p,
         max(least, kernels.ZERO_EXPONENT),
     )
+    kind, num_top = _kind(params), 0 if params.logprobs is None else params.logprobs + 1
+    usual = _THIS_STEP.pack(kind, 0, 0, -1, -1, -1, 0, 0, 0, 0, -1, -1, 0, 0, num_top)
+    is_usual = kind != kernels.SKIP and not params.logit_bias
     return _Known(
         sampling,
         words,
-        _kind(params),
+        kind,
         b"".join(_EDIT.pack(token, -math.inf) for token in sampling.end_token_ids),
         b"".join(_EDIT.pack(*entry) for entry in params.logit_bias.items()),
         max(params.logit_bias, default=-1),
+        words + usual[:4] if is_usual else b"",
+        usual[_BEFORE_COUNTS:],
     )
 
 
@@ -260,6 +271,18 @@ class Sampler:
                 self._by_sampling.clear()
             known = self._by_sampling[id(sampling)] = _known(sampling)
         params = sampling.params
+        is_usual = row.history is None and row.allowed is None and known.begin
+        if is_usual and row.completion_position >= params.min_tokens:
+            place = _PLACE.pack(row.completion_position, request.slot)
+            step.words[request.head_row] = known.begin + place + known.end
+            step.is_sampled = True
+            step.is_scored |= params.logprobs is not None
+            return
+        self._pack_unusual(step, request, known)
+
+    def _pack_unusual(self, step: _Step, request: SampleRequest, known: _Known) -> None:
+        row = request.row
+        params = row.sampling.params
         bans = known.bans if row.completion_position < params.min_tokens else b""
         self._check_tokens(known, row, bool(bans))
         num_top = 0 if params.logprobs is None else params.logprobs + 1
