@@ -382,7 +382,7 @@ def test_the_samplers_kernels_keep_to_their_registers(
     pretend()
     caught: dict[str, _Catch] = {}
     for module in (sampling_kernels, scoring_kernels):
-        for name in ("adjust", "find_bounds", "weigh_or_list", "list_weighed", "choose"):
+        for name in ("adjust", "find_bounds", "narrow", "weigh_or_list", "choose"):
             if name in vars(module):
                 caught[name] = _Catch(getattr(module, name))
         for name in [name for name in vars(module) if name.startswith("score_")]:

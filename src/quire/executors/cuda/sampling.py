@@ -194,10 +194,13 @@ class Sampler:
             chunk_best=self._made(torch.float32, rows, chunks),
             chunk_faults=self._made(torch.int32, rows, chunks),
             chunk_sums=self._made(torch.int64, rows, chunks),
+            chunk_above=self._made(torch.int64, rows, chunks),
             group_best=self._made(torch.float32, rows, chunks, tile.chunk // tile.group),
             kinds=self._made(torch.int32, rows),
             best=self._made(torch.float32, rows),
+            masses=self._made(torch.float32, rows, kernels.ROUNDS, 8),
             bounds=self._made(torch.float32, rows),
+            upper_bounds=self._made(torch.float32, rows),
             num_listed=self._made(torch.int32, rows),
             listed=self._made(torch.int32, rows, tile.listed),
             listed_scores=self._made(torch.float32, rows, tile.listed),
@@ -409,10 +412,9 @@ class Sampler:
             **powers,
             **exact,
         )
+        for number in range(kernels.ROUNDS):
+            kernels.narrow[by_chunk](logits, rows, work, width, ROUND=number, **wide)
         kernels.weigh_or_list[by_chunk](logits, rows, work, width, LIST=tile.listed, **wide)
-        kernels.list_weighed[by_chunk](
-            logits, rows, work, width, LIST=tile.listed, **powers, **wide
-        )
         kernels.choose[(num_rows,)](
             logits,
             rows,

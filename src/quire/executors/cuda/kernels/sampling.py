@@ -3,7 +3,9 @@ has them, for rows with parameters of their own.
 
 A row goes through `adjust` and `find_bounds`; then its kind decides. GREEDY takes the best. ALL
 weighs every token and draws. LISTED lists the tokens that a bound on their scores does not exclude
-and cuts and draws among these. WEIGHED, top-p alone, needs the weight of all tokens for that bound.
+and cuts and draws among these. WEIGHED, top-p without top-k, needs the weight of all tokens: `narrow`
+finds about where the cut is by approximate sums, only the tokens near it are listed, and `choose`
+checks with exact sums that the cut is among them; if not, it takes the whole row.
 
 A cut is (threshold, id): a token stays with a greater weight, or with that weight and an id up to
 this one. Both are found by digits of three bits, so nothing is sorted. Weights are integers: sums
@@ -60,6 +62,8 @@ ZERO_EXPONENT = -22.2  # e to this is less than 2**-32: a weight of 0
 _ZERO_EXPONENT = tl.constexpr(ZERO_EXPONENT)
 _BLOCK = tl.constexpr(1024)  # listed tokens at once
 _DIGIT = tl.constexpr(8)
+ROUNDS = 4  # of `narrow`
+_ROUNDS = tl.constexpr(ROUNDS)
 _LOG2_E, _TO_INTEGER = tl.constexpr(elementary.LOG2_E), tl.constexpr(elementary.TO_INTEGER)
 _LN2_HIGH, _LN2_LOW = tl.constexpr(elementary.LN2_HIGH), tl.constexpr(elementary.LN2_LOW)
 _LOWEST = tl.constexpr(elementary.LOWEST_EXPONENT)
@@ -87,10 +91,13 @@ class Workspace(NamedTuple):
     chunk_best: Any  # float32 [row, chunk]
     chunk_faults: Any  # int32 [row, chunk]: 1 where a logit is not finite
     chunk_sums: Any  # int64 [row, chunk]: of weights
+    chunk_above: Any  # int64 [row, chunk]: of those that reach the upper bound
     group_best: Any  # float32 [row, chunk, group]
     kinds: Any  # int32 [row]: SKIP where a row has no token
     best: Any  # float32 [row]
+    masses: Any  # float32 [row, ROUNDS, 8]: about how much weight reaches the bounds of a round
     bounds: Any  # float32 [row]: what scores less is not listed
+    upper_bounds: Any  # float32 [row]: nor what reaches this, of a WEIGHED row
     num_listed: Any  # int32 [row]
     listed: Any  # int32 [row, LISTED_AT_MOST]: tokens
     listed_scores: Any  # float32
@@ -285,6 +292,9 @@ def find_bounds(
             tl.store(sampled + row * 2, 0)
             tl.store(samples + tl.load(words + _SLOT), 0)
             kind = _SKIP
+        if kind == _WEIGHED:
+            at = row * _ROUNDS * _DIGIT + tl.arange(0, _ROUNDS * _DIGIT)
+            tl.store(work.masses + at, tl.zeros([_ROUNDS * _DIGIT], tl.float32))
         if kind == _LISTED:
             doubles = rows.doubles + row * (_WORDS // 2)
             temperature = tl.load(doubles + _TEMPERATURE)
@@ -303,6 +313,60 @@ def find_bounds(
                 exponent = tl.maximum(exponent, tied)
             tl.store(work.bounds + row, _score_bound(best, exponent, temperature))
     tl.store(work.kinds + row, kind)
+
+
+# ---- where top-p cuts
+
+
+@triton.jit
+def _bracket(rows, work, row, DONE: tl.constexpr):
+    """After so many rounds: an exponent that the tokens at the cut reach, and how far above it is
+    one that they do not."""
+    doubles = rows.doubles + row * (_WORDS // 2)
+    low = tl.load(doubles + _LEAST_EXPONENT).to(tl.float32)
+    step = -low
+    digit = tl.arange(0, _DIGIT)
+    masses = work.masses + row * _ROUNDS * _DIGIT
+    wanted = tl.load(masses) * tl.load(doubles + _TOP_P).to(tl.float32)
+    for done in tl.static_range(DONE):
+        is_reached = tl.load(masses + done * _DIGIT + digit) >= wanted
+        step = step / 8
+        low += step * (tl.sum((is_reached | (digit == 0)).to(tl.int32), axis=0) - 1)
+    return low, step
+
+
+@triton.jit
+def narrow(logits, rows, work, width, ROUND: tl.constexpr, CHUNK: tl.constexpr):
+    """Add up about how much of a chunk's weight reaches each of eight exponents between those that
+    the rounds before left. The order of these sums is not fixed: no token depends on them. One
+    program: a row and a chunk."""
+    row = tl.program_id(0)
+    if tl.load(work.kinds + row) == _WEIGHED:
+        column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        scores = _scores_of(rows, logits, work, row, width)
+        x = tl.load(scores + column, mask=column < width, other=float("-inf"))
+        temperature = tl.load(rows.doubles + row * (_WORDS // 2) + _TEMPERATURE).to(tl.float32)
+        exponents = (x - tl.load(work.best + row)) / tl.maximum(temperature, 1e-30)
+        low, step = _bracket(rows, work, row, ROUND)
+        digit = tl.arange(0, _DIGIT)
+        tried = low + digit * (step / 8)
+        is_reached = exponents[None, :] >= tried[:, None]
+        reached = tl.sum(tl.where(is_reached, tl.exp(exponents)[None, :], 0.0), axis=1)
+        tl.atomic_add(work.masses + (row * _ROUNDS + ROUND) * _DIGIT + digit, reached)
+
+
+@triton.jit
+def _score_bracket(rows, work, row):
+    """Scores between which the cut is, with room for sums that are not exact and for ties."""
+    low, step = _bracket(rows, work, row, _ROUNDS)
+    high = low + step
+    low -= step / 4 + 4.0 / tl.maximum(tl.exp(low) * 4294967296.0, 1.0)
+    high += step / 4 + 4.0 / tl.maximum(tl.exp(high) * 4294967296.0, 1.0)
+    best = tl.load(work.best + row)
+    temperature = tl.load(rows.doubles + row * (_WORDS // 2) + _TEMPERATURE)
+    lower = _score_bound(best, low.to(tl.float64), temperature)
+    upper = (best.to(tl.float64) + high.to(tl.float64) * temperature).to(tl.float32)
+    return lower, tl.where(high > 0.0, float("inf"), upper)
 
 
 # ---- weights and lists
@@ -340,35 +404,15 @@ def weigh_or_list(logits, rows, work, width, CHUNK: tl.constexpr, LIST: tl.const
             weights = _weigh(x, tl.load(work.best + row), temperature, min_p)
             index = row * tl.num_programs(1) + chunk
             tl.store(work.chunk_sums + index, tl.sum(weights, axis=0))
-
-
-@triton.jit
-def _row_weight(work, row, num_chunks, CHUNKS: tl.constexpr):
-    chunk = tl.arange(0, CHUNKS)
-    sums = tl.load(work.chunk_sums + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
-    return tl.sum(sums, axis=0)
-
-
-@triton.jit
-def list_weighed(
-    logits, rows, work, width, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LIST: tl.constexpr
-):
-    """Of a chunk of a WEIGHED row, whose cut is top-p alone: the tokens that may be kept. All those
-    of at most a share (1 - top_p) / width of the weight have together no more than 1 - top_p of it,
-    so none of them is. One program: a row and a chunk."""
-    row = tl.program_id(0)
-    if tl.load(work.kinds + row) == _WEIGHED:
-        doubles = rows.doubles + row * (_WORDS // 2)
-        total = _row_weight(work, row, tl.num_programs(1), CHUNKS).to(tl.float64)
-        share = (tl.full([], 1.0, tl.float64) - tl.load(doubles + _TOP_P)) * 0.99 - 1e-12
-        least = (tl.maximum(share, 0.0) * total / width).to(tl.float32)
-        exponent = tl.log(tl.maximum(least, 1.0)) - 22.180709777918249 - 1e-4
-        best, temperature = tl.load(work.best + row), tl.load(doubles + _TEMPERATURE)
-        bound = _score_bound(best, exponent.to(tl.float64), temperature)
-        column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-        scores = _scores_of(rows, logits, work, row, width)
-        x = tl.load(scores + column, mask=column < width, other=float("-inf"))
-        _list_tokens(work, row, x, column, (column < width) & (x >= bound), LIST)
+            if kind == _WEIGHED:
+                lower, upper = _score_bracket(rows, work, row)
+                above = tl.sum(tl.where(x >= upper, weights, 0), axis=0)
+                tl.store(work.chunk_above + index, above)
+                is_listed = (column < width) & (x >= lower) & (x < upper)
+                _list_tokens(work, row, x, column, is_listed, LIST)
+                if chunk == 0:
+                    tl.store(work.bounds + row, lower)
+                    tl.store(work.upper_bounds + row, upper)
 
 
 # ---- cuts and draws
@@ -482,9 +526,16 @@ def _ceil_quotient(dividend, divisor):
 
 
 @triton.jit
-def _drawn_of_list(source, bits, top_k, top_p, row_weight):
-    """Cut by top-k, then by top-p, and draw. `row_weight`: that of the whole row, where the list
-    does not hold all of it."""
+def _share_of(total, top_p):
+    """The least integer that is no less than this share."""
+    wanted = top_p * total.to(tl.float64)
+    target = wanted.to(tl.int64)
+    return target + (target.to(tl.float64) < wanted).to(tl.int64)
+
+
+@triton.jit
+def _drawn_of_list(source, bits, top_k, top_p):
+    """Cut by top-k, then by top-p, and draw."""
     threshold = tl.full([], 0, tl.int64)
     if (top_k > 0) & (source.count > top_k):
         threshold = _threshold(source, top_k, False)
@@ -493,12 +544,7 @@ def _drawn_of_list(source, bits, top_k, top_p, row_weight):
     if top_k > 0:
         ties = tl.minimum(ties, tl.maximum(top_k - number, 0))
     if top_p < 1.0:
-        total = above + ties * threshold
-        if row_weight > 0:
-            total = row_weight
-        wanted = top_p * total.to(tl.float64)
-        target = wanted.to(tl.int64)
-        target += (target.to(tl.float64) < wanted).to(tl.int64)
+        target = _share_of(above + ties * threshold, top_p)
         if above >= target:
             threshold = _threshold(source, target, True)
             number, above, equal = _above(source, threshold)
@@ -510,6 +556,85 @@ def _drawn_of_list(source, bits, top_k, top_p, row_weight):
     total = above + ties * threshold
     point = tl.umulhi(bits, total.to(tl.uint64)).to(tl.int64)
     return _token_at(source, threshold, last_tie, point, False)
+
+
+@triton.jit
+def _drawn_in_chunk(scores, source, chunk, threshold, last_tie, point, width, CHUNK: tl.constexpr):
+    """The token at a point of the kept tokens of a chunk."""
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(scores + column, mask=column < width, other=float("-inf"))
+    weights = _weigh(x, source.best, source.temperature, source.min_p)
+    is_kept = (weights > threshold) | ((weights == threshold) & (column <= last_tie))
+    ends = tl.cumsum(tl.where(is_kept, weights, 0), axis=0)
+    return (chunk * CHUNK + tl.sum((ends <= point).to(tl.int32), axis=0)).to(tl.int64)
+
+
+@triton.jit
+def _chunk_at(source, aboves, chunk, threshold, last_tie, point, CHUNK: tl.constexpr):
+    """The chunk that holds a point of the kept tokens, and the point within it."""
+    found = tl.full([], 0, tl.int32)
+    base = tl.full([], 0, tl.int64)
+    digit = tl.arange(0, _DIGIT)
+    for place in range(3):
+        unit = tl.full([], 1, tl.int32) << (6 - 3 * place)
+        tried = found + digit * unit
+        is_before = chunk[None, :] < tried[:, None]
+        before = tl.sum(tl.where(is_before, aboves[None, :], 0), axis=1)
+        for start in range(0, source.count, _BLOCK):
+            tokens, weights = _tokens_at(source, start)
+            is_kept = (weights > threshold) | ((weights == threshold) & (tokens <= last_tie))
+            is_listed = tokens[None, :] < (tried * CHUNK)[:, None]
+            kept = tl.where(is_kept, weights, 0)
+            before += tl.sum(tl.where(is_listed, kept[None, :], 0), axis=1)
+        is_reached = (before <= point) | (digit == 0)
+        found += (tl.sum(is_reached.to(tl.int32), axis=0) - 1) * unit
+        base = tl.max(tl.where(is_reached, before, 0), axis=0)
+    return found, point - base
+
+
+@triton.jit
+def _drawn_of_bracket(
+    source,
+    bits,
+    top_p,
+    work,
+    row,
+    width,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Cut by top-p where the list has the tokens around the cut, and draw; -1 where it has not. A
+    token that reaches the upper bound must weigh more than the threshold, one that does not reach
+    the lower bound less: with a margin, for the exponential is not monotone to the last bit."""
+    chunk = tl.arange(0, CHUNKS)
+    at = row * num_chunks + chunk
+    sums = tl.load(work.chunk_sums + at, mask=chunk < num_chunks, other=0)
+    aboves = tl.load(work.chunk_above + at, mask=chunk < num_chunks, other=0)
+    beyond = tl.sum(aboves, axis=0)
+    rest = _share_of(tl.sum(sums, axis=0), top_p) - beyond
+    number, listed, equal = _above(source, tl.full([], 0, tl.int64))
+    token = tl.full([], -1, tl.int64)
+    if (rest > 0) & (rest <= listed):
+        threshold = _threshold(source, rest, True)
+        number, above, equal = _above(source, threshold)
+        ties = tl.minimum(equal, _ceil_quotient(rest - above, threshold))
+        lower, upper = tl.load(work.bounds + row), tl.load(work.upper_bounds + row)
+        least = _weigh(lower, source.best, source.temperature, source.min_p)
+        highest = tl.minimum(upper, source.best)
+        most = _weigh(highest, source.best, source.temperature, source.min_p)
+        is_within = (least == 0) | (least + 1 < threshold)
+        if is_within & ((upper > source.best) | (most > threshold + 1)):
+            last_tie = tl.full([], 1 << 30, tl.int64)
+            if ties < equal:
+                last_tie = _token_at(source, threshold, 0, ties - 1, True)
+            total = beyond + above + ties * threshold
+            point = tl.umulhi(bits, total.to(tl.uint64)).to(tl.int64)
+            own, point = _chunk_at(source, aboves, chunk, threshold, last_tie, point, CHUNK)
+            token = _drawn_in_chunk(
+                source.scores, source, own, threshold, last_tie, point, width, CHUNK
+            )
+    return token
 
 
 @triton.jit
@@ -555,11 +680,7 @@ def _drawn_of_all(
     point = tl.umulhi(bits, tl.sum(sums, axis=0).to(tl.uint64)).to(tl.int64)
     found = tl.sum((ends <= point).to(tl.int32), axis=0)
     point -= tl.sum(tl.where(chunk < found, sums, 0), axis=0)
-    column = found * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(scores + column, mask=column < width, other=float("-inf"))
-    weights = _weigh(x, source.best, source.temperature, source.min_p)
-    within = tl.sum((tl.cumsum(weights, axis=0) <= point).to(tl.int32), axis=0)
-    return (found * CHUNK + within).to(tl.int64)
+    return _drawn_in_chunk(scores, source, found, 0, 0, point, width, CHUNK)
 
 
 @triton.jit
@@ -584,32 +705,31 @@ def choose(
         scores = _scores_of(rows, logits, work, row, width)
         best = tl.load(work.best + row)
         start = row.to(tl.int64) * LIST
+        listed, weights = work.listed + start, work.listed_weights + start
         count = tl.load(work.num_listed + row)
+        temperature, min_p = tl.load(doubles + _TEMPERATURE), tl.load(doubles + _MIN_P)
+        top_k, top_p = tl.load(words + _TOP_K), tl.load(doubles + _TOP_P)
         is_whole = count > LIST
         source = _Source(
-            work.listed + start,
-            work.listed_weights + start,
-            scores,
-            best,
-            tl.load(doubles + _TEMPERATURE),
-            tl.load(doubles + _MIN_P),
-            tl.where(is_whole, width, count),
-            is_whole,
+            listed, weights, scores, best, temperature, min_p, tl.minimum(count, LIST), False
         )
         bits = _random_bits(words)
-        token = tl.full([], 0, tl.int64)
+        token = tl.full([], -1, tl.int64)
         if kind == _GREEDY:
             token = _first_best(scores, best, work, row, width, num_chunks, CHUNK, CHUNKS)
         elif kind == _ALL:
             token = _drawn_of_all(scores, source, bits, work, row, width, num_chunks, CHUNK, CHUNKS)
         else:
-            if not is_whole:
-                _weigh_list(source, work.listed_scores + start)
-            row_weight = tl.full([], 0, tl.int64)
-            if kind == _WEIGHED:
-                row_weight = _row_weight(work, row, num_chunks, CHUNKS)
-            top_k, top_p = tl.load(words + _TOP_K), tl.load(doubles + _TOP_P)
-            token = _drawn_of_list(source, bits, top_k, top_p, row_weight)
+            _weigh_list(source, work.listed_scores + start)
+            if (kind == _WEIGHED) & (count <= LIST):
+                token = _drawn_of_bracket(
+                    source, bits, top_p, work, row, width, num_chunks, CHUNK, CHUNKS
+                )
+            if token < 0:
+                is_whole = is_whole | (kind == _WEIGHED)
+                count = tl.where(is_whole, width, count)
+                whole = _Source(listed, weights, scores, best, temperature, min_p, count, is_whole)
+                token = _drawn_of_list(whole, bits, top_k, top_p)
         token = tl.minimum(token, width - 1).to(tl.int32)
         tl.store(sampled + row * 2, token)
         tl.store(samples + tl.load(words + _SLOT), token)
