@@ -200,6 +200,34 @@ def test_counts_are_made_anew_after_a_step_that_failed(monkeypatch: pytest.Monke
     check(device, logits, [SampleRow(how, 1, History(prompt, (4,)))])
 
 
+class Replayed:
+    """Stands for a graph of all rows."""
+
+    def __init__(self, launch: Any) -> None:
+        self.launch = launch
+
+    def replay(self) -> None:
+        self.launch(MAX_ROWS)
+
+
+def test_a_graph_of_more_rows_than_the_step_leaves_the_others_alone() -> None:
+    device = Device()
+    sampler = device.sampler
+    sampler._graphs[MAX_ROWS] = Replayed(sampler._launch), Replayed(sampler._launch_scores)
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.0, logprobs=1)
+    hows = [Sampling(params, seed, 0) for seed in range(MAX_ROWS)]
+    logits = np.random.default_rng(2).normal(0, 1, (MAX_ROWS, VOCABULARY)).astype(np.float32)
+    logits[:, 7] = 4.0
+    check(device, logits, [SampleRow(how, 0, History((1,), ())) for how in hows])
+    check(device, logits, [SampleRow(how, 1, History((1,), (7,))) for how in hows])
+    kept = device.samples[1:MAX_ROWS].clone()
+    device.samples[1:MAX_ROWS] = -1
+    check(device, logits[:1], [SampleRow(hows[0], 2, History((1,), (7, 7)))])
+    assert device.samples[1:MAX_ROWS].tolist() == [-1] * (MAX_ROWS - 1)
+    device.samples[1:MAX_ROWS] = kept
+    check(device, logits, [SampleRow(how, 2, History((1,), (7, 7))) for how in hows])
+
+
 def test_more_edits_than_a_step_holds_are_made_all_the_same(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

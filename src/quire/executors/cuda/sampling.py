@@ -246,7 +246,8 @@ class Sampler:
     def sample(self, requests: Sequence[SampleRequest], num_rows: int) -> dict[int, str]:
         """Sample rows below `num_rows`, on the current stream; the faults of rows that have no
         token for it. Scores are there for scores_on_host() to fetch."""
-        step = _Step(num_rows)
+        num_rows = next((size for size in self._graphs if size >= num_rows), num_rows)
+        step = _Step(num_rows)  # also for the rows that a graph has beyond the step's: none of them
         try:
             for request in requests:
                 try:
@@ -374,7 +375,7 @@ class Sampler:
         host = self._step.host()
         host[:] = 0
         self._step.send(len(host))
-        for size in sizes:
+        for size in sorted(sizes):
             self._graphs[size] = (
                 captured(lambda size=size: self._launch(size)),  # type: ignore[misc]
                 captured(lambda size=size: self._launch_scores(size)),  # type: ignore[misc]
@@ -384,11 +385,10 @@ class Sampler:
         self._graphs.clear()
 
     def _run(self, num_rows: int, which: int, launch: Callable[[int], None]) -> None:
-        size = next((size for size in sorted(self._graphs) if size >= num_rows), None)
-        if size is None:
-            launch(num_rows)
+        if num_rows in self._graphs:
+            self._graphs[num_rows][which].replay()
         else:
-            self._graphs[size][which].replay()
+            launch(num_rows)
 
     def _launch(self, num_rows: int) -> None:
         tile, chunks, width = self._tile, self._num_chunks, self._width

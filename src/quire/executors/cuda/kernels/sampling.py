@@ -3,9 +3,9 @@ has them, for rows with parameters of their own.
 
 A row goes through `adjust` and `find_bounds`; then its kind decides. GREEDY takes the best. ALL
 weighs every token and draws. LISTED lists the tokens that a bound on their scores does not exclude
-and cuts and draws among these. WEIGHED, top-p without top-k, needs the weight of all tokens: `narrow`
-finds about where the cut is by approximate sums, only the tokens near it are listed, and `choose`
-checks with exact sums that the cut is among them; if not, it takes the whole row.
+and cuts and draws among these. WEIGHED, top-p without top-k, needs the weight of all tokens:
+`narrow` finds about where the cut is by approximate sums, only the tokens near it are listed, and
+`choose` checks with exact sums that the cut is among them; if not, it takes the whole row.
 
 A cut is (threshold, id): a token stays with a greater weight, or with that weight and an id up to
 this one. Both are found by digits of three bits, so nothing is sorted. Weights are integers: sums
@@ -613,11 +613,11 @@ def _drawn_of_bracket(
     aboves = tl.load(work.chunk_above + at, mask=chunk < num_chunks, other=0)
     beyond = tl.sum(aboves, axis=0)
     rest = _share_of(tl.sum(sums, axis=0), top_p) - beyond
-    number, listed, equal = _above(source, tl.full([], 0, tl.int64))
+    _number, listed, equal = _above(source, tl.full([], 0, tl.int64))
     token = tl.full([], -1, tl.int64)
     if (rest > 0) & (rest <= listed):
         threshold = _threshold(source, rest, True)
-        number, above, equal = _above(source, threshold)
+        _number, above, equal = _above(source, threshold)
         ties = tl.minimum(equal, _ceil_quotient(rest - above, threshold))
         lower, upper = tl.load(work.bounds + row), tl.load(work.upper_bounds + row)
         least = _weigh(lower, source.best, source.temperature, source.min_p)
