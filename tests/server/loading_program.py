@@ -18,4 +18,4 @@ def packs_without_end(*_: object) -> NoReturn:
 
 if __name__ == "__main__":
     with mock.patch("quire.llm.assembly.assemble", packs_without_end):
-        sys.exit(main(["serve", *sys.argv[1:]]))
+        sys.exit(main(["serve", *sys.argv[1:], "--no-worker"]))

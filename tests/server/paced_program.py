@@ -18,7 +18,9 @@ def run() -> int:
 
     signal.signal(signal.SIGUSR1, hurry)
     with patch.object(ReferenceDevice, "make_executor", lambda *_: executor):
-        return main(["serve", *sys.argv[1:], "--device", "reference", "--kv-memory", "4MiB"])
+        return main(
+            ["serve", *sys.argv[1:], "--device", "reference", "--kv-memory", "4MiB", "--no-worker"]
+        )
 
 
 if __name__ == "__main__":

@@ -465,6 +465,11 @@ def _add_view_options(group: Options) -> None:
     add = group.add_argument
     add("--no-page", action="store_true", help="serve no page at /")
     add(
+        "--no-worker",
+        action="store_true",
+        help="run the engine in the server's own process: where that crashes, all streams end",
+    )
+    add(
         "--memory-bandwidth",
         type=float,
         metavar="GB/S",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire.cli.options import USUAL_STEP_TIMEOUT_S
 from quire.core.errors import ConfigError, ModelFileError
-from quire.llm import AsyncLLM
+from quire.llm import AsyncLLM, OnlineModel
 from quire.llm.assembly import assemble, read_configuration
 from quire.llm.devices import Options
 from quire.server import ServerSettings, read_keys, serve
@@ -18,6 +18,7 @@ from quire.server.connections import read_networks
 from quire.server.logs import LogFormat, set_up_logs, take_over_standard_streams
 from quire.server.runner import PASSWORD_VARIABLE, exit_while_loading
 from quire.server.usage_file import default_folder
+from quire.worker import RemoteLLM
 
 _ENGINE_NUMBERS = {  # options that are fields of EngineConfig, and their types
     "max_queue_requests": int,
@@ -35,7 +36,11 @@ def run(args: argparse.Namespace) -> int:
     atexit.register(exit_while_loading)
     take_over_standard_streams(set_up_logs(form, args.log_level))
 
-    def load(on_stuck: Callable[[], None]) -> AsyncLLM:
+    def load(on_stuck: Callable[[], None]) -> OnlineModel:
+        if not args.no_worker:
+            remote = RemoteLLM.load(args.model, options, on_stuck)
+            _check_template(remote)
+            return remote
         assembly = assemble(args.model, options)
         llm = AsyncLLM.of(assembly, on_stuck)
         _check_template(llm)
@@ -122,7 +127,7 @@ def _options(args: argparse.Namespace, settings: ServerSettings) -> Options:
     return options
 
 
-def _check_template(llm: AsyncLLM) -> None:
+def _check_template(llm: OnlineModel) -> None:
     """Refuse a model that says it can chat and cannot: whoever starts the server should know."""
     try:
         if llm.prompts.can_chat:

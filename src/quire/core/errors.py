@@ -13,7 +13,8 @@ QuireError
     ├── RowFaultError           ... for one sequence alone (NaN, a grammar that raised)
     ├── ExecutorMemoryError     ... for want of memory
     ├── StepTimeoutError        ... by not answering in time (the step may still run)
-    └── StepCancelledError      ... because the step heeded its cancel flag
+    ├── StepCancelledError      ... because the step heeded its cancel flag
+    └── WorkerCrashError        ... twice, and this request is the likely cause
 """
 
 
@@ -86,3 +87,7 @@ class StepTimeoutError(ExecutorError):
 
 class StepCancelledError(ExecutorError):
     """A step stopped because its cancel flag was raised."""
+
+
+class WorkerCrashError(ExecutorError):
+    """The worker process died while it ran this request, and again when it ran it anew."""

@@ -63,6 +63,9 @@ class OnlineModel:
     prompts: PromptReader
     _is_closed = False
 
+    async def open(self) -> None:
+        """On the event loop that requests come from, before the first of them."""
+
     async def stream(
         self,
         prompt: Prompt,

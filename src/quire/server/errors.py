@@ -19,6 +19,7 @@ from quire.core.errors import (
     RequestError,
     RowFaultError,
     StepTimeoutError,
+    WorkerCrashError,
 )
 from quire.server.replies import ErrorReply
 
@@ -134,6 +135,8 @@ def as_api_error(error: QuireError, fields: Container[str], *, is_draining: bool
             return ApiError(503, text, code="drain", retry_after_s=error.retry_after_s)
         case OverloadedError():
             return ApiError(429, text, code="overloaded", retry_after_s=error.retry_after_s)
+        case WorkerCrashError():
+            return ApiError(500, text, code="worker_crash")
         case RowFaultError():
             return ApiError(500, f"this request failed alone: {text}", code="row_fault")
         case StepTimeoutError():

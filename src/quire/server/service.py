@@ -97,6 +97,7 @@ class Service:
             self.has_ended.set()
             return
         self._llm = loaded.result()
+        await self._llm.open()
         self.loaded_at = time.time()
         if self.access.ring is not self.settings.keys:  # they changed meanwhile
             self._llm.set_key_weights(self.access.ring.weights)

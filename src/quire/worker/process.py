@@ -1,0 +1,241 @@
+"""The worker: loads a model and runs its engine for the server at the other end of a channel.
+
+It ends with the channel. It also ends, on purpose, where its engine is stuck: the server starts
+another one, and every request goes on there.
+"""
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from quire.core.request import Ended, Event, Piece, Request
+from quire.engine.aio import EngineThread
+from quire.engine.stats import Health
+from quire.llm.assembly import Assembly, EngineFacts, assemble_examined
+from quire.llm.devices import Options
+from quire.structured import CompiledGrammar
+from quire.worker import messages as wire
+from quire.worker.channel import Channel
+
+STUCK_EXIT = 70  # the engine cannot go on
+_SWITCH_INTERVAL_S = 0.0005  # as in the server: the channel's thread must not wait long
+_NUM_COMPILERS = 4  # threads that compile constraints
+
+
+class LogSender(logging.Handler):
+    """Sends records to the server, whose log they belong in."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        about = dict(getattr(record, "fields", {}))
+        if record.exc_info:
+            about["traceback"] = logging.Formatter().formatException(record.exc_info)
+        event = getattr(record, "event", None)
+        line = wire.Log(record.name, record.levelno, record.getMessage(), event, about)
+        self._channel.send(wire.encode(line))
+
+
+class WorkerEngine(EngineThread):
+    """The engine's thread; `receive` is called on the channel's."""
+
+    def __init__(self, assembly: Assembly, channel: Channel) -> None:
+        super().__init__(assembly.new_engine(self._report_started))
+        self._assembly = assembly
+        self._channel = channel
+        self._queued: dict[str, Request] = {}  # accepted and not started; of the engine's thread
+        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "quire-constraint")
+
+    def send(self, report: wire.Report) -> None:
+        self._channel.send(wire.encode(report))
+
+    # ---- on the channel's thread
+
+    def receive(self, contents: Sequence[bytes]) -> None:
+        """What arrived together is done between the same two steps."""
+        adding = []
+        for content in contents:
+            command = wire.read_command(content)
+            if isinstance(command, wire.Submit) and not _needs_preparing(command):
+                adding.append(command)
+                continue
+            self._do(command)
+        if adding:
+            self.post(lambda: self._add_all(adding))
+
+    def _do(self, command: wire.Command) -> None:
+        engine = self.engine
+        match command:
+            case wire.Submit():
+                self._compilers.submit(self._prepare_and_add, command)
+            case wire.Cancel(request_id):
+                self.post(lambda: engine.cancel(request_id))
+            case wire.Pause(request_id):
+                self.post(lambda: engine.pause(request_id))
+            case wire.Resume(request_id):
+                self.post(lambda: engine.resume(request_id))
+            case wire.Prepare():
+                self._compilers.submit(self._prepare, command)
+            case wire.AskSnapshot(call):
+                self.send(wire.Answer(call, snapshot=engine.snapshot()))
+            case wire.AskSteps(call, count, after):
+                self.send(wire.Answer(call, steps=list(engine.latest_steps(count, after))))
+            case wire.Ping(call):
+                self.send(wire.Answer(call))
+            case wire.KeyWeights(weights):
+                self.post(lambda: engine.set_key_weights(weights))
+            case wire.Drain():
+                self.post_drain().add_done_callback(lambda _: self.send(wire.Drained()))
+            case wire.Close():
+                self.end()
+
+    def end(self) -> None:
+        """End every request, then the process."""
+        self._is_closed = True
+        thread = self._start_and_wake()
+        thread.join()
+        self._channel.flush()
+        os._exit(0)
+
+    # ---- on a thread that compiles
+
+    def _prepare(self, command: wire.Prepare) -> None:
+        try:
+            self._assembly.grammars.prepare(command.params)
+        except BaseException as error:
+            self.send(wire.Answer(command.call, wire.WireError.of(error)))
+        else:
+            self.send(wire.Answer(command.call))
+
+    def _prepare_and_add(self, command: wire.Submit) -> None:
+        params, breakers = command.params, self._assembly.breakers
+        try:
+            kept = self._assembly.grammars.prepare(params) if params.needs_mask else None
+            if "dry" in params.order and breakers is not None:
+                breakers(params.dry_sequence_breakers)
+        except BaseException as error:
+            self.send(wire.Refused(command.request_id, wire.WireError.of(error)))
+        else:
+            # With the grammar, so that it stays in the cache until the engine looks for it.
+            self.post(partial(self._add_prepared, command, kept))
+
+    # ---- on the engine's thread
+
+    def _add_all(self, commands: Sequence[wire.Submit]) -> None:
+        for command in commands:
+            self._add(command)
+
+    def _add_prepared(self, command: wire.Submit, _kept: CompiledGrammar | None) -> None:
+        self._add(command)
+
+    def _add(self, command: wire.Submit) -> None:
+        try:
+            request = self.engine.add_request(
+                command.prompt,
+                command.params,
+                request_id=command.request_id,
+                key=command.key,
+                priority=command.priority,
+                timeout_s=command.timeout_s,
+                stream=True,
+                pooling=command.pooling,
+                num_generated=command.num_generated,
+                arrived_at=command.arrived_at,
+                resumed=command.resumed,
+            )
+        except Exception as error:
+            self.send(wire.Refused(command.request_id, wire.WireError.of(error)))
+        else:
+            self._queued[request.id] = request
+            self.send(wire.Accepted(request.id))
+
+    def _report_started(self) -> None:
+        """Before the executor has a step: what may end the process is known by then."""
+        if not self._queued:
+            return
+        started = [
+            name for name, request in self._queued.items() if request.metrics.started_at is not None
+        ]
+        if started:
+            for name in started:
+                del self._queued[name]
+            self.send(wire.Started(started))
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        if self.engine.health is Health.STUCK:
+            self._channel.flush()
+            os._exit(STUCK_EXIT)  # what it says of its requests is not sent: they go on elsewhere
+        if not events:
+            return
+        ended = [event for event in events if isinstance(event, Ended)]
+        for event in ended:
+            self._queued.pop(event.request_id, None)
+        self.send(
+            wire.Events(
+                [event for event in events if isinstance(event, Piece)],
+                [wire.WireEnded.of(event.output) for event in ended],
+            )
+        )
+
+
+def _needs_preparing(command: wire.Submit) -> bool:
+    return command.params.needs_mask or "dry" in command.params.order
+
+
+class Worker:
+    """From the first message to the end of the process."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._channel = Channel(connection)
+        self._engine: WorkerEngine | None = None
+
+    def run(self) -> None:
+        logging.getLogger().addHandler(LogSender(self._channel))
+        logging.captureWarnings(True)
+        self._channel.run(self._receive)
+        os._exit(0)  # the server has gone; a step may be under way
+
+    def _receive(self, contents: list[bytes]) -> None:
+        if self._engine is not None:
+            self._engine.receive(contents)
+            return
+        command = wire.read_command(contents[0])
+        if not isinstance(command, wire.Start):  # closed while it loads
+            os._exit(0)
+        # On a thread of its own, so that the end of the channel is noticed meanwhile.
+        threading.Thread(target=self._load, args=[command], name="quire-load", daemon=True).start()
+
+    def _load(self, command: wire.Start) -> None:
+        try:
+            options = Options(**command.options)
+            path = command.path
+            assembly = assemble_examined(Path(path), options)
+            assembly.executor.warm_up()
+            engine = WorkerEngine(assembly, self._channel)
+        except BaseException as error:
+            self._channel.send(wire.encode(wire.Failed(wire.WireError.of(error))))
+            self._channel.flush()
+            os._exit(1)
+        gc.collect()
+        gc.freeze()
+        self._engine = engine
+        engine.send(wire.Ready(EngineFacts.of(assembly)))
+
+
+def main(descriptor: int) -> None:
+    if sys.stderr is not None:  # it may have been closed
+        faulthandler.enable()  # where it crashes is on standard error
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    Worker(socket.socket(fileno=descriptor)).run()

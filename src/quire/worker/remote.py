@@ -1,0 +1,725 @@
+"""RemoteLLM: a model whose engine is in a worker process.
+
+The server's side has a record of each live request: its prompt, parameters with the seed, and every
+token that came. When the worker dies, another one is started and gets the records; because a
+request's tokens are a function of these, each stream goes on with the token that comes next.
+"""
+
+import asyncio
+import itertools
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self, Unpack, cast
+
+from quire.core.errors import (
+    ExecutorError,
+    OverloadedError,
+    QuireError,
+    RequestCancelledError,
+    RequestError,
+    WorkerCrashError,
+)
+from quire.core.request import (
+    Completion,
+    Ended,
+    FinishReason,
+    Piece,
+    Request,
+    RequestMetrics,
+    RequestOptions,
+    RequestOutput,
+    Status,
+)
+from quire.core.sampling import SamplingParams, new_seed
+from quire.engine.aio import Stream
+from quire.engine.stats import Snapshot
+from quire.engine.step_log import StepRecord
+from quire.llm.assembly import EngineFacts, read_text
+from quire.llm.devices import Options
+from quire.llm.online import OnlineModel
+from quire.llm.prompts import Prepared, PromptReader
+from quire.structured import CompiledGrammar
+from quire.worker import messages as wire
+from quire.worker.channel import FrameReader, frame
+
+_log = logging.getLogger(__name__)
+COMMAND = (sys.executable, "-m", "quire.worker")
+MAX_FAILED_STARTS = 5  # of workers one after another; then the server gives up
+_CRASHES_OF_A_CAUSE = 2  # without a token in between
+_MAX_REPEATS = 3  # of a request that begins anew, for which tokens that came before count
+_EXIT_S = 10.0  # for a worker to end its requests and itself
+_ANSWER_S = 2.0  # for figures; after that the last ones are given
+HANG_S = 60.0  # without a word, pings included: the worker is killed
+
+
+# ---- the process
+
+
+class WorkerProcess:
+    """A worker that was started, and our end of its channel."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C goes to the server alone
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def load(self, path: Path, options: Options) -> EngineFacts:
+        """Have it load a model and wait; raises what it raised."""
+        reader = FrameReader()
+        self.socket.sendall(frame(wire.encode(wire.Start.of(path, options))))
+        while data := self.socket.recv(1 << 16):
+            for content in reader.feed(data):
+                match wire.read_report(content):
+                    case wire.Log() as record:
+                        emit(record)
+                    case wire.Ready(facts):
+                        self.socket.setblocking(False)
+                        return facts
+                    case wire.Failed(error):
+                        self.end()
+                        raise error.error()
+        raise ExecutorError(f"the worker ended while it loaded the model: {self.end()}")
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self, timeout_s: float = 0.5) -> str:
+        """Wait for its end, or cause it; how it ended, in words."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self.socket.close()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def emit(record: wire.Log) -> None:
+    """Into this process's log, as if it had been written here."""
+    extra: dict[str, object] = {"fields": record.about}
+    if record.event is not None:
+        extra["event"] = record.event
+    logging.getLogger(record.name).log(record.level, record.message, extra=extra)
+
+
+# ---- requests
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A live request, with all that another worker needs to go on with it."""
+
+    command: wire.Submit
+    stream: Stream
+    is_streamed: bool
+    accepted: "asyncio.Future[Request]"
+    completions: list[Completion]
+    metrics: RequestMetrics
+    is_sent: bool = False
+    is_started: bool = False  # in the worker there is now, as far as it said
+    is_paused: bool = False
+    is_cancelled: bool = False
+    num_crashes: int = 0  # while it was in the batch, since its last token
+    # Tokens of each completion that its reader has and that are computed again: prompt scores
+    # come at the end alone, so that such a request begins anew.
+    num_repeated: list[int] = field(default_factory=list)
+    num_anew: int = 0  # times that it began anew, since its last new token
+
+    def take(self, piece: Piece) -> None:
+        index = piece.completion_index
+        if self.num_repeated and self.num_repeated[index] > 0:
+            self.num_repeated[index] -= len(piece.token_ids)
+            if self.num_anew <= _MAX_REPEATS:
+                self.num_crashes = 0
+            return
+        self.num_crashes = self.num_anew = 0
+        if self.metrics.first_token_at is None:
+            self.metrics.first_token_at = time.perf_counter()
+        completion = self.completions[index]
+        completion.token_ids += piece.token_ids
+        completion.text += piece.text
+        completion.finish_reason = piece.finish_reason
+        if completion.logprobs is not None:
+            completion.logprobs += piece.logprobs
+        if self.is_streamed:
+            self.stream.receive(piece)
+
+    def resubmission(self) -> wire.Submit:
+        """The request for another worker, behind the tokens that are known."""
+        params = self.command.params
+        has_begun = any(completion.token_ids for completion in self.completions)
+        if params.prompt_logprobs is not None:
+            self.num_repeated = [len(completion.token_ids) for completion in self.completions]
+            self.num_anew += 1
+            has_begun = False
+        if not has_begun:
+            return replace_command(self.command, [])
+        so_far = [replace(completion, logprobs=None) for completion in self.completions]
+        if self.command.num_generated:
+            command = replace_command(self.command, so_far)
+            border = len(command.prompt) - command.num_generated
+            given = list(command.prompt[border:])
+            so_far[0].token_ids = given + so_far[0].token_ids
+            return wire.Submit(
+                **{
+                    **{name: getattr(command, name) for name in command.__struct_fields__},
+                    "prompt": command.prompt[:border],
+                    "num_generated": 0,
+                }
+            )
+        return replace_command(self.command, so_far)
+
+    def output(self, ended: wire.WireEnded) -> RequestOutput:
+        for completion, final in zip(self.completions, ended.completions, strict=False):
+            completion.text = final.text
+            completion.stop_reason = final.stop_reason
+            completion.is_stop_token_left_out = final.is_stop_token_left_out
+            reason = final.finish_reason
+            completion.finish_reason = None if reason is None else FinishReason(reason)
+        metrics = ended.metrics
+        if self.metrics.first_token_at is not None:
+            metrics.first_token_at = self.metrics.first_token_at
+            metrics.started_at = min(
+                metrics.started_at or metrics.first_token_at, metrics.first_token_at
+            )
+        metrics.num_cached_tokens = min(metrics.num_cached_tokens, len(self.command.prompt))
+        completions = self.completions[: max(1, len(ended.completions))]
+        given = self.command.num_generated
+        prompt = self.command.prompt
+        if given:
+            completions[0].token_ids[:0] = prompt[len(prompt) - given :]
+            prompt = prompt[: len(prompt) - given]
+        return RequestOutput(
+            request_id=ended.request_id,
+            prompt_token_ids=prompt,
+            completions=completions,
+            metrics=metrics,
+            status=ended.status,
+            prompt_logprobs=ended.prompt_logprobs,
+            pooled=ended.vector(),
+            error=None if ended.error is None else ended.error.error(),
+        )
+
+    def failed(self, status: Status, reason: FinishReason, error: QuireError) -> RequestOutput:
+        """Its end where no worker says it."""
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                completion.finish_reason = reason
+        self.metrics.finished_at = time.perf_counter()
+        return RequestOutput(
+            request_id=self.command.request_id,
+            prompt_token_ids=self.command.prompt,
+            completions=self.completions,
+            metrics=self.metrics,
+            status=status,
+            error=error,
+        )
+
+
+def replace_command(command: wire.Submit, resumed: list[Completion]) -> wire.Submit:
+    fields = {name: getattr(command, name) for name in command.__struct_fields__}
+    return wire.Submit(**{**fields, "resumed": resumed})
+
+
+# ---- the engine, seen from the server
+
+
+class _Connection(asyncio.Protocol):
+    """The server's end of a channel, on the event loop."""
+
+    def __init__(self, owner: "RemoteEngine") -> None:
+        self._owner = owner
+        self._reader = FrameReader()
+
+    def data_received(self, data: bytes) -> None:
+        for content in self._reader.feed(data):
+            self._owner.receive(wire.read_report(content))
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._owner.lost(self)
+
+
+class RemoteEngine:
+    """An OnlineEngine over a worker, which is replaced when it dies. For one event loop.
+
+    `start` makes a worker that has loaded the model; it is called on a thread. `on_stuck` is called
+    if no worker can be started any more.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerProcess,
+        facts: EngineFacts,
+        start: Callable[[], tuple[WorkerProcess, EngineFacts]],
+        on_stuck: Callable[[], None] | None = None,
+        *,
+        hang_s: float = HANG_S,
+    ) -> None:
+        self.worker = worker
+        self.facts = facts
+        self.max_unread_tokens = facts.max_unread_tokens
+        self.num_restarts = 0
+        self._start = start
+        self._on_stuck = on_stuck
+        self._hang_s = hang_s
+        self._records: dict[str, Record] = {}
+        self._apart: deque[Record] = deque()  # likely causes of crashes, to be run one at a time
+        self._probed: Record | None = None
+        self._calls: dict[int, tuple[wire.Command, asyncio.Future[wire.Answer], int]] = {}
+        self._numbers = itertools.count(1)
+        self._outgoing: list[bytes] = []
+        self._transport: asyncio.WriteTransport | None = None
+        self._connection: _Connection | None = None
+        self._weights: dict[str, float] | None = None
+        self._snapshot: Snapshot | None = None
+        self._heard_at = time.monotonic()
+        self._drained: asyncio.Future[None] | None = None
+        self._is_closed = False
+        self._failure: ExecutorError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether no worker runs, and one is being started."""
+        return self._transport is None and not self._is_closed and self._failure is None
+
+    async def open(self) -> None:
+        """Take the channel onto the event loop that requests come from."""
+        self._loop = asyncio.get_running_loop()
+        await self._connect()
+        self._run(self._watch())
+
+    async def _connect(self) -> None:
+        transport, connection = await self._loop.create_unix_connection(
+            lambda: _Connection(self), sock=self.worker.socket
+        )
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._connection = connection
+        self._heard_at = time.monotonic()
+
+    # ---- what callers ask for
+
+    async def submit(
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> Stream:
+        """Queue a request; where no worker runs right now, it waits for the next one."""
+        self._check_open()
+        record = self._record(tuple(prompt), params or SamplingParams(), stream, options)
+        self._records[record.command.request_id] = record
+        if self._transport is not None:
+            self._send_record(record)
+        try:
+            await asyncio.shield(record.accepted)
+        except asyncio.CancelledError:
+            self.cancel(record.stream)
+            raise
+        return record.stream
+
+    def _record(
+        self, prompt: tuple[int, ...], params: SamplingParams, stream: bool, options: RequestOptions
+    ) -> Record:
+        name = options.get("request_id") or f"request-{next(self._numbers)}"
+        if name in self._records:
+            raise RequestError(f"request id {name!r} is in use", param="request_id")
+        if params.seed is None:
+            params = replace(params, seed=new_seed())
+        command = wire.Submit(
+            name,
+            prompt,
+            params,
+            options.get("key", ""),
+            options.get("priority", 0),
+            options.get("timeout_s"),
+            options.get("pooling", False),
+            options.get("num_generated", 0),
+            time.perf_counter(),
+        )
+        metrics = RequestMetrics(command.arrived_at)
+        handle = Stream(self, self._loop)
+        seed = (params.seed or 0) % 2**64
+        handle.accepted(
+            Request(name, prompt, params, seed, command.key, command.priority, None, metrics)
+        )
+        scores = params.logprobs is not None
+        completions = [Completion(n, logprobs=[] if scores else None) for n in range(params.n)]
+        accepted: asyncio.Future[Request] = self._loop.create_future()
+        return Record(command, handle, stream, accepted, completions, metrics)
+
+    def cancel(self, stream: Stream) -> None:
+        record = self._records.get(stream.request.id)
+        if record is None or record.stream is not stream or record.is_cancelled:
+            return
+        record.is_cancelled = True
+        if record.is_sent and self._transport is not None:
+            self._send(wire.Cancel(stream.request.id))
+        else:
+            self._cancelled(record)
+
+    def pause(self, stream: Stream) -> None:
+        self._set_paused(stream, True)
+
+    def resume(self, stream: Stream) -> None:
+        self._set_paused(stream, False)
+
+    def _set_paused(self, stream: Stream, is_paused: bool) -> None:
+        record = self._records.get(stream.request.id)
+        if record is None or record.stream is not stream:
+            return
+        record.is_paused = is_paused
+        if record.is_sent and self._transport is not None:
+            kind = wire.Pause if is_paused else wire.Resume
+            self._send(kind(stream.request.id))
+
+    def set_key_weights(self, weights: Mapping[str, float]) -> None:
+        self._weights = dict(weights)
+        if self._transport is not None:
+            self._send(wire.KeyWeights(self._weights))
+
+    async def prepare(self, params: SamplingParams) -> None:
+        """Have a constraint compiled; raises where it is refused."""
+        await self._call(lambda number: wire.Prepare(number, params))
+
+    async def snapshot(self) -> Snapshot:
+        """The worker's; the last one where it does not answer."""
+        with suppress(TimeoutError, QuireError):
+            async with asyncio.timeout(None if self._snapshot is None else _ANSWER_S):
+                self._snapshot = (await self._call(wire.AskSnapshot)).snapshot
+        if self._snapshot is None:
+            raise self._failure or ExecutorError("the worker gave no figures")
+        return self._snapshot
+
+    async def latest_steps(self, count: int, after: int | None = None) -> Sequence[StepRecord]:
+        with suppress(TimeoutError, QuireError):
+            async with asyncio.timeout(_ANSWER_S):
+                found = await self._call(lambda number: wire.AskSteps(number, count, after))
+                return found.steps or []
+        return []
+
+    async def _call(self, make: Callable[[int], wire.Command]) -> wire.Answer:
+        self._check_open(is_request=False)
+        number = next(self._numbers)
+        answer: asyncio.Future[wire.Answer] = self._loop.create_future()
+        command = make(number)
+        self._calls[number] = (command, answer, 0)
+        if self._transport is not None:
+            self._send(command)
+        try:
+            found = await answer
+        finally:
+            self._calls.pop(number, None)
+        if found.error is not None:
+            raise found.error.error()
+        return found
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        if self._is_closed or self._failure is not None:
+            await self.close()
+            return
+        self._drained = self._loop.create_future()
+        if self._transport is not None:
+            self._send(wire.Drain())
+        try:
+            await asyncio.wait_for(asyncio.shield(self._drained), timeout_s)
+        except TimeoutError:
+            await self.close()
+
+    async def close(self) -> None:
+        """End every request and the worker."""
+        if not self._is_closed:
+            self._is_closed = True
+            for task in self._tasks:
+                task.cancel()
+            if self._transport is not None:
+                self._send(wire.Close())
+        await asyncio.to_thread(self.worker.end, _EXIT_S)
+        for record in list(self._records.values()):
+            self._cancelled(record)
+
+    def _check_open(self, *, is_request: bool = True) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._is_closed:
+            raise ExecutorError("the engine is closed")
+        if is_request and self._drained is not None:
+            raise OverloadedError("the engine is draining and takes no new requests", 30.0)
+
+    # ---- the channel
+
+    def _send(self, command: wire.Command) -> None:
+        """Written at the end of the loop's iteration: what is sent in one arrives together."""
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(frame(wire.encode(command)))
+
+    def _flush(self) -> None:
+        content, self._outgoing = b"".join(self._outgoing), []
+        if self._transport is not None:
+            self._transport.write(content)
+
+    def _send_record(self, record: Record, *, is_anew: bool = False) -> None:
+        self._send(record.resubmission() if is_anew else record.command)
+        record.is_sent = True
+        if record.is_paused:
+            self._send(wire.Pause(record.command.request_id))
+
+    def receive(self, report: wire.Report) -> None:
+        self._heard_at = time.monotonic()
+        match report:
+            case wire.Events(pieces, ended):
+                self._take(pieces, ended)
+            case wire.Accepted(name):
+                self._accepted(name)
+            case wire.Refused(name, error):
+                self._refused(name, error.error())
+            case wire.Started(names):
+                for name in names:
+                    if name in self._records:
+                        self._records[name].is_started = True
+            case wire.Answer() as answer:
+                waiting = self._calls.get(answer.call)
+                if waiting is not None and not waiting[1].done():
+                    waiting[1].set_result(answer)
+            case wire.Log() as line:
+                emit(line)
+            case wire.Drained():
+                if self._drained is not None and not self._drained.done():
+                    self._drained.set_result(None)
+
+    def _take(self, pieces: Sequence[Piece], ended: Sequence[wire.WireEnded]) -> None:
+        records = self._records
+        for piece in pieces:
+            record = records.get(piece.request_id)
+            if record is not None:
+                record.take(piece)
+        for end in ended:
+            record = records.pop(end.request_id, None)
+            if record is not None:
+                record.stream.receive(Ended(end.request_id, record.output(end)))
+        probed = self._probed
+        if probed is not None and (
+            probed.num_crashes == 0 or probed.command.request_id not in records
+        ):
+            self._probe_next()
+
+    def _accepted(self, name: str) -> None:
+        record = self._records.get(name)
+        if record is not None and not record.accepted.done():
+            record.accepted.set_result(record.stream.request)
+
+    def _refused(self, name: str, error: QuireError) -> None:
+        record = self._records.pop(name, None)
+        if record is None:
+            return
+        if record.accepted.done():
+            self._end(record, Status.FAILED, FinishReason.ERROR, error)
+        else:
+            record.accepted.set_exception(error)
+        if record is self._probed:
+            self._probe_next()
+
+    def _cancelled(self, record: Record) -> None:
+        name = record.command.request_id
+        error = RequestCancelledError(f"{name} was cancelled")
+        self._end(record, Status.CANCELLED, FinishReason.CANCELLED, error)
+
+    def _end(self, record: Record, status: Status, reason: FinishReason, error: QuireError) -> None:
+        name = record.command.request_id
+        self._records.pop(name, None)
+        record.stream.receive(Ended(name, record.failed(status, reason, error)))
+        if not record.accepted.done():
+            record.accepted.set_exception(error)
+            record.accepted.exception()  # whoever waited may have gone
+
+    # ---- when the worker dies
+
+    def lost(self, connection: _Connection) -> None:
+        """The channel is closed: the worker has ended, or does not answer."""
+        if connection is not self._connection or self._is_closed:
+            return
+        self._transport = self._connection = None
+        self._outgoing.clear()
+        self._run(self._recover())
+
+    async def _recover(self) -> None:
+        ended = await asyncio.to_thread(self.worker.end)
+        started = [record for record in self._records.values() if record.is_started]
+        fields = {"reason": ended, "requests": len(self._records), "running": len(started)}
+        extra = {"event": "worker_died", "fields": fields}
+        _log.error("the worker died: %s; %d requests wait", ended, len(self._records), extra=extra)
+        self._judge(started)
+        self._drop_calls()
+        for record in list(self._records.values()):
+            record.is_sent = record.is_started = False
+            if record.is_cancelled:
+                self._cancelled(record)
+        if await self._started_anew():
+            self.num_restarts += 1
+            self._resubmit()
+
+    def _judge(self, started: Sequence[Record]) -> None:
+        """Refuse the likely cause of two crashes; of several, each is run apart from the others."""
+        for record in started:
+            record.num_crashes += 1
+        twice = [record for record in started if record.num_crashes >= _CRASHES_OF_A_CAUSE]
+        cause = self._probed if self._probed in twice else None
+        if cause is None and len(started) == len(twice) == 1:  # it ran alone
+            cause = twice[0]
+        if cause is not None:
+            error = WorkerCrashError(
+                f"the worker died {cause.num_crashes} times while it ran this request, which is "
+                "the likely cause; other requests go on"
+            )
+            self._end(cause, Status.FAILED, FinishReason.ERROR, error)
+        waiting = [record for record in self._apart if record is not cause]
+        self._probed = None
+        self._apart = deque(dict.fromkeys([*waiting, *(r for r in twice if r is not cause)]))
+
+    def _drop_calls(self) -> None:
+        """A call that was open at two crashes is not made again."""
+        for number, (command, answer, count) in list(self._calls.items()):
+            self._calls[number] = (command, answer, count + 1)
+            if count + 1 >= _CRASHES_OF_A_CAUSE and not answer.done():
+                answer.set_exception(WorkerCrashError("the worker died while it answered this"))
+
+    async def _started_anew(self) -> bool:
+        error: Exception | None = None
+        for attempt in range(MAX_FAILED_STARTS):
+            try:
+                self.worker, self.facts = await asyncio.to_thread(self._start)
+                await self._connect()
+                return True
+            except (QuireError, OSError) as failed:
+                error = failed
+                extra = {"event": "worker_not_started", "fields": {"error": str(error)}}
+                _log.error("no worker could be started: %s", error, extra=extra)
+                await asyncio.sleep(min(10.0, 0.5 * 2**attempt))
+        self._failure = ExecutorError(f"no worker could be started any more: {error}")
+        for record in list(self._records.values()):
+            self._end(record, Status.FAILED, FinishReason.ERROR, self._failure)
+        for _, answer, _ in self._calls.values():
+            if not answer.done():
+                answer.set_exception(self._failure)
+        if self._on_stuck is not None:
+            self._on_stuck()
+        return False
+
+    def _resubmit(self) -> None:
+        if self._weights is not None:
+            self._send(wire.KeyWeights(self._weights))
+        apart = set(map(id, self._apart))
+        for record in self._records.values():
+            if id(record) not in apart:
+                self._send_record(record, is_anew=record.accepted.done())
+        for command, _, _ in self._calls.values():
+            self._send(command)
+        self._probe_next()
+        if self._drained is not None and not self._apart:
+            self._send(wire.Drain())
+        fields = {"pid": self.worker.pid, "requests": len(self._records)}
+        extra = {"event": "worker_restarted", "fields": fields}
+        _log.warning("another worker runs; %d requests go on", len(self._records), extra=extra)
+
+    def _probe_next(self) -> None:
+        """Run the next likely cause, once the last one got a token or ended."""
+        self._probed = None
+        while self._apart and self._probed is None:
+            record = self._apart.popleft()
+            if record.command.request_id in self._records and self._transport is not None:
+                self._probed = record
+                self._send_record(record, is_anew=record.accepted.done())
+        if self._probed is None and self._drained is not None:
+            self._send(wire.Drain())
+
+    async def _watch(self) -> None:
+        """Kill a worker that says nothing for long: it hangs."""
+        while True:
+            await asyncio.sleep(self._hang_s / 4)
+            if self._transport is None:
+                self._heard_at = time.monotonic()
+            elif time.monotonic() - self._heard_at > self._hang_s:
+                _log.error("the worker said nothing for %g s and is killed", self._hang_s)
+                self.worker.kill()
+            else:
+                self._send(wire.Ping(0))
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class RemoteLLM(OnlineModel):
+    """A model file behind a worker process, as AsyncLLM is one in this process."""
+
+    _engine: RemoteEngine
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        options: Options,
+        on_stuck: Callable[[], None] | None = None,
+        *,
+        command: Sequence[str] = COMMAND,
+        hang_s: float = HANG_S,
+    ) -> Self:
+        """Start a worker that loads the model, and read here what turns text into requests."""
+        made = cls()
+        text = read_text(model, options)
+
+        def start() -> tuple[WorkerProcess, EngineFacts]:
+            worker = WorkerProcess(command)
+            return worker, worker.load(text.path, options)
+
+        worker, facts = start()
+        made._text = text
+        made._engine = RemoteEngine(worker, facts, start, on_stuck, hang_s=hang_s)
+        made.prompts = PromptReader(made.tokenizer, made.max_context)
+        return made
+
+    @property
+    def _facts(self) -> EngineFacts:  # type: ignore[override]
+        return self._engine.facts
+
+    @property
+    def worker_pid(self) -> int:
+        return self._engine.worker.pid
+
+    @property
+    def num_restarts(self) -> int:
+        """Workers that died and were replaced."""
+        return self._engine.num_restarts
+
+    async def open(self) -> None:
+        await self._engine.open()
+
+    def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        """Compiled by the worker, which keeps it; on any thread but the event loop's."""
+        loop = self._engine._loop
+        asyncio.run_coroutine_threadsafe(self._engine.prepare(params), loop).result()
+        return None
+
+    async def _with_grammar(self, prepared: Prepared, params: SamplingParams) -> Prepared:  # noqa: ARG002
+        return prepared  # the worker compiles what the request brings

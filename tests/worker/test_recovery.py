@@ -1,0 +1,275 @@
+"""A worker that dies: every request goes on, bit for bit, and what kills workers is refused."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.llm.text_models import write_text_model
+
+from quire.core.errors import (
+    ExecutorError,
+    OverloadedError,
+    RequestCancelledError,
+    RequestError,
+    WorkerCrashError,
+)
+from quire.core.request import Piece, RequestOutput, Status
+from quire.core.sampling import Constraint, SamplingParams
+from quire.llm import AsyncLLM
+from quire.llm.devices import Options
+from quire.worker import RemoteLLM
+from quire.worker import remote as remote_module
+from quire.worker.remote import COMMAND
+
+PATIENCE_S = 120.0
+OPTIONS = Options(device="reference", kv_memory="8MiB")
+FAULTY = (sys.executable, "-m", "tests.worker.faulty_worker")
+POISON = 77
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_model(tmp_path_factory.mktemp("models") / "text.gguf")
+
+
+@asynccontextmanager
+async def remote(
+    model: Path,
+    command: Sequence[str] = COMMAND,
+    on_stuck: Callable[[], None] | None = None,
+    **options: Any,
+) -> AsyncIterator[RemoteLLM]:
+    llm = await asyncio.to_thread(
+        lambda: RemoteLLM.load(model, OPTIONS, on_stuck, command=command, **options)
+    )
+    await llm.open()
+    try:
+        yield llm
+    finally:
+        await llm.close()
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, PATIENCE_S))
+
+
+def mixed(count: int, max_tokens: int) -> list[tuple[str, SamplingParams]]:
+    """Greedy, sampled, several, scored, constrained, with penalties and with stop strings."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": 7, "top_p": 0.9},
+        {"seed": 8, "n": 3, "logprobs": 2},
+        {"seed": 9, "logprobs": 3, "frequency_penalty": 0.7},
+        {"seed": 10, "structured": Constraint.regex("[ab ]{20,60}c"), "ignore_eos": False},
+        {"seed": 11, "stop": (" t", "er"), "min_tokens": 9},
+        {"seed": 12, "dry_multiplier": 0.8, "repetition_penalty": 1.1},
+        {"seed": 13, "prompt_logprobs": 1},
+    ]
+    found = []
+    for number in range(count):
+        kind = {"max_tokens": max_tokens, "ignore_eos": True, **kinds[number % len(kinds)]}
+        found.append((f"the {number}th text of many", SamplingParams(**kind)))
+    return found
+
+
+async def read_stream(
+    llm: Any, prompt: str, params: SamplingParams, is_read: Callable[[], None]
+) -> tuple[list[Piece], RequestOutput]:
+    stream = await llm.submit(prompt, params)
+    pieces: list[Piece] = []
+    while new := await stream.take():
+        pieces += new
+        is_read()
+    return pieces, await stream.output()
+
+
+def seen(answer: tuple[list[Piece], RequestOutput]) -> object:
+    """All that a reader gets, but times and names."""
+    pieces, output = answer
+    told: dict[int, list[Any]] = {}
+    for piece in pieces:
+        token_ids, text, scores, _ = told.setdefault(piece.completion_index, [[], "", [], None])
+        told[piece.completion_index] = [
+            [*token_ids, *piece.token_ids],
+            text + piece.text,
+            [*scores, *piece.logprobs],
+            piece.finish_reason,
+        ]
+    return told, output.completions, output.status, output.prompt_logprobs, output.prompt_token_ids
+
+
+async def undisturbed(model: Path, asked: list[tuple[str, SamplingParams]]) -> list[object]:
+    options = {"device": "reference", "kv_memory": "8MiB"}
+    async with AsyncLLM(model, **options) as llm:  # type: ignore[arg-type]
+        work = [read_stream(llm, *each, lambda: None) for each in asked]
+        return [seen(answer) for answer in await asyncio.gather(*work)]
+
+
+async def disturbed(
+    llm: RemoteLLM, asked: list[tuple[str, SamplingParams]], moments: Sequence[int]
+) -> tuple[list[object], int]:
+    """Answers, while the worker is killed each time that so many further tokens were read."""
+    left, signals, num_killed = list(moments), [signal.SIGKILL, signal.SIGSEGV], 0
+    count = 0
+
+    def is_read() -> None:
+        nonlocal count, num_killed
+        count += 1
+        if left and count >= left[0] and not llm._engine.is_recovering:
+            count = 0
+            left.pop(0)
+            os.kill(llm.worker_pid, signals[num_killed % 2])
+            num_killed += 1
+
+    work = [read_stream(llm, *each, is_read) for each in asked]
+    return [seen(answer) for answer in await asyncio.gather(*work)], num_killed
+
+
+def test_no_token_is_lost_doubled_or_changed_when_workers_are_killed(model: Path) -> None:
+    async def main() -> None:
+        asked = mixed(12, 100)
+        draw = random.Random(4)
+        expected = await undisturbed(model, asked)
+        async with remote(model) as llm:
+            moments = [draw.randrange(1, 200) for _ in range(4)]
+            answers, num_killed = await disturbed(llm, asked, moments)
+            assert num_killed == llm.num_restarts == 4
+            for (_, params), answer, wanted in zip(asked, answers, expected, strict=True):
+                assert answer == wanted, params
+
+    run(main())
+
+
+@pytest.mark.long
+def test_a_hundred_workers_are_killed(model: Path) -> None:
+    async def main() -> None:
+        draw = random.Random(19)
+        num_killed = 0
+        async with remote(model) as llm:
+            while num_killed < 100:
+                asked = mixed(32, 150)
+                expected = await undisturbed(model, asked)
+                moments = [draw.randrange(1, 300) for _ in range(8)]
+                answers, killed = await disturbed(llm, asked, moments)
+                assert answers == expected
+                num_killed += killed
+
+    asyncio.run(main())
+
+
+def test_a_request_that_kills_workers_is_refused_and_the_others_finish(model: Path) -> None:
+    async def main() -> None:
+        never = {POISON: -100.0}
+        asked = [
+            ([*range(100, 110 + n)], SamplingParams(max_tokens=40, seed=n, logit_bias=never))
+            for n in range(6)
+        ]
+        async with remote(model) as llm:
+            expected = await asyncio.gather(*(llm.generate(*each) for each in asked))
+        async with remote(model, (*FAULTY, "die", str(POISON))) as llm:
+            others = [asyncio.ensure_future(llm.generate(*each)) for each in asked]
+            with pytest.raises(WorkerCrashError, match="the likely cause"):
+                await llm.generate([1, 2, POISON, 4], max_tokens=5)
+            outputs = await asyncio.gather(*others, return_exceptions=True)
+            assert 2 <= llm.num_restarts <= 3
+            for output, wanted in zip(outputs, expected, strict=True):
+                assert isinstance(output, RequestOutput), output
+                assert output.completions == wanted.completions
+
+    run(main())
+
+
+def test_a_worker_that_hangs_is_killed_and_its_requests_go_on(model: Path) -> None:
+    async def main() -> None:
+        command = (*FAULTY, "stop", str(POISON))
+        async with remote(model, command, hang_s=1.0) as llm:
+            with pytest.raises(WorkerCrashError):
+                await llm.generate([1, POISON], max_tokens=2)
+            assert (await llm.generate([1, 2], max_tokens=2)).status is Status.FINISHED
+
+    run(main())
+
+
+def test_an_engine_that_fails_ends_its_worker_and_not_its_requests(model: Path) -> None:
+    async def main() -> None:
+        async with remote(model, (*FAULTY, "raise", str(POISON))) as llm:
+            with pytest.raises((WorkerCrashError, ExecutorError)):
+                await llm.generate([1, POISON], max_tokens=2)
+            assert (await llm.generate([1, 2], max_tokens=2)).status is Status.FINISHED
+
+    run(main())
+
+
+def test_requests_that_come_while_no_worker_runs_wait_for_the_next(model: Path) -> None:
+    async def main() -> None:
+        async with remote(model) as llm:
+            wanted = await llm.generate([5, 6], max_tokens=3, temperature=0.0)
+            os.kill(llm.worker_pid, signal.SIGKILL)
+            given = await llm.generate([5, 6], max_tokens=3, temperature=0.0)
+            assert given.token_ids == wanted.token_ids
+            assert (await llm.snapshot()).stats.num_steps > 0
+            assert llm.num_restarts == 1
+
+    run(main())
+
+
+def test_a_cancelled_request_does_not_come_back(model: Path) -> None:
+    async def main() -> None:
+        async with remote(model) as llm:
+            stream = await llm.submit([5, 6], SamplingParams(max_tokens=400, ignore_eos=True))
+            await stream.take()
+            os.kill(llm.worker_pid, signal.SIGKILL)
+            stream.cancel()
+            output = await stream.output()
+            assert isinstance(output.error, RequestCancelledError)
+            await llm.generate([1], max_tokens=1)
+            assert (await llm.snapshot()).num_running == 0
+
+    run(main())
+
+
+def test_without_its_file_no_worker_comes_back_and_everybody_is_told(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "MAX_FAILED_STARTS", 2)
+    copied = tmp_path / "copied.gguf"
+    copied.write_bytes(model.read_bytes())
+    stuck: list[bool] = []
+
+    async def main() -> None:
+        async with remote(copied, on_stuck=lambda: stuck.append(True)) as llm:
+            stream = await llm.submit([5, 6], SamplingParams(max_tokens=400, ignore_eos=True))
+            copied.unlink()
+            os.kill(llm.worker_pid, signal.SIGKILL)
+            output = await stream.output()
+            assert "no worker could be started" in str(output.error)
+            with pytest.raises(ExecutorError, match="no worker"):
+                await llm.generate([1], max_tokens=1)
+
+    run(main())
+    assert stuck == [True]
+
+
+def test_errors_keep_their_type_and_what_they_say(model: Path) -> None:
+    async def main() -> None:
+        async with remote(model) as llm:
+            with pytest.raises(RequestError, match="vocabulary") as caught:
+                await llm.generate([10**6], max_tokens=1)
+            assert caught.value.param == "prompt"
+            with pytest.raises(RequestError) as caught:
+                await asyncio.to_thread(
+                    llm.prepare_grammar, SamplingParams(structured=Constraint.regex("("))
+                )
+            assert caught.value.param == "structured"
+            await llm.drain(10.0)
+            with pytest.raises(OverloadedError, match="draining"):
+                await llm.generate([1], max_tokens=1)
+
+    run(main())
