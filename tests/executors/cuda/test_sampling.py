@@ -200,6 +200,20 @@ def test_counts_are_made_anew_after_a_step_that_failed(monkeypatch: pytest.Monke
     check(device, logits, [SampleRow(how, 1, History(prompt, (4,)))])
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
+def test_only_tokens_about_the_cut_of_top_p_are_listed(spread: float) -> None:
+    """However flat a row is; and the token is the reference's."""
+    width = 2000
+    device = Device(width, Tile(512, 8, 256))
+    logits = np.random.default_rng(6).normal(0, spread, (3, width)).astype(np.float32)
+    rows = [
+        SampleRow(Sampling(SamplingParams(top_p=top_p), seed, 0), 0)
+        for seed, top_p in enumerate((0.95, 0.5, 0.999))
+    ]
+    check(device, logits, rows)
+    assert max(device.sampler._work.num_listed[:3].tolist()) <= width // 10
+
+
 class Replayed:
     """Stands for a graph of all rows."""
 
