@@ -51,7 +51,9 @@ def num_registers(rows: int, head_dim: int, *, paired: bool, is_8bit: bool = Fal
     """Of a thread, at most: three programs a multiprocessor, or two; wide heads fill its shared
     memory with one. Of heads of 64, whose programs are short, five, unless queries are pairs."""
     if is_8bit:
-        return 168 if head_dim > 128 or (paired and rows > 8) else 128
+        if head_dim > 128 or (paired and rows > 8):
+            return 168
+        return 80 if rows == 8 and not paired else 128
     if head_dim == 64 and rows == 8 and not paired:
         return 48
     if head_dim > 128:
