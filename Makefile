@@ -70,7 +70,7 @@ test-cuda: $(CUDA_VENV)/.ready  ## run the CUDA executor's tests: interpreted, e
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q \
 	  -n $(WORKERS) -W ignore::DeprecationWarning:triton tests/executors/cuda
 	PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q -n $(WORKERS) \
-	  tests/executors/cuda/test_hopper_compiles.py
+	  tests/executors/cuda/test_hopper_compiles.py tests/executors/cuda/test_plain_compiles.py
 
 $(CLIENTS)/.ready: tests/clients/requirements.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)

@@ -44,7 +44,7 @@ _GRIDS = {
 
 
 @cache
-def _points(name: str) -> Floats:
+def points(name: str) -> Floats:
     """A grid's points [points, dimensions]."""
     names = list(_GRIDS)
     start = sum(_GRIDS[before].num_bytes for before in names[: names.index(name)])
@@ -53,14 +53,14 @@ def _points(name: str) -> Floats:
     numbers = np.flatnonzero(np.unpackbits(stored, bitorder="little"))
     base = len(grid.values)
     digits = numbers[:, None] // base ** np.arange(grid.dimensions) % base
-    points: Floats = np.array(grid.values, np.float32)[digits]
-    points.flags.writeable = False  # it is shared
-    return points
+    made: Floats = np.array(grid.values, np.float32)[digits]
+    made.flags.writeable = False  # it is shared
+    return made
 
 
 def _taken(name: str, numbers: npt.NDArray[np.integer]) -> Floats:
     """The points of numbers [blocks, n], one behind the other: [blocks, n * dimensions]."""
-    weights: Floats = _points(name)[numbers].reshape(len(numbers), 256)
+    weights: Floats = points(name)[numbers].reshape(len(numbers), 256)
     return weights
 
 
@@ -136,10 +136,10 @@ def decode_iq1_s(blocks: Blocks) -> Floats:
     """Eight groups of 32: four numbers of eleven bits, a 3-bit scale, and whether down or up."""
     words = blocks[:, 34:].view("<u2")
     high = _fields(words, (0, 3, 6, 9), 7).astype(np.uint16)
-    points = _taken("IQ1", blocks[:, 2:34] | high << 8)
+    taken = _taken("IQ1", blocks[:, 2:34] | high << 8)
     scale = half(blocks, 0) * (2 * (words >> 12 & 7) + 1).astype(np.float32)
     shift = np.where(words >> 15, -_SHIFT, _SHIFT)
-    return grouped(scale, points + np.repeat(shift, 32, axis=1))
+    return grouped(scale, taken + np.repeat(shift, 32, axis=1))
 
 
 def decode_iq1_m(blocks: Blocks) -> Floats:
@@ -150,6 +150,6 @@ def decode_iq1_m(blocks: Blocks) -> Floats:
     common = bits.view(np.float16).astype(np.float32)[:, None]
     scale = common * (2 * _fields(words, (0, 3, 6, 9), 7) + 1).astype(np.float32)
     nibbles = planes(blocks[:, 32:48], bits=4, run=1)
-    points = _taken("IQ1", blocks[:, :32] | (nibbles & 7).astype(np.uint16) << 8)
+    taken = _taken("IQ1", blocks[:, :32] | (nibbles & 7).astype(np.uint16) << 8)
     shift = np.where(nibbles >> 3, -_SHIFT, _SHIFT)
-    return grouped(scale, points + np.repeat(shift, 8, axis=1))
+    return grouped(scale, taken + np.repeat(shift, 8, axis=1))

@@ -1,4 +1,4 @@
-"""Compiles kernels for an H200 on a machine without one: Triton brings its own assembler."""
+"""Compiles kernels for GPUs on a machine without one: Triton brings its own assembler."""
 
 import re
 import subprocess
@@ -10,15 +10,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-CAPABILITY = (9, 0)
-SHARED_MEMORY = 232_448  # bytes a block can have there
+SHARED_MEMORY = 232_448  # bytes a block can have on an H200
+# The same by compute capability, as two digits.
+SHARED_MEMORY_OF = {80: 166_912, 89: 101_376, 90: SHARED_MEMORY, 100: SHARED_MEMORY, 120: 101_376}
+WITHOUT_OPT_IN = 49_152  # bytes that need no function attribute, which Triton sets for its own
+
+
+_DRIVERS_SHARED_MEMORY = 1024  # bytes of each block, not of those it can have
 
 
 class _Driver:
     """Stands for a GPU of the kind compiled for; nothing can be launched on it."""
 
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -31,11 +39,12 @@ class _Driver:
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
         del device
-        return CAPABILITY
+        return divmod(self._capability, 10)
 
 
-def pretend() -> None:
-    driver.set_active(_Driver())
+def pretend(capability: int = 90) -> None:
+    """Compile for a GPU of that compute capability from now on."""
+    driver.set_active(_Driver(capability))
 
 
 class Usage(NamedTuple):
@@ -44,6 +53,13 @@ class Usage(NamedTuple):
     registers: int
     stack: int  # bytes: registers that did not fit
     shared: int
+    declared: int = 0  # of these by assembler code, without Triton's knowledge
+
+    @property
+    def can_launch(self) -> bool:
+        """Triton sets the attribute for more shared memory by what it allocates itself."""
+        is_small = self.shared <= WITHOUT_OPT_IN
+        return is_small or not self.declared or self.shared - self.declared > WITHOUT_OPT_IN
 
 
 def compiled(launch: Any, folder: Path) -> tuple[Usage, str]:
@@ -53,8 +69,10 @@ def compiled(launch: Any, folder: Path) -> tuple[Usage, str]:
     file.write_bytes(launch.asm["cubin"])
     dump = [str(tools / "cuobjdump"), "--dump-resource-usage", str(file)]
     report = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", report)
     assert found is not None, report
-    usage = Usage(int(found[1]), int(found[2]), launch.metadata.shared)
+    # What assembler code declares comes on top of what Triton allocates; some is the driver's.
+    declared = max(0, int(found[3]) - _DRIVERS_SHARED_MEMORY)
+    usage = Usage(int(found[1]), int(found[2]), launch.metadata.shared + declared, declared)
     listing = [str(tools / "nvdisasm"), str(file)]
     return usage, subprocess.run(listing, capture_output=True, text=True, check=True).stdout

@@ -35,7 +35,13 @@ from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E
 from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
 from quire.executors.cuda.kernels import sampling as sampling_kernels  # noqa: E402
 from quire.executors.cuda.kernels import scoring as scoring_kernels  # noqa: E402
-from quire.executors.cuda.planes import DELTA_ROWS, PLANE_FORMATS, TERNARY, Planes  # noqa: E402
+from quire.executors.cuda.planes import (  # noqa: E402
+    DELTA_ROWS,
+    PLANE_FORMATS,
+    TERNARY,
+    Planes,
+    grid_table,
+)
 from quire.executors.cuda.sampling import Sampler  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment, load_weights  # noqa: E402
 from quire.model.kv_layout import one_group  # noqa: E402
@@ -58,7 +64,8 @@ def made(format_name: str, rows: int, *, gated: bool) -> Linear:
     else:
         form = PLANE_FORMATS[format_name]
         padded = blocks * (-(-rows // DELTA_ROWS) * DELTA_ROWS)
-        deltas = torch.empty(padded, dtype=torch.float16) if form.has_deltas else None
+        kind = torch.int32 if form.delta_bytes == 4 else torch.float16
+        deltas = torch.empty(padded, dtype=kind) if form.has_deltas else None
         planes = Planes(
             format_name,
             rows,
@@ -68,6 +75,7 @@ def made(format_name: str, rows: int, *, gated: bool) -> Linear:
             _words(blocks * rows, form.high_words),
             _words(blocks * rows, form.scale_words),
             deltas,
+            grid_table(form.grid, "cpu"),
         )
     return Linear((Segment(planes, 0, None),), rows, 1, is_gated=gated)
 
@@ -112,6 +120,7 @@ def test_a_gemm_fits_its_registers_and_runs_on_tensor_cores(
     print(format_name, num_tokens, cut, usage)
     assert usage.stack == 0
     assert usage.shared <= SHARED_MEMORY
+    assert usage.can_launch
     assert "HGMMA" in listing
     assert f"64x{cut.tokens}x16" in listing
 
@@ -279,7 +288,7 @@ def expert_call(num_tokens: int, tile_tokens: int) -> experts._Call:
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 128, 256, 512, 4096])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("format_name", ["Q4_K", "Q6_K", "Q8_0", "MXFP4", "BF16"])
+@pytest.mark.parametrize("format_name", [*PLANE_FORMATS, "BF16"])
 def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     format_name: str, gated: bool, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +312,7 @@ def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     assert usage.stack == 0
     # As many programs as the launch counts on run at once, and every size has its instruction.
     assert usage.shared * max(1, catch.grid[0] // MULTIPROCESSORS) <= SHARED_MEMORY
+    assert usage.can_launch
     for size in experts.token_sizes(planes.layout, tile_tokens):
         assert f"64x{size}x16" in listing
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton
 
+from quire.executors.cuda.device import runs_hopper_kernels
 from quire.executors.cuda.kernels import attention
 from quire.executors.cuda.kernels.attention import AttentionShape, SplitBuffers, TokenTiles
 from quire.executors.cuda.planes import Array
@@ -267,7 +268,7 @@ def attention_for(
     """The best this device can run for heads of that size. Steps of up to `max_split_tokens` may
     give splits of the context programs of their own."""
     splits = _Splits(spec, max_split_tokens, max_splits, device)
-    is_hopper = device != "cpu" and torch.cuda.get_device_capability(device)[0] == 9
+    is_hopper = runs_hopper_kernels(device)
     # Queries in float32 are multiplied as two halves, for which heads of 256 have no registers.
     has_registers = query_dtype is not torch.float32 or spec.head_dim < 256
     if is_hopper and has_registers and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):

@@ -6,12 +6,15 @@ float16         products of square random float16 matrices by the vendor's libra
                 a multiply-add
 """
 
+import os
 import time
 from collections.abc import Callable
 
 import torch
 
 from quire.core.errors import ConfigError
+
+KERNELS_VARIABLE = "QUIRE_CUDA_KERNELS"  # of the environment: "plain" for those of other GPUs
 
 RATES = {
     "memory_read": "memory_read_bytes_per_second",
@@ -32,6 +35,24 @@ def require_gpu() -> None:
             "device is 'cuda', but torch finds no NVIDIA GPU on this machine: use device='cpu', or "
             "look at `quire doctor`"
         )
+
+
+def wants_plain_kernels() -> bool:
+    """Whether the environment asks a Hopper GPU to run the kernels of other GPUs, for diagnosis."""
+    asked = os.environ.get(KERNELS_VARIABLE, "")
+    if asked not in ("", "plain"):
+        raise ConfigError(
+            f"{KERNELS_VARIABLE}: there are no kernels called {asked!r}: set it to 'plain' for the "
+            "portable ones, or not at all for the fastest"
+        )
+    return asked == "plain"
+
+
+def runs_hopper_kernels(device: str) -> bool:
+    """Whether the kernels for compute capability 9.0 run on this device."""
+    if device == "cpu" or wants_plain_kernels():
+        return False
+    return bool(torch.cuda.get_device_capability(device)[0] == 9)
 
 
 def device_name() -> str:

@@ -14,6 +14,7 @@ from quire.executors.cuda.gemm import (
     HopperGemm,
     Tiling,
     factors,
+    launchable,
     plane_pointers,
     stage_row_bytes,
 )
@@ -329,7 +330,8 @@ def resident_programs(layout: PlaneFormat, shape: Tiling) -> int:
     by_registers = _REGISTERS // (32 * (shape.warps + _LOADING_WARPS) * shape.registers)
     tokens = shape.token_stages * shape.tokens * shape.columns * 2
     weights = shape.weight_stages * shape.rows * stage_row_bytes(layout, shape)
-    by_memory = _SHARED_BYTES // (tokens + weights + _OTHER_SHARED_BYTES)
+    table = 4 * layout.table_words
+    by_memory = _SHARED_BYTES // (tokens + weights + table + _OTHER_SHARED_BYTES)
     return MULTIPROCESSORS * max(1, min(by_registers, by_memory))
 
 
@@ -376,6 +378,7 @@ class HopperExperts:
         planes = stack.planes
         num_programs = -(-stack.rows_per_expert // 64) * call.num_tiles
         shape = expert_tiling(planes.layout, call.tile_tokens, num_programs, planes.num_blocks)
+        shape = launchable(planes.layout, shape)
         sizes = token_sizes(planes.layout, call.tile_tokens)
         boxes = [self._descriptor(tokens, [size, shape.columns], 128) for size in sizes]
         boxes += boxes[:1] * (_MAX_SIZES - len(boxes))
@@ -383,6 +386,7 @@ class HopperExperts:
         self._kernels.expert_gemm[(min(num_items, resident_programs(planes.layout, shape)),)](
             *boxes,
             *self._gemm.weight_descriptors(planes, shape),
+            planes.codes if planes.grid is None else planes.grid,
             out,
             planes.codes if stack.bias is None else stack.bias,
             factors(planes, divisor),

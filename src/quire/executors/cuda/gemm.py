@@ -3,11 +3,10 @@ kernels/gemm.py."""
 
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
+from quire.executors.cuda.device import KERNELS_VARIABLE, runs_hopper_kernels, wants_plain_kernels
 from quire.executors.cuda.kernels import gemm as portable
 from quire.executors.cuda.kernels import ternary as portable_ternary
-from quire.executors.cuda.kernels.gemm import Factors, PlanePointers
+from quire.executors.cuda.kernels.plain_dequantize import Factors, PlanePointers
 from quire.executors.cuda.planes import CODE_SHIFT, GATED_DIVISOR, Array, PlaneFormat, Planes
 from quire.executors.cuda.weights import Linear, Segment
 
@@ -54,7 +53,8 @@ def launch_gate(linear: Linear, sums: Array, out: Array, num_tokens: int) -> Non
 def factors(planes: Planes, scale: float = 1.0) -> Factors:
     """`scale`: what the sums are multiplied by."""
     exponent = planes.exponent
-    return Factors(2.0 ** (CODE_SHIFT - exponent), 2.0**-exponent, 2.0**exponent * scale)
+    up = CODE_SHIFT - exponent - planes.layout.code_shift
+    return Factors(2.0**up, 2.0**-exponent, 2.0**exponent * scale)
 
 
 def plane_pointers(planes: Planes) -> PlanePointers:
@@ -64,22 +64,45 @@ def plane_pointers(planes: Planes) -> PlanePointers:
         codes if planes.high is None else planes.high,
         codes if planes.scales is None else planes.scales,
         codes if planes.deltas is None else planes.deltas,
+        codes if planes.grid is None else planes.grid,
     )
 
 
-class PortableGemm:
-    """Triton with tiles of one size: for GPUs other than Hopper and for the interpreter."""
+class PlainTiling(NamedTuple):
+    """How a GEMM of plain Triton is tiled, which changes no sum."""
 
-    _ROWS = 64
-    _TOKENS = 16
+    rows: int  # a program
+    tokens: int  # a program
+    warps: int
+    stages: int  # of loads under way
+
+
+# By the number of tokens: up to 16, up to 32, and more. They fit every GPU since Ampere: 99 KiB of
+# shared memory a program, and no spilled registers.
+PLAIN_TILINGS = (
+    PlainTiling(64, 16, 4, 3),
+    PlainTiling(64, 32, 4, 2),
+    PlainTiling(128, 64, 8, 2),
+)
+_EXACT_TILING = PlainTiling(256, 32, 4, 1)  # the interpreter takes few large tiles
+
+
+def plain_tiling(num_tokens: int) -> PlainTiling:
+    sizes = (shape for shape in PLAIN_TILINGS if num_tokens <= shape.tokens)
+    return next(sizes, PLAIN_TILINGS[-1])
+
+
+class PortableGemm:
+    """Plain Triton: for GPUs other than Hopper and for the interpreter."""
 
     def __init__(self, *, exact: bool) -> None:
-        """`exact`: for the interpreter, with few large tiles and float32 operands."""
+        """`exact`: for the interpreter, with float32 operands."""
         self._exact = exact
-        if exact:
-            self._ROWS, self._TOKENS = 256, 32
         self.name = "portable Triton GEMM"
-        self.fallback: str | None = f"no Hopper GPU (compute capability 9.0): {self.name}"
+        why = "no Hopper GPU (compute capability 9.0)"
+        if wants_plain_kernels():
+            why = f"{KERNELS_VARIABLE} asks for plain kernels"
+        self.fallback: str | None = f"{why}: {self.name}"
 
     def needs_gate_sums(self, linear: Linear) -> bool:
         del linear
@@ -100,15 +123,11 @@ class PortableGemm:
         self, segment: Segment, linear: Linear, tokens: Array, sums: Array, num_tokens: int
     ) -> None:
         planes = segment.planes
-        grid = (
-            -(-planes.num_rows // self._ROWS),
-            sums.shape[0],
-            -(-num_tokens // self._TOKENS),
-        )
         if planes.is_ternary:
-            self._multiply_ternary(grid, segment, tokens, sums, num_tokens)
+            self._multiply_ternary(segment, tokens, sums, num_tokens)
             return
-        portable.gemm[grid](
+        shape = _EXACT_TILING if self._exact else plain_tiling(num_tokens)
+        portable.gemm[_plain_grid(planes, shape, sums, num_tokens)](
             tokens,
             sums[:, :, segment.first_row :],
             plane_pointers(planes),
@@ -120,23 +139,21 @@ class PortableGemm:
             tokens.stride(0),
             sums.stride(1),
             sums.stride(0),
-            ROWS=self._ROWS,
-            TOKENS=self._TOKENS,
+            ROWS=shape.rows,
+            TOKENS=shape.tokens,
             FORMAT=planes.layout,
             BIAS=segment.bias is not None,
             EXACT=self._exact,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
         )
 
     def _multiply_ternary(
-        self,
-        grid: tuple[int, int, int],
-        segment: Segment,
-        tokens: Array,
-        sums: Array,
-        num_tokens: int,
+        self, segment: Segment, tokens: Array, sums: Array, num_tokens: int
     ) -> None:
         planes = segment.planes
-        portable_ternary.gemm[grid](
+        shape = _EXACT_TILING if self._exact else PLAIN_TILINGS[0]
+        portable_ternary.gemm[_plain_grid(planes, shape, sums, num_tokens)](
             tokens,
             sums[:, :, segment.first_row :],
             planes.codes,
@@ -147,10 +164,16 @@ class PortableGemm:
             tokens.stride(0),
             sums.stride(1),
             sums.stride(0),
-            ROWS=self._ROWS,
-            TOKENS=self._TOKENS,
+            ROWS=shape.rows,
+            TOKENS=shape.tokens,
             BLOCK_SCALES=planes.deltas is not None,
         )
+
+
+def _plain_grid(
+    planes: Planes, shape: PlainTiling, sums: Array, num_tokens: int
+) -> tuple[int, int, int]:
+    return -(-planes.num_rows // shape.rows), sums.shape[0], -(-num_tokens // shape.tokens)
 
 
 class Tiling(NamedTuple):
@@ -187,6 +210,21 @@ _4_BITS_WIDE: _Tilings = (
     Tiling(128, 32, 256, 3, 3, 8, 80),
     Tiling(128, 64, 64, 4, 3, 8, 80),
     Tiling(64, 128, 64, 4, 3, 4, 128),
+)
+# Formats of at most 3 bits: more stages in the same shared memory.
+_FEW_BITS: _Tilings = (
+    Tiling(64, 8, 256, 8, 8, 4, 80),
+    Tiling(64, 16, 256, 6, 6, 4, 80),
+    Tiling(64, 32, 256, 4, 4, 4, 80),
+    Tiling(64, 64, 256, 2, 4, 4, 80),
+    Tiling(64, 128, 64, 4, 4, 4, 128),
+)
+_FEW_BITS_WIDE: _Tilings = (
+    Tiling(128, 8, 256, 5, 5, 8, 80),
+    Tiling(128, 16, 256, 4, 4, 8, 80),
+    Tiling(128, 32, 256, 3, 3, 8, 80),
+    Tiling(128, 64, 64, 4, 4, 8, 80),
+    Tiling(64, 128, 64, 4, 4, 4, 128),
 )
 _5_OR_6_BITS: _Tilings = (
     Tiling(64, 8, 256, 5, 5, 4, 80),
@@ -240,7 +278,7 @@ def stage_row_bytes(layout: PlaneFormat, shape: Tiling) -> int:
     if layout.is_float:
         return 2 * shape.columns
     words = layout.code_words + layout.scale_words + layout.high_words
-    return 4 * words + (2 if layout.has_deltas else 0)
+    return 4 * words + layout.delta_bytes
 
 
 def tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_tokens: int) -> Tiling:
@@ -256,9 +294,32 @@ def tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_tokens: int)
         return (_FLOAT_FEW_TILES if has_few else _FLOAT)[index]
     if layout.bits == 8:
         return (_8_BITS_WIDE if is_wide else _8_BITS)[index]
+    if layout.bits < 4:
+        return (_FEW_BITS_WIDE if is_wide else _FEW_BITS)[index]
     if layout.bits == 4:
         return (_4_BITS_WIDE if is_wide else _4_BITS)[index]
     return (_5_OR_6_BITS_WIDE if is_wide else _5_OR_6_BITS)[index]
+
+
+_WITHOUT_OPT_IN = 48 << 10  # bytes of shared memory
+_BARRIER_BYTES = 4096  # at most, with what the epilogue exchanges
+
+
+def launchable(layout: PlaneFormat, shape: Tiling) -> Tiling:
+    """With stages enough that a table of points can lie beside them: what the kernel declares for
+    it is unknown to Triton, which asks for more than 48 KiB only where its own memory takes more.
+    """
+    table = 4 * layout.table_words
+    while table:
+        tokens = shape.token_stages * shape.tokens * shape.columns * 2
+        own = tokens + shape.weight_stages * shape.rows * stage_row_bytes(layout, shape)
+        if own > _WITHOUT_OPT_IN or own + _BARRIER_BYTES + table <= _WITHOUT_OPT_IN:
+            break
+        more = 0 if shape.columns == 64 else 1  # tokens by quarters have a stage each
+        shape = shape._replace(
+            token_stages=shape.token_stages + more, weight_stages=shape.weight_stages + 1
+        )
+    return shape
 
 
 def _large_tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_tokens: int) -> Tiling:
@@ -321,7 +382,9 @@ class HopperGemm:
         return not linear.is_gated
 
     def _tiling(self, segment: Segment, linear: Linear, num_tokens: int) -> Tiling:
-        return tiling(segment.planes.layout, linear.num_rows, linear.num_splits, num_tokens)
+        layout = segment.planes.layout
+        shape = tiling(layout, linear.num_rows, linear.num_splits, num_tokens)
+        return launchable(layout, shape)
 
     def multiply(self, linear: Linear, tokens: Array, sums: Array, num_tokens: int) -> None:
         for index, segment in enumerate(linear.segments):
@@ -364,6 +427,7 @@ class HopperGemm:
         kernels.gemm[grid](
             self._descriptor(tokens[:num_tokens], [shape.tokens, shape.columns], 128),
             *self.weight_descriptors(planes, shape),
+            planes.codes if planes.grid is None else planes.grid,
             out,
             planes.codes if segment.bias is None else segment.bias,
             factors(planes, linear.scale),
@@ -431,19 +495,18 @@ class HopperGemm:
         if layout.is_float:
             codes = self._descriptor(planes.codes, [shape.rows, shape.columns], 128)
             return codes, codes, codes, codes
-        codes = self._descriptor(planes.codes, [shape.rows, layout.code_words], 128)
-        assert planes.scales is not None
-        if layout.has_powers:  # too few words for rows of their own
+        words = layout.code_words
+        codes = self._descriptor(planes.codes, [shape.rows, words], _swizzle(words))
+        scales = high = deltas = codes
+        if layout.scale_words == 2:  # too few for rows of their own
+            assert planes.scales is not None
             scales = self._descriptor(planes.scales.view(-1), [shape.rows * 2], 0)
-        else:
-            scales = self._descriptor(
-                planes.scales, [shape.rows, layout.scale_words], _swizzle(layout.scale_words)
-            )
-        high = deltas = codes
-        if layout.high_bits:
-            high = self._descriptor(
-                planes.high, [shape.rows, layout.high_words], _swizzle(layout.high_words)
-            )
+        elif layout.scale_words:
+            words = layout.scale_words
+            scales = self._descriptor(planes.scales, [shape.rows, words], _swizzle(words))
+        if layout.high_words:
+            words = layout.high_words
+            high = self._descriptor(planes.high, [shape.rows, words], _swizzle(words))
         if layout.has_deltas:
             deltas = self._descriptor(planes.deltas, [shape.rows], 0)
         return codes, high, scales, deltas
@@ -451,12 +514,11 @@ class HopperGemm:
 
 def _swizzle(words: int) -> int:
     """The widest that a row of so many words allows."""
-    return {4: 0, 8: 32, 16: 64}[words]
+    return {4: 0, 8: 32, 16: 64}.get(words, 128)
 
 
 def gemm_for(device: str) -> Gemm:
     """The best GEMM kernels this device can run."""
     if device == "cpu":
         return PortableGemm(exact=True)
-    major, _ = torch.cuda.get_device_capability(device)
-    return HopperGemm() if major == 9 else PortableGemm(exact=False)
+    return HopperGemm() if runs_hopper_kernels(device) else PortableGemm(exact=False)

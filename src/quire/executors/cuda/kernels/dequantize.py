@@ -22,6 +22,7 @@ class WeightRing(NamedTuple):
     deltas: Any
     full: Any
     empty: Any
+    table: Any  # the address of the grid's points in shared memory
 
 
 @gluon.constexpr_function
@@ -34,8 +35,15 @@ def _nibbles_asm(high_bits: int, odd_quarter: bool) -> str:
     upper bits if there are any, then scale and offset, each twice.
     """
     scale, offset = ("$10", "$12") if high_bits == 0 else ("$12", "$14")
-    lines = ["{", ".reg .b32 t, u, w, h, s;", "mov.b32 t, 0x2C002C00;"]
-    lines.append(f"mul.rn.f16x2 s, {scale}, t;")
+    lines = ["{", ".reg .b32 t, u, w, h, s;"]
+    lines += _nibble_lines(("$8", "$9"), scale, (offset, offset), high_bits, odd_quarter)
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _nibble_lines(words, scale, offsets, high_bits: int, odd_quarter: bool):
+    """The same, with the operands' names; $10 are upper bits. Registers t, u, w, h, s are used."""
+    lines = ["mov.b32 t, 0x2C002C00;", f"mul.rn.f16x2 s, {scale}, t;"]
     if high_bits:
         is_swapped = high_bits == 1 and odd_quarter
         lines.append("prmt.b32 h, $10, 0, 0x2301;" if is_swapped else "mov.b32 h, $10;")
@@ -45,7 +53,7 @@ def _nibbles_asm(high_bits: int, odd_quarter: bool) -> str:
         for index in range(4):
             pair = word * 4 + index
             if index == 0:
-                lines.append(f"mov.b32 w, ${8 + word};")
+                lines.append(f"mov.b32 w, {words[word]};")
             elif index == 2:
                 lines.append("shr.u32 w, w, 8;")
             odd = index % 2
@@ -56,8 +64,8 @@ def _nibbles_asm(high_bits: int, odd_quarter: bool) -> str:
             if high_bits:
                 mask = {(2, 0): 0x30, (2, 1): 0x300, (1, 0): 0x10, (1, 1): 0x100}[high_bits, odd]
                 lines.append(f"lop3.b32 t, u, 0x{mask << 16 | mask:08X}, t, 0xEA;")
-            lines.append(f"fma.rn.f16x2 ${pair}, t, {'s' if odd else scale}, {offset};")
-    return "\n".join([*lines, "}"])
+            lines.append(f"fma.rn.f16x2 ${pair}, t, {'s' if odd else scale}, {offsets[word]};")
+    return lines
 
 
 @gluon.constexpr_function
@@ -95,25 +103,161 @@ def _floats_asm() -> str:
 
 
 @gluon.constexpr_function
+def _two_bits_asm(has_high: bool, odd_quarter: bool) -> str:
+    """A word of sixteen 2-bit codes (and an upper bit of each) to sixteen float16. Of each shifted
+    word two pairs are taken, at bits 6 and 8: codes times 64, and times 256 with a fourth of the
+    scale; their upper bits are at bits 8 and 10. Operands: $8 the word, then $10 upper bits if
+    there are any, then scale and offset, all of them twice."""
+    scale, offset = ("$12", "$14") if has_high else ("$10", "$12")
+    lines = ["{", ".reg .b32 t, u, w, h, s;", "mov.b32 t, 0x34003400;"]
+    lines.append(f"mul.rn.f16x2 s, {scale}, t;")
+    if has_high:
+        lines.append("prmt.b32 h, $10, 0, 0x2301;" if odd_quarter else "mov.b32 h, $10;")
+    moves = (
+        "mov.b32 w, $8;",
+        "shl.b32 w, $8, 4;",
+        "shr.u32 w, $8, 4;",
+        "prmt.b32 w, $8, 0, 0x2301;",
+    )
+    pairs = ((3, 4), (1, 2), (5, 6), (7, 0))
+    for move, two, shift in zip(moves, pairs, (0, 1, 4, 5), strict=True):
+        lines.append(move)
+        if has_high:
+            lines.append(f"shr.u32 u, h, {shift};" if shift else "mov.b32 u, h;")
+        for pair, mask, high, factor in (
+            (two[0], "0x00C000C0", "0x01000100", scale),
+            (two[1], "0x03000300", "0x04000400", "s"),
+        ):
+            lines.append(f"and.b32 t, w, {mask};")
+            if has_high:
+                lines.append(f"lop3.b32 t, u, {high}, t, 0xEA;")
+            lines.append(f"fma.rn.f16x2 ${pair}, t, {factor}, {offset};")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _values_asm() -> str:
+    """Two words of eight codes of IQ4 to sixteen float16. Four nibbles select bytes of both halves
+    of the table, their highest bits which of these: the values plus 128, two pairs of which are
+    one byte apart (planes.VALUE_NIBBLES). $8-$9 the words, then scale and offset, each twice."""
+    lines = ["{", ".reg .b32 t, a, m, lo, hi, r, t0, t1, t2, t3;"]
+    lines += ["mov.b32 t0, 0x3F2D1801;", "mov.b32 t1, 0x766A5D4F;"]
+    lines += ["mov.b32 t2, 0xA6998D81;", "mov.b32 t3, 0xF1D9C5B5;"]
+    for word in range(2):
+        lines.append(f"and.b32 a, ${8 + word}, 0x77777777;")
+        lines.append(f"shr.u32 m, ${8 + word}, 1;")
+        lines.append("lop3.b32 m, m, 0x44444444, 0x32103210, 0xEA;")
+        for half in range(2):
+            if half:
+                lines += ["shr.u32 a, a, 16;", "shr.u32 m, m, 16;"]
+            lines.append("prmt.b32 lo, t0, t1, a;")
+            lines.append("prmt.b32 hi, t2, t3, a;")
+            lines.append("prmt.b32 r, lo, hi, m;")
+            pair = word * 4 + half * 2
+            lines.append("and.b32 t, r, 0x00FF00FF;")
+            lines.append(f"fma.rn.f16x2 ${pair}, t, $10, $12;")
+            lines.append("prmt.b32 t, r, 0, 0x4341;")
+            lines.append(f"fma.rn.f16x2 ${pair + 1}, t, $10, $12;")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _number_lines(grid: str, point: int, quarter: int):
+    """n: the number of a quarter's point, out of $8 numbers, $12 their upper bits."""
+    steps = quarter % 2
+    if grid in ("IQ2_XXS", "IQ2_XS", "IQ2_S"):
+        place = 2 * steps + point
+        lines = [f"bfe.u32 n, $8, {8 * place}, 8;"]
+        if grid == "IQ2_XS":
+            lines += [f"shr.u32 t, $12, {17 + 2 * place};", "lop3.b32 n, t, 0x100, n, 0xEA;"]
+        elif grid == "IQ2_S":
+            lines += [f"shl.b32 t, $12, {8 - 2 * place};", "lop3.b32 n, t, 0x300, n, 0xEA;"]
+        return lines
+    lines = [f"bfe.u32 n, $8, {8 * point}, 8;"]
+    if grid == "IQ3_S":
+        place = 4 * steps + point
+        lines += [f"shl.b32 t, $12, {8 - place};", "lop3.b32 n, t, 0x100, n, 0xEA;"]
+    return lines
+
+
+@gluon.constexpr_function
+def _signed_points_asm(grid: str, quarter: int) -> str:
+    """Numbers of points to sixteen float16: the points' bytes get their signs at bit 7 of the byte
+    beside them, which is bit 15 of a half word, and masks leave sign and size. Operands: $8
+    numbers, $10 signs, $12 upper bits, $14 the table, $16 the scale, all of them twice."""
+    is_eight = grid in ("IQ2_XXS", "IQ2_XS", "IQ2_S")  # weights a point
+    lines = ["{", ".reg .b32 n, t, x0, x1;"]
+    pair = 0
+    for point in range(2 if is_eight else 4):
+        lines += _number_lines(grid, point, quarter)
+        lines.append(f"mad.lo.u32 n, n, {8 if is_eight else 4}, $14;")
+        if is_eight:
+            lines.append("ld.shared.v2.b32 {x0, x1}, [n];")
+        else:
+            lines.append("ld.shared.b32 x0, [n];")
+        for word in ("x0", "x1") if is_eight else ("x0",):
+            place = 4 * (quarter % 2) + pair // 2  # of eight words
+            lines.append(f"shl.b32 t, $10, {7 - place};")
+            lines.append(f"lop3.b32 {word}, t, 0x80808080, {word}, 0xEA;")
+            lines.append(f"and.b32 t, {word}, 0x803F803F;")
+            lines.append(f"mul.rn.f16x2 ${pair}, t, $16;")
+            lines.append(f"prmt.b32 t, {word}, 0, 0x2301;")
+            lines.append("and.b32 t, t, 0x803F803F;")
+            lines.append(f"mul.rn.f16x2 ${pair + 1}, t, $16;")
+            pair += 2
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _ternary_points_asm(has_records: bool, quarter: int) -> str:
+    """Numbers of points to sixteen float16, by words of eight 4-bit codes. Operands: $8 numbers,
+    $10 their upper bits, $12 the table, $14 the scale, all of them twice."""
+    lines = ["{", ".reg .b32 t, u, w, h, s, n, w0, w1, o0, o1;"]
+    lines += ["mov.b32 t, 0x38003800;", "mul.rn.f16x2 h, $14, t;"]
+    shift, bits = 16 * (quarter // 2), 4 if has_records else 3
+    for point in range(2):
+        place = 2 * (quarter % 2) + point
+        lines.append(f"bfe.u32 n, $8, {8 * place}, 8;")
+        lines.append(f"bfe.u32 t, $10, {shift + bits * place}, 3;")
+        lines.append("mad.lo.u32 n, t, 256, n;")
+        lines.append("mad.lo.u32 n, n, 4, $12;")
+        lines.append(f"ld.shared.b32 w{point}, [n];")
+        # Codes are times four, a shift by an eighth is a half: -7 or -9 times 2**-24 * scale / 2.
+        lines.append(f"bfe.u32 t, $10, {shift + (4 * place + 3 if has_records else 15)}, 1;")
+        lines.append("mad.lo.u32 t, t, 0x00020002, 0x80078007;")
+        lines += ["mov.b32 u, 0x80008000;", f"fma.rn.f16x2 o{point}, h, t, u;"]
+    lines += _nibble_lines(("w0", "w1"), "$14", ("o0", "o1"), 0, False)
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
 def _decode_asm(FORMAT, QUARTER):
     if FORMAT.has_powers:
         return _floats_asm()
+    if FORMAT.has_signed_points:
+        return _signed_points_asm(FORMAT.grid, QUARTER)
+    if FORMAT.has_ternary_points:
+        return _ternary_points_asm(FORMAT.has_records, QUARTER)
+    if FORMAT.has_values:
+        return _values_asm()
     if FORMAT.code_bits == 8:
         return _bytes_asm()
+    if FORMAT.code_bits == 2:
+        return _two_bits_asm(FORMAT.high_bits > 0, QUARTER % 2 == 1)
     return _nibbles_asm(FORMAT.high_bits, QUARTER % 2 == 1)
 
 
 @gluon.constexpr_function
-def _decode_constraints(FORMAT):
-    has_more = FORMAT.code_bits == 8 or FORMAT.high_bits > 0
-    inputs = 4 if FORMAT.has_powers else 8 if has_more else 6
-    return ",".join(["=r"] * 8 + ["r"] * inputs)
+def _decode_constraints(NUM_INPUTS):
+    """Each input twice."""
+    return ",".join(["=r"] * 8 + ["r"] * (2 * NUM_INPUTS))
 
 
 @gluon.constexpr_function
 def _zero_point_asm(FORMAT):
     """A scale times minus the zero point times 2**-24, a subnormal float16."""
-    factor = f"0x{0x80008000 | FORMAT.zero_point << 16 | FORMAT.zero_point:08X}"
+    zero_point = FORMAT.zero_point << FORMAT.code_shift
+    factor = f"0x{0x80008000 | zero_point << 16 | zero_point:08X}"
     return (
         "{ .reg .b32 f, z; "
         f"mov.b32 f, {factor}; mov.b32 z, 0x80008000; fma.rn.f16x2 $0, $1, f, z; }}"
@@ -181,6 +325,58 @@ cvt.rn.f16x2.f32 $2, f2, f2;
 cvt.rn.f16x2.f32 $3, f3, f3;
 }
 """)
+# Of four bytes, a 4-bit scale and a 4-bit minimum each, and a float16 pair: four scales and four
+# negated offsets, each twice. $10: 2**(24 - e - shift), $11: 2**-e.
+_ASM_NIBBLE_SCALES = gl.constexpr(
+    """
+{
+.reg .b16 h0, h1;
+.reg .b32 x;
+.reg .f32 d, e, f;
+mov.b32 {h0, h1}, $9;
+cvt.f32.f16 d, h0;
+cvt.f32.f16 e, h1;
+mul.f32 d, d, $10;
+mul.f32 e, e, $11;
+neg.f32 e, e;
+"""
+    + "".join(
+        f"bfe.u32 x, $8, {8 * at}, 4;\ncvt.rn.f32.u32 f, x;\nmul.f32 f, f, d;\n"
+        f"cvt.rn.f16x2.f32 ${at}, f, f;\n"
+        f"bfe.u32 x, $8, {8 * at + 4}, 4;\ncvt.rn.f32.u32 f, x;\nmul.f32 f, f, e;\n"
+        f"cvt.rn.f16x2.f32 ${4 + at}, f, f;\n"
+        for at in range(4)
+    )
+    + "}"
+)
+# A float32 times a small integer (of which 32 is taken away; or twice that plus one), as float16
+# twice.
+_ASM_CENTRED_SCALE = gl.constexpr("""
+{
+.reg .b32 x;
+.reg .f32 f;
+sub.s32 x, $1, 32;
+cvt.rn.f32.s32 f, x;
+mul.f32 f, f, $2;
+cvt.rn.f16x2.f32 $0, f, f;
+}
+""")
+_ASM_ODD_SCALE = gl.constexpr("""
+{
+.reg .b32 x;
+.reg .f32 f;
+mad.lo.u32 x, $1, 2, 1;
+cvt.rn.f32.u32 f, x;
+mul.f32 f, f, $2;
+cvt.rn.f16x2.f32 $0, f, f;
+}
+""")
+_ASM_SCALE = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
+# The low word of two words shifted down.
+_ASM_RECORD = gl.constexpr(
+    "{ .reg .b64 v; mov.b64 v, {$1, $2}; shr.u64 v, v, $3; cvt.u32.u64 $0, v; }"
+)
+_ASM_LOW_HALF = gl.constexpr("{ .reg .b16 h, u; mov.b32 {h, u}, $1; cvt.f32.f16 $0, h; }")
 # Of two words the byte at bit $4, as the exponent of a float16, twice.
 _ASM_POWERS = gl.constexpr("""
 {
@@ -267,6 +463,24 @@ def _split_quarters(words, WORDS: gl.constexpr):
 
 
 @gluon.jit
+def _four(words, LANE: gl.constexpr):
+    """[ROWS, lane, half, half of the steps] to the four quarters [ROWS, lane]."""
+    first, second = gl.split(words)
+    q0, q2 = gl.split(first)
+    q1, q3 = gl.split(second)
+    return _in_layout((q0, q1, q2, q3), LANE)
+
+
+@gluon.jit
+def _two(words, LANE: gl.constexpr):
+    """[ROWS, lane, half] to those of each half, [ROWS, lane]."""
+    first, second = gl.split(words)
+    first = gl.convert_layout(first, LANE, assert_trivial=True)
+    second = gl.convert_layout(second, LANE, assert_trivial=True)
+    return first, second
+
+
+@gluon.jit
 def _code_words(
     codes,
     high,
@@ -275,30 +489,42 @@ def _code_words(
     ROWS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Of the four quarters the words, and what goes with each: odd words or upper bits."""
+    """Of the four quarters the words, and what goes with each: odd words, upper bits or signs."""
     LANE: gl.constexpr = gl.SliceLayout(2, WORDS)
     if FORMAT.code_bits == 8:
         both = codes.load(lane_layout(ROWS, WARPS, "bytes")).reshape([ROWS, 4, 2, 2, 2, 2])
         even, odd = gl.split(both)
         return _split_quarters(even, WORDS), _split_quarters(odd, WORDS)
-    else:
+    elif FORMAT.code_bits == 4:
         loaded = codes.load(lane_layout(ROWS, WARPS, "nibbles")).reshape([ROWS, 4, 2, 2, 2])
         words = _split_quarters(loaded, WORDS)
         if FORMAT.high_bits == 2:
             upper = high.load(lane_layout(ROWS, WARPS, "quarters")).reshape([ROWS, 4, 2, 2])
-            first, second = gl.split(upper)
-            h0, h2 = gl.split(first)
-            h1, h3 = gl.split(second)
-            return words, _in_layout((h0, h1, h2, h3), LANE)
+            return words, _four(upper, LANE)
         elif FORMAT.high_bits == 1:
-            first, second = gl.split(
-                high.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
-            )
-            first = gl.convert_layout(first, LANE, assert_trivial=True)
-            second = gl.convert_layout(second, LANE, assert_trivial=True)
+            upper = high.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
+            first, second = _two(upper, LANE)
             return words, (first, first, second, second)
         else:
             return words, words
+    elif FORMAT.code_bits == 2:
+        loaded = codes.load(lane_layout(ROWS, WARPS, "quarters")).reshape([ROWS, 4, 2, 2])
+        if FORMAT.high_bits == 1:
+            upper = high.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
+            first, second = _two(upper, LANE)
+            return _four(loaded, LANE), (first, first, second, second)
+        elif FORMAT.has_signed_points:  # [lane, half, numbers and signs]
+            n0, s0, n1, s1 = _four(loaded, LANE)
+            return (n0, n0, n1, n1), (s0, s0, s1, s1)
+        else:
+            words = _four(loaded, LANE)
+            return words, words
+    else:
+        loaded = codes.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
+        first, second = _two(loaded, LANE)
+        upper = high.load(lane_layout(ROWS, WARPS, "lanes"))
+        upper = gl.convert_layout(upper, LANE, assert_trivial=True)
+        return (first, first, second, second), (upper, upper, upper, upper)
 
 
 @gluon.jit
@@ -317,17 +543,33 @@ def _duplicated(words):
 
 
 @gluon.jit
+def _replicated_words(scales, ROW: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """A row's four words, [ROWS] each, in every lane."""
+    words = scales.load(lane_layout(ROWS, WARPS, "replicated")).reshape([ROWS, 2, 2])
+    even, odd = gl.split(words)
+    t0, t2 = gl.split(even)
+    t1, t3 = gl.split(odd)
+    return _in_layout((t0, t1, t2, t3), ROW)
+
+
+@gluon.jit
+def _row_words(scales, ROW: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Where a row has two words: these, [ROWS, 1], in every lane."""
+    words = scales.load(_power_layout(ROWS, WARPS)).reshape([ROWS, 2])
+    first, second = gl.split(words)
+    first = gl.convert_layout(first, ROW, assert_trivial=True)
+    second = gl.convert_layout(second, ROW, assert_trivial=True)
+    return first.expand_dims(1), second.expand_dims(1)
+
+
+@gluon.jit
 def _packed_scales(scales, factors, LANE: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """Of Q4_K and Q5_K: scale and offset of both halves of the block."""
     ROW: gl.constexpr = gl.SliceLayout(1, LANE)
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANE))
     select0 = (lane | ((lane + 4) << 4)).expand_dims(0)
     select1 = (0x7010 & 0xF0FF | ((lane + 4) << 8)).expand_dims(0)
-    words = scales.load(lane_layout(ROWS, WARPS, "replicated")).reshape([ROWS, 2, 2])
-    even, odd = gl.split(words)
-    t0, t2 = gl.split(even)
-    t1, t3 = gl.split(odd)
-    t0, t1, t2, t3 = _in_layout((t0, t1, t2, t3), ROW)
+    t0, t1, t2, t3 = _replicated_words(scales, ROW, ROWS, WARPS)
     return gl.inline_asm_elementwise(
         _ASM_PACKED_SCALES,
         "=r,=r,=r,=r,r,r,r,r,r,r,f,f",
@@ -352,18 +594,139 @@ def _powers(scales, LANE: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr)
     """Of MXFP4: the scales of both halves of the block."""
     ROW: gl.constexpr = gl.SliceLayout(1, LANE)
     shift = gl.arange(0, 4, layout=gl.SliceLayout(0, LANE)) * 8
-    words = scales.load(_power_layout(ROWS, WARPS)).reshape([ROWS, 2])
-    first, second = gl.split(words)
-    first = gl.convert_layout(first, ROW, assert_trivial=True)
-    second = gl.convert_layout(second, ROW, assert_trivial=True)
+    first, second = _row_words(scales, ROW, ROWS, WARPS)
     return gl.inline_asm_elementwise(
         _ASM_POWERS,
         "=r,=r,r,r,r",
-        [first.expand_dims(1), second.expand_dims(1), shift.expand_dims(0)],
+        [first, second, shift.expand_dims(0)],
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def _times(ASM: gl.constexpr, integer, factor):
+    """A float32 times a small integer, in the way of ASM: float16 twice a word."""
+    return gl.inline_asm_elementwise(
+        ASM, "=r,r,f", [integer, factor], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _low_half(words):
+    """The float16 in the lower half, as float32."""
+    return gl.inline_asm_elementwise(
+        _ASM_LOW_HALF, "=f,r", [words], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _records(scales, LANE: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Of formats with records: the float16 of a row, [ROWS, 1], and a lane's 12 bits (and more
+    above them), [ROWS, lane]."""
+    ROW: gl.constexpr = gl.SliceLayout(1, LANE)
+    shift = gl.arange(0, 4, layout=gl.SliceLayout(0, LANE)) * 12 + 16
+    first, second = _row_words(scales, ROW, ROWS, WARPS)
+    record = gl.inline_asm_elementwise(
+        _ASM_RECORD,
+        "=r,r,r,r",
+        [first, second, shift.expand_dims(0)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return _low_half(first), record
+
+
+@gluon.jit
+def _with_even_signs(words):
+    """Signs with those that follow from the others (planes.EVEN_SIGNS)."""
+    kept = words & 0x55FFFFFF
+    folded = kept ^ (kept >> 16)
+    folded = folded ^ (folded >> 8)
+    folded = folded ^ (folded >> 1)
+    return kept | ((folded & 0x55) << 25)
+
+
+@gluon.jit
+def _other_bits(words):
+    """What lies where those signs would: four bits."""
+    bits = (words >> 25) & 0x55
+    bits = (bits | (bits >> 1)) & 0x33
+    return (bits | (bits >> 2)) & 15
+
+
+@gluon.jit
+def _grid_block(
+    scales,
+    deltas,
+    factors,
+    more,
+    WORDS: gl.constexpr,
+    FORMAT: gl.constexpr,
+    ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Of formats with grids, and of the four quarters: signs, or upper bits of IQ1; scales; upper
+    bits of numbers."""
+    LANE: gl.constexpr = gl.SliceLayout(2, WORDS)
+    ROW: gl.constexpr = gl.SliceLayout(1, LANE)
+    GRID: gl.constexpr = FORMAT.grid
+    shift = (gl.arange(0, 4, layout=gl.SliceLayout(0, LANE)) * 8).expand_dims(0)
+    upper = more
+    if FORMAT.has_records:  # IQ1_M
+        delta, record = _records(scales, LANE, ROWS, WARPS)
+        delta = delta * factors.scales
+        s0 = _times(_ASM_ODD_SCALE, record & 7, delta)
+        s1 = _times(_ASM_ODD_SCALE, (record >> 3) & 7, delta)
+        s2 = _times(_ASM_ODD_SCALE, (record >> 6) & 7, delta)
+        s3 = _times(_ASM_ODD_SCALE, (record >> 9) & 7, delta)
+    elif GRID == "IQ3_S":
+        first, nibbles, u0, u1 = _replicated_words(scales, ROW, ROWS, WARPS)
+        delta = _low_half(first).expand_dims(1) * factors.scales
+        byte = nibbles.expand_dims(1) >> shift
+        s0 = _times(_ASM_ODD_SCALE, byte & 15, delta)
+        s2 = _times(_ASM_ODD_SCALE, (byte >> 4) & 15, delta)
+        s1 = s0
+        s3 = s2
+        u0 = u0.expand_dims(1) >> shift
+        u1 = u1.expand_dims(1) >> shift
+        upper = (u0, u0, u1, u1)
+    else:
+        delta = deltas.load(ROW).to(gl.float32).expand_dims(1) * factors.scales
+        if GRID == "IQ2_XS" or GRID == "IQ2_S":
+            if GRID == "IQ2_XS":
+                b0, b1 = _row_words(scales, ROW, ROWS, WARPS)
+            else:
+                u0, u1, b0, b1 = _replicated_words(scales, ROW, ROWS, WARPS)
+                u0 = u0.expand_dims(1) >> shift
+                u1 = u1.expand_dims(1) >> shift
+                upper = (u0, u0, u1, u1)
+                b0 = b0.expand_dims(1)
+                b1 = b1.expand_dims(1)
+            b0 = b0 >> shift
+            b1 = b1 >> shift
+            s0 = _times(_ASM_ODD_SCALE, b0 & 15, delta)
+            s1 = _times(_ASM_ODD_SCALE, (b0 >> 4) & 15, delta)
+            s2 = _times(_ASM_ODD_SCALE, b1 & 15, delta)
+            s3 = _times(_ASM_ODD_SCALE, (b1 >> 4) & 15, delta)
+        else:
+            if FORMAT.has_ternary_points:
+                c0 = (more[0] >> 12) & 7
+                c1 = (more[0] >> 28) & 7
+            else:
+                c0 = _other_bits(more[0])
+                c1 = _other_bits(more[2])
+            s0 = _times(_ASM_ODD_SCALE, c0, delta)
+            s2 = _times(_ASM_ODD_SCALE, c1, delta)
+            s1 = s0
+            s3 = s2
+    if FORMAT.has_even_signs:
+        first = _with_even_signs(more[0])
+        second = _with_even_signs(more[2])
+        more = (first, first, second, second)
+    return more, (s0, s1, s2, s3), upper
 
 
 @gluon.jit
@@ -386,35 +749,83 @@ def _scales_and_offsets(
         s0, s1 = _powers(scales, LANE, ROWS, WARPS)
         return (s0, s0, s1, s1), (s0, s0, s1, s1)  # there are no offsets
     elif FORMAT.has_stored_minimums:
-        first, second = gl.split(
-            scales.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
-        )
-        s0, m0 = _duplicated(gl.convert_layout(first, LANE, assert_trivial=True))
-        s1, m1 = _duplicated(gl.convert_layout(second, LANE, assert_trivial=True))
+        words = scales.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
+        first, second = _two(words, LANE)
+        s0, m0 = _duplicated(first)
+        s1, m1 = _duplicated(second)
         return (s0, s0, s1, s1), (m0, m0, m1, m1)
+    elif FORMAT.has_nibble_scales or FORMAT.has_byte_scales:
+        return _byte_scales(scales, deltas, factors, LANE, FORMAT, ROWS, WARPS)
+    elif FORMAT.has_block_scales:
+        delta = deltas.load(ROW).to(gl.float32).expand_dims(1) * factors.scales
+        delta = delta.broadcast_to([ROWS, 4])
+        s0 = gl.inline_asm_elementwise(
+            _ASM_SCALE, "=r,f", [delta], dtype=gl.int32, is_pure=True, pack=1
+        )
+        m0 = _zero_point_offset(s0, FORMAT)
+        return (s0, s0, s0, s0), (m0, m0, m0, m0)
     else:
-        words = scales.load(lane_layout(ROWS, WARPS, "lanes"))
-        words = gl.convert_layout(words, LANE, assert_trivial=True)
-        if FORMAT.has_deltas:
-            delta = deltas.load(ROW).expand_dims(1).to(gl.int16, bitcast=True).to(gl.int32)
-            s0, s1, s2, s3 = gl.inline_asm_elementwise(
-                _ASM_BYTE_SCALES,
-                "=r,=r,=r,=r,r,r,f",
-                [words, delta, factors.scales],
-                dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-                is_pure=True,
-                pack=1,
-            )
-            m0 = _zero_point_offset(s0, FORMAT)
-            m1 = _zero_point_offset(s1, FORMAT)
-            m2 = _zero_point_offset(s2, FORMAT)
-            m3 = _zero_point_offset(s3, FORMAT)
-            return (s0, s1, s2, s3), (m0, m1, m2, m3)
+        if FORMAT.has_records:  # IQ4_XS
+            delta, record = _records(scales, LANE, ROWS, WARPS)
+            delta = delta * factors.scales
+            s0 = _times(_ASM_CENTRED_SCALE, record & 63, delta)
+            s1 = _times(_ASM_CENTRED_SCALE, (record >> 6) & 63, delta)
         else:
-            s0, s1 = _duplicated(words)
-            m0 = _zero_point_offset(s0, FORMAT)
-            m1 = _zero_point_offset(s1, FORMAT)
-            return (s0, s0, s1, s1), (m0, m0, m1, m1)
+            words = scales.load(lane_layout(ROWS, WARPS, "lanes"))
+            s0, s1 = _duplicated(gl.convert_layout(words, LANE, assert_trivial=True))
+        m0 = _zero_point_offset(s0, FORMAT)
+        m1 = _zero_point_offset(s1, FORMAT)
+        return (s0, s0, s1, s1), (m0, m0, m1, m1)
+
+
+@gluon.jit
+def _byte_scales(
+    scales,
+    deltas,
+    factors,
+    LANE: gl.constexpr,
+    FORMAT: gl.constexpr,
+    ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """The same where a byte is for 16 weights: a scale, or a 4-bit scale and a 4-bit minimum."""
+    ROW: gl.constexpr = gl.SliceLayout(1, LANE)
+    words = scales.load(lane_layout(ROWS, WARPS, "lanes"))
+    words = gl.convert_layout(words, LANE, assert_trivial=True)
+    if FORMAT.has_nibble_scales:
+        pair = deltas.load(ROW).expand_dims(1)
+        s0, s1, s2, s3, m0, m1, m2, m3 = gl.inline_asm_elementwise(
+            _ASM_NIBBLE_SCALES,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,f,f",
+            [words, pair, factors.scales, factors.minimums],
+            dtype=(
+                gl.int32,
+                gl.int32,
+                gl.int32,
+                gl.int32,
+                gl.int32,
+                gl.int32,
+                gl.int32,
+                gl.int32,
+            ),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        delta = deltas.load(ROW).expand_dims(1).to(gl.int16, bitcast=True).to(gl.int32)
+        s0, s1, s2, s3 = gl.inline_asm_elementwise(
+            _ASM_BYTE_SCALES,
+            "=r,=r,=r,=r,r,r,f",
+            [words, delta, factors.scales],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        m0 = _zero_point_offset(s0, FORMAT)
+        m1 = _zero_point_offset(s1, FORMAT)
+        m2 = _zero_point_offset(s2, FORMAT)
+        m3 = _zero_point_offset(s3, FORMAT)
+    return (s0, s1, s2, s3), (m0, m1, m2, m3)
 
 
 @gluon.jit
@@ -426,16 +837,21 @@ def load_block(
     ROWS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """A block of ROWS rows from shared memory, for `dequantized_quarter`: words, odd words or upper
-    bits, scales, offsets, each a tuple of four quarters. `factors` are gemm.Factors."""
+    """A block of ROWS rows from shared memory, for `dequantized_quarter`: words, what goes with
+    each (odd words, upper bits, signs), scales, offsets (of grids: upper bits of numbers), each a
+    tuple of four quarters; and the table. `factors` are gemm.Factors."""
     WORDS: gl.constexpr = lane_layout(ROWS, WARPS, "quarter")
     words, more = _code_words(
         ring.codes.index(stage), ring.high.index(stage), WORDS, FORMAT, ROWS, WARPS
     )
-    scales, offsets = _scales_and_offsets(
-        ring.scales.index(stage), ring.deltas.index(stage), factors, WORDS, FORMAT, ROWS, WARPS
-    )
-    return words, more, scales, offsets
+    scales = ring.scales.index(stage)
+    deltas = ring.deltas.index(stage)
+    if FORMAT.grid != "":
+        more, found, upper = _grid_block(scales, deltas, factors, more, WORDS, FORMAT, ROWS, WARPS)
+        return words, more, found, upper, ring.table
+    else:
+        found, offsets = _scales_and_offsets(scales, deltas, factors, WORDS, FORMAT, ROWS, WARPS)
+        return words, more, found, offsets, ring.table
 
 
 # ---- decode: a quarter to the operand
@@ -463,19 +879,31 @@ def dequantized_quarter(
     """One quarter of what `load_block` loaded, float16 [ROWS, 64]."""
     words = block[0][QUARTER]
     more = block[1][QUARTER]
-    scales = gl.expand_dims(block[2][QUARTER], 2).broadcast_to([ROWS, 4, 2])
-    offsets = gl.expand_dims(block[3][QUARTER], 2).broadcast_to([ROWS, 4, 2])
+    scales = _both(block[2][QUARTER], ROWS)
     if FORMAT.has_powers:
         inputs = [words, scales]
-    elif FORMAT.code_bits == 8:
-        inputs = [words, more, scales, offsets]
-    elif FORMAT.high_bits > 0:
-        inputs = [words, gl.expand_dims(more, 2).broadcast_to([ROWS, 4, 2]), scales, offsets]
+    elif FORMAT.has_signed_points:
+        upper = _both(block[3][QUARTER], ROWS)
+        inputs = [_both(words, ROWS), _both(more, ROWS), upper, block[4], scales]
+    elif FORMAT.has_ternary_points:
+        inputs = [_both(words, ROWS), _both(more, ROWS), block[4], scales]
     else:
-        inputs = [words, scales, offsets]
+        offsets = _both(block[3][QUARTER], ROWS)
+        if FORMAT.code_bits == 8:
+            inputs = [words, more, scales, offsets]
+        elif FORMAT.code_bits == 2:
+            words = _both(words, ROWS)
+            if FORMAT.high_bits > 0:
+                inputs = [words, _both(more, ROWS), scales, offsets]
+            else:
+                inputs = [words, scales, offsets]
+        elif FORMAT.high_bits > 0:
+            inputs = [words, _both(more, ROWS), scales, offsets]
+        else:
+            inputs = [words, scales, offsets]
     pairs = gl.inline_asm_elementwise(
         _decode_asm(FORMAT, QUARTER),
-        _decode_constraints(FORMAT),
+        _decode_constraints(len(inputs)),
         inputs,
         dtype=(
             gl.float16,
@@ -491,3 +919,47 @@ def dequantized_quarter(
         pack=2,
     )
     return _in_operand(pairs, OPERAND, ROWS)
+
+
+@gluon.jit
+def _both(x, ROWS: gl.constexpr):
+    """[ROWS, lane] for both words of a quarter."""
+    return gl.expand_dims(x, 2).broadcast_to([ROWS, 4, 2])
+
+
+# ---- the table of a grid
+
+
+@gluon.constexpr_function
+def _table_asm(num_words):
+    return f"{{ .shared .align 1024 .b8 table[{4 * num_words}]; mov.u32 $0, table; }}"
+
+
+@gluon.jit
+def with_table(ring: WeightRing, grid, FORMAT: gl.constexpr, WARPS: gl.constexpr):
+    """The ring with the table of the grid's points in shared memory, where the format has one. All
+    warps that decode call this.
+
+    Gluon has no loads of single elements of shared memory, so the table is declared and read by
+    assembler code. It lies before what Gluon allocates; multiples of 1024 bytes keep that aligned.
+    """
+    if FORMAT.table_words == 0:
+        return ring
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+        table = gl.inline_asm_elementwise(
+            _table_asm(FORMAT.table_words), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        at = gl.arange(0, FORMAT.table_words, layout=LAYOUT)
+        gl.inline_asm_elementwise(
+            "st.shared.b32 [$1], $2; mov.b32 $0, 0;",
+            "=r,r,r",
+            [table + at * 4, gl.load(grid + at)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        gl.thread_barrier()
+        return WeightRing(
+            ring.codes, ring.high, ring.scales, ring.deltas, ring.full, ring.empty, table
+        )

@@ -15,7 +15,12 @@ import triton
 import triton.language as tl
 
 from quire.executors.cuda.kernels.activations import gated
-from quire.executors.cuda.kernels.gemm import Factors, PlanePointers, dequantized_block
+from quire.executors.cuda.kernels.gemm import multiplied
+from quire.executors.cuda.kernels.plain_dequantize import (
+    Factors,
+    PlanePointers,
+    dequantized_half,
+)
 
 SOFTMAX, SIGMOID = 0, 1  # how scores are made of the router's sums
 _SIGMOID = tl.constexpr(SIGMOID)
@@ -330,18 +335,15 @@ def _expert_sums(
     EXACT: tl.constexpr,
 ):
     """One expert's rows times these tokens, [ROWS, TOKENS]."""
-    column = tl.arange(0, 256)
+    column = tl.arange(0, 128)
     sums = tl.zeros([ROWS, TOKENS], tl.float32)
-    for block in range(num_blocks):
-        weights = dequantized_block(
-            planes, factors, expert_row + row, block, num_rows, num_blocks, FORMAT
+    for part in range(2 * num_blocks):
+        weights = dequantized_half(
+            planes, factors, expert_row + row, part, num_rows, num_blocks, FORMAT
         )
-        index = token[None, :].to(tl.int64) * token_stride + block * 256 + column[:, None]
+        index = token[None, :].to(tl.int64) * token_stride + part * 128 + column[:, None]
         x = tl.load(tokens + index, mask=is_token[None, :], other=0.0)
-        if EXACT:
-            sums = tl.dot(weights, x.to(tl.float32), sums, input_precision="ieee")
-        else:
-            sums = tl.dot(weights.to(tl.float16), x, sums)
+        sums = multiplied(weights, x, sums, EXACT)
     sums *= factors.sums
     if BIAS:
         sums += tl.load(bias + expert_row + row)[:, None]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.executors.cuda.kernels.dequantize import WeightRing
+from quire.executors.cuda.kernels.dequantize import WeightRing, with_table
 from quire.executors.cuda.kernels.experts import Pairs, Tiles
 from quire.executors.cuda.kernels.hopper import allow_next_kernel, wait_for_previous_kernel
 from quire.executors.cuda.kernels.hopper_gemm import (
@@ -234,6 +234,7 @@ def _multiply_tile(
 def _multiply(
     weights: WeightRing,
     tokens: TokenRing,
+    grid,
     factors,
     work: Work,
     num_items,
@@ -247,6 +248,7 @@ def _multiply(
 ):
     """OPTION: the activation where GATED, else how many experts a token uses."""
     at = RingPosition(0, 0, 0, 0)
+    weights = with_table(weights, grid, FORMAT, TILING.warps)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         tile = _tile_of(work, item, TILING.rows)
         for size in gl.static_range(NUM_SIZES):
@@ -276,6 +278,7 @@ def expert_gemm(
     high_desc,
     scale_desc,
     delta_desc,
+    grid,
     out,
     bias,
     factors,
@@ -322,6 +325,7 @@ def expert_gemm(
                 (
                     weights,
                     tokens,
+                    grid,
                     factors,
                     work,
                     num_items,

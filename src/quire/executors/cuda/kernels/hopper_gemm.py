@@ -24,7 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quire.executors.cuda.kernels.activations import gated
-from quire.executors.cuda.kernels.dequantize import WeightRing, dequantized_quarter, load_block
+from quire.executors.cuda.kernels.dequantize import (
+    WeightRing,
+    dequantized_quarter,
+    load_block,
+    with_table,
+)
 from quire.executors.cuda.kernels.hopper import (
     allocate_barriers,
     allow_next_kernel,
@@ -103,7 +108,7 @@ def _weight_stage_bytes(TILING, FORMAT):
     if FORMAT.is_float:
         return TILING.rows * TILING.columns * 2
     words = FORMAT.code_words + FORMAT.scale_words + FORMAT.high_words
-    return TILING.rows * (4 * words + (2 if FORMAT.has_deltas else 0))
+    return TILING.rows * (4 * words + FORMAT.delta_bytes)
 
 
 @gluon.constexpr_function
@@ -153,16 +158,16 @@ def load_weight_steps(
         else:
             index = (first_step + step) * num_rows + row
             tma.async_copy_global_to_shared(planes.codes, [index, 0], full, ring.codes.index(stage))
-            if FORMAT.has_powers:
-                power = (first_step + step) * ((num_rows + 7) // 8 * 8) + row
+            if FORMAT.scale_words == 2:  # too few for rows of their own
+                pair = (first_step + step) * ((num_rows + 7) // 8 * 8) + row
                 tma.async_copy_global_to_shared(
-                    planes.scales, [power * 2], full, ring.scales.index(stage)
+                    planes.scales, [pair * 2], full, ring.scales.index(stage)
                 )
-            else:
+            elif FORMAT.scale_words > 0:
                 tma.async_copy_global_to_shared(
                     planes.scales, [index, 0], full, ring.scales.index(stage)
                 )
-            if FORMAT.high_bits > 0:
+            if FORMAT.high_words > 0:
                 tma.async_copy_global_to_shared(
                     planes.high, [index, 0], full, ring.high.index(stage)
                 )
@@ -493,6 +498,7 @@ def summed(
 def _multiply(
     weights: WeightRing,
     tokens: TokenRing,
+    grid,
     factors,
     tile: Tile,
     output: Output,
@@ -506,6 +512,7 @@ def _multiply(
     stage = 0
     phase = 0
     at = RingPosition(stage, phase, stage, phase)
+    weights = with_table(weights, grid, FORMAT, TILING.warps)
     sums, _ = summed(weights, tokens, at, factors, tile.num_steps, TILING, FORMAT, False)
     if LAUNCH == _CONCURRENT:
         wait_for_previous_kernel()
@@ -530,20 +537,22 @@ def _allocate_planes(planes: PlaneDescriptors, TILING: gl.constexpr, FORMAT: gl.
         codes = gl.allocate_shared_memory(
             gl.int32, [STAGES, ROWS, FORMAT.code_words], planes.codes.layout
         )
-        if FORMAT.has_powers:
+        scales = codes
+        if FORMAT.scale_words == 2:
             scales = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS * 2], planes.scales.layout)
-        else:
+        elif FORMAT.scale_words > 0:
             scales = gl.allocate_shared_memory(
                 gl.int32, [STAGES, ROWS, FORMAT.scale_words], planes.scales.layout
             )
         high = codes
         deltas = scales
-        if FORMAT.high_bits > 0:
+        if FORMAT.high_words > 0:
             high = gl.allocate_shared_memory(
                 gl.int32, [STAGES, ROWS, FORMAT.high_words], planes.high.layout
             )
         if FORMAT.has_deltas:
-            deltas = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS], planes.deltas.layout)
+            KIND: gl.constexpr = gl.int32 if FORMAT.delta_bytes == 4 else gl.float16
+            deltas = gl.allocate_shared_memory(KIND, [STAGES, ROWS], planes.deltas.layout)
     return codes, high, scales, deltas
 
 
@@ -573,7 +582,7 @@ def allocate_rings(
         if not SHARED_EMPTY:
             mbarrier.init(token_empty.index(stage), count=1)
     fence_async_shared()
-    weights = WeightRing(codes, high, scales, deltas, weight_full, weight_empty)
+    weights = WeightRing(codes, high, scales, deltas, weight_full, weight_empty, 0)
     return weights, TokenRing(staged, token_full, token_empty)
 
 
@@ -584,6 +593,7 @@ def gemm(
     high_desc,
     scale_desc,
     delta_desc,
+    grid,
     out,
     bias,
     factors,
@@ -604,8 +614,8 @@ def gemm(
     Split-K: each split sums its own blocks of 256 columns, and the kernel that reads the sums adds
     the splits in order. With an ACTIVATION, out[token, i] = activation(gate i) * up i *
     gated_factor, without splits; None: sums are stored.
-    `factors` are gemm.Factors. The descriptors cannot come in a tuple: Triton's launcher takes
-    them as arguments only.
+    `factors` are gemm.Factors, `grid` the table of a format's points. The descriptors cannot come
+    in a tuple: Triton's launcher takes them as arguments only.
     """
     # Token tiles vary fastest: programs that read the same weights run together, and the weights
     # are fetched once.
@@ -628,7 +638,19 @@ def gemm(
         [
             (
                 _multiply,
-                (weights, tokens, factors, tile, output, TILING, FORMAT, ACTIVATION, BIAS, LAUNCH),
+                (
+                    weights,
+                    tokens,
+                    grid,
+                    factors,
+                    tile,
+                    output,
+                    TILING,
+                    FORMAT,
+                    ACTIVATION,
+                    BIAS,
+                    LAUNCH,
+                ),
             ),
             (
                 _load_weights,

@@ -1,0 +1,136 @@
+"""The plain Triton kernels for GPUs since Ampere: they compile, fit and spill no registers."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from tests.executors.cuda.compiling import SHARED_MEMORY_OF, compiled, pretend  # noqa: E402
+from tests.executors.cuda.test_hopper_compiles import (  # noqa: E402
+    MIXTURE,
+    _Catch,
+    expert_call,
+    made,
+)
+
+from quire.executors.cuda import attention as launchers  # noqa: E402
+from quire.executors.cuda import experts  # noqa: E402
+from quire.executors.cuda.expert_weights import Stack  # noqa: E402
+from quire.executors.cuda.gemm import PortableGemm  # noqa: E402
+from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
+from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
+from quire.executors.cuda.kernels import gemm as portable  # noqa: E402
+from quire.executors.cuda.planes import PLANE_FORMATS  # noqa: E402
+
+CAPABILITIES = tuple(SHARED_MEMORY_OF)
+
+
+def caught(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> _Catch:
+    kernel = getattr(module, name)
+    kernel.device_caches.clear()  # of another GPU's code
+    catch = _Catch(kernel)
+    monkeypatch.setattr(module, name, catch)
+    return catch
+
+
+def check_gemm(
+    capability: int,
+    format_name: str,
+    num_tokens: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(capability)
+    catch = caught(portable, "gemm", monkeypatch)
+    linear = made(format_name, 256, gated=False)
+    tokens = torch.empty((num_tokens, 512), dtype=torch.float16)
+    sums = torch.empty((1, num_tokens, 256))
+    PortableGemm(exact=False).multiply(linear, tokens, sums, num_tokens)
+    usage, listing = compiled(catch.found, folder)
+    print(capability, format_name, num_tokens, usage)
+    assert catch.found.metadata.target.arch == capability
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY_OF[capability]
+    assert any(name in listing for name in ("HMMA", "HGMMA", "UTCHMMA"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 32, 64, 256])
+@pytest.mark.parametrize("format_name", ["Q4_K", "IQ2_XXS", "BF16"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_gemm_fits_every_gpu(
+    capability: int,
+    format_name: str,
+    num_tokens: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_gemm(capability, format_name, num_tokens, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 256])
+@pytest.mark.parametrize("format_name", PLANE_FORMATS)
+def test_a_gemm_of_every_format_fits_the_smallest_gpu(
+    format_name: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_gemm(89, format_name, num_tokens, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("format_name", ["Q4_K", "IQ3_S"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_grouped_gemm_fits_every_gpu(
+    capability: int, format_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(capability)
+    names = ("multiply_gated", "multiply_weighed")
+    catches = [caught(expert_kernels, name, monkeypatch) for name in names]
+    gemm = experts.PortableExperts(exact=False)
+    rows = 1536
+    planes = made(format_name, 4 * rows, gated=False).segments[0].planes
+    stack = Stack(planes, rows, rows, torch.empty(4 * rows))
+    call = expert_call(16, gemm.tile_tokens(MIXTURE, 16))
+    tokens = torch.empty((128, 512), dtype=torch.float16)
+    gemm.multiply_gated(call, stack, tokens, torch.empty((128, 768), dtype=torch.float16))
+    gemm.multiply_weighed(call, stack, tokens, torch.empty((8, 16, rows)))
+    for name, catch in zip(names, catches, strict=True):
+        usage, _ = compiled(catch.found, tmp_path)
+        print(capability, format_name, name, usage)
+        assert usage.stack == 0
+        assert usage.shared <= SHARED_MEMORY_OF[capability]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_attention_fits_every_gpu(
+    capability: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(capability)
+    catch = caught(plain_attention, "attend", monkeypatch)
+    spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    splits = launchers._Splits(spec, 4, 1, "cpu")
+    options = {"PDL": capability >= 90, "launch_pdl": capability >= 90}
+    attention = launchers.PlainAttention(spec, splits, 16, options, exact=False)
+    keys = torch.empty((8, kv_heads, 16, head_dim), dtype=torch.bfloat16)
+    integers = torch.empty((5, 4), dtype=torch.int32)
+    inputs = launchers.AttentionInput(
+        queries=torch.empty((4, heads, head_dim), dtype=torch.bfloat16),
+        tables=integers[0],
+        tiles=plain_attention.TokenTiles(*integers),
+        out=torch.empty((4, heads * head_dim), dtype=torch.float16),
+    )
+    layer = launchers.LayerAttention(head_dim**-0.5)
+    attention.attend(inputs, launchers.LayerCache(keys, keys), layer, 0)
+    usage, _ = compiled(catch.found, tmp_path)
+    print(capability, heads, usage)
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY_OF[capability]
