@@ -10,8 +10,15 @@ torch = pytest.importorskip("torch")
 
 from tests.executors.cuda.emulation import decoded  # noqa: E402
 
+from quire.core.errors import ConfigError  # noqa: E402
 from quire.executors import reference  # noqa: E402
-from quire.executors.cuda.gemm import PortableGemm, factors, plane_pointers  # noqa: E402
+from quire.executors.cuda.gemm import (  # noqa: E402
+    HopperGemm,
+    PortableGemm,
+    factors,
+    gemm_for,
+    plane_pointers,
+)
 from quire.executors.cuda.kernels import gemm as kernels  # noqa: E402
 from quire.executors.cuda.planes import (  # noqa: E402
     GATED_DIVISOR,
@@ -130,3 +137,17 @@ def test_tokens_are_their_rows_of_the_embedding_given_or_sampled(format_name: st
 def test_the_number_of_splits_depends_on_the_matrix_alone() -> None:
     shapes = {(6144, 16): 2, (4096, 16): 2, (4096, 56): 4, (28672, 16): 1, (128256, 16): 1}
     assert {shape: num_splits(*shape) for shape in shapes} == shapes
+
+
+def test_a_hopper_gpu_runs_plain_kernels_where_the_environment_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert isinstance(gemm_for("cuda"), HopperGemm)
+    monkeypatch.setenv("QUIRE_CUDA_KERNELS", "plain")
+    plain = gemm_for("cuda")
+    assert isinstance(plain, PortableGemm)
+    assert plain.fallback is not None and "QUIRE_CUDA_KERNELS" in plain.fallback
+    monkeypatch.setenv("QUIRE_CUDA_KERNELS", "fancy")
+    with pytest.raises(ConfigError, match="no kernels called 'fancy'"):
+        gemm_for("cuda")

@@ -12,6 +12,7 @@ from tests.executors.cuda.emulation import decoded  # noqa: E402
 from quire.core.errors import UnsupportedModelError  # noqa: E402
 from quire.executors.cuda.planes import (  # noqa: E402
     PLANE_FORMATS,
+    block_bytes,
     check_supported,
     reorder,
     to_natural_order,
@@ -86,7 +87,10 @@ EXPANDED = {"Q3_K": 114 / 110, "IQ3_S": 112 / 110, "TQ1_0": 66 / 54}  # words of
 def test_planes_take_no_more_memory_than_the_file(format_name: str) -> None:
     raw, _ = made(format_name, 16, 512)
     wanted = raw.numel() * EXPANDED.get(format_name, 1)
-    assert reorder(format_name, raw, 16, 512).num_bytes == pytest.approx(wanted, rel=1e-12)
+    found = reorder(format_name, raw, 16, 512).num_bytes
+    assert found == pytest.approx(wanted, rel=1e-12)
+    taken, kept = block_bytes(format_name)
+    assert found * kept == raw.numel() * taken  # what memory is planned with
 
 
 def test_mxfp4_is_decoded_without_rounding() -> None:

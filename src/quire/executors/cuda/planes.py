@@ -270,6 +270,15 @@ def check_supported(format_name: str, tensor: str) -> None:
         )
 
 
+def block_bytes(format_name: str) -> tuple[int, int]:
+    """Bytes of 256 weights in planes, and in a file. Other formats are kept as they are."""
+    if format_name not in PLANE_FORMATS:
+        return 1, 1
+    form, source = PLANE_FORMATS[format_name], _SOURCES[format_name]
+    words = form.code_words + form.high_words + form.scale_words
+    return 4 * words + form.delta_bytes, source.block_bytes * (BLOCK // source.block_weights)
+
+
 def padded(num_columns: int) -> int:
     return -(-num_columns // BLOCK) * BLOCK
 

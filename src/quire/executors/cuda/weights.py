@@ -25,6 +25,7 @@ from quire.executors.cuda.planes import (
     GATED_DIVISOR,
     Array,
     Planes,
+    block_bytes,
     check_supported,
     operand_order,
     padded,
@@ -321,7 +322,8 @@ def _device_bytes(name: str, tensor: Tensor) -> int:
     *_, rows, columns = tensor.shape
     is_padded = name.removesuffix(".weight").split(".")[-1] not in _ROWS_AS_THEY_ARE
     num_rows = padded(rows) if is_padded else rows
-    return tensor.nbytes * num_rows * padded(columns) // (rows * columns)
+    taken, kept = block_bytes(tensor.format.name)
+    return tensor.nbytes * taken * num_rows * padded(columns) // (kept * rows * columns)
 
 
 class Loader:
