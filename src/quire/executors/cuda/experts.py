@@ -299,8 +299,9 @@ def expert_tiling(
     if num_blocks <= _FEW_BLOCKS and tile_tokens == 32 and not layout.is_float:
         return Tiling(64, 32, 256, 2, 2, 4, 80)  # short: more programs at once
     rows = 128 if num_programs >= _MANY_PROGRAMS else 64
-    if layout.has_powers and rows == 128 and tile_tokens <= 16:
-        # Warps with two tiles each: one is decoded while the other's wgmma runs.
+    if (layout.has_powers or layout.bits == 3) and rows == 128 and tile_tokens <= 16:
+        # Warps with two tiles each: one is decoded while the other's wgmma runs. Upper bits beside
+        # codes of 2 bits want more registers than eight warps have.
         stages = 4 if tile_tokens == 8 else 3
         return Tiling(rows, tile_tokens, 256, stages, stages, 4, 128)
     warps = rows // 16
