@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu import has_native_module
 from quire.executors.cpu.lowering import weight_bytes, workspace_bytes
 from quire.executors.reference import kv_token_bytes
-from quire.llm.devices import DEVICES
+from quire.llm.devices import DEVICES, Options, gpu_memory_of, placement_of
 from quire.llm.machine import resident_memory
 from quire.llm.prompts import PromptReader
 from quire.loader.files import open_model_file
@@ -98,6 +98,20 @@ class TokenizerFacts:
     chat_template: bool = False
 
 
+class PlacementForecast(NamedTuple):
+    """Bytes that a model on both devices takes, with a cache of `num_blocks` blocks."""
+
+    gpu_layers: int
+    num_layers: int
+    num_blocks: int
+    cpu_weights: int
+    cpu_kv: int
+    cpu: int  # with what steps work in
+    gpu_weights: int
+    gpu_kv: int
+    gpu: int
+
+
 class CpuForecast(NamedTuple):
     """Bytes that one request over the model's whole context takes on the CPU executor."""
 
@@ -140,6 +154,7 @@ class MemoryFacts:
     kv_without_windows: int  # of a context of which nothing is given back
     cpu: CpuForecast | None  # None where the CPU executor does not run the model here
     cuda: CudaForecast | None  # None where the CUDA executor does not lower the model
+    placement: PlacementForecast | None = None  # None where none was asked for, or all fits a GPU
 
 
 @dataclass(slots=True)
@@ -158,9 +173,15 @@ class Inspection:
 
 
 def inspect_model(
-    model: str, path: Path, *, trusted: bool, i2s_packing: str | None = None
+    model: str,
+    path: Path,
+    *,
+    trusted: bool,
+    i2s_packing: str | None = None,
+    placed: Options | None = None,
 ) -> Inspection:
-    """Look at a GGUF file or a safetensors folder without unpacking it.
+    """Look at a GGUF file or a safetensors folder without unpacking it. `placed`: with gpu_layers,
+    for what the model would take on both devices.
 
     What cannot be read without privileges is not read at all. What is refused there is read here
     too, by the same code, to tell as much of it as there is.
@@ -168,7 +189,7 @@ def inspect_model(
     found = Inspection()
     with _noting(found.problems):
         verdict = examine(model, path, trusted=trusted)
-        _inspect_file(found, path, i2s_packing)
+        _inspect_file(found, path, i2s_packing, placed)
         if found.file is not None:
             found.isolation = verdict
     return found
@@ -183,12 +204,17 @@ def _noting(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def _inspect_file(found: Inspection, path: Path, i2s_packing: str | None) -> None:
+def _inspect_file(
+    found: Inspection, path: Path, i2s_packing: str | None, placed: Options | None
+) -> None:
     with _noting(found.problems), open_model_file(path) as source:
         found.file = _file_facts(source, path)
         found.tensors = _tensor_facts(source.tensors.values(), i2s_packing)
         with _noting(found.problems), load_model(path, i2s_packing=i2s_packing) as model:
             _inspect_loaded(found, model)
+            if placed is not None and found.memory is not None:
+                forecast = _placement_forecast(model, placed)
+                found.memory = replace(found.memory, placement=forecast)
 
 
 def _inspect_loaded(found: Inspection, model: Model) -> None:
@@ -314,6 +340,23 @@ def _memory_facts(model: Model) -> MemoryFacts:
         kv_without_windows=estimate.kv,
         cpu=_cpu_forecast(model) if _runs_on_cpu(model.spec) else None,
         cuda=None if unsupported(model.spec, "cuda") else _cuda_forecast(model.spec),
+    )
+
+
+def _placement_forecast(model: Model, options: Options) -> PlacementForecast | None:
+    found = placement_of(model, options, gpu_memory_of(options))
+    if found is None:
+        return None
+    return PlacementForecast(
+        gpu_layers=found.gpu_layers,
+        num_layers=model.spec.num_layers,
+        num_blocks=found.num_blocks,
+        cpu_weights=found.cpu.weights,
+        cpu_kv=found.num_blocks * found.cpu.block_bytes,
+        cpu=found.cpu_bytes,
+        gpu_weights=found.gpu.weights,
+        gpu_kv=found.num_blocks * found.gpu.block_bytes,
+        gpu=found.gpu_bytes,
     )
 
 

@@ -20,12 +20,14 @@ from quire.inspection import (
     MemoryFacts,
     ModelFacts,
     NormFacts,
+    PlacementForecast,
     SamplingFacts,
     TensorFacts,
     TokenizerFacts,
     inspect_model,
 )
 from quire.llm.assembly import print_notice
+from quire.llm.devices import Options
 from quire.llm.machine import format_bytes
 from quire.loader.defaults import DUMMY_PREFIX, resolve
 from quire.model.isolated import Verdict
@@ -41,7 +43,11 @@ def inspect(args: argparse.Namespace) -> int:
         )
     path = resolve(args.model, print_notice)
     found = inspect_model(
-        args.model, path, trusted=args.trust_model_file, i2s_packing=args.i2s_packing
+        args.model,
+        path,
+        trusted=args.trust_model_file,
+        i2s_packing=args.i2s_packing,
+        placed=_placed(args),
     )
     if args.json:
         print_json(_as_json(found))
@@ -52,12 +58,19 @@ def inspect(args: argparse.Namespace) -> int:
     return 1 if found.problems else 0
 
 
+def _placed(args: argparse.Namespace) -> Options | None:
+    """How the model would be put on both devices; None where that is not asked for."""
+    if args.gpu_layers is None and args.gpu_memory is None:
+        return None
+    return Options(gpu_layers=args.gpu_layers or "auto", gpu_memory=args.gpu_memory)
+
+
 def _as_json(found: Inspection) -> dict[str, Any]:
     """The sections that could be read, and the problems."""
     sections = {name: facts for name, facts in asdict(found).items() if facts is not None}
     if found.tokenizer is not None and not found.tokenizer.present:
         sections["tokenizer"] = {"present": False}
-    for name in ("cpu", "cuda"):
+    for name in ("cpu", "cuda", "placement"):
         if found.memory is not None and getattr(found.memory, name) is not None:
             sections["memory"][name] = getattr(found.memory, name)._asdict()
     if found.isolation is not None:
@@ -153,6 +166,25 @@ def _memory_lines(facts: MemoryFacts) -> list[str]:
         f"float32, keys and values {format_bytes(facts.kv_per_token)} a token, "
         f"{format_bytes(total)} for one whole context",
         *_window_lines(facts),
+        *([] if facts.placement is None else _placement_lines(facts.placement)),
+    ]
+
+
+def _placement_lines(facts: PlacementForecast) -> list[str]:
+    sides = (
+        ("GPU", f"last {facts.gpu_layers}", facts.gpu, facts.gpu_weights, facts.gpu_kv),
+        (
+            "CPU",
+            f"first {facts.num_layers - facts.gpu_layers}",
+            facts.cpu,
+            facts.cpu_weights,
+            facts.cpu_kv,
+        ),
+    )
+    return [
+        f"on the {side}: the {layers} of {facts.num_layers} layers, {format_bytes(total)} (weights "
+        f"{format_bytes(weights)}, keys and values {format_bytes(kv)})"
+        for side, layers, total, weights, kv in sides
     ]
 
 

@@ -61,6 +61,23 @@ def _add_size_options(group: Options) -> None:
     add("--kv-memory", metavar="SIZE", help='memory for keys and values, such as "512MiB"')
     add("--max-context", type=int, metavar="N", help="hold prompt and completion to N tokens")
     add("--threads", type=int, metavar="N", help="threads to compute on")
+    add_placement_options(group)
+
+
+def add_placement_options(group: Options) -> None:
+    add = group.add_argument
+    add(
+        "--gpu-layers",
+        type=_layers,
+        metavar="N",
+        help="so many of the last layers on the GPU, the others on the CPU; auto: as many as fit",
+    )
+    add("--gpu-memory", metavar="SIZE", help='what may be taken of the GPU, such as "8GiB"')
+
+
+def _layers(text: str) -> int | str:
+    """A number, or what Options has to judge."""
+    return int(text) if text.isdecimal() else text
 
 
 def add_invariance_option(group: Options) -> None:
@@ -118,7 +135,7 @@ def add_cache_type_option(group: Options, default: str | None) -> None:
 def load(kind: Callable[..., Loaded], args: argparse.Namespace, max_batch_size: int) -> Loaded:
     """An LLM or AsyncLLM as the options above ask for it."""
     names = ("model", "device", "kv_memory", "max_context", "threads", "kv_cache_dtype")
-    more = ("i2s_packing", "trust_model_file", "generation_config")
+    more = ("i2s_packing", "trust_model_file", "generation_config", "gpu_layers", "gpu_memory")
     options = {name: getattr(args, name) for name in (*names, *more)}
     options["chat_template"] = True if args.chat_template is None else args.chat_template
     print_status(f"quire: loading {args.model}")
@@ -500,6 +517,7 @@ examples:
   quire inspect                    the default model
   quire inspect model.gguf
   quire inspect folder/ --json
+  quire inspect model.gguf --gpu-memory 8GiB      which layers such a GPU would hold
 """
 _DOCTOR_EPILOG = """\
 examples:
@@ -514,6 +532,7 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _INSPECT_EPILOG
     add_model_name(parser, "model")
+    add_placement_options(parser)
     add_packing_option(parser)
     add_trust_option(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

@@ -14,13 +14,18 @@ import numpy as np
 from quire.core.clock import Clock
 from quire.core.errors import ConfigError, RowFaultError
 from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, Want
+from quire.executors.base import BLOCK_SIZE, model_capacity
 from quire.executors.cpu.executor import CpuExecutor
-from quire.executors.cuda import CudaExecutor
+from quire.executors.cpu.lowering import Threads
+from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.cuda.tickets import CudaTicket
 from quire.executors.worker import CancelFlag, RowResults, StepTicket, ThreadedExecutor
+from quire.model.kv_layout import grouped
+from quire.model.loading import Model
+from quire.model.parts import first_layers, last_layers, layout_of
 
 E = TypeVar("E")
-PIECE_TOKENS = 256  # beyond it the CPU's GEMMs gain little, and the GPU would begin later
+MAX_STEP_TOKENS = 1 << 20  # a step is computed in pieces: any size will do
 
 
 class Side(NamedTuple, Generic[E]):
@@ -63,7 +68,7 @@ class PlacedExecutor(ThreadedExecutor):
         for part in (on_cpu.capacity, on_gpu.capacity):
             if part.num_blocks != capacity.num_blocks:
                 raise ConfigError("both parts of a placed model need the blocks of the whole")
-        self._piece_tokens = min(PIECE_TOKENS, on_gpu.capacity.max_step_tokens)
+        self._piece_tokens = on_gpu.capacity.max_step_tokens
         super().__init__(
             capacity,
             "quire-placed",
@@ -141,6 +146,47 @@ class PlacedExecutor(ThreadedExecutor):
                 hidden.append(output.hidden)
         step = step._replace(sequences=tuple(part.row for part in kept))
         return kept, self._last.executor.submit_hidden(self._last.plan(step), hidden)
+
+
+def load_placed(
+    model: Model,
+    *,
+    gpu_layers: int,
+    num_blocks: int,
+    threads: Threads,
+    max_batch_size: int,
+    piece_tokens: int,
+    unit: str = "",
+    invariant: bool = True,
+    device: str = "cuda",
+) -> PlacedExecutor:
+    """Load the last `gpu_layers` onto the GPU, the others into packed weights of the CPU. The cache
+    may come to have fewer blocks than asked for, if the GPU has less room."""
+    spec = model.spec
+    cut = spec.num_layers - gpu_layers
+    layout = grouped(spec, BLOCK_SIZE)
+    before, after = layout_of(layout, 0, cut), layout_of(layout, cut, spec.num_layers)
+    config = CudaConfig(
+        max_batch_size=max_batch_size,
+        max_step_tokens=piece_tokens,
+        num_blocks=num_blocks,
+        invariant=invariant,
+        device=device,
+        takes_hidden=True,
+    )
+    on_gpu = CudaExecutor(last_layers(model, cut), config, layout=after.layout)
+    num_blocks = on_gpu.capacity.num_blocks
+    on_cpu = CpuExecutor(
+        first_layers(model, cut),
+        num_blocks=num_blocks,
+        threads=threads,
+        unit=unit,
+        layout=before.layout,
+    )
+    capacity = model_capacity(
+        spec, num_blocks, max_batch_size, MAX_STEP_TOKENS, windows=layout.windows
+    )
+    return PlacedExecutor(capacity, Side(on_cpu, before.groups), Side(on_gpu, after.groups))
 
 
 def _pieces(rows: Sequence[_Part], most_tokens: int, most_rows: int) -> Iterator[list[_Part]]:

@@ -29,7 +29,7 @@ from quire.core.errors import ConfigError, ModelFileError
 from quire.core.sampling import SamplingOptions
 from quire.engine.engine import Engine
 from quire.executors.base import Executor
-from quire.llm.devices import DEVICES, Options, resolve_auto
+from quire.llm.devices import Options, device_of, resolve_auto
 from quire.llm.machine import MemoryPlan
 from quire.llm.model_names import find_model
 from quire.llm.reranking import Reranker, find_reranker
@@ -97,10 +97,13 @@ class Assembly:
 
     @property
     def step_read(self) -> StepRead | None:
-        """None for experts, of which a step reads those that its tokens chose."""
+        """None for experts, of which a step reads those that its tokens chose, and for a model on
+        both devices."""
         spec, held = self.spec, self.executor.memory_bytes.get("weights")
         if held is None or any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
             return None
+        if self.options.gpu_layers is not None:
+            return None  # of two memories, each at its own rate
         sizes = {name: math.prod(shape) for name, shape in tensor_shapes(spec).items()}
         total = sum(sizes.values())
         looked_up = 0 if spec.tied_head else sizes["token_embd.weight"]
@@ -163,7 +166,7 @@ def assemble_examined(path: Path, options: Options) -> Assembly:
         loaded = _with_context(loaded, options.max_context)
         text = _text_of(loaded, options)
         options = resolve_auto(options, loaded, print_notice)
-        executor, memory = DEVICES[options.device].load(loaded, options)
+        executor, memory = device_of(options).load(loaded, options)
         return Assembly(
             spec=loaded.spec,
             tokenizer=text.tokenizer,
@@ -292,6 +295,8 @@ _KINDS: dict[str, dict[str, _Kind]] = {
         "chat_template": str,
         "i2s_packing": str,
         "generation_config": str,
+        "gpu_layers": (int, str),
+        "gpu_memory": (str, int),
     },
 }
 _OWN = ("max_batch_size", "batch_timeout_ms")  # of the engine's fields, those of Options as well

@@ -28,9 +28,11 @@ from quire.llm.machine import (
     DEFAULT_KV_BYTES,
     MemoryPlan,
     available_memory,
+    format_bytes,
     parse_bytes,
     usable_cores,
 )
+from quire.llm.placement import GPU_OVERHEAD, PIECE_TOKENS, Placement, PlacementSizes, place
 from quire.llm.prompts import no_parameter
 from quire.model.generation import MODES
 from quire.model.kv_layout import grouped, kv_bytes_in_block, kv_bytes_per_token
@@ -50,7 +52,7 @@ _OPTION_NAMES = {
     "max_num_batched_tokens": "write max_step_tokens",
     "n_batch": "write max_step_tokens",
     "n_threads": "write threads",
-    "n_gpu_layers": 'write device="cuda" or device="cpu": a model runs on one of them',
+    "n_gpu_layers": "write gpu_layers",
     "gpu_memory_utilization": 'write kv_memory, as a size such as "8GiB"',
     "type_k": 'write kv_cache_dtype, as "int8": keys and values have one type',
     "type_v": 'write kv_cache_dtype, as "int8": keys and values have one type',
@@ -96,6 +98,8 @@ class Options:
     chat_template: str | Path | bool = True  # the model's own, none, or that of a file
     i2s_packing: str | None = None  # of a file's I2_S tensors: that of x86 builds, or "arm"
     generation_config: str = "auto"  # sampling defaults from the model's files, or "none"
+    gpu_layers: int | str | None = None  # the others are on the CPU; "auto": as many as fit
+    gpu_memory: str | int | None = None  # of the GPU; None: all that is free
     engine: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,6 +130,15 @@ class Options:
                 "chat_template must be a file's path, or False for none, got "
                 f"{self.chat_template!r}"
             )
+        layers = self.gpu_layers
+        is_count = isinstance(layers, int) and not isinstance(layers, bool) and layers > 0
+        if layers is not None and layers != AUTO and not is_count:
+            raise ConfigError(
+                f"gpu_layers must be a number of layers from 1 on, or 'auto', got {layers!r:.100}: "
+                "without any, write device='cpu'"
+            )
+        if self.gpu_memory is not None:
+            parse_bytes(self.gpu_memory, "gpu_memory")
         if context is not None and context < 2:
             raise ConfigError(f"max_context must hold a prompt and a token after it, got {context}")
 
@@ -181,6 +194,14 @@ class Device(ABC):
 
     def check_options(self, options: Options) -> None:
         """Refuse what the device does not take, before anything is loaded."""
+        if self.name != "cuda":
+            for name in ("gpu_layers", "gpu_memory"):
+                value = getattr(options, name)
+                if value is not None and options.device != AUTO:
+                    raise ConfigError(
+                        f"{name} is {value!r}, but the {self.name} executor has no GPU: leave it "
+                        "out, or write device='cuda'"
+                    )
         if not options.invariant and not self.has_variant_sums:
             raise ConfigError(
                 f"invariant is False, but the {self.name} executor has one order of summation, "
@@ -406,13 +427,10 @@ class CudaDevice(Device):
         return Loaded(executor, memory)
 
     def _make_executor(self, model: Model, options: Options) -> Executor:
-        try:
-            from quire.executors.cuda import CudaConfig, CudaExecutor, KVType, require_gpu
-        except ImportError as error:
-            raise ConfigError(
-                "device 'cuda' needs torch and triton: install quire[cuda]"
-            ) from error
-        require_gpu()
+        _require_cuda()
+        from quire.executors.cuda import CudaConfig, CudaExecutor, KVType
+
+        _limit_gpu_memory(options)
         config = options.engine_config()
         batch = max(config.max_batch_size, _MIN_CUDA_BATCH)
         sizes = CudaConfig(
@@ -423,12 +441,116 @@ class CudaDevice(Device):
             kv_type=cast(KVType, options.kv_cache_dtype),  # check_options saw to it
         )
         executor = CudaExecutor(model, sizes, layout=grouped(model.spec, BLOCK_SIZE))
-        executor.warm_up()
-        # torch and Triton leave about a million objects that stay. Walking them takes the garbage
-        # collector a tenth of a second, within some step, with the GPU idle: it may skip them.
-        gc.collect()
-        gc.freeze()
+        _warm_up(executor)
         return executor
+
+
+def _warm_up(executor: Executor) -> None:
+    executor.warm_up()
+    # torch and Triton leave about a million objects that stay. Walking them takes the garbage
+    # collector a tenth of a second, within some step, with the GPU idle: it may skip them.
+    gc.collect()
+    gc.freeze()
+
+
+def _require_cuda() -> None:
+    try:
+        from quire.executors.cuda import require_gpu
+    except ImportError as error:
+        raise ConfigError("device 'cuda' needs torch and triton: install quire[cuda]") from error
+    require_gpu()
+
+
+def _limit_gpu_memory(options: Options) -> None:
+    if options.gpu_memory is not None:
+        from quire.executors.cuda import limit_memory
+
+        allowed = parse_bytes(options.gpu_memory, "gpu_memory")
+        limit_memory(max(1, allowed - GPU_OVERHEAD), "cuda")
+
+
+class PlacedDevice(CudaDevice):
+    """A GPU with a model's last layers; the CPU has the first ones."""
+
+    engine_defaults = EngineConfig(
+        max_batch_size=1,
+        max_step_tokens=1024,  # pieces of which the CPU computes one while the GPU has another
+        plan_ahead=False,  # the CPU needs the tokens that the GPU sampled
+    )
+    has_threads = True
+    cache_types = ("auto",)
+
+    def check_options(self, options: Options) -> None:
+        super().check_options(options)
+        CPU.check_options(Options(threads=options.threads))
+
+    def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan:
+        return self._placement(model, options).whole
+
+    def _placement(self, model: Model, options: Options) -> Placement:
+        count = options.gpu_layers
+        assert isinstance(count, int)
+        found = placement_of(model, options, gpu_memory_of(options))
+        if found is None:
+            raise ConfigError(f"gpu_layers is {count}, which is every layer: leave it out")
+        return found
+
+    def why_unsupported(self, model: Model, /) -> str | None:
+        """What fits is not known before a placement."""
+        del model
+        return None
+
+    def load(self, model: Model, options: Options) -> Loaded:
+        _require_cuda()
+        from quire.executors.placed import load_placed
+
+        check_lowered(model.spec, "cpu")
+        check_lowered(model.spec, "cuda")
+        found = self._placement(model, options)
+        found.whole.check_batch(found.num_blocks, options.max_batch_size)
+        _limit_gpu_memory(options)
+        count = num_threads(options.threads)
+        executor = load_placed(
+            model,
+            gpu_layers=found.gpu_layers,
+            num_blocks=found.num_blocks,
+            threads=Threads(count, may_spin=count <= usable_cores()),
+            unit=chosen_unit(),
+            max_batch_size=options.max_batch_size,
+            piece_tokens=max(PIECE_TOKENS, options.max_batch_size),
+            invariant=options.invariant,
+        )
+        _warm_up(executor)
+        if executor.fallback is not None:
+            _warn_once(executor.fallback)
+        return Loaded(executor, found.whole)
+
+
+def gpu_memory_of(options: Options) -> int:
+    """What a model may take of the GPU."""
+    gpu = DEVICES["cuda"]
+    free = None if gpu.why_unavailable() else gpu.available_memory()
+    asked = options.gpu_memory
+    allowed = None if asked is None else parse_bytes(asked, "gpu_memory")
+    known = [size for size in (free, allowed) if size is not None]
+    if not known:
+        raise ConfigError(
+            "there is no GPU here whose memory could be asked for: give gpu_memory (--gpu-memory)"
+        )
+    return min(known)
+
+
+def placement_of(model: Model, options: Options, gpu_memory: int) -> Placement | None:
+    """Where a model's layers go; None where all of them are on the GPU."""
+    sizes = PlacementSizes(
+        max_batch_size=options.max_batch_size,
+        chunk=options.engine_config().smallest_chunk,
+        kv_bytes=None if options.kv_memory is None else parse_bytes(options.kv_memory),
+        max_context=options.max_context,
+        threads=num_threads(options.threads),
+    )
+    count = options.gpu_layers if isinstance(options.gpu_layers, int) else None
+    return place(model, sizes, count, gpu_memory, available_memory())
 
 
 def has_nvidia_driver() -> bool:
@@ -442,9 +564,11 @@ def has_nvidia_driver() -> bool:
 
 # ---- the registry
 
+CPU = CpuDevice()
 DEVICES: dict[str, Device] = {
-    device.name: device for device in (CpuDevice(), CudaDevice(), ReferenceDevice())
+    device.name: device for device in (CPU, CudaDevice(), ReferenceDevice())
 }
+PLACED = PlacedDevice()  # "cuda" where gpu_layers are given
 
 
 def device_of(options: Options) -> Device:
@@ -456,6 +580,9 @@ def device_of(options: Options) -> Device:
     if options.device not in names:
         raise ConfigError(f"device must be one of {', '.join(names)}, got {options.device!r}")
     name = options.device
+    if options.gpu_layers is not None and name in (AUTO, "cuda"):
+        PLACED.check_options(options)
+        return PLACED
     is_for_gpu = options.kv_cache_dtype not in DEVICES["cpu"].cache_types
     if name == AUTO and (is_for_gpu or not options.invariant):
         name = "cuda"  # the only one that has a choice
@@ -472,6 +599,8 @@ def resolve_auto(options: Options, model: Model, notify: Callable[[str], None]) 
     may be a GPU. Options that only a processor takes keep the model there.
     """
     device = device_of(options)
+    if device is PLACED:
+        return _with_gpu_layers(options, model, notify)
     gpu = DEVICES["cuda"]
     for_processor = options.threads is not None or options.kv_cache_dtype not in gpu.cache_types
     if options.device == AUTO and not for_processor:
@@ -486,3 +615,21 @@ def resolve_auto(options: Options, model: Model, notify: Callable[[str], None]) 
         elif device is not gpu and has_nvidia_driver():
             notify(f"runs on the {device.name} executor: {reason}")
     return replace(options, device=device.name)
+
+
+def _with_gpu_layers(options: Options, model: Model, notify: Callable[[str], None]) -> Options:
+    """The options with the number of layers that the GPU gets; without it where it gets all."""
+    reason = DEVICES["cuda"].why_unavailable()
+    if reason is not None:
+        raise ConfigError(f"gpu_layers is {options.gpu_layers!r}, but {reason}: use device='cpu'")
+    found = placement_of(model, options, gpu_memory_of(options))
+    total = model.spec.num_layers
+    if found is None:
+        notify(f"all {total} layers are on the GPU")
+        return replace(options, device="cuda", gpu_layers=None)
+    notify(
+        f"the last {found.gpu_layers} of {total} layers are on the GPU "
+        f"({format_bytes(found.gpu_bytes)}), the others on the CPU "
+        f"({format_bytes(found.cpu_bytes)})"
+    )
+    return replace(options, device="cuda", gpu_layers=found.gpu_layers)

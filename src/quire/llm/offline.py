@@ -73,7 +73,9 @@ class LLM:
     not first in a process without privileges. `chat_template`: the path of a template to use
     instead of the model's own, or False for none. `i2s_packing="arm"` reads I2_S tensors that an
     ARM build of bitnet.cpp wrote; a file does not say which did, and x86's packing is taken.
-    `generation_config="none"`: take no sampling defaults from the model's files. Any
+    `generation_config="none"`: take no sampling defaults from the model's files. `gpu_layers`: so
+    many of the last layers on the GPU and the others on the CPU, or "auto" for as many as fit;
+    `gpu_memory`: what may be taken of the GPU. Any
     other field of EngineConfig may be given by name. `prompts` turns a prompt or a conversation
     into tokens.
 
@@ -96,6 +98,8 @@ class LLM:
         chat_template: str | Path | bool = True,
         i2s_packing: str | None = None,
         generation_config: str = "auto",
+        gpu_layers: int | str | None = None,
+        gpu_memory: str | int | None = None,
         **engine: Any,
     ) -> None:
         options = Options(
@@ -111,6 +115,8 @@ class LLM:
             chat_template=chat_template,
             i2s_packing=i2s_packing,
             generation_config=generation_config,
+            gpu_layers=gpu_layers,
+            gpu_memory=gpu_memory,
             engine=engine,
         )
         self._call = threading.Lock()  # locked while a call runs

@@ -403,6 +403,8 @@ class AsyncLLM(OnlineModel):
         chat_template: str | Path | bool = True,
         i2s_packing: str | None = None,
         generation_config: str = "auto",
+        gpu_layers: int | str | None = None,
+        gpu_memory: str | int | None = None,
         **engine: Any,
     ) -> None:
         options = Options(
@@ -418,6 +420,8 @@ class AsyncLLM(OnlineModel):
             chat_template=chat_template,
             i2s_packing=i2s_packing,
             generation_config=generation_config,
+            gpu_layers=gpu_layers,
+            gpu_memory=gpu_memory,
             engine=engine,
         )
         self._wire(assemble(model, options), None)

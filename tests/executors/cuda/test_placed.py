@@ -29,15 +29,14 @@ from tests.fixture_files import fixture_file
 
 from quire.core.errors import ConfigError, StepCancelledError
 from quire.core.plan import BlockCopy, SequencePlan, StepPlan, Want
-from quire.executors.base import BLOCK_SIZE, Executor, model_capacity
+from quire.executors.base import BLOCK_SIZE, Executor
 from quire.executors.cpu.executor import CpuExecutor, LayerOutput
 from quire.executors.cpu.lowering import Threads
 from quire.executors.cuda import CudaConfig, CudaExecutor
-from quire.executors.placed import PlacedExecutor, Side
+from quire.executors.placed import PlacedExecutor, load_placed
 from quire.executors.worker import CancelFlag
 from quire.model.kv_layout import grouped
 from quire.model.loading import load_model
-from quire.model.parts import first_layers, last_layers, layout_of
 
 TINY = fixture_file("tiny/Q4_0.gguf")
 BITNET = fixture_file("tiny-bitnet/TQ2_0.gguf")
@@ -50,25 +49,15 @@ def opened_placed(
     path: Path | str, num_blocks: int = 16, *, cpu_layers: int = 1
 ) -> Iterator[PlacedExecutor]:
     with load_model(path) as model:
-        layout = grouped(model.spec, BLOCK_SIZE)
-        before = layout_of(layout, 0, cpu_layers)
-        after = layout_of(layout, cpu_layers, model.spec.num_layers)
-        first = CpuExecutor(
-            first_layers(model, cpu_layers),
+        executor = load_placed(
+            model,
+            gpu_layers=model.spec.num_layers - cpu_layers,
             num_blocks=num_blocks,
             threads=Threads(1, may_spin=False),
-            layout=before.layout,
-        )
-        config = CudaConfig(
             max_batch_size=4,
-            max_step_tokens=32,
-            num_blocks=num_blocks,
+            piece_tokens=32,
             device="cpu",
-            takes_hidden=True,
         )
-        last = CudaExecutor(last_layers(model, cpu_layers), config, layout=after.layout)
-        capacity = model_capacity(model.spec, num_blocks, 4, 512, windows=layout.windows)
-        executor = PlacedExecutor(capacity, Side(first, before.groups), Side(last, after.groups))
         executor.warm_up()
         yield executor
         executor.close()

@@ -29,11 +29,24 @@ def gibibytes(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
+def limit_memory(num_bytes: int, device: str) -> None:
+    """Let this process's arrays take no more of the device; what is free is counted within it."""
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
+
+
+def allowed_bytes(device: str) -> int:
+    """What this process's arrays may take, by limit_memory."""
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return int(share * torch.cuda.mem_get_info(device)[1])
+
+
 def free_bytes(device: str) -> int:
     """What a new allocation can get: what the driver has, and what torch has reserved unused."""
     free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free) + int(unused)
+    reserved = int(torch.cuda.memory_reserved(device))
+    unused = reserved - int(torch.cuda.memory_allocated(device))
+    return min(int(free), allowed_bytes(device) - reserved) + unused
 
 
 def check_weights(packed_bytes: int, device: str) -> None:
@@ -79,7 +92,7 @@ def rows_sampled_at_once(vocabulary_size: int, max_rows: int, device: str) -> in
     """How many rows the sampler takes at once, so that its arrays stay within their limit."""
     limit = _SAMPLING_BYTES_LIMIT
     if device != "cpu":
-        limit = min(limit, torch.cuda.mem_get_info(device)[1] // _SAMPLING_SHARE)
+        limit = min(limit, allowed_bytes(device) // _SAMPLING_SHARE)
     return int(max(1, min(max_rows, limit // (_SAMPLING_BYTES_PER_LOGIT * vocabulary_size))))
 
 

@@ -1,0 +1,175 @@
+"""Placement: which layers of a model a GPU gets, and what both sides then need, known before
+anything is loaded."""
+
+import math
+from dataclasses import dataclass, replace
+
+from quire.core.errors import ConfigError
+from quire.executors.base import BLOCK_SIZE
+from quire.executors.cpu.lowering import kv_bytes_in_block, weight_bytes, workspace_bytes
+from quire.llm.machine import DEFAULT_KV_BYTES, MemoryPlan, format_bytes
+from quire.model.kv_layout import KVLayout, grouped
+from quire.model.loading import Model
+from quire.model.parts import first_layers, last_layers, layout_of
+
+PIECE_TOKENS = 256  # that the GPU computes at once; beyond it the CPU's GEMMs gain little
+# Of the GPU's memory: the context of the process, the code of kernels, and graphs.
+GPU_OVERHEAD = 768 << 20
+_SAMPLING_SHARE = 24  # the sampler gets about this part of it
+_KV_ELEMENT_BYTES = 2  # on both sides
+_LEAST_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSizes:
+    """How a placed model is to be run."""
+
+    max_batch_size: int
+    chunk: int  # tokens of a sequence that must fit into steps not collected
+    kv_bytes: int | None  # of both sides together; None: what suits them
+    max_context: int | None
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The first layers on the CPU, the last `gpu_layers` on the GPU, `num_blocks` on both."""
+
+    gpu_layers: int
+    num_blocks: int
+    cpu: MemoryPlan
+    gpu: MemoryPlan
+
+    @property
+    def whole(self) -> MemoryPlan:
+        """Of both sides together."""
+        return replace(
+            self.cpu,
+            weights=self.cpu.weights + self.gpu.weights,
+            kv_per_token=self.cpu.kv_per_token + self.gpu.kv_per_token,
+            group_bytes=(self.cpu.group_bytes or 0) + (self.gpu.group_bytes or 0),
+            available=None,
+        )
+
+    @property
+    def gpu_bytes(self) -> int:
+        return self.gpu.weights + self.gpu.workspace + self.num_blocks * self.gpu.block_bytes
+
+    @property
+    def cpu_bytes(self) -> int:
+        return self.cpu.weights + self.cpu.workspace + self.num_blocks * self.cpu.block_bytes
+
+
+def place(
+    model: Model,
+    sizes: PlacementSizes,
+    gpu_layers: int | None,
+    gpu_memory: int,
+    cpu_memory: int | None,
+) -> Placement | None:
+    """Put so many layers on a GPU of so much memory; None: as many as fit there. The result is None
+    where that is all of them. A ConfigError has the figures where they do not fit."""
+    total = model.spec.num_layers
+    if gpu_layers is not None and gpu_layers >= total:
+        return None
+    if gpu_layers is None:
+        if _fits(_all_on_gpu(model, sizes, gpu_memory), gpu_memory):
+            return None
+        counts = range(total - 1, 0, -1)
+    else:
+        counts = range(gpu_layers, gpu_layers + 1)
+    for count in counts:
+        found = _placement(model, sizes, count, gpu_memory, cpu_memory)
+        if _fits(found.gpu_bytes, gpu_memory):
+            found.whole.num_blocks(found.num_blocks * found.whole.block_bytes, sizes.max_context)
+            return found
+    raise _too_large(_placement(model, sizes, counts[-1], gpu_memory, cpu_memory), gpu_memory)
+
+
+def _fits(needed: int, gpu_memory: int) -> bool:
+    return needed <= gpu_memory
+
+
+def _all_on_gpu(model: Model, sizes: PlacementSizes, gpu_memory: int) -> int:
+    """What the whole model takes, with the smallest cache that is of use."""
+    weights = sum(tensor.nbytes for tensor in model.tensors.values())
+    kv = sizes.kv_bytes if sizes.kv_bytes is not None else DEFAULT_KV_BYTES
+    return weights + kv + _gpu_workspace(model, sizes.max_batch_size, gpu_memory)
+
+
+def _placement(
+    model: Model, sizes: PlacementSizes, gpu_layers: int, gpu_memory: int, cpu_memory: int | None
+) -> Placement:
+    spec = model.spec
+    cut = spec.num_layers - gpu_layers
+    layout = grouped(spec, BLOCK_SIZE)
+    cpu = _cpu_plan(first_layers(model, cut), layout_of(layout, 0, cut).layout, sizes, cpu_memory)
+    after = layout_of(layout, cut, spec.num_layers).layout
+    gpu = _gpu_plan(model, last_layers(model, cut), after, sizes, gpu_memory)
+    # Sequences hold blocks in every group of the whole model, on both sides.
+    cpu, gpu = (replace(plan, windows=layout.windows) for plan in (cpu, gpu))
+    num_blocks = _num_blocks(cpu, gpu, sizes.kv_bytes, spec.context_length)
+    return Placement(gpu_layers, num_blocks, cpu, gpu)
+
+
+def _num_blocks(cpu: MemoryPlan, gpu: MemoryPlan, kv_bytes: int | None, context: int) -> int:
+    """As many as asked for; else as suit both sides: half of what the CPU's side leaves, and what
+    the GPU's leaves."""
+    block_bytes = cpu.block_bytes + gpu.block_bytes
+    if kv_bytes is not None:
+        cpu.pool_bytes(max(1, kv_bytes // block_bytes * cpu.block_bytes))
+        return kv_bytes // block_bytes
+    counts = [DEFAULT_KV_BYTES // block_bytes, cpu.pool_bytes(None) // cpu.block_bytes]
+    assert gpu.available is not None
+    left = gpu.available - gpu.weights - gpu.workspace
+    # At least for one whole context of moderate length: with less, fewer layers are better.
+    least = min(counts[0], math.ceil(min(context, _LEAST_CONTEXT) / BLOCK_SIZE) * len(cpu.windows))
+    return max(least, min(*counts, left // gpu.block_bytes))
+
+
+def _cpu_plan(
+    part: Model, layout: KVLayout, sizes: PlacementSizes, available: int | None
+) -> MemoryPlan:
+    spec = part.spec
+    tokens = kv_bytes_in_block(spec, layout, is_int8=False)
+    return MemoryPlan(
+        weight_bytes(part.tensors),
+        _KV_ELEMENT_BYTES * spec.num_kv_elements,
+        available,
+        workspace_bytes(spec, part.tensors, PIECE_TOKENS, spec.context_length, sizes.threads),
+        group_bytes=tokens,
+        chunk=sizes.chunk,
+    )
+
+
+def _gpu_plan(
+    model: Model, part: Model, layout: KVLayout, sizes: PlacementSizes, available: int
+) -> MemoryPlan:
+    elements = layout.token_size(part.spec, lambda mixer: mixer.num_kv_elements)
+    return MemoryPlan(
+        sum(tensor.nbytes for tensor in part.tensors.values()),
+        _KV_ELEMENT_BYTES * part.spec.num_kv_elements,
+        available,
+        _gpu_workspace(model, sizes.max_batch_size, available),
+        group_bytes=_KV_ELEMENT_BYTES * elements,
+        chunk=sizes.chunk,
+    )
+
+
+def _gpu_workspace(model: Model, max_batch_size: int, gpu_memory: int) -> int:
+    """About what is needed beside weights and cache."""
+    spec = model.spec
+    floats = 4 * (spec.query_size + 2 * spec.kv_size) + 8 * spec.hidden_size + 4 * spec.ffn_size
+    logits = max_batch_size * (spec.vocabulary_size + spec.hidden_size)
+    largest = max(tensor.nbytes for tensor in model.tensors.values())  # while it is reordered
+    step = 4 * (PIECE_TOKENS * floats + logits) + gpu_memory // _SAMPLING_SHARE
+    return GPU_OVERHEAD + max(step, 3 * largest)
+
+
+def _too_large(found: Placement, gpu_memory: int) -> ConfigError:
+    layers = "1 layer" if found.gpu_layers == 1 else f"{found.gpu_layers} layers"
+    return ConfigError(
+        f"{layers}, the head and what steps work in take {format_bytes(found.gpu_bytes)} on the "
+        f"GPU, of which {format_bytes(gpu_memory)} may be used: lower gpu_layers, kv_memory or "
+        "max_batch_size, give gpu_memory more, or use device='cpu'"
+    )
