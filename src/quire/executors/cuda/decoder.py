@@ -5,6 +5,7 @@ of some rows and the likeliest token of each.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
@@ -226,6 +227,27 @@ class Decoder:
         self._padded_hidden = padded(spec.hidden_size)
         self._make_buffers()
         self._layers = self._lowered()
+        # One layer of each kind: they launch every kernel that all layers launch.
+        kinds = {self._kind(index): layer for index, layer in enumerate(self._layers)}
+        self.layer_kinds = tuple(kinds.values())
+
+    def _kind(self, index: int) -> object:
+        """What a layer's kernels are compiled for."""
+        weights = self._weights.layers[index]
+        feed = weights.feed_forward
+        linears = [
+            (
+                linear.num_rows,
+                linear.num_splits,
+                part.first_row,
+                part.planes.format,
+                part.bias is None,
+            )
+            for linear in weights.linears
+            for part in linear.segments
+        ]
+        experts = feed.formats if isinstance(feed, ExpertWeights) else ()
+        return self._spec.layers[index], tuple(linears), tuple(experts)
 
     def tokens_per_tile(self, shape: BodyShape) -> int:
         """Tokens of one sequence that an attention program takes."""
@@ -343,16 +365,22 @@ class Decoder:
 
     # ---- the body
 
-    def run_body(self, shape: BodyShape, body: BodyInput, blocks: KVBlocks) -> None:
+    def run_body(
+        self,
+        shape: BodyShape,
+        body: BodyInput,
+        blocks: KVBlocks,
+        through: Sequence[LoweredLayer] | None = None,
+    ) -> None:
         """All tokens through all layers; the normed hidden states are in `normed`, `finite` says of
-        which tokens they are finite."""
+        which tokens they are finite. `through`: these layers instead, to warm up."""
         count = shape.num_tokens
         if self._limits.takes_hidden:
             torch.index_select(self.given[:count], 1, self._hidden_order, out=self.hidden[:count])
         else:
             self._embed(count, body)
         added: Added | None = None
-        for layer in self._layers:
+        for layer in self._layers if through is None else through:
             self._norm(count, layer.weights.mixer_norm, added)
             self._attend(shape, body, blocks, layer)
             added = self._project(count, layer.weights)

@@ -13,6 +13,7 @@ import torch
 from quire.core.windows import Windows, peak_blocks
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.attention import SPLIT_SIZE
+from quire.executors.cuda.compiling import compiled_together
 from quire.executors.cuda.decoder import BodyShape, Decoder, KVBlocks, Limits
 from quire.executors.cuda.planes import Array
 from quire.executors.cuda.step_input import Integers, Layout, PackedRow, pack_body
@@ -101,10 +102,17 @@ class GraphRunner:
     # ---- capturing
 
     def warm_up(self) -> None:
-        """Run every size once, then capture it; largest first, so that memory is taken once."""
+        """Compile all kernels, then run every size once with a layer of each kind, and capture it;
+        largest first, so that memory is taken once."""
         if not self._is_gpu:
             return
-        for shape in self._shapes():
+        shapes = tuple(self._shapes())
+        with self.stream(), compiled_together():
+            for shape in shapes:
+                self._run_body(shape, warming=True)
+            for count in self._row_sizes:
+                self._decoder.run_head(count, *self._layout.head(self._buffer))
+        for shape in shapes:
             self._capture_body(shape)
         for count in reversed(self.row_sizes):
             self._capture_head(count)
@@ -123,15 +131,17 @@ class GraphRunner:
         return (*(count for count in _SPLIT_COUNTS if count < most), most)
 
     def _capture_body(self, shape: BodyShape) -> None:
-        given = self._layout.body(self._buffer, shape.num_tokens)
-
-        def run() -> None:
-            self._decoder.run_body(shape, given, self._blocks)
-
         # Nothing but padding: no key is kept, and nothing attended to.
         body = pack_body([], shape.num_tokens, 1, self._windows)
         self._send(np.concatenate([*self._head_input([], []), body]))
-        self._bodies[shape] = self.captured(run)
+        self._bodies[shape] = self.captured(
+            lambda: self._run_body(shape), lambda: self._run_body(shape, warming=True)
+        )
+
+    def _run_body(self, shape: BodyShape, *, warming: bool = False) -> None:
+        given = self._layout.body(self._buffer, shape.num_tokens)
+        through = self._decoder.layer_kinds if warming else None
+        self._decoder.run_body(shape, given, self._blocks, through)
 
     def _capture_head(self, count: int) -> None:
         rows, slots = self._layout.head(self._buffer)
@@ -142,10 +152,13 @@ class GraphRunner:
         self._send(np.concatenate(self._head_input([], [])))
         self._heads[count] = self.captured(run)
 
-    def captured(self, run: Callable[[], None]) -> Array:
-        """A graph of what `run` launches; run once before."""
+    def captured(
+        self, run: Callable[[], None], first: Callable[[], None] | None = None
+    ) -> Array:
+        """A graph of what `run` launches. `first`, or `run` itself, is run before: it loads every
+        kernel, and none can be loaded in a capture."""
         with self.stream():
-            run()
+            (first or run)()
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self._stream):
@@ -171,8 +184,7 @@ class GraphRunner:
         if self._is_gpu:
             self._bodies[shape].replay()
         else:
-            given = self._layout.body(self._buffer, shape.num_tokens)
-            self._decoder.run_body(shape, given, self._blocks)
+            self._run_body(shape)
         if head_rows:
             self._run_head(len(head_rows))
         return shape.num_tokens - num_tokens
