@@ -366,7 +366,7 @@ class CudaDevice(Device):
     name = "cuda"
     description = "one NVIDIA GPU, weights in their blocks"
     engine_defaults = EngineConfig(max_batch_size=1, max_step_tokens=2048)
-    cache_types = ("auto", "fp8", "int8")
+    cache_types: ClassVar[Sequence[str]] = ("auto", "fp8", "int8")
     has_variant_sums = True
 
     def why_unavailable(self) -> str | None:

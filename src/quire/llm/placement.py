@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from quire.core.errors import ConfigError
 from quire.executors.base import BLOCK_SIZE
-from quire.executors.cpu.lowering import kv_bytes_in_block, weight_bytes, workspace_bytes
+from quire.executors.cpu.lowering import weight_bytes, workspace_bytes
 from quire.llm.machine import DEFAULT_KV_BYTES, MemoryPlan, format_bytes
-from quire.model.kv_layout import KVLayout, grouped
+from quire.model.kv_layout import KVLayout, grouped, kv_bytes_in_block, kv_bytes_per_token
 from quire.model.loading import Model
 from quire.model.parts import first_layers, last_layers, layout_of
 
@@ -16,7 +16,6 @@ PIECE_TOKENS = 256  # that the GPU computes at once; beyond it the CPU's GEMMs g
 # Of the GPU's memory: the context of the process, the code of kernels, and graphs.
 GPU_OVERHEAD = 768 << 20
 _SAMPLING_SHARE = 24  # the sampler gets about this part of it
-_KV_ELEMENT_BYTES = 2  # on both sides
 _LEAST_CONTEXT = 4096
 
 
@@ -131,13 +130,12 @@ def _cpu_plan(
     part: Model, layout: KVLayout, sizes: PlacementSizes, available: int | None
 ) -> MemoryPlan:
     spec = part.spec
-    tokens = kv_bytes_in_block(spec, layout, is_int8=False)
     return MemoryPlan(
         weight_bytes(part.tensors),
-        _KV_ELEMENT_BYTES * spec.num_kv_elements,
+        kv_bytes_per_token(spec, is_8bit=False),
         available,
         workspace_bytes(spec, part.tensors, PIECE_TOKENS, spec.context_length, sizes.threads),
-        group_bytes=tokens,
+        group_bytes=kv_bytes_in_block(spec, layout, is_8bit=False),
         chunk=sizes.chunk,
     )
 
@@ -145,13 +143,12 @@ def _cpu_plan(
 def _gpu_plan(
     model: Model, part: Model, layout: KVLayout, sizes: PlacementSizes, available: int
 ) -> MemoryPlan:
-    elements = layout.token_size(part.spec, lambda mixer: mixer.num_kv_elements)
     return MemoryPlan(
         sum(tensor.nbytes for tensor in part.tensors.values()),
-        _KV_ELEMENT_BYTES * part.spec.num_kv_elements,
+        kv_bytes_per_token(part.spec, is_8bit=False),
         available,
         _gpu_workspace(model, sizes.max_batch_size, available),
-        group_bytes=_KV_ELEMENT_BYTES * elements,
+        group_bytes=kv_bytes_in_block(part.spec, layout, is_8bit=False),
         chunk=sizes.chunk,
     )
 

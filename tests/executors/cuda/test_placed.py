@@ -102,13 +102,13 @@ def opened_on_cpu(path: Path | str) -> Iterator[CpuExecutor]:
 
 @pytest.mark.parametrize("path", [TINY, "dummy:tiny-gemma3", "dummy:tiny-moe:Q4_K_M", BITNET])
 def test_its_logits_lie_between_those_of_both_devices(path: Path | str) -> None:
-    """No farther from either than these are from each other."""
+    """No farther from either than these are from each other, or than any two orders of sums."""
     found = []
     for opener in (opened_on_cpu, opened_on_gpu, opened_placed):
         with opener(path) as executor:
             found.append(logits(executor, rows_of(executor, PROMPT)))
     on_cpu, on_gpu, placed = found
-    bound = error(on_cpu, on_gpu)
+    bound = max(error(on_cpu, on_gpu), 1e-4)
     assert 0 < error(placed, on_gpu) <= bound
     assert 0 < error(placed, on_cpu) <= bound
 
