@@ -419,3 +419,15 @@ def test_a_cache_in_bytes_on_the_cpu_holds_nearly_twice_as_much(quire: Quire) ->
     found = quire("kv", *few, "--texts", "1", "--tokens", "8", "--json")["results"]
     assert found["own_kv_bytes_per_token"] / found["int8_kv_bytes_per_token"] > 1.88
     assert 0 < found["int8_mean_kl"] < 0.05
+
+
+# ---- start
+
+
+def test_start_says_how_long_each_phase_took(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "start", "--model", "dummy:tiny", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["phases"]) == ["reading the file", "loading weights"]
+    assert 0 < sum(found["phases"].values()) <= found["total"]
+    assert main(["bench", "start", "--model", "dummy:tiny", "--device", "cpu"]) == 0
+    assert "loading weights" in capsys.readouterr().out

@@ -31,6 +31,7 @@ from tests.server.test_streams import completion_bytes, events
 
 from quire.core.errors import ConfigError, ModelFileError
 from quire.core.plan import StepPlan
+from quire.core.progress import report
 from quire.llm import AsyncLLM
 from quire.server.calls import Tracing, open_tracing
 from quire.server.keys import ApiKey, KeyRing, digest_of
@@ -70,13 +71,22 @@ def test_a_server_that_loads_is_alive_and_not_ready(text_model: Path) -> None:
     may_load = threading.Event()
 
     def load(on_stuck: Callable[[], None]) -> AsyncLLM:
+        assert may_begin.wait(PATIENCE_S)
+        report("loading weights", 0.436)
+        has_begun.set()
         assert may_load.wait(PATIENCE_S)
         return AsyncLLM.of(fake_assembly(text_model, PacedExecutor()), on_stuck)
 
+    may_begin, has_begun = threading.Event(), threading.Event()
     with running(settings_of(), load) as server:
-        assert server.get("/health").json == {"status": "ok"}
+        starting = {"phase": "starting", "percent": 0}
+        assert server.get("/health").json == {"status": "ok", "loading": starting}
+        may_begin.set()
+        assert has_begun.wait(PATIENCE_S)
+        progress = {"phase": "loading weights", "percent": 43}
+        assert server.get("/health").json == {"status": "ok", "loading": progress}
         ready = server.get("/ready")
-        assert (ready.status, ready.json) == (503, {"status": "loading"})
+        assert (ready.status, ready.json) == (503, {"status": "loading", "loading": progress})
         for path in ("/v1/models", "/metrics", "/v1/stats"):
             assert server.get(path).status == 503
         early = server.chat()
@@ -84,6 +94,7 @@ def test_a_server_that_loads_is_alive_and_not_ready(text_model: Path) -> None:
         assert int(early.headers["retry-after"]) >= 1
         may_load.set()
         server.wait_until(lambda: server.get("/ready").status == 200)
+        assert server.get("/health").json == {"status": "ok"}
         assert server.chat(max_tokens=2).status == 200
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from quire.core.config import EngineConfig
 from quire.core.errors import ConfigError, ModelFileError
+from quire.core.progress import FILE, report
 from quire.core.sampling import SamplingOptions
 from quire.engine.engine import Engine
 from quire.executors.base import Executor
@@ -156,6 +157,7 @@ class EngineFacts:
 
 def assemble(model: str | Path, options: Options) -> Assembly:
     """Load a model by name or path; what is wrong with the options is said before that."""
+    report(FILE, 0.0)
     path = _examined(model, options)
     return assemble_examined(path, options)
 

@@ -95,6 +95,7 @@ from quire.server.replies import (
     EmbeddingList,
     KeyCard,
     KeyList,
+    LoadingFigures,
     ModelCard,
     ModelList,
     OwnStatsReply,
@@ -121,7 +122,7 @@ from quire.server.schemas import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from quire.server.service import Service
+from quire.server.service import Service, State
 
 
 class _Endpoint(NamedTuple):
@@ -484,8 +485,7 @@ def _add_properties(app: FastAPI, service: Service) -> None:
         responses={**error_responses(), **_NOT_READY},
     )
     async def ping() -> Response:
-        reply = Readiness(status=service.state.value)
-        return JSONResponse(reply.model_dump(), 200 if service.is_ready else 503)
+        return _readiness(service)
 
     @app.post("/ping", summary="The same", responses={**post_error_responses(400), **_NOT_READY})
     async def ping_by_post() -> Response:
@@ -500,10 +500,27 @@ def _add_properties(app: FastAPI, service: Service) -> None:
         return properties_of(service.llm, service.name)
 
 
+def _readiness(service: Service) -> Response:
+    reply = Readiness(status=service.state.value, loading=_loading_figures(service))
+    return JSONResponse(reply.model_dump(exclude_none=True), 200 if service.is_ready else 503)
+
+
+def _loading_figures(service: Service) -> LoadingFigures | None:
+    if service.state is not State.LOADING:
+        return None
+    phases = service.phases
+    return LoadingFigures(phase=phases.phase or "starting", percent=int(100 * phases.done))
+
+
 def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> None:
-    @app.get("/health", summary="Whether the process lives", responses=error_responses())
+    @app.get(
+        "/health",
+        summary="Whether the process lives",
+        responses=error_responses(),
+        response_model_exclude_none=True,
+    )
     async def health() -> Alive:
-        return Alive()
+        return Alive(loading=_loading_figures(service))
 
     @app.get(
         "/ready",
@@ -511,8 +528,7 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
         responses={**error_responses(), 503: {"model": Readiness, "description": "not now"}},
     )
     async def ready() -> Response:
-        reply = Readiness(status=service.state.value)
-        return JSONResponse(reply.model_dump(), 200 if service.is_ready else 503)
+        return _readiness(service)
 
     @app.get(
         "/metrics",

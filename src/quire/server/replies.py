@@ -231,12 +231,21 @@ class ServerProperties(BaseModel):
     build_info: str
 
 
+class LoadingFigures(BaseModel):
+    """How far loading the model is."""
+
+    phase: str
+    percent: int  # of this phase
+
+
 class Alive(BaseModel):
     status: Literal["ok"] = "ok"
+    loading: LoadingFigures | None = None  # only while the model is loaded
 
 
 class Readiness(BaseModel):
     status: str
+    loading: LoadingFigures | None = None  # only while the model is loaded
 
 
 class QuotaFigures(BaseModel):

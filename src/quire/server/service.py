@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from quire.core.errors import ConfigError
+from quire.core.progress import PhaseTimes, reporting
 from quire.llm import OnlineModel
 from quire.server.audit import open_audit_log
 from quire.server.bodies import BodyLimits, body_limits, parse_body
@@ -51,6 +52,7 @@ class Service:
         self.access = Access(settings.keys)
         self.state = State.LOADING
         self.failure: BaseException | None = None  # why loading failed
+        self.phases = PhaseTimes()  # of loading
         self.loaded_at = time.time()
         self.has_ended = asyncio.Event()  # drained, stuck or failed: nothing more will come
         self.num_streams = 0  # being written right now
@@ -106,11 +108,21 @@ class Service:
 
     def _load_on_thread(self, loading: "Future[OnlineModel]") -> None:
         try:
-            llm = self._load(self._on_stuck)
+            with reporting(self._set_progress):
+                llm = self._load(self._on_stuck)
         except BaseException as error:
             loading.set_exception(error)
         else:
+            self.phases.finish()
+            seconds = {phase: round(taken, 3) for phase, taken in self.phases.seconds.items()}
+            log("model_loaded", phases=seconds)
             loading.set_result(llm)
+
+    def _set_progress(self, phase: str, done: float) -> None:
+        """On the thread that loads."""
+        if phase != self.phases.phase:
+            log("loading", phase=phase)
+        self.phases(phase, done)
 
     @property
     def name(self) -> str:

@@ -106,7 +106,7 @@ class FakeDevice:
         self.held: list[int] = []
         counters = {
             "mem_get_info": lambda device: (total - self.allocated, total),
-            "get_per_process_memory_fraction": lambda device: 1.0,
+            "get_per_process_memory_fraction": lambda: 1.0,
             "memory_allocated": lambda device: self.allocated,
             "memory_reserved": lambda device: self.allocated,
             "max_memory_allocated": lambda device: self.peak,

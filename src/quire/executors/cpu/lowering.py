@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.core.errors import UnsupportedModelError
+from quire.core.progress import WEIGHTS, report
 from quire.executors.cpu.experts import (
     ExpertLowering,
     record_bytes,
@@ -69,6 +70,7 @@ def lower(
         lowering.add_layer_inputs()
         layout = layout or one_group(spec)
         for layer, place in enumerate(zip(layout.groups, layout.slots, strict=True)):
+            report(WEIGHTS, layer / spec.num_layers)
             lowering.add_layer(layer, *place)
         lowering.add_embedding_and_head()
     except (ValueError, OverflowError) as error:  # native code checks what it is given once more

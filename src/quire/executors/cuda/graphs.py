@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
+from quire.core.progress import GRAPHS, KERNELS, report
 from quire.core.windows import Windows, peak_blocks
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.attention import SPLIT_SIZE
@@ -107,12 +108,14 @@ class GraphRunner:
         if not self._is_gpu:
             return
         shapes = tuple(self._shapes())
+        report(KERNELS, 0.0)
         with self.stream(), compiled_together():
             for shape in shapes:
                 self._run_body(shape, warming=True)
             for count in self._row_sizes:
                 self._decoder.run_head(count, *self._layout.head(self._buffer))
-        for shape in shapes:
+        for index, shape in enumerate(shapes):
+            report(GRAPHS, index / len(shapes))
             self._capture_body(shape)
         for count in reversed(self.row_sizes):
             self._capture_head(count)

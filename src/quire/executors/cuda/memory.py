@@ -32,12 +32,12 @@ def gibibytes(size: float) -> str:
 def limit_memory(num_bytes: int, device: str) -> None:
     """Let this process's arrays take no more of the device; what is free is counted within it."""
     total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
 
 
 def allowed_bytes(device: str) -> int:
     """What this process's arrays may take, by limit_memory."""
-    share = torch.cuda.get_per_process_memory_fraction(device)
+    share = torch.cuda.get_per_process_memory_fraction()  # of the current device: there is one
     return int(share * torch.cuda.mem_get_info(device)[1])
 
 
