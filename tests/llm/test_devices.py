@@ -48,6 +48,10 @@ class FakeGpu(CudaDevice):
     def why_unsupported(self, _model: Model, /) -> str | None:
         return self._reason
 
+    @property
+    def hardware(self) -> str:
+        return "a GPU of tests"
+
     def load(self, model: Model, options: Options) -> Loaded:
         executor = ReferenceDevice().make_executor(model, 64, options)
         return Loaded(executor, MemoryPlan(1, 1 << 12, 1 << 30))

@@ -24,6 +24,7 @@ from quire.executors.base import BLOCK_SIZE, Executor
 from quire.executors.cpu import check_native_module, check_unit, has_native_module
 from quire.executors.cpu.lowering import Threads, weight_bytes, workspace_bytes
 from quire.executors.reference import KVPrecision, ReferenceExecutor, kv_token_bytes
+from quire.llm.crossover import better_device, remembered
 from quire.llm.machine import (
     DEFAULT_KV_BYTES,
     MemoryPlan,
@@ -171,6 +172,11 @@ class Device(ABC):
     has_threads: ClassVar[bool] = False  # whether it takes `threads`
     cache_types: ClassVar[Sequence[str]] = CACHE_TYPES  # of `kv_cache_dtype`
     has_variant_sums: ClassVar[bool] = False  # whether it takes `invariant=False`
+
+    @property
+    def hardware(self) -> str:
+        """What it runs on, beside the machine's processor."""
+        return ""
 
     @abstractmethod
     def why_unavailable(self) -> str | None:
@@ -383,6 +389,13 @@ class CudaDevice(Device):
         except ConfigError:
             return "torch finds no NVIDIA GPU"
         return None
+
+    @property
+    def hardware(self) -> str:
+        """The GPU's name; it must be there."""
+        from quire.executors.cuda.device import device_name
+
+        return device_name()
 
     def available_memory(self) -> int | None:
         """Of the GPU, which must be there."""
@@ -606,7 +619,7 @@ def resolve_auto(options: Options, model: Model, notify: Callable[[str], None]) 
     if options.device == AUTO and not for_processor:
         reason = gpu.why_unavailable() or gpu.why_unsupported(model)
         if reason is None:
-            device = gpu
+            device = _measured(options, model, notify)
         elif options.kv_cache_dtype not in DEVICES["cpu"].cache_types:
             raise ConfigError(
                 f"kv_cache_dtype is {options.kv_cache_dtype!r}, which the cpu executor does not "
@@ -615,6 +628,21 @@ def resolve_auto(options: Options, model: Model, notify: Callable[[str], None]) 
         elif device is not gpu and has_nvidia_driver():
             notify(f"runs on the {device.name} executor: {reason}")
     return replace(options, device=device.name)
+
+
+def _measured(options: Options, model: Model, notify: Callable[[str], None]) -> Device:
+    """The GPU, unless `quire bench crossover` found the CPU to be better for such batches."""
+    gpu = DEVICES["cuda"]
+    if not options.invariant or options.gpu_memory is not None or CPU.why_unavailable():
+        return gpu
+    times = remembered(model, gpu.hardware)
+    if times is None or better_device(times, options.max_batch_size) == gpu.name:
+        return gpu
+    notify(
+        f"runs on the cpu executor: for batches of {options.max_batch_size} it was measured to be "
+        "the faster one here (quire bench crossover); device='cuda' takes the GPU"
+    )
+    return CPU
 
 
 def _with_gpu_layers(options: Options, model: Model, notify: Callable[[str], None]) -> Options:
