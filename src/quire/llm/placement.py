@@ -17,6 +17,7 @@ PIECE_TOKENS = 256  # that the GPU computes at once; beyond it the CPU's GEMMs g
 GPU_OVERHEAD = 768 << 20
 _SAMPLING_SHARE = 24  # the sampler gets about this part of it
 _LEAST_CONTEXT = 4096
+_REORDER_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +73,29 @@ def place(
     if gpu_layers is not None and gpu_layers >= total:
         return None
     if gpu_layers is None:
-        if _fits(_all_on_gpu(model, sizes, gpu_memory), gpu_memory):
+        if _all_on_gpu(model, sizes, gpu_memory) <= gpu_memory:
             return None
         counts = range(total - 1, 0, -1)
     else:
         counts = range(gpu_layers, gpu_layers + 1)
     for count in counts:
         found = _placement(model, sizes, count, gpu_memory, cpu_memory)
-        if _fits(found.gpu_bytes, gpu_memory):
+        if _fits(found, model, gpu_memory):
             found.whole.num_blocks(found.num_blocks * found.whole.block_bytes, sizes.max_context)
             return found
     raise _too_large(_placement(model, sizes, counts[-1], gpu_memory, cpu_memory), gpu_memory)
 
 
-def _fits(needed: int, gpu_memory: int) -> bool:
-    return needed <= gpu_memory
+def _fits(found: Placement, model: Model, gpu_memory: int) -> bool:
+    """While weights are reordered a fourth is kept free; the largest matrix comes first, and is
+    there three times meanwhile."""
+    usable = gpu_memory - GPU_OVERHEAD
+    largest = max(tensor.nbytes for tensor in last_layers(model, 0).tensors.values())
+    return (
+        found.gpu_bytes <= gpu_memory
+        and found.gpu.weights <= usable - usable // 4
+        and _REORDER_COPIES * largest <= usable
+    )
 
 
 def _all_on_gpu(model: Model, sizes: PlacementSizes, gpu_memory: int) -> int:
@@ -158,9 +167,8 @@ def _gpu_workspace(model: Model, max_batch_size: int, gpu_memory: int) -> int:
     spec = model.spec
     floats = 4 * (spec.query_size + 2 * spec.kv_size) + 8 * spec.hidden_size + 4 * spec.ffn_size
     logits = max_batch_size * (spec.vocabulary_size + spec.hidden_size)
-    largest = max(tensor.nbytes for tensor in model.tensors.values())  # while it is reordered
     step = 4 * (PIECE_TOKENS * floats + logits) + gpu_memory // _SAMPLING_SHARE
-    return GPU_OVERHEAD + max(step, 3 * largest)
+    return GPU_OVERHEAD + step
 
 
 def _too_large(found: Placement, gpu_memory: int) -> ConfigError:

@@ -21,6 +21,7 @@ _SAMPLING_BYTES_PER_LOGIT = (
 _FRAGMENTATION = 1.25  # times what was measured: torch's allocator leaves gaps
 _MAX_BLOCKS = (1 << 31) // BLOCK_SIZE - 1  # kernels count slots in 32 bits
 _REORDER_BYTES = 1 << 30  # while a matrix is reordered
+_REORDER_SHARE = 4  # and no more than a fourth of what is free
 _SHRINK = 0.9
 _MIN_BLOCKS = 1
 
@@ -52,16 +53,21 @@ def free_bytes(device: str) -> int:
 def check_weights(packed_bytes: int, device: str) -> None:
     """Say before loading that weights cannot fit, with the figures."""
     free = free_bytes(device)
-    needed = packed_bytes + _REORDER_BYTES
+    needed = packed_bytes + _reorder_bytes(free)
     if needed > free:
         raise _too_large(packed_bytes, free)
+
+
+def _reorder_bytes(free: int) -> int:
+    """Where little may be used, matrices are few and small."""
+    return min(_REORDER_BYTES, free // _REORDER_SHARE)
 
 
 def _too_large(packed_bytes: int, free: int) -> ConfigError:
     return ConfigError(
         f"the model's weights take {gibibytes(packed_bytes)} on the GPU and "
-        f"{gibibytes(_REORDER_BYTES)} more while they are loaded, but {gibibytes(free)} are free: "
-        "use a file of fewer bits, a larger GPU, or device='cpu'"
+        f"{gibibytes(_reorder_bytes(free))} more while they are loaded, but {gibibytes(free)} are "
+        "free: use a file of fewer bits, a larger GPU, gpu_layers='auto', or device='cpu'"
     )
 
 
