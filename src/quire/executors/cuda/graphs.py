@@ -112,7 +112,7 @@ class GraphRunner:
         with self.stream(), compiled_together():
             for shape in shapes:
                 self._run_body(shape, warming=True)
-            for count in self._row_sizes:
+            for count in self.row_sizes:
                 self._decoder.run_head(count, *self._layout.head(self._buffer))
         for index, shape in enumerate(shapes):
             report(GRAPHS, index / len(shapes))
@@ -155,9 +155,7 @@ class GraphRunner:
         self._send(np.concatenate(self._head_input([], [])))
         self._heads[count] = self.captured(run)
 
-    def captured(
-        self, run: Callable[[], None], first: Callable[[], None] | None = None
-    ) -> Array:
+    def captured(self, run: Callable[[], None], first: Callable[[], None] | None = None) -> Array:
         """A graph of what `run` launches. `first`, or `run` itself, is run before: it loads every
         kernel, and none can be loaded in a capture."""
         with self.stream():
