@@ -51,7 +51,9 @@ BATCHES = (1, 2, 7, 16, 33, 64, 100, 256, 300)
 _FORMATS = (*PLANE_FORMATS, "BF16", "F16")
 
 LENGTHS = (1, 5, 16, 63, 64, 65, 200, 512, 513, 700, 1100)  # of sequences that attend
-CHUNK = 20  # tokens of each that the step computes: 182 together
+CHUNK = 20  # tokens of each that the step computes, of the longest LAST_CHUNK: 252 together
+LAST_CHUNK = 90  # more than a tile of tokens in any kernel
+LONG_LENGTHS = (131_072, 70_001)
 _FEW, _MANY = 256, 512  # tokens a step, padding included
 
 
@@ -82,6 +84,11 @@ def _decoded(block_format: Format, raw: Bytes, rows: int) -> Array:
         values = block_format.decode(some.reshape(-1, size))
         pieces.append(torch.from_numpy(values.reshape(len(some), -1)).cuda())
     return torch.cat(pieces)
+
+
+def chunk_of(length: int) -> int:
+    """Tokens of a sequence of that length that the step computes."""
+    return min(LAST_CHUNK if length >= max(LENGTHS) else CHUNK, length)
 
 
 def check_sums(gemm: Gemm, case: Case) -> tuple[float, bool]:
@@ -137,6 +144,7 @@ ATTENTION_SHAPES = (
     AttentionShape(64, 8, 64),
     AttentionShape(4, 1, 256),
 )
+LONG_SHAPE = AttentionShape(8, 2, 128)
 LAYERS = (  # a scale of 0: head_dim ** -0.5
     LayerAttention(0.0),
     LayerAttention(0.0, window=300),
@@ -150,34 +158,37 @@ class AttentionCase:
 
     spec: AttentionShape
     layer: LayerAttention
+    lengths: Sequence[int]
     keys: Array
     values: Array
     tables: list[list[int]]
     queries: Array  # [tokens, heads, head_dim]
 
     @classmethod
-    def made(cls, spec: AttentionShape, layer: LayerAttention) -> "AttentionCase":
+    def made(
+        cls, spec: AttentionShape, layer: LayerAttention, lengths: Sequence[int]
+    ) -> "AttentionCase":
         generator = torch.Generator("cuda").manual_seed(7)
-        counts = [-(-length // BLOCK_SIZE) for length in LENGTHS]
+        counts = [-(-length // BLOCK_SIZE) for length in lengths]
         order = torch.randperm(sum(counts) + 3).tolist()  # some blocks are nobody's
         shape = (len(order), spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
         kept = [torch.full(shape, float("nan"), device="cuda").bfloat16() for _ in range(2)]
         tables = []
-        for length, count in zip(LENGTHS, counts, strict=True):
+        for length, count in zip(lengths, counts, strict=True):
             tables.append([order.pop() for _ in range(count)])
             for index, block in enumerate(tables[-1]):
                 used = min(BLOCK_SIZE, length - index * BLOCK_SIZE)
                 for array in kept:
                     own = (spec.num_kv_heads, used, spec.head_dim)
                     array[block, :, :used] = torch.randn(own, generator=generator, device="cuda")
-        tokens = sum(min(CHUNK, length) for length in LENGTHS)
+        tokens = sum(chunk_of(length) for length in lengths)
         queries = torch.randn(
             (tokens, spec.num_heads, spec.head_dim), generator=generator, device="cuda"
         ).bfloat16()
         layer = layer._replace(scale=layer.scale or spec.head_dim**-0.5)
         if layer.soft_cap:
             layer = layer._replace(sinks=torch.linspace(-4, 4, spec.num_heads, device="cuda"))
-        return cls(spec, layer, kept[0], kept[1], tables, queries)
+        return cls(spec, layer, lengths, kept[0], kept[1], tables, queries)
 
     def found(self, attention: Attention, num_tokens: int, num_splits: int = 0) -> Array:
         """All rows, in a step padded to so many tokens."""
@@ -197,8 +208,8 @@ class AttentionCase:
     def _tiles(self, tokens: int, num_tokens: int) -> TokenTiles:
         rows: list[tuple[int, ...]] = []
         row = table = 0
-        for length, blocks in zip(LENGTHS, self.tables, strict=True):
-            count = min(CHUNK, length)
+        for length, blocks in zip(self.lengths, self.tables, strict=True):
+            count = chunk_of(length)
             first = length - count
             for start in range(0, count, tokens):
                 own = min(tokens, count - start)
@@ -213,8 +224,8 @@ class AttentionCase:
         group = spec.num_heads // spec.num_kv_heads
         outputs = []
         row = 0
-        for length, table in zip(LENGTHS, self.tables, strict=True):
-            count = min(CHUNK, length)
+        for length, table in zip(self.lengths, self.tables, strict=True):
+            count = chunk_of(length)
             keys, values = (
                 array[table].transpose(0, 1).flatten(1, 2)[:, :length].double()
                 for array in (self.keys, self.values)
@@ -238,10 +249,12 @@ class AttentionCase:
         return torch.cat(outputs)
 
 
-def check_attention(spec: AttentionShape, layer: LayerAttention) -> tuple[float, bool]:
+def check_attention(
+    spec: AttentionShape, layer: LayerAttention, lengths: Sequence[int] = LENGTHS
+) -> tuple[float, bool]:
     """Error, and whether a row's bits depend on the step's size, on tiles or on splits."""
-    case = AttentionCase.made(spec, layer)
-    num_splits = -(-max(LENGTHS) // SPLIT_SIZE)
+    case = AttentionCase.made(spec, layer, lengths)
+    num_splits = -(-max(lengths) // SPLIT_SIZE)
     major = torch.cuda.get_device_capability()[0]
     is_hopper = major >= 9
     attention = attention_for(
@@ -260,12 +273,14 @@ def check_attention(spec: AttentionShape, layer: LayerAttention) -> tuple[float,
     return error, all(torch.equal(found, other) for other in others)
 
 
-def _attention_line(shape: AttentionShape, layer: LayerAttention) -> bool:
-    error, same = check_attention(shape, layer)
+def _attention_line(
+    shape: AttentionShape, layer: LayerAttention, lengths: Sequence[int] = LENGTHS
+) -> bool:
+    error, same = check_attention(shape, layer, lengths)
     heads = f"{shape.num_heads} heads over {shape.num_kv_heads} of {shape.head_dim}"
     bits = "same" if same else "DIFFER"
     more = ", sinks and a soft cap" if layer.soft_cap else ""
-    what = f"attention, {heads}, window {layer.window}{more}"
+    what = f"attention, {heads}, up to {max(lengths)} positions, window {layer.window}{more}"
     print(f"{what}: error {error:.2e}  bits {bits}", flush=True)
     return same and error < 6e-3
 
@@ -433,6 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.no_attention:
         cases = [(shape, layer) for shape in ATTENTION_SHAPES for layer in LAYERS]
         sound = [_attention_line(shape, layer) for shape, layer in cases]
+        sound += [_attention_line(LONG_SHAPE, layer, LONG_LENGTHS) for layer in LAYERS]
         is_sound &= all(sound)
     if not args.no_experts:
         is_sound &= all(_expert_line(shape) for shape in EXPERT_SHAPES)

@@ -92,6 +92,7 @@ def attended(
             SHAPE=shape,
             DIMS=DIM,
             HEADS=4,
+            AT_ONCE=2,
             PDL=False,
         )
     return out

@@ -1,5 +1,6 @@
 """Gluon's machine code for Hopper: wgmma, TMA, and no spilled registers."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,13 +190,17 @@ def test_attention_reads_what_tma_loaded(
     spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     options = {"PDL": True, "launch_pdl": True}
     splits = launchers._Splits(spec, num_tokens, max(1, num_splits), "cpu")
-    attention = launchers.HopperAttention(spec, splits, 16, options, 256)
-    catch = _Catch(attention._kernels.attend)
+    query_type = torch.float32 if half == "float16" else torch.bfloat16
+    attention = launchers.HopperAttention(
+        spec, splits, 16, options, 256, has_prefill=half == "bfloat16"
+    )
+    is_prefill = num_tokens == 2048 and head_dim <= 128 and half == "bfloat16"
+    kernels = attention._prefill if is_prefill else attention._kernels
+    catch = _Catch(kernels.attend)
     merged = _Catch(plain_attention.merge_splits)
-    monkeypatch.setattr(attention._kernels, "attend", catch)
+    monkeypatch.setattr(kernels, "attend", catch)
     monkeypatch.setattr(plain_attention, "merge_splits", merged)
     keys = torch.empty((8, kv_heads, 16, head_dim), dtype=getattr(torch, half))
-    query_type = torch.float32 if half == "float16" else torch.bfloat16
     integers = torch.empty((5, num_tokens), dtype=torch.int32)
     inputs = launchers.AttentionInput(
         queries=torch.empty((num_tokens, heads, head_dim), dtype=query_type),
@@ -214,6 +219,9 @@ def test_attention_reads_what_tma_loaded(
     assert usage.shared <= SHARED_MEMORY
     assert ("HGMMA" in listing) and (".BF16" in listing) == (half != "float16")
     assert "UTMALDG" in listing
+    if is_prefill:  # queries, then weights in registers, are the M side
+        assert "HGMMA.64x64x16" in listing
+        assert re.search(rf"HGMMA.64x{head_dim}x16\S* R\d+, R\d+", listing)
     assert (merged.found is not None) == (num_splits > 0)
 
 

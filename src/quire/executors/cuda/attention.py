@@ -19,10 +19,12 @@ from quire.executors.cuda.planes import Array
 SPLIT_SIZE: int = attention.SPLIT_SIZE
 _NO_WINDOW = 1 << 30
 _MIN_DIMS = 16  # that the matrix instruction multiplies
-_MERGE_HEADS = 8  # of a token, in one program of merge_splits
+_MERGE_HEADS = 4  # of a token, in one program of merge_splits
+_MERGE_AT_ONCE = 16  # splits that are loaded together
 _QUERY_ROWS = 16  # of a program: tokens times the heads of a group
 _SMALL_STEP = 256  # tokens; larger steps hold prompts, whose tokens share keys
 _SMALL_STEP_ROWS = 8
+_MAX_PREFILL_DIM = 128  # heads that kernels/hopper_prefill.py takes
 _LARGE_STEP_ROWS = {64: 32, 128: 32, 256: 16}  # by head_dim: those that the Hopper kernel takes
 
 
@@ -106,6 +108,7 @@ class _Splits:
         self,
         inputs: AttentionInput,
         num_tiles: int,
+        num_splits: int,
         layer: LayerAttention,
         shape: AttentionShape,
         launch_options: dict[str, bool],
@@ -121,6 +124,7 @@ class _Splits:
             SHAPE=shape,
             DIMS=triton.next_power_of_2(shape.head_dim),
             HEADS=_MERGE_HEADS,
+            AT_ONCE=min(_MERGE_AT_ONCE, int(triton.next_power_of_2(num_splits))),
             num_warps=4,
             enable_fp_fusion=False,
             **launch_options,
@@ -179,7 +183,9 @@ class PlainAttention:
             **self._launch_options,
         )
         if num_splits:
-            self._splits.merge(inputs, num_tiles, layer, self._shape, self._launch_options)
+            self._splits.merge(
+                inputs, num_tiles, num_splits, layer, self._shape, self._launch_options
+            )
 
 
 class HopperAttention:
@@ -192,10 +198,13 @@ class HopperAttention:
         block_size: int,
         launch_options: dict[str, bool],
         max_sequences: int,
+        *,
+        has_prefill: bool = False,
     ) -> None:
-        from quire.executors.cuda.kernels import hopper, hopper_attention
+        from quire.executors.cuda.kernels import hopper, hopper_attention, hopper_prefill
 
         self._kernels: Any = hopper_attention
+        self._prefill: Any = hopper_prefill
         self._descriptor = hopper.descriptor
         self._spec = spec
         self._splits = splits
@@ -203,8 +212,11 @@ class HopperAttention:
         self._launch_options = launch_options
         self._max_sequences = max_sequences
         self._group = _group(spec)
+        self._has_prefill = has_prefill and spec.head_dim <= _MAX_PREFILL_DIM
 
     def _rows(self, num_tokens: int) -> int:
+        if self._has_prefill and num_tokens > _SMALL_STEP:
+            return int(self._prefill.ROWS)
         most = _LARGE_STEP_ROWS[self._spec.head_dim]
         return max(most if num_tokens > _SMALL_STEP else _SMALL_STEP_ROWS, self._group)
 
@@ -214,44 +226,41 @@ class HopperAttention:
     def attend(
         self, inputs: AttentionInput, cache: LayerCache, layer: LayerAttention, num_splits: int
     ) -> None:
-        spec, kernels = self._spec, self._kernels
+        spec = self._spec
         num_tokens = len(inputs.tiles.rows)
-        shape = _shape(spec, self._block_size, self._rows(num_tokens), kernels.TILE)
+        shape = _shape(spec, self._block_size, self._rows(num_tokens), self._kernels.TILE)
         # Every sequence has at most one tile that is not full.
         num_full = num_tokens // self.tokens_per_tile(num_tokens, num_splits)
         num_tiles = min(num_tokens, num_full + self._max_sequences)
-        box = [self._block_size, kernels.COLUMNS]
-        swizzle = kernels.COLUMNS * cache.keys.element_size()
-        kernels.attend[(spec.num_kv_heads, num_tiles, max(1, num_splits))](
-            inputs.queries,
-            self._descriptor(cache.keys.view(-1, spec.head_dim), box, swizzle),
-            self._descriptor(cache.values.view(-1, spec.head_dim), box, swizzle),
-            cache.scales,
-            inputs.tables,
-            inputs.tiles,
-            inputs.out,
-            self._splits.buffers,
-            layer.exp2_scale,
-            layer.num_seen,
-            inputs.out.stride(0),
-            layer.sinks,
-            layer.exp2_soft_cap,
-            SHAPE=shape,
-            STAGES=kernels.num_stages(num_tokens),
+        box = [self._block_size, self._kernels.COLUMNS]
+        swizzle = self._kernels.COLUMNS * cache.keys.element_size()
+        keys = self._descriptor(cache.keys.view(-1, spec.head_dim), box, swizzle)
+        values = self._descriptor(cache.values.view(-1, spec.head_dim), box, swizzle)
+        rows = (inputs.tables, inputs.tiles, inputs.out)
+        stride = inputs.out.stride(0)
+        last = (layer.exp2_scale, layer.num_seen, stride, layer.sinks, layer.exp2_soft_cap)
+        options: dict[str, Any] = {"SHAPE": shape, "WINDOWED": layer.window is not None}
+        options |= {"enable_fp_fusion": False} | self._launch_options
+        if shape.rows == self._prefill.ROWS:
+            options |= {"num_warps": self._prefill.WARPS, "maxnreg": self._prefill.REGISTERS}
+            launch = self._prefill.attend[(spec.num_kv_heads, num_tiles)]
+            launch(inputs.queries, keys, values, *rows, *last, **options)
+            return
+        self._kernels.attend[(spec.num_kv_heads, num_tiles, max(1, num_splits))](
+            *(inputs.queries, keys, values, cache.scales, *rows, self._splits.buffers, *last),
+            STAGES=self._kernels.num_stages(num_tokens),
             SPLIT_PROGRAMS=num_splits > 0,
-            WINDOWED=layer.window is not None,
-            num_warps=kernels.WARPS,
-            maxnreg=kernels.num_registers(
+            num_warps=self._kernels.WARPS,
+            maxnreg=self._kernels.num_registers(
                 shape.rows,
                 spec.head_dim,
                 paired=inputs.queries.dtype is torch.float32,
                 is_8bit=cache.scales is not None,
             ),
-            enable_fp_fusion=False,
-            **self._launch_options,
+            **options,
         )
         if num_splits:
-            self._splits.merge(inputs, num_tiles, layer, shape, self._launch_options)
+            self._splits.merge(inputs, num_tiles, num_splits, layer, shape, self._launch_options)
 
 
 def attention_for(
@@ -272,7 +281,14 @@ def attention_for(
     # Queries in float32 are multiplied as two halves, for which heads of 256 have no registers.
     has_registers = query_dtype is not torch.float32 or spec.head_dim < 256
     if is_hopper and has_registers and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):
-        return HopperAttention(spec, splits, block_size, launch_options, max_sequences)
+        return HopperAttention(
+            spec,
+            splits,
+            block_size,
+            launch_options,
+            max_sequences,
+            has_prefill=query_dtype is not torch.float32 and kv_dtype.itemsize == 2,
+        )
     return PlainAttention(spec, splits, block_size, launch_options, exact=device == "cpu")
 
 

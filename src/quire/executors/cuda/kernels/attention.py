@@ -298,6 +298,30 @@ def attend(
 
 
 @triton.jit
+def appended(items, item):
+    return items + (item,)  # noqa: RUF005
+
+
+@triton.jit
+def _load_splits(
+    splits, first, last, num_tiles, tile, head, d, AT_ONCE: tl.constexpr, SHAPE: tl.constexpr
+):
+    """Maxima, sums and outputs of AT_ONCE splits; those from `last` on are empty."""
+    is_dim = (d < SHAPE.head_dim)[None, :]
+    made = ()
+    for ahead in tl.static_range(AT_ONCE):
+        split = first + ahead
+        is_head = (head < SHAPE.num_heads) & (split < last)
+        index = (split * num_tiles + tile).to(tl.int64) * SHAPE.num_heads + head
+        split_max = tl.load(splits.maxima + index, mask=is_head, other=float("-inf"))
+        split_sum = tl.load(splits.sums + index, mask=is_head, other=0.0)
+        address = splits.outputs + index[:, None] * SHAPE.head_dim + d[None, :]
+        split_acc = tl.load(address, mask=is_head[:, None] & is_dim, other=0.0)
+        made = appended(made, (split_max, split_sum, split_acc))
+    return made
+
+
+@triton.jit
 def merge_splits(
     tiles,
     out,
@@ -309,10 +333,12 @@ def merge_splits(
     SHAPE: tl.constexpr,
     DIMS: tl.constexpr,
     HEADS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What SPLIT_PROGRAMS left, for tiles of one token: merged from the first split to the last.
-    One program: a tile and HEADS heads."""
+    One program: a tile and HEADS heads. AT_ONCE splits are loaded before they are merged, so that
+    their latencies overlap."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -329,14 +355,12 @@ def merge_splits(
     row_sum = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, DIMS], tl.float32)
     first_split = tl.maximum(position + 1 - window, 0) // SHAPE.split_size
-    for split in range(first_split, position // SHAPE.split_size + 1):
-        index = (split * num_tiles + tile).to(tl.int64) * SHAPE.num_heads + head
-        split_max = tl.load(splits.maxima + index, mask=is_head, other=float("-inf"))
-        split_sum = tl.load(splits.sums + index, mask=is_head, other=0.0)
-        split_acc = tl.load(
-            splits.outputs + index[:, None] * SHAPE.head_dim + d[None, :], mask=mask, other=0.0
-        )
-        row_max, row_sum, acc = _merged(row_max, row_sum, acc, split_max, split_sum, split_acc)
+    last_split = position // SHAPE.split_size + 1
+    for first in range(first_split, last_split, AT_ONCE):
+        loaded = _load_splits(splits, first, last_split, num_tiles, tile, head, d, AT_ONCE, SHAPE)
+        for ahead in tl.static_range(AT_ONCE):
+            split_max, split_sum, split_acc = loaded[ahead]
+            row_max, row_sum, acc = _merged(row_max, row_sum, acc, split_max, split_sum, split_acc)
     if sinks is not None:
         sink = tl.load(sinks + head, mask=is_head, other=0.0)
         row_sum, factor = with_sink(row_max, row_sum, sink)

@@ -349,7 +349,7 @@ def _scales_at(scales, blocks, position, begin, end, kv_head, SHAPE: gl.constexp
 
 
 @gluon.jit
-def _zero_stale_rows(values, start, begin, end):
+def zero_stale_rows(values, start, begin, end):
     """Positions past the end were never written, or by another sequence: 0 * NaN is NaN. Those
     before `begin` were not loaded."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -423,7 +423,7 @@ def _repeated(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _merged(max0, sum0, max1, sum1):
+def merged(max0, sum0, max1, sum1):
     """As kernels/attention.py merges: the maximum, the sum, and each side's factor."""
     largest = gl.maximum(max0, max1)
     safe = gl.where(largest == float("-inf"), 0.0, largest)
@@ -569,16 +569,14 @@ def _compute(
                 is_stale = is_stale | (start < begin)
             if is_stale:
                 for column_tile in gl.static_range(COLUMN_TILES):
-                    _zero_stale_rows(value_tiles.index(first + column_tile), start, begin, end)
+                    zero_stale_rows(value_tiles.index(first + column_tile), start, begin, end)
         fence_async_shared()
         split_accs = _accumulate(
             ring, value_tiles, first, weight_tile, stage, split_accs, rescale, COLUMN_TILES, PAIRED
         )
         stage, phase = next_stage(stage, phase, STAGES)
         if (tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1) | (tile == program.last_tile - 1):
-            row_max, row_sum, a, b = _merged(
-                row_max, row_sum, split_max, gl.sum(split_sums, axis=0)
-            )
+            row_max, row_sum, a, b = merged(row_max, row_sum, split_max, gl.sum(split_sums, axis=0))
             accs = _combined(accs, a, split_accs, b, COLUMN_TILES)
             split_max = lowest
             split_sums = zeros
