@@ -1,7 +1,7 @@
 """Attention: how a layer's is launched, as kernels/hopper_attention.py or as kernels/attention.py.
 
-Both kernels are one function of a token's row. The model and the GPU decide which of them runs,
-never the batch.
+Each is one function of a token's row. The model and the GPU decide which of them runs, never the
+batch; large steps run kernels/hopper_prefill.py, which has hopper_attention.py's bits.
 """
 
 import math
@@ -273,6 +273,7 @@ def attention_for(
     launch_options: dict[str, bool],
     device: str,
     query_dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> Attention:
     """The best this device can run for heads of that size. Steps of up to `max_split_tokens` may
     give splits of the context programs of their own."""

@@ -276,6 +276,7 @@ class Decoder:
             launch_options=self._launch_options(),
             device=self._device,
             query_dtype=self._QUERY_DTYPE,
+            kv_dtype=self.kv_dtype,
         )
         self.head_rows = self._zeros((rows, self._padded_hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)

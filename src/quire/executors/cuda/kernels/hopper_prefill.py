@@ -214,15 +214,6 @@ def _position_sums(x, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _position_maxima(x, ROW: gl.constexpr):
-    """[rows, TILE], as a tree: a chain of comparisons would take most of a tile's time."""
-    x = x.reshape([_ROWS, 2, 2, 2, 2, 2, 2])
-    for _ in gl.static_range(6):
-        x = gl.max(x, axis=1)
-    return gl.convert_layout(x, ROW)
-
-
-@gluon.jit
 def _softmax(
     s,
     split_max,
@@ -235,7 +226,6 @@ def _softmax(
     WINDOWED: gl.constexpr,
 ):
     """A tile's weights, the factor of what was before, the maximum and the sums with it."""
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     s = scaled_scores(s, scale, soft_cap)
     is_partial = start + _TILE - 1 > seen.first
     if WINDOWED:
@@ -246,7 +236,7 @@ def _softmax(
         if WINDOWED:
             is_seen = is_seen & (n > seen.position[:, None] - seen.window)
         s = gl.where(is_seen, s, float("-inf"))
-    new_max = gl.maximum(split_max, _position_maxima(s, ROW))
+    new_max = gl.maximum(split_max, gl.max(s, axis=1))
     safe = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s - safe[:, None])
     rescale = gl.exp2(split_max - safe)
