@@ -736,13 +736,17 @@ def test_a_stop_string_before_the_least_length_stops_no_resumed_completion() -> 
     assert outputs[0].text == outputs[1].text
 
 
-def test_what_another_engine_took_is_not_refused_by_a_full_queue() -> None:
+def test_what_another_engine_took_is_not_refused_by_a_full_queue_or_a_drain() -> None:
     engine = toy_engine(FakeExecutor(), max_queue_requests=1)
     engine.add_request(PROMPT, greedy(2))
     with pytest.raises(OverloadedError):
         engine.add_request(PROMPT, greedy(2))
     engine.add_request(PROMPT, greedy(2), resumed=[])
-    assert len(finish(engine)) == 2
+    engine.drain()
+    engine.add_request(PROMPT, greedy(2), resumed=[])
+    with pytest.raises(OverloadedError, match="draining"):
+        engine.add_request(PROMPT, greedy(2))
+    assert len(finish(engine)) == 3
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ def run() -> int:
     step_s = float(os.environ.get("PACED_STEP_MS", "10")) / 1000
     executor = PacedExecutor(step_s=step_s, num_blocks=2048, max_context=512)
     with patch.object(ReferenceDevice, "make_executor", lambda *_: executor):
-        return main(["serve", *sys.argv[1:], "--device", "reference", "--kv-memory", "4MiB"])
+        options = ["--device", "reference", "--kv-memory", "4MiB", "--no-worker"]
+        return main(["serve", *sys.argv[1:], *options])
 
 
 if __name__ == "__main__":

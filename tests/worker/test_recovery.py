@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.llm.text_models import write_text_model
 
@@ -25,7 +26,9 @@ from quire.core.sampling import Constraint, SamplingParams
 from quire.llm import AsyncLLM
 from quire.llm.devices import Options
 from quire.worker import RemoteLLM
+from quire.worker import messages as wire
 from quire.worker import remote as remote_module
+from quire.worker.channel import FrameReader, frame
 from quire.worker.remote import COMMAND
 
 PATIENCE_S = 120.0
@@ -273,3 +276,23 @@ def test_errors_keep_their_type_and_what_they_say(model: Path) -> None:
                 await llm.generate([1], max_tokens=1)
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", b"\x92\xa6Cancel\x05", b"\x92\xa6Unlink\xa1x", b"cos\nsystem\n"]
+)
+def test_what_is_no_message_is_refused(content: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        wire.read_command(content)
+    with pytest.raises(msgspec.MsgspecError):
+        wire.read_report(content)
+
+
+def test_messages_arrive_whole_however_the_socket_cuts_them() -> None:
+    sent = [b"", b"a", bytes(70_000), b"last"]
+    content = b"".join(map(frame, sent))
+    for size in (1, 3, 4096, len(content)):
+        reader, found = FrameReader(), []
+        for start in range(0, len(content), size):
+            found += reader.feed(content[start : start + size])
+        assert found == sent

@@ -114,6 +114,7 @@ def test_a_stream_goes_on_when_the_worker_is_killed(model: Path) -> None:
         connection.close()
         assert _text_of(text) == _text_of(whole)
         assert worker_of(server) != first
+        assert re.search(r"quire:worker_restarts_total\{.*\} 1\n", ask(server, "/metrics")[1])
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         events = [json.loads(line)["event"] for line in server.errors().splitlines()]

@@ -113,7 +113,7 @@ class Engine:
         empty list: none had begun). They go on as they would have, and no limit of the queue holds.
         """
         now = self.clock.now() if arrived_at is None else arrived_at
-        self._check_open()
+        self._check_open(is_new=resumed is None)
         request = self._admission.build_request(
             prompt,
             params or SamplingParams(),
@@ -139,10 +139,10 @@ class Engine:
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.id))
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, is_new: bool) -> None:
         if self._health.fatal is not None:
             raise ExecutorError(f"{self._health.fatal}; restart the process")
-        if self._is_draining:
+        if self._is_draining and is_new:
             raise OverloadedError("the engine is draining and takes no new requests", 30.0)
 
     def cancel(self, request_id: str) -> bool:

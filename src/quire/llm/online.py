@@ -316,6 +316,11 @@ class OnlineModel:
         return await self._engine.latest_steps(count, after)
 
     @property
+    def num_restarts(self) -> int:
+        """Workers that died and were replaced; 0 where the engine is in this process."""
+        return 0
+
+    @property
     def weight_bytes(self) -> int:
         """That the weights take in the executor's memory; 0 where that is not known."""
         return self._facts.weight_bytes

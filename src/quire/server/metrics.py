@@ -48,6 +48,8 @@ def exposition(service: Service, snapshot: Snapshot, rejected: Mapping[str, int]
         "requests_rejected_total", "Requests refused before the engine", "code", rejected
     )
     _write_connections(writer, service.connections)
+    restarts = 0 if service.loaded is None else service.loaded.num_restarts
+    writer.counter("worker_restarts_total", "Workers that died and were replaced", restarts)
     writer.counter("log_lines_dropped_total", "Log lines nobody took", num_dropped_lines())
     _write_keys(writer, service.quotas.by_key())
     dropped = 0 if service.audit is None else service.audit.num_dropped

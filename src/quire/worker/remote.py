@@ -151,7 +151,7 @@ class Record:
             return
         self.num_crashes = self.num_anew = 0
         if self.metrics.first_token_at is None:
-            self.metrics.first_token_at = time.perf_counter()
+            self.metrics.started_at = self.metrics.first_token_at = time.perf_counter()
         completion = self.completions[index]
         completion.token_ids += piece.token_ids
         completion.text += piece.text
@@ -194,11 +194,10 @@ class Record:
             reason = final.finish_reason
             completion.finish_reason = None if reason is None else FinishReason(reason)
         metrics = ended.metrics
-        if self.metrics.first_token_at is not None:
-            metrics.first_token_at = self.metrics.first_token_at
-            metrics.started_at = min(
-                metrics.started_at or metrics.first_token_at, metrics.first_token_at
-            )
+        first_at = self.metrics.first_token_at
+        if first_at is not None:  # a worker before this one may have had the first token
+            metrics.first_token_at = min(metrics.first_token_at or first_at, first_at)
+            metrics.started_at = min(metrics.started_at or first_at, first_at)
         metrics.num_cached_tokens = min(metrics.num_cached_tokens, len(self.command.prompt))
         completions = self.completions[: max(1, len(ended.completions))]
         given = self.command.num_generated
