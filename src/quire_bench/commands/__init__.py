@@ -13,6 +13,7 @@ def _command(name: str, help_line: str) -> Command:
 
 COMMANDS = {
     "engine": _command("engine", "the engine without a model: host time a step, fairness, pacing"),
+    "host": _command("host", "processor time of serving streams, with steps that compute nothing"),
     "limits": _command("limits", "what this machine can do at best"),
     "crossover": _command("crossover", "which of CPU and GPU suits which batches"),
     "start": _command("start", "how long loading a model takes, by phase"),
