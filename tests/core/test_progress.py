@@ -2,7 +2,7 @@
 
 import threading
 
-from quire.core.progress import PhaseTimes, report, reporting
+from quire.core.progress import PhaseTimes, report, reported, reporting
 
 
 def test_reports_reach_the_listener_of_their_thread_alone() -> None:
@@ -15,6 +15,13 @@ def test_reports_reach_the_listener_of_their_thread_alone() -> None:
         other.join()
     report("after", 1.0)
     assert heard == [("weights", 0.5)]
+
+
+def test_items_are_reported_as_they_are_begun() -> None:
+    heard: list[tuple[str, float]] = []
+    with reporting(lambda phase, done: heard.append((phase, done))):
+        assert list(reported("weights", "abcd")) == ["a", "b", "c", "d"]
+    assert heard == [("weights", 0.0), ("weights", 0.25), ("weights", 0.5), ("weights", 0.75)]
 
 
 def test_times_are_those_between_the_first_reports_of_phases() -> None:

@@ -4,10 +4,12 @@ What loads reports to the listener of its thread, if there is one: `with reporti
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
+T = TypeVar("T")
 Listener = Callable[[str, float], None]  # the phase's name, and how much of it is done: 0 to 1
 
 FILE = "reading the file"
@@ -23,6 +25,13 @@ def report(phase: str, done: float) -> None:
     listener = _listener.get()
     if listener is not None:
         listener(phase, done)
+
+
+def reported(phase: str, items: Sequence[T]) -> Iterator[T]:
+    """The items of a phase, each reported when it is begun."""
+    for index, item in enumerate(items):
+        report(phase, index / len(items))
+        yield item
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from quire.core.clock import Clock
 from quire.core.errors import RowFaultError
 from quire.core.plan import SequencePlan, SequenceResult, StepPlan, TokenLogprob, Want
+from quire.core.progress import WEIGHTS, reported
 from quire.executors.base import (
     BLOCK_SIZE,
     HIDDEN_NOT_FINITE,
@@ -224,7 +225,8 @@ class Decoder:
         self._output_norm = weights.norm("output_norm", spec.output_norm)
         head = self.embedding if spec.tied_head else _decoded(tensors["output.weight"])
         self._head = Linear(head)
-        self._layers = [_Layer(spec, tensors, index) for index in range(spec.num_layers)]
+        indices = reported(WEIGHTS, range(spec.num_layers))
+        self._layers = [_Layer(spec, tensors, index) for index in indices]
         self._layer_inputs = None if spec.layer_inputs is None else _LayerInputs(spec, tensors)
         self._ropes = [(rope.frequencies(), rope.magnitude) for rope in spec.ropes]
         self._small_bytes = weights.num_bytes

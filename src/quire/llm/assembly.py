@@ -157,7 +157,6 @@ class EngineFacts:
 
 def assemble(model: str | Path, options: Options) -> Assembly:
     """Load a model by name or path; what is wrong with the options is said before that."""
-    report(FILE, 0.0)
     path = _examined(model, options)
     return assemble_examined(path, options)
 
@@ -192,6 +191,7 @@ def read_text(model: str | Path, options: Options) -> ModelText:
 
 def _examined(model: str | Path, options: Options) -> Path:
     """Where a model is, once the options and the file were found to be sound."""
+    report(FILE, 0.0)
     if not isinstance(model, str | Path) or model == "":
         raise ConfigError(f"model must be a name or a path, got {model!r:.100}")
     options.engine_config()

@@ -143,6 +143,13 @@ class WireError(_Message, frozen=True):
         return made
 
 
+class Loading(_Message, frozen=True):
+    """How far loading is, as in core/progress.py."""
+
+    phase: str
+    done: float
+
+
 class Ready(_Message, frozen=True):
     facts: EngineFacts
 
@@ -235,7 +242,7 @@ class Log(_Message, frozen=True):
 
 
 Report = (
-    Ready | Failed | Accepted | Refused | Started | Events | Answer | Drained | Log
+    Loading | Ready | Failed | Accepted | Refused | Started | Events | Answer | Drained | Log
 )  # fmt: skip
 
 

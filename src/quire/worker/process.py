@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from quire.core.progress import reporting
 from quire.core.request import Ended, Event, Piece, Request
 from quire.engine.aio import EngineThread
 from quire.engine.stats import Health
@@ -216,12 +217,16 @@ class Worker:
         # On a thread of its own, so that the end of the channel is noticed meanwhile.
         threading.Thread(target=self._load, args=[command], name="quire-load", daemon=True).start()
 
+    def _send_progress(self, phase: str, done: float) -> None:
+        self._channel.send(wire.encode(wire.Loading(phase, done)))
+
     def _load(self, command: wire.Start) -> None:
         try:
             options = Options(**command.options)
             path = command.path
-            assembly = assemble_examined(Path(path), options)
-            assembly.executor.warm_up()
+            with reporting(self._send_progress):
+                assembly = assemble_examined(Path(path), options)
+                assembly.executor.warm_up()
             engine = WorkerEngine(assembly, self._channel)
         except BaseException as error:
             self._channel.send(wire.encode(wire.Failed(wire.WireError.of(error))))

@@ -27,6 +27,7 @@ from quire.core.errors import (
     RequestError,
     WorkerCrashError,
 )
+from quire.core.progress import report
 from quire.core.request import (
     Completion,
     Ended,
@@ -89,6 +90,8 @@ class WorkerProcess:
                 match wire.read_report(content):
                     case wire.Log() as record:
                         emit(record)
+                    case wire.Loading(phase, done):
+                        report(phase, done)
                     case wire.Ready(facts):
                         self.socket.setblocking(False)
                         return facts

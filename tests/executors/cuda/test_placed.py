@@ -199,3 +199,21 @@ def test_parts_of_different_blocks_are_refused() -> None:
         pytest.raises(ConfigError, match="need the blocks of the whole"),
     ):
         PlacedExecutor(one.capacity, one._first, other._last)
+
+
+@pytest.mark.parametrize("path", [fixture_file("tiny/Q4_K_M.gguf"), "dummy:tiny-gemma3"])
+def test_kernels_of_every_layer_are_warm_by_one_layer_of_each_kind(path: Path | str) -> None:
+    """Formats of a mix differ from layer to layer, and so do windows and ropes."""
+
+    def kinds(layers: Any) -> set[object]:
+        found: set[object] = set()
+        for layer in layers:
+            parts = [part for linear in layer.weights.linears for part in linear.segments]
+            formats = tuple(part.planes.format for part in parts)
+            found.add((layer.attention.window, layer.rope_shape, formats))
+        return found
+
+    with opened_on_gpu(path) as executor:
+        decoder = executor._decoder
+        assert kinds(decoder.layer_kinds) == kinds(decoder._layers)
+        assert len(decoder.layer_kinds) == len(kinds(decoder._layers)) > 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.core.errors import UnsupportedModelError
-from quire.core.progress import WEIGHTS, report
+from quire.core.progress import WEIGHTS, reported
 from quire.executors.cpu.experts import (
     ExpertLowering,
     record_bytes,
@@ -69,9 +69,8 @@ def lower(
         lowering = _Lowering(spec, tensors, threads, unit, per_token_scale)
         lowering.add_layer_inputs()
         layout = layout or one_group(spec)
-        for layer, place in enumerate(zip(layout.groups, layout.slots, strict=True)):
-            report(WEIGHTS, layer / spec.num_layers)
-            lowering.add_layer(layer, *place)
+        for layer in reported(WEIGHTS, range(spec.num_layers)):
+            lowering.add_layer(layer, layout.groups[layer], layout.slots[layer])
         lowering.add_embedding_and_head()
     except (ValueError, OverflowError) as error:  # native code checks what it is given once more
         raise UnsupportedModelError(f"the CPU kernels cannot hold this model: {error}") from error

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
-from quire.core.progress import GRAPHS, KERNELS, report
+from quire.core.progress import GRAPHS, KERNELS, report, reported
 from quire.core.windows import Windows, peak_blocks
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.attention import SPLIT_SIZE
@@ -114,8 +114,7 @@ class GraphRunner:
                 self._run_body(shape, warming=True)
             for count in self.row_sizes:
                 self._decoder.run_head(count, *self._layout.head(self._buffer))
-        for index, shape in enumerate(shapes):
-            report(GRAPHS, index / len(shapes))
+        for shape in reported(GRAPHS, shapes):
             self._capture_body(shape)
         for count in reversed(self.row_sizes):
             self._capture_head(count)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from quire.core.errors import UnsupportedModelError
-from quire.core.progress import WEIGHTS, report
+from quire.core.progress import WEIGHTS, reported
 from quire.executors.cuda.expert_weights import (
     ROUTER_MATRIX,
     ExpertLoader,
@@ -345,15 +345,11 @@ class Loader:
             embedding=embedding,
             output_norm=self._hidden_norm("output_norm", spec.output_norm),
             head=Linear((Segment(head, 0, None),), head.num_rows, 1, scale=spec.logit_scale),
-            layers=self._layers(),
+            layers=tuple(
+                self._layer(f"blk.{at}.", part)
+                for at, part in enumerate(reported(WEIGHTS, spec.layers))
+            ),
         )
-
-    def _layers(self) -> tuple[LayerWeights, ...]:
-        layers = []
-        for at, part in enumerate(self._spec.layers):
-            report(WEIGHTS, at / self._spec.num_layers)
-            layers.append(self._layer(f"blk.{at}.", part))
-        return tuple(layers)
 
     def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
         head_norms = [None, None]
