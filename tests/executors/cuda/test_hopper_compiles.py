@@ -422,7 +422,7 @@ def test_the_samplers_kernels_keep_to_their_registers(
             monkeypatch.setattr(module, name, caught[name])
     sampled = torch.zeros((2, 2), dtype=torch.int32)
     sampler = Sampler(torch.zeros((2, vocabulary)), torch.zeros(2, dtype=torch.int32), sampled)
-    sampler._launch(2)
+    sampler._launch_with_rounds(2)
     sampler._launch_scores(2)
     assert len(caught) == 10
     for name, catch in caught.items():

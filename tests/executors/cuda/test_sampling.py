@@ -227,7 +227,8 @@ class Replayed:
 def test_a_graph_of_more_rows_than_the_step_leaves_the_others_alone() -> None:
     device = Device()
     sampler = device.sampler
-    sampler._graphs[MAX_ROWS] = Replayed(sampler._launch), Replayed(sampler._launch_scores)
+    launches = (sampler._launch, sampler._launch_with_rounds, sampler._launch_scores)
+    sampler._graphs[MAX_ROWS] = tuple(map(Replayed, launches))  # type: ignore[assignment]
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, logprobs=1)
     hows = [Sampling(params, seed, 0) for seed in range(MAX_ROWS)]
     logits = np.random.default_rng(2).normal(0, 1, (MAX_ROWS, VOCABULARY)).astype(np.float32)

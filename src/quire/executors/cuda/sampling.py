@@ -139,6 +139,7 @@ class _Step:
         self.chained: list[SampleRequest] = []
         self.faults: dict[int, str] = {}
         self.is_sampled = False  # by the kernels
+        self.has_weighed = False  # rows of that kind
         self.is_scored = False
 
     def add_mask(self, mask: bytes | None) -> int:
@@ -178,7 +179,7 @@ class Sampler:
         self._scored = self._scoring(num_rows)
         self._counts = TokenCounts(self._work.counts)
         self._by_sampling: dict[int, _Known] = {}
-        self._graphs: dict[int, tuple[Any, Any]] = {}
+        self._graphs: dict[int, tuple[Any, Any, Any]] = {}
         self._chained_at_once = num_rows
 
     # ---- memory
@@ -256,11 +257,14 @@ class Sampler:
                     step.faults[request.head_row] = str(fault)
             self._send(step)
             if step.is_sampled:
-                self._run(num_rows, 0, self._launch)
+                if step.has_weighed:
+                    self._run(num_rows, 1, self._launch_with_rounds)
+                else:
+                    self._run(num_rows, 0, self._launch)
             for start in range(0, len(step.chained), self._chained_at_once):
                 self._chain(step.chained[start : start + self._chained_at_once])
             if step.is_scored:
-                self._run(num_rows, 1, self._launch_scores)
+                self._run(num_rows, 2, self._launch_scores)
         except BaseException:
             self._counts.forget()
             raise
@@ -280,6 +284,7 @@ class Sampler:
             place = _PLACE.pack(row.completion_position, request.slot)
             step.words[request.head_row] = known.begin + place + known.end
             step.is_sampled = True
+            step.has_weighed |= known.kind == kernels.WEIGHED
             step.is_scored |= params.logprobs is not None
             return
         self._pack_unusual(step, request, known)
@@ -304,6 +309,7 @@ class Sampler:
             change = self._counts.change(row, row.history)
         mask = step.add_mask(row.allowed)
         step.is_sampled = True
+        step.has_weighed |= known.kind == kernels.WEIGHED
         step.words[request.head_row] = known.words + _THIS_STEP.pack(
             known.kind,
             row.completion_position,
@@ -378,6 +384,7 @@ class Sampler:
         for size in sorted(sizes):
             self._graphs[size] = (
                 captured(lambda size=size: self._launch(size)),  # type: ignore[misc]
+                captured(lambda size=size: self._launch_with_rounds(size)),  # type: ignore[misc]
                 captured(lambda size=size: self._launch_scores(size)),  # type: ignore[misc]
             )
 
@@ -390,7 +397,11 @@ class Sampler:
         else:
             launch(num_rows)
 
-    def _launch(self, num_rows: int) -> None:
+    def _launch_with_rounds(self, num_rows: int) -> None:
+        self._launch(num_rows, kernels.ROUNDS)
+
+    def _launch(self, num_rows: int, num_rounds: int = 0) -> None:
+        """The rounds are for WEIGHED rows alone."""
         tile, chunks, width = self._tile, self._num_chunks, self._width
         work, rows, logits = self._work, self._rows, self._logits
         powers = {"CHUNKS": triton.next_power_of_2(chunks)}
@@ -412,7 +423,7 @@ class Sampler:
             **powers,
             **exact,
         )
-        for number in range(kernels.ROUNDS):
+        for number in range(num_rounds):
             kernels.narrow[by_chunk](logits, rows, work, width, ROUND=number, **wide)
         kernels.weigh_or_list[by_chunk](logits, rows, work, width, LIST=tile.listed, **wide)
         kernels.choose[(num_rows,)](

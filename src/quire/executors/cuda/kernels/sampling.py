@@ -293,8 +293,8 @@ def find_bounds(
             tl.store(samples + tl.load(words + _SLOT), 0)
             kind = _SKIP
         if kind == _WEIGHED:
-            at = row * _ROUNDS * _DIGIT + tl.arange(0, _ROUNDS * _DIGIT)
-            tl.store(work.masses + at, tl.zeros([_ROUNDS * _DIGIT], tl.float32))
+            own = work.masses + row * _ROUNDS * _DIGIT + tl.arange(0, _ROUNDS * _DIGIT)
+            tl.store(own, tl.zeros([_ROUNDS * _DIGIT], tl.float32))
         if kind == _LISTED:
             doubles = rows.doubles + row * (_WORDS // 2)
             temperature = tl.load(doubles + _TEMPERATURE)
