@@ -101,3 +101,36 @@ def test_no_size_is_much_larger_than_the_one_before(largest: int) -> None:
     assert list(sizes) == sorted(set(sizes))
     for smaller, larger in pairwise(sizes):
         assert larger <= max(2 * smaller, smaller + 64) or larger <= 1.6 * smaller
+
+
+def test_chunks_and_single_tokens_pack_together_as_each_does_alone() -> None:
+    plans = [
+        row((4,), (3, 1), start=17),
+        row(range(20), (6, 4, 5), start=10),
+        row((), (2,), start=9, follows=1),
+        row(range(30, 39), (7, 8), start=8, follows=1),
+        row(range(5), (9,)),
+    ]
+    counts = [plan.num_new_tokens for plan in plans]
+    firsts = [sum(counts[:at]) for at in range(len(plans))]
+    sources = [None if plan.follows is None else 40 + at for at, plan in enumerate(plans)]
+    rows = [
+        PackedRow(plan, first, first + count - 1, source)
+        for plan, first, count, source in zip(plans, firsts, counts, sources, strict=True)
+    ]
+    size, tile_tokens = sum(counts) + 3, 4
+    packed = pack_body(rows, size, tile_tokens)
+    fields, tables = packed[: 9 * size].reshape(9, size), packed[9 * size :].tolist()
+    tile = entries = 0
+    for plan, first, count, source in zip(plans, firsts, counts, sources, strict=True):
+        alone = pack_body([PackedRow(plan, 0, count - 1, source)], count, tile_tokens)
+        own, table = alone[: 9 * count].reshape(9, count), alone[9 * count :].tolist()
+        assert (fields[:4, first : first + count] == own[:4]).all()
+        num_tiles = -(-count // tile_tokens)
+        found = fields[4:, tile : tile + num_tiles] - [[first], [0], [0], [entries], [0]]
+        assert (found == own[4:, :num_tiles]).all()
+        assert tables[entries : entries + len(table)] == table
+        tile += num_tiles
+        entries += len(table)
+    assert not fields[5, tile:].any(), "tiles beyond are of no token"
+    assert (fields[3, sum(counts) :] == -1).all(), "padding is written nowhere"

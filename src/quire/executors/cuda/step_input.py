@@ -65,18 +65,11 @@ def pack_body(
     fields = _padding(num_tokens, len(windows))
     if not rows:
         return fields.ravel()
-    is_single = rows[-1].last == len(rows) - 1  # one new token each
-    spans = [] if is_single else _pack_chunks(rows, fields, tile_tokens)
-    if is_single:
-        _pack_single(rows, fields)
+    spans = _pack_rows(rows, fields, tile_tokens)
     packed = [fields.ravel()]
     offset = 0
     for group, window in enumerate(windows):
-        places = _places(fields, group)
-        if is_single:
-            tables = _single_tables(_tables(rows, group), places, window, offset)
-        else:
-            tables = _chunk_tables(rows, _tables(rows, group), spans, places, window, offset)
+        tables = _pack_tables(_tables(rows, group), spans, _places(fields, group), window, offset)
         packed.append(tables)
         offset += len(tables)
     return np.concatenate(packed)
@@ -90,39 +83,38 @@ def _padding(num_tokens: int, num_groups: int) -> Integers:
     return fields
 
 
-def _pack_chunks(rows: Sequence[PackedRow], fields: Integers, tile_tokens: int) -> list[slice]:
-    """What all groups share, into the fields; the tiles of each row."""
-    spans = []
-    tile = 0
-    for row in rows:
-        plan = row.plan
-        count = plan.num_new_tokens
-        fields[BodyField.TOKEN, row.first : row.first + len(plan.tokens)] = plan.tokens
-        if row.source is not None:
-            fields[BodyField.SOURCE, row.last] = row.source
-        fields[BodyField.POSITION, row.first : row.first + count] = np.arange(plan.start, plan.end)
-        starts = np.arange(0, count, tile_tokens, dtype=np.int32)
-        tiles = slice(tile, tile + len(starts))
-        fields[BodyField.TILE_ROW, tiles] = row.first + starts
-        fields[BodyField.TILE_COUNT, tiles] = np.minimum(tile_tokens, count - starts)
-        fields[BodyField.TILE_POSITION, tiles] = plan.start + starts
-        fields[BodyField.TILE_START, tiles] = plan.start
-        spans.append(tiles)
-        tile += len(starts)
-    return spans
+class _Spans(NamedTuple):
+    """Of each row: the position of its first new token, how many there are, and its tiles."""
+
+    starts: Integers
+    counts: Integers
+    num_tiles: Integers
 
 
-def _pack_single(rows: Sequence[PackedRow], fields: Integers) -> None:
-    """The same where every sequence has one new token, without a loop over them."""
-    count = len(rows)
-    starts = np.fromiter((row.plan.start for row in rows), np.int32, count)
-    fields[BodyField.TOKEN, :count] = [row.plan.tokens[0] if row.plan.tokens else 0 for row in rows]
-    fields[BodyField.SOURCE, :count] = [-1 if row.source is None else row.source for row in rows]
-    fields[BodyField.POSITION, :count] = starts
-    fields[BodyField.TILE_ROW, :count] = np.arange(count)
-    fields[BodyField.TILE_COUNT, :count] = 1
-    fields[BodyField.TILE_POSITION, :count] = starts
-    fields[BodyField.TILE_START, :count] = starts
+def _pack_rows(rows: Sequence[PackedRow], fields: Integers, tile_tokens: int) -> _Spans:
+    """What all groups share, into the fields; without a loop over rows but to read them."""
+    plans, first_rows, last_rows, sources = zip(*rows, strict=True)
+    firsts, lasts = np.array(first_rows, np.int32), np.array(last_rows, np.int32)
+    starts = np.array([plan.start for plan in plans], np.int32)
+    counts = lasts - firsts + 1
+    total = last_rows[-1] + 1
+    known = zip(plans, sources, strict=True)
+    tokens = [plan.tokens if source is None else (*plan.tokens, 0) for plan, source in known]
+    fields[BodyField.TOKEN, :total] = np.fromiter(chain.from_iterable(tokens), np.int32, total)
+    fields[BodyField.SOURCE, lasts] = [-1 if source is None else source for source in sources]
+    fields[BodyField.POSITION, :total] = np.repeat(starts - firsts, counts) + np.arange(total)
+    num_tiles = -(-counts // tile_tokens)
+    num_all = int(num_tiles.sum())
+    before = np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)  # tiles of the rows before
+    into = (np.arange(num_all) - before) * tile_tokens  # tokens of the row before the tile
+    tile_starts = np.repeat(starts, num_tiles)
+    fields[BodyField.TILE_ROW, :num_all] = np.repeat(firsts, num_tiles) + into
+    fields[BodyField.TILE_COUNT, :num_all] = np.minimum(
+        tile_tokens, np.repeat(counts, num_tiles) - into
+    )
+    fields[BodyField.TILE_POSITION, :num_all] = tile_starts + into
+    fields[BodyField.TILE_START, :num_all] = tile_starts
+    return _Spans(starts, counts, num_tiles)
 
 
 # ---- the block tables of one group
@@ -147,48 +139,26 @@ def _tables(rows: Sequence[PackedRow], group: int) -> list[tuple[int, ...]]:
     return [row.plan.other_tables[group - 1] for row in rows]
 
 
-def _first_block(window: Window | None, start: int) -> int:
-    """The first block that a row sees which begins at that position: none before it is sent."""
-    return 0 if window is None else window.first_seen(start) // BLOCK_SIZE
-
-
-def _chunk_tables(
-    rows: Sequence[PackedRow],
+def _pack_tables(
     tables: Sequence[tuple[int, ...]],
-    spans: Sequence[slice],
+    spans: _Spans,
     places: _Places,
     window: Window | None,
     offset: int,
 ) -> Integers:
     """A group's tables, which go to `offset` of the tables; fills its places."""
-    sent = []
-    for row, table, tiles in zip(rows, tables, spans, strict=True):
-        plan = row.plan
-        first = _first_block(window, plan.start)
-        blocks = np.array(table[first : -(-plan.end // BLOCK_SIZE)], dtype=np.int32)
-        span = slice(row.first, row.last + 1)
-        place = places.positions[span]
-        places.slots[span] = blocks[place // BLOCK_SIZE - first] * BLOCK_SIZE + place % BLOCK_SIZE
-        places.tile_tables[tiles] = offset - first
-        sent.append(blocks)
-        offset += len(blocks)
-    return np.concatenate(sent)
-
-
-def _single_tables(
-    tables: Sequence[tuple[int, ...]], places: _Places, window: Window | None, offset: int
-) -> Integers:
-    """The same where every sequence has one new token, without a loop over blocks."""
-    count = len(tables)
-    starts = places.positions[:count]
-    ends = starts // BLOCK_SIZE + 1
-    firsts = np.zeros(count, np.int32)
-    if window is not None:
-        firsts[:] = [_first_block(window, start) for start in starts.tolist()]
+    ends = -(-(spans.starts + spans.counts) // BLOCK_SIZE)
+    firsts = np.zeros(len(tables), np.int32)
+    if window is not None:  # blocks that the row does not see are not sent
+        seen = [window.first_seen(start) for start in spans.starts.tolist()]
+        firsts[:] = np.array(seen, np.int32) // BLOCK_SIZE
     bounds = zip(tables, firsts.tolist(), ends.tolist(), strict=True)
     used = [table[first:end] for table, first, end in bounds]
     stops = np.cumsum(ends - firsts, dtype=np.int32)
     flat = np.fromiter(chain.from_iterable(used), np.int32, int(stops[-1]))
-    places.slots[:count] = flat[stops - 1] * BLOCK_SIZE + starts % BLOCK_SIZE
-    places.tile_tables[:count] = offset + stops - ends
+    begins = stops - ends  # where each whole table would begin
+    place = places.positions[: int(spans.counts.sum())]
+    blocks = flat[np.repeat(begins, spans.counts) + place // BLOCK_SIZE]
+    places.slots[: len(place)] = blocks * BLOCK_SIZE + place % BLOCK_SIZE
+    places.tile_tables[: int(spans.num_tiles.sum())] = np.repeat(offset + begins, spans.num_tiles)
     return flat
