@@ -44,7 +44,10 @@ from quire.model.loading import load_model
 from quire.model.spec import unsupported
 from quire_bench.measure import Load, run_load
 
-BLOCK_FORMATS = ("Q4_K_M", "Q6_K", "Q5_K_M", "Q8_0", "Q4_0", "Q4_1")
+BLOCK_FORMATS = (
+    *("Q4_K_M", "Q6_K", "Q5_K_M", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_M"),
+    *("IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0"),
+)
 FLOAT_FORMATS = ("BF16", "F16")
 BATCHES = (1, 2, 7, 16, 64, 256)
 KL_LIMIT = 3.5e-3

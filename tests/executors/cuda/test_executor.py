@@ -72,6 +72,21 @@ def test_its_logits_are_the_references(executor: CudaExecutor) -> None:
     assert ((found - exact) ** 2).sum() / (exact**2).sum() < 2e-4
 
 
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K_M", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0"])
+def test_a_file_of_any_block_format_runs(name: str) -> None:
+    path = fixture_file(f"tiny/{name}.gguf")
+    config = CudaConfig(max_batch_size=1, max_step_tokens=8, num_blocks=8, device="cpu")
+    with load_model(path) as model:
+        found = CudaExecutor(model, config)
+    found.warm_up()
+    rows = logits(found, row(PROMPT, TABLE))
+    found.close()
+    with opened(path, num_blocks=8) as reference:
+        ticket = reference.submit(StepPlan(0, (row(PROMPT, TABLE),)))
+        exact = np.asarray(reference.collect(ticket, 60).sequences[0].logits)
+    assert ((rows - exact) ** 2).sum() / (exact**2).sum() < 2e-4
+
+
 def test_any_chunking_and_any_company_gives_the_same_bits(executor: CudaExecutor) -> None:
     whole = logits(executor, row(PROMPT, TABLE))
     run(executor, row(PROMPT[:2], (5, 6), want=Want.NOTHING))
