@@ -309,9 +309,16 @@ def expert_call(num_tokens: int, tile_tokens: int) -> experts._Call:
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 128, 256, 512, 4096])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("format_name", GROUPED)
+@pytest.mark.parametrize(
+    ("format_name", "ends_in_half"), [*((name, False) for name in GROUPED), ("MXFP4", True)]
+)
 def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
-    format_name: str, gated: bool, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    format_name: str,
+    ends_in_half: bool,
+    gated: bool,
+    num_tokens: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend()
     gemm = experts.HopperExperts(HopperGemm(), dependent_launch=True)
@@ -319,7 +326,7 @@ def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     monkeypatch.setattr(gemm._kernels, "expert_gemm", catch)
     rows = 1536
     planes = made(format_name, 4 * rows, gated=False).segments[0].planes
-    stack = Stack(planes, rows, rows, torch.empty(4 * rows))
+    stack = Stack(planes, rows, rows, torch.empty(4 * rows), 512 - 128 * ends_in_half)
     tile_tokens = gemm.tile_tokens(MIXTURE, num_tokens)
     call = expert_call(num_tokens, tile_tokens)
     tokens = torch.empty((num_tokens * 8, 512), dtype=torch.float16)
@@ -336,6 +343,9 @@ def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     assert usage.can_launch
     for size in experts.token_sizes(planes.layout, tile_tokens):
         assert f"64x{size}x16" in listing
+    if format_name == "MXFP4":  # 16 for a block, 8 more for the half that is the last one
+        [*_, size] = experts.token_sizes(planes.layout, tile_tokens)
+        assert listing.count(f"HGMMA.64x{size}x16") % (24 if ends_in_half else 16) == 0
 
 
 @pytest.mark.parametrize("count", [32, 128, 512])
@@ -350,7 +360,7 @@ def test_routing_and_grouping_compile_without_spilled_registers(
     for name, catch in caught.items():
         monkeypatch.setattr(expert_kernels, name, catch)
     planes = made("Q4_K", 1536, gated=False).segments[0].planes
-    stack = Stack(planes, 1536 // count, 1536 // count, None)
+    stack = Stack(planes, 1536 // count, 1536 // count, None, 512)
     router = torch.empty((count, 512), dtype=torch.float16)
     weights = ExpertWeights(part, RouterWeights(router, router, 0, None, None), stack, stack)
     options = {"PDL": True, "launch_pdl": True}

@@ -7,6 +7,7 @@ import torch
 
 from quire.core.errors import UnsupportedModelError
 from quire.executors.cuda.planes import (
+    BLOCK,
     DELTA_ROWS,
     LARGEST_POWER,
     Array,
@@ -32,6 +33,12 @@ class Stack:
     rows_per_expert: int  # with padding
     used_rows: int  # of an expert: those after them are padding
     bias: Array | None  # float32 [experts * rows_per_expert]
+    num_columns: int  # without padding
+
+    @property
+    def ends_in_half(self) -> bool:
+        """Whether the second half of the last block of columns is padding."""
+        return 0 < self.num_columns % BLOCK <= BLOCK // 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +144,7 @@ class ExpertLoader:
         if biases[0] is not None:
             zeros = biases[0].new_zeros((len(biases[0]), 1))
             bias = torch.cat([*biases, zeros], dim=1)[:, rows].reshape(-1).contiguous()
-        return Stack(planes, len(rows), used_rows, bias)
+        return Stack(planes, len(rows), used_rows, bias, tensors[0].shape[2])
 
     def _floats(self, name: str) -> Array:
         return torch.from_numpy(self._tensors[name].to_float32()).to(self._device)

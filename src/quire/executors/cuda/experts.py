@@ -402,6 +402,7 @@ class HopperExperts:
             TILING=shape,
             NUM_SIZES=len(sizes),
             FORMAT=planes.layout,
+            ENDS_IN_HALF=planes.layout.has_powers and stack.ends_in_half,
             GATED=gated,
             BIAS=stack.bias is not None,
             OPTION=option,

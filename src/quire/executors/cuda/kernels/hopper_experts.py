@@ -200,13 +200,14 @@ def _multiply_tile(
     output: ExpertOutput,
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
+    ENDS_IN_HALF: gl.constexpr,
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
     OPTION: gl.constexpr,
 ):
     MMA: gl.constexpr = sums_layout(TILING)
     num_steps = tile.num_blocks * (256 // step_columns(TILING, FORMAT))
-    sums, at = summed(weights, tokens, at, factors, num_steps, TILING, FORMAT, True)
+    sums, at = summed(weights, tokens, at, factors, num_steps, TILING, FORMAT, True, ENDS_IN_HALF)
     sums = sums * output.sum_factor
     if BIAS:
         row = tile.row_tile * TILING.rows + gl.arange(0, TILING.rows, layout=gl.SliceLayout(1, MMA))
@@ -242,6 +243,7 @@ def _multiply(
     TILING: gl.constexpr,
     NUM_SIZES: gl.constexpr,
     FORMAT: gl.constexpr,
+    ENDS_IN_HALF: gl.constexpr,
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
     OPTION: gl.constexpr,
@@ -263,6 +265,7 @@ def _multiply(
                     output,
                     _sized(TILING, NUM_SIZES, size),
                     FORMAT,
+                    ENDS_IN_HALF,
                     GATED,
                     BIAS,
                     OPTION,
@@ -293,6 +296,7 @@ def expert_gemm(
     TILING: gl.constexpr,
     NUM_SIZES: gl.constexpr,
     FORMAT: gl.constexpr,
+    ENDS_IN_HALF: gl.constexpr,
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
     OPTION: gl.constexpr,
@@ -333,6 +337,7 @@ def expert_gemm(
                     TILING,
                     NUM_SIZES,
                     FORMAT,
+                    ENDS_IN_HALF,
                     GATED,
                     BIAS,
                     OPTION,

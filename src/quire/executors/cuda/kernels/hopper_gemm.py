@@ -302,6 +302,49 @@ def _token_quarter(ring: TokenRing, stage, QUARTER: gl.constexpr, TILING: gl.con
 
 
 @gluon.jit
+def _multiply_half(
+    sums,
+    weights: WeightRing,
+    tokens: TokenRing,
+    at: RingPosition,
+    last: RingPosition,
+    is_later,
+    factors,
+    OPERAND: gl.constexpr,
+    TILING: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """The first half of a block. Frees the stages of `last`, the block before it (`is_later`: there
+    is one), and of its own all but what _multiply_quantized frees at the end."""
+    BY_QUARTER: gl.constexpr = TILING.columns == _QUARTER
+    mbarrier.wait(weights.full.index(at.weight_stage), at.weight_phase)
+    block = load_block(weights, at.weight_stage, factors, FORMAT, TILING.rows, TILING.warps)
+    w0 = dequantized_quarter(block, 0, FORMAT, OPERAND, TILING.rows)
+    mbarrier.wait(tokens.full.index(at.token_stage), at.token_phase)
+    x0 = _token_quarter(tokens, at.token_stage, 0, TILING)
+    sums = warpgroup_mma(w0, x0, sums, is_async=True)
+    sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
+    if not BY_QUARTER:
+        mbarrier.arrive(weights.empty.index(last.weight_stage), pred=is_later)
+    if not _shares_empty(TILING, FORMAT):
+        mbarrier.arrive(tokens.empty.index(last.token_stage), pred=is_later)
+    w1 = dequantized_quarter(block, 1, FORMAT, OPERAND, TILING.rows)
+    if BY_QUARTER:
+        mbarrier.arrive(weights.empty.index(at.weight_stage))
+        mbarrier.wait(tokens.full.index(1), at.token_phase)
+    x1 = _token_quarter(tokens, at.token_stage, 1, TILING)
+    sums = warpgroup_mma(w1, x1, sums, is_async=True)
+    sums, w0, w1 = warpgroup_mma_wait(0, deps=[sums, w0, w1])
+    if BY_QUARTER:  # the last two quarters came, too
+        mbarrier.arrive(tokens.empty.index(0))
+        mbarrier.arrive(tokens.empty.index(1))
+        mbarrier.wait(tokens.full.index(2), at.token_phase)
+        mbarrier.arrive(tokens.empty.index(2))
+        mbarrier.wait(tokens.full.index(3), at.token_phase)
+    return sums
+
+
+@gluon.jit
 def _multiply_quantized(
     sums,
     weights: WeightRing,
@@ -313,11 +356,13 @@ def _multiply_quantized(
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
     PERSISTENT: gl.constexpr,
+    ENDS_IN_HALF: gl.constexpr,
 ):
     """A quarter of a block is multiplied while the next one is dequantised.
 
     A stage of tokens holds a block of 256 columns, or a quarter of one (`BY_QUARTER`); either way
-    it is freed once its wgmma have ended.
+    it is freed once its wgmma have ended. ENDS_IN_HALF: the second half of the last block is
+    padding, and is not multiplied.
     """
     BY_QUARTER: gl.constexpr = TILING.columns == _QUARTER
     gl.static_assert((TILING.columns == _BLOCK) or (TILING.token_stages == 4))
@@ -326,7 +371,8 @@ def _multiply_quantized(
     weight_stage, weight_phase, token_stage, token_phase = at
     last_weight_stage = 0
     last_token_stage = 3 if BY_QUARTER else 0
-    for step in range(num_steps):
+    num_whole = num_steps - 1 if ENDS_IN_HALF else num_steps
+    for step in range(num_whole):
         mbarrier.wait(weights.full.index(weight_stage), weight_phase)
         block = load_block(weights, weight_stage, factors, FORMAT, TILING.rows, TILING.warps)
         w0 = dequantized_quarter(block, 0, FORMAT, OPERAND, TILING.rows)
@@ -373,7 +419,21 @@ def _multiply_quantized(
             last_token_stage = token_stage
             token_stage, token_phase = next_stage(token_stage, token_phase, TILING.token_stages)
         weight_stage, weight_phase = next_stage(weight_stage, weight_phase, TILING.weight_stages)
-    sums = warpgroup_mma_wait(0, deps=[sums])
+    if ENDS_IN_HALF:
+        here = RingPosition(weight_stage, weight_phase, token_stage, token_phase)
+        last = RingPosition(last_weight_stage, 0, last_token_stage, 0)
+        sums = _multiply_half(
+            sums, weights, tokens, here, last, num_whole > 0, factors, OPERAND, TILING, FORMAT
+        )
+        if BY_QUARTER:
+            token_phase ^= 1
+        else:
+            last_weight_stage = weight_stage
+            last_token_stage = token_stage
+            token_stage, token_phase = next_stage(token_stage, token_phase, TILING.token_stages)
+        weight_stage, weight_phase = next_stage(weight_stage, weight_phase, TILING.weight_stages)
+    else:
+        sums = warpgroup_mma_wait(0, deps=[sums])
     if PERSISTENT:
         if not BY_QUARTER:
             mbarrier.arrive(weights.empty.index(last_weight_stage))
@@ -478,9 +538,11 @@ def summed(
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
     PERSISTENT: gl.constexpr,
+    ENDS_IN_HALF: gl.constexpr,
 ):
     """What the rings bring, multiplied: float32 [rows, tokens], in `sums_layout`; and the position
-    after it. PERSISTENT: the last stages are freed too, for the next tile."""
+    after it. PERSISTENT: the last stages are freed too, for the next tile. ENDS_IN_HALF: the second
+    half of the last block need not be multiplied."""
     ROWS: gl.constexpr = TILING.rows
     TOKENS: gl.constexpr = TILING.tokens
     MMA: gl.constexpr = sums_layout(TILING)
@@ -490,7 +552,17 @@ def summed(
         return _multiply_float(sums, weights, tokens, at, num_steps, TILING, FORMAT, PERSISTENT)
     else:
         return _multiply_quantized(
-            sums, weights, tokens, at, num_steps, factors, MMA, TILING, FORMAT, PERSISTENT
+            sums,
+            weights,
+            tokens,
+            at,
+            num_steps,
+            factors,
+            MMA,
+            TILING,
+            FORMAT,
+            PERSISTENT,
+            ENDS_IN_HALF,
         )
 
 
@@ -513,7 +585,7 @@ def _multiply(
     phase = 0
     at = RingPosition(stage, phase, stage, phase)
     weights = with_table(weights, grid, FORMAT, TILING.warps)
-    sums, _ = summed(weights, tokens, at, factors, tile.num_steps, TILING, FORMAT, False)
+    sums, _ = summed(weights, tokens, at, factors, tile.num_steps, TILING, FORMAT, False, False)
     if LAUNCH == _CONCURRENT:
         wait_for_previous_kernel()
     _epilogue(sums, tile, output, MMA, TILING, ACTIVATION, BIAS)
