@@ -93,7 +93,7 @@ def test_a_grouped_gemm_fits_every_gpu(
     gemm = experts.PortableExperts(exact=False)
     rows = 1536
     planes = made(format_name, 4 * rows, gated=False).segments[0].planes
-    stack = Stack(planes, rows, rows, torch.empty(4 * rows))
+    stack = Stack(planes, rows, rows, torch.empty(4 * rows), 512)
     call = expert_call(16, gemm.tile_tokens(MIXTURE, 16))
     tokens = torch.empty((128, 512), dtype=torch.float16)
     gemm.multiply_gated(call, stack, tokens, torch.empty((128, 768), dtype=torch.float16))

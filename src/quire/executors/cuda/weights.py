@@ -55,7 +55,7 @@ from quire.model.spec import (
 
 _SPLIT_TILES = 264  # programs that fill a GPU of 132 multiprocessors, two on each
 _TILE_ROWS = 64
-_MIN_SPLIT_BLOCKS = 8  # of 256 columns
+_MIN_SPLIT_BLOCKS = 6  # of 256 columns
 _MIN_TERNARY_SPLIT_BLOCKS = 4
 
 # What launchers can launch. Grids have at most 65535 programs in their second and third direction,
