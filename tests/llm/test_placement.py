@@ -53,6 +53,13 @@ def test_a_layer_more_is_a_layer_of_weights_and_keys_more(model: Model) -> None:
     assert few.gpu.block_bytes % BLOCK_SIZE == 0
 
 
+def test_keys_and_values_in_bytes_are_counted_on_both_sides(model: Model) -> None:
+    halves, in_bytes = (placed(model, 1 << 40, 3, is_8bit=x) for x in (False, True))
+    for side in ("cpu", "gpu"):
+        assert getattr(in_bytes, side).block_bytes < 0.6 * getattr(halves, side).block_bytes
+    assert in_bytes.num_blocks > 1.6 * halves.num_blocks
+
+
 def test_what_cannot_fit_is_said_with_figures(model: Model) -> None:
     with pytest.raises(ConfigError, match=r"1 layer, the head .* of which 1\.0 MiB may be used"):
         placed(model, MEBIBYTE)

@@ -157,6 +157,7 @@ def load_placed(
     max_batch_size: int,
     piece_tokens: int,
     unit: str = "",
+    kv_int8: bool = False,
     invariant: bool = True,
     device: str = "cuda",
 ) -> PlacedExecutor:
@@ -173,6 +174,7 @@ def load_placed(
         invariant=invariant,
         device=device,
         takes_hidden=True,
+        kv_type="int8" if kv_int8 else "auto",
     )
     on_gpu = CudaExecutor(last_layers(model, cut), config, layout=after.layout)
     num_blocks = on_gpu.capacity.num_blocks
@@ -181,6 +183,7 @@ def load_placed(
         num_blocks=num_blocks,
         threads=threads,
         unit=unit,
+        kv_int8=kv_int8,
         layout=before.layout,
     )
     capacity = model_capacity(

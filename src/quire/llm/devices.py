@@ -491,7 +491,7 @@ class PlacedDevice(CudaDevice):
         plan_ahead=False,  # the CPU needs the tokens that the GPU sampled
     )
     has_threads = True
-    cache_types = ("auto",)
+    cache_types = ("auto", "int8")  # what both sides have
 
     def check_options(self, options: Options) -> None:
         super().check_options(options)
@@ -529,6 +529,7 @@ class PlacedDevice(CudaDevice):
             num_blocks=found.num_blocks,
             threads=Threads(count, may_spin=count <= usable_cores()),
             unit=chosen_unit(),
+            kv_int8=options.kv_cache_dtype == "int8",
             max_batch_size=options.max_batch_size,
             piece_tokens=max(PIECE_TOKENS, options.max_batch_size),
             invariant=options.invariant,
@@ -561,6 +562,7 @@ def placement_of(model: Model, options: Options, gpu_memory: int) -> Placement |
         kv_bytes=None if options.kv_memory is None else parse_bytes(options.kv_memory),
         max_context=options.max_context,
         threads=num_threads(options.threads),
+        is_8bit=options.kv_cache_dtype == "int8",
     )
     count = options.gpu_layers if isinstance(options.gpu_layers, int) else None
     return place(model, sizes, count, gpu_memory, available_memory())

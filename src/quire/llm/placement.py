@@ -29,6 +29,7 @@ class PlacementSizes:
     kv_bytes: int | None  # of both sides together; None: what suits them
     max_context: int | None
     threads: int
+    is_8bit: bool = False  # keys and values, on both sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +142,10 @@ def _cpu_plan(
     spec = part.spec
     return MemoryPlan(
         weight_bytes(part.tensors),
-        kv_bytes_per_token(spec, is_8bit=False),
+        kv_bytes_per_token(spec, is_8bit=sizes.is_8bit),
         available,
         workspace_bytes(spec, part.tensors, PIECE_TOKENS, spec.context_length, sizes.threads),
-        group_bytes=kv_bytes_in_block(spec, layout, is_8bit=False),
+        group_bytes=kv_bytes_in_block(spec, layout, is_8bit=sizes.is_8bit),
         chunk=sizes.chunk,
     )
 
@@ -154,10 +155,10 @@ def _gpu_plan(
 ) -> MemoryPlan:
     return MemoryPlan(
         sum(tensor.nbytes for tensor in part.tensors.values()),
-        kv_bytes_per_token(part.spec, is_8bit=False),
+        kv_bytes_per_token(part.spec, is_8bit=sizes.is_8bit),
         available,
         _gpu_workspace(model, sizes.max_batch_size, available),
-        group_bytes=kv_bytes_in_block(part.spec, layout, is_8bit=False),
+        group_bytes=kv_bytes_in_block(part.spec, layout, is_8bit=sizes.is_8bit),
         chunk=sizes.chunk,
     )
 

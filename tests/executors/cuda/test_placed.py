@@ -46,7 +46,7 @@ TABLE = (2, 0)
 
 @contextmanager
 def opened_placed(
-    path: Path | str, num_blocks: int = 16, *, cpu_layers: int = 1
+    path: Path | str, num_blocks: int = 16, *, cpu_layers: int = 1, kv_int8: bool = False
 ) -> Iterator[PlacedExecutor]:
     with load_model(path) as model:
         executor = load_placed(
@@ -56,6 +56,7 @@ def opened_placed(
             threads=Threads(1, may_spin=False),
             max_batch_size=4,
             piece_tokens=32,
+            kv_int8=kv_int8,
             device="cpu",
         )
         executor.warm_up()
@@ -217,3 +218,11 @@ def test_kernels_of_every_layer_are_warm_by_one_layer_of_each_kind(path: Path | 
         decoder = executor._decoder
         assert kinds(decoder.layer_kinds) == kinds(decoder._layers)
         assert len(decoder.layer_kinds) == len(kinds(decoder._layers)) > 1
+
+
+def test_both_sides_keep_keys_and_values_in_bytes() -> None:
+    with opened_placed(TINY) as halves, opened_placed(TINY, kv_int8=True) as in_bytes:
+        for kind in ("kv", "gpu_kv"):
+            assert in_bytes.memory_bytes[kind] < 0.6 * halves.memory_bytes[kind]
+        exact, found = (logits(x, rows_of(x, PROMPT)) for x in (halves, in_bytes))
+        assert 0 < error(found, exact) < 1e-3
