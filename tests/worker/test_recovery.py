@@ -161,7 +161,8 @@ def test_a_hundred_workers_are_killed(model: Path) -> None:
                 expected = await undisturbed(model, asked)
                 moments = [draw.randrange(1, 300) for _ in range(8)]
                 answers, killed = await disturbed(llm, asked, moments)
-                assert answers == expected
+                for (_, params), answer, wanted in zip(asked, answers, expected, strict=True):
+                    assert answer == wanted, params
                 num_killed += killed
 
     asyncio.run(main())
@@ -181,7 +182,7 @@ def test_a_request_that_kills_workers_is_refused_and_the_others_finish(model: Pa
             with pytest.raises(WorkerCrashError, match="the likely cause"):
                 await llm.generate([1, 2, POISON, 4], max_tokens=5)
             outputs = await asyncio.gather(*others, return_exceptions=True)
-            assert 2 <= llm.num_restarts <= 3
+            assert 2 <= llm.num_restarts <= 4
             for output, wanted in zip(outputs, expected, strict=True):
                 assert isinstance(output, RequestOutput), output
                 assert output.completions == wanted.completions

@@ -143,6 +143,7 @@ class Record:
     # Tokens of each completion that its reader has and that are computed again: prompt scores
     # come at the end alone, so that such a request begins anew.
     num_repeated: list[int] = field(default_factory=list)
+    num_probed: int = 0  # of these crashes, those while it was run apart
     num_anew: int = 0  # times that it began anew, since its last new token
 
     def take(self, piece: Piece) -> None:
@@ -152,7 +153,7 @@ class Record:
             if self.num_anew <= _MAX_REPEATS:
                 self.num_crashes = 0
             return
-        self.num_crashes = self.num_anew = 0
+        self.num_crashes = self.num_anew = self.num_probed = 0
         if self.metrics.first_token_at is None:
             self.metrics.started_at = self.metrics.first_token_at = time.perf_counter()
         completion = self.completions[index]
@@ -581,12 +582,16 @@ class RemoteEngine:
             self._resubmit()
 
     def _judge(self, started: Sequence[Record]) -> None:
-        """Refuse the likely cause of two crashes; of several, each is run apart from the others."""
+        """Refuse the likely cause of two crashes; of several, each is run apart from the others.
+        One crash then is no proof: whoever kills workers from outside would choose the request."""
         for record in started:
             record.num_crashes += 1
         twice = [record for record in started if record.num_crashes >= _CRASHES_OF_A_CAUSE]
-        cause = self._probed if self._probed in twice else None
-        if cause is None and len(started) == len(twice) == 1:  # it ran alone
+        cause, probed = None, self._probed
+        if probed is not None and probed in twice:
+            probed.num_probed += 1
+            cause = probed if probed.num_probed >= _CRASHES_OF_A_CAUSE else None
+        if probed is None and len(started) == len(twice) == 1:  # it ran alone
             cause = twice[0]
         if cause is not None:
             error = WorkerCrashError(
