@@ -303,6 +303,12 @@ EXPERT_SHAPES = (
     ExpertShape(8, 4, 2880, 2880, "Q8_0", Activation.CLAMPED_SWIGLU),
     ExpertShape(8, 4, 2880, 2880, "MXFP4", Activation.CLAMPED_SWIGLU),
     ExpertShape(8, 2, 768, 2048, "BF16", Activation.SILU),
+    ExpertShape(8, 2, 768, 2048, "Q2_K", Activation.SILU),
+    ExpertShape(8, 2, 768, 2048, "Q3_K", Activation.SILU),
+    ExpertShape(8, 2, 768, 2048, "IQ1_M", Activation.SILU),
+    ExpertShape(8, 2, 768, 2048, "IQ2_S", Activation.SILU),
+    ExpertShape(8, 2, 768, 2048, "IQ3_XXS", Activation.SILU),
+    ExpertShape(8, 2, 768, 2048, "IQ4_XS", Activation.SILU),
 )
 EXPERT_BATCHES = (1, 2, 8, 9, 16, 33, 64, 130, 256, 600, 2048)
 
@@ -440,7 +446,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bits = "same" if same else "DIFFER"
             took = time.perf_counter() - began
             print(
-                f"{format_name:6} {shape:6} error {error:.2e}  bits {bits}  ({took:.1f} s)",
+                f"{format_name:7} {shape:6} error {error:.2e}  bits {bits}  ({took:.1f} s)",
                 flush=True,
             )
             del case

@@ -36,13 +36,8 @@ from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E
 from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
 from quire.executors.cuda.kernels import sampling as sampling_kernels  # noqa: E402
 from quire.executors.cuda.kernels import scoring as scoring_kernels  # noqa: E402
-from quire.executors.cuda.planes import (  # noqa: E402
-    DELTA_ROWS,
-    PLANE_FORMATS,
-    TERNARY,
-    Planes,
-    grid_table,
-)
+from quire.executors.cuda.plane_sources import grid_table  # noqa: E402
+from quire.executors.cuda.planes import DELTA_ROWS, PLANE_FORMATS, TERNARY, Planes  # noqa: E402
 from quire.executors.cuda.sampling import Sampler  # noqa: E402
 from quire.executors.cuda.weights import Linear, Segment, load_weights  # noqa: E402
 from quire.model.kv_layout import one_group  # noqa: E402

@@ -84,7 +84,8 @@ def _bytes_asm() -> str:
 @gluon.constexpr_function
 def _floats_asm() -> str:
     """Two words of eight floats of 4 bits (MXFP4) to sixteen float16: masks and shifts make each a
-    float16 that is 2**-14 of it (see planes.FLOAT_SHIFTS). $8-$9 the words, $10 the scale twice."""
+    float16 that is 2**-14 of it (see plane_sources.FLOAT_SHIFTS). $8-$9 the words, $10 the scale
+    twice."""
     lines = ["{", ".reg .b32 t, u, v;"]
     for word in range(2):
         source = f"${8 + word}"
@@ -139,7 +140,8 @@ def _two_bits_asm(has_high: bool, odd_quarter: bool) -> str:
 def _values_asm() -> str:
     """Two words of eight codes of IQ4 to sixteen float16. Four nibbles select bytes of both halves
     of the table, their highest bits which of these: the values plus 128, two pairs of which are
-    one byte apart (planes.VALUE_NIBBLES). $8-$9 the words, then scale and offset, each twice."""
+    one byte apart (plane_sources.VALUE_NIBBLES). $8-$9 the words, then scale and offset, each
+    twice."""
     lines = ["{", ".reg .b32 t, a, m, lo, hi, r, t0, t1, t2, t3;"]
     lines += ["mov.b32 t0, 0x3F2D1801;", "mov.b32 t1, 0x766A5D4F;"]
     lines += ["mov.b32 t2, 0xA6998D81;", "mov.b32 t3, 0xF1D9C5B5;"]
@@ -641,7 +643,7 @@ def _records(scales, LANE: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr
 
 @gluon.jit
 def _with_even_signs(words):
-    """Signs with those that follow from the others (planes.EVEN_SIGNS)."""
+    """Signs with those that follow from the others (plane_sources.EVEN_SIGNS)."""
     kept = words & 0x55FFFFFF
     folded = kept ^ (kept >> 16)
     folded = folded ^ (folded >> 8)

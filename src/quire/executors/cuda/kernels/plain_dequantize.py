@@ -17,7 +17,7 @@ _ONE = tl.constexpr(2.0**-24)  # an integer 1 in a float16's lowest bit
 # IQ4_VALUES plus 128, a byte each.
 _LOW_VALUES = tl.constexpr(0x766A5D4F3F2D1801)
 _HIGH_VALUES = tl.constexpr(0xF1D9C5B5A6998D81 - (1 << 64))
-# planes.THIRD_BITS: of a unit's pairs 0-3, and four pairs further on.
+# plane_sources.THIRD_BITS: of a unit's pairs 0-3, and four pairs further on.
 _THIRD_BITS = tl.constexpr((15, 9, 11, 8))
 _LATER_THIRD_BITS = tl.constexpr((10, 12, 14, 13))
 
@@ -77,7 +77,7 @@ def _from_half_bits(bits):
 
 @triton.jit
 def _with_even_signs(words):
-    """Signs with those that follow from the others (planes.EVEN_SIGNS)."""
+    """Signs with those that follow from the others (plane_sources.EVEN_SIGNS)."""
     kept = words & 0x55FFFFFF
     folded = kept ^ (kept >> 16)
     folded = folded ^ (folded >> 8)
@@ -269,7 +269,7 @@ def _scale_and_offset(
 
 @triton.jit
 def two_bits_shift(pair):
-    """The bit at which planes.py keeps the upper two bits of a quarter's pair 0-7: even pairs at 4,
+    """The bit at which planes keep the upper two bits of a quarter's pair 0-7: even pairs at 4,
     6, 12, 14, odd ones at 8, 10, 0, 2."""
     return (4 + 4 * (pair % 2) + pair // 2 % 2 * 2 + pair // 4 * 8) % 16
 
@@ -283,7 +283,7 @@ def one_bit_shift(pair, steps):
 
 @triton.jit
 def _small_float(bits, place):
-    """MXFP4's value times 2**10, of the pair at this place of a word (see planes.FLOAT_SHIFTS)."""
+    """MXFP4's value times 2**10, of the pair at this place (plane_sources.FLOAT_SHIFTS)."""
     upper = place // 2 % 2  # places 2 and 3
     lower = place % 2
     code = (bits >> tl.where(upper == 1, 4 + 8 * lower, 9 - 8 * lower)) & 7
@@ -297,7 +297,7 @@ def _code(words: UnitWords, at: Units, FORMAT: tl.constexpr, WEIGHT: tl.constexp
     """A unit's weight 0-7, as a float32 of its code."""
     PAIR: tl.constexpr = WEIGHT // 2
     ONE: tl.constexpr = WEIGHT % 2
-    SWAPPED: tl.constexpr = WEIGHT % 4 % 2 * 2 + WEIGHT % 4 // 2  # planes.GRID_BYTES
+    SWAPPED: tl.constexpr = WEIGHT % 4 % 2 * 2 + WEIGHT % 4 // 2  # plane_sources.GRID_BYTES
     word = words.first if WEIGHT < 4 else words.second
     if FORMAT.has_signed_points:
         size = (word >> (8 * SWAPPED)) & 63
