@@ -6,9 +6,10 @@ and a row's bits depend on none of the others. One warp loads blocks of the cach
 Blocks of earlier steps are prefetched before the previous kernel has ended. The context is split
 as in kernels/attention.py, in tiles of TILE positions.
 
-Of a cache of codes (kernels/kv_codes.py) keys become bfloat16 in registers, from which wgmma takes
-its M side too; values, whose M side are columns, in a tile of shared memory beside the ring. Every
-byte is decoded to a finite number, so that what nobody wrote needs no masking but its scale.
+Of a cache of codes (kernels/kv_codes.py) keys become float16 in registers, from which wgmma takes
+its M side too, and are multiplied with queries in float16; values, whose M side are columns, become
+bfloat16, for the range of weights times scales, in a tile of shared memory beside the ring. Every
+byte of a value is decoded to a finite number: what nobody wrote needs no masking but its scale.
 
 Constants of a launch: SHAPE is an attention.AttentionShape, STAGES the length of the ring.
 """
@@ -63,6 +64,30 @@ def num_registers(rows: int, head_dim: int, *, paired: bool, is_8bit: bool = Fal
 
 _TILE, _COLUMNS = gl.constexpr(TILE), gl.constexpr(COLUMNS)
 
+# Four codes as two pairs of float16. int8: 0x64 before a code makes 1024 more than it.
+_ASM_INT8_KEYS = gl.constexpr(
+    """
+    {
+    .reg .b32 code, low, high, zero;
+    mov.b32 zero, 0x64806480;
+    xor.b32 code, $2, 0x80808080;
+    prmt.b32 low, code, 0x64646464, 0x4140;
+    prmt.b32 high, code, 0x64646464, 0x4342;
+    sub.rn.f16x2 $0, low, zero;
+    sub.rn.f16x2 $1, high, zero;
+    }
+    """
+)
+_ASM_E4M3_KEYS = gl.constexpr(
+    """
+    {
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }
+    """
+)
 # Four codes as two pairs of bfloat16. int8: 0x43 before a code's lower seven bits makes 128 more
 # than these; 0x43 before its sign bit makes 128, or 256, which is subtracted. e4m3: exponent and
 # mantissa go where bfloat16 has its own, whose exponents are 120 larger.
@@ -242,7 +267,15 @@ def _store_halves(x, tile, index: gl.constexpr, error_index: gl.constexpr, PAIRE
 
 
 @gluon.jit
-def _load_queries(queries, query_tile, program: Program, SHAPE: gl.constexpr, PAIRED: gl.constexpr):
+def _load_queries(
+    queries,
+    query_tile,
+    program: Program,
+    SHAPE: gl.constexpr,
+    PAIRED: gl.constexpr,
+    OF_CODES: gl.constexpr,
+):
+    """OF_CODES: columns in the order in which `_code_scores` has those of keys."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HEADS_EACH: gl.constexpr = SHAPE.num_heads // SHAPE.num_kv_heads
     GROUP: gl.constexpr = SHAPE.group
@@ -251,6 +284,9 @@ def _load_queries(queries, query_tile, program: Program, SHAPE: gl.constexpr, PA
     token = (program.first_row + r // GROUP).to(gl.int64)
     row = token * SHAPE.num_heads + program.kv_head * HEADS_EACH + r % GROUP
     column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    if OF_CODES:
+        inner = column % 16
+        column = column - inner + inner % 8 // 2 * 4 + inner // 8 * 2 + inner % 2
     COLUMN_TILES: gl.constexpr = SHAPE.head_dim // _COLUMNS
     for column_tile in gl.static_range(COLUMN_TILES):
         q = gl.load(
@@ -282,12 +318,29 @@ def _scores(
 
 
 @gluon.jit
-def _decoded(codes):
+def _decoded_keys(codes):
+    """As float16, without scales."""
+    ASM: gl.constexpr = _ASM_INT8_KEYS if codes.dtype == gl.int8 else _ASM_E4M3_KEYS
+    return gl.inline_asm_elementwise(
+        ASM, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def _decoded_values(codes):
     """As bfloat16, without scales."""
     ASM: gl.constexpr = _ASM_INT8 if codes.dtype == gl.int8 else _ASM_E4M3
     return gl.inline_asm_elementwise(
         ASM, "=r,=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=4
     )
+
+
+@gluon.jit
+def _code_operand(codes, OPERAND: gl.constexpr):
+    """Keys as an operand. A thread has four columns in a row, of which the operand's layout wants
+    two and, eight columns on, two more: so columns are taken in another order, as of queries."""
+    halves = _decoded_keys(codes).reshape([_TILE, 4, 4, 2, 2]).permute((0, 1, 3, 2, 4))
+    return gl.convert_layout(halves.reshape([_TILE, _COLUMNS]), OPERAND)
 
 
 @gluon.jit
@@ -302,10 +355,17 @@ def _code_scores(
 ):
     """As `_scores`, of codes, without their scales. The keys are free once all are in registers."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[_TILE, _COLUMNS],
+    )
     keys = ()
     for column_tile in gl.static_range(COLUMN_TILES):
-        codes = ring.key_tiles.index(stage * COLUMN_TILES + column_tile).load(OPERAND)
-        keys = _appended(keys, _decoded(codes))
+        codes = ring.key_tiles.index(stage * COLUMN_TILES + column_tile).load(LAYOUT)
+        keys = _appended(keys, _code_operand(codes, OPERAND))
     scores = zeros
     for part in gl.static_range(2 if PAIRED else 1):
         for column_tile in gl.static_range(COLUMN_TILES):
@@ -323,7 +383,7 @@ def _decode_values(ring: CacheRing, value_halves, stage, COLUMN_TILES: gl.conste
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     for tile in gl.static_range(COLUMN_TILES):
         codes = ring.value_tiles.index(stage * COLUMN_TILES + tile).load(LAYOUT)
-        value_halves.index(tile).store(_decoded(codes))
+        value_halves.index(tile).store(_decoded_values(codes))
 
 
 @gluon.jit
@@ -511,7 +571,7 @@ def _compute(
     if PDL:
         wait_for_previous_kernel()
     PAIRED: gl.constexpr = queries.dtype.element_ty == gl.float32
-    _load_queries(queries, query_tile, program, SHAPE, PAIRED)
+    _load_queries(queries, query_tile, program, SHAPE, PAIRED, scales is not None)
 
     position = program.first_position + gl.arange(0, ROWS, layout=ROW) // SHAPE.group
     n = gl.arange(0, _TILE, layout=gl.SliceLayout(1, MMA))
@@ -646,7 +706,8 @@ def attend(
     PARTS: gl.constexpr = 2 if queries.dtype.element_ty == gl.float32 else 1
     keys = gl.allocate_shared_memory(key_desc.dtype, [TILES, _TILE, _COLUMNS], LAYOUT)
     values = gl.allocate_shared_memory(key_desc.dtype, [TILES, _TILE, _COLUMNS], LAYOUT)
-    query_tile = gl.allocate_shared_memory(HALF, [PARTS * COLUMN_TILES, ROWS, _COLUMNS], HALVES)
+    QUERY: gl.constexpr = gl.float16 if IS_8BIT else HALF
+    query_tile = gl.allocate_shared_memory(QUERY, [PARTS * COLUMN_TILES, ROWS, _COLUMNS], HALVES)
     value_halves = query_tile
     if IS_8BIT:
         value_halves = gl.allocate_shared_memory(HALF, [COLUMN_TILES, _TILE, _COLUMNS], HALVES)
