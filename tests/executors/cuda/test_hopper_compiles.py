@@ -210,7 +210,8 @@ def test_attention_reads_what_tma_loaded(
     attention.attend(inputs, launchers.LayerCache(keys, keys, scales), layer, num_splits)
     usage, listing = compiled(catch.found, tmp_path)
     print(heads, num_tokens, usage)
-    assert usage.stack == 0
+    # Over codes four programs with 16 bytes on the stack were faster than three without.
+    assert usage.stack <= (0 if scales is None else 16)
     assert usage.shared <= SHARED_MEMORY
     assert ("HGMMA" in listing) and (".BF16" in listing) == (half != "float16")
     assert "UTMALDG" in listing

@@ -246,9 +246,12 @@ class HopperAttention:
             launch = self._prefill.attend[(spec.num_kv_heads, num_tiles)]
             launch(inputs.queries, keys, values, *rows, *last, **options)
             return
+        num_stages = self._kernels.num_stages(num_tokens)
+        if cache.scales is not None:
+            num_stages = self._kernels.num_code_stages(shape.rows)
         self._kernels.attend[(spec.num_kv_heads, num_tiles, max(1, num_splits))](
             *(inputs.queries, keys, values, cache.scales, *rows, self._splits.buffers, *last),
-            STAGES=self._kernels.num_stages(num_tokens),
+            STAGES=num_stages,
             SPLIT_PROGRAMS=num_splits > 0,
             num_warps=self._kernels.WARPS,
             maxnreg=self._kernels.num_registers(

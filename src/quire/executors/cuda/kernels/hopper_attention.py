@@ -48,13 +48,18 @@ def num_stages(num_tokens: int) -> int:
     return 3 if num_tokens <= _FEW_TOKENS else 2
 
 
+def num_code_stages(rows: int) -> int:
+    """The same of tiles of codes, for as many programs as their registers allow."""
+    return 2 if rows == 8 else 3
+
+
 def num_registers(rows: int, head_dim: int, *, paired: bool, is_8bit: bool = False) -> int:
     """Of a thread, at most: three programs a multiprocessor, or two; wide heads fill its shared
     memory with one. Of heads of 64, whose programs are short, five, unless queries are pairs."""
     if is_8bit:
         if head_dim > 128 or (paired and rows > 8):
             return 168
-        return 80 if rows == 8 and not paired else 128
+        return 64 if rows == 8 and not paired else 128  # 64: four programs a multiprocessor
     if head_dim == 64 and rows == 8 and not paired:
         return 48
     if head_dim > 128:
