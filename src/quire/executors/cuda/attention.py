@@ -246,19 +246,17 @@ class HopperAttention:
             launch = self._prefill.attend[(spec.num_kv_heads, num_tiles)]
             launch(inputs.queries, keys, values, *rows, *last, **options)
             return
-        num_stages = self._kernels.num_stages(num_tokens)
-        if cache.scales is not None:
-            num_stages = self._kernels.num_code_stages(shape.rows)
+        is_8bit = cache.scales is not None
         self._kernels.attend[(spec.num_kv_heads, num_tiles, max(1, num_splits))](
             *(inputs.queries, keys, values, cache.scales, *rows, self._splits.buffers, *last),
-            STAGES=num_stages,
+            STAGES=self._kernels.num_stages(num_tokens, shape.rows, is_8bit=is_8bit),
             SPLIT_PROGRAMS=num_splits > 0,
             num_warps=self._kernels.WARPS,
             maxnreg=self._kernels.num_registers(
                 shape.rows,
                 spec.head_dim,
                 paired=inputs.queries.dtype is torch.float32,
-                is_8bit=cache.scales is not None,
+                is_8bit=is_8bit,
             ),
             **options,
         )

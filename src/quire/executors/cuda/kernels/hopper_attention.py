@@ -43,14 +43,12 @@ WARPS = 4
 _FEW_TOKENS = 128
 
 
-def num_stages(num_tokens: int) -> int:
-    """Tiles of keys, and of values, in flight: more where there are few programs."""
+def num_stages(num_tokens: int, rows: int, *, is_8bit: bool) -> int:
+    """Tiles of keys, and of values, in flight: more where there are few programs. Of codes, for as
+    many programs as registers allow."""
+    if is_8bit:
+        return 2 if rows == 8 else 3
     return 3 if num_tokens <= _FEW_TOKENS else 2
-
-
-def num_code_stages(rows: int) -> int:
-    """The same of tiles of codes, for as many programs as their registers allow."""
-    return 2 if rows == 8 else 3
 
 
 def num_registers(rows: int, head_dim: int, *, paired: bool, is_8bit: bool = False) -> int:
@@ -653,6 +651,25 @@ def _compute(
 
 
 @gluon.jit
+def _new_ring(keys, values, STAGES: gl.constexpr, SHAPE: gl.constexpr):
+    ring = CacheRing(
+        keys,
+        values,
+        allocate_barriers(STAGES),
+        allocate_barriers(STAGES),
+        allocate_barriers(STAGES),
+        allocate_barriers(STAGES),
+    )
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ring.key_full.index(stage), count=_TILE // SHAPE.block_size)
+        mbarrier.init(ring.key_empty.index(stage), count=1)
+        mbarrier.init(ring.value_full.index(stage), count=_TILE // SHAPE.block_size)
+        mbarrier.init(ring.value_empty.index(stage), count=1)
+    fence_async_shared()
+    return ring
+
+
+@gluon.jit
 def attend(
     queries,
     key_desc,
@@ -718,20 +735,7 @@ def attend(
         value_halves = gl.allocate_shared_memory(HALF, [COLUMN_TILES, _TILE, _COLUMNS], HALVES)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_TILE, ROWS], HALF)
     weight_tile = gl.allocate_shared_memory(HALF, [PARTS, _TILE, ROWS], WEIGHTS)
-    ring = CacheRing(
-        keys,
-        values,
-        allocate_barriers(STAGES),
-        allocate_barriers(STAGES),
-        allocate_barriers(STAGES),
-        allocate_barriers(STAGES),
-    )
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ring.key_full.index(stage), count=_TILE // SHAPE.block_size)
-        mbarrier.init(ring.key_empty.index(stage), count=1)
-        mbarrier.init(ring.value_full.index(stage), count=_TILE // SHAPE.block_size)
-        mbarrier.init(ring.value_empty.index(stage), count=1)
-    fence_async_shared()
+    ring = _new_ring(keys, values, STAGES, SHAPE)
     program = Program(
         tile, gl.num_programs(1), kv_head, first_row, count, first_position, first_tile, last_tile
     )
