@@ -24,6 +24,7 @@ TREE: dict[str, tuple[type[Exception], ...]] = {
     "ExecutorMemoryError": (errors.ExecutorError,),
     "StepTimeoutError": (errors.ExecutorError,),
     "StepCancelledError": (errors.ExecutorError,),
+    "WorkerCrashError": (errors.ExecutorError,),
 }
 
 

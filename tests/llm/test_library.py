@@ -126,7 +126,7 @@ def test_parameters_that_cannot_be_are_refused_by_name(
     ("name", "instead"),
     [
         ("max_model_len", "max_context"),
-        ("n_gpu_layers", "device"),
+        ("n_gpu_layers", "gpu_layers"),
         ("gpu_memory_utilization", "kv_memory"),
         ("max_batchsize", "did you mean 'max_batch_size'"),
     ],

@@ -139,10 +139,8 @@ def _open_closed_streams() -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    command = ""
     try:
         args = _parser().parse_args(arguments)
-        command = args.command
         _find_model(args)
         _begin_reading(args)
         code: int = resolve_name(COMMANDS[args.command].run)(args)
@@ -160,7 +158,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except MemoryError:
         return _fail("there is not enough memory")
     except ModuleNotFoundError as error:
-        return _missing(error, command)
+        return _missing(error, arguments)
     except Exception as error:
         return _unexpected(error)
 
@@ -180,7 +178,9 @@ def _begin_reading(args: argparse.Namespace) -> None:
         resolve_name("quire.model.isolated:begin")(args.model)
 
 
-def _missing(error: ModuleNotFoundError, command: str) -> int:
+def _missing(error: ModuleNotFoundError, arguments: Sequence[str] | None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    command = next((name for name in given if name in COMMANDS), "")
     package = (error.name or "").partition(".")[0]
     for extra, packages in _EXTRAS.items():
         if package in packages:
