@@ -151,7 +151,8 @@ def test_a_familys_dummy_in_its_usual_mix_runs_as_the_reference_does(name: str) 
         executor = CudaExecutor(model, config)
         reference = ReferenceExecutor(model, num_blocks=4)
     executor.warm_up()
-    plan = StepPlan(0, (row(PROMPT[:3], (2, 0), want=Want.LOGITS),))
+    # Tokens whose experts are no near ties, which any other order of sums may decide otherwise.
+    plan = StepPlan(0, (row((5, 6, 7), (2, 0), want=Want.LOGITS),))
     found, exact = logits_of(executor, plan), logits_of(reference, plan)
     assert ((found - exact) ** 2).sum() / (exact**2).sum() < 2e-4
 
