@@ -182,7 +182,7 @@ def test_a_request_that_kills_workers_is_refused_and_the_others_finish(model: Pa
             with pytest.raises(WorkerCrashError, match="the likely cause"):
                 await llm.generate([1, 2, POISON, 4], max_tokens=5)
             outputs = await asyncio.gather(*others, return_exceptions=True)
-            assert 2 <= llm.num_restarts <= 4
+            assert 2 <= llm.num_restarts <= 8  # by who else was running at each crash
             for output, wanted in zip(outputs, expected, strict=True):
                 assert isinstance(output, RequestOutput), output
                 assert output.completions == wanted.completions
@@ -237,6 +237,94 @@ def test_a_cancelled_request_does_not_come_back(model: Path) -> None:
             assert (await llm.snapshot()).num_running == 0
 
     run(main())
+
+
+async def drain_and_close(llm: RemoteLLM) -> None:
+    """As a server that ends."""
+    await llm.drain(PATIENCE_S)
+    await llm.close()
+
+
+@pytest.mark.parametrize("kind", [{}, {"structured": Constraint.regex("[ab ]{40,60}c")}])
+def test_a_drain_that_comes_while_no_worker_runs_lets_requests_finish(
+    model: Path, kind: dict[str, Any]
+) -> None:
+    asked = [("a text", SamplingParams(max_tokens=60, temperature=0.0, **kind))]
+
+    async def work() -> None:
+        async with remote(model) as llm:
+            stream = await llm.submit(*asked[0])
+            first = await stream.take()
+            os.kill(llm.worker_pid, signal.SIGKILL)
+            draining = asyncio.ensure_future(drain_and_close(llm))
+            pieces = list(first)
+            while new := await stream.take():
+                pieces += new
+            answer = seen((pieces, await stream.output()))
+            await draining
+            assert [answer] == await undisturbed(model, asked)
+
+    run(work())
+
+
+@pytest.mark.parametrize("kind", [{}, {"structured": Constraint.regex("[ab ]{200,300}c")}])
+def test_a_request_that_is_cancelled_as_it_is_sent_ends(model: Path, kind: dict[str, Any]) -> None:
+    async def work() -> None:
+        async with remote(model) as llm:
+            params = SamplingParams(max_tokens=400, ignore_eos=True, **kind)
+            engine = llm._engine
+            submitting = asyncio.ensure_future(engine.submit([1, 2, 3], params))
+            await asyncio.sleep(0)  # it is sent, and not yet answered
+            [record] = engine._records.values()
+            record.stream.cancel()
+            stream = await submitting
+            output = await stream.output()
+            assert output.status is Status.CANCELLED
+            assert sum(len(each.token_ids) for each in output.completions) < 400
+
+    run(work())
+
+
+def test_signals_for_the_group_of_processes_leave_the_worker_alone(model: Path) -> None:
+    async def work() -> None:
+        async with remote(model) as llm:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                os.kill(llm.worker_pid, number)
+            output = await llm.generate("a text", SamplingParams(max_tokens=30))
+            assert output.status is Status.FINISHED
+            assert llm.num_restarts == 0
+
+    run(work())
+
+
+def test_what_cannot_be_written_as_a_message_is_refused_and_not_kept(model: Path) -> None:
+    async def work() -> None:
+        async with remote(model) as llm:
+            schema = Constraint.json({"const": "\ud800"})
+            with pytest.raises(RequestError, match="cannot be written"):
+                await llm._engine.prepare(SamplingParams(structured=schema))
+            with pytest.raises(RequestError, match="cannot be written"):
+                await llm._engine.submit([2**70])
+            os.kill(llm.worker_pid, signal.SIGKILL)
+            output = await llm.generate("a text", SamplingParams(max_tokens=5))
+            assert output.status is Status.FINISHED
+            assert llm.num_restarts == 1
+
+    run(work())
+
+
+def test_nothing_of_the_folder_it_starts_in_is_imported(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "selectors.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+
+    async def work() -> None:
+        async with remote(model) as llm:
+            output = await llm.generate("a text", SamplingParams(max_tokens=2))
+            assert output.status is Status.FINISHED
+
+    run(work())
 
 
 def test_without_its_file_no_worker_comes_back_and_everybody_is_told(

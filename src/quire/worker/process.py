@@ -57,6 +57,10 @@ class WorkerEngine(EngineThread):
         self._channel = channel
         self._queued: dict[str, Request] = {}  # accepted and not started; of the engine's thread
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "quire-constraint")
+        # By request whose constraint is being compiled: what came for it meanwhile.
+        self._preparing: dict[str, list[wire.Command]] = {}
+        self._drain_waits = False  # for them
+        self._lock = threading.Lock()  # of both
 
     def send(self, report: wire.Report) -> None:
         self._channel.send(wire.encode(report))
@@ -64,16 +68,46 @@ class WorkerEngine(EngineThread):
     # ---- on the channel's thread
 
     def receive(self, contents: Sequence[bytes]) -> None:
-        """What arrived together is done between the same two steps."""
-        adding = []
+        """What arrived together is done between the same two steps, in its order."""
+        adding: list[wire.Submit] = []
         for content in contents:
             command = wire.read_command(content)
             if isinstance(command, wire.Submit) and not _needs_preparing(command):
                 adding.append(command)
                 continue
-            self._do(command)
+            if adding:
+                self.post(partial(self._add_all, adding))
+                adding = []
+            if not self._waits(command):
+                self._do(command)
         if adding:
-            self.post(lambda: self._add_all(adding))
+            self.post(partial(self._add_all, adding))
+
+    def _waits(self, command: wire.Command) -> bool:
+        """Whether it is for a request whose constraint is being compiled, or a drain, which is for
+        all: it is done behind that."""
+        with self._lock:
+            match command:
+                case wire.Submit(request_id=name):
+                    self._preparing[name] = []
+                case wire.Cancel(name) | wire.Pause(name) | wire.Resume(name):
+                    if name in self._preparing:
+                        self._preparing[name].append(command)
+                        return True
+                case wire.Drain():
+                    self._drain_waits = bool(self._preparing)
+                    return self._drain_waits
+        return False
+
+    def _prepared(self, name: str) -> None:
+        """Do what came for a request while its constraint was compiled."""
+        with self._lock:
+            commands = self._preparing.pop(name, [])
+            if self._drain_waits and not self._preparing:
+                self._drain_waits = False
+                commands.append(wire.Drain())
+        for command in commands:
+            self._do(command)
 
     def _do(self, command: wire.Command) -> None:
         engine = self.engine
@@ -127,6 +161,7 @@ class WorkerEngine(EngineThread):
                 breakers(params.dry_sequence_breakers)
         except BaseException as error:
             self.send(wire.Refused(command.request_id, wire.WireError.of(error)))
+            self._prepared(command.request_id)
         else:
             # With the grammar, so that it stays in the cache until the engine looks for it.
             self.post(partial(self._add_prepared, command, kept))
@@ -139,6 +174,7 @@ class WorkerEngine(EngineThread):
 
     def _add_prepared(self, command: wire.Submit, _kept: CompiledGrammar | None) -> None:
         self._add(command)
+        self._prepared(command.request_id)
 
     def _add(self, command: wire.Submit) -> None:
         try:
@@ -238,9 +274,21 @@ class Worker:
         engine.send(wire.Ready(EngineFacts.of(assembly)))
 
 
+def _end_process(found: threading.ExceptHookArgs) -> None:
+    """A thread that failed leaves requests that nobody goes on with: another worker does."""
+    name = "?" if found.thread is None else found.thread.name
+    error = (found.exc_type, found.exc_value or found.exc_type(), found.exc_traceback)
+    logging.getLogger(__name__).error("the thread %s failed", name, exc_info=error)
+    os._exit(STUCK_EXIT)
+
+
 def main(descriptor: int) -> None:
     if sys.stderr is not None:  # it may have been closed
         faulthandler.enable()  # where it crashes is on standard error
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # It ends with the channel: who ends the server, by the whole group of processes too, has its
+    # requests finish first.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.excepthook = _end_process
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     Worker(socket.socket(fileno=descriptor)).run()

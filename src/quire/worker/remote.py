@@ -52,7 +52,7 @@ from quire.worker import messages as wire
 from quire.worker.channel import FrameReader, frame
 
 _log = logging.getLogger(__name__)
-COMMAND = (sys.executable, "-m", "quire.worker")
+COMMAND = (sys.executable, "-P", "-m", "quire.worker")  # -P: nothing of the folder it starts in
 MAX_FAILED_STARTS = 5  # of workers one after another; then the server gives up
 _CRASHES_OF_A_CAUSE = 2  # without a token in between
 _MAX_REPEATS = 3  # of a request that begins anew, for which tokens that came before count
@@ -330,6 +330,7 @@ class RemoteEngine:
         """Queue a request; where no worker runs right now, it waits for the next one."""
         self._check_open()
         record = self._record(tuple(prompt), params or SamplingParams(), stream, options)
+        _check_encodes(record.command)
         self._records[record.command.request_id] = record
         if self._transport is not None:
             self._send_record(record)
@@ -425,6 +426,7 @@ class RemoteEngine:
         number = next(self._numbers)
         answer: asyncio.Future[wire.Answer] = self._loop.create_future()
         command = make(number)
+        _check_encodes(command)
         self._calls[number] = (command, answer, 0)
         if self._transport is not None:
             self._send(command)
@@ -563,7 +565,14 @@ class RemoteEngine:
             return
         self._transport = self._connection = None
         self._outgoing.clear()
-        self._run(self._recover())
+        self._run(self._recover_or_fail())
+
+    async def _recover_or_fail(self) -> None:
+        try:
+            await self._recover()
+        except Exception as error:
+            _log.exception("recovering from a worker's death failed")
+            self._fail_all(ExecutorError(f"recovering from a worker's death failed: {error}"))
 
     async def _recover(self) -> None:
         ended = await asyncio.to_thread(self.worker.end)
@@ -622,15 +631,19 @@ class RemoteEngine:
                 extra = {"event": "worker_not_started", "fields": {"error": str(error)}}
                 _log.error("no worker could be started: %s", error, extra=extra)
                 await asyncio.sleep(min(10.0, 0.5 * 2**attempt))
-        self._failure = ExecutorError(f"no worker could be started any more: {error}")
+        self._fail_all(ExecutorError(f"no worker could be started any more: {error}"))
+        return False
+
+    def _fail_all(self, failure: ExecutorError) -> None:
+        """Nothing goes on: every request ends, and the server for its supervisor."""
+        self._failure = failure
         for record in list(self._records.values()):
-            self._end(record, Status.FAILED, FinishReason.ERROR, self._failure)
+            self._end(record, Status.FAILED, FinishReason.ERROR, failure)
         for _, answer, _ in self._calls.values():
             if not answer.done():
-                answer.set_exception(self._failure)
+                answer.set_exception(failure)
         if self._on_stuck is not None:
             self._on_stuck()
-        return False
 
     def _resubmit(self) -> None:
         if self._weights is not None:
@@ -660,10 +673,13 @@ class RemoteEngine:
             self._send(wire.Drain())
 
     async def _watch(self) -> None:
-        """Kill a worker that says nothing for long: it hangs."""
+        """Kill a worker that says nothing for long: it hangs. Time in which this process did not
+        run either, stopped or suspended, does not count."""
         while True:
+            before = time.monotonic()
             await asyncio.sleep(self._hang_s / 4)
-            if self._transport is None:
+            slept = time.monotonic() - before
+            if self._transport is None or slept > self._hang_s / 2:
                 self._heard_at = time.monotonic()
             elif time.monotonic() - self._heard_at > self._hang_s:
                 _log.error("the worker said nothing for %g s and is killed", self._hang_s)
@@ -675,6 +691,14 @@ class RemoteEngine:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _check_encodes(command: wire.Command) -> None:
+    """Before it is kept, to be sent again to any other worker."""
+    try:
+        wire.encode(command)
+    except (ValueError, TypeError, OverflowError) as error:  # a lone surrogate, a huge number
+        raise RequestError(f"the request cannot be written as a message: {error}") from None
 
 
 class RemoteLLM(OnlineModel):
