@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from tests.cli.program import COMMAND, environment, fails, quire
 
+from quire.cli import batch_options
+from quire.server.jobs import lines
+
 _URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _OWN = re.compile(rb'"(?:id|request_id)": ?"[^"]*"|"created(?:_at)?": ?\d+|"completed_at": ?\d+')
 
@@ -233,6 +236,32 @@ def test_vectors_of_a_table(text_model: Path, tmp_path: Path) -> None:
     assert len(first) == len(second) > 10
     assert first != second
     assert sum(value * value for value in first) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--body", "{max_tokens: 4}"), "--body is no JSON"),
+        (("--body", "[1]"), "--body must be a JSON object"),
+        (("--endpoint", "/v1/files"), "invalid choice: '/v1/files'"),
+    ],
+)
+def test_wrong_options_are_refused_before_loading(
+    options: tuple[str, str], message: str, tmp_path: Path
+) -> None:
+    run = quire("batch", tmp_path / "in.csv", tmp_path / "out.csv", *options)
+    assert run.code == 2
+    assert message in run.err
+
+
+def test_an_output_that_cannot_be_opened_is_named(text_model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [request(0)])
+    refused = fails("batch", source, tmp_path / "none" / "out.jsonl", "--model", text_model)
+    assert "out.jsonl: No such file or directory" in refused
+
+
+def test_the_endpoints_are_those_of_lines() -> None:
+    assert batch_options._ENDPOINTS == lines.ENDPOINTS
 
 
 def test_options_for_tables_are_refused_for_lines(text_model: Path, tmp_path: Path) -> None:

@@ -51,9 +51,20 @@ def _table(args: argparse.Namespace) -> TableInput | None:
             if getattr(args, name) is not None:
                 args.usage_error(f"--{name.replace('_', '-')} is for Parquet and CSV files")
         return None
-    body = json.loads(args.body) if args.body is not None else {}
+    body = {} if args.body is None else _body(args)
     endpoint = args.endpoint or "/v1/chat/completions"
     return TableInput(args.input, args.column or "prompt", args.id_column, endpoint, body)
+
+
+def _body(args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        body: object = json.loads(args.body)
+    except ValueError as error:
+        args.usage_error(f"--body is no JSON: {error}")
+    if not isinstance(body, dict):
+        args.usage_error("--body must be a JSON object, such as '{\"max_tokens\": 64}'")
+    assert isinstance(body, dict), "usage_error() raises"
+    return body
 
 
 async def _answer_all(

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from quire.cli.options import add_model_options
 
+# Those of quire.server.jobs.lines, which needs an extra.
+_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+
 _DESCRIPTION = """\
 Answer a file of requests, one JSON object a line as for OpenAI's batches, into another file with a
 line for each at the same place. A run that was interrupted goes on where it ended when it is
@@ -37,7 +40,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-batch-size", type=int, default=64, metavar="N", help="sequences a step (default: 64)"
     )
-    add("--endpoint", metavar="URL", help="of lines without a url; others are refused")
+    add(
+        "--endpoint",
+        choices=_ENDPOINTS,
+        metavar="URL",
+        help="of lines without a url; lines with another are refused",
+    )
     add("--column", metavar="NAME", help="of a table: the prompts (default: prompt)")
     add("--id-column", metavar="NAME", help="of a table: the custom_id (default: the row's number)")
     add("--body", metavar="JSON", help="of a table: further fields of every request")

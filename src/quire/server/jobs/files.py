@@ -66,7 +66,10 @@ def open_output(
 ) -> Iterator[tuple[BinaryIO, int]]:
     """The output at its end, and how many lines it has; these are taken from `lines`. A line that
     was cut off is dropped. Refused where another run writes it, or it answers another input."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
     with os.fdopen(descriptor, "r+b") as output:
         try:
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
