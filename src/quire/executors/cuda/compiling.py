@@ -1,6 +1,7 @@
 """Kernels compiled side by side, before the first is launched."""
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,10 +22,11 @@ def compiled_together() -> Iterator[None]:
     without the GIL, or by ptxas. There is no public way to bind a launch without launching.
     """
     run = JITFunction.run
+    own = threading.get_ident()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        del warmup
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        is_own = threading.get_ident() == own  # another executor of this process goes on launching
+        return run(self, *args, grid=grid, warmup=warmup or is_own, **kwargs)
 
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, "quire-compile") as pool, AsyncCompileMode(pool):
