@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -197,6 +198,19 @@ def test_a_worker_that_hangs_is_killed_and_its_requests_go_on(model: Path) -> No
             with pytest.raises(WorkerCrashError):
                 await llm.generate([1, POISON], max_tokens=2)
             assert (await llm.generate([1, 2], max_tokens=2)).status is Status.FINISHED
+
+    run(main())
+
+
+def test_a_server_that_did_not_run_takes_no_worker_for_hung(model: Path) -> None:
+    async def main() -> None:
+        async with remote(model, hang_s=3.0) as llm:
+            await llm.generate("a text", SamplingParams(max_tokens=2))
+            time.sleep(4.0)  # as if the process had been stopped
+            await asyncio.sleep(1.0)
+            output = await llm.generate("a text", SamplingParams(max_tokens=2))
+            assert output.status is Status.FINISHED
+            assert llm.num_restarts == 0
 
     run(main())
 
