@@ -236,6 +236,39 @@ class Record:
         )
 
 
+def new_record(
+    name: str,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    options: RequestOptions,
+    handle: Stream,
+    is_streamed: bool,
+) -> Record:
+    """Of a request that comes now; with a seed, so that it can go on in any engine."""
+    if params.seed is None:
+        params = replace(params, seed=new_seed())
+    command = wire.Submit(
+        name,
+        prompt,
+        params,
+        options.get("key", ""),
+        options.get("priority", 0),
+        options.get("timeout_s"),
+        options.get("pooling", False),
+        options.get("num_generated", 0),
+        time.perf_counter(),
+    )
+    metrics = RequestMetrics(command.arrived_at)
+    seed = (params.seed or 0) % 2**64
+    handle.accepted(
+        Request(name, prompt, params, seed, command.key, command.priority, None, metrics)
+    )
+    scores = params.logprobs is not None
+    completions = [Completion(n, logprobs=[] if scores else None) for n in range(params.n)]
+    accepted: asyncio.Future[Request] = handle.loop.create_future()
+    return Record(command, handle, is_streamed, accepted, completions, metrics)
+
+
 def replace_command(command: wire.Submit, resumed: list[Completion]) -> wire.Submit:
     fields = {name: getattr(command, name) for name in command.__struct_fields__}
     return wire.Submit(**{**fields, "resumed": resumed})
@@ -347,29 +380,7 @@ class RemoteEngine:
         name = options.get("request_id") or f"request-{next(self._numbers)}"
         if name in self._records:
             raise RequestError(f"request id {name!r} is in use", param="request_id")
-        if params.seed is None:
-            params = replace(params, seed=new_seed())
-        command = wire.Submit(
-            name,
-            prompt,
-            params,
-            options.get("key", ""),
-            options.get("priority", 0),
-            options.get("timeout_s"),
-            options.get("pooling", False),
-            options.get("num_generated", 0),
-            time.perf_counter(),
-        )
-        metrics = RequestMetrics(command.arrived_at)
-        handle = Stream(self, self._loop)
-        seed = (params.seed or 0) % 2**64
-        handle.accepted(
-            Request(name, prompt, params, seed, command.key, command.priority, None, metrics)
-        )
-        scores = params.logprobs is not None
-        completions = [Completion(n, logprobs=[] if scores else None) for n in range(params.n)]
-        accepted: asyncio.Future[Request] = self._loop.create_future()
-        return Record(command, handle, stream, accepted, completions, metrics)
+        return new_record(name, prompt, params, options, Stream(self, self._loop), stream)
 
     def cancel(self, stream: Stream) -> None:
         record = self._records.get(stream.request.id)
