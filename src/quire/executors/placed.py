@@ -6,6 +6,7 @@ anywhere, so how a step is cut changes no bits. Each part has the KV cache of it
 block's number means the same tokens in both.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -26,6 +27,8 @@ from quire.model.parts import first_layers, last_layers, layout_of
 
 E = TypeVar("E")
 MAX_STEP_TOKENS = 1 << 20  # a step is computed in pieces: any size will do
+# The GPU executor uses the marks of a step again after thirty others.
+_MOST_UNDER_WAY = 16
 
 
 class Side(NamedTuple, Generic[E]):
@@ -49,6 +52,13 @@ class _Part(NamedTuple):
 
     at: int  # the row's index in the plan
     row: SequencePlan
+
+
+class _Submitted(NamedTuple):
+    """A piece that the GPU computes."""
+
+    parts: list[_Part]
+    ticket: CudaTicket
 
 
 class PlacedExecutor(ThreadedExecutor):
@@ -105,18 +115,27 @@ class PlacedExecutor(ThreadedExecutor):
         faults = self._faults(plan)
         sound = [_Part(i, row) for i, row in enumerate(plan.sequences) if i not in faults]
         copies = plan.copies
-        under_way = []
+        results: dict[int, list[SequenceResult]] = {}
+        under_way: deque[_Submitted] = deque()
         for piece in _pieces(sound, self._piece_tokens, self.capacity.max_batch_size):
             parts = [part for part in piece if part.at not in faults]
             step = StepPlan(plan.step_id, tuple(part.row for part in parts), copies)
+            if len(under_way) == _MOST_UNDER_WAY:
+                self._collect_piece(under_way.popleft(), results)
             under_way.append(self._submit_piece(parts, step, faults, flag))
             copies = ()
-        results = {index: [fault] for index, fault in faults.items()}
-        for parts, ticket in under_way:
-            collected = self._last.executor.collect(ticket)
-            for part, result in zip(parts, collected.sequences, strict=True):
-                results.setdefault(part.at, []).append(result)
+        for submitted in under_way:
+            self._collect_piece(submitted, results)
+        for index, fault in faults.items():
+            results[index] = [fault]
         return RowResults(tuple(_joined(results[i]) for i in range(len(plan.sequences))))
+
+    def _collect_piece(
+        self, submitted: _Submitted, results: dict[int, list[SequenceResult]]
+    ) -> None:
+        collected = self._last.executor.collect(submitted.ticket)
+        for part, result in zip(submitted.parts, collected.sequences, strict=True):
+            results.setdefault(part.at, []).append(result)
 
     def _faults(self, plan: StepPlan) -> dict[int, SequenceResult]:
         """Of rows that no part can compute, by index."""
@@ -134,7 +153,7 @@ class PlacedExecutor(ThreadedExecutor):
         step: StepPlan,
         faults: dict[int, SequenceResult],
         flag: CancelFlag,
-    ) -> tuple[list[_Part], CudaTicket]:
+    ) -> _Submitted:
         """Compute a piece's first layers, and have the GPU begin with the others."""
         outputs = self._first.executor.run_layers(self._first.plan(step), flag)
         kept, hidden = [], []
@@ -145,7 +164,7 @@ class PlacedExecutor(ThreadedExecutor):
                 kept.append(part)
                 hidden.append(output.hidden)
         step = step._replace(sequences=tuple(part.row for part in kept))
-        return kept, self._last.executor.submit_hidden(self._last.plan(step), hidden)
+        return _Submitted(kept, self._last.executor.submit_hidden(self._last.plan(step), hidden))
 
 
 def load_placed(

@@ -46,7 +46,12 @@ TABLE = (2, 0)
 
 @contextmanager
 def opened_placed(
-    path: Path | str, num_blocks: int = 16, *, cpu_layers: int = 1, kv_int8: bool = False
+    path: Path | str,
+    num_blocks: int = 16,
+    *,
+    cpu_layers: int = 1,
+    kv_int8: bool = False,
+    piece_tokens: int = 32,
 ) -> Iterator[PlacedExecutor]:
     with load_model(path) as model:
         executor = load_placed(
@@ -55,7 +60,7 @@ def opened_placed(
             num_blocks=num_blocks,
             threads=Threads(1, may_spin=False),
             max_batch_size=4,
-            piece_tokens=32,
+            piece_tokens=piece_tokens,
             kv_int8=kv_int8,
             device="cpu",
         )
@@ -136,6 +141,35 @@ def test_a_step_cut_into_pieces_gives_the_same_bits(executor: PlacedExecutor) ->
     first, second = run(executor, beside, row(prompt, table))
     np.testing.assert_array_equal(first.logits, whole[:20])
     np.testing.assert_array_equal(second.logits, whole)
+
+
+def test_few_pieces_are_under_way_at_once(
+    executor: PlacedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU executor has marks in its stream for 32 steps that are not collected."""
+    prompt = tuple(5 + 3 * n % 40 for n in range(75))
+    expected = logits(executor, row(prompt, (0, 1, 2, 3, 4)))
+    under_way, most = 0, 0
+    with opened_placed(TINY, piece_tokens=2) as placed:
+        on_gpu = placed._last.executor
+        submit, collect = on_gpu.submit_hidden, on_gpu.collect
+
+        def counted_submit(*given: Any) -> Any:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            return submit(*given)
+
+        def counted_collect(*given: Any) -> Any:
+            nonlocal under_way
+            under_way -= 1
+            return collect(*given)
+
+        monkeypatch.setattr(on_gpu, "submit_hidden", counted_submit)
+        monkeypatch.setattr(on_gpu, "collect", counted_collect)
+        found = logits(placed, row(prompt, (0, 1, 2, 3, 4)))
+    np.testing.assert_array_equal(found, expected)
+    assert 2 <= most <= 16
 
 
 def test_scores_and_samples_of_a_row_in_pieces_are_joined(executor: PlacedExecutor) -> None:
