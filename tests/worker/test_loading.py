@@ -6,7 +6,7 @@ from tests.llm.text_models import write_text_model
 
 from quire.core.progress import PhaseTimes, reporting
 from quire.llm.devices import Options
-from quire.worker.remote import COMMAND, WorkerProcess
+from quire.worker.launch import COMMAND, WorkerProcess
 
 
 def test_a_worker_reports_how_far_loading_is(tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import pytest
 from tests.llm.text_models import write_text_model
 
 from quire.core.errors import (
+    DeadlineError,
     ExecutorError,
     OverloadedError,
     RequestCancelledError,
@@ -24,13 +29,16 @@ from quire.core.errors import (
 )
 from quire.core.request import Piece, RequestOutput, Status
 from quire.core.sampling import Constraint, SamplingParams
+from quire.engine.stats import Snapshot
 from quire.llm import AsyncLLM
+from quire.llm.assembly import assemble
 from quire.llm.devices import Options
 from quire.worker import RemoteLLM
 from quire.worker import messages as wire
 from quire.worker import remote as remote_module
-from quire.worker.channel import FrameReader, frame
-from quire.worker.remote import COMMAND
+from quire.worker.channel import Channel, FrameReader, frame
+from quire.worker.launch import COMMAND, ModelLauncher, WorkerProcess
+from quire.worker.process import WorkerEngine
 
 PATIENCE_S = 120.0
 OPTIONS = Options(device="reference", kv_memory="8MiB")
@@ -361,6 +369,184 @@ def test_without_its_file_no_worker_comes_back_and_everybody_is_told(
 
     run(main())
     assert stuck == [True]
+
+
+def test_workers_that_die_of_themselves_end_the_server_with_their_last_words(model: Path) -> None:
+    stuck: list[bool] = []
+
+    async def work() -> None:
+        command = (*FAULTY, "idle", "")
+        async with remote(model, command, on_stuck=lambda: stuck.append(True)) as llm:
+            while llm.failure is None:
+                await asyncio.sleep(0.05)
+            with pytest.raises(ExecutorError, match=r"3 workers in a row.*my last words"):
+                await llm.generate([1], max_tokens=1)
+            assert llm.num_restarts == 2
+
+    run(work())
+    assert stuck == [True]
+
+
+def test_a_request_whose_constraint_kills_workers_is_refused_and_the_others_finish(
+    model: Path,
+) -> None:
+    params = SamplingParams(max_tokens=300, ignore_eos=True, temperature=0.0)
+    asked = [(f"text {number}", params) for number in range(3)]
+
+    async def work() -> None:
+        expected = await undisturbed(model, asked)
+        async with remote(model, (*FAULTY, "prepare", "poison")) as llm:
+            others = asyncio.gather(*(read_stream(llm, *each, lambda: None) for each in asked))
+            poisoned = SamplingParams(structured=Constraint.regex("poison"), max_tokens=9)
+            with pytest.raises(WorkerCrashError, match="the likely cause"):
+                await llm.generate("a text", poisoned)
+            assert [seen(answer) for answer in await others] == expected
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "kind", [{"stop": (" t", "er", "a")}, {"stop_token_ids": [*range(90, 190)]}]
+)
+def test_how_a_finished_completion_ended_outlives_the_worker(
+    model: Path, kind: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_tokens=200, n=5, seed=3, ignore_eos=True, logprobs=1, **kind)
+
+    async def work() -> None:
+        [expected] = await undisturbed(model, [("a text", params)])
+        async with remote(model) as llm:
+            stream = await llm.submit("a text", params)
+            pieces: list[Piece] = []
+            while new := await stream.take():
+                pieces += new
+                if llm.num_restarts == 0 and any(piece.finish_reason for piece in new):
+                    os.kill(llm.worker_pid, signal.SIGKILL)
+                    while llm.num_restarts == 0:
+                        await asyncio.sleep(0.01)
+            output = await stream.output()
+            assert llm.num_restarts == 1
+            assert seen((pieces, output)) == expected
+            told = {p.completion_index: p for p in pieces if p.finish_reason is not None}
+            for completion in output.completions:
+                piece = told[completion.index]
+                assert piece.stop_reason == completion.stop_reason
+                assert piece.is_stop_token_left_out == completion.is_stop_token_left_out
+
+    run(work())
+
+
+def test_a_file_that_was_replaced_is_not_taken_for_the_old_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "MAX_FAILED_STARTS", 1)
+    served, other = tmp_path / "served.gguf", tmp_path / "other"
+    served.write_bytes(model.read_bytes())
+    other.write_bytes(model.read_bytes())
+
+    async def work() -> None:
+        async with remote(served) as llm:
+            stream = await llm.submit([5, 6], SamplingParams(max_tokens=400, ignore_eos=True))
+            await stream.take()
+            other.replace(served)
+            os.kill(llm.worker_pid, signal.SIGKILL)
+            output = await stream.output()
+            assert "served.gguf has changed since the server loaded it" in str(output.error)
+
+    run(work())
+
+
+def test_a_new_worker_has_the_sizes_of_the_first(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Options] = []
+    load = WorkerProcess.load
+
+    def noted(worker: WorkerProcess, path: Path, options: Options) -> Any:
+        given.append(options)
+        return load(worker, path, options)
+
+    monkeypatch.setattr(WorkerProcess, "load", noted)
+    launcher = ModelLauncher(model, Options(device="auto", threads=1))
+    first, facts = launcher.start()
+    second, again = launcher.start()
+    first.end(0.0)
+    second.end(0.0)
+    assert facts == again
+    assert facts.device in ("cpu", "reference")
+    assert (given[0].device, given[0].kv_memory) == ("auto", None)
+    assert (given[1].device, given[1].kv_memory) == (facts.device, facts.kv_bytes)
+    assert facts.kv_bytes > 0
+
+
+def test_closing_does_not_wait_for_a_worker_that_loads(model: Path, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with remote(model, (*FAULTY, "slow", str(tmp_path / "marker"))) as llm:
+            os.kill(llm.worker_pid, signal.SIGKILL)
+            while llm._engine._launcher._loading is None:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.01)
+
+    run(work())
+
+
+def test_deadlines_and_limits_of_the_queue_hold_while_no_worker_runs(
+    model: Path, tmp_path: Path
+) -> None:
+    options = replace(OPTIONS, engine={"max_queue_requests": 2})
+
+    async def work() -> None:
+        command = (*FAULTY, "slow", str(tmp_path / "marker"))
+        load = partial(RemoteLLM.load, model, options, command=command)
+        llm = await asyncio.to_thread(load)
+        await llm.open()
+        running = await llm.submit([5], SamplingParams(max_tokens=400), timeout_s=1.0)
+        await running.take()
+        os.kill(llm.worker_pid, signal.SIGKILL)
+        while not llm.is_recovering:
+            await asyncio.sleep(0.01)
+        waiting = [asyncio.ensure_future(llm.submit([n], timeout_s=0.2)) for n in (1, 2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="the queue holds 2 requests"):
+            await llm.submit([3])
+        for late in waiting:
+            with pytest.raises(DeadlineError, match="ran out of time"):
+                await late
+        output = await running.output()
+        assert output.status is Status.EXPIRED
+        assert llm.is_recovering
+        await llm.close()
+
+    run(work())
+
+
+def test_a_worker_that_is_not_understood_while_it_loads_is_ended(model: Path) -> None:
+    script = "import socket, sys, time; connection = socket.socket(fileno=int(sys.argv[1])); "
+    script += r"connection.sendall(bytes([1, 0, 0, 0, 255])); time.sleep(10_000)"
+    worker = WorkerProcess((sys.executable, "-c", script))
+    with pytest.raises(msgspec.MsgspecError):
+        worker.load(model, OPTIONS)
+    assert worker._process.poll() is not None
+
+
+def test_figures_are_made_by_the_thread_whose_they_are(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair()
+    worker = WorkerEngine(assemble(model, OPTIONS), Channel(theirs))
+    made_by: list[str] = []
+    snapshot = worker.engine.snapshot
+
+    def noted() -> Snapshot:
+        made_by.append(threading.current_thread().name)
+        return snapshot()
+
+    monkeypatch.setattr(worker.engine, "snapshot", noted)
+    worker.receive([wire.encode(wire.AskSnapshot(7))])
+    ours.settimeout(PATIENCE_S)
+    [content] = FrameReader().feed(ours.recv(1 << 20))
+    answer = wire.read_report(content)
+    assert isinstance(answer, wire.Answer) and answer.call == 7 and answer.snapshot is not None
+    assert made_by == ["quire-engine"]
 
 
 def test_errors_keep_their_type_and_what_they_say(model: Path) -> None:

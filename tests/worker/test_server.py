@@ -121,6 +121,22 @@ def test_a_stream_goes_on_when_the_worker_is_killed(model: Path) -> None:
         assert "worker_died" in events and "worker_restarted" in events
 
 
+def test_a_server_without_a_worker_is_not_ready_until_the_next_one_is_there(model: Path) -> None:
+    with serving(model, *SMALL) as server:
+        assert ask(server, "/ready")[0] == 200
+        os.kill(worker_of(server), signal.SIGKILL)
+        answers = [ask(server, "/ready")]
+        while len(answers) < 2 or answers[-1][0] != 200:
+            answers.append(ask(server, "/ready"))
+        assert any(status == 503 and "recovering" in text for status, text in answers)
+
+
+def test_a_worker_that_says_nothing_for_as_long_as_was_asked_for_is_replaced(model: Path) -> None:
+    with serving(model, *SMALL, "--hang", "1") as server:
+        os.kill(worker_of(server), signal.SIGSTOP)
+        assert ask(server, TEXT, {"prompt": "x", "max_tokens": 4})[0] == 200
+
+
 def _text_of(stream: str) -> str:
     frames = [json.loads(line[6:]) for line in stream.split("\n\n") if line.startswith("data: {")]
     assert "data: [DONE]" in stream

@@ -18,6 +18,7 @@ from quire.loader.defaults import SHORT_NAMES
 
 DEFAULT_MODEL = "smollm2"
 USUAL_STEP_TIMEOUT_S = 120.0  # of `quire serve`
+USUAL_HANG_S = 60.0  # likewise
 
 Loaded = TypeVar("Loaded")
 Options = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -485,6 +486,13 @@ def _add_view_options(group: Options) -> None:
         "--no-worker",
         action="store_true",
         help="run the engine in the server's own process: where that crashes, all streams end",
+    )
+    add(
+        "--hang",
+        type=float,
+        default=USUAL_HANG_S,
+        metavar="S",
+        help="a worker that says nothing for so long hangs, and is replaced (default: %(default)g)",
     )
     add(
         "--memory-bandwidth",

@@ -20,6 +20,7 @@ from quire.server.runner import PASSWORD_VARIABLE, exit_while_loading
 from quire.server.usage_file import default_folder
 from quire.worker import RemoteLLM
 
+_LEAST_HANG_S = 1.0
 _ENGINE_NUMBERS = {  # options that are fields of EngineConfig, and their types
     "max_queue_requests": int,
     "max_queue_tokens": int,
@@ -31,6 +32,8 @@ _ENGINE_NUMBERS = {  # options that are fields of EngineConfig, and their types
 
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
+    if not args.hang >= _LEAST_HANG_S:
+        raise ConfigError(f"--hang must be {_LEAST_HANG_S:g} seconds or more, got {args.hang:g}")
     options = _options(args, settings)
     form: LogFormat = args.log_format or ("text" if sys.stderr.isatty() else "json")
     atexit.register(exit_while_loading)
@@ -38,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     def load(on_stuck: Callable[[], None]) -> OnlineModel:
         if not args.no_worker:
-            remote = RemoteLLM.load(args.model, options, on_stuck)
+            remote = RemoteLLM.load(args.model, options, on_stuck, hang_s=args.hang)
             _check_template(remote)
             return remote
         assembly = assemble(args.model, options)

@@ -205,6 +205,9 @@ class Piece(NamedTuple):
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    # With a finish_reason, as in Completion.
+    stop_reason: int | str | None = None
+    is_stop_token_left_out: bool = False
 
 
 class Ended(NamedTuple):

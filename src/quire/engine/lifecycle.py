@@ -123,7 +123,8 @@ class Lifecycle:
         self._stats.completion_tokens += 1
         live = sequence.live
         if live.wants_pieces:
-            piece = (live.request.id, sequence.completion.index, (token,), text, (), None)
+            name, index = live.request.id, sequence.completion.index
+            piece = (name, index, (token,), text, (), None, None, False)
             self.events.append(_new_tuple(Piece, piece))
         return True
 
@@ -159,7 +160,8 @@ class Lifecycle:
             is_left_out = completion.is_stop_token_left_out
             tokens = () if is_left_out else (token,)
             logprobs = () if result.logprob is None or is_left_out else (result.logprob,)
-            piece = (live.request.id, completion.index, tokens, text, logprobs, reason)
+            how = (reason, completion.stop_reason, is_left_out)
+            piece = (live.request.id, completion.index, tokens, text, logprobs, *how)
             self.events.append(_new_tuple(Piece, piece))
         if reason is not None:
             self._finish(sequence, reason, now)

@@ -141,17 +141,27 @@ class EngineFacts:
     max_unread_tokens: int
     weight_bytes: int  # 0: not known
     step_read: StepRead | None
+    kv_bytes: int  # of the KV cache
+    gpu_layers: int | str | None
+    max_queue_requests: int
+    max_queue_tokens: int
+    timeout_s: float | None  # of requests that say nothing
 
     @classmethod
     def of(cls, assembly: Assembly) -> "EngineFacts":
-        options = assembly.options
+        options, config = assembly.options, assembly.options.engine_config()
         return cls(
             device=options.device,
             max_context=assembly.executor.capacity.max_context,
             max_batch_size=options.max_batch_size,
-            max_unread_tokens=options.engine_config().max_unread_tokens,
+            max_unread_tokens=config.max_unread_tokens,
             weight_bytes=assembly.executor.memory_bytes.get("weights", 0),
             step_read=assembly.step_read,
+            kv_bytes=assembly.executor.capacity.num_blocks * assembly.memory.block_bytes,
+            gpu_layers=options.gpu_layers,
+            max_queue_requests=config.max_queue_requests,
+            max_queue_tokens=config.max_queue_tokens,
+            timeout_s=config.timeout_s,
         )
 
 

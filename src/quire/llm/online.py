@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from quire.core.config import check_key_weights
-from quire.core.errors import RequestError
+from quire.core.errors import ExecutorError, RequestError
 from quire.core.request import CallOptions, Piece, RequestOptions, RequestOutput
 from quire.core.sampling import SamplingOptions, SamplingParams
 from quire.engine.aio import AsyncEngine, OnlineEngine, Stream
@@ -319,6 +319,16 @@ class OnlineModel:
     def num_restarts(self) -> int:
         """Workers that died and were replaced; 0 where the engine is in this process."""
         return 0
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether its worker died and the next one is being started; requests wait for it."""
+        return False
+
+    @property
+    def failure(self) -> ExecutorError | None:
+        """Why no request can be answered any more, where that is known."""
+        return None
 
     @property
     def weight_bytes(self) -> int:

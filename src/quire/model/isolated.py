@@ -228,7 +228,7 @@ def begin(model: str) -> None:
     path = Path(model)
     if model in DEFAULT_MODELS or not os.path.exists(path):
         return
-    identity = _identity(path)
+    identity = identity_of(path) or object()
     with _lock:
         if identity not in _remembered and identity not in _begun:
             _begun[identity] = PendingVerdict(path)
@@ -236,7 +236,7 @@ def begin(model: str) -> None:
 
 def _read_once(path: Path) -> Verdict:
     """The verdict, from an earlier call if the files have not changed."""
-    identity = _identity(path)
+    identity = identity_of(path) or object()  # equal to nothing: reading it reports the error
     with _lock:
         known, pending = _remembered.get(identity), _begun.pop(identity, None)
     if known is not None:
@@ -250,8 +250,11 @@ def _read_once(path: Path) -> Verdict:
     return verdict
 
 
-def _identity(path: Path) -> object:
-    """A value that changes when a file of the model does."""
+FileState = tuple[str, int, int, int, int]  # name, device, inode, size, time
+
+
+def identity_of(path: Path) -> tuple[FileState, ...] | None:
+    """A value that changes when a file of the model does; None where they cannot be looked at."""
     try:
         if path.is_dir():
             paths = sorted(path.iterdir())
@@ -260,7 +263,7 @@ def _identity(path: Path) -> object:
             paths = sorted(path.parent.glob(f"{glob.escape(start)}*"))
         states = [(str(one), os.stat(one)) for one in paths]
     except (OSError, ValueError):
-        return object()  # equal to nothing: read it, which reports the error
+        return None
     return tuple(
         (name, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
         for name, state in states

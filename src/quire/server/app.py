@@ -501,7 +501,7 @@ def _add_properties(app: FastAPI, service: Service) -> None:
 
 
 def _readiness(service: Service) -> Response:
-    reply = Readiness(status=service.state.value, loading=_loading_figures(service))
+    reply = Readiness(status=service.status, loading=_loading_figures(service))
     return JSONResponse(reply.model_dump(exclude_none=True), 200 if service.is_ready else 503)
 
 

@@ -125,7 +125,9 @@ async def _serve(
     if service.failure is not None:
         raise service.failure
     if service.state is State.STUCK:
-        raise ExecutorError("the executor did not answer; the process ends for its supervisor")
+        failure = None if service.loaded is None else service.loaded.failure
+        reason = "the executor did not answer" if failure is None else str(failure)
+        raise ExecutorError(f"{reason}; the process ends for its supervisor")
 
 
 def _handle_signals(

@@ -130,8 +130,14 @@ class Service:
         return self.settings.model_names[0]
 
     @property
+    def status(self) -> str:
+        """The state; "recovering" where requests are taken and wait for the next worker."""
+        is_recovering = self._llm is not None and self._llm.is_recovering
+        return "recovering" if self.state is State.READY and is_recovering else self.state.value
+
+    @property
     def is_ready(self) -> bool:
-        return self.state is State.READY
+        return self.status == State.READY.value
 
     @property
     def is_draining(self) -> bool:

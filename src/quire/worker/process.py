@@ -123,9 +123,9 @@ class WorkerEngine(EngineThread):
             case wire.Prepare():
                 self._compilers.submit(self._prepare, command)
             case wire.AskSnapshot(call):
-                self.send(wire.Answer(call, snapshot=engine.snapshot()))
+                self.post(lambda: self.send(wire.Answer(call, snapshot=engine.snapshot())))
             case wire.AskSteps(call, count, after):
-                self.send(wire.Answer(call, steps=list(engine.latest_steps(count, after))))
+                self._compilers.submit(self._answer_steps, call, count, after)
             case wire.Ping(call):
                 self.send(wire.Answer(call))
             case wire.KeyWeights(weights):
@@ -144,6 +144,9 @@ class WorkerEngine(EngineThread):
         os._exit(0)
 
     # ---- on a thread that compiles
+
+    def _answer_steps(self, call: int, count: int, after: int | None) -> None:
+        self.send(wire.Answer(call, steps=list(self.engine.latest_steps(count, after))))
 
     def _prepare(self, command: wire.Prepare) -> None:
         try:

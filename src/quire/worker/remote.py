@@ -8,9 +8,6 @@ request's tokens are a function of these, each stream goes on with the token tha
 import asyncio
 import itertools
 import logging
-import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Self, Unpack, cast
 
 from quire.core.errors import (
+    DeadlineError,
     ExecutorError,
     OverloadedError,
     QuireError,
@@ -27,7 +25,6 @@ from quire.core.errors import (
     RequestError,
     WorkerCrashError,
 )
-from quire.core.progress import report
 from quire.core.request import (
     Completion,
     Ended,
@@ -50,76 +47,19 @@ from quire.llm.prompts import Prepared, PromptReader
 from quire.structured import CompiledGrammar
 from quire.worker import messages as wire
 from quire.worker.channel import FrameReader, frame
+from quire.worker.launch import COMMAND, Launcher, ModelLauncher, Worker, emit
 
 _log = logging.getLogger(__name__)
-COMMAND = (sys.executable, "-P", "-m", "quire.worker")  # -P: nothing of the folder it starts in
 MAX_FAILED_STARTS = 5  # of workers one after another; then the server gives up
+MAX_IDLE_DEATHS = 3  # of workers one after another that died with no request to blame ...
+MAX_DEATHS = 12  # ... or with some, and that computed nothing
+_STEADY_S = 60.0  # a worker that lived so long did not die of being started
 _CRASHES_OF_A_CAUSE = 2  # without a token in between
 _MAX_REPEATS = 3  # of a request that begins anew, for which tokens that came before count
+_EXPIRY_S = 0.1  # between looks at the deadlines of requests that no worker has
 _EXIT_S = 10.0  # for a worker to end its requests and itself
 _ANSWER_S = 2.0  # for figures; after that the last ones are given
 HANG_S = 60.0  # without a word, pings included: the worker is killed
-
-
-# ---- the process
-
-
-class WorkerProcess:
-    """A worker that was started, and our end of its channel."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C goes to the server alone
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def load(self, path: Path, options: Options) -> EngineFacts:
-        """Have it load a model and wait; raises what it raised."""
-        reader = FrameReader()
-        self.socket.sendall(frame(wire.encode(wire.Start.of(path, options))))
-        while data := self.socket.recv(1 << 16):
-            for content in reader.feed(data):
-                match wire.read_report(content):
-                    case wire.Log() as record:
-                        emit(record)
-                    case wire.Loading(phase, done):
-                        report(phase, done)
-                    case wire.Ready(facts):
-                        self.socket.setblocking(False)
-                        return facts
-                    case wire.Failed(error):
-                        self.end()
-                        raise error.error()
-        raise ExecutorError(f"the worker ended while it loaded the model: {self.end()}")
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def end(self, timeout_s: float = 0.5) -> str:
-        """Wait for its end, or cause it; how it ended, in words."""
-        try:
-            code = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        self.socket.close()
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def emit(record: wire.Log) -> None:
-    """Into this process's log, as if it had been written here."""
-    extra: dict[str, object] = {"fields": record.about}
-    if record.event is not None:
-        extra["event"] = record.event
-    logging.getLogger(record.name).log(record.level, record.message, extra=extra)
 
 
 # ---- requests
@@ -136,7 +76,8 @@ class Record:
     completions: list[Completion]
     metrics: RequestMetrics
     is_sent: bool = False
-    is_started: bool = False  # in the worker there is now, as far as it said
+    is_taken: bool = False  # by the worker there is now, as far as it said; and is in its batch
+    is_started: bool = False
     is_paused: bool = False
     is_cancelled: bool = False
     num_crashes: int = 0  # while it was in the batch, since its last token
@@ -148,6 +89,8 @@ class Record:
 
     def take(self, piece: Piece) -> None:
         index = piece.completion_index
+        if self.completions[index].finish_reason is not None:
+            return  # computed again, and its reader has the end
         if self.num_repeated and self.num_repeated[index] > 0:
             self.num_repeated[index] -= len(piece.token_ids)
             if self.num_anew <= _MAX_REPEATS:
@@ -160,6 +103,8 @@ class Record:
         completion.token_ids += piece.token_ids
         completion.text += piece.text
         completion.finish_reason = piece.finish_reason
+        completion.stop_reason = piece.stop_reason
+        completion.is_stop_token_left_out = piece.is_stop_token_left_out
         if completion.logprobs is not None:
             completion.logprobs += piece.logprobs
         if self.is_streamed:
@@ -168,7 +113,7 @@ class Record:
     def resubmission(self) -> wire.Submit:
         """The request for another worker, behind the tokens that are known."""
         params = self.command.params
-        has_begun = any(completion.token_ids for completion in self.completions)
+        has_begun = any(c.token_ids or c.finish_reason for c in self.completions)
         if params.prompt_logprobs is not None:
             self.num_repeated = [len(completion.token_ids) for completion in self.completions]
             self.num_anew += 1
@@ -225,6 +170,18 @@ class Record:
         for completion in self.completions:
             if completion.finish_reason is None:
                 completion.finish_reason = reason
+        return self._ended(status, error)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether each completion has its end, and nothing is missing but the report of that."""
+        scores = self.command.params.prompt_logprobs
+        return scores is None and all(c.finish_reason is not None for c in self.completions)
+
+    def finished(self) -> RequestOutput:
+        return self._ended(Status.FINISHED, None)
+
+    def _ended(self, status: Status, error: QuireError | None) -> RequestOutput:
         self.metrics.finished_at = time.perf_counter()
         return RequestOutput(
             request_id=self.command.request_id,
@@ -269,6 +226,24 @@ def new_record(
     return Record(command, handle, is_streamed, accepted, completions, metrics)
 
 
+def judge(suspects: Sequence[Record], probed: Record | None) -> tuple[Record | None, list[Record]]:
+    """Count a crash against each; who caused it, and who else is to be run apart.
+
+    `probed` was run apart. One crash then is no proof: whoever kills workers from outside would
+    choose the request.
+    """
+    for record in suspects:
+        record.num_crashes += 1
+    twice = [record for record in suspects if record.num_crashes >= _CRASHES_OF_A_CAUSE]
+    cause = None
+    if probed is not None and probed in twice:
+        probed.num_probed += 1
+        cause = probed if probed.num_probed >= _CRASHES_OF_A_CAUSE else None
+    if probed is None and len(suspects) == len(twice) == 1:  # it ran alone
+        cause = twice[0]
+    return cause, [record for record in twice if record is not cause]
+
+
 def replace_command(command: wire.Submit, resumed: list[Completion]) -> wire.Submit:
     fields = {name: getattr(command, name) for name in command.__struct_fields__}
     return wire.Submit(**{**fields, "resumed": resumed})
@@ -295,26 +270,27 @@ class _Connection(asyncio.Protocol):
 class RemoteEngine:
     """An OnlineEngine over a worker, which is replaced when it dies. For one event loop.
 
-    `start` makes a worker that has loaded the model; it is called on a thread. `on_stuck` is called
-    if no worker can be started any more.
+    `on_stuck` is called if no worker can be started any more.
     """
 
     def __init__(
         self,
-        worker: WorkerProcess,
+        worker: Worker,
         facts: EngineFacts,
-        start: Callable[[], tuple[WorkerProcess, EngineFacts]],
+        launcher: Launcher,
         on_stuck: Callable[[], None] | None = None,
         *,
         hang_s: float = HANG_S,
+        max_idle_deaths: int = MAX_IDLE_DEATHS,
     ) -> None:
         self.worker = worker
         self.facts = facts
         self.max_unread_tokens = facts.max_unread_tokens
         self.num_restarts = 0
-        self._start = start
+        self._launcher = launcher
         self._on_stuck = on_stuck
         self._hang_s = hang_s
+        self._max_idle_deaths = max_idle_deaths
         self._records: dict[str, Record] = {}
         self._apart: deque[Record] = deque()  # likely causes of crashes, to be run one at a time
         self._probed: Record | None = None
@@ -325,16 +301,19 @@ class RemoteEngine:
         self._connection: _Connection | None = None
         self._weights: dict[str, float] | None = None
         self._snapshot: Snapshot | None = None
-        self._heard_at = time.monotonic()
+        self._heard_at = self._connected_at = time.monotonic()
+        self._load_s = 1.0  # that the last worker took to be there
+        self._has_computed = False  # the worker there is now
+        self._num_deaths = 0  # in a row, of workers that computed nothing
         self._drained: asyncio.Future[None] | None = None
         self._is_closed = False
-        self._failure: ExecutorError | None = None
+        self.failure: ExecutorError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def is_recovering(self) -> bool:
         """Whether no worker runs, and one is being started."""
-        return self._transport is None and not self._is_closed and self._failure is None
+        return self._transport is None and not self._is_closed and self.failure is None
 
     async def open(self) -> None:
         """Take the channel onto the event loop that requests come from."""
@@ -348,7 +327,8 @@ class RemoteEngine:
         )
         self._transport = cast(asyncio.WriteTransport, transport)
         self._connection = connection
-        self._heard_at = time.monotonic()
+        self._heard_at = self._connected_at = time.monotonic()
+        self._has_computed = False
 
     # ---- what callers ask for
 
@@ -364,6 +344,8 @@ class RemoteEngine:
         self._check_open()
         record = self._record(tuple(prompt), params or SamplingParams(), stream, options)
         _check_encodes(record.command)
+        if self._transport is None:
+            self._check_queue(record.stream.request)
         self._records[record.command.request_id] = record
         if self._transport is not None:
             self._send_record(record)
@@ -381,6 +363,19 @@ class RemoteEngine:
         if name in self._records:
             raise RequestError(f"request id {name!r} is in use", param="request_id")
         return new_record(name, prompt, params, options, Stream(self, self._loop), stream)
+
+    def _check_queue(self, request: Request) -> None:
+        """The engine's limits, for what waits for a worker."""
+        waiting = [r.stream.request for r in self._records.values() if not r.accepted.done()]
+        num_tokens = sum(other.num_tokens_asked for other in waiting)
+        is_long = num_tokens + request.num_tokens_asked > self.facts.max_queue_tokens
+        if len(waiting) >= self.facts.max_queue_requests or (waiting and is_long):
+            raise OverloadedError(
+                f"the worker is being replaced, and {len(waiting)} requests of {num_tokens} tokens "
+                f"wait for it; the queue holds {self.facts.max_queue_requests} requests and "
+                f"{self.facts.max_queue_tokens} tokens",
+                max(1.0, self._load_s),
+            )
 
     def cancel(self, stream: Stream) -> None:
         record = self._records.get(stream.request.id)
@@ -422,7 +417,7 @@ class RemoteEngine:
             async with asyncio.timeout(None if self._snapshot is None else _ANSWER_S):
                 self._snapshot = (await self._call(wire.AskSnapshot)).snapshot
         if self._snapshot is None:
-            raise self._failure or ExecutorError("the worker gave no figures")
+            raise self.failure or ExecutorError("the worker gave no figures")
         return self._snapshot
 
     async def latest_steps(self, count: int, after: int | None = None) -> Sequence[StepRecord]:
@@ -450,7 +445,7 @@ class RemoteEngine:
         return found
 
     async def drain(self, timeout_s: float | None = None) -> None:
-        if self._is_closed or self._failure is not None:
+        if self._is_closed or self.failure is not None:
             await self.close()
             return
         self._drained = self._loop.create_future()
@@ -469,13 +464,14 @@ class RemoteEngine:
                 task.cancel()
             if self._transport is not None:
                 self._send(wire.Close())
+            await asyncio.to_thread(self._launcher.abort)
         await asyncio.to_thread(self.worker.end, _EXIT_S)
         for record in list(self._records.values()):
             self._cancelled(record)
 
     def _check_open(self, *, is_request: bool = True) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if self._is_closed:
             raise ExecutorError("the engine is closed")
         if is_request and self._drained is not None:
@@ -525,6 +521,7 @@ class RemoteEngine:
 
     def _take(self, pieces: Sequence[Piece], ended: Sequence[wire.WireEnded]) -> None:
         records = self._records
+        self._has_computed = True
         for piece in pieces:
             record = records.get(piece.request_id)
             if record is not None:
@@ -541,7 +538,10 @@ class RemoteEngine:
 
     def _accepted(self, name: str) -> None:
         record = self._records.get(name)
-        if record is not None and not record.accepted.done():
+        if record is None:
+            return
+        record.is_taken = True
+        if not record.accepted.done():
             record.accepted.set_result(record.stream.request)
 
     def _refused(self, name: str, error: QuireError) -> None:
@@ -554,6 +554,12 @@ class RemoteEngine:
             record.accepted.set_exception(error)
         if record is self._probed:
             self._probe_next()
+
+    def _finish(self, record: Record) -> None:
+        """Every completion has its end, and the worker died before it said that of the request."""
+        name = record.command.request_id
+        self._records.pop(name, None)
+        record.stream.receive(Ended(name, record.finished()))
 
     def _cancelled(self, record: Record) -> None:
         name = record.command.request_id
@@ -586,33 +592,64 @@ class RemoteEngine:
             self._fail_all(ExecutorError(f"recovering from a worker's death failed: {error}"))
 
     async def _recover(self) -> None:
+        self._run(self._expire())
         ended = await asyncio.to_thread(self.worker.end)
         started = [record for record in self._records.values() if record.is_started]
         fields = {"reason": ended, "requests": len(self._records), "running": len(started)}
         extra = {"event": "worker_died", "fields": fields}
         _log.error("the worker died: %s; %d requests wait", ended, len(self._records), extra=extra)
-        self._judge(started)
+        suspects = self._suspects()
+        if self._dies_of_itself(bool(suspects)):
+            words = await asyncio.to_thread(self.worker.last_words) or "nothing"
+            self._fail_all(
+                ExecutorError(
+                    f"{self._num_deaths} workers in a row died before they computed anything, the "
+                    f"last one with {ended}; on standard error it said: {words}"
+                )
+            )
+            return
+        self._judge(suspects)
         self._drop_calls()
         for record in list(self._records.values()):
-            record.is_sent = record.is_started = False
+            record.is_sent = record.is_taken = record.is_started = False
             if record.is_cancelled:
                 self._cancelled(record)
         if await self._started_anew():
             self.num_restarts += 1
             self._resubmit()
 
-    def _judge(self, started: Sequence[Record]) -> None:
-        """Refuse the likely cause of two crashes; of several, each is run apart from the others.
-        One crash then is no proof: whoever kills workers from outside would choose the request."""
-        for record in started:
-            record.num_crashes += 1
-        twice = [record for record in started if record.num_crashes >= _CRASHES_OF_A_CAUSE]
-        cause, probed = None, self._probed
-        if probed is not None and probed in twice:
-            probed.num_probed += 1
-            cause = probed if probed.num_probed >= _CRASHES_OF_A_CAUSE else None
-        if probed is None and len(started) == len(twice) == 1:  # it ran alone
-            cause = twice[0]
+    def _suspects(self) -> list[Record]:
+        """Which requests may have ended the worker: those in its batch, and those that it was
+        given and had not taken yet, as their constraints may be compiled then."""
+        sent = [record for record in self._records.values() if record.is_sent]
+        return [record for record in sent if record.is_started or not record.is_taken] or sent
+
+    def _dies_of_itself(self, has_suspects: bool) -> bool:
+        """Count a death; whether no further worker would do better."""
+        lived_s = time.monotonic() - self._connected_at
+        self._num_deaths += 1
+        if self._has_computed or lived_s > _STEADY_S:
+            self._num_deaths = 1 if not self._has_computed else 0
+        has_calls = any(isinstance(call, wire.Prepare) for call, _, _ in self._calls.values())
+        limit = MAX_DEATHS if has_suspects or has_calls else self._max_idle_deaths
+        return self._num_deaths >= limit
+
+    async def _expire(self) -> None:
+        """Hold requests to their deadlines that no worker has."""
+        while self.is_recovering or any(not r.is_sent for r in self._records.values()):
+            now = time.perf_counter()
+            for record in [r for r in self._records.values() if not r.is_sent]:
+                timeout_s = record.command.timeout_s or self.facts.timeout_s
+                waited = now - record.command.arrived_at
+                if timeout_s is not None and waited > timeout_s:
+                    name = record.command.request_id
+                    error = DeadlineError(f"{name} ran out of time after {waited:.3f} s")
+                    self._end(record, Status.EXPIRED, FinishReason.TIMEOUT, error)
+            await asyncio.sleep(_EXPIRY_S)
+
+    def _judge(self, suspects: Sequence[Record]) -> None:
+        """Refuse the likely cause of two crashes; of several, each is run apart from the others."""
+        cause, twice = judge(suspects, self._probed)
         if cause is not None:
             error = WorkerCrashError(
                 f"the worker died {cause.num_crashes} times while it ran this request, which is "
@@ -621,7 +658,7 @@ class RemoteEngine:
             self._end(cause, Status.FAILED, FinishReason.ERROR, error)
         waiting = [record for record in self._apart if record is not cause]
         self._probed = None
-        self._apart = deque(dict.fromkeys([*waiting, *(r for r in twice if r is not cause)]))
+        self._apart = deque(dict.fromkeys([*waiting, *twice]))
 
     def _drop_calls(self) -> None:
         """A call that was open at two crashes is not made again."""
@@ -633,8 +670,10 @@ class RemoteEngine:
     async def _started_anew(self) -> bool:
         error: Exception | None = None
         for attempt in range(MAX_FAILED_STARTS):
+            began = time.monotonic()
             try:
-                self.worker, self.facts = await asyncio.to_thread(self._start)
+                self.worker, self.facts = await asyncio.to_thread(self._launcher.start)
+                self._load_s = time.monotonic() - began
                 await self._connect()
                 return True
             except (QuireError, OSError) as failed:
@@ -647,7 +686,8 @@ class RemoteEngine:
 
     def _fail_all(self, failure: ExecutorError) -> None:
         """Nothing goes on: every request ends, and the server for its supervisor."""
-        self._failure = failure
+        self.failure = failure
+        _log.critical("%s", failure, extra={"event": "worker_given_up", "fields": {}})
         for record in list(self._records.values()):
             self._end(record, Status.FAILED, FinishReason.ERROR, failure)
         for _, answer, _ in self._calls.values():
@@ -660,8 +700,10 @@ class RemoteEngine:
         if self._weights is not None:
             self._send(wire.KeyWeights(self._weights))
         apart = set(map(id, self._apart))
-        for record in self._records.values():
-            if id(record) not in apart:
+        for record in list(self._records.values()):
+            if record.is_finished:
+                self._finish(record)
+            elif id(record) not in apart:
                 self._send_record(record, is_anew=record.accepted.done())
         for command, _, _ in self._calls.values():
             self._send(command)
@@ -729,16 +771,15 @@ class RemoteLLM(OnlineModel):
     ) -> Self:
         """Start a worker that loads the model, and read here what turns text into requests."""
         made = cls()
-        text = read_text(model, options)
-
-        def start() -> tuple[WorkerProcess, EngineFacts]:
-            worker = WorkerProcess(command)
-            return worker, worker.load(text.path, options)
-
-        worker, facts = start()
-        made._text = text
-        made._engine = RemoteEngine(worker, facts, start, on_stuck, hang_s=hang_s)
-        made.prompts = PromptReader(made.tokenizer, made.max_context)
+        made._text = read_text(model, options)
+        launcher = ModelLauncher(made._text.path, options, command)
+        worker, facts = launcher.start()
+        try:
+            made._engine = RemoteEngine(worker, facts, launcher, on_stuck, hang_s=hang_s)
+            made.prompts = PromptReader(made.tokenizer, made.max_context)
+        except BaseException:
+            worker.end(0.0)
+            raise
         return made
 
     @property
@@ -753,6 +794,14 @@ class RemoteLLM(OnlineModel):
     def num_restarts(self) -> int:
         """Workers that died and were replaced."""
         return self._engine.num_restarts
+
+    @property
+    def is_recovering(self) -> bool:
+        return self._engine.is_recovering
+
+    @property
+    def failure(self) -> ExecutorError | None:
+        return self._engine.failure
 
     async def open(self) -> None:
         await self._engine.open()
