@@ -1,7 +1,8 @@
-"""`python -m quire.worker DESCRIPTOR`: a worker over the socket that it inherited."""
+"""`python -m quire.worker CHANNEL [LISTENER]`: a worker over the sockets that it inherited, by their
+descriptors."""
 
 import sys
 
 from quire.worker.process import main
 
-main(int(sys.argv[1]))
+main(*map(int, sys.argv[1:]))

@@ -41,6 +41,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self.is_closed = False
         self._socket.setblocking(False)
         self._lock = threading.Lock()
         self._unsent = bytearray()
@@ -50,6 +51,8 @@ class Channel:
     def send(self, message: bytes) -> None:
         content = frame(message)
         with self._lock:
+            if self.is_closed:
+                return
             if self._unsent:
                 self._unsent += content
                 return
@@ -94,6 +97,14 @@ class Channel:
                             return
                         if messages := reader.feed(data):
                             receive(messages)
+
+    def close(self) -> None:
+        """What is sent from now on goes nowhere."""
+        with self._lock:
+            self.is_closed = True
+            self._unsent.clear()
+            for each in (self._socket, self._woken, self._wake):
+                each.close()
 
     def flush(self) -> None:
         """Send all that is left, before the process ends."""

@@ -1,6 +1,9 @@
 """The worker: loads a model and runs its engine for the server at the other end of a channel.
 
-It ends with the channel. It also ends, on purpose, where its engine is stuck: the server starts
+With a listening socket it has further channels, one for each process that connects: their requests
+share the engine, each channel gets what its own requests bring, and its end cancels them.
+
+It ends with the first channel. It also ends, on purpose, where its engine is stuck: the server starts
 another one, and every request goes on there.
 """
 
@@ -14,11 +17,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from quire.core.progress import reporting
-from quire.core.request import Ended, Event, Piece, Request
+from quire.core.request import Event, Piece, Request
 from quire.engine.aio import EngineThread
 from quire.engine.stats import Health
 from quire.llm.assembly import Assembly, EngineFacts, assemble_examined
@@ -55,19 +59,29 @@ class WorkerEngine(EngineThread):
         super().__init__(assembly.new_engine(self._report_started))
         self._assembly = assembly
         self._channel = channel
+        self._owners: dict[str, Channel] = {}  # of live requests; of the engine's thread
         self._queued: dict[str, Request] = {}  # accepted and not started; of the engine's thread
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "quire-constraint")
         # By request whose constraint is being compiled: what came for it meanwhile.
         self._preparing: dict[str, list[wire.Command]] = {}
-        self._drain_waits = False  # for them
+        self._draining: list[Channel] = []  # those whose drain waits for them
         self._lock = threading.Lock()  # of both
 
-    def send(self, report: wire.Report) -> None:
-        self._channel.send(wire.encode(report))
+    def attach(self, connection: socket.socket) -> None:
+        """Serve a further channel, on a thread of its own."""
+        channel = Channel(connection)
+        _send(channel, wire.Ready(EngineFacts.of(self._assembly)))
+
+        def run() -> None:
+            channel.run(lambda contents: self.receive(contents, channel))
+            channel.close()
+            self.post(partial(self._cancel_all, channel))
+
+        threading.Thread(target=run, name="quire-channel", daemon=True).start()
 
     # ---- on the channel's thread
 
-    def receive(self, contents: Sequence[bytes]) -> None:
+    def receive(self, contents: Sequence[bytes], channel: Channel) -> None:
         """What arrived together is done between the same two steps, in its order."""
         adding: list[wire.Submit] = []
         for content in contents:
@@ -76,14 +90,14 @@ class WorkerEngine(EngineThread):
                 adding.append(command)
                 continue
             if adding:
-                self.post(partial(self._add_all, adding))
+                self.post(partial(self._add_all, adding, channel))
                 adding = []
-            if not self._waits(command):
-                self._do(command)
+            if not self._waits(command, channel):
+                self._do(command, channel)
         if adding:
-            self.post(partial(self._add_all, adding))
+            self.post(partial(self._add_all, adding, channel))
 
-    def _waits(self, command: wire.Command) -> bool:
+    def _waits(self, command: wire.Command, channel: Channel) -> bool:
         """Whether it is for a request whose constraint is being compiled, or a drain, which is for
         all: it is done behind that."""
         with self._lock:
@@ -95,25 +109,28 @@ class WorkerEngine(EngineThread):
                         self._preparing[name].append(command)
                         return True
                 case wire.Drain():
-                    self._drain_waits = bool(self._preparing)
-                    return self._drain_waits
+                    if self._preparing:
+                        self._draining.append(channel)
+                        return True
         return False
 
-    def _prepared(self, name: str) -> None:
+    def _prepared(self, name: str, channel: Channel) -> None:
         """Do what came for a request while its constraint was compiled."""
         with self._lock:
             commands = self._preparing.pop(name, [])
-            if self._drain_waits and not self._preparing:
-                self._drain_waits = False
-                commands.append(wire.Drain())
+            draining: list[Channel] = []
+            if not self._preparing:
+                draining, self._draining = self._draining, []
         for command in commands:
-            self._do(command)
+            self._do(command, channel)
+        for waiting in draining:
+            self._do(wire.Drain(), waiting)
 
-    def _do(self, command: wire.Command) -> None:
+    def _do(self, command: wire.Command, channel: Channel) -> None:
         engine = self.engine
         match command:
             case wire.Submit():
-                self._compilers.submit(self._prepare_and_add, command)
+                self._compilers.submit(self._prepare_and_add, command, channel)
             case wire.Cancel(request_id):
                 self.post(lambda: engine.cancel(request_id))
             case wire.Pause(request_id):
@@ -121,17 +138,19 @@ class WorkerEngine(EngineThread):
             case wire.Resume(request_id):
                 self.post(lambda: engine.resume(request_id))
             case wire.Prepare():
-                self._compilers.submit(self._prepare, command)
+                self._compilers.submit(self._prepare, command, channel)
             case wire.AskSnapshot(call):
-                self.post(lambda: self.send(wire.Answer(call, snapshot=engine.snapshot())))
+                self.post(lambda: _send(channel, wire.Answer(call, snapshot=engine.snapshot())))
             case wire.AskSteps(call, count, after):
-                self._compilers.submit(self._answer_steps, call, count, after)
+                self._compilers.submit(self._answer_steps, channel, call, count, after)
             case wire.Ping(call):
-                self.send(wire.Answer(call))
+                _send(channel, wire.Answer(call))
             case wire.KeyWeights(weights):
                 self.post(lambda: engine.set_key_weights(weights))
             case wire.Drain():
-                self.post_drain().add_done_callback(lambda _: self.send(wire.Drained()))
+                self.post_drain().add_done_callback(lambda _: _send(channel, wire.Drained()))
+            case wire.Close() if channel is not self._channel:
+                self.post(partial(self._cancel_all, channel))
             case wire.Close():
                 self.end()
 
@@ -145,41 +164,51 @@ class WorkerEngine(EngineThread):
 
     # ---- on a thread that compiles
 
-    def _answer_steps(self, call: int, count: int, after: int | None) -> None:
-        self.send(wire.Answer(call, steps=list(self.engine.latest_steps(count, after))))
+    def _answer_steps(self, channel: Channel, call: int, count: int, after: int | None) -> None:
+        _send(channel, wire.Answer(call, steps=list(self.engine.latest_steps(count, after))))
 
-    def _prepare(self, command: wire.Prepare) -> None:
+    def _prepare(self, command: wire.Prepare, channel: Channel) -> None:
         try:
             self._assembly.grammars.prepare(command.params)
         except BaseException as error:
-            self.send(wire.Answer(command.call, wire.WireError.of(error)))
+            _send(channel, wire.Answer(command.call, wire.WireError.of(error)))
         else:
-            self.send(wire.Answer(command.call))
+            _send(channel, wire.Answer(command.call))
 
-    def _prepare_and_add(self, command: wire.Submit) -> None:
+    def _prepare_and_add(self, command: wire.Submit, channel: Channel) -> None:
         params, breakers = command.params, self._assembly.breakers
         try:
             kept = self._assembly.grammars.prepare(params) if params.needs_mask else None
             if "dry" in params.order and breakers is not None:
                 breakers(params.dry_sequence_breakers)
         except BaseException as error:
-            self.send(wire.Refused(command.request_id, wire.WireError.of(error)))
-            self._prepared(command.request_id)
+            _send(channel, wire.Refused(command.request_id, wire.WireError.of(error)))
+            self._prepared(command.request_id, channel)
         else:
             # With the grammar, so that it stays in the cache until the engine looks for it.
-            self.post(partial(self._add_prepared, command, kept))
+            self.post(partial(self._add_prepared, command, channel, kept))
 
     # ---- on the engine's thread
 
-    def _add_all(self, commands: Sequence[wire.Submit]) -> None:
+    def _add_all(self, commands: Sequence[wire.Submit], channel: Channel) -> None:
         for command in commands:
-            self._add(command)
+            self._add(command, channel)
 
-    def _add_prepared(self, command: wire.Submit, _kept: CompiledGrammar | None) -> None:
-        self._add(command)
-        self._prepared(command.request_id)
+    def _add_prepared(
+        self, command: wire.Submit, channel: Channel, _kept: CompiledGrammar | None
+    ) -> None:
+        self._add(command, channel)
+        self._prepared(command.request_id, channel)
 
-    def _add(self, command: wire.Submit) -> None:
+    def _cancel_all(self, channel: Channel) -> None:
+        """End the requests of a process that has gone, or goes."""
+        for name, owner in list(self._owners.items()):
+            if owner is channel:
+                self.engine.cancel(name)
+
+    def _add(self, command: wire.Submit, channel: Channel) -> None:
+        if channel.is_closed:
+            return
         try:
             request = self.engine.add_request(
                 command.prompt,
@@ -195,22 +224,23 @@ class WorkerEngine(EngineThread):
                 resumed=command.resumed,
             )
         except Exception as error:
-            self.send(wire.Refused(command.request_id, wire.WireError.of(error)))
+            _send(channel, wire.Refused(command.request_id, wire.WireError.of(error)))
         else:
             self._queued[request.id] = request
-            self.send(wire.Accepted(request.id))
+            self._owners[request.id] = channel
+            _send(channel, wire.Accepted(request.id))
 
     def _report_started(self) -> None:
         """Before the executor has a step: what may end the process is known by then."""
         if not self._queued:
             return
-        started = [
-            name for name, request in self._queued.items() if request.metrics.started_at is not None
-        ]
-        if started:
-            for name in started:
+        started: dict[Channel, list[str]] = {}
+        for name, request in list(self._queued.items()):
+            if request.metrics.started_at is not None:
                 del self._queued[name]
-            self.send(wire.Started(started))
+                started.setdefault(self._owners[name], []).append(name)
+        for channel, names in started.items():
+            _send(channel, wire.Started(names))
 
     def _deliver(self, events: Sequence[Event]) -> None:
         if self.engine.health is Health.STUCK:
@@ -218,15 +248,25 @@ class WorkerEngine(EngineThread):
             os._exit(STUCK_EXIT)  # what it says of its requests is not sent: they go on elsewhere
         if not events:
             return
-        ended = [event for event in events if isinstance(event, Ended)]
-        for event in ended:
+        by_channel: dict[Channel, wire.Events] = {}
+        owners = self._owners
+        for event in events:
+            channel = owners[event.request_id]
+            report = by_channel.get(channel)
+            if report is None:
+                report = by_channel[channel] = wire.Events([], [])
+            if isinstance(event, Piece):
+                report.pieces.append(event)
+                continue
             self._queued.pop(event.request_id, None)
-        self.send(
-            wire.Events(
-                [event for event in events if isinstance(event, Piece)],
-                [wire.WireEnded.of(event.output) for event in ended],
-            )
-        )
+            del owners[event.request_id]
+            report.ended.append(wire.WireEnded.of(event.output))
+        for channel, report in by_channel.items():
+            _send(channel, report)
+
+
+def _send(channel: Channel, report: wire.Report) -> None:
+    channel.send(wire.encode(report))
 
 
 def _needs_preparing(command: wire.Submit) -> bool:
@@ -236,8 +276,9 @@ def _needs_preparing(command: wire.Submit) -> bool:
 class Worker:
     """From the first message to the end of the process."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, listener: socket.socket | None = None) -> None:
         self._channel = Channel(connection)
+        self._listener = listener  # for further channels
         self._engine: WorkerEngine | None = None
 
     def run(self) -> None:
@@ -248,7 +289,7 @@ class Worker:
 
     def _receive(self, contents: list[bytes]) -> None:
         if self._engine is not None:
-            self._engine.receive(contents)
+            self._engine.receive(contents, self._channel)
             return
         command = wire.read_command(contents[0])
         if not isinstance(command, wire.Start):  # closed while it loads
@@ -274,7 +315,10 @@ class Worker:
         gc.collect()
         gc.freeze()
         self._engine = engine
-        engine.send(wire.Ready(EngineFacts.of(assembly)))
+        _send(self._channel, wire.Ready(EngineFacts.of(assembly)))
+        while self._listener is not None:
+            with suppress(OSError):  # whoever connected has gone, or too many files are open
+                engine.attach(self._listener.accept()[0])
 
 
 def _end_process(found: threading.ExceptHookArgs) -> None:
@@ -285,7 +329,7 @@ def _end_process(found: threading.ExceptHookArgs) -> None:
     os._exit(STUCK_EXIT)
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, listener: int | None = None) -> None:
     if sys.stderr is not None:  # it may have been closed
         faulthandler.enable()  # where it crashes is on standard error
     # It ends with the channel: who ends the server, by the whole group of processes too, has its
@@ -294,4 +338,5 @@ def main(descriptor: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     threading.excepthook = _end_process
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    Worker(socket.socket(fileno=descriptor)).run()
+    further = None if listener is None else socket.socket(fileno=listener)
+    Worker(socket.socket(fileno=descriptor), further).run()
