@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from starlette.routing import Route
 from quire.core.errors import ConfigError
 from quire.core.version import own_version
 from quire.engine.stats import Snapshot
-from quire.server.audit import record_call, settings_digest
+from quire.server.audit import record_call
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, Tracing, open_tracing
 from quire.server.dialect import Dialect
 from quire.server.dialects.anthropic_answer import (
@@ -87,7 +86,6 @@ from quire.server.openapi import (
 )
 from quire.server.page import page_routes
 from quire.server.paths import no_path
-from quire.server.quotas import QuotaSaver
 from quire.server.replies import (
     Alive,
     ChatCompletion,
@@ -308,22 +306,20 @@ def create_app(service: Service) -> Middleware:
     settings = service.settings
     endpoint = settings.otlp_endpoint
     tracing = None if endpoint is None else open_tracing(endpoint, service.name)
-    rejected: Counter[str] = Counter()
     return Middleware(
-        create_routes(service, tracing, rejected),
+        create_routes(service, tracing),
         settings,
         service.access,
         service.limits,
         service.connections,
-        _on_done(service, tracing, rejected),
+        service.failed_keys,
+        _on_done(service, tracing),
         error_shape,
     )
 
 
-def create_routes(
-    service: Service, tracing: Tracing | None = None, rejected: Counter[str] | None = None
-) -> FastAPI:
-    """What answers requests that were admitted; `rejected` counts those that were not."""
+def create_routes(service: Service, tracing: Tracing | None = None) -> FastAPI:
+    """What answers requests that were admitted."""
     app = FastAPI(
         title="quire",
         version=own_version(),
@@ -338,7 +334,7 @@ def create_routes(
     add_models(app, service)
     _add_models(app, service)
     _add_properties(app, service)
-    _add_operations(app, service, Counter() if rejected is None else rejected)
+    _add_operations(app, service)
     _add_stats(app, service)
     _add_administration(app, service)
     if service.settings.page:
@@ -353,27 +349,21 @@ def _lifespan(
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        saver = QuotaSaver(service.quotas)
-        service.record("start", version=own_version(), settings=settings_digest(service.settings))
-        yield
-        await asyncio.to_thread(saver.close)
+        with service.shared.kept(service.settings, lambda: service.state.value):
+            yield
         service.pool.close()
-        if service.audit is not None:
-            await asyncio.to_thread(service.audit.close, state=service.state.value)
         if tracing is not None:
             tracing.close()
 
     return lifespan
 
 
-def _on_done(
-    service: Service, tracing: Tracing | None, rejected: Counter[str]
-) -> Callable[[Call], None]:
+def _on_done(service: Service, tracing: Tracing | None) -> Callable[[Call], None]:
     def done(call: Call) -> None:
         if call.quota is not None:
             call.quota.settle(call.outputs)
         if call.status is not None and call.status >= 400:
-            rejected[str(call.status)] += 1
+            service.rejected[str(call.status)] += 1
         quiet = call.method == "GET" and (call.status or 0) < 400
         log("request", logging.DEBUG if quiet else logging.INFO, **call.summary())
         if service.audit is not None:
@@ -512,7 +502,7 @@ def _loading_figures(service: Service) -> LoadingFigures | None:
     return LoadingFigures(phase=phases.phase or "starting", percent=int(100 * phases.done))
 
 
-def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> None:
+def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get(
         "/health",
         summary="Whether the process lives",
@@ -537,7 +527,7 @@ def _add_operations(app: FastAPI, service: Service, rejected: Counter[str]) -> N
         responses=error_responses(503),
     )
     async def metrics() -> Response:
-        text = exposition(service, await _snapshot(service), rejected)
+        text = exposition(service, await _snapshot(service), await service.figures())
         return Response(text, media_type=CONTENT_TYPE)
 
     @app.get("/docs", summary="This page", response_class=HTMLResponse, responses=error_responses())
@@ -558,10 +548,13 @@ def _add_stats(app: FastAPI, service: Service) -> None:
         asked = StepsAsked.of(request.query_params)
         snapshot = await _snapshot(service)
         if not asked.num_steps or service.loaded is None:
-            return _json(stats_for(service, snapshot, key), {"latest"})
+            return _json(stats_for(service, snapshot, await service.figures(), key), {"latest"})
         steps = await service.loaded.latest_steps(asked.num_steps, asked.after)
+        figures = await service.figures()
         # A hundred steps of a large batch take milliseconds to write.
-        return await asyncio.to_thread(lambda: _json(stats_for(service, snapshot, key, steps)))
+        return await asyncio.to_thread(
+            lambda: _json(stats_for(service, snapshot, figures, key, steps))
+        )
 
 
 async def _snapshot(service: Service) -> Snapshot:

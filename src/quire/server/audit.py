@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 from quire.core.errors import ConfigError
 from quire.core.hash_chain import (
@@ -52,6 +53,20 @@ class _Repeats:
     since: float
     group: Fields
     count: int = 0  # without the first, which was written
+
+
+class AuditSink(Protocol):
+    """Takes events: an AuditLog, or the way to one in another process."""
+
+    def record(self, event: str, **about: object) -> None: ...
+
+    def record_repeated(
+        self, event: str, group: Fields, about: Fields, *, max_groups: int = 256
+    ) -> None: ...
+
+    def reopen(self) -> None: ...
+
+    def close(self, timeout_s: float = 5.0, **about: object) -> None: ...
 
 
 class AuditLog:
@@ -299,7 +314,7 @@ def open_audit_log(settings: ServerSettings) -> AuditLog | None:
     return AuditLog(settings.audit_log, secret)
 
 
-def record_call(audit: AuditLog, call: Call, *, every_request: bool) -> None:
+def record_call(audit: AuditSink, call: Call, *, every_request: bool) -> None:
     """Record an ended call if it matters to security; never its contents."""
     client = {"client": call.client or ""}
     about = {"request_id": call.id, "path": call.path}

@@ -182,16 +182,41 @@ class Connections:
         """Count a connection as idle; its group, for `leave`. An ApiError where there are too many:
         the connection may stay open to read that, until `_MAX_REFUSED` others do."""
         group = None if address in self._proxies else address_group(address)
-        if group is not None and self._by_group[group] >= self.max_per_address:
-            raise self._refusal(connection, "address", 429, f"{group} has too many connections")
-        if self.num_open >= self.max_connections and not self._close_one_idle():
+        limit = self._count(group)
+        if limit == "address":
+            raise self._refusal(connection, limit, 429, f"{group} has too many connections")
+        if limit is not None:
             message = "the server has too many connections"
-            raise self._refusal(connection, "connections", 503, message)
+            raise self._refusal(connection, limit, 503, message)
         self.num_open += 1
         self._idle[connection] = None
+        return group
+
+    def _count(self, group: str | None) -> str | None:
+        """Count a connection of a group; the limit that it would exceed, if any."""
+        if group is not None and self._by_group[group] >= self.max_per_address:
+            return "address"
+        if self.num_open >= self.max_connections and not self.close_one_idle():
+            return "connections"
         if group is not None:
             self._by_group[group] += 1
-        return group
+        return None
+
+    def _uncount(self, group: str | None) -> None:
+        if group is not None:
+            self._by_group[group] -= 1
+            if not self._by_group[group]:
+                del self._by_group[group]
+
+    def _count_request(self, group: str) -> bool:
+        """Count a request as its group's connection; whether there was room for it."""
+        if self._by_group[group] >= self.max_per_address:
+            return False
+        self._by_group[group] += 1
+        return True
+
+    def _uncount_request(self, group: str) -> None:
+        self._uncount(group)
 
     def leave(self, connection: Connection, group: str | None) -> None:
         if connection in self._refused:
@@ -200,8 +225,7 @@ class Connections:
         self.num_open -= 1
         self._idle.pop(connection, None)
         self._lingering.pop(connection, None)
-        if group is not None:
-            self._drop(group)
+        self._uncount(group)
 
     @contextmanager
     def proxied_request(self, group: str | None) -> Iterator[None]:
@@ -209,7 +233,7 @@ class Connections:
         if group is None:
             yield
             return
-        if self._by_group[group] >= self.max_per_address:
+        if not self._count_request(group):
             self.refused["address"] += 1
             raise ApiError(
                 429,
@@ -217,11 +241,10 @@ class Connections:
                 code="too_many_connections",
                 retry_after_s=_RETRY_S,
             )
-        self._by_group[group] += 1
         try:
             yield
         finally:
-            self._drop(group)
+            self._uncount_request(group)
 
     def set_busy(self, connection: Connection) -> None:
         self._idle.pop(connection, None)
@@ -237,11 +260,6 @@ class Connections:
             self._idle.pop(connection, None)
             self._lingering[connection] = None
 
-    def _drop(self, group: str) -> None:
-        self._by_group[group] -= 1
-        if not self._by_group[group]:
-            del self._by_group[group]
-
     def _refusal(self, connection: Connection, limit: str, status: int, message: str) -> ApiError:
         self.refused[limit] += 1
         if len(self._refused) >= _MAX_REFUSED:
@@ -249,7 +267,8 @@ class Connections:
         self._refused[connection] = None
         return ApiError(status, message, code="too_many_connections", retry_after_s=_RETRY_S)
 
-    def _close_one_idle(self) -> bool:
+    def close_one_idle(self) -> bool:
+        """Close the connection that matters least, for a new one; whether there was one."""
         for group in (self._lingering, self._idle):
             for connection in group:
                 self.cut["made room"] += 1

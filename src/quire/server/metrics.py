@@ -10,15 +10,11 @@ from quire.core.request import WaitReason
 from quire.engine.stats import Health, Histogram, Snapshot
 from quire.engine.step_log import MAX_STEPS, StepRecord
 from quire.llm import OnlineModel
-from quire.server.audit import AuditLog
-from quire.server.connections import Connections
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, may_read_totals
-from quire.server.logs import num_dropped_lines
 from quire.server.openapi import MAX_STEP_ID
-from quire.server.quotas import Quotas, Usage
+from quire.server.quotas import Usage
 from quire.server.replies import (
-    AuditFigures,
     HealthFigures,
     KeyFigures,
     KVBlocks,
@@ -30,6 +26,7 @@ from quire.server.replies import (
     StepFigures,
 )
 from quire.server.service import Service
+from quire.server.shared import ServerFigures
 
 # ---- /metrics
 
@@ -38,21 +35,26 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
-def exposition(service: Service, snapshot: Snapshot, rejected: Mapping[str, int]) -> str:
+def exposition(service: Service, snapshot: Snapshot, figures: ServerFigures) -> str:
     """The engine's figures, refused requests and connections, usage by key."""
     writer = _Writer(service.name)
-    _write_moment(writer, snapshot, service.num_streams)
+    _write_moment(writer, snapshot, figures.num_streams)
     _write_health(writer, snapshot)
     _write_counters(writer, snapshot)
     writer.counters(
-        "requests_rejected_total", "Requests refused before the engine", "code", rejected
+        "requests_rejected_total", "Requests refused before the engine", "code", figures.rejected
     )
-    _write_connections(writer, service.connections)
-    restarts = 0 if service.loaded is None else service.loaded.num_restarts
+    _write_connections(writer, figures)
+    restarts = figures.num_worker_restarts
     writer.counter("worker_restarts_total", "Workers that died and were replaced", restarts)
-    writer.counter("log_lines_dropped_total", "Log lines nobody took", num_dropped_lines())
-    _write_keys(writer, service.quotas.by_key())
-    dropped = 0 if service.audit is None else service.audit.num_dropped
+    restarts = figures.num_api_restarts
+    writer.counter(
+        "api_process_restarts_total", "API processes that died and were replaced", restarts
+    )
+    lost = figures.num_dropped_lines
+    writer.counter("log_lines_dropped_total", "Log lines nobody took", lost)
+    _write_keys(writer, figures.usage)
+    dropped = 0 if figures.audit is None else figures.audit.num_dropped
     writer.counter("audit_events_dropped_total", "Events the audit log could not take", dropped)
     _write_histograms(writer, snapshot)
     return writer.text()
@@ -89,13 +91,13 @@ def _write_health(writer: "_Writer", snapshot: Snapshot) -> None:
     writer.counter("step_splits_total", "Failed steps and parts, split in two", splits)
 
 
-def _write_connections(writer: "_Writer", connections: Connections) -> None:
-    writer.gauge("connections", "Connections that are open", connections.num_open)
+def _write_connections(writer: "_Writer", figures: ServerFigures) -> None:
+    writer.gauge("connections", "Connections that are open", figures.num_connections)
     writer.counters(
-        "connections_refused_total", "Connections beyond a limit", "limit", connections.refused
+        "connections_refused_total", "Connections beyond a limit", "limit", figures.refused
     )
     writer.counters(
-        "connections_cut_total", "Connections closed on their client", "reason", connections.cut
+        "connections_cut_total", "Connections closed on their client", "reason", figures.cut
     )
 
 
@@ -233,6 +235,7 @@ def _whole(query: Mapping[str, str], name: str, most: int) -> int | None:
 def stats_for(
     service: Service,
     snapshot: Snapshot,
+    figures: ServerFigures,
     key: ApiKey | None,
     steps: Sequence[StepRecord] | None = None,
 ) -> OwnStatsReply | StatsReply:
@@ -244,9 +247,9 @@ def stats_for(
         uptime_s=uptime_s,
         latest=_latest_steps(service, steps, key, uptime_s - snapshot.at),
         key=None if key is None else key.name,
-        own=_figures(service.quotas, snapshot, key, service.quotas.usage_of(key)),
+        own=_key_figures(snapshot, figures, key),
     )
-    return _with_totals(own, service, snapshot) if may_read_totals(key) else own
+    return _with_totals(own, service, snapshot, figures) if may_read_totals(key) else own
 
 
 def _latest_steps(
@@ -287,16 +290,19 @@ def _floor(service: Service, llm: OnlineModel) -> Callable[[int], float] | None:
     return lambda context: read.seconds(context, bandwidth)
 
 
-def _with_totals(own: OwnStatsReply, service: Service, snapshot: Snapshot) -> StatsReply:
+def _with_totals(
+    own: OwnStatsReply, service: Service, snapshot: Snapshot, figures: ServerFigures
+) -> StatsReply:
     stats = snapshot.stats
     return StatsReply(
         **dict(own),
         keys={
-            key.name: _figures(service.quotas, snapshot, key, usage)
-            for key, usage in _users(service)
+            key.name: _key_figures(snapshot, figures, key)
+            for key in service.access.ring
+            if key.name in figures.usage
         },
         health=_health_figures(snapshot),
-        audit=_audit_figures(service.audit),
+        audit=figures.audit,
         num_running=snapshot.num_running,
         num_waiting=snapshot.num_waiting,
         waiting_by_reason={r.value: count for r, count in snapshot.waiting_by_reason.items()},
@@ -338,22 +344,9 @@ def _health_figures(snapshot: Snapshot) -> HealthFigures:
     )
 
 
-def _audit_figures(audit: AuditLog | None) -> AuditFigures | None:
-    if audit is None:
-        return None
-    seq, last = audit.head
-    return AuditFigures(seq=seq, hash=last, num_dropped=audit.num_dropped)
-
-
-def _users(service: Service) -> list[tuple[ApiKey, Usage]]:
-    """The keys in force that have used something."""
-    used = service.quotas.by_key()
-    keys = [key for key in service.access.ring if key.name in used]
-    return [(key, service.quotas.usage_of(key)) for key in keys]
-
-
-def _figures(quotas: Quotas, snapshot: Snapshot, key: ApiKey | None, usage: Usage) -> KeyFigures:
+def _key_figures(snapshot: Snapshot, of_all: ServerFigures, key: ApiKey | None) -> KeyFigures:
     name = "" if key is None else key.name
+    usage = of_all.usage.get(name) or Usage()
     figures = KeyFigures(
         num_running=snapshot.running_by_key.get(name, 0),
         num_waiting=snapshot.waiting_by_key.get(name, 0),
@@ -365,7 +358,7 @@ def _figures(quotas: Quotas, snapshot: Snapshot, key: ApiKey | None, usage: Usag
         limit = key.tokens_per_minute
         figures.tokens_per_minute = _quota(limit, usage.owed, 60 * usage.owed / limit)
     if key is not None and key.tokens_per_day is not None:
-        figures.tokens_per_day = _quota(key.tokens_per_day, usage.today, quotas.day_left_s)
+        figures.tokens_per_day = _quota(key.tokens_per_day, usage.today, of_all.day_left_s)
     return figures
 
 

@@ -46,6 +46,7 @@ class Middleware:
         access: Access,
         limits: RequestLimits,
         connections: Connections,
+        failed_keys: FailedKeys,
         on_done: Callable[[Call], None],
         error_shape: Callable[[str], ErrorShape],
     ) -> None:
@@ -58,7 +59,7 @@ class Middleware:
         self._num_buffered = 0  # bytes of bodies
         self._connections = connections
         self._proxies = Proxies(settings.trusted_proxies)
-        self._failed_keys = FailedKeys()
+        self._failed_keys = failed_keys
         self._num_delayed = 0  # answers to wrong keys that wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -13,19 +14,16 @@ from typing import Any, TypeVar
 from quire.core.errors import ConfigError
 from quire.core.progress import PhaseTimes, reporting
 from quire.llm import OnlineModel
-from quire.server.audit import open_audit_log
 from quire.server.bodies import BodyLimits, body_limits, parse_body
 from quire.server.calls import Call
-from quire.server.connections import open_connections
-from quire.server.dialects.responses_store import ResponseStore
 from quire.server.errors import RESTART_S, ApiError
 from quire.server.fields import Strict
 from quire.server.keys import Access, ApiKey, KeyChanges
-from quire.server.logs import LOGGER, log
-from quire.server.quotas import Meter, Quotas, RequestLimits
+from quire.server.logs import LOGGER, log, num_dropped_lines
+from quire.server.quotas import Meter
 from quire.server.schemas import MAX_MESSAGES, MAX_PROMPTS
 from quire.server.settings import ServerSettings
-from quire.server.usage_file import UsageFile
+from quire.server.shared import ProcessFigures, ServerFigures, SharedState
 from quire.server.work_pool import WorkPool
 
 B = TypeVar("B", bound=Strict)
@@ -47,7 +45,9 @@ class State(StrEnum):
 class Service:
     """The model and its state, and all that requests share."""
 
-    def __init__(self, settings: ServerSettings, load: Load) -> None:
+    def __init__(
+        self, settings: ServerSettings, load: Load, shared: SharedState | None = None
+    ) -> None:
         self.settings = settings
         self.access = Access(settings.keys)
         self.state = State.LOADING
@@ -56,13 +56,15 @@ class Service:
         self.loaded_at = time.time()
         self.has_ended = asyncio.Event()  # drained, stuck or failed: nothing more will come
         self.num_streams = 0  # being written right now
-        self.connections = open_connections(settings)
-        self.limits = RequestLimits()
-        folder = settings.state_folder
-        self.quotas = Quotas(self.limits, None if folder is None else UsageFile(folder))
-        self.quotas.open(settings.keys)
+        self.rejected: Counter[str] = Counter()  # requests, by status
+        self.shared = shared or SharedState.of(settings)
+        self.connections = self.shared.connections
+        self.limits = self.shared.limits
+        self.failed_keys = self.shared.failed_keys
+        self.quotas = self.shared.quotas
         self.meter: Meter = self.quotas
-        self.audit = open_audit_log(settings)
+        self.audit = self.shared.audit
+        self.responses = self.shared.responses
         self.reloads: list[Callable[[], None]] = []  # what SIGHUP does
         if self.audit is not None:
             self.reloads.append(self.audit.reopen)
@@ -72,7 +74,6 @@ class Service:
         self._reloading: asyncio.Task[None] | None = None
         self._reload_lock = asyncio.Lock()
         self.pool = WorkPool()
-        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
         self._load = load
         self._llm: OnlineModel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -217,6 +218,25 @@ class Service:
             log("keys_reloaded", logging.INFO, **changes.summary())
             self.record("keys_reloaded", **changes.summary())
             return changes
+
+    def own_figures(self) -> ProcessFigures:
+        """What this process counts."""
+        return ProcessFigures(
+            rejected=dict(self.rejected),
+            num_streams=self.num_streams,
+            num_connections=self.connections.num_open,
+            refused=dict(self.connections.refused),
+            cut=dict(self.connections.cut),
+            num_dropped_lines=num_dropped_lines(),
+        )
+
+    async def figures(self) -> ServerFigures:
+        """What the whole server counts, beside its engine."""
+        return await self.shared.figures(
+            self.own_figures(),
+            self.access.ring,
+            0 if self.loaded is None else self.loaded.num_restarts,
+        )
 
     def record(self, event: str, **about: object) -> None:
         """Into the audit log, where there is one."""

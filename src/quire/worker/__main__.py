@@ -1,5 +1,4 @@
-"""`python -m quire.worker CHANNEL [LISTENER]`: a worker over the sockets that it inherited, by their
-descriptors."""
+"""`python -m quire.worker CHANNEL [LISTENER]`: a worker over sockets that it inherited."""
 
 import sys
 

@@ -3,8 +3,8 @@
 With a listening socket it has further channels, one for each process that connects: their requests
 share the engine, each channel gets what its own requests bring, and its end cancels them.
 
-It ends with the first channel. It also ends, on purpose, where its engine is stuck: the server starts
-another one, and every request goes on there.
+It ends with the first channel. It also ends, on purpose, where its engine is stuck: the server
+starts another one, and every request goes on there.
 """
 
 import faulthandler

@@ -1,0 +1,130 @@
+"""SharedState: what all requests of a server share besides its model: limits, quotas, connections,
+audit log, stored responses; and the figures of all that.
+
+A server with several API processes has one of these, in the process that started them; there they
+have a SharedState that asks it (`server/processes`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from quire.core.version import own_version
+from quire.server.audit import AuditLog, AuditSink, open_audit_log, settings_digest
+from quire.server.connections import Connections, FailedKeys, open_connections
+from quire.server.dialects.responses_store import ResponseStore
+from quire.server.keys import KeyRing
+from quire.server.quotas import Quotas, QuotaSaver, RequestLimits, Usage
+from quire.server.replies import AuditFigures
+from quire.server.settings import ServerSettings
+from quire.server.usage_file import UsageFile
+
+
+@dataclass(kw_only=True)
+class ProcessFigures:
+    """What one process counts of its own."""
+
+    rejected: dict[str, int] = field(default_factory=dict)  # requests, by status
+    num_streams: int = 0
+    num_connections: int = 0
+    refused: dict[str, int] = field(default_factory=dict)  # connections, by limit
+    cut: dict[str, int] = field(default_factory=dict)  # connections, by reason
+    num_dropped_lines: int = 0
+
+    def plus(self, other: "ProcessFigures") -> "ProcessFigures":
+        return ProcessFigures(
+            rejected=_sum(self.rejected, other.rejected),
+            num_streams=self.num_streams + other.num_streams,
+            num_connections=self.num_connections + other.num_connections,
+            refused=_sum(self.refused, other.refused),
+            cut=_sum(self.cut, other.cut),
+            num_dropped_lines=self.num_dropped_lines + other.num_dropped_lines,
+        )
+
+    def ended(self) -> "ProcessFigures":
+        """What stays of it when its process has ended: counters, not gauges."""
+        return ProcessFigures(
+            rejected=self.rejected,
+            refused=self.refused,
+            cut=self.cut,
+            num_dropped_lines=self.num_dropped_lines,
+        )
+
+
+def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return dict(Counter(one) + Counter(other))
+
+
+@dataclass(kw_only=True)
+class ServerFigures(ProcessFigures):
+    """Those of all processes of a server, and what they share."""
+
+    usage: dict[str, Usage]  # by key, of those that used something
+    day_left_s: float
+    audit: AuditFigures | None
+    num_worker_restarts: int = 0
+    num_api_restarts: int = 0
+
+
+@dataclass
+class SharedState:
+    connections: Connections
+    limits: RequestLimits
+    quotas: Quotas
+    failed_keys: FailedKeys
+    responses: ResponseStore
+    audit: AuditSink | None
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> "SharedState":
+        """That of one process, or of the one that keeps it for others; raises a ConfigError."""
+        limits = RequestLimits()
+        folder = settings.state_folder
+        quotas = Quotas(limits, None if folder is None else UsageFile(folder))
+        quotas.open(settings.keys)
+        return cls(
+            connections=open_connections(settings),
+            limits=limits,
+            quotas=quotas,
+            failed_keys=FailedKeys(),
+            responses=ResponseStore(settings.max_stored_responses, settings.max_stored_bytes),
+            audit=open_audit_log(settings),
+        )
+
+    @contextmanager
+    def kept(self, settings: ServerSettings, state: Callable[[], str]) -> Iterator[None]:
+        """While the server runs: usage is saved, and the audit log has a first and a last line.
+        Leaving waits for the disk."""
+        saver = QuotaSaver(self.quotas)
+        if self.audit is not None:
+            self.audit.record("start", version=own_version(), settings=settings_digest(settings))
+        yield
+        saver.close()
+        if self.audit is not None:
+            self.audit.close(state=state())
+
+    async def figures(
+        self, own: ProcessFigures, ring: KeyRing, num_worker_restarts: int
+    ) -> ServerFigures:
+        """Of the whole server; `own` are those of the process that asks."""
+        return self.figures_of(own, ring, num_worker_restarts)
+
+    def figures_of(
+        self, processes: ProcessFigures, ring: KeyRing, num_worker_restarts: int = 0
+    ) -> ServerFigures:
+        usage = dict(self.quotas.by_key())
+        for key in ring:
+            if key.name in usage:
+                usage[key.name] = self.quotas.usage_of(key)  # as of now
+        audit = None
+        if isinstance(self.audit, AuditLog):
+            seq, last = self.audit.head
+            audit = AuditFigures(seq=seq, hash=last, num_dropped=self.audit.num_dropped)
+        return ServerFigures(
+            **vars(processes),
+            usage=usage,
+            day_left_s=self.quotas.day_left_s,
+            audit=audit,
+            num_worker_restarts=num_worker_restarts,
+        )
