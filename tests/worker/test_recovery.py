@@ -532,7 +532,8 @@ def test_figures_are_made_by_the_thread_whose_they_are(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = socket.socketpair()
-    worker = WorkerEngine(assemble(model, OPTIONS), Channel(theirs))
+    channel = Channel(theirs)
+    worker = WorkerEngine(assemble(model, OPTIONS), channel)
     made_by: list[str] = []
     snapshot = worker.engine.snapshot
 
@@ -541,7 +542,7 @@ def test_figures_are_made_by_the_thread_whose_they_are(
         return snapshot()
 
     monkeypatch.setattr(worker.engine, "snapshot", noted)
-    worker.receive([wire.encode(wire.AskSnapshot(7))])
+    worker.receive([wire.encode(wire.AskSnapshot(7))], channel)
     ours.settimeout(PATIENCE_S)
     [content] = FrameReader().feed(ours.recv(1 << 20))
     answer = wire.read_report(content)

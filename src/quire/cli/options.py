@@ -488,6 +488,14 @@ def _add_view_options(group: Options) -> None:
         help="run the engine in the server's own process: where that crashes, all streams end",
     )
     add(
+        "--api-processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="answer requests in so many processes on the one port, with one worker and one set of "
+        "limits (default: %(default)s)",
+    )
+    add(
         "--hang",
         type=float,
         default=USUAL_HANG_S,

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import os
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,8 @@ from quire.llm.devices import Options
 from quire.server import ServerSettings, read_keys, serve
 from quire.server.connections import read_networks
 from quire.server.logs import LogFormat, set_up_logs, take_over_standard_streams
+from quire.server.processes.setup import Setup
+from quire.server.processes.supervisor import supervise
 from quire.server.runner import PASSWORD_VARIABLE, exit_while_loading
 from quire.server.usage_file import default_folder
 from quire.worker import RemoteLLM
@@ -38,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
     form: LogFormat = args.log_format or ("text" if sys.stderr.isatty() else "json")
     atexit.register(exit_while_loading)
     take_over_standard_streams(set_up_logs(form, args.log_level))
+    if args.api_processes != 1:
+        _supervise(args, settings, options, form)
+        return 0
 
     def load(on_stuck: Callable[[], None]) -> OnlineModel:
         if not args.no_worker:
@@ -52,6 +58,22 @@ def run(args: argparse.Namespace) -> int:
 
     serve(settings, load, lambda address: _greet(address, settings))
     return 0
+
+
+def _supervise(
+    args: argparse.Namespace, settings: ServerSettings, options: Options, form: LogFormat
+) -> None:
+    """Several API processes over one worker."""
+    if args.no_worker:
+        raise ConfigError("--api-processes needs the worker that --no-worker leaves out")
+
+    def load(on_stuck: Callable[[], None], listener: socket.socket) -> RemoteLLM:
+        remote = RemoteLLM.load(args.model, options, on_stuck, hang_s=args.hang, listener=listener)
+        _check_template(remote)
+        return remote
+
+    setup = Setup(0, args.api_processes, settings, options, form, args.log_level)
+    supervise(settings, setup, load, lambda address: _greet(address, settings))
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

@@ -315,6 +315,10 @@ class OnlineModel:
         """Steps that ran lately and their rows; kept while somebody asks now and then."""
         return await self._engine.latest_steps(count, after)
 
+    def fail(self, failure: ExecutorError) -> None:
+        """End every request with this error; nothing more is taken."""
+        raise NotImplementedError
+
     @property
     def num_restarts(self) -> int:
         """Workers that died and were replaced; 0 where the engine is in this process."""

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.core.errors import ConfigError
 from quire.core.hash_chain import (
@@ -53,6 +53,14 @@ class _Repeats:
     since: float
     group: Fields
     count: int = 0  # without the first, which was written
+
+
+class AuditHead(NamedTuple):
+    """Number and hash of the last line that is on the disk; events that could not be taken."""
+
+    seq: int
+    hash: str
+    num_dropped: int
 
 
 class AuditSink(Protocol):

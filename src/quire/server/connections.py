@@ -172,16 +172,21 @@ class Connections:
         self.num_open = 0
         self.refused: Counter[str] = Counter()  # by which limit
         self.cut: Counter[str] = Counter()  # connections that were closed, by deadline or limit
-        self._proxies = proxies or Proxies()
+        self.proxies = proxies or Proxies()
         self._by_group: Counter[str] = Counter()
         self._idle: dict[Connection, None] = {}  # longest idle first
         self._lingering: dict[Connection, None] = {}  # answered, and waiting to be closed
         self._refused: dict[Connection, None] = {}  # not counted in num_open
 
+    @property
+    def num_idle(self) -> int:
+        """Connections that may be closed for new ones."""
+        return len(self._idle) + len(self._lingering)
+
     def enter(self, connection: Connection, address: str) -> str | None:
         """Count a connection as idle; its group, for `leave`. An ApiError where there are too many:
         the connection may stay open to read that, until `_MAX_REFUSED` others do."""
-        group = None if address in self._proxies else address_group(address)
+        group = None if address in self.proxies else address_group(address)
         limit = self._count(group)
         if limit == "address":
             raise self._refusal(connection, limit, 429, f"{group} has too many connections")

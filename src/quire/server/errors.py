@@ -54,7 +54,7 @@ class ApiError(Exception):
         self.param = param
         self.code = "invalid_field" if code is None and status == 400 and param else code
         self.retry_after_s = retry_after_s
-        self._headers = headers
+        self.own_headers = headers
 
     @property
     def retry_after_ms(self) -> int | None:
@@ -65,7 +65,7 @@ class ApiError(Exception):
     @property
     def headers(self) -> list[tuple[str, str]]:
         """Retry-After has whole seconds; OpenAI's clients read retry-after-ms first."""
-        found = list(self._headers)
+        found = list(self.own_headers)
         if self.retry_after_s is not None:
             found.append(("retry-after", str(max(1, math.ceil(self.retry_after_s)))))
             found.append(("retry-after-ms", str(self.retry_after_ms)))

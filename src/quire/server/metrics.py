@@ -15,6 +15,7 @@ from quire.server.keys import ApiKey, may_read_totals
 from quire.server.openapi import MAX_STEP_ID
 from quire.server.quotas import Usage
 from quire.server.replies import (
+    AuditFigures,
     HealthFigures,
     KeyFigures,
     KVBlocks,
@@ -302,7 +303,7 @@ def _with_totals(
             if key.name in figures.usage
         },
         health=_health_figures(snapshot),
-        audit=figures.audit,
+        audit=None if figures.audit is None else AuditFigures(**figures.audit._asdict()),
         num_running=snapshot.num_running,
         num_waiting=snapshot.num_waiting,
         waiting_by_reason={r.value: count for r, count in snapshot.waiting_by_reason.items()},

@@ -71,6 +71,13 @@ def demand_of(
     )
 
 
+def tokens_of(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
+    """What a call used: tokens of prompts and of completions."""
+    started = [output for output in outputs if output.metrics.started_at is not None]
+    prompt = sum(len(output.prompt_token_ids) for output in started)
+    return prompt, sum(c.num_tokens for output in started for c in output.completions)
+
+
 # ---- requests
 
 
@@ -196,9 +203,9 @@ class Reservation:
     def settle(self, outputs: Sequence[RequestOutput]) -> None:
         assert not self._is_settled, "a call ends once"
         self._is_settled = True
-        started = [output for output in outputs if output.metrics.started_at is not None]
-        prompt = sum(len(output.prompt_token_ids) for output in started)
-        completion = sum(c.num_tokens for output in started for c in output.completions)
+        self.settle_tokens(*tokens_of(outputs))
+
+    def settle_tokens(self, prompt: int, completion: int) -> None:
         self._quotas.settle(self._key, self._tokens, prompt, completion, self._day)
 
     @property
@@ -230,8 +237,15 @@ class Quotas:
 
     # ---- the meter
 
+    def count(self, key: ApiKey | None, prompt: int, completion: int) -> None:
+        """Usage of a call that reserved nothing."""
+        self.settle(key, 0, prompt, completion, self._day)
+
     def admit(self, key: ApiKey | None, demand: Demand) -> QuotaReservation:
         """Reserve the most that a call can use; a 429 where that exceeds the key's quotas."""
+        return self.reserve(key, demand)
+
+    def reserve(self, key: ApiKey | None, demand: Demand) -> "Reservation":
         tokens = demand.num_prompt_tokens + demand.max_new_tokens
         with self._lock:
             usage = self._usage_of(key)

@@ -16,7 +16,7 @@ import ssl
 import sys
 import threading
 from asyncio.sslproto import SSLProtocol
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -61,9 +61,14 @@ def serve(
     certificate = read_certificate(settings)
     if certificate is not None:
         on_hangup = [*on_hangup, certificate.reload]
-    listener = _listener(settings)
+    listener = bound_listener(settings)
+    run_loop(_serve(settings, load, listener, on_ready, on_hangup, certificate))
+
+
+def run_loop(work: Coroutine[None, None, None]) -> None:
+    """On an event loop as servers have it."""
     with _short_switch_interval(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(settings, load, listener, on_ready, on_hangup, certificate))
+        runner.run(work)
 
 
 @contextmanager
@@ -103,9 +108,26 @@ async def _serve(
     certificate: "Certificate | None",
 ) -> None:
     service = Service(settings, load)
+    loop = asyncio.get_running_loop()
+    handle_signals(loop, lambda: service.drain(), service, [*service.reloads, *on_hangup])
+
+    def ready() -> None:
+        address = address_of(listener, settings)
+        log("ready", address=address, model=service.name)
+        on_ready(address)
+
+    await run_service(service, listener, ready, certificate)
+
+
+async def run_service(
+    service: Service,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    certificate: "Certificate | None",
+) -> None:
+    """Answer requests until the service has ended; raises what ended it otherwise."""
     server = make_server(service, certificate)
     loop = asyncio.get_running_loop()
-    _handle_signals(loop, service, [*service.reloads, *on_hangup])
     running = loop.create_task(server.serve(sockets=[listener]))
     ending = loop.create_task(_stop_when_ended(service, server))
     while not server.started and not running.done():
@@ -113,15 +135,18 @@ async def _serve(
     await service.open()
     if service.state is State.READY:
         _freeze_heap()
-        address = _address(listener, settings)
-        log("ready", address=address, model=service.name)
-        on_ready(address)
+        on_ready()
     await running
     gc.unfreeze()  # native objects in cycles are freed at exit, or nanobind reports them as leaks
     ending.cancel()
     with suppress(asyncio.CancelledError):
         await ending
     log("stopped", state=service.state.value)
+    raise_failure(service)
+
+
+def raise_failure(service: Service) -> None:
+    """Raise what ended a service, if it was no drain."""
     if service.failure is not None:
         raise service.failure
     if service.state is State.STUCK:
@@ -130,14 +155,17 @@ async def _serve(
         raise ExecutorError(f"{reason}; the process ends for its supervisor")
 
 
-def _handle_signals(
-    loop: asyncio.AbstractEventLoop, service: Service, reloads: Sequence[Reload]
+def handle_signals(
+    loop: asyncio.AbstractEventLoop,
+    start_draining: Callable[[], Coroutine[None, None, None]],
+    service: Service,
+    reloads: Sequence[Reload],
 ) -> None:
     drains: set[asyncio.Task[None]] = set()  # asyncio keeps weak references alone
 
     def drain(name: str) -> None:
         log("signal", signal=name, state=service.state.value)
-        drains.add(loop.create_task(service.drain()))
+        drains.add(loop.create_task(start_draining()))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain, number.name)
@@ -201,7 +229,7 @@ def make_server(service: Service, certificate: "Certificate | None" = None) -> u
     return _Server(config)
 
 
-def _listener(settings: ServerSettings) -> socket.socket:
+def bound_listener(settings: ServerSettings) -> socket.socket:
     """Bound before anything is loaded, so that a taken port is known at once."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
@@ -216,7 +244,7 @@ def _listener(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def _address(listener: socket.socket, settings: ServerSettings) -> str:
+def address_of(listener: socket.socket, settings: ServerSettings) -> str:
     port = listener.getsockname()[1]
     host = settings.host
     if host in ("0.0.0.0", "::"):

@@ -11,14 +11,14 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, ExecutorError
 from quire.core.progress import PhaseTimes, reporting
 from quire.llm import OnlineModel
 from quire.server.bodies import BodyLimits, body_limits, parse_body
 from quire.server.calls import Call
 from quire.server.errors import RESTART_S, ApiError
 from quire.server.fields import Strict
-from quire.server.keys import Access, ApiKey, KeyChanges
+from quire.server.keys import Access, ApiKey, KeyChanges, KeyRing
 from quire.server.logs import LOGGER, log, num_dropped_lines
 from quire.server.quotas import Meter
 from quire.server.schemas import MAX_MESSAGES, MAX_PROMPTS
@@ -70,6 +70,8 @@ class Service:
             self.reloads.append(self.audit.reopen)
         if settings.keys.can_be_read_again:
             self.reloads.append(self._start_reloading_keys)
+        self.on_new_keys: Callable[[KeyRing], None] = lambda _: None
+        self.on_progress: Callable[[str, float], None] = lambda *_: None  # on the loading thread
         self._wants_reload = False
         self._reloading: asyncio.Task[None] | None = None
         self._reload_lock = asyncio.Lock()
@@ -124,6 +126,7 @@ class Service:
         if phase != self.phases.phase:
             log("loading", phase=phase)
         self.phases(phase, done)
+        self.on_progress(phase, done)
 
     @property
     def name(self) -> str:
@@ -204,6 +207,10 @@ class Service:
 
         Raises a ConfigError where the file cannot be used; the keys are then as they were.
         """
+        if self.shared.reload_keys is not None:
+            before = self.access.ring
+            await self.shared.reload_keys()
+            return KeyChanges(before, self.access.ring)
         async with self._reload_lock:
             try:
                 ring = await asyncio.to_thread(self.access.ring.read_again)
@@ -213,6 +220,7 @@ class Service:
                 self.record("keys_refused", error=str(error))
                 raise
             changes = self.access.replace(ring)
+            self.on_new_keys(ring)
             if self._llm is not None:
                 self._llm.set_key_weights(ring.weights)
             log("keys_reloaded", logging.INFO, **changes.summary())
@@ -277,6 +285,14 @@ class Service:
                 with suppress(asyncio.CancelledError):
                     await draining
             await self._llm.close()
+        self.has_ended.set()
+
+    def give_up(self, reason: str) -> None:
+        """End: nothing computes any more, and whoever started this process knows why."""
+        if self._llm is not None and self._llm.failure is None:
+            self._llm.fail(ExecutorError(reason))
+        if self.state is not State.DRAINING:
+            self.state = State.STUCK
         self.has_ended.set()
 
     def _on_stuck(self) -> None:

@@ -6,17 +6,16 @@ have a SharedState that asks it (`server/processes`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from quire.core.version import own_version
-from quire.server.audit import AuditLog, AuditSink, open_audit_log, settings_digest
+from quire.server.audit import AuditHead, AuditLog, AuditSink, open_audit_log, settings_digest
 from quire.server.connections import Connections, FailedKeys, open_connections
 from quire.server.dialects.responses_store import ResponseStore
 from quire.server.keys import KeyRing
 from quire.server.quotas import Quotas, QuotaSaver, RequestLimits, Usage
-from quire.server.replies import AuditFigures
 from quire.server.settings import ServerSettings
 from quire.server.usage_file import UsageFile
 
@@ -62,7 +61,7 @@ class ServerFigures(ProcessFigures):
 
     usage: dict[str, Usage]  # by key, of those that used something
     day_left_s: float
-    audit: AuditFigures | None
+    audit: AuditHead | None
     num_worker_restarts: int = 0
     num_api_restarts: int = 0
 
@@ -75,6 +74,8 @@ class SharedState:
     failed_keys: FailedKeys
     responses: ResponseStore
     audit: AuditSink | None
+    # Where another process keeps them: has the keys read again there, or raises a ConfigError.
+    reload_keys: Callable[[], Awaitable[None]] | None = None
 
     @classmethod
     def of(cls, settings: ServerSettings) -> "SharedState":
@@ -120,7 +121,7 @@ class SharedState:
         audit = None
         if isinstance(self.audit, AuditLog):
             seq, last = self.audit.head
-            audit = AuditFigures(seq=seq, hash=last, num_dropped=self.audit.num_dropped)
+            audit = AuditHead(seq, last, self.audit.num_dropped)
         return ServerFigures(
             **vars(processes),
             usage=usage,

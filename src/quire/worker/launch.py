@@ -55,12 +55,13 @@ class Launcher(Protocol):
 class WorkerProcess:
     """A worker that was started, and our end of its channel."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], listener: socket.socket | None = None) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
+            given = [each.fileno() for each in (theirs, listener) if each is not None]
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [*command, *map(str, given)],
+                pass_fds=given,
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -143,10 +144,17 @@ class ModelLauncher:
 
     The first one decides what the machine's state decides: the device, its layers, the size of the
     KV cache. Files that have changed are refused: requests that began with the old ones would go
-    on with others.
+    on with others. From `listener` they take further channels.
     """
 
-    def __init__(self, path: Path, options: Options, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self,
+        path: Path,
+        options: Options,
+        command: Sequence[str] = COMMAND,
+        listener: socket.socket | None = None,
+    ) -> None:
+        self._listener = listener
         self._path = path
         self._options = options
         self._command = command
@@ -157,7 +165,7 @@ class ModelLauncher:
 
     def start(self) -> tuple[WorkerProcess, EngineFacts]:
         self._check_files()
-        worker = WorkerProcess(self._command)
+        worker = WorkerProcess(self._command, self._listener)
         with self._lock:
             self._loading = worker
             if self._is_aborted:

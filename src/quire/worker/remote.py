@@ -8,6 +8,8 @@ request's tokens are a function of these, each stream goes on with the token tha
 import asyncio
 import itertools
 import logging
+import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -40,7 +42,7 @@ from quire.core.sampling import SamplingParams, new_seed
 from quire.engine.aio import Stream
 from quire.engine.stats import Snapshot
 from quire.engine.step_log import StepRecord
-from quire.llm.assembly import EngineFacts, read_text
+from quire.llm.assembly import EngineFacts, ModelText, read_text
 from quire.llm.devices import Options
 from quire.llm.online import OnlineModel
 from quire.llm.prompts import Prepared, PromptReader
@@ -282,6 +284,7 @@ class RemoteEngine:
         *,
         hang_s: float = HANG_S,
         max_idle_deaths: int = MAX_IDLE_DEATHS,
+        prefix: str = "request-",
     ) -> None:
         self.worker = worker
         self.facts = facts
@@ -291,6 +294,7 @@ class RemoteEngine:
         self._on_stuck = on_stuck
         self._hang_s = hang_s
         self._max_idle_deaths = max_idle_deaths
+        self._prefix = prefix  # of requests' names, which are unique in a worker
         self._records: dict[str, Record] = {}
         self._apart: deque[Record] = deque()  # likely causes of crashes, to be run one at a time
         self._probed: Record | None = None
@@ -359,7 +363,7 @@ class RemoteEngine:
     def _record(
         self, prompt: tuple[int, ...], params: SamplingParams, stream: bool, options: RequestOptions
     ) -> Record:
-        name = options.get("request_id") or f"request-{next(self._numbers)}"
+        name = options.get("request_id") or f"{self._prefix}{next(self._numbers)}"
         if name in self._records:
             raise RequestError(f"request id {name!r} is in use", param="request_id")
         return new_record(name, prompt, params, options, Stream(self, self._loop), stream)
@@ -589,7 +593,7 @@ class RemoteEngine:
             await self._recover()
         except Exception as error:
             _log.exception("recovering from a worker's death failed")
-            self._fail_all(ExecutorError(f"recovering from a worker's death failed: {error}"))
+            self.fail_all(ExecutorError(f"recovering from a worker's death failed: {error}"))
 
     async def _recover(self) -> None:
         self._run(self._expire())
@@ -601,7 +605,7 @@ class RemoteEngine:
         suspects = self._suspects()
         if self._dies_of_itself(bool(suspects)):
             words = await asyncio.to_thread(self.worker.last_words) or "nothing"
-            self._fail_all(
+            self.fail_all(
                 ExecutorError(
                     f"{self._num_deaths} workers in a row died before they computed anything, the "
                     f"last one with {ended}; on standard error it said: {words}"
@@ -681,10 +685,10 @@ class RemoteEngine:
                 extra = {"event": "worker_not_started", "fields": {"error": str(error)}}
                 _log.error("no worker could be started: %s", error, extra=extra)
                 await asyncio.sleep(min(10.0, 0.5 * 2**attempt))
-        self._fail_all(ExecutorError(f"no worker could be started any more: {error}"))
+        self.fail_all(ExecutorError(f"no worker could be started any more: {error}"))
         return False
 
-    def _fail_all(self, failure: ExecutorError) -> None:
+    def fail_all(self, failure: ExecutorError) -> None:
         """Nothing goes on: every request ends, and the server for its supervisor."""
         self.failure = failure
         _log.critical("%s", failure, extra={"event": "worker_given_up", "fields": {}})
@@ -768,14 +772,57 @@ class RemoteLLM(OnlineModel):
         *,
         command: Sequence[str] = COMMAND,
         hang_s: float = HANG_S,
+        listener: socket.socket | None = None,
     ) -> Self:
-        """Start a worker that loads the model, and read here what turns text into requests."""
+        """Start a worker that loads the model, and read here what turns text into requests.
+
+        `listener`: other processes have requests of theirs computed by the same worker; each
+        connects to it and uses `attach`.
+        """
+        text = read_text(model, options)
+        launcher = ModelLauncher(text.path, options, command, listener)
+        deaths = MAX_IDLE_DEATHS if listener is None else MAX_DEATHS  # idle: without own requests
+        return cls._over(text, launcher, on_stuck, hang_s=hang_s, max_idle_deaths=deaths)
+
+    @classmethod
+    def attach(
+        cls,
+        model: str | Path,
+        options: Options,
+        launcher: Launcher,
+        on_stuck: Callable[[], None] | None = None,
+        *,
+        prefix: str,
+    ) -> Self:
+        """Over workers that another process starts, again and again where they die; `prefix` is
+        that of requests' names, another one in each process."""
+        text = read_text(model, options)
+        return cls._over(text, launcher, on_stuck, max_idle_deaths=sys.maxsize, prefix=prefix)
+
+    @classmethod
+    def _over(
+        cls,
+        text: ModelText,
+        launcher: Launcher,
+        on_stuck: Callable[[], None] | None,
+        *,
+        hang_s: float = HANG_S,
+        max_idle_deaths: int,
+        prefix: str = "request-",
+    ) -> Self:
         made = cls()
-        made._text = read_text(model, options)
-        launcher = ModelLauncher(made._text.path, options, command)
+        made._text = text
         worker, facts = launcher.start()
         try:
-            made._engine = RemoteEngine(worker, facts, launcher, on_stuck, hang_s=hang_s)
+            made._engine = RemoteEngine(
+                worker,
+                facts,
+                launcher,
+                on_stuck,
+                hang_s=hang_s,
+                max_idle_deaths=max_idle_deaths,
+                prefix=prefix,
+            )
             made.prompts = PromptReader(made.tokenizer, made.max_context)
         except BaseException:
             worker.end(0.0)
@@ -802,6 +849,15 @@ class RemoteLLM(OnlineModel):
     @property
     def failure(self) -> ExecutorError | None:
         return self._engine.failure
+
+    @property
+    def path(self) -> Path:
+        """Where the model was found."""
+        assert isinstance(self._text, ModelText)
+        return self._text.path
+
+    def fail(self, failure: ExecutorError) -> None:
+        self._engine.fail_all(failure)
 
     async def open(self) -> None:
         await self._engine.open()
