@@ -360,19 +360,19 @@ def text_of(stream: str) -> str:
 
 def test_several_processes_need_a_worker(model: Path) -> None:
     refused = quire("serve", model, "--api-processes", "2", "--no-worker")
-    assert refused.code == 2 and "--no-worker" in refused.err
+    assert refused.code == 1 and "--no-worker" in refused.err
 
 
 @pytest.mark.parametrize("count", ["0", "65"])
 def test_the_number_of_processes_is_bounded(model: Path, count: str) -> None:
     refused = quire("serve", model, "--api-processes", count)
-    assert refused.code == 2 and "from 1 to 64" in refused.err
+    assert refused.code == 1 and "from 1 to 64" in refused.err
 
 
 def test_a_port_that_another_server_has_is_refused(tmp_path: Path, model: Path) -> None:
     with two_processes(tmp_path, model) as servers:
         refused = quire("serve", model, *SMALL, "--port", str(servers.server.port))
-        assert refused.code == 2 and "cannot listen" in refused.err
+        assert refused.code == 1 and "cannot listen" in refused.err
 
 
 def test_a_process_gets_every_setting() -> None:

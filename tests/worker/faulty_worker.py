@@ -1,4 +1,4 @@
-"""A worker with a fault: DEED DETAIL DESCRIPTOR.
+"""A worker with a fault: DEED DETAIL DESCRIPTOR [LISTENER].
 
 die, stop, raise: crash, hang or fail in a step with the token DETAIL; prepare: crash where a
 constraint is compiled that says DETAIL; idle: crash once it is ready; slow: load for ever, if the
@@ -62,7 +62,7 @@ def load_for_ever(marker: Path) -> None:
 
 
 def main() -> None:
-    deed, detail, descriptor = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    deed, detail, *descriptors = sys.argv[1:]
 
     def assemble(path: Path, options: Options) -> Assembly:
         if deed == "slow":
@@ -78,7 +78,7 @@ def main() -> None:
         return assembly
 
     with patch.object(process, "assemble_examined", assemble):
-        process.main(descriptor)
+        process.main(*map(int, descriptors))
 
 
 if __name__ == "__main__":

@@ -132,7 +132,8 @@ async def run_service(
     ending = loop.create_task(_stop_when_ended(service, server))
     while not server.started and not running.done():
         await asyncio.sleep(0.01)  # so that whoever reads "ready" can connect
-    await service.open()
+    if service.state is State.LOADING:
+        await service.open()
     if service.state is State.READY:
         _freeze_heap()
         on_ready()

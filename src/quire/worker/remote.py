@@ -50,6 +50,7 @@ from quire.structured import CompiledGrammar
 from quire.worker import messages as wire
 from quire.worker.channel import FrameReader, frame
 from quire.worker.launch import COMMAND, Launcher, ModelLauncher, Worker, emit
+from quire.worker.turns import Others
 
 _log = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # of workers one after another; then the server gives up
@@ -228,11 +229,13 @@ def new_record(
     return Record(command, handle, is_streamed, accepted, completions, metrics)
 
 
-def judge(suspects: Sequence[Record], probed: Record | None) -> tuple[Record | None, list[Record]]:
+def judge(
+    suspects: Sequence[Record], probed: Record | None, *, are_all: bool = True
+) -> tuple[Record | None, list[Record]]:
     """Count a crash against each; who caused it, and who else is to be run apart.
 
-    `probed` was run apart. One crash then is no proof: whoever kills workers from outside would
-    choose the request.
+    `are_all`: no other process had suspects. `probed` was run apart. One crash then is no proof:
+    whoever kills workers from outside would choose the request.
     """
     for record in suspects:
         record.num_crashes += 1
@@ -241,7 +244,7 @@ def judge(suspects: Sequence[Record], probed: Record | None) -> tuple[Record | N
     if probed is not None and probed in twice:
         probed.num_probed += 1
         cause = probed if probed.num_probed >= _CRASHES_OF_A_CAUSE else None
-    if probed is None and len(suspects) == len(twice) == 1:  # it ran alone
+    if probed is None and are_all and len(suspects) == len(twice) == 1:  # it ran alone
         cause = twice[0]
     return cause, [record for record in twice if record is not cause]
 
@@ -285,6 +288,7 @@ class RemoteEngine:
         hang_s: float = HANG_S,
         max_idle_deaths: int = MAX_IDLE_DEATHS,
         prefix: str = "request-",
+        others: Others | None = None,
     ) -> None:
         self.worker = worker
         self.facts = facts
@@ -294,6 +298,8 @@ class RemoteEngine:
         self._on_stuck = on_stuck
         self._hang_s = hang_s
         self._max_idle_deaths = max_idle_deaths
+        self._others = others
+        self._has_turn = self._waits_for_turn = False  # to run a likely cause, among processes
         self._prefix = prefix  # of requests' names, which are unique in a worker
         self._records: dict[str, Record] = {}
         self._apart: deque[Record] = deque()  # likely causes of crashes, to be run one at a time
@@ -612,7 +618,12 @@ class RemoteEngine:
                 )
             )
             return
-        self._judge(suspects)
+        has_probed, others = self._probed is not None, self._others
+        are_all = others is None or await others.has_only_suspects(
+            len(suspects), has_probed=has_probed
+        )
+        self._judge(suspects, are_all=are_all)
+        self._end_turn()
         self._drop_calls()
         for record in list(self._records.values()):
             record.is_sent = record.is_taken = record.is_started = False
@@ -651,9 +662,9 @@ class RemoteEngine:
                     self._end(record, Status.EXPIRED, FinishReason.TIMEOUT, error)
             await asyncio.sleep(_EXPIRY_S)
 
-    def _judge(self, suspects: Sequence[Record]) -> None:
+    def _judge(self, suspects: Sequence[Record], *, are_all: bool) -> None:
         """Refuse the likely cause of two crashes; of several, each is run apart from the others."""
-        cause, twice = judge(suspects, self._probed)
+        cause, twice = judge(suspects, self._probed, are_all=are_all)
         if cause is not None:
             error = WorkerCrashError(
                 f"the worker died {cause.num_crashes} times while it ran this request, which is "
@@ -721,6 +732,27 @@ class RemoteEngine:
     def _probe_next(self) -> None:
         """Run the next likely cause, once the last one got a token or ended."""
         self._probed = None
+        if self._others is None or self._has_turn or not self._apart:
+            self._probe_first()
+            self._end_turn()
+        elif not self._waits_for_turn:
+            self._run(self._probe_in_turn(self._others))
+
+    async def _probe_in_turn(self, others: Others) -> None:
+        self._waits_for_turn = True
+        await others.take_turn()
+        self._waits_for_turn, self._has_turn = False, True
+        if self._transport is not None:  # else the next worker gets them
+            self._probe_first()
+        self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Unless a likely cause runs, other processes may run theirs."""
+        if self._has_turn and self._probed is None and self._others is not None:
+            self._has_turn = False
+            self._others.end_turn()
+
+    def _probe_first(self) -> None:
         while self._apart and self._probed is None:
             record = self._apart.popleft()
             if record.command.request_id in self._records and self._transport is not None:
@@ -793,11 +825,19 @@ class RemoteLLM(OnlineModel):
         on_stuck: Callable[[], None] | None = None,
         *,
         prefix: str,
+        others: Others,
     ) -> Self:
         """Over workers that another process starts, again and again where they die; `prefix` is
-        that of requests' names, another one in each process."""
-        text = read_text(model, options)
-        return cls._over(text, launcher, on_stuck, max_idle_deaths=sys.maxsize, prefix=prefix)
+        that of requests' names, another one in each process. `others` share the worker."""
+        deaths = sys.maxsize  # that process counts them
+        return cls._over(
+            read_text(model, options),
+            launcher,
+            on_stuck,
+            max_idle_deaths=deaths,
+            prefix=prefix,
+            others=others,
+        )
 
     @classmethod
     def _over(
@@ -809,6 +849,7 @@ class RemoteLLM(OnlineModel):
         hang_s: float = HANG_S,
         max_idle_deaths: int,
         prefix: str = "request-",
+        others: Others | None = None,
     ) -> Self:
         made = cls()
         made._text = text
@@ -822,6 +863,7 @@ class RemoteLLM(OnlineModel):
                 hang_s=hang_s,
                 max_idle_deaths=max_idle_deaths,
                 prefix=prefix,
+                others=others,
             )
             made.prompts = PromptReader(made.tokenizer, made.max_context)
         except BaseException:

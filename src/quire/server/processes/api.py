@@ -92,15 +92,27 @@ class _ApiProcess(asyncio.Protocol):
     def _tell(self, notice: wire.Notice) -> None:
         self._transport.write(frame(wire.encode(notice)))
 
-    async def _ask(self, make: type[wire.AskTotals | wire.AskReload], *about: object) -> wire.Told:
+    async def _ask(self, make: Callable[[int], wire.Question]) -> wire.Told:
         number = next(self._numbers)
         asked: asyncio.Future[wire.Told] = asyncio.get_running_loop().create_future()
         self._asked[number] = asked
-        self._tell(make(number, *about))  # type: ignore[arg-type]
+        self._tell(make(number))
         return await asked
 
+    # ---- the other processes, as the engine needs them
+
+    async def has_only_suspects(self, num_suspects: int, *, has_probed: bool) -> bool:
+        told = await self._ask(lambda number: wire.ReportSuspects(number, num_suspects, has_probed))
+        return told.are_all
+
+    async def take_turn(self) -> None:
+        await self._ask(wire.TakeTurn)
+
+    def end_turn(self) -> None:
+        self._tell(wire.EndTurn())
+
     async def _ask_totals(self, own: ProcessFigures) -> ServerFigures:
-        figures = (await self._ask(wire.AskTotals, own)).figures
+        figures = (await self._ask(lambda number: wire.AskTotals(number, own))).figures
         assert figures is not None
         return figures
 
@@ -117,7 +129,7 @@ class _ApiProcess(asyncio.Protocol):
         report("connecting", 0.0)
         prefix = f"request-{os.getpid()}-"
         attacher = Attacher(self._load.socket)
-        return RemoteLLM.attach(path, setup.options, attacher, on_stuck, prefix=prefix)
+        return RemoteLLM.attach(path, setup.options, attacher, on_stuck, prefix=prefix, others=self)
 
 
 def _read_by_supervisor() -> KeyRing:
@@ -160,6 +172,8 @@ async def _run(
     loop = asyncio.get_running_loop()
     process = _ApiProcess(setup, caller, counts, certificate)
     await loop.create_unix_connection(lambda: process, sock=news)
+    if setup.is_replacement:  # what comes meanwhile waits at the port, and gets no 503
+        await process.service.open()
     await run_service(process.service, listener, process.tell_up, certificate)
 
 

@@ -210,6 +210,7 @@ class Told(_Message, frozen=True):
     call: int
     figures: ServerFigures | None = None
     error: str | None = None
+    are_all: bool = False
 
 
 News = Load | Loading | Keys | ReadCertificate | CloseIdle | Drain | GiveUp | AskFigures | Told
@@ -240,7 +241,26 @@ class AskReload(_Message, frozen=True):
     call: int
 
 
-Notice = Up | OwnFigures | AskTotals | AskReload
+class ReportSuspects(_Message, frozen=True):
+    """The worker died: as in worker/turns.py, as are the next two; answered."""
+
+    call: int
+    num_suspects: int
+    has_probed: bool
+
+
+class TakeTurn(_Message, frozen=True):
+    """Answered when it is this process's turn."""
+
+    call: int
+
+
+class EndTurn(_Message, frozen=True):
+    pass
+
+
+Question = AskTotals | AskReload | ReportSuspects | TakeTurn
+Notice = Up | OwnFigures | EndTurn | Question
 
 encode = msgspec.msgpack.Encoder().encode
 read_call = msgspec.msgpack.Decoder(Call).decode

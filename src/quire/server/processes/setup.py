@@ -21,6 +21,7 @@ class Setup:
     log_format: LogFormat
     log_level: str
     has_key_file: bool = False
+    is_replacement: bool = False  # of a process that died, on a server that is ready
 
     def encode(self) -> bytes:
         settings = {each.name: getattr(self.settings, each.name) for each in fields(self.settings)}

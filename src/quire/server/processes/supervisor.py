@@ -38,6 +38,7 @@ from quire.server.service import Service, State
 from quire.server.settings import ServerSettings
 from quire.worker import RemoteLLM
 from quire.worker.channel import FrameReader, frame
+from quire.worker.turns import Turns
 
 COMMAND = (sys.executable, "-P", "-m", "quire.server.processes")
 MAX_PROCESSES = 64
@@ -175,6 +176,7 @@ class _Process:
         match notice:
             case wire.Up():
                 self.is_up = True
+                self._owner.turns.enter(self.client.index)
                 self._owner.on_up()
             case wire.OwnFigures(call, figures):
                 self.client.figures = figures
@@ -185,6 +187,21 @@ class _Process:
                 self._owner.run_task(self._owner.tell_totals(self, call))
             case wire.AskReload(call):
                 self._owner.run_task(self._owner.reload_for(self, call))
+            case wire.ReportSuspects(call, num_suspects, has_probed):
+                self._owner.run_task(self._tell_suspects(call, num_suspects, has_probed))
+            case wire.TakeTurn(call):
+                self._owner.run_task(self._tell_turn(call))
+            case wire.EndTurn():
+                self._owner.turns.end(self.client.index)
+
+    async def _tell_suspects(self, call: int, num_suspects: int, has_probed: bool) -> None:
+        turns, index = self._owner.turns, self.client.index
+        are_all = await turns.report(index, num_suspects, has_probed=has_probed)
+        self.tell(wire.Told(call, are_all=are_all))
+
+    async def _tell_turn(self, call: int) -> None:
+        await self._owner.turns.take(self.client.index)
+        self.tell(wire.Told(call))
 
     async def ask_figures(self) -> None:
         """Have it tell its figures; the last ones stay where it does not answer."""
@@ -220,6 +237,7 @@ class _Supervisor:
         self._path = path  # where workers take channels
         self._idle = IdleCounts.create(setup.num_processes)
         self.processes: dict[int, _Process] = {}
+        self.turns = Turns()
         self.hub: Hub
         self._service: Service
         self._num_restarts = 0
@@ -270,6 +288,7 @@ class _Supervisor:
             self._setup,
             index=index,
             settings=replace(self._settings, keys=self._service.access.ring),
+            is_replacement=self._service.state is State.READY,
             has_key_file=self._settings.keys.can_be_read_again,
         )
         await process.start(setup, self._listeners[index], self._idle)
@@ -292,6 +311,7 @@ class _Supervisor:
         index = process.client.index
         reason = await asyncio.to_thread(process.end, 0.5)
         self.hub.leave(process.client)
+        self.turns.leave(index)
         del self.processes[index]
         if self._is_ending:
             if not self.processes:
