@@ -184,11 +184,11 @@ def _number_lines(grid: str, point: int, quarter: int):
 
 @gluon.constexpr_function
 def _signed_points_asm(grid: str, quarter: int) -> str:
-    """Numbers of points to sixteen float16: the points' bytes get their signs at bit 7 of the byte
-    beside them, which is bit 15 of a half word, and masks leave sign and size. Operands: $8
-    numbers, $10 signs, $12 upper bits, $14 the table, $16 the scale, all of them twice."""
+    """Numbers of points to sixteen float16: of four points' bytes and four bytes of a sign each,
+    byte permutations make two pairs (plane_sources.GRID_BYTES). Operands: $8 numbers, $10 signs,
+    $12 upper bits, $14 the table, $16 the scale, all of them twice."""
     is_eight = grid in ("IQ2_XXS", "IQ2_XS", "IQ2_S")  # weights a point
-    lines = ["{", ".reg .b32 n, t, x0, x1;"]
+    lines = ["{", ".reg .b32 n, t, u, x0, x1;"]
     pair = 0
     for point in range(2 if is_eight else 4):
         lines += _number_lines(grid, point, quarter)
@@ -200,12 +200,10 @@ def _signed_points_asm(grid: str, quarter: int) -> str:
         for word in ("x0", "x1") if is_eight else ("x0",):
             place = 4 * (quarter % 2) + pair // 2  # of eight words
             lines.append(f"shl.b32 t, $10, {7 - place};")
-            lines.append(f"lop3.b32 {word}, t, 0x80808080, {word}, 0xEA;")
-            lines.append(f"and.b32 t, {word}, 0x803F803F;")
-            lines.append(f"mul.rn.f16x2 ${pair}, t, $16;")
-            lines.append(f"prmt.b32 t, {word}, 0, 0x2301;")
-            lines.append("and.b32 t, t, 0x803F803F;")
-            lines.append(f"mul.rn.f16x2 ${pair + 1}, t, $16;")
+            lines.append("and.b32 t, t, 0x80808080;")
+            for index, selector in ((pair, "0x7250"), (pair + 1, "0x6341")):
+                lines.append(f"prmt.b32 u, {word}, t, {selector};")
+                lines.append(f"mul.rn.f16x2 ${index}, u, $16;")
             pair += 2
     return "\n".join([*lines, "}"])
 
@@ -327,6 +325,9 @@ cvt.rn.f16x2.f32 $2, f2, f2;
 cvt.rn.f16x2.f32 $3, f3, f3;
 }
 """)
+# A small integer in the low bits of 0x4B000000 is that integer plus 2**23 as a float32: here that
+# took less time than converting it.
+
 # Of four bytes, a 4-bit scale and a 4-bit minimum each, and a float16 pair: four scales and four
 # negated offsets, each twice. $10: 2**(24 - e - shift), $11: 2**-e.
 _ASM_NIBBLE_SCALES = gl.constexpr(
@@ -343,10 +344,10 @@ mul.f32 e, e, $11;
 neg.f32 e, e;
 """
     + "".join(
-        f"bfe.u32 x, $8, {8 * at}, 4;\ncvt.rn.f32.u32 f, x;\nmul.f32 f, f, d;\n"
-        f"cvt.rn.f16x2.f32 ${at}, f, f;\n"
-        f"bfe.u32 x, $8, {8 * at + 4}, 4;\ncvt.rn.f32.u32 f, x;\nmul.f32 f, f, e;\n"
-        f"cvt.rn.f16x2.f32 ${4 + at}, f, f;\n"
+        f"shr.u32 x, $8, {8 * at + 4 * part};\nlop3.b32 x, x, 15, 0x4B000000, 0xEA;\n"
+        f"mov.b32 f, x;\nsub.f32 f, f, 0f4B000000;\nmul.f32 f, f, {'de'[part]};\n"
+        f"cvt.rn.f16x2.f32 ${4 * part + at}, f, f;\n"
+        for part in range(2)
         for at in range(4)
     )
     + "}"
@@ -357,8 +358,9 @@ _ASM_CENTRED_SCALE = gl.constexpr("""
 {
 .reg .b32 x;
 .reg .f32 f;
-sub.s32 x, $1, 32;
-cvt.rn.f32.s32 f, x;
+add.u32 x, $1, 0x4B000000;
+mov.b32 f, x;
+sub.f32 f, f, 0f4B000020;
 mul.f32 f, f, $2;
 cvt.rn.f16x2.f32 $0, f, f;
 }
@@ -367,8 +369,9 @@ _ASM_ODD_SCALE = gl.constexpr("""
 {
 .reg .b32 x;
 .reg .f32 f;
-mad.lo.u32 x, $1, 2, 1;
-cvt.rn.f32.u32 f, x;
+mad.lo.u32 x, $1, 2, 0x4B000001;
+mov.b32 f, x;
+sub.f32 f, f, 0f4B000000;
 mul.f32 f, f, $2;
 cvt.rn.f16x2.f32 $0, f, f;
 }
