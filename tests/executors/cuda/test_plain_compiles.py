@@ -13,6 +13,7 @@ if triton.knobs.runtime.interpret:
 
 from tests.executors.cuda.compiling import SHARED_MEMORY_OF, compiled, pretend  # noqa: E402
 from tests.executors.cuda.test_hopper_compiles import (  # noqa: E402
+    DECODED,
     MIXTURE,
     _Catch,
     expert_call,
@@ -22,13 +23,15 @@ from tests.executors.cuda.test_hopper_compiles import (  # noqa: E402
 from quire.executors.cuda import attention as launchers  # noqa: E402
 from quire.executors.cuda import experts  # noqa: E402
 from quire.executors.cuda.expert_weights import Stack  # noqa: E402
-from quire.executors.cuda.gemm import PortableGemm  # noqa: E402
+from quire.executors.cuda.gemm import PLAIN_TILINGS, PortableGemm  # noqa: E402
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
 from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
 from quire.executors.cuda.kernels import gemm as portable  # noqa: E402
-from quire.executors.cuda.planes import PLANE_FORMATS  # noqa: E402
 
 CAPABILITIES = tuple(SHARED_MEMORY_OF)
+# A format is compiled for one GPU: it is decoded by the same code on all of them. What differs, the
+# product, is compiled for each.
+BY_TURNS = [(name, CAPABILITIES[at % len(CAPABILITIES)]) for at, name in enumerate(DECODED)]
 ONE_ADDRESS = 8  # bytes: what the assembler puts aside though registers are left
 
 
@@ -61,29 +64,25 @@ def check_gemm(
     assert any(name in listing for name in ("HMMA", "HGMMA", "UTCHMMA"))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 32, 64, 256])
-@pytest.mark.parametrize("format_name", ["Q4_K", "IQ2_XXS", "BF16"])
+@pytest.mark.parametrize("num_tokens", [shape.tokens for shape in PLAIN_TILINGS])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_gemm_fits_every_gpu(
-    capability: int,
-    format_name: str,
-    num_tokens: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_gemm_fits_every_gpu_in_every_tiling(
+    capability: int, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_gemm(capability, format_name, num_tokens, tmp_path, monkeypatch)
+    check_gemm(capability, "Q4_K", num_tokens, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 256])
-@pytest.mark.parametrize("format_name", PLANE_FORMATS)
-def test_a_gemm_of_every_format_fits_the_smallest_gpu(
-    format_name: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("format_name", "capability"), BY_TURNS)
+def test_a_gemm_of_every_format_fits_in_its_largest_tiling(
+    format_name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_gemm(89, format_name, num_tokens, tmp_path, monkeypatch)
+    check_gemm(capability, format_name, PLAIN_TILINGS[-1].tokens, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("format_name", ["Q4_K", "IQ3_S"])
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("format_name", "capability"),
+    [*(("Q4_K", capability) for capability in CAPABILITIES), ("IQ3_S", 89)],
+)
 def test_a_grouped_gemm_fits_every_gpu(
     capability: int, format_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,8 +104,10 @@ def test_a_grouped_gemm_fits_every_gpu(
         assert usage.shared <= SHARED_MEMORY_OF[capability]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64)])
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("capability", "heads", "kv_heads", "head_dim"),
+    [*((capability, 32, 8, 128) for capability in CAPABILITIES), (89, 9, 3, 64)],
+)
 def test_attention_fits_every_gpu(
     capability: int,
     heads: int,
