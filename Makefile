@@ -16,6 +16,7 @@ CLIENTS := build/clients
 ALL_CLIENTS := build/clients-all
 TOOL_CLIENTS := build/clients-tools
 PAGE := build/page
+RAY := build/ray
 BENCH_RIVALS ?= llama.cpp
 BENCH_PYTHON ?= $(BIN)/python
 BENCH_MIXES ?= Q4_K_M Q5_K_M Q6_K Q8_0 TQ2_0
@@ -23,7 +24,7 @@ BENCH_LOAD := --device cpu --prompt-tokens 64 --new-tokens 32 --batch 1,4,16,64
 
 SANITIZED := build/sanitized
 
-.PHONY: help setup native node-client test test-cuda test-clients test-clients-all test-page test-long fuzz mutate sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
+.PHONY: help setup native node-client test test-cuda test-clients test-clients-all test-ray test-page test-long fuzz mutate sanitize sanitize-shapes check format bench bench-cpu serve dist dist-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -94,6 +95,14 @@ test-clients-all: $(READY) $(NATIVE) $(ALL_CLIENTS)/.ready $(TOOL_CLIENTS)/.read
 
 test-clients: $(READY) $(NATIVE) $(CLIENTS)/.ready  ## run the guide's recipes for LangChain, LlamaIndex and llm
 	$(BIN)/python -m pytest -q tests/clients
+
+$(RAY)/.ready: tests/ray/requirements.txt
+	test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $(RAY)/.ready
+
+test-ray: $(NATIVE) $(RAY)/.ready  ## run quire on Ray clusters of this machine, whose nodes are killed: minutes
+	PYTHONPATH=src $(RAY)/bin/python -m pytest -q -W ignore::DeprecationWarning tests/ray
 
 # Chromium and its driver come from the system's packages; without them the tests are skipped.
 $(PAGE)/.ready: $(READY)

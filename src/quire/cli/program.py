@@ -39,6 +39,11 @@ COMMANDS = {
         "quire.cli.batch_options:add_options",
         "quire.cli.batch:run",
     ),
+    "ray": Command(
+        "serve models on a Ray cluster",
+        "quire.cli.ray_options:add_options",
+        "quire.cli.ray_options:run",
+    ),
     "top": Command(
         "watch a running server's engine", "quire.cli.top:add_options", "quire.cli.top:run"
     ),
@@ -74,6 +79,7 @@ COMMANDS = {
 # For each extra of quire that a whole command needs: the packages that it brings.
 _EXTRAS = {
     "server": ("fastapi", "httptools", "pydantic", "starlette", "uvicorn", "uvloop"),
+    "ray": ("ray",),
     "bench": ("aiohttp", "jsonschema", "matplotlib"),
 }
 

@@ -34,10 +34,10 @@ _ENGINE_NUMBERS = {  # options that are fields of EngineConfig, and their types
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = _settings(args)
+    settings = settings_of(args)
     if not args.hang >= _LEAST_HANG_S:
         raise ConfigError(f"--hang must be {_LEAST_HANG_S:g} seconds or more, got {args.hang:g}")
-    options = _options(args, settings)
+    options = options_of(args, settings)
     form: LogFormat = args.log_format or ("text" if sys.stderr.isatty() else "json")
     atexit.register(exit_while_loading)
     take_over_standard_streams(set_up_logs(form, args.log_level))
@@ -76,7 +76,7 @@ def _supervise(
     supervise(settings, setup, load, lambda address: _greet(address, settings))
 
 
-def _settings(args: argparse.Namespace) -> ServerSettings:
+def settings_of(args: argparse.Namespace) -> ServerSettings:
     return ServerSettings(
         host=args.host,
         port=args.port,
@@ -119,7 +119,7 @@ def name_of(model: str) -> str:
     return Path(model).name if Path(model).exists() else model
 
 
-def _options(args: argparse.Namespace, settings: ServerSettings) -> Options:
+def options_of(args: argparse.Namespace, settings: ServerSettings) -> Options:
     """What the file says, with what the command line says put over it."""
     options = Options() if args.config is None else read_configuration(args.config)
     own = (
