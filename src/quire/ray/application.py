@@ -181,9 +181,11 @@ class Ingress:
         self._services: dict[str, Service] = {}
         for model, handle in zip(config.models, handles, strict=True):
             own = replace(settings, model_names=model.names)
-            service = Service(own, _loader(model, handle, config.replicas.silence_s))
-            if self._services:
-                _share_limits(service, next(iter(self._services.values())))
+            load = _loader(model, handle, config.replicas.silence_s)
+            first = next(iter(self._services.values()), None)
+            service = Service(own, load, None if first is None else first.shared)
+            if first is not None:  # keys, their limits and quotas are those of all models together
+                service.access = first.access
             self._services[model.names[0]] = service
         self._opening = [asyncio.create_task(one.open()) for one in self._services.values()]
 
@@ -211,13 +213,6 @@ def _loader(
         return ClusterLLM.load(model.model, model.options, handle, silence_s)
 
     return load
-
-
-def _share_limits(service: Service, first: Service) -> None:
-    """A key's limits and quotas hold for all models together."""
-    service.access = first.access
-    service.limits = first.limits
-    service.quotas = service.meter = first.quotas
 
 
 class ModelSwitch:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.core.request import Piece, RequestMetrics
+from quire.core.request import RequestMetrics
 from quire.engine.stats import Health
 from quire.llm.assembly import Assembly, EngineFacts, assemble
 from quire.llm.devices import Options
@@ -26,70 +26,34 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0  # between reports of a request that waits or computes long
 
 
-class _NoChannel(Channel):
-    """There is no socket: ReplicaEngine hands reports over itself."""
+class _RequestChannel(Channel):
+    """A channel of the worker's engine for one request, without a socket: its reports wait here for
+    the event loop."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.is_closed = False
+        self._loop = loop
+        self._messages: asyncio.Queue[bytes] = asyncio.Queue()
 
     def send(self, message: bytes) -> None:
-        raise NotImplementedError
+        """On any thread."""
+        if not self.is_closed:
+            self._loop.call_soon_threadsafe(self._messages.put_nowait, message)
 
     def flush(self) -> None:
-        """Nothing waits. The engine calls it before it ends a process that is stuck."""
+        """Nothing waits for a socket."""
 
+    def close(self) -> None:
+        self.is_closed = True
 
-class ReplicaEngine(WorkerEngine):
-    """The worker's engine, whose reports go to the event loop, each to the request it is about."""
-
-    def __init__(self, assembly: Assembly, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(assembly, _NoChannel())
-        self._loop = loop
-        self._reports: dict[str, asyncio.Queue[wire.Report]] = {}  # of the loop's thread alone
-
-    def send(self, report: wire.Report) -> None:
-        """On any thread."""
-        self._loop.call_soon_threadsafe(self._hand_over, report)
-
-    async def reports(self, command: wire.Submit) -> AsyncIterator[wire.Report]:
-        """What the engine says of a request, to its end; leaving early cancels it."""
-        name = command.request_id
-        queue = self._reports[name] = asyncio.Queue()
-        has_ended = False
-        self.receive([wire.encode(command)])
+    async def receive(self) -> wire.Report:
+        """The next report; an empty one where there is none for a while."""
         try:
-            while not has_ended:
-                try:
-                    report = await asyncio.wait_for(queue.get(), HEARTBEAT_S)
-                except TimeoutError:
-                    yield wire.Events([], [])
-                    continue
-                has_ended = _is_last(report)
-                yield report
-        finally:
-            del self._reports[name]
-            if not has_ended:
-                self.receive([wire.encode(wire.Cancel(name))])
-
-    def _hand_over(self, report: wire.Report) -> None:
-        match report:
-            case wire.Accepted(name) | wire.Refused(name):
-                self._put(name, report)
-            case wire.Started(names):
-                for name in names:
-                    self._put(name, wire.Started([name]))
-            case wire.Events(pieces, ended):
-                by_request: dict[str, list[Piece]] = {}
-                for piece in pieces:
-                    by_request.setdefault(piece.request_id, []).append(piece)
-                ends = {end.request_id: end for end in ended}
-                for name in by_request.keys() | ends.keys():
-                    last = [ends[name]] if name in ends else []
-                    self._put(name, wire.Events(by_request.get(name, []), last))
-
-    def _put(self, name: str, report: wire.Report) -> None:
-        if name in self._reports:  # else nobody reads it any more
-            self._reports[name].put_nowait(report)
+            message = await asyncio.wait_for(self._messages.get(), HEARTBEAT_S)
+        except TimeoutError:
+            return wire.Events([], [])
+        report: wire.Report = wire.read_report(message)
+        return report
 
 
 def _is_last(report: wire.Report) -> bool:
@@ -111,21 +75,29 @@ class ModelReplica:
             options = replace(options, device="cpu")  # Ray gave this replica no GPU
         assembly = await asyncio.to_thread(_load, model, options)
         self._facts = EngineFacts.of(assembly)
-        self._engine = ReplicaEngine(assembly, asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
+        self._channel = _RequestChannel(self._loop)  # of commands that belong to no request
+        self._engine = WorkerEngine(assembly, self._channel)
 
     async def run(self, content: bytes, prefix: Sequence[int] = ()) -> AsyncIterator[bytes]:  # noqa: ARG002
-        """Run a request (a Submit whose `arrived_at` is its age in seconds) and give its reports.
-
-        `prefix` is for the router, which has read it by now."""
+        """Run a request (a Submit whose `arrived_at` is its age in seconds) and give its reports;
+        leaving early cancels it. `prefix` is for the router, which has read it by now."""
         command = wire.read_command(content)
         assert isinstance(command, wire.Submit)
         arrived_at = self._engine.engine.clock.now() - command.arrived_at
-        reports = self._engine.reports(msgspec.structs.replace(command, arrived_at=arrived_at))
+        command = msgspec.structs.replace(command, arrived_at=arrived_at)
+        channel = _RequestChannel(self._loop)
+        has_ended = False
+        self._engine.receive([wire.encode(command)], channel)
         try:
-            async for report in reports:
+            while not has_ended:
+                report = await channel.receive()
+                has_ended = _is_last(report)
                 yield wire.encode(_relative(report, arrived_at))
         finally:
-            await reports.aclose()  # type: ignore[attr-defined]
+            channel.close()
+            if not has_ended:
+                self._engine.receive([wire.encode(wire.Cancel(command.request_id))], channel)
 
     async def facts(self) -> bytes:
         return wire.encode(wire.Ready(self._facts))
@@ -134,7 +106,7 @@ class ModelReplica:
         return wire.encode(wire.Answer(0, snapshot=self._engine.engine.snapshot()))
 
     async def set_key_weights(self, weights: dict[str, float]) -> None:
-        self._engine.receive([wire.encode(wire.KeyWeights(weights))])
+        self._engine.receive([wire.encode(wire.KeyWeights(weights))], self._channel)
 
     # ---- Serve's hooks
 
