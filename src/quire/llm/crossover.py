@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from quire.core.errors import QuireError
-from quire.core.plan import Sampling, SequencePlan, StepPlan, Want
+from quire.core.plan import BlockCopy, Sampling, SequencePlan, StepPlan, Want
 from quire.core.sampling import SamplingParams
 from quire.core.version import own_version
 from quire.executors.base import Executor
@@ -46,16 +46,30 @@ def step_seconds(
     found = {}
     for count in (count for count in counts if count <= most):
         rows = tuple(_row(executor, index, context) for index in range(count))
-        for row in rows:  # what the decodes attend to
-            prompt = row._replace(start=0, tokens=(1,) * (context - 1), want=Want.NOTHING)
-            _run(executor, prompt)
+        _fill(executor, rows)
         taken = []
         for _ in range(repeats + 1):
             started = clock()
-            _run(executor, *rows)
+            _run(executor, rows)
             taken.append(clock() - started)
         found[count] = median(taken[1:])
     return found
+
+
+def _fill(executor: Executor, rows: Sequence[SequencePlan]) -> None:
+    """Give each row a context to attend to: the first one's is computed, the others' are copies."""
+    first = rows[0]
+    prompt = first._replace(start=0, tokens=(1,) * first.start, want=Want.NOTHING)
+    _run(executor, (prompt,) if first.start else ())
+    copies: list[BlockCopy] = []
+    for row in rows[1:]:
+        for source, target in zip(_tables(first), _tables(row), strict=True):
+            copies += [BlockCopy(*pair) for pair in zip(source, target, strict=True)]
+    _run(executor, (), copies)
+
+
+def _tables(row: SequencePlan) -> tuple[tuple[int, ...], ...]:
+    return (row.block_table, *row.other_tables)
 
 
 def _row(executor: Executor, index: int, context: int) -> SequencePlan:
@@ -68,8 +82,10 @@ def _row(executor: Executor, index: int, context: int) -> SequencePlan:
     return row._replace(other_tables=tuple(tables[1:]))
 
 
-def _run(executor: Executor, *rows: SequencePlan) -> None:
-    for result in executor.collect(executor.submit(StepPlan(0, rows))).sequences:
+def _run(
+    executor: Executor, rows: tuple[SequencePlan, ...], copies: Sequence[BlockCopy] = ()
+) -> None:
+    for result in executor.collect(executor.submit(StepPlan(0, rows, tuple(copies)))).sequences:
         if result.fault is not None:
             raise QuireError(f"a step that is measured failed: {result.fault}")
 
