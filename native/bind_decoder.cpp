@@ -166,6 +166,24 @@ std::pair<int32_t, int32_t> read_copy(nb::handle copy) {
   return {source, target};
 }
 
+std::vector<std::pair<int32_t, int32_t>> read_copies(const nb::tuple& copies) {
+  std::vector<std::pair<int32_t, int32_t>> found;
+  for (const nb::handle copy : copies) found.push_back(read_copy(copy));
+  return found;
+}
+
+// Plans whose rows all get hidden states, whatever they want.
+std::vector<SequencePlan> plans_for_hidden(const nb::tuple& rows) {
+  std::vector<SequencePlan> plans;
+  plans.reserve(rows.size());
+  for (const nb::handle row : rows) {
+    plans.push_back(read_plan(row, nb::none(), nb::int_(0)));
+    plans.back().want = Want::hidden;
+    plans.back().targets.clear();
+  }
+  return plans;
+}
+
 // Points the requests to their masks. `masks`, called with the GIL, gives one or None for each row;
 // the list that it gives keeps them alive.
 nb::list read_masks(nb::handle masks, std::vector<SequencePlan>& plans) {
@@ -234,14 +252,33 @@ class BoundDecoder {
 
   // What rows want is for whoever computes the layers after these: they all get hidden states.
   nb::object run_layers(nb::tuple rows, nb::tuple copies, int64_t max_context, int64_t num_blocks) {
-    std::vector<SequencePlan> plans;
-    plans.reserve(rows.size());
-    for (const nb::handle row : rows) {
-      plans.push_back(read_plan(row, nb::none(), nb::int_(0)));
-      plans.back().want = Want::hidden;
-      plans.back().targets.clear();
-    }
+    std::vector<SequencePlan> plans = plans_for_hidden(rows);
     return run(plans, copies, max_context, num_blocks, nb::none());
+  }
+
+  // The same rows, for run_layer.
+  std::unique_ptr<StepRows> rows(nb::tuple rows, nb::tuple copies, int64_t max_context,
+                                 int64_t num_blocks) {
+    return step_rows(decoder, plans_for_hidden(rows), read_copies(copies),
+                     {max_context, num_blocks});
+  }
+
+  // False where it was cancelled.
+  bool run_layer(const StepRows& rows, int layer,
+                 nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> hidden) {
+    expect(rows.decoder == &decoder, "rows must be of the decoder that they were made by");
+    expect_within("the rows of hidden states", static_cast<int64_t>(hidden.shape(0)),
+                  static_cast<int64_t>(rows.input.tokens.size()), max_step_rows);
+    expect_within("the columns of hidden states", static_cast<int64_t>(hidden.shape(1)),
+                  decoder.shape().hidden_size, max_row_size);
+    const nb::gil_scoped_release released;
+    try {
+      decoder.run_layer(rows.input, layer, hidden.data(), static_cast<int64_t>(hidden.shape(1)));
+    } catch (const Cancelled&) {
+      return false;
+    }
+    decoder.publish();
+    return true;
   }
 
   Decoder decoder;
@@ -250,8 +287,7 @@ class BoundDecoder {
   nb::object run(std::vector<SequencePlan>& plans, const nb::tuple& copies, int64_t max_context,
                  int64_t num_blocks, const nb::object& masks) {
     expect_within("num_blocks", num_blocks, 0, decoder.num_blocks());
-    std::vector<std::pair<int32_t, int32_t>> block_copies;
-    for (const nb::handle copy : copies) block_copies.push_back(read_copy(copy));
+    const auto block_copies = read_copies(copies);
     std::vector<SequenceResult> results;
     bool is_cancelled = false;
     nb::list kept;  // what the plans' masks point into
@@ -571,6 +607,14 @@ void bind_steps(nb::class_<BoundDecoder>& decoder) {
            nb::sig("def run_layers(self, plans: tuple[quire.core.plan.SequencePlan, ...], "
                    "copies: tuple[tuple[int, int], ...], max_context: int, num_blocks: int) "
                    "-> list[" QUIRE_RESULT_TYPE "] | None"))
+      .def("rows", &BoundDecoder::rows, "plans"_a, "copies"_a, "max_context"_a, "num_blocks"_a,
+           nb::keep_alive<0, 1>(),
+           nb::sig("def rows(self, plans: tuple[quire.core.plan.SequencePlan, ...], "
+                   "copies: tuple[tuple[int, int], ...], max_context: int, num_blocks: int) "
+                   "-> StepRows"))
+      .def("run_layer", &BoundDecoder::run_layer, "rows"_a, "layer"_a, "hidden"_a.noconvert(),
+           nb::sig("def run_layer(self, rows: StepRows, layer: int, "
+                   "hidden: numpy.typing.NDArray[numpy.float32]) -> bool"))
       .def(
           "set_cancelled",
           [](BoundDecoder& self, bool is_cancelled) { self.decoder.set_cancelled(is_cancelled); },
@@ -617,6 +661,9 @@ void bind_decoder(nb::module_& m) {
         new (self) Norm{is_layer_norm ? Norm::layer : Norm::rms, weight, bias, epsilon};
       },
       "epsilon"_a, "weight"_a = -1, "bias"_a = -1, "is_layer_norm"_a = false);
+  nb::class_<StepRows>(m, "StepRows")
+      .def_ro("faults", &StepRows::faults,
+              nb::for_getter(nb::sig("def faults(self) -> list[str]")));
   nb::class_<BoundDecoder> decoder(m, "Decoder");
   bind_construction(decoder);
   bind_steps(decoder);

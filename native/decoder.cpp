@@ -115,6 +115,7 @@ int Decoder::add_layer(const LayerAttention& layer) {
   check_layer(layer);
   expect(num_blocks_ == 0, "the cache was allocated: a layer must be added before");
   layers_.push_back(layer);
+  first_stages_.push_back(stages_.size());
   if (layer.kv_layer >= 0) {
     const LayerAttention& read = layers_[static_cast<size_t>(layer.kv_layer)];
     layers_.back().group = read.group;
@@ -342,17 +343,9 @@ void Decoder::run(const StepInput& input) {
   check_ready(static_cast<int64_t>(input.tokens.size()));
   Stopwatch watch(counters_.seconds);
   Pool::Session session(pool_);
-  num_rows_ = static_cast<int>(input.tokens.size());
   copy_blocks(input);
+  begin(input);
   if (num_rows_ == 0) return;
-  // A row's logits may be computed twice: for a prompt target's score, and for the row's own want.
-  reserve_rows(std::max(num_rows_, std::min(2 * num_rows_, static_cast<int>(max_head_rows))));
-  row_positions_ = input.positions;
-  tokens_ = input.tokens.data();
-  advance_prefault();
-  kept_index_.resize(input.tokens.size());
-  std::iota(kept_index_.begin(), kept_index_.end(), 0);
-  plan_attention();
   embed(input);
   for (size_t i = 0; i < stages_.size(); i++) {
     if (is_cancelled_.load(std::memory_order_relaxed)) throw Cancelled();
@@ -362,6 +355,45 @@ void Decoder::run(const StepInput& input) {
   }
   counters_.steps++;
   counters_.rows += static_cast<int64_t>(input.tokens.size());
+}
+
+// Makes the input's rows those that stages compute.
+void Decoder::begin(const StepInput& input) {
+  num_rows_ = static_cast<int>(input.tokens.size());
+  if (num_rows_ == 0) return;
+  // A row's logits may be computed twice: for a prompt target's score, and for the row's own want.
+  reserve_rows(std::max(num_rows_, std::min(2 * num_rows_, static_cast<int>(max_head_rows))));
+  row_positions_ = input.positions;
+  tokens_ = input.tokens.data();
+  advance_prefault();
+  kept_index_.resize(input.tokens.size());
+  std::iota(kept_index_.begin(), kept_index_.end(), 0);
+  plan_attention();
+}
+
+void Decoder::run_layer(const StepInput& input, int layer, float* hidden, int64_t stride) {
+  check_ready(static_cast<int64_t>(input.tokens.size()));
+  expect_within("a layer", layer, 0, num_layers() - 1);
+  Stopwatch watch(counters_.seconds);
+  Pool::Session session(pool_);
+  if (layer == 0) copy_blocks(input);
+  begin(input);
+  if (num_rows_ == 0) return;
+  const size_t size = bytes_of(shape_.hidden_size, sizeof(float));
+  if (layer == 0) embed(input);
+  for (int row = 0; layer > 0 && row < num_rows_; row++)
+    std::memcpy(row_of(RowKind::hidden, row), hidden + row * stride, size);
+  const auto at = static_cast<size_t>(layer);
+  const bool is_last = layer + 1 == num_layers();
+  const size_t end = is_last ? stages_.size() : first_stages_[at + 1];
+  for (size_t i = layer == 0 ? 0 : first_stages_[at]; i < end; i++) {
+    if (is_cancelled_.load(std::memory_order_relaxed)) throw Cancelled();
+    compute(stages_[i]);
+  }
+  for (int row = 0; row < num_rows_; row++)
+    std::memcpy(hidden + row * stride, row_of(RowKind::hidden, row), size);
+  counters_.steps += is_last;
+  counters_.rows += is_last ? num_rows_ : 0;
 }
 
 void Decoder::advance_prefault() {

@@ -210,6 +210,9 @@ class Decoder {
   // Computes all rows up to the last layer's keys and values, and output rows to the end. Throws
   // Cancelled. The caller checks tokens, positions and blocks: see num_positions and num_blocks.
   void run(const StepInput& input);
+  // Computes one layer alone of rows whose hidden states are given, [row][stride], and overwrites
+  // them. The first layer takes the embedding instead, and copies blocks. Throws Cancelled.
+  void run_layer(const StepInput& input, int layer, float* hidden, int64_t stride);
   // Whether a row's hidden state is finite, after run: the final one of an output row, else the one
   // before the last layer's attention.
   bool is_finite(int row) const;
@@ -332,6 +335,7 @@ class Decoder {
   void check_routed(const Stage& stage) const;
   void check_shared(const Stage& stage) const;
   void check_ready(int64_t num_rows) const;
+  void begin(const StepInput& input);
   void compute(const Stage& stage);
   void embed(const StepInput& input);
   void copy_blocks(const StepInput& input);
@@ -422,7 +426,8 @@ class Decoder {
   std::vector<size_t> plan_of_layer_;  // index into attend_plans_
   std::vector<Experts> experts_;
   std::vector<Stage> stages_;
-  size_t last_attend_ = 0;  // index of a stage
+  size_t last_attend_ = 0;            // index of a stage
+  std::vector<size_t> first_stages_;  // of each layer
   int embedding_ = -1, head_ = -1;
   Norm output_norm_;
 

@@ -65,6 +65,20 @@ void check_copies(const std::vector<std::pair<int32_t, int32_t>>& copies, int64_
                                   std::to_string(num_blocks) + " blocks");
 }
 
+void add_rows(const SequencePlan& plan, StepInput& input) {
+  const size_t num_rows = plan.tokens.size();
+  for (size_t i = 0; i < num_rows; i++) {
+    const bool is_last = i + 1 == num_rows;
+    if (i < plan.targets.size() || plan.want == Want::logits || plan.want == Want::hidden ||
+        (is_last && plan.want != Want::nothing))
+      input.output_rows.push_back(static_cast<int>(input.tokens.size()));
+    input.tokens.push_back(plan.tokens[i]);
+    const auto position = static_cast<int32_t>(plan.start + static_cast<int64_t>(i));
+    for (size_t group = 0; group < plan.block_tables.size(); group++)
+      input.positions[group].push_back({position, plan.block_tables[group].data()});
+  }
+}
+
 // One use of a row's logits.
 struct LogitsUse {
   size_t plan;
@@ -100,20 +114,6 @@ class Step {
   }
 
  private:
-  static void add_rows(const SequencePlan& plan, StepInput& input) {
-    const size_t num_rows = plan.tokens.size();
-    for (size_t i = 0; i < num_rows; i++) {
-      const bool is_last = i + 1 == num_rows;
-      if (i < plan.targets.size() || plan.want == Want::logits || plan.want == Want::hidden ||
-          (is_last && plan.want != Want::nothing))
-        input.output_rows.push_back(static_cast<int>(input.tokens.size()));
-      input.tokens.push_back(plan.tokens[i]);
-      const auto position = static_cast<int32_t>(plan.start + static_cast<int64_t>(i));
-      for (size_t group = 0; group < plan.block_tables.size(); group++)
-        input.positions[group].push_back({position, plan.block_tables[group].data()});
-    }
-  }
-
   // Lists the logits that a plan needs, or sets its fault where a hidden state is not finite.
   void request_outputs(size_t i) {
     const SequencePlan& plan = plans_[i];
@@ -213,6 +213,23 @@ class PublishAtEnd {
 };
 
 }  // namespace
+
+std::unique_ptr<StepRows> step_rows(const Decoder& decoder, std::vector<SequencePlan> plans,
+                                    std::vector<std::pair<int32_t, int32_t>> copies,
+                                    const Limits& limits) {
+  const Limits own{limits.max_context, std::min(limits.num_blocks, decoder.num_blocks())};
+  check_copies(copies, own.num_blocks);
+  auto rows = std::make_unique<StepRows>();
+  rows->decoder = &decoder;
+  rows->plans = std::move(plans);
+  rows->input.copies = std::move(copies);
+  rows->input.positions.resize(static_cast<size_t>(decoder.num_groups()));
+  for (const SequencePlan& plan : rows->plans) {
+    rows->faults.push_back(fault_of(plan, own, decoder));
+    if (rows->faults.back().empty()) add_rows(plan, rows->input);
+  }
+  return rows;
+}
 
 std::vector<SequenceResult> run_step(Decoder& decoder, const std::vector<SequencePlan>& plans,
                                      const std::vector<std::pair<int32_t, int32_t>>& copies,

@@ -39,6 +39,20 @@ struct Limits {
   int64_t max_context, num_blocks;
 };
 
+// Checked rows of a step that is computed layer by layer; not to be moved: the input points into
+// the plans' block tables.
+struct StepRows {
+  const Decoder* decoder;  // whose limits they were checked against
+  std::vector<SequencePlan> plans;
+  std::vector<std::string> faults;  // of each plan; empty: none
+  StepInput input;                  // of the plans that have no fault
+};
+
+// Throws std::invalid_argument where it copies blocks that do not exist.
+std::unique_ptr<StepRows> step_rows(const Decoder& decoder, std::vector<SequencePlan> plans,
+                                    std::vector<std::pair<int32_t, int32_t>> copies,
+                                    const Limits& limits);
+
 // Computes all plans in one pass over the model; a plan's fault is in its result alone.
 // `before_sampling` is called once the layers are computed: it may still set the plans' masks.
 // Throws Cancelled, or for the whole step std::bad_alloc, or std::invalid_argument where it copies

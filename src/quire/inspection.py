@@ -101,7 +101,7 @@ class TokenizerFacts:
 class PlacementForecast(NamedTuple):
     """Bytes that a model on both devices takes, with a cache of `num_blocks` blocks."""
 
-    gpu_layers: int
+    gpu_layers: int | None  # None: the GPU has all feed-forwards
     num_layers: int
     num_blocks: int
     cpu_weights: int

@@ -1,14 +1,29 @@
 """Placement: which layers a GPU of so much memory gets, and what both sides are said to take."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, UnsupportedModelError
 from quire.executors.base import BLOCK_SIZE
 from quire.llm import devices
-from quire.llm.devices import DEVICES, PLACED, CudaDevice, Options, device_of, resolve_auto
-from quire.llm.placement import GPU_OVERHEAD, Placement, PlacementSizes, place
+from quire.llm.devices import (
+    DEVICES,
+    FEED_FORWARD,
+    PLACED,
+    CudaDevice,
+    Options,
+    device_of,
+    resolve_auto,
+)
+from quire.llm.placement import (
+    GPU_OVERHEAD,
+    Placement,
+    PlacementSizes,
+    place,
+    place_feed_forwards,
+)
 from quire.model.loading import Model, load_model
 
 MODEL = "dummy:tiny-gemma3"  # layers in groups
@@ -37,6 +52,7 @@ def test_more_memory_holds_more_layers(model: Model) -> None:
             found = placed(model, GPU_OVERHEAD + 32 * MEBIBYTE + extra)
         except (ConfigError, AssertionError):  # nothing fits, or everything
             continue
+        assert found.gpu_layers is not None
         counts.append(found.gpu_layers)
         assert found.gpu_bytes <= GPU_OVERHEAD + 32 * MEBIBYTE + extra
         assert found.num_blocks * found.whole.block_bytes <= MEBIBYTE
@@ -104,6 +120,55 @@ def test_gpu_layers_are_counted_before_loading(
     assert isinstance(few.gpu_layers, int) and few.gpu_layers < model.spec.num_layers
 
 
+def fed(model: Model, gpu_memory: int = 1 << 40, **sizes: Any) -> Placement:
+    given = {"max_batch_size": 2, "chunk": 64, "kv_bytes": MEBIBYTE, "threads": 1, **sizes}
+    given.setdefault("max_context", None)
+    return place_feed_forwards(model, PlacementSizes(**given), gpu_memory, None)
+
+
+def test_feed_forwards_on_the_gpu_leave_attention_and_the_cache_to_the_cpu(model: Model) -> None:
+    found, layers = fed(model), placed(model, 1 << 40, 1)
+    assert found.gpu_layers is None
+    assert found.gpu.block_bytes == 0
+    assert found.cpu.kv_per_token == layers.whole.kv_per_token
+    assert found.num_blocks * found.cpu.block_bytes <= MEBIBYTE
+    total = sum(tensor.nbytes for tensor in model.tensors.values())
+    feed = sum(x.nbytes for name, x in model.tensors.items() if ".ffn_" in name)
+    assert feed < found.gpu.weights < total
+    with pytest.raises(ConfigError, match=r"the feed-forwards, the head .* use gpu_layers instead"):
+        fed(model, GPU_OVERHEAD + 4 * MEBIBYTE)
+    with pytest.raises(ConfigError, match="max_context is 100000"):
+        fed(model, max_context=100000)
+
+
+def test_halves_side_by_side_cannot_be_taken_apart(model: Model) -> None:
+    layers = tuple(replace(layer, is_parallel=True) for layer in model.spec.layers)
+    parallel = replace(model, spec=replace(model.spec, layers=layers))
+    with pytest.raises(UnsupportedModelError, match="attention and feed-forward side by side"):
+        fed(parallel)
+
+
+def test_ffn_gpu_is_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+    monkeypatch.setitem(DEVICES, "cuda", Gpu())
+    said: list[str] = []
+    options = Options(placement="ffn-gpu", max_batch_size=2)
+    assert device_of(options) is FEED_FORWARD
+    found = resolve_auto(options, model, said.append)
+    assert (found.device, found.placement, found.gpu_layers) == ("cuda", "ffn-gpu", None)
+    assert said[0].startswith("feed-forwards and the head are on the GPU (")
+    assert device_of(found) is FEED_FORWARD
+    assert device_of(replace(options, kv_cache_dtype="f16")) is FEED_FORWARD
+    with pytest.raises(ConfigError, match="keeps keys and values as auto, f16, int8"):
+        device_of(replace(options, kv_cache_dtype="fp8"))
+
+
+def test_a_placement_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="placement must be 'ffn-gpu', got 'attention-gpu'"):
+        Options(placement="attention-gpu")
+    with pytest.raises(ConfigError, match="gpu_layers is 3, which puts whole layers there"):
+        Options(placement="ffn-gpu", gpu_layers=3)
+
+
 def test_without_a_gpu_gpu_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_CUDA_DRIVER", "no such library")
     with (
@@ -111,6 +176,11 @@ def test_without_a_gpu_gpu_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(ConfigError, match="gpu_layers is 1, but there is no NVIDIA driver"),
     ):
         resolve_auto(Options(gpu_layers=1), tiny, print)
+    with (
+        load_model("dummy:tiny") as tiny,
+        pytest.raises(ConfigError, match="placement is 'ffn-gpu', but there is no NVIDIA driver"),
+    ):
+        resolve_auto(Options(placement="ffn-gpu"), tiny, print)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "all", 1.5])
@@ -119,7 +189,9 @@ def test_gpu_layers_that_are_no_number_of_layers_are_refused(value: Any) -> None
         Options(gpu_layers=value)
 
 
-@pytest.mark.parametrize("given", [{"gpu_layers": 2}, {"gpu_memory": "1GiB"}])
+@pytest.mark.parametrize(
+    "given", [{"gpu_layers": 2}, {"gpu_memory": "1GiB"}, {"placement": "ffn-gpu"}]
+)
 def test_a_processor_refuses_options_of_a_gpu(given: dict[str, Any]) -> None:
     [name] = given
     with pytest.raises(ConfigError, match=f"{name} is .* the reference executor has no GPU"):

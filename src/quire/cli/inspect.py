@@ -60,9 +60,10 @@ def inspect(args: argparse.Namespace) -> int:
 
 def _placed(args: argparse.Namespace) -> Options | None:
     """How the model would be put on both devices; None where that is not asked for."""
-    if args.gpu_layers is None and args.gpu_memory is None:
-        return None
-    return Options(gpu_layers=args.gpu_layers or "auto", gpu_memory=args.gpu_memory)
+    layers, memory, how = args.gpu_layers, args.gpu_memory, args.placement
+    if how is None and layers is None:
+        return None if memory is None else Options(gpu_layers="auto", gpu_memory=memory)
+    return Options(gpu_layers=layers, gpu_memory=memory, placement=how)
 
 
 def _as_json(found: Inspection) -> dict[str, Any]:
@@ -171,20 +172,19 @@ def _memory_lines(facts: MemoryFacts) -> list[str]:
 
 
 def _placement_lines(facts: PlacementForecast) -> list[str]:
+    of_layers = f"of {facts.num_layers} layers"
+    on_gpu, on_cpu = "the feed-forwards", "the attention"
+    if facts.gpu_layers is not None:
+        on_gpu = f"the last {facts.gpu_layers}"
+        on_cpu = f"the first {facts.num_layers - facts.gpu_layers}"
     sides = (
-        ("GPU", f"last {facts.gpu_layers}", facts.gpu, facts.gpu_weights, facts.gpu_kv),
-        (
-            "CPU",
-            f"first {facts.num_layers - facts.gpu_layers}",
-            facts.cpu,
-            facts.cpu_weights,
-            facts.cpu_kv,
-        ),
+        (f"on the GPU: {on_gpu}", facts.gpu, facts.gpu_weights, facts.gpu_kv),
+        (f"on the CPU: {on_cpu}", facts.cpu, facts.cpu_weights, facts.cpu_kv),
     )
     return [
-        f"on the {side}: the {layers} of {facts.num_layers} layers, {format_bytes(total)} (weights "
-        f"{format_bytes(weights)}, keys and values {format_bytes(kv)})"
-        for side, layers, total, weights, kv in sides
+        f"{what} {of_layers}, {format_bytes(total)} (weights {format_bytes(weights)}, keys and "
+        f"values {format_bytes(kv)})"
+        for what, total, weights, kv in sides
     ]
 
 

@@ -74,6 +74,12 @@ def add_placement_options(group: Options) -> None:
         help="so many of the last layers on the GPU, the others on the CPU; auto: as many as fit",
     )
     add("--gpu-memory", metavar="SIZE", help='what may be taken of the GPU, such as "8GiB"')
+    add(
+        "--placement",
+        metavar="HOW",
+        help="ffn-gpu: the feed-forwards of all layers on the GPU, attention and the KV cache on "
+        "the CPU",
+    )
 
 
 def _layers(text: str) -> int | str:
@@ -136,8 +142,9 @@ def add_cache_type_option(group: Options, default: str | None) -> None:
 def load(kind: Callable[..., Loaded], args: argparse.Namespace, max_batch_size: int) -> Loaded:
     """An LLM or AsyncLLM as the options above ask for it."""
     names = ("model", "device", "kv_memory", "max_context", "threads", "kv_cache_dtype")
-    more = ("i2s_packing", "trust_model_file", "generation_config", "gpu_layers", "gpu_memory")
-    options = {name: getattr(args, name) for name in (*names, *more)}
+    more = ("i2s_packing", "trust_model_file", "generation_config")
+    placed = ("gpu_layers", "gpu_memory", "placement")
+    options = {name: getattr(args, name) for name in (*names, *more, *placed)}
     options["chat_template"] = True if args.chat_template is None else args.chat_template
     print_status(f"quire: loading {args.model}")
     return kind(**options, invariant=not args.no_invariant, max_batch_size=max_batch_size)

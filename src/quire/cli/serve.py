@@ -124,7 +124,7 @@ def options_of(args: argparse.Namespace, settings: ServerSettings) -> Options:
     options = Options() if args.config is None else read_configuration(args.config)
     own = (
         *("device", "max_batch_size", "kv_memory", "max_context", "threads", "kv_cache_dtype"),
-        *("i2s_packing", "generation_config", "gpu_layers", "gpu_memory"),
+        *("i2s_packing", "generation_config", "gpu_layers", "gpu_memory", "placement"),
     )
     given = {name: getattr(args, name) for name in own if getattr(args, name) is not None}
     if args.no_invariant:

@@ -1,4 +1,5 @@
-"""PlacedExecutor: a model's first layers on the CPU, the rest of them and the head on a GPU.
+"""A model on two devices. PlacedExecutor: its first layers on the CPU, the rest of them and the
+head on a GPU. FeedForwardExecutor: attention on the CPU, feed-forwards and the head on a GPU.
 
 A step is computed in pieces of some tokens each. While the GPU has one, the CPU computes the next:
 only the hidden states between the two parts cross over. Rows are independent and chunks may be cut
@@ -8,27 +9,42 @@ block's number means the same tokens in both.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from quire.core.clock import Clock
 from quire.core.errors import ConfigError, RowFaultError
-from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, Want
+from quire.core.plan import BlockCopy, Capacity, SequencePlan, SequenceResult, StepPlan, Want
 from quire.executors.base import BLOCK_SIZE, model_capacity
 from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.lowering import Threads
+from quire.executors.cpu.native import native
 from quire.executors.cuda import CudaConfig, CudaExecutor
+from quire.executors.cuda.graphs import Exchange
 from quire.executors.cuda.tickets import CudaTicket
 from quire.executors.worker import CancelFlag, RowResults, StepTicket, ThreadedExecutor
 from quire.model.kv_layout import grouped
 from quire.model.loading import Model
-from quire.model.parts import first_layers, last_layers, layout_of
+from quire.model.parts import (
+    feed_forwards,
+    first_layers,
+    last_layers,
+    layout_of,
+    without_feed_forwards,
+    without_slots,
+)
+from quire.model.spec import ModelSpec
+from quire.quant.formats import Floats
 
 E = TypeVar("E")
 MAX_STEP_TOKENS = 1 << 20  # a step is computed in pieces: any size will do
 # The GPU executor uses the marks of a step again after thirty others.
 _MOST_UNDER_WAY = 16
+_MOST_INTERLEAVED = 4  # pieces that are taken through the layers in turn
+# Tokens: with fewer the CPU's GEMMs wait for weights, which each piece reads.
+_LEAST_PIECE = 64
 
 
 class Side(NamedTuple, Generic[E]):
@@ -59,6 +75,28 @@ class _Submitted(NamedTuple):
 
     parts: list[_Part]
     ticket: CudaTicket
+
+
+class _Piece(NamedTuple):
+    """Tokens that are taken through the layers together."""
+
+    step_id: int
+    parts: list[_Part]
+    rows: "native.StepRows"
+    exchange: Exchange
+    num_tokens: int
+
+    def plan(self) -> StepPlan:
+        return StepPlan(self.step_id, tuple(part.row for part in self.parts))
+
+    def states(self, hidden_size: int) -> list[Floats]:
+        """Of each row [new tokens, hidden]."""
+        found, first = [], 0
+        for _, row in self.parts:
+            last = first + len(row.tokens)
+            found.append(self.exchange.states[first:last, :hidden_size])
+            first = last
+        return found
 
 
 class PlacedExecutor(ThreadedExecutor):
@@ -114,28 +152,34 @@ class PlacedExecutor(ThreadedExecutor):
     def _run(self, plan: StepPlan, flag: CancelFlag) -> RowResults:
         faults = self._faults(plan)
         sound = [_Part(i, row) for i, row in enumerate(plan.sequences) if i not in faults]
-        copies = plan.copies
         results: dict[int, list[SequenceResult]] = {}
-        under_way: deque[_Submitted] = deque()
-        for piece in _pieces(sound, self._piece_tokens, self.capacity.max_batch_size):
-            parts = [part for part in piece if part.at not in faults]
-            step = StepPlan(plan.step_id, tuple(part.row for part in parts), copies)
-            if len(under_way) == _MOST_UNDER_WAY:
-                self._collect_piece(under_way.popleft(), results)
-            under_way.append(self._submit_piece(parts, step, faults, flag))
-            copies = ()
-        for submitted in under_way:
-            self._collect_piece(submitted, results)
+        for parts, ticket in self._submitted(sound, plan, faults, flag):
+            collected = self._last.executor.collect(ticket)
+            for part, result in zip(parts, collected.sequences, strict=True):
+                results.setdefault(part.at, []).append(result)
         for index, fault in faults.items():
             results[index] = [fault]
         return RowResults(tuple(_joined(results[i]) for i in range(len(plan.sequences))))
 
-    def _collect_piece(
-        self, submitted: _Submitted, results: dict[int, list[SequenceResult]]
-    ) -> None:
-        collected = self._last.executor.collect(submitted.ticket)
-        for part, result in zip(submitted.parts, collected.sequences, strict=True):
-            results.setdefault(part.at, []).append(result)
+    def _submitted(
+        self,
+        rows: Sequence[_Part],
+        plan: StepPlan,
+        faults: dict[int, SequenceResult],
+        flag: CancelFlag,
+    ) -> Iterator[_Submitted]:
+        """Compute what the CPU has, and have the GPU begin with the rest; pieces in order, each
+        when it should be collected."""
+        copies = plan.copies
+        under_way: deque[_Submitted] = deque()
+        for piece in _pieces(rows, self._piece_tokens, self.capacity.max_batch_size):
+            parts = [part for part in piece if part.at not in faults]
+            step = StepPlan(plan.step_id, tuple(part.row for part in parts), copies)
+            if len(under_way) == _MOST_UNDER_WAY:
+                yield under_way.popleft()
+            under_way.append(self._submit_piece(parts, step, faults, flag))
+            copies = ()
+        yield from under_way
 
     def _faults(self, plan: StepPlan) -> dict[int, SequenceResult]:
         """Of rows that no part can compute, by index."""
@@ -165,6 +209,81 @@ class PlacedExecutor(ThreadedExecutor):
                 hidden.append(output.hidden)
         step = step._replace(sequences=tuple(part.row for part in kept))
         return _Submitted(kept, self._last.executor.submit_hidden(self._last.plan(step), hidden))
+
+
+class FeedForwardExecutor(PlacedExecutor):
+    """`first` computes the embedding and every layer's attention, `last` the feed-forwards and the
+    head. Hidden states cross over twice a layer: while the GPU has one piece's, the CPU attends
+    with another's."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        first: Side[CpuExecutor],
+        last: Side[CudaExecutor],
+        spec: ModelSpec,
+        clock: Clock | None = None,
+    ) -> None:
+        self._num_layers = spec.num_layers
+        self._hidden_size = spec.hidden_size
+        self._exchanges = [last.executor.exchange() for _ in range(_MOST_INTERLEAVED)]
+        super().__init__(capacity, first, last, clock)
+
+    def _submitted(
+        self,
+        rows: Sequence[_Part],
+        plan: StepPlan,
+        faults: dict[int, SequenceResult],
+        flag: CancelFlag,
+    ) -> Iterator[_Submitted]:
+        # Two pieces at least, where each is large enough not to wait for weights alone.
+        num_tokens = sum(len(row.tokens) for _, row in rows)
+        size = min(self._piece_tokens, max(_LEAST_PIECE, -(-num_tokens // 2)))
+        pieces = _pieces(rows, size, self.capacity.max_batch_size)
+        copies = plan.copies
+        while group := list(islice(pieces, _MOST_INTERLEAVED)):
+            begun = []
+            for piece, exchange in zip(group, self._exchanges, strict=False):
+                begun.append(self._begun(piece, exchange, plan.step_id, copies, faults))
+                copies = ()
+            yield from self._through_layers(begun, flag)
+
+    def _begun(
+        self,
+        piece: Sequence[_Part],
+        exchange: Exchange,
+        step_id: int,
+        copies: tuple[BlockCopy, ...],
+        faults: dict[int, SequenceResult],
+    ) -> _Piece:
+        parts = [part for part in piece if part.at not in faults]
+        step = StepPlan(step_id, tuple(part.row for part in parts), copies)
+        rows = self._first.executor.step_rows(self._first.plan(step))
+        kept = []
+        for part, fault in zip(parts, rows.faults, strict=True):
+            if fault:
+                faults[part.at] = SequenceResult(part.row.sequence_id, fault=fault)
+            else:
+                kept.append(part)
+        return _Piece(step_id, kept, rows, exchange, sum(len(part.row.tokens) for part in kept))
+
+    def _through_layers(self, pieces: Sequence[_Piece], flag: CancelFlag) -> Iterator[_Submitted]:
+        """Pieces in turn, layer by layer: a piece of a row attends to what those before it kept."""
+        on_cpu, on_gpu = self._first.executor, self._last.executor
+        for layer in range(self._num_layers - 1):
+            for piece in pieces:
+                piece.exchange.wait()
+                on_cpu.run_layer(piece.rows, layer, piece.exchange.states, flag)
+                if piece.num_tokens:
+                    on_gpu.run_feed_forward(layer, piece.exchange, piece.num_tokens)
+        last = []
+        for piece in pieces:
+            piece.exchange.wait()
+            on_cpu.run_layer(piece.rows, self._num_layers - 1, piece.exchange.states, flag)
+            hidden = piece.states(self._hidden_size)
+            ticket = on_gpu.submit_hidden(self._last.plan(piece.plan()), hidden)
+            last.append(_Submitted(piece.parts, ticket))
+        yield from last
 
 
 def load_placed(
@@ -209,6 +328,47 @@ def load_placed(
         spec, num_blocks, max_batch_size, MAX_STEP_TOKENS, windows=layout.windows
     )
     return PlacedExecutor(capacity, Side(on_cpu, before.groups), Side(on_gpu, after.groups))
+
+
+def load_feed_forward(
+    model: Model,
+    *,
+    num_blocks: int,
+    threads: Threads,
+    max_batch_size: int,
+    piece_tokens: int,
+    unit: str = "",
+    kv_int8: bool = False,
+    invariant: bool = True,
+    device: str = "cuda",
+) -> FeedForwardExecutor:
+    """Load every feed-forward and the head onto the GPU; the CPU has attention and its cache."""
+    spec = model.spec
+    layout = grouped(spec, BLOCK_SIZE)
+    config = CudaConfig(
+        max_batch_size=max_batch_size,
+        max_step_tokens=piece_tokens,
+        num_blocks=num_blocks,
+        invariant=invariant,
+        device=device,
+        takes_hidden=True,
+        only_feed_forwards=True,
+    )
+    on_gpu = CudaExecutor(feed_forwards(model), config, layout=without_slots(layout))
+    on_cpu = CpuExecutor(
+        without_feed_forwards(model),
+        num_blocks=num_blocks,
+        threads=threads,
+        unit=unit,
+        kv_int8=kv_int8,
+        layout=layout,
+        has_feed_forwards=False,
+    )
+    groups = tuple(range(len(layout.windows)))
+    capacity = model_capacity(
+        spec, num_blocks, max_batch_size, MAX_STEP_TOKENS, windows=layout.windows
+    )
+    return FeedForwardExecutor(capacity, Side(on_cpu, groups), Side(on_gpu, groups), spec)
 
 
 def _pieces(rows: Sequence[_Part], most_tokens: int, most_rows: int) -> Iterator[list[_Part]]:

@@ -103,7 +103,7 @@ class Assembly:
         spec, held = self.spec, self.executor.memory_bytes.get("weights")
         if held is None or any(isinstance(layer.feed_forward, Experts) for layer in spec.layers):
             return None
-        if self.options.gpu_layers is not None:
+        if self.options.gpu_layers is not None or self.options.placement is not None:
             return None  # of two memories, each at its own rate
         sizes = {name: math.prod(shape) for name, shape in tensor_shapes(spec).items()}
         total = sum(sizes.values())
@@ -309,6 +309,7 @@ _KINDS: dict[str, dict[str, _Kind]] = {
         "generation_config": str,
         "gpu_layers": (int, str),
         "gpu_memory": (str, int),
+        "placement": str,
     },
 }
 _OWN = ("max_batch_size", "batch_timeout_ms")  # of the engine's fields, those of Options as well

@@ -15,6 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -33,7 +34,15 @@ from quire.llm.machine import (
     parse_bytes,
     usable_cores,
 )
-from quire.llm.placement import GPU_OVERHEAD, PIECE_TOKENS, Placement, PlacementSizes, place
+from quire.llm.placement import (
+    FFN_GPU,
+    GPU_OVERHEAD,
+    PIECE_TOKENS,
+    Placement,
+    PlacementSizes,
+    place,
+    place_feed_forwards,
+)
 from quire.llm.prompts import no_parameter
 from quire.model.generation import MODES
 from quire.model.kv_layout import grouped, kv_bytes_in_block, kv_bytes_per_token
@@ -101,6 +110,7 @@ class Options:
     generation_config: str = "auto"  # sampling defaults from the model's files, or "none"
     gpu_layers: int | str | None = None  # the others are on the CPU; "auto": as many as fit
     gpu_memory: str | int | None = None  # of the GPU; None: all that is free
+    placement: str | None = None  # "ffn-gpu": feed-forwards on the GPU, attention on the CPU
     engine: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -137,6 +147,16 @@ class Options:
             raise ConfigError(
                 f"gpu_layers must be a number of layers from 1 on, or 'auto', got {layers!r:.100}: "
                 "without any, write device='cpu'"
+            )
+        if self.placement not in (None, FFN_GPU):
+            raise ConfigError(
+                f"placement must be '{FFN_GPU}', got {self.placement!r:.100}: to put whole layers "
+                "on the GPU, write gpu_layers"
+            )
+        if self.placement is not None and layers is not None:
+            raise ConfigError(
+                f"placement is '{self.placement}', which puts the feed-forward of every layer on "
+                f"the GPU, and gpu_layers is {layers!r}, which puts whole layers there: give one"
             )
         if self.gpu_memory is not None:
             parse_bytes(self.gpu_memory, "gpu_memory")
@@ -201,7 +221,7 @@ class Device(ABC):
     def check_options(self, options: Options) -> None:
         """Refuse what the device does not take, before anything is loaded."""
         if self.name != "cuda":
-            for name in ("gpu_layers", "gpu_memory"):
+            for name in ("gpu_layers", "gpu_memory", "placement"):
                 value = getattr(options, name)
                 if value is not None and options.device != AUTO:
                     raise ConfigError(
@@ -491,7 +511,7 @@ class PlacedDevice(CudaDevice):
         plan_ahead=False,  # the CPU needs the tokens that the GPU sampled
     )
     has_threads = True
-    cache_types = ("auto", "int8")  # what both sides have
+    cache_types: ClassVar[Sequence[str]] = ("auto", "int8")  # what both sides have
 
     def check_options(self, options: Options) -> None:
         super().check_options(options)
@@ -515,17 +535,17 @@ class PlacedDevice(CudaDevice):
 
     def load(self, model: Model, options: Options) -> Loaded:
         _require_cuda()
-        from quire.executors.placed import load_placed
+        from quire.executors.placed import load_feed_forward, load_placed
 
         check_lowered(model.spec, "cpu")
         check_lowered(model.spec, "cuda")
         found = self._placement(model, options)
         found.whole.check_batch(found.num_blocks, options.max_batch_size)
         _limit_gpu_memory(options)
-        count = num_threads(options.threads)
-        executor = load_placed(
+        count, layers = num_threads(options.threads), found.gpu_layers
+        load = load_feed_forward if layers is None else partial(load_placed, gpu_layers=layers)
+        executor: Executor = load(
             model,
-            gpu_layers=found.gpu_layers,
             num_blocks=found.num_blocks,
             threads=Threads(count, may_spin=count <= usable_cores()),
             unit=chosen_unit(),
@@ -538,6 +558,18 @@ class PlacedDevice(CudaDevice):
         if executor.fallback is not None:
             _warn_once(executor.fallback)
         return Loaded(executor, found.whole)
+
+
+class FeedForwardDevice(PlacedDevice):
+    """A GPU with the feed-forwards of all layers and the head; the CPU has attention and its
+    cache."""
+
+    cache_types = CpuDevice.cache_types
+
+    def _placement(self, model: Model, options: Options) -> Placement:
+        found = placement_of(model, options, gpu_memory_of(options))
+        assert found is not None
+        return found
 
 
 def gpu_memory_of(options: Options) -> int:
@@ -564,6 +596,8 @@ def placement_of(model: Model, options: Options, gpu_memory: int) -> Placement |
         threads=num_threads(options.threads),
         is_8bit=options.kv_cache_dtype == "int8",
     )
+    if options.placement == FFN_GPU:
+        return place_feed_forwards(model, sizes, gpu_memory, available_memory())
     count = options.gpu_layers if isinstance(options.gpu_layers, int) else None
     return place(model, sizes, count, gpu_memory, available_memory())
 
@@ -584,6 +618,7 @@ DEVICES: dict[str, Device] = {
     device.name: device for device in (CPU, CudaDevice(), ReferenceDevice())
 }
 PLACED = PlacedDevice()  # "cuda" where gpu_layers are given
+FEED_FORWARD = FeedForwardDevice()  # "cuda" where placement is "ffn-gpu"
 
 
 def device_of(options: Options) -> Device:
@@ -595,9 +630,12 @@ def device_of(options: Options) -> Device:
     if options.device not in names:
         raise ConfigError(f"device must be one of {', '.join(names)}, got {options.device!r}")
     name = options.device
-    if options.gpu_layers is not None and name in (AUTO, "cuda"):
-        PLACED.check_options(options)
-        return PLACED
+    placed = None if options.gpu_layers is None else PLACED
+    if options.placement is not None:
+        placed = FEED_FORWARD
+    if placed is not None and name in (AUTO, "cuda"):
+        placed.check_options(options)
+        return placed
     is_for_gpu = options.kv_cache_dtype not in DEVICES["cpu"].cache_types
     if name == AUTO and (is_for_gpu or not options.invariant):
         name = "cuda"  # the only one that has a choice
@@ -614,8 +652,8 @@ def resolve_auto(options: Options, model: Model, notify: Callable[[str], None]) 
     may be a GPU. Options that only a processor takes keep the model there.
     """
     device = device_of(options)
-    if device is PLACED:
-        return _with_gpu_layers(options, model, notify)
+    if isinstance(device, PlacedDevice):
+        return _placed(options, model, notify)
     gpu = DEVICES["cuda"]
     for_processor = options.threads is not None or options.kv_cache_dtype not in gpu.cache_types
     if options.device == AUTO and not for_processor:
@@ -647,19 +685,22 @@ def _measured(options: Options, model: Model, notify: Callable[[str], None]) -> 
     return CPU
 
 
-def _with_gpu_layers(options: Options, model: Model, notify: Callable[[str], None]) -> Options:
+def _placed(options: Options, model: Model, notify: Callable[[str], None]) -> Options:
     """The options with the number of layers that the GPU gets; without it where it gets all."""
     reason = DEVICES["cuda"].why_unavailable()
     if reason is not None:
-        raise ConfigError(f"gpu_layers is {options.gpu_layers!r}, but {reason}: use device='cpu'")
+        name = "gpu_layers" if options.placement is None else "placement"
+        raise ConfigError(f"{name} is {getattr(options, name)!r}, but {reason}: use device='cpu'")
     found = placement_of(model, options, gpu_memory_of(options))
     total = model.spec.num_layers
     if found is None:
         notify(f"all {total} layers are on the GPU")
         return replace(options, device="cuda", gpu_layers=None)
+    on_gpu, on_cpu = f"the last {found.gpu_layers} of {total} layers are", "the others"
+    if found.gpu_layers is None:
+        on_gpu, on_cpu = "feed-forwards and the head are", "attention and the KV cache"
     notify(
-        f"the last {found.gpu_layers} of {total} layers are on the GPU "
-        f"({format_bytes(found.gpu_bytes)}), the others on the CPU "
+        f"{on_gpu} on the GPU ({format_bytes(found.gpu_bytes)}), {on_cpu} on the CPU "
         f"({format_bytes(found.cpu_bytes)})"
     )
     return replace(options, device="cuda", gpu_layers=found.gpu_layers)

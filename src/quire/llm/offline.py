@@ -75,9 +75,9 @@ class LLM:
     ARM build of bitnet.cpp wrote; a file does not say which did, and x86's packing is taken.
     `generation_config="none"`: take no sampling defaults from the model's files. `gpu_layers`: so
     many of the last layers on the GPU and the others on the CPU, or "auto" for as many as fit;
-    `gpu_memory`: what may be taken of the GPU. Any
-    other field of EngineConfig may be given by name. `prompts` turns a prompt or a conversation
-    into tokens.
+    `gpu_memory`: what may be taken of the GPU. `placement="ffn-gpu"`: the feed-forwards of all
+    layers on the GPU, attention and the KV cache on the CPU. Any other field of
+    EngineConfig may be given by name. `prompts` turns a prompt or a conversation into tokens.
 
     It takes one call at a time; for callers that come and go, see AsyncLLM.
     """
@@ -100,6 +100,7 @@ class LLM:
         generation_config: str = "auto",
         gpu_layers: int | str | None = None,
         gpu_memory: str | int | None = None,
+        placement: str | None = None,
         **engine: Any,
     ) -> None:
         options = Options(
@@ -117,6 +118,7 @@ class LLM:
             generation_config=generation_config,
             gpu_layers=gpu_layers,
             gpu_memory=gpu_memory,
+            placement=placement,
             engine=engine,
         )
         self._call = threading.Lock()  # locked while a call runs

@@ -424,6 +424,7 @@ class AsyncLLM(OnlineModel):
         generation_config: str = "auto",
         gpu_layers: int | str | None = None,
         gpu_memory: str | int | None = None,
+        placement: str | None = None,
         **engine: Any,
     ) -> None:
         options = Options(
@@ -441,6 +442,7 @@ class AsyncLLM(OnlineModel):
             generation_config=generation_config,
             gpu_layers=gpu_layers,
             gpu_memory=gpu_memory,
+            placement=placement,
             engine=engine,
         )
         self._wire(assemble(model, options), None)

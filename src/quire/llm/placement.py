@@ -1,23 +1,35 @@
-"""Placement: which layers of a model a GPU gets, and what both sides then need, known before
-anything is loaded."""
+"""Placement: which layers of a model a GPU gets, or which half of each, and what both sides then
+need, known before anything is loaded."""
 
 import math
 from dataclasses import dataclass, replace
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, UnsupportedModelError
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu.lowering import weight_bytes, workspace_bytes
 from quire.llm.machine import DEFAULT_KV_BYTES, MemoryPlan, format_bytes
 from quire.model.kv_layout import KVLayout, grouped, kv_bytes_in_block, kv_bytes_per_token
 from quire.model.loading import Model
-from quire.model.parts import first_layers, last_layers, layout_of
+from quire.model.parts import (
+    feed_forwards,
+    first_layers,
+    largest_of_layers,
+    last_layers,
+    layout_of,
+    without_feed_forwards,
+)
+from quire.model.spec import Feature
 
+FFN_GPU = "ffn-gpu"
 PIECE_TOKENS = 256  # that the GPU computes at once; beyond it the CPU's GEMMs gain little
 # Of the GPU's memory: the context of the process, the code of kernels, and graphs.
 GPU_OVERHEAD = 768 << 20
 _SAMPLING_SHARE = 24  # the sampler gets about this part of it
 _LEAST_CONTEXT = 4096
-_REORDER_COPIES = 3
+# Of a matrix while it is reordered; of layers' two may be joined, and planes may be a little larger
+# than what the file has.
+_FIRST_COPIES = 3
+_REORDER_COPIES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +46,10 @@ class PlacementSizes:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The first layers on the CPU, the last `gpu_layers` on the GPU, `num_blocks` on both."""
+    """The first layers on the CPU, the last `gpu_layers` on the GPU, `num_blocks` on both. Where
+    `gpu_layers` is None the GPU has the feed-forwards of all layers, and no blocks."""
 
-    gpu_layers: int
+    gpu_layers: int | None
     num_blocks: int
     cpu: MemoryPlan
     gpu: MemoryPlan
@@ -81,21 +94,51 @@ def place(
         counts = range(gpu_layers, gpu_layers + 1)
     for count in counts:
         found = _placement(model, sizes, count, gpu_memory, cpu_memory)
-        if _fits(found, model, gpu_memory):
+        if _fits(found, last_layers(model, total - count), gpu_memory):
             found.whole.num_blocks(found.num_blocks * found.whole.block_bytes, sizes.max_context)
             return found
     raise _too_large(_placement(model, sizes, counts[-1], gpu_memory, cpu_memory), gpu_memory)
 
 
-def _fits(found: Placement, model: Model, gpu_memory: int) -> bool:
-    """While weights are reordered a fourth is kept free; the largest matrix comes first, and is
-    there three times meanwhile."""
+def place_feed_forwards(
+    model: Model, sizes: PlacementSizes, gpu_memory: int, cpu_memory: int | None
+) -> Placement:
+    """Put every feed-forward and the head on a GPU of so much memory, attention on the CPU. A
+    ConfigError has the figures where they do not fit."""
+    if any(layer.is_parallel for layer in model.spec.layers):
+        raise UnsupportedModelError(
+            f"the {model.spec.family} model has {Feature.PARALLEL_HALVES}, which "
+            f"placement='{FFN_GPU}' cannot take apart: use gpu_layers"
+        )
+    layout = grouped(model.spec, BLOCK_SIZE)
+    cpu = _cpu_plan(without_feed_forwards(model), layout, sizes, cpu_memory)
+    cpu = replace(cpu, windows=layout.windows)
+    part = feed_forwards(model)
+    gpu = MemoryPlan(
+        sum(tensor.nbytes for tensor in part.tensors.values()),
+        0,
+        gpu_memory,
+        _gpu_workspace(model, sizes.max_batch_size, gpu_memory),
+        windows=layout.windows,
+        group_bytes=0,
+        chunk=sizes.chunk,
+    )
+    num_blocks = cpu.num_blocks(cpu.pool_bytes(sizes.kv_bytes), sizes.max_context)
+    found = Placement(None, num_blocks, cpu, gpu)
+    if not _fits(found, part, gpu_memory):
+        raise _too_large(found, gpu_memory)
+    return found
+
+
+def _fits(found: Placement, part: Model, gpu_memory: int) -> bool:
+    """Matrices are reordered one after another, those that are no layer's first."""
     usable = gpu_memory - GPU_OVERHEAD
-    largest = max(tensor.nbytes for tensor in last_layers(model, 0).tensors.values())
+    first = max(tensor.nbytes for tensor in part.tensors.values())
+    copies = min(_REORDER_COPIES * largest_of_layers(part.tensors), usable // 4)
     return (
         found.gpu_bytes <= gpu_memory
-        and found.gpu.weights <= usable - usable // 4
-        and _REORDER_COPIES * largest <= usable
+        and found.gpu.weights + copies <= usable
+        and _FIRST_COPIES * first <= usable
     )
 
 
@@ -174,8 +217,11 @@ def _gpu_workspace(model: Model, max_batch_size: int, gpu_memory: int) -> int:
 
 def _too_large(found: Placement, gpu_memory: int) -> ConfigError:
     layers = "1 layer" if found.gpu_layers == 1 else f"{found.gpu_layers} layers"
+    lower = "lower gpu_layers, kv_memory or max_batch_size"
+    if found.gpu_layers is None:
+        layers, lower = "the feed-forwards", "use gpu_layers instead, lower max_batch_size"
     return ConfigError(
         f"{layers}, the head and what steps work in take {format_bytes(found.gpu_bytes)} on the "
-        f"GPU, of which {format_bytes(gpu_memory)} may be used: lower gpu_layers, kv_memory or "
-        "max_batch_size, give gpu_memory more, or use device='cpu'"
+        f"GPU, and loading some more, of which {format_bytes(gpu_memory)} may be used: {lower}, "
+        "give gpu_memory more, or use device='cpu'"
     )

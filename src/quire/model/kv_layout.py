@@ -35,6 +35,8 @@ class KVLayout:
 
     def slot_sizes(self, spec: ModelSpec, size_of: Callable[[Attention], int]) -> tuple[int, ...]:
         """What each slot must hold of a token: the most that any of its layers leaves."""
+        if not self.num_slots:  # of layers without their attention
+            return ()
         sizes = [0] * self.num_slots
         for layer, slot in zip(spec.layers, self.slots, strict=True):
             sizes[slot] = max(sizes[slot], size_of(layer.mixer))

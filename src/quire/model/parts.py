@@ -1,8 +1,9 @@
-"""A model cut between two layers: its first layers, and the rest of them.
+"""A model cut in two: between two layers, or between attention and feed-forward in each of them.
 
-The first part begins with the embedding and ends with hidden states; the other begins with hidden
-states and ends with the head. A part has the groups of the whole model's KV cache that its layers
-are in, and takes their block tables: a block's number means the same tokens in both parts.
+Between layers the first part begins with the embedding and ends with hidden states; the other
+begins with hidden states and ends with the head. A part has the groups of the whole model's KV
+cache that its layers are in, and takes their block tables: a block's number means the same tokens
+in both parts.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from quire.model.loading import Model
 
 _HEAD = ("output.", "output_norm.")
 _EMBEDDING = "token_embd.weight"
+# Of a layer's tensors, those of its feed-forward.
+_FEED_FORWARD = ("ffn_", "exp_probs_b.", "pre_ffw_norm", "post_ffw_norm")
 
 
 def first_layers(model: Model, count: int) -> Model:
@@ -36,6 +39,33 @@ def last_layers(model: Model, first: int) -> Model:
     return replace(model, spec=replace(model.spec, layers=layers[first:]), tensors=tensors)
 
 
+def without_feed_forwards(model: Model) -> Model:
+    """The embedding and the attention of every layer."""
+    whole = first_layers(model, model.spec.num_layers)
+    kept = {name: x for name, x in whole.tensors.items() if not _is_feed_forward(name)}
+    return replace(whole, tensors=kept)
+
+
+def feed_forwards(model: Model) -> Model:
+    """The feed-forward of every layer, the last norm and the head."""
+    whole = last_layers(model, 0)
+    kept = {
+        name: tensor
+        for name, tensor in whole.tensors.items()
+        if _layer_of(name) is None or _is_feed_forward(name)
+    }
+    return replace(whole, tensors=kept)
+
+
+def _is_feed_forward(name: str) -> bool:
+    return _layer_of(name) is not None and name.split(".", 2)[2].startswith(_FEED_FORWARD)
+
+
+def largest_of_layers(tensors: Mapping[str, Tensor]) -> int:
+    """The bytes of the largest tensor of a layer."""
+    return max((x.nbytes for name, x in tensors.items() if _layer_of(name) is not None), default=0)
+
+
 class PartLayout(NamedTuple):
     """Where a part's layers keep their keys and values; and which of the whole model's groups its
     own are."""
@@ -55,6 +85,11 @@ def layout_of(layout: KVLayout, first: int, last: int) -> PartLayout:
         slots=tuple(of_blocks.index(slot) for slot in slots),
     )
     return PartLayout(own, tuple(of_part))
+
+
+def without_slots(layout: KVLayout) -> KVLayout:
+    """For a part without attention: it takes the whole model's block tables, and keeps nothing."""
+    return replace(layout, num_slots=0, slots=(0,) * len(layout.slots))
 
 
 def _layers(tensors: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:

@@ -167,7 +167,9 @@ def test_a_product_may_mix_formats() -> None:
         executor = CudaExecutor(model, config)
         reference = ReferenceExecutor(model, num_blocks=4)
     executor.warm_up()
-    segments = [segment.planes.format for segment in executor._weights.layers[1].qkv.segments]
+    qkv = executor._weights.layers[1].qkv
+    assert qkv is not None
+    segments = [segment.planes.format for segment in qkv.segments]
     assert segments == ["Q4_K", "Q8_0", "Q4_K"] or segments == ["Q4_K", "Q8_0", "Q6_K"]
     assert not executor._weights.layers[0].dense.gate_up.is_gated
     plan = StepPlan(0, (row(PROMPT[:3], (2, 0), want=Want.LOGITS),))

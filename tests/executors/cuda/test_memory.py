@@ -84,9 +84,12 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_moved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 8 << 30)
-    memory.check_weights(6 << 30, "cuda")
+    memory.check_weights(6 << 30, 1 << 30, "cuda")
     with pytest.raises(ConfigError, match=r"weights take 9\.0 GiB .* but 8\.0 GiB are free"):
-        memory.check_weights(9 << 30, "cuda")
+        memory.check_weights(9 << 30, 1 << 30, "cuda")
+    memory.check_weights(int(7.5 * 2**30), 32 << 20, "cuda")  # small matrices take little room
+    with pytest.raises(ConfigError, match=r"and 0\.8 GiB more while they are loaded"):
+        memory.check_weights(int(7.5 * 2**30), 100 << 20, "cuda")
 
 
 def test_running_out_while_loading_is_told_likewise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,7 @@ def test_what_float16_has_no_room_for_fails_its_row(part: int) -> None:
     with load_model(FIXTURES / "bitnet-published" / "c" / "i2s.gguf") as model:
         executor = executor_of(model)
     layer = executor._weights.layers[0]
+    assert layer.qkv is not None
     scales = list(layer.qkv.scales)
     scales[part] *= 1e8
     large = replace(layer, qkv=replace(layer.qkv, scales=tuple(scales)))

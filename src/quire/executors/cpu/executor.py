@@ -48,6 +48,7 @@ class CpuExecutor(ThreadedExecutor):
         max_batch_size: int = 256,
         max_step_tokens: int = 512,
         layout: KVLayout | None = None,
+        has_feed_forwards: bool = True,
         clock: Clock | None = None,
     ) -> None:
         self._spec = model.spec
@@ -63,6 +64,7 @@ class CpuExecutor(ThreadedExecutor):
             unit=check_unit(unit) if unit else units()[-1],
             per_token_scale=per_token_scale,
             layout=layout,
+            has_feed_forwards=has_feed_forwards,
         )
         self._decoder.allocate_cache(num_blocks, kv_int8, prefault_bytes)
         self._running: CancelFlag | None = None  # of the step that computes
@@ -116,13 +118,29 @@ class CpuExecutor(ThreadedExecutor):
         """Compute a plan's rows on the caller's thread, not beside a step: the hidden states after
         the last layer of all its tokens, whatever the rows want."""
         rows = plan.sequences
-        with self._running_with(rows, flag):
+        self._extend_rope_for(rows)
+        with self._running_with(flag):
             results = self._decoder.run_layers(
                 rows, plan.copies, self._max_context, self.capacity.num_blocks
             )
         if results is None:
             raise StepCancelledError(f"step {plan.step_id} was cancelled")
         return [LayerOutput(fault, values) for fault, _, _, _, values in results]
+
+    def step_rows(self, plan: StepPlan) -> "native.StepRows":
+        """A plan's rows, checked, for run_layer; `faults` has a text for each, or ""."""
+        rows = plan.sequences
+        self._extend_rope_for(rows)
+        return self._decoder.rows(rows, plan.copies, self._max_context, self.capacity.num_blocks)
+
+    def run_layer(
+        self, rows: "native.StepRows", layer: int, hidden: npt.NDArray[np.float32], flag: CancelFlag
+    ) -> None:
+        """Compute one layer of the sound rows' tokens on the caller's thread: from hidden states
+        [tokens, hidden size or more] to hidden states. The first layer takes the embedding."""
+        with self._running_with(flag):
+            if not self._decoder.run_layer(rows, layer, hidden):
+                raise StepCancelledError("the step was cancelled")
 
     def cache_block(self, layer: int, block: int) -> bytes:
         """The bytes of one layer's keys and values in one block."""
@@ -131,13 +149,12 @@ class CpuExecutor(ThreadedExecutor):
     # ---- a step
 
     def _run(self, plan: StepPlan, flag: CancelFlag) -> RowResults:
-        with self._running_with(plan.sequences, flag):
+        self._extend_rope_for(plan.sequences)
+        with self._running_with(flag):
             return self._run_native(plan)
 
     @contextmanager
-    def _running_with(self, rows: Sequence[SequencePlan], flag: CancelFlag) -> Iterator[None]:
-        longest = max([row.end for row in rows], default=0)
-        self._extend_rope(min(longest, self._max_context))
+    def _running_with(self, flag: CancelFlag) -> Iterator[None]:
         self._set_running(flag)
         try:
             flag.check()  # it may have been raised before the step could be stopped
@@ -170,6 +187,10 @@ class CpuExecutor(ThreadedExecutor):
     def _request(self, plan: SequencePlan) -> "native.SampleRequest | None":
         samples = plan.want == Want.SAMPLE and plan.sampling is not None
         return self._requests.request(plan) if samples else None
+
+    def _extend_rope_for(self, rows: Sequence[SequencePlan]) -> None:
+        longest = max([row.end for row in rows], default=0)
+        self._extend_rope(min(longest, self._max_context))
 
     def _extend_rope(self, num_positions: int) -> None:
         """Make the rope tables at least so many positions long."""

@@ -57,12 +57,14 @@ def lower(
     unit: str = "",
     per_token_scale: bool = True,
     layout: KVLayout | None = None,
+    has_feed_forwards: bool = True,
 ) -> "native.Decoder":
     """Pack every tensor and list the stages of a step.
 
     `unit` names the instruction set ("": the best there is). `per_token_scale`: activations of a
     BitNet model's ternary GEMMs have one scale a token, as it was trained; else one for each group
-    of 32. `layout`: of the KV cache; None: one block table for all layers.
+    of 32. `layout`: of the KV cache; None: one block table for all layers. `has_feed_forwards`:
+    false where something else computes them, between the layers.
     """
     check_lowered(spec, "cpu")
     try:
@@ -70,7 +72,9 @@ def lower(
         lowering.add_layer_inputs()
         layout = layout or one_group(spec)
         for layer in reported(WEIGHTS, range(spec.num_layers)):
-            lowering.add_layer(layer, layout.groups[layer], layout.slots[layer])
+            lowering.add_mixer(layer, layout.groups[layer], layout.slots[layer])
+            if has_feed_forwards:
+                lowering.add_feed_forward(layer)
         lowering.add_embedding_and_head()
     except (ValueError, OverflowError) as error:  # native code checks what it is given once more
         raise UnsupportedModelError(f"the CPU kernels cannot hold this model: {error}") from error
@@ -119,7 +123,7 @@ class _Lowering:
             matrices=self._matrices(["per_layer_token_embd"]),
         )
 
-    def add_layer(self, index: int, group: int, slot: int) -> None:
+    def add_mixer(self, index: int, group: int, slot: int) -> None:
         layer, prefix = self._spec.layers[index], f"blk.{index}."
         self._add_shape(prefix, layer.mixer, group, slot)
         if layer.mixer.latent is None:
@@ -131,6 +135,10 @@ class _Lowering:
         self._add_product(output, layer.residual_scale, is_apart)
         if is_apart and not layer.is_parallel:
             self._add_branch(f"{prefix}post_attention_norm", layer.mixer_output_norm, layer)
+
+    def add_feed_forward(self, index: int) -> None:
+        """And what comes after both halves."""
+        layer, prefix = self._spec.layers[index], f"blk.{index}."
         self._add_feed_forward(prefix, layer)
         self._finish_layer(index, prefix, layer)
 

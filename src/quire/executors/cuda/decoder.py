@@ -151,6 +151,8 @@ class Limits:
     max_context: int
     invariant: bool = True
     takes_hidden: bool = False  # the body begins with `given`, not with an embedding
+    # The body is the last feed-forward; run_feed_forward has the others.
+    only_feed_forwards: bool = False
 
     @property
     def max_splits(self) -> int:
@@ -249,6 +251,10 @@ class Decoder:
         experts = feed.formats if isinstance(feed, ExpertWeights) else ()
         return self._spec.layers[index], tuple(linears), tuple(experts)
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
     def tokens_per_tile(self, shape: BodyShape) -> int:
         """Tokens of one sequence that an attention program takes."""
         return self._attention.tokens_per_tile(shape.num_tokens, shape.num_splits)
@@ -265,6 +271,10 @@ class Decoder:
         given = tokens if limits.takes_hidden else 0
         self.given = self._zeros((given, self._padded_hidden), torch.float32)
         self._hidden_order = operand_order(self._padded_hidden).to(self._device)
+        # Those after a feed-forward alone, in natural order.
+        returned = tokens if limits.only_feed_forwards else 0
+        self.returned = self._zeros((returned, self._padded_hidden), torch.float32)
+        self._natural_order = torch.argsort(self._hidden_order)
         self.queries = self._zeros((tokens, spec.num_heads, spec.head_dim), self._QUERY_DTYPE)
         self._make_activations()
         self._attention = attention_for(
@@ -300,8 +310,8 @@ class Decoder:
         held = self._weights.layers
         dense = [feed for layer in held for feed in layer.denses]
         parts = [experts.part for experts in self._weights.experts]
-        linears = [linear for layer in held for linear in (layer.qkv, layer.output)]
-        most = max(linear.num_splits * linear.num_rows for linear in linears)
+        linears = [linear for layer in held for linear in (layer.qkv, layer.output) if linear]
+        most = max([linear.num_splits * linear.num_rows for linear in linears], default=0)
         most = max([most, *(self._num_sums(layer) * self._padded_hidden for layer in held)])
         if any(layer.is_parallel for layer in spec.layers):  # both halves leave theirs
             most *= 2
@@ -325,9 +335,10 @@ class Decoder:
 
     def _lowered(self) -> tuple[LoweredLayer, ...]:
         """Layers that have a rope share its tables."""
-        spec = self._spec
-        ropes = {rope: self._rope_tables(rope) for rope in {x.mixer.rope for x in spec.layers}}
-        scales = {part: self._query_scales(part) for part in {x.mixer for x in spec.layers}}
+        spec, only = self._spec, self._limits.only_feed_forwards
+        mixers = {layer.mixer for layer in spec.layers}
+        ropes = {x: self._rope_tables(None if only else x) for x in {x.rope for x in mixers}}
+        scales = {x: None if only else self._query_scales(x) for x in mixers}
         lowered = []
         for index, (layer, weights) in enumerate(
             zip(spec.layers, self._weights.layers, strict=True)
@@ -376,8 +387,12 @@ class Decoder:
         """All tokens through all layers; the normed hidden states are in `normed`, `finite` says of
         which tokens they are finite. `through`: these layers instead, to warm up."""
         count = shape.num_tokens
+        if self._limits.only_feed_forwards:
+            for layer in self._layers[-1:] if through is None else through:
+                self._feed(count, layer)
+            return
         if self._limits.takes_hidden:
-            torch.index_select(self.given[:count], 1, self._hidden_order, out=self.hidden[:count])
+            self._take_given(count)
         else:
             self._embed(count, body)
         added: Added | None = None
@@ -396,8 +411,26 @@ class Decoder:
             added = fed._replace(norm=norm, scale=layer.residual_scale)
         self._norm(count, self._weights.output_norm, added, is_last=True)
 
+    def run_feed_forward(self, count: int, index: int) -> None:
+        """One layer's feed-forward alone, from `given` to `returned`."""
+        self._feed(count, self._layers[index])
+        torch.index_select(self.hidden[:count], 1, self._natural_order, out=self.returned[:count])
+
+    def _feed(self, count: int, layer: LoweredLayer) -> None:
+        """From `given` to hidden states, which the model's last norm makes `normed` of."""
+        self._take_given(count)
+        weights = layer.weights
+        self._norm(count, weights.feed_forward_norm, None)
+        fed = self._feed_forward(count, weights)
+        added = fed._replace(norm=weights.feed_forward_output_norm, scale=layer.residual_scale)
+        self._norm(count, self._weights.output_norm, added, is_last=True)
+
+    def _take_given(self, count: int) -> None:
+        torch.index_select(self.given[:count], 1, self._hidden_order, out=self.hidden[:count])
+
     def _project(self, count: int, layer: LayerWeights) -> Added:
         """The output projection of attention."""
+        assert layer.output is not None
         return self._multiply(layer.output, self.attention_output, count)
 
     def _feed_forward(self, count: int, layer: LayerWeights, after: int = 0) -> Added:
@@ -510,14 +543,22 @@ class Decoder:
         self, shape: BodyShape, body: BodyInput, blocks: KVBlocks, layer: LoweredLayer
     ) -> None:
         cache = blocks.layer(layer.slot)
-        made = self._multiply(layer.weights.qkv, self._activations, shape.num_tokens)
-        self._rope(shape.num_tokens, body, cache, layer, made)
+        qkv = layer.weights.qkv
+        assert qkv is not None
+        made = self._multiply(qkv, self._activations, shape.num_tokens)
+        self._rope(shape.num_tokens, body, cache, layer, qkv, made.num_splits)
         tiles = body.tiles(layer.group)
         given = AttentionInput(self.queries, body.tables, tiles, self.attention_output)
         self._attention.attend(given, cache, layer.attention, shape.num_splits)
 
     def _rope(
-        self, count: int, body: BodyInput, cache: LayerCache, layer: LoweredLayer, made: Added
+        self,
+        count: int,
+        body: BodyInput,
+        cache: LayerCache,
+        layer: LoweredLayer,
+        qkv: Linear,
+        num_splits: int,
     ) -> None:
         rope, weights = layer.rope, layer.weights
         heads = layer.rope_shape.num_heads + 2 * layer.rope_shape.num_kv_heads
@@ -532,14 +573,14 @@ class Decoder:
                 rope.cosines if weights.key_norm is None else weights.key_norm,
             ),
             layers.QueryKeyValue(self.queries, cache.keys, cache.values, cache.scales),
-            self._ternary_sums(weights.qkv, rope),
-            self._limits.num_tokens * weights.qkv.num_rows,
-            weights.qkv.num_rows,
+            self._ternary_sums(qkv, rope),
+            self._limits.num_tokens * qkv.num_rows,
+            qkv.num_rows,
             layer.epsilon,
             layer.query_scales,
             SHAPE=layer.rope_shape,
-            SPLITS=made.num_splits,
-            TERNARY=weights.qkv.is_ternary,
+            SPLITS=num_splits,
+            TERNARY=qkv.is_ternary,
             num_warps=4,
             **self._launch_options(),
         )
@@ -647,6 +688,7 @@ class TernaryDecoder(Decoder):
         )
 
     def _project(self, count: int, layer: LayerWeights) -> Added:
+        assert layer.output is not None
         source = self._source(ternary.VECTORS, self.attention_output, None)
         codes = self._attention_codes
         self._quantize(count, source, layer.sub_norm, codes, self._spec.query_size, None)

@@ -28,7 +28,7 @@ from quire.executors.base import BLOCK_SIZE, NO_SAMPLING, ExecutorBase, model_ca
 from quire.executors.cuda.chain import SampleRow
 from quire.executors.cuda.decoder import Decoder, KVBlocks, KVType, Limits, decoder_for
 from quire.executors.cuda.gemm import gemm_for
-from quire.executors.cuda.graphs import GraphRunner
+from quire.executors.cuda.graphs import Exchange, GraphRunner
 from quire.executors.cuda.memory import (
     allocate_blocks,
     buffers_memory,
@@ -45,6 +45,7 @@ from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, ToSamp
 from quire.executors.cuda.weights import check_model, load_weights, packed_bytes
 from quire.model.kv_layout import KVLayout, one_group
 from quire.model.loading import Model
+from quire.model.parts import largest_of_layers
 from quire.quant.formats import Floats
 
 _MAX_SPLIT_TOKENS = 16
@@ -63,6 +64,8 @@ class CudaConfig:
     invariant: bool = True  # a row's bits do not depend on its batch; without it, large steps gain
     device: str = "cuda"
     takes_hidden: bool = False  # of a model's last layers: submit is given hidden states
+    # Of a model's feed-forwards: submit_hidden computes the last, run_feed_forward the others.
+    only_feed_forwards: bool = False
     kv_type: KVType = "auto"
 
     def __post_init__(self) -> None:
@@ -75,7 +78,8 @@ def check_fits(model: Model, device: str = "cuda") -> None:
     """Refuse a model that these kernels do not compute, or that has no room, before it is moved."""
     check_model(model.spec, model.tensors)
     if device != "cpu":
-        check_weights(packed_bytes(model.tensors), device)
+        largest = largest_of_layers(model.tensors)
+        check_weights(packed_bytes(model.tensors), largest, device)
 
 
 class CudaExecutor(ExecutorBase):
@@ -153,7 +157,9 @@ class CudaExecutor(ExecutorBase):
         return Limits(
             num_tokens=config.max_step_tokens,
             num_rows=config.max_batch_size,
-            max_split_tokens=min(_MAX_SPLIT_TOKENS, config.max_step_tokens),
+            max_split_tokens=(
+                0 if config.only_feed_forwards else min(_MAX_SPLIT_TOKENS, config.max_step_tokens)
+            ),
             max_context=max_context(
                 self._spec,
                 self._layout,
@@ -164,6 +170,7 @@ class CudaExecutor(ExecutorBase):
             ),
             invariant=config.invariant,
             takes_hidden=config.takes_hidden,
+            only_feed_forwards=config.only_feed_forwards,
         )
 
     def _kernel_names(self, gemm: str) -> list[str]:
@@ -205,6 +212,16 @@ class CudaExecutor(ExecutorBase):
         self._sample_step()
         with _memory_errors():
             return self._submit(plan, hidden)
+
+    def exchange(self) -> Exchange:
+        """Memory through which run_feed_forward takes and gives hidden states."""
+        return self._runner.exchange()
+
+    def run_feed_forward(self, layer: int, exchange: Exchange, count: int) -> None:
+        """Begin one layer's feed-forward, not the last's, of the first `count` states."""
+        self._check_open()
+        with _memory_errors():
+            self._runner.run_feed_forward(layer, exchange, count)
 
     def collect(self, ticket: CudaTicket, timeout_s: float | None = None) -> StepResult:
         if ticket is self._unsampled:

@@ -37,6 +37,26 @@ def sizes_up_to(largest: int) -> tuple[int, ...]:
     return (*sizes, largest)
 
 
+def powers_up_to(largest: int) -> tuple[int, ...]:
+    """The same, few of them: for graphs of each layer."""
+    powers = (1 << exponent for exponent in range(largest.bit_length()))
+    return (*(size for size in powers if size < largest), largest)
+
+
+class Exchange:
+    """Hidden states of some tokens on the host, which a layer's feed-forward overwrites."""
+
+    def __init__(self, num_tokens: int, width: int, is_gpu: bool) -> None:
+        self.array = torch.zeros((num_tokens, width), dtype=torch.float32, pin_memory=is_gpu)
+        self.states: Floats = self.array.numpy()  # [tokens, padded hidden]
+        self.done: Array | None = torch.cuda.Event() if is_gpu else None
+
+    def wait(self) -> None:
+        """Until the states are those after the feed-forward that was submitted last."""
+        if self.done is not None:
+            self.done.synchronize()
+
+
 class GraphRunner:
     """Runs a step's body and head on a stream."""
 
@@ -69,9 +89,11 @@ class GraphRunner:
         timed = [torch.cuda.Event(enable_timing=True) for _ in range(_MARKS if self._is_gpu else 0)]
         self._marks: list[Array] = timed
         self._num_marks = 0
-        self._token_sizes = sizes_up_to(limits.num_tokens)
+        sizes = powers_up_to if limits.only_feed_forwards else sizes_up_to
+        self._token_sizes = sizes(limits.num_tokens)
         self.row_sizes = sizes_up_to(limits.num_rows)
         self._bodies: dict[BodyShape, Array] = {}
+        self._feeds: dict[tuple[int, int], Array] = {}  # by tokens and layer
         self._heads: dict[int, Array] = {}
 
     def _host_buffer(self, size: int, kind: object = torch.int32) -> Array:
@@ -98,6 +120,7 @@ class GraphRunner:
         if self._is_gpu:
             self._stream.synchronize()
         self._bodies.clear()
+        self._feeds.clear()
         self._heads.clear()
 
     # ---- capturing
@@ -116,6 +139,8 @@ class GraphRunner:
                 self._decoder.run_head(count, *self._layout.head(self._buffer))
         for shape in reported(GRAPHS, shapes):
             self._capture_body(shape)
+            if self._limits.only_feed_forwards:
+                self._capture_feeds(shape.num_tokens)
         for count in reversed(self.row_sizes):
             self._capture_head(count)
         torch.cuda.synchronize(self._device)
@@ -139,6 +164,15 @@ class GraphRunner:
         self._bodies[shape] = self.captured(
             lambda: self._run_body(shape), lambda: self._run_body(shape, warming=True)
         )
+
+    def _capture_feeds(self, count: int) -> None:
+        """Of all layers but the last, which is the body."""
+        for layer in range(self._decoder.num_layers - 1):
+
+            def run(layer: int = layer) -> None:
+                self._decoder.run_feed_forward(count, layer)
+
+            self._feeds[count, layer] = self.captured(run)
 
     def _run_body(self, shape: BodyShape, *, warming: bool = False) -> None:
         given = self._layout.body(self._buffer, shape.num_tokens)
@@ -188,6 +222,24 @@ class GraphRunner:
         if head_rows:
             self._run_head(len(head_rows))
         return shape.num_tokens - num_tokens
+
+    def exchange(self) -> Exchange:
+        tokens, width = self._decoder.given.shape
+        return Exchange(tokens, width, self._is_gpu)
+
+    def run_feed_forward(self, layer: int, exchange: Exchange, count: int) -> None:
+        """Begin a layer's feed-forward of so many tokens of the exchange."""
+        size = next(size for size in self._token_sizes if size >= count)
+        states = exchange.array[:count]
+        with self.stream():
+            self._decoder.given[:count].copy_(states, non_blocking=True)
+            if self._is_gpu:
+                self._feeds[size, layer].replay()
+            else:
+                self._decoder.run_feed_forward(count, layer)
+            states.copy_(self._decoder.returned[:count], non_blocking=True)
+            if exchange.done is not None:
+                exchange.done.record(self._stream)
 
     def _run_head(self, count: int) -> None:
         if self._is_gpu:

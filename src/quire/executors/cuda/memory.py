@@ -22,6 +22,7 @@ _FRAGMENTATION = 1.25  # times what was measured: torch's allocator leaves gaps
 _MAX_BLOCKS = (1 << 31) // BLOCK_SIZE - 1  # kernels count slots in 32 bits
 _REORDER_BYTES = 1 << 30  # while a matrix is reordered
 _REORDER_SHARE = 4  # and no more than a fourth of what is free
+_REORDER_COPIES = 8  # of a matrix, of which two may be joined: as they come, joined, chosen, made
 _SHRINK = 0.9
 _MIN_BLOCKS = 1
 
@@ -50,12 +51,13 @@ def free_bytes(device: str) -> int:
     return min(int(free), allowed_bytes(device) - reserved) + unused
 
 
-def check_weights(packed_bytes: int, device: str) -> None:
-    """Say before loading that weights cannot fit, with the figures."""
+def check_weights(packed_bytes: int, largest: int, device: str) -> None:
+    """Say before loading that weights cannot fit, with the figures. `largest`: the bytes of the
+    largest matrix of a layer; those that are no layer's are loaded first."""
     free = free_bytes(device)
-    needed = packed_bytes + _reorder_bytes(free)
-    if needed > free:
-        raise _too_large(packed_bytes, free)
+    reordering = min(_REORDER_COPIES * largest, _reorder_bytes(free))
+    if packed_bytes + reordering > free:
+        raise _too_large(packed_bytes, reordering, free)
 
 
 def _reorder_bytes(free: int) -> int:
@@ -63,10 +65,10 @@ def _reorder_bytes(free: int) -> int:
     return min(_REORDER_BYTES, free // _REORDER_SHARE)
 
 
-def _too_large(packed_bytes: int, free: int) -> ConfigError:
+def _too_large(packed_bytes: int, reordering: int, free: int) -> ConfigError:
     return ConfigError(
         f"the model's weights take {gibibytes(packed_bytes)} on the GPU and "
-        f"{gibibytes(_reorder_bytes(free))} more while they are loaded, but {gibibytes(free)} are "
+        f"{gibibytes(reordering)} more while they are loaded, but {gibibytes(free)} are "
         "free: use a file of fewer bits, a larger GPU, gpu_layers='auto', or device='cpu'"
     )
 
@@ -77,7 +79,8 @@ def weights_memory(device: str, packed_bytes: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise _too_large(packed_bytes, free_bytes(device)) from error
+        free = free_bytes(device)
+        raise _too_large(packed_bytes, _reorder_bytes(free), free) from error
     if device != "cpu":
         torch.cuda.empty_cache()  # reordering left large pieces behind
 

@@ -144,8 +144,8 @@ class LayerWeights:
     feed_forward_output_norm: NormWeights | None
     query_norm: Array | None
     key_norm: Array | None
-    qkv: Linear
-    output: Linear
+    qkv: Linear | None  # None, as `output`: of a part that has feed-forwards alone
+    output: Linear | None
     feed_forward: DenseWeights | ExpertWeights
     shared: SharedExpert | None = None
     sinks: Array | None = None  # times log2(e)
@@ -153,7 +153,8 @@ class LayerWeights:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output, *(linear for feed in self.denses for linear in feed.linears)
+        own = [linear for linear in (self.qkv, self.output) if linear is not None]
+        return *own, *(linear for feed in self.denses for linear in feed.linears)
 
     @property
     def denses(self) -> tuple[DenseWeights, ...]:
@@ -192,7 +193,8 @@ class ModelWeights:
 
     @property
     def is_ternary(self) -> bool:
-        return self.layers[0].qkv.is_ternary
+        linears = self.layers[0].linears
+        return bool(linears) and linears[0].is_ternary
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -266,11 +268,8 @@ def _refuse(spec: ModelSpec, what: str) -> NoReturn:
 
 def is_ternary_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> bool:
     """Whether every matrix of its layers is ternary with int8 activations, as BitNet's are."""
-    return all(
-        takes_bytes_by_token(spec, tensor.format)
-        for name, tensor in tensors.items()
-        if _is_linear(name)
-    )
+    linears = [tensor for name, tensor in tensors.items() if _is_linear(name)]
+    return bool(linears) and all(takes_bytes_by_token(spec, x.format) for x in linears)
 
 
 def _is_linear(name: str) -> bool:
@@ -352,6 +351,8 @@ class Loader:
         )
 
     def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
+        if not self._has_mixer(prefix):
+            return self._without_mixer(prefix, layer)
         head_norms = [None, None]
         if layer.mixer.qk_norm is not None:
             head_norms = [self._floats(f"{prefix}attn_{x}_norm.weight") for x in ("q", "k")]
@@ -367,6 +368,21 @@ class Loader:
             feed_forward=self._feed_forward(prefix, layer.feed_forward),
             shared=self._shared(prefix, layer.feed_forward),
             sinks=sinks,
+        )
+
+    def _has_mixer(self, prefix: str) -> bool:
+        return f"{prefix}attn_output.weight" in self._tensors
+
+    def _without_mixer(self, prefix: str, layer: Layer) -> LayerWeights:
+        layer = replace(layer, mixer_norm=None, mixer_output_norm=None)
+        return LayerWeights(
+            **self._norms(prefix, layer),
+            query_norm=None,
+            key_norm=None,
+            qkv=None,
+            output=None,
+            feed_forward=self._feed_forward(prefix, layer.feed_forward),
+            shared=self._shared(prefix, layer.feed_forward),
         )
 
     def _norms(self, prefix: str, layer: Layer) -> dict[str, NormWeights | None]:
@@ -504,7 +520,7 @@ class TernaryLoader(Loader):
 
     def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
         weights = super()._layer(prefix, layer)
-        if layer.mixer.output_norm is None:
+        if layer.mixer.output_norm is None or not self._has_mixer(prefix):
             return weights
         return replace(weights, sub_norm=self._norm(f"{prefix}attn_sub_norm.weight"))
 
