@@ -309,6 +309,23 @@ def test_a_process_that_dies_is_replaced_and_gives_back_what_it_held(shared: Ser
     assert any(event["event"] == "api_process_died" for event in shared.events())
 
 
+def test_a_stream_whose_process_died_is_resumed_by_another(shared: Servers) -> None:
+    doomed, kept = shared.pids()
+    other = shared.client(kept)
+    body = {**LONG, "temperature": 1.0, "seed": None}
+    client = shared.client(doomed)
+    client.send("POST", TEXT, body, "admin", **{"x-quire-resume": "1"})
+    begun = client.connection.getresponse().read(3000).decode()
+    os.kill(doomed, signal.SIGKILL)
+    begun = begun[: begun.rindex("\n\n") + 2]  # whole events
+    last = begun.rpartition("id: ")[2].partition("\n")[0]
+    rest = other.ask("POST", TEXT, body, "admin", **{"Last-Event-ID": last}).body
+    first = begun.partition("id: ")[2].partition("\n")[0].rpartition("/")[0] + "/x"
+    whole = other.ask("POST", TEXT, body, "admin", **{"Last-Event-ID": first}).body
+    assert text_of(begun + rest) == text_of(whole)
+    wait_until(lambda: len(shared.pids()) == 2 and doomed not in shared.pids())
+
+
 def test_streams_of_all_processes_go_on_when_the_worker_is_killed(shared: Servers) -> None:
     clients = shared.both()
     whole = text_of(clients[0].ask("POST", TEXT, LONG, "admin").body)

@@ -36,6 +36,9 @@ class Call:
     client: str = ""  # the client's address, behind trusted proxies
     wants_trace: bool = False
     traceparent: str | None = None
+    wants_ids: bool = False  # of a stream's events, so that it can be resumed
+    last_event_id: str | None = None  # that the client has of a stream
+    body_digest: str = ""  # where it has to do with either
     key: ApiKey | None = None
     user: str | None = None
     started_at: float = field(default_factory=time.time)
@@ -96,11 +99,14 @@ def new_call(method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> 
     given = found.get(b"x-request-id", b"").decode("latin-1")
     name = given if _SOUND_ID.fullmatch(given) else uuid.uuid4().hex
     parent = found.get(b"traceparent")
+    last = found.get(b"last-event-id")
     return Call(
         method,
         path,
         name,
         wants_trace=found.get(b"x-quire-trace") == b"1",
+        wants_ids=last is not None or found.get(b"x-quire-resume") == b"1",
+        last_event_id=None if last is None else last.decode("latin-1"),
         traceparent=None if parent is None else parent.decode("latin-1"),
     )
 

@@ -3,6 +3,7 @@ stream."""
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +21,8 @@ from quire.server.dialect import Choice, Dialect, Frames, GenerationCall, choice
 from quire.server.echoes import echoed
 from quire.server.errors import ApiError
 from quire.server.fields import Strict
-from quire.server.openai_answers import TextFrames, text_reply
+from quire.server.openai_answers import ChatFrames, TextFrames, text_reply
+from quire.server.resuming import StreamIds, first_id, not_resumed, with_seeds
 from quire.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -305,10 +307,14 @@ async def _answer(
     reply: Reply,
 ) -> Response:
     is_stream = bool(generation.body.stream)
+    ids = None
+    if generation.call.wants_ids:
+        can_resume = is_stream and make_frames in _RESUMED
+        generation, ids = _with_ids(generation, can_resume=can_resume)
     streams = await errors.of(generation.submit(service, stream=is_stream))
     if is_stream:
         frames = make_frames(service, generation)
-        return StreamReply(service, generation, streams, frames, errors.as_api_error)
+        return StreamReply(service, generation, streams, frames, errors.as_api_error, ids)
     outputs = await outputs_of(request, generation.call, streams)
     for output in outputs:
         if output.error is not None:
@@ -321,6 +327,35 @@ async def _answer(
     is_long = _num_logprobs(outputs) > _MANY_LOGPROBS
     content = await run_in_pool(service, request, write) if is_long else write()
     return Response(content, media_type="application/json")
+
+
+_RESUMED: tuple[MakeFrames, ...] = (ChatFrames, TextFrames)  # one event at a time
+
+
+def _with_ids(
+    generation: GenerationCall, *, can_resume: bool
+) -> tuple[GenerationCall, StreamIds | None]:
+    """The same with all that the ids of its events say: seeds, and its own id and time."""
+    call = generation.call
+    if not can_resume:
+        if call.last_event_id is None:
+            return generation, None
+        raise not_resumed(call.path)
+    num_choices = len(generation.prompts) * (generation.body.n or 1)
+    first = first_id(
+        call.last_event_id,
+        call.body_digest,
+        generation.answer_id,
+        generation.created,
+        num_choices,
+    )
+    found = replace(
+        generation,
+        prompts=with_seeds(generation.prompts, first.seed),
+        answer_id=first.answer,
+        created=first.created,
+    )
+    return found, StreamIds(first)
 
 
 def _num_logprobs(outputs: Sequence[RequestOutput]) -> int:

@@ -22,6 +22,7 @@ _MAX_REQUESTED = 64  # header names of a preflight that are looked at
 # What clients in browsers send: ours, OpenAI's (which Stainless makes) and Anthropic's.
 _REQUEST_HEADER = re.compile(
     r"authorization|x-api-key|api-key|content-type|accept|user-agent|x-request-id|x-quire-trace"
+    r"|x-quire-resume|last-event-id"
     r"|traceparent|(?:x-stainless|openai|anthropic)-[a-z0-9-]{1,64}"
 )
 _USUAL_HEADERS = ("authorization", "content-type", "x-api-key", "x-request-id")

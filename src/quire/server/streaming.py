@@ -16,6 +16,7 @@ from quire.server.calls import CLIENT_GONE
 from quire.server.dialect import Choice, Frames, GenerationCall, choice_of, finish_word
 from quire.server.errors import ApiError
 from quire.server.middleware import Receive, Scope, Send, send_error
+from quire.server.resuming import StreamIds
 from quire.server.service import Service
 
 FRAMES_PER_SECOND = 1000  # of all streams together; beyond it tokens share frames
@@ -44,14 +45,17 @@ class StreamReply(Response):
         streams: Sequence[Stream],
         frames: Frames,
         as_api_error: AsApiError,
+        ids: StreamIds | None = None,
     ) -> None:
         self._service = service
+        self._ids = ids
         self._call = generation.call
         self._generation = generation
         self._streams = streams
         self._frames = frames
         self._choices_each = generation.body.n or 1
         self._choices: dict[int, Choice] = {}  # that have ended
+        self._num_tokens: dict[int, int] = {}  # by choice, where events have ids
         self._as_api_error = as_api_error
         self._is_open = False
         self._sent_at = 0.0
@@ -88,7 +92,10 @@ class StreamReply(Response):
                 await self._fail(self._as_api_error(cause))
                 return
             choices = [self._choices[index] for index in sorted(self._choices)]
-            await self._write(self._frames.ending(outputs, choices), more=False)
+            ending = self._frames.ending(outputs, choices)
+            if self._ids is not None:
+                ending = self._ids.ending(ending)
+            await self._write(ending, more=False)
 
     async def _fail(self, error: ApiError) -> None:
         self._call.error = error.code or error.message
@@ -110,8 +117,8 @@ class StreamReply(Response):
                 for index, some in by_choice.items():
                     if index not in parsers:
                         parsers[index] = self._generation.new_parser()
-                        content += self._frames.opening(first_choice + index)
-                    content += self._chunk(first_choice + index, parsers[index], some)
+                        content += self._opening(first_choice + index)
+                    content += self._rest(first_choice + index, parsers[index], some)
                 if content:
                     await self._write(content)
                     not_before = self._sent_at + self._pause_s()
@@ -130,6 +137,28 @@ class StreamReply(Response):
                     self._generation, index, completion, parser.answer, thought
                 )
         return output
+
+    def _opening(self, index: int) -> bytes:
+        opening = self._frames.opening(index)
+        if self._ids is None:
+            return opening
+        return self._ids.stamped(opening) if self._ids.opens(index) else b""
+
+    def _rest(self, index: int, parser: AnswerParser, pieces: Sequence[Piece]) -> bytes:
+        """The frames of these pieces, without those that a resumed stream's client has."""
+        if self._ids is None:
+            return self._chunk(index, parser, pieces)
+        num_before = self._num_tokens.get(index, 0)
+        self._num_tokens[index] = num_before + sum(len(piece.token_ids) for piece in pieces)
+        had, rest = self._ids.split(index, pieces, num_before)
+        if had:
+            self._chunk(index, parser, had)
+        if not rest:
+            return b""
+        chunk = self._chunk(index, parser, rest)
+        is_finished = rest[-1].finish_reason is not None
+        self._ids.advance(index, self._num_tokens[index], is_finished=is_finished)
+        return self._ids.stamped(chunk)
 
     def _chunk(self, index: int, parser: AnswerParser, pieces: Sequence[Piece]) -> bytes:
         """The frames of all these pieces of a choice."""

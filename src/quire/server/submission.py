@@ -23,6 +23,7 @@ from quire.server.errors import ApiError, as_api_error
 from quire.server.fields import Strict, obeyed_fields
 from quire.server.middleware import ClientGoneError
 from quire.server.quotas import demand_of
+from quire.server.resuming import digest_of
 from quire.server.schemas import CommonFields
 from quire.server.service import Service
 
@@ -58,6 +59,10 @@ async def prepare_body(
     if message["type"] != "http.request":
         raise ClientGoneError
     body: bytes = message["body"]
+    call: Call = request.scope[SCOPE_KEY]
+    if call.wants_ids:
+        llm = service.llm
+        call.body_digest = digest_of(body, service.name, llm.family, llm.device)
     if is_quick and len(body) <= SMALL_BYTES:
         return prepare(body)
     return await run_in_pool(service, request, lambda: prepare(body), len(body))
