@@ -648,10 +648,9 @@ def _records(scales, LANE: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr
 def _with_even_signs(words):
     """Signs with those that follow from the others (plane_sources.EVEN_SIGNS)."""
     kept = words & 0x55FFFFFF
-    folded = kept ^ (kept >> 16)
-    folded = folded ^ (folded >> 8)
-    folded = folded ^ (folded >> 1)
-    return kept | ((folded & 0x55) << 25)
+    folded = kept ^ (kept << 16)  # to the highest byte: shifts up have more units than shifts down
+    folded = folded ^ (folded << 8)
+    return kept | ((folded ^ (folded << 1)) & -0x56000000)  # 0xAA000000
 
 
 @gluon.jit
