@@ -11,7 +11,7 @@ from tests.engine.simulated import END_TOKEN, solo, tokens_of
 
 from quire.core.config import EngineConfig
 from quire.core.errors import OverloadedError
-from quire.core.request import Ended, Piece, Request, RequestOutput, Status
+from quire.core.request import BACKGROUND, Ended, Piece, Request, RequestOutput, Status
 from quire.core.sampling import SamplingParams
 from quire.core.windows import NO_WINDOWS, Window, Windows, peak_blocks
 from quire.engine import Engine
@@ -110,6 +110,10 @@ class EngineMachine(RuleBasedStateMachine):
         self, prompt: tuple[int, ...], params: SamplingParams, timeout_s: float
     ) -> None:
         self._join(prompt, params, "a", 0, timeout_s)
+
+    @rule(prompt=prompts, params=sampling, key=st.sampled_from("ab"))
+    def join_in_background(self, prompt: tuple[int, ...], params: SamplingParams, key: str) -> None:
+        self._join(prompt, params, key, BACKGROUND, None)
 
     def _join(
         self,

@@ -106,6 +106,11 @@ class RequestMetrics:
         return None if self.finished_at is None else self.finished_at - self.arrived_at
 
 
+# From this priority on a request is in the background: it gets the slots, blocks and tokens of
+# steps that others leave, and gives them back when others want them.
+BACKGROUND = 1_000_000
+
+
 @dataclass(slots=True)
 class Request:
     """One request. `priority`: lower is more urgent, as in vLLM; `key`: whose it is."""
@@ -125,6 +130,10 @@ class Request:
     @property
     def status(self) -> Status:
         return self.transitions[-1].status
+
+    @property
+    def is_background(self) -> bool:
+        return self.priority >= BACKGROUND
 
     @property
     def num_resumed_tokens(self) -> int:

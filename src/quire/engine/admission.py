@@ -10,10 +10,10 @@ from typing import Any
 from quire.core.config import EngineConfig
 from quire.core.errors import ContextLengthError, OverloadedError, QuireError, RequestError
 from quire.core.plan import NO_BREAKERS, Breakers, Capacity, Sampling, TokenLogprob, Want
-from quire.core.request import Completion, Request, RequestMetrics, Status
+from quire.core.request import BACKGROUND, Completion, Request, RequestMetrics, Status
 from quire.core.sampling import SamplingParams, new_seed
 from quire.core.windows import longest_context
-from quire.engine.fairness import WaitingQueues
+from quire.engine.fairness import WaitingQueues, share_of
 from quire.engine.sequence import (
     Grammar,
     LiveRequest,
@@ -84,7 +84,8 @@ class Admission:
         for name, value in (("request_id", request_id), ("key", key)):
             if not isinstance(value, str):
                 raise RequestError(f"{name} must be a string, got {value!r}", param=name)
-        timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
+        if timeout_s is None and priority < BACKGROUND:  # which waits as long as others come
+            timeout_s = self._config.timeout_s
         if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
             raise RequestError(f"timeout_s must be above 0, got {timeout_s!r}", param="timeout_s")
         seed = new_seed() if params.seed is None else params.seed % 2**64
@@ -107,18 +108,19 @@ class Admission:
     ) -> None:
         """Raise OverloadedError, with the time to retry after, if the queue cannot take it."""
         config = self._config
-        num_waiting = len(waiting) + num_parked
+        queued = waiting.load(background=request.is_background)
+        num_waiting = queued.num_sequences + num_parked
         if num_waiting >= config.max_queue_requests:
             raise OverloadedError(
                 f"{num_waiting} requests wait; the queue holds {config.max_queue_requests}",
                 self._retry_after_s(1 + num_waiting - config.max_queue_requests, now),
             )
-        excess = waiting.num_tokens + request.num_tokens_asked - config.max_queue_tokens
-        if waiting and excess > 0:
+        excess = queued.num_tokens + request.num_tokens_asked - config.max_queue_tokens
+        if queued.num_sequences and excess > 0:
             raise OverloadedError(
-                f"{waiting.num_tokens} tokens wait and this request asks for "
+                f"{queued.num_tokens} tokens wait and this request asks for "
                 f"{request.num_tokens_asked}; the queue holds {config.max_queue_tokens}",
-                self._retry_after_s(excess * len(waiting) / waiting.num_tokens, now),
+                self._retry_after_s(excess * queued.num_sequences / queued.num_tokens, now),
             )
 
     def _retry_after_s(self, num_requests: float, now: float) -> float:
@@ -302,7 +304,9 @@ class Admission:
             is_done=is_done,
             block_table=self._cache.new_table(None if is_whole else request.key),
             rank=(self._urgency(request), number),
-            key=request.key if self._config.fairness else "",
+            key=share_of(
+                request.key if self._config.fairness else "", background=request.is_background
+            ),
             transcript=transcript,
             grammar=grammar,
             goal=_goal(params, pooling=pooling),

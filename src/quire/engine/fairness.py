@@ -1,9 +1,15 @@
 """Fairness: waiting queues by API key, deficit round robin between keys, and how many tokens of a
-step each sequence gets."""
+step each sequence gets.
+
+A key's background requests (`quire.core.request.BACKGROUND`) have a queue and a share of their own.
+They get what all others leave: they join the batch while nobody else waits, lose their slots and
+blocks to whoever does, and are given tokens of a step after all others, within a bound on its time.
+"""
 
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +22,28 @@ _MAX_CREDIT_STEPS = 4  # bounds credit and debt, in steps of max_step_tokens
 _HEADROOM_DIVISOR = 3  # keys without credit get a third of a shared step's headroom
 _ANY_LENGTH = 1 << 30  # of a chunk
 _PROMPT_BOUND_SCALE = 2.0  # latency bound for prompts of keys in credit, times that for the others
+_BACKGROUND_MARK = "\0"  # begins the share of a key's background requests
+
+
+def share_of(key: str, *, background: bool) -> str:
+    """What a key's sequences are queued and charged under."""
+    return _BACKGROUND_MARK + key if background else key
+
+
+def is_background(share: str) -> bool:
+    return share.startswith(_BACKGROUND_MARK)
+
+
+@dataclass(slots=True)
+class QueueLoad:
+    """What waits, of the background or of all others."""
+
+    num_sequences: int = 0
+    num_tokens: int = 0  # that they ask for
+
+    def add(self, num_sequences: int, num_tokens: int) -> None:
+        self.num_sequences += num_sequences
+        self.num_tokens += num_tokens
 
 
 class WaitingQueues:
@@ -23,20 +51,28 @@ class WaitingQueues:
 
     def __init__(self) -> None:
         self._queues: dict[str, list[Sequence]] = {}
-        self.num_tokens = 0  # that the waiting ask for
+        self._loads = {False: QueueLoad(), True: QueueLoad()}
 
     def push(self, key: str, sequence: Sequence) -> None:
         insort(self._queues.setdefault(key, []), sequence, key=_rank)
-        self.num_tokens += sequence.request.num_tokens_asked
+        self._loads[is_background(key)].add(1, sequence.request.num_tokens_asked)
 
     def remove(self, key: str, sequence: Sequence) -> None:
         queue = self._queues[key]
         index = bisect_left(queue, sequence.rank, key=_rank)
         assert queue[index] is sequence, f"{sequence.id} does not wait under {key!r}"
         del queue[index]
-        self.num_tokens -= sequence.request.num_tokens_asked
+        self._loads[is_background(key)].add(-1, -sequence.request.num_tokens_asked)
         if not queue:
             del self._queues[key]
+
+    def load(self, *, background: bool) -> QueueLoad:
+        return self._loads[background]
+
+    @property
+    def num_tokens(self) -> int:
+        """That all who wait ask for."""
+        return sum(load.num_tokens for load in self._loads.values())
 
     def queue(self, key: str) -> list[Sequence]:
         return self._queues.get(key, [])
@@ -50,7 +86,7 @@ class WaitingQueues:
             yield from list(queue)
 
     def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        return sum(load.num_sequences for load in self._loads.values())
 
 
 class DeficitRoundRobin:
@@ -69,6 +105,7 @@ class DeficitRoundRobin:
         self._slots: dict[str, int] = {}
         self._turns: deque[str] = deque()
         self.num_slots = 0  # of all keys together
+        self.num_background_slots = 0
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Other weights from the next step on; credit and slots stay as they are."""
@@ -76,24 +113,42 @@ class DeficitRoundRobin:
 
     @property
     def num_keys(self) -> int:
-        """Keys that have slots in the batch."""
+        """Keys that have slots in the batch, those of background requests counted apart."""
         return len(self._slots)
+
+    @property
+    def has_rivals(self) -> bool:
+        """Whether keys that are not in the background share the batch."""
+        if not self.num_background_slots:
+            return len(self._slots) > 1
+        return sum(not is_background(key) for key in self._slots) > 1
 
     def reserve_slots(self, key: str, num_slots: int) -> None:
         """Take slots of the batch, or give them back (below 0)."""
         self.num_slots += num_slots
+        if is_background(key):
+            self.num_background_slots += num_slots
         self._slots[key] = self._slots.get(key, 0) + num_slots
         if not self._slots[key]:
             del self._slots[key]
 
     def charge(self, served: Mapping[str, int], waiting: Iterable[str]) -> None:
-        """After a step: credit each key with work its share, charge the tokens it was served."""
+        """After a step: credit each key with work its share, charge the tokens it was served.
+
+        The background shares what it got alone.
+        """
         keys = {*self._slots, *waiting}
         for key in [key for key in self._credit if key not in keys]:
             del self._credit[key]
+        behind = {key for key in keys if is_background(key)}
+        for group in (keys - behind, behind):
+            self._charge_group(group, served)
+
+    def _charge_group(self, keys: set[str], served: Mapping[str, int]) -> None:
         if len(keys) < 2:
             return
-        share = sum(served.values()) / sum(self._weight(key) for key in keys)
+        total = sum(served.get(key, 0) for key in keys)
+        share = total / sum(self._weight(key) for key in keys)
         for key in keys:
             credit = self.credit(key) + share * self._weight(key) - served.get(key, 0)
             self._credit[key] = max(-self._max_credit, min(credit, self._max_credit))
@@ -110,9 +165,15 @@ class DeficitRoundRobin:
         """The key to pre-empt for a newcomer of another key, if there is one.
 
         It is a key in debt while the newcomer's has credit, or the key with most slots for its
-        weight, if it has no fewer than the newcomer's after the exchange.
+        weight, if it has no fewer than the newcomer's after the exchange. The background's go
+        first, to whoever is not in it.
         """
         others = [key for key in self._slots if key != newcomer]
+        behind = [key for key in others if is_background(key)]
+        if behind and not is_background(newcomer):
+            return max(behind, key=self._weighted_slots)
+        if is_background(newcomer):
+            others = behind
         if not others:
             return None
         poorest = max(others, key=self.precedence)
@@ -148,7 +209,7 @@ class DeficitRoundRobin:
         return self._slots.get(key, 0) / self._weight(key)
 
     def _weight(self, key: str) -> float:
-        return self._weights.get(key, 1.0)
+        return self._weights.get(key.removeprefix(_BACKGROUND_MARK), 1.0)
 
 
 class Ready(NamedTuple):
@@ -157,6 +218,11 @@ class Ready(NamedTuple):
     decodes: list[Sequence]  # lack one token
     prompts: list[Sequence]  # lack more
     num_cached: int  # positions of the decodes that are computed already
+
+    def part(self, *, background: bool) -> "Ready":
+        decodes = [s for s in self.decodes if is_background(s.key) is background]
+        prompts = [s for s in self.prompts if is_background(s.key) is background]
+        return Ready(decodes, prompts, sum(sequence.num_computed for sequence in decodes))
 
 
 class Grants(NamedTuple):
@@ -183,6 +249,38 @@ class StepBudget:
         self._shares = shares
 
     def split(self, ready: Ready, token_limit: int) -> Grants:
+        if not self._shares.num_background_slots:
+            return self._split(ready, token_limit)
+        first = self._split(ready.part(background=False), token_limit)
+        behind = ready.part(background=True)
+        budget = self._background_tokens(first, behind, token_limit)
+        last = self._split_rest(behind, budget, is_alone=not (first.decodes or first.chunks))
+        return Grants([*first.decodes, *last.decodes], {**first.chunks, **last.chunks})
+
+    def _background_tokens(self, first: Grants, behind: Ready, token_limit: int) -> int:
+        """Tokens of the step that are left to the background, beside what the others got."""
+        sizes = [*(1 for _ in first.decodes), *first.chunks.values()]
+        rows = [*first.decodes, *first.chunks]
+        others = sorted((*behind.decodes, *behind.prompts), key=_decode_order)
+        room = self._pacer.background_tokens(
+            sum(sizes),
+            sum(sequence.num_computed for sequence in rows),
+            (sequence.num_computed for sequence in others),
+            has_prompts=bool(first.chunks),
+        )
+        return max(0, min(room, token_limit - sum(sizes)))
+
+    def _split_rest(self, behind: Ready, budget: int, *, is_alone: bool) -> Grants:
+        sequences = [*behind.decodes, *behind.prompts]
+        grants = self._split_by_key(sequences, budget) if budget else {}
+        if is_alone and not grants and behind.prompts:  # without chunks: it runs alone
+            return Grants([], {behind.prompts[0]: behind.prompts[0].num_remaining})
+        return Grants(
+            [sequence for sequence in behind.decodes if sequence in grants],
+            {s: grants[s] for s in behind.prompts if s in grants},
+        )
+
+    def _split(self, ready: Ready, token_limit: int) -> Grants:
         decodes, prompts, _ = ready
         budget = self._size(ready, token_limit)
         if self._is_contended(ready, budget):
@@ -204,7 +302,7 @@ class StepBudget:
         """
         decodes, prompts, num_cached = ready
         budget = min(token_limit, self._pacer.step_tokens(len(decodes), num_cached))
-        if self._shares.num_keys < 2 or self._pacer.has_target or not self._chunking:
+        if not self._shares.has_rivals or self._pacer.has_target or not self._chunking:
             return budget
         credit = self._shares.credit
         in_credit = sum(sequence.num_remaining for sequence in prompts if credit(sequence.key) > 0)
@@ -230,7 +328,7 @@ class StepBudget:
 
     def _is_contended(self, ready: Ready, budget: int) -> bool:
         """Whether several keys want more than the step can hold."""
-        if self._shares.num_keys < 2:
+        if not self._shares.has_rivals:
             return False
         wanted = len(ready.decodes) + sum(sequence.num_remaining for sequence in ready.prompts)
         return wanted > budget

@@ -14,6 +14,12 @@ _FIRST_BUDGET = 64  # tokens of a step before any was observed
 _LATENCY_BOUND_S = 0.015  # for a step with protected decodes: 66 tokens/s, above reading speed
 _LATENCY_BOUND_GROWTH = 2.0  # or so many times what these decodes would take alone
 _MIN_CO_SCHEDULED_TOKENS = 8  # in a step with protected decodes, however slow the steps
+_BACKGROUND_BOUND_S = 0.004  # for a step with background rows, which an arrival waits for ...
+_BACKGROUND_GROWTH = 1.25  # ... or so many times the step without them, if that is longer ...
+_BACKGROUND_SHARE = 0.2  # ... or such a part of the time that a usual prompt takes
+_BESIDE_PROMPTS = 1.05  # how much longer the background may make a step with prompts
+_FIRST_PROMPT = 256.0  # tokens of a usual prompt, before any came
+_PROMPT_MEMORY = 16  # prompts that the usual length is a mean of
 _MIN_OBSERVED_STEPS = 8  # before predictions bound anything
 _SCALES = (1.0, 1 / 64, 1 / 4096)  # bring 1, tokens and context to one order of magnitude
 _NUM_ARRIVALS = 8  # that the mean gap is taken of
@@ -98,6 +104,11 @@ class Pacer:
         self._target_s = _MARGIN * min(targets) if targets else None
         self._max_step_tokens = config.max_step_tokens
         self._model = model
+        self._usual_prompt = _FIRST_PROMPT
+
+    def prompt_admitted(self, num_tokens: int) -> None:
+        """A prompt that is not in the background lacks so many tokens."""
+        self._usual_prompt += (num_tokens - self._usual_prompt) / _PROMPT_MEMORY
 
     @property
     def has_target(self) -> bool:
@@ -122,20 +133,60 @@ class Pacer:
         `context`: of all these decodes; `contexts`: of the others' rows, in the order in which they
         get their tokens.
         """
-        model = self._model
-        alone_s = model.predict(num_decodes, context)
-        is_unknown = model.num_observed < _MIN_OBSERVED_STEPS or not model.seconds_per_token
-        if is_unknown or alone_s <= 0:
+        alone_s = self._known_s(num_decodes, context)
+        if alone_s is None:
             return self._max_step_tokens
         bound_s = scale * max(_LATENCY_BOUND_S, _LATENCY_BOUND_GROWTH * alone_s)
-        spare = model.tokens_within(bound_s, context) - num_decodes
+        within = self._tokens_beside(num_decodes, context, contexts, bound_s)
+        return max(_MIN_CO_SCHEDULED_TOKENS, within)
+
+    def background_tokens(
+        self, num_tokens: int, context: int, contexts: Iterable[int], *, has_prompts: bool
+    ) -> int:
+        """Tokens of the background in a step beside `num_tokens` of others over `context`.
+
+        With prompts of others there may be none: their first tokens wait for this step. Else there
+        are a few, however slow the steps; an arrival waits for the step's end, so it is bounded by
+        what the arrival takes itself.
+        """
+        alone_s = self._known_s(max(1, num_tokens), context)
+        if alone_s is None:
+            return 0 if has_prompts else _FIRST_BUDGET
+        if has_prompts:
+            bound_s = _BESIDE_PROMPTS * alone_s
+        else:
+            bound_s = max(_BACKGROUND_BOUND_S, self._usual_wait_s, _BACKGROUND_GROWTH * alone_s)
+        if self._target_s is not None:
+            bound_s = min(bound_s, self._target_s)
+        within = self._tokens_beside(num_tokens, context, contexts, bound_s)
+        return max(0 if has_prompts else _MIN_CO_SCHEDULED_TOKENS, within)
+
+    @property
+    def _usual_wait_s(self) -> float:
+        """What an arrival may wait for a step of the background."""
+        return _BACKGROUND_SHARE * self._model.predict(int(self._usual_prompt), 0)
+
+    def _known_s(self, num_tokens: int, context: int) -> float | None:
+        """How long a step takes; None where too few were observed to know."""
+        model = self._model
+        seconds = model.predict(num_tokens, context)
+        is_unknown = model.num_observed < _MIN_OBSERVED_STEPS or not model.seconds_per_token
+        return None if is_unknown or seconds <= 0 else seconds
+
+    def _tokens_beside(
+        self, num_tokens: int, context: int, contexts: Iterable[int], bound_s: float
+    ) -> int:
+        """Further tokens of a step with so many over `context`, within a time: of rows with these
+        contexts, in the order in which they get their tokens."""
+        model = self._model
+        spare = model.tokens_within(bound_s, context) - num_tokens
         row_costs = 0.0  # of the rows' contexts, in tokens
         for count, length in enumerate(contexts):
             row_cost = model.tokens_per_position * length
             if count and count + row_costs + row_cost >= spare:
                 break  # the first makes progress, however long its context
             row_costs += row_cost
-        return max(_MIN_CO_SCHEDULED_TOKENS, int(spare - row_costs))
+        return int(spare - row_costs)
 
     def row_tokens(self, context: int) -> int:
         """What a row's context takes from the step's budget, in tokens."""

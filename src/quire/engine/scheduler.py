@@ -14,7 +14,13 @@ from quire.core.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.core.plan import Capacity
 from quire.core.request import Status, WaitReason
-from quire.engine.fairness import DeficitRoundRobin, Ready, StepBudget, WaitingQueues
+from quire.engine.fairness import (
+    DeficitRoundRobin,
+    Ready,
+    StepBudget,
+    WaitingQueues,
+    is_background,
+)
 from quire.engine.pacing import BatchingDelay, Pacer, StepTimeModel
 from quire.engine.sequence import Sequence
 from quire.engine.stats import EngineStats
@@ -269,13 +275,16 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         """Admit sequences, keys with most credit first, each key up to a step of prompt tokens.
 
-        Where there is no room, they may pre-empt sequences of keys above their share.
+        Where there is no room, they may pre-empt sequences of keys above their share. The
+        background waits while anybody else does.
         """
         self._num_reserved = None
         backlog = self._backlog_by_key()
         open_keys = set(self.waiting.keys)
         while open_keys:
             key = min(open_keys, key=self._precedence)
+            if is_background(key) and self.waiting.load(background=False).num_sequences:
+                return
             head = self.waiting.queue(key)[0]
             if backlog.get(key, 0) >= self.token_limit:
                 open_keys.discard(key)
@@ -300,8 +309,8 @@ class Scheduler:
                 backlog[key] = backlog.get(key, 0) + sequence.num_remaining
         return backlog
 
-    def _precedence(self, key: str) -> tuple[float, tuple[float, int]]:
-        return self._shares.precedence(key), self.waiting.queue(key)[0].rank
+    def _precedence(self, key: str) -> tuple[bool, float, tuple[float, int]]:
+        return is_background(key), self._shares.precedence(key), self.waiting.queue(key)[0].rank
 
     def _reason_to_wait(self, sequence: Sequence) -> WaitReason | None:
         """Why a waiting sequence cannot join the batch now; None: it can."""
@@ -355,18 +364,22 @@ class Scheduler:
             if sequence.block_table.salt is not None:
                 self._stats.prefix_queries += len(sequence.tokens)
                 self._stats.prefix_hits += sequence.num_computed
+            if not request.is_background:
+                self._pacer.prompt_admitted(sequence.num_remaining)
         self.join(sequence)
 
     def _preempt_for(self, newcomer: Sequence) -> bool:
         """Pre-empt the last sequence of a key above its share, if there is one.
 
-        One that got no token since it was admitted stays, so that each admission is progress.
+        One that got no token since it was admitted stays, so that each admission is progress; but
+        for the background, which others need not wait for.
         """
         victim_key = self._shares.victim_key(newcomer.key, newcomer.num_slots)
         if victim_key is None:
             return False
         for sequence in reversed(self.running):
-            if sequence.key == victim_key and not sequence.is_newly_admitted:
+            gives_way = sequence.request.is_background and not newcomer.request.is_background
+            if sequence.key == victim_key and (gives_way or not sequence.is_newly_admitted):
                 self.preempt(sequence, self._now)
                 return True
         return False
