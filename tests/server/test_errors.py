@@ -107,8 +107,8 @@ def test_what_outgrows_the_context_is_told_as_openais_clients_know_it(
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/v1/files", "keeps no files"),
-        ("/v1/files/file-1/content", "keeps no files"),
+        ("/v1/uploads", "keeps files of requests alone"),
+        ("/v1/vector_stores/a/files", "keeps files of requests alone"),
         ("/v1/audio/transcriptions", "text alone"),
         ("/v1/images/generations", "text alone"),
         ("/completion", "use /v1/completions"),

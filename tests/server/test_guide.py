@@ -36,6 +36,7 @@ def test_the_guide_has_its_pages() -> None:
         *("batch", "bitnet", "clients", "configuration", "dialects", "from-llama-cpp"),
         *("from-rust-engines", "from-vllm"),
         *(
+            "jobs",
             "keys-and-limits",
             "metrics",
             "models-by-name",

@@ -296,6 +296,12 @@ a TOML file or from QUIRE_API_KEY. SIGTERM and Ctrl-C let running requests end, 
 --drain-timeout; a second one ends them at once. SIGHUP reads keys and certificate again. Options
 here go before those of --config.
 """
+_JOB_LIMITS = (
+    ("max-file-bytes", 200 << 20, "of a file uploaded to /v1/files"),
+    ("max-job-bytes", 1 << 30, "of a key's files together"),
+    ("max-jobs", 16, "a key's batches that have not ended"),
+    ("max-job-lines", 200_000, "of these together, before another is taken"),
+)
 _DEADLINES = (
     ("header-timeout", 10.0, "for a connection to send its request's head, and for a handshake"),
     ("body-timeout", 30.0, "for a request's body to come"),
@@ -446,6 +452,9 @@ def _add_limit_options(group: Options) -> None:
         metavar="N",
         help="of stored responses with their conversations (default: %(default)s)",
     )
+    for name, count, text in _JOB_LIMITS:
+        help_text = f"{text} (default: %(default)s)"
+        add(f"--{name}", type=int, default=count, metavar="N", help=help_text)
     for name, default, text in _DEADLINES:
         help_text = f"{text} (%(default)s)"
         add(f"--{name}", type=float, default=default, metavar="S", help=help_text)
@@ -473,8 +482,8 @@ def _add_operation_options(group: Options) -> None:
         "--state",
         type=Path,
         metavar="FOLDER",
-        help="where keys' quotas of the day outlive the server (default: STATE_DIRECTORY, or "
-        "quire under XDG_STATE_HOME or ~/.local/state)",
+        help="where jobs and keys' quotas of the day outlive the server (default: "
+        "STATE_DIRECTORY, or quire under XDG_STATE_HOME or ~/.local/state)",
     )
     add("--log-format", choices=("json", "text"), help="(default: text on a terminal, else json)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")

@@ -68,6 +68,8 @@ from quire.server.encoding import (
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
 from quire.server.fields import Strict
 from quire.server.generation import answer_conversation, complete_text
+from quire.server.jobs.api import BatchReply, CreateBatch, add_jobs, create_batch
+from quire.server.jobs.lines import LineAnswerer
 from quire.server.keys import ApiKey, check_routes
 from quire.server.logs import log
 from quire.server.metrics import CONTENT_TYPE, StepsAsked, exposition, stats_for
@@ -194,6 +196,14 @@ _ENDPOINTS = (
         embed,
     ),
     _Endpoint(
+        "/v1/batches",
+        "create_batch",
+        "Answer the lines of an uploaded file, behind all other requests",
+        CreateBatch,
+        BatchReply,
+        create_batch,
+    ),
+    _Endpoint(
         "/tokenize",
         "tokenize_",
         "The tokens of a text or conversation",
@@ -306,8 +316,10 @@ def create_app(service: Service) -> Middleware:
     settings = service.settings
     endpoint = settings.otlp_endpoint
     tracing = None if endpoint is None else open_tracing(endpoint, service.name)
+    routes = create_routes(service, tracing)
+    service.jobs.answer_by(LineAnswerer(routes, _settle))
     return Middleware(
-        create_routes(service, tracing),
+        routes,
         settings,
         service.access,
         service.limits,
@@ -331,6 +343,7 @@ def create_routes(service: Service, tracing: Tracing | None = None) -> FastAPI:
     _add_error_handlers(app)
     _add_endpoints(app, service)
     add_stored_responses(app, service)
+    add_jobs(app, service)
     add_models(app, service)
     _add_models(app, service)
     _add_properties(app, service)
@@ -351,6 +364,7 @@ def _lifespan(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         with service.shared.kept(service.settings, lambda: service.state.value):
             yield
+            await service.jobs.close()
         service.pool.close()
         if tracing is not None:
             tracing.close()
@@ -358,10 +372,15 @@ def _lifespan(
     return lifespan
 
 
+def _settle(call: Call) -> None:
+    """A line of a job has ended."""
+    if call.quota is not None:
+        call.quota.settle(call.outputs)
+
+
 def _on_done(service: Service, tracing: Tracing | None) -> Callable[[Call], None]:
     def done(call: Call) -> None:
-        if call.quota is not None:
-            call.quota.settle(call.outputs)
+        _settle(call)
         if call.status is not None and call.status >= 400:
             service.rejected[str(call.status)] += 1
         quiet = call.method == "GET" and (call.status or 0) < 400

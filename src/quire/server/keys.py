@@ -309,6 +309,12 @@ ROUTES: Mapping[str, RequiredScope] = {
     "/v1/responses/{response_id}": RequiredScope.ANY_KEY,  # a key sees what it stored
     "/v1/responses/{response_id}/input_items": RequiredScope.ANY_KEY,
     "/v1/responses/{response_id}/cancel": RequiredScope.ANY_KEY,
+    "/v1/files": RequiredScope.INFERENCE,
+    "/v1/files/{file_id}": RequiredScope.ANY_KEY,  # a key sees its own
+    "/v1/files/{file_id}/content": RequiredScope.ANY_KEY,
+    "/v1/batches": RequiredScope.INFERENCE,
+    "/v1/batches/{batch_id}": RequiredScope.ANY_KEY,
+    "/v1/batches/{batch_id}/cancel": RequiredScope.ANY_KEY,
     "/v1/messages": RequiredScope.INFERENCE,
     "/v1/messages/count_tokens": RequiredScope.INFERENCE,
     "/v1/completions": RequiredScope.INFERENCE,

@@ -27,6 +27,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+UPLOADS = "/v1/files"
+_FORM_BYTES = 64 << 10  # of a form around its file
 _MAX_DELAYED = 64
 _LONGEST_DELAY_S = 2.0
 _LOOPBACK_DELAY_S = 0.1
@@ -123,13 +125,17 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         check_path(call.path)  # before its content type: there it may be right
-        _check_content_type(headers)
+        is_upload = call.path == UPLOADS
+        _check_content_type(headers, "multipart/form-data" if is_upload else "application/json")
         key = call.key
         if key is not None:
             self._limits.enter(key)
         try:
-            replay = _replay([await self._read_body(headers, receive)], receive)
-            await self._app(scope, replay, send)
+            if is_upload:
+                body = self._limited(headers, receive)
+            else:
+                body = _replay([await self._read_body(headers, receive)], receive)
+            await self._app(scope, body, send)
         finally:
             if key is not None:
                 self._limits.leave(key)
@@ -187,15 +193,40 @@ class Middleware:
                     self._check_buffered()
                     parts.append(part)
         except TimeoutError:
-            raise ApiError(
-                408,
-                f"the body did not come within {self._settings.body_timeout_s:g} s",
-                code="timeout",
-                headers=(("connection", "close"),),
-            ) from None
+            raise self._late() from None
         finally:
             self._num_buffered -= size
         return b"".join(parts)
+
+    def _limited(self, headers: Headers, receive: Receive) -> Receive:
+        """The application's `receive` for a file, which it takes part by part."""
+        limit = self._settings.max_file_bytes + _FORM_BYTES
+        length = _header(headers, b"content-length")
+        if length.isdecimal() and int(length) > limit:
+            raise _too_large(self._settings.max_file_bytes)
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            try:
+                async with asyncio.timeout(self._settings.body_timeout_s):
+                    message = await receive()
+            except TimeoutError:
+                raise self._late() from None
+            size += len(message.get("body", b""))
+            if size > limit:
+                raise _too_large(self._settings.max_file_bytes)
+            return message
+
+        return limited
+
+    def _late(self) -> ApiError:
+        return ApiError(
+            408,
+            f"the body did not come within {self._settings.body_timeout_s:g} s",
+            code="timeout",
+            headers=(("connection", "close"),),
+        )
 
     def _check_buffered(self) -> None:
         if self._num_buffered > self._settings.max_buffered_bytes:
@@ -239,13 +270,14 @@ def _too_large(limit: int) -> ApiError:
     )
 
 
-def _check_content_type(headers: Headers) -> None:
-    """JSON alone: web pages can post forms and plain text across origins without a preflight."""
+def _check_content_type(headers: Headers, wanted: str) -> None:
+    """JSON, but for files: web pages can post forms and plain text across origins without a
+    preflight. Of a form that a page posts the origin is checked before."""
     kind = _header(headers, b"content-type").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if kind != wanted:
         raise ApiError(
             415,
-            f"the content type must be application/json, got {kind!r:.100}",
+            f"the content type must be {wanted}, got {kind!r:.100}",
             code="content_type",
         )
     encoding = _header(headers, b"content-encoding").strip().lower()

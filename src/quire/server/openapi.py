@@ -32,7 +32,7 @@ _DESCRIPTIONS = {
     **_ANY_POST,
     400: "a field is wrong or not supported; `param` names it",
     404: "no such model",
-    409: "the file cannot be used; the old keys stay",
+    409: "not in this state: a file of keys that cannot be used, a file in use, an ended batch",
     500: "this request failed alone",
     529: "the queue is full; see Retry-After",
 }

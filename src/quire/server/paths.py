@@ -7,7 +7,7 @@ from quire.server.errors import ApiError
 from quire.server.keys import ROUTES
 
 _MAX_COMPARED = 100  # characters
-_NO_FILES = "quire keeps no files: give texts in the request"
+_NO_FILES = "quire keeps files of requests alone (/v1/files): give texts in the request"
 _NO_SENSES = "quire works with text alone"
 _NO_AGENTS = "quire answers requests, it runs no agents: use /v1/chat/completions or /v1/responses"
 _OTHER_MODELS = (
@@ -21,12 +21,10 @@ _ELSEWHERE: Mapping[str, str] = {
     "/v1/images": _NO_SENSES,
     "/v1/videos": _NO_SENSES,
     "/v1/realtime": _NO_SENSES,
-    "/v1/files": _NO_FILES,
     "/v1/uploads": _NO_FILES,
     "/v1/vector_stores": _NO_FILES,
     "/v1/containers": _NO_FILES,
-    "/v1/batches": "send the requests: quire batches them as they come",
-    "/v1/messages/batches": "send the requests: quire batches them as they come",
+    "/v1/messages/batches": "use /v1/files and /v1/batches, as OpenAI's client does",
     "/v1/fine_tuning": "quire does not train",
     "/v1/evals": "quire does not evaluate: clients such as lm-eval do",
     "/v1/moderations": "quire does not moderate",

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -18,6 +19,8 @@ from quire.server.bodies import BodyLimits, body_limits, parse_body
 from quire.server.calls import Call
 from quire.server.errors import RESTART_S, ApiError
 from quire.server.fields import Strict
+from quire.server.jobs.jobs import JobNeeds, Jobs, key_finder
+from quire.server.jobs.store import JobLimits
 from quire.server.keys import Access, ApiKey, KeyChanges, KeyRing
 from quire.server.logs import LOGGER, log, num_dropped_lines
 from quire.server.quotas import Meter
@@ -76,10 +79,19 @@ class Service:
         self._reloading: asyncio.Task[None] | None = None
         self._reload_lock = asyncio.Lock()
         self.pool = WorkPool()
+        self.jobs = self._jobs(os.getpid() if shared is None else os.getppid())
         self._load = load
         self._llm: OnlineModel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hurry = asyncio.Event()
+
+    def _jobs(self, server_pid: int) -> Jobs:
+        """`server_pid`: of the process that was started as the server."""
+        settings = self.settings
+        limits = JobLimits(settings.max_job_bytes, settings.max_jobs, settings.max_job_lines)
+        find_key = key_finder(self.access, time.time)
+        needs = JobNeeds(find_key, self.check_model, lambda: self.llm.max_batch_size)
+        return Jobs(settings.state_folder, limits, needs, f"pid {server_pid}")
 
     async def open(self) -> None:
         """Load the model off the event loop; returns early if the service ends before."""
@@ -108,6 +120,7 @@ class Service:
             self._llm.set_key_weights(self.access.ring.weights)
         if self.state is State.LOADING:
             self.state = State.READY
+            await self.jobs.start()
 
     def _load_on_thread(self, loading: "Future[OnlineModel]") -> None:
         try:
@@ -275,6 +288,7 @@ class Service:
             return
         was_stuck = self.state is State.STUCK
         self.state = State.DRAINING
+        await self.jobs.stop()
         if self._llm is not None and not was_stuck:
             draining = asyncio.ensure_future(self._llm.drain(self.settings.drain_timeout_s))
             hurrying = asyncio.ensure_future(self._hurry.wait())

@@ -13,6 +13,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _COUNTS = (
     *("max_body_bytes", "max_buffered_bytes", "max_header_bytes"),
     *("max_connections", "max_connections_per_address", "max_stored_bytes"),
+    *("max_file_bytes", "max_job_bytes", "max_jobs", "max_job_lines"),
 )
 _TIMES = (
     *("header_timeout_s", "body_timeout_s", "unread_timeout_s", "linger_timeout_s"),
@@ -55,7 +56,11 @@ class ServerSettings:
     audit_log: Path | None = None  # the file of security events
     audit_key: Path | None = None  # a file with the key of the hashes in it
     audit_requests: bool = False  # one line a request as well
-    state_folder: Path | None = None  # keeps quotas by the day across restarts
+    state_folder: Path | None = None  # keeps quotas by the day and jobs across restarts
+    max_file_bytes: int = 200 << 20  # of an uploaded file
+    max_job_bytes: int = 1 << 30  # of a key's files together
+    max_jobs: int = 16  # a key's batches that have not ended
+    max_job_lines: int = 200_000  # of these together
     page: bool = True  # at /
     memory_bandwidth: float | None = None  # bytes a second, for the floor of steps
 

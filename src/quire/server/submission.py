@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 from starlette.requests import Request
 
 from quire.core.errors import QuireError
-from quire.core.request import RequestOutput
+from quire.core.request import BACKGROUND, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.engine.aio import Stream
 from quire.llm import OnlineModel
@@ -163,7 +163,7 @@ async def submit_all(
     submit = partial(
         llm.submit,
         key=call.key_name,
-        priority=body.priority or 0,
+        priority=BACKGROUND if call.is_background else body.priority or 0,
         timeout_s=body.timeout,
         stream=stream,
         pooling=pooling,

@@ -17,6 +17,7 @@ from quire.core.errors import QuireError
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import OPENAI_ERRORS
 from quire.server.keys import ApiKey
+from quire.server.logs import LOGGER
 from quire.server.middleware import App, Message, Scope
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -109,13 +110,13 @@ def answer_line(line: BatchLine, answer: Answer) -> bytes:
     return middle + answer.body.replace(b"\n", b" ") + b'}, "error": null}\n'
 
 
-def error_line(error: LineError, number: int) -> bytes:
-    """The line of the output for one that is no request."""
+def error_line(error: LineError, number: int, code: str = "invalid_line") -> bytes:
+    """The line of the output for one that is no request, or was not answered."""
     found = {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": error.custom_id,
         "response": None,
-        "error": {"code": "invalid_line", "message": f"line {number}: {error}"},
+        "error": {"code": code, "message": f"line {number}: {error}"},
     }
     return json.dumps(found).encode() + b"\n"
 
@@ -159,6 +160,10 @@ class LineAnswerer:
 
         try:
             await self._app(_scope_of(call), receive, send)
+        except Exception:  # a bug, which was answered by a 500
+            if call.status is None:
+                raise
+            LOGGER.exception("line_failed")
         finally:
             self._on_done(call)
         assert call.status is not None
