@@ -380,6 +380,12 @@ def test_several_processes_need_a_worker(model: Path) -> None:
     assert refused.code == 1 and "--no-worker" in refused.err
 
 
+def test_a_model_that_cannot_be_loaded_is_said_once(model: Path) -> None:
+    refused = quire("serve", model, *SMALL, "--kv-memory", "64KiB", "--port", "0")
+    assert refused.code == 1 and "kv_memory" in refused.err
+    assert "api_process" not in refused.err and "executor did not answer" not in refused.err
+
+
 @pytest.mark.parametrize("count", ["0", "65"])
 def test_the_number_of_processes_is_bounded(model: Path, count: str) -> None:
     refused = quire("serve", model, "--api-processes", count)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, ExecutorError
 from quire.core.progress import report
 from quire.llm import OnlineModel
 from quire.server.keys import KeyRing
@@ -43,6 +43,7 @@ class _ApiProcess(asyncio.Protocol):
         self._asked: dict[int, asyncio.Future[wire.Told]] = {}
         self._load: wire.Load | None = None
         self._may_load = threading.Event()
+        self.has_given_up = False  # its supervisor says why
         self._drains: set[asyncio.Task[None]] = set()
         settings = _own_settings(setup)
         state = AskingState(
@@ -79,6 +80,7 @@ class _ApiProcess(asyncio.Protocol):
             case wire.Drain():
                 self._drains.add(asyncio.ensure_future(service.drain()))
             case wire.GiveUp(reason):
+                self.has_given_up = True
                 service.give_up(reason)
             case wire.AskFigures(call):
                 self._tell(wire.OwnFigures(call, service.own_figures()))
@@ -174,7 +176,11 @@ async def _run(
     await loop.create_unix_connection(lambda: process, sock=news)
     if setup.is_replacement:  # what comes meanwhile waits at the port, and gets no 503
         await process.service.open()
-    await run_service(process.service, listener, process.tell_up, certificate)
+    try:
+        await run_service(process.service, listener, process.tell_up, certificate)
+    except ExecutorError:
+        if not process.has_given_up:
+            raise
 
 
 def main(calls: int, news: int, listener: int, idle: int) -> None:
