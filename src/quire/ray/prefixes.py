@@ -53,11 +53,11 @@ class PrefixTable:
 def choose(
     prefix: Sequence[int], loads: dict[Any, int], table: PrefixTable, max_lead: int
 ) -> list[Any]:
-    """The replicas, the best first. A holder of the prefix is taken while it has at most `max_lead`
-    requests more than the idlest; else the idlest, and chance decides between equals."""
-    idlest = sorted(loads, key=lambda replica: (loads[replica], random.random()))
+    """The replicas, the best two first. A holder of the prefix is taken while it has at most
+    `max_lead` requests more than the idlest; else the idlest, and chance decides between equals."""
+    least = min(loads.values())
+    idlest = random.choice([replica for replica, load in loads.items() if load == least])
     held = table.holders(prefix, set(loads))
-    best = min(held, key=lambda replica: loads[replica], default=None)
-    if best is None or loads[best] > loads[idlest[0]] + max_lead:
-        return idlest
-    return [best, *(replica for replica in idlest if replica != best)]
+    best = min(held, key=lambda replica: loads[replica], default=idlest)
+    first = [best, idlest] if loads[best] <= least + max_lead else [idlest, best]
+    return [*dict.fromkeys([*first, *loads])]

@@ -26,6 +26,7 @@ COMMANDS = {
     "compare": _command(
         "compare", "quire beside llama.cpp, OpenVINO GenAI, transformers or a server"
     ),
+    "scale": _command("scale", "what a cluster gives, simulated from receipts of one device"),
     "tune": _command("tune", "find settings for a latency target"),
     "regress": _command("regress", "compare two sets of receipts: change or noise"),
     "report": _command("report", "draw receipts: a page, pictures, tables"),
