@@ -12,7 +12,7 @@ from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu import has_native_module
 from quire.executors.cpu.lowering import weight_bytes, workspace_bytes
 from quire.executors.reference import kv_token_bytes
-from quire.llm.devices import DEVICES, Options, gpu_memory_of, placement_of
+from quire.llm.devices import DEVICES, Options, choose_device, gpu_memory_of, placement_of
 from quire.llm.machine import resident_memory
 from quire.llm.prompts import PromptReader
 from quire.loader.files import open_model_file
@@ -86,6 +86,14 @@ class NormFacts:
     low: float | None
     high: float | None
     unsound: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What device="auto" takes here, and why."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +176,7 @@ class Inspection:
     tokenizer: TokenizerFacts | None = None
     sampling: SamplingFacts | None = None
     memory: MemoryFacts | None = None
+    device: DeviceFacts | None = None
     isolation: Verdict | None = None  # of the process that read the file first
     problems: list[str] = field(default_factory=list)
 
@@ -212,6 +221,8 @@ def _inspect_file(
         found.tensors = _tensor_facts(source.tensors.values(), i2s_packing)
         with _noting(found.problems), load_model(path, i2s_packing=i2s_packing) as model:
             _inspect_loaded(found, model)
+            with _noting(found.problems):
+                found.device = _device_facts(model)
             if placed is not None and found.memory is not None:
                 forecast = _placement_forecast(model, placed)
                 found.memory = replace(found.memory, placement=forecast)
@@ -341,6 +352,11 @@ def _memory_facts(model: Model) -> MemoryFacts:
         cpu=_cpu_forecast(model) if _runs_on_cpu(model.spec) else None,
         cuda=None if unsupported(model.spec, "cuda") else _cuda_forecast(model.spec),
     )
+
+
+def _device_facts(model: Model) -> DeviceFacts:
+    choice = choose_device(Options(), model, lambda _: None)
+    return DeviceFacts(choice.options.device, choice.reason)
 
 
 def _placement_forecast(model: Model, options: Options) -> PlacementForecast | None:

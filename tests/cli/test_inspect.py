@@ -204,6 +204,13 @@ def test_a_model_without_a_file_says_how_to_make_one() -> None:
     assert "make-model" in run.err
 
 
+def test_it_says_which_device_auto_takes_and_why(text_model: Path) -> None:
+    facts = json.loads(quire("inspect", text_model, "--json").out)["device"]
+    assert facts["name"] in ("cpu", "cuda", "reference") and facts["reason"]
+    printed = quire("inspect", text_model).out
+    assert f"device     auto takes {facts['name']}: {facts['reason']}" in printed
+
+
 def test_it_says_what_was_taken_from_the_process_that_read_the_file_first(text_model: Path) -> None:
     facts = json.loads(quire("inspect", text_model, "--json").out)
     assert "resource limits" in facts["isolation"]["in_force"]

@@ -7,7 +7,7 @@ import pytest
 from tests.executors.cpu import running
 
 from quire.llm import crossover
-from quire.llm.crossover import better_device, remember, remembered, step_seconds
+from quire.llm.crossover import better_device, remember, remembered, small_batch, step_seconds
 from quire.llm.devices import CPU, DEVICES, CudaDevice, Options, resolve_auto
 from quire.model.loading import Model, load_model
 
@@ -52,6 +52,25 @@ def test_steps_are_measured_as_far_as_there_are_blocks() -> None:
     assert found == {1: 1.0, 2: 1.0}  # each sequence has 8 blocks
 
 
+def test_no_larger_step_is_begun_with_once_the_time_is_over() -> None:
+    ticks = iter(range(1000))
+    with running.opened("dummy:tiny", num_blocks=512) as executor:
+        found = step_seconds(
+            executor, repeats=1, clock=lambda: 3.0 * next(ticks), most_seconds=20.0
+        )
+    assert sorted(found) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "most"),
+    [({1: 1.0, 2: 1.0, 4: 9.0}, 2), ({1: 9.0, 2: 1.0}, 0), ({1: 1.0, 2: 1.9, 4: 1.0}, 1)],
+)
+def test_small_batches_are_those_up_to_which_the_cpu_is_always_faster(
+    cpu: crossover.StepSeconds, most: int
+) -> None:
+    assert small_batch({"cpu": cpu, "cuda": {1: 2.0, 2: 2.0, 4: 2.0}}) == most
+
+
 def test_what_was_measured_is_found_again_for_the_same_model_and_machine(cache: Path) -> None:
     with load_model("dummy:tiny") as model, load_model("dummy:tiny:Q8_0") as other:
         assert remembered(model, "a GPU") is None
@@ -74,10 +93,10 @@ def test_auto_obeys_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return resolve_auto(options, model, said.append).device
 
     with load_model("dummy:tiny") as model:
-        assert chosen(1) == "cuda"  # nothing is measured at a start
+        assert chosen(1) == "cuda"  # nothing is known
         remember(model, "a GPU", FAST_CPU)
         assert chosen(1) == "cpu"
-        assert "for batches of 1 it was measured to be the faster one" in said[-1]
+        assert "a step of 1 took 2.0 ms on the GPU and 1.0 ms on the CPU" in said[-1]
         assert chosen(64) == "cuda"
         assert chosen(1, device="cuda") == "cuda"
         assert chosen(1, invariant=False) == "cuda"

@@ -298,6 +298,8 @@ def test_batches_that_fail_are_in_stats_metrics_traces_and_logs(
     with fake_server(text_model, executor, {"max_batch_size": 4, "plan_ahead": False}) as server:
         healthy = server.get("/v1/stats").json["health"]
         assert (healthy["status"], healthy["cause"], healthy["since_s"]) == ("ok", None, None)
+        assert server.get("/v1/stats").json["device"] == "reference"
+        assert server.get("/v1/stats").json["device_reason"] == "asked for"
         reply = server.post("/v1/completions", body, {"x-quire-trace": "1"})
         stats = server.get("/v1/stats").json
         samples = metric_samples(server)

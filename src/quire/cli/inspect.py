@@ -15,6 +15,7 @@ from quire.diagnosis import CpuKernels, Diagnosis, Executors, Processor, diagnos
 from quire.inspection import (
     CpuForecast,
     CudaForecast,
+    DeviceFacts,
     FileFacts,
     Inspection,
     MemoryFacts,
@@ -87,6 +88,7 @@ def _print(found: Inspection) -> None:
     _print_section("tokenizer", found.tokenizer, _tokenizer_lines)
     _print_section("sampling", found.sampling, _sampling_lines)
     _print_section("memory", found.memory, _memory_lines)
+    _print_section("device", found.device, _device_lines)
     _print_section("norms", found.norms, _norm_lines)
     _print_section("isolation", found.isolation, _isolation_lines)
 
@@ -209,6 +211,10 @@ def _cuda_lines(forecast: CudaForecast) -> list[str]:
         f"cuda executor: keys and values {format_bytes(forecast.kv_per_token)} a token "
         f"({format_bytes(forecast.kv_per_token_8bit)} as int8 or fp8)"
     ]
+
+
+def _device_lines(facts: DeviceFacts) -> list[str]:
+    return [f"auto takes {facts.name}: {facts.reason}"]
 
 
 def _norm_lines(facts: NormFacts) -> list[str]:

@@ -16,6 +16,7 @@ FILE = "reading the file"
 WEIGHTS = "loading weights"
 KERNELS = "compiling kernels"
 GRAPHS = "capturing graphs"
+MEASURING = "measuring both devices"
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 

@@ -30,7 +30,8 @@ from quire.core.progress import FILE, report
 from quire.core.sampling import SamplingOptions
 from quire.engine.engine import Engine
 from quire.executors.base import Executor
-from quire.llm.devices import Options, device_of, resolve_auto
+from quire.llm.choice import load_chosen
+from quire.llm.devices import Options
 from quire.llm.machine import MemoryPlan
 from quire.llm.model_names import find_model
 from quire.llm.reranking import Reranker, find_reranker
@@ -82,6 +83,7 @@ class Assembly:
     tokenizer: Tokenizer | None
     executor: Executor
     options: Options
+    device_reason: str  # why that device
     memory: MemoryPlan
     end_token_ids: tuple[int, ...]
     defaults: SamplingOptions  # for requests that say nothing
@@ -136,6 +138,7 @@ class EngineFacts:
     """What callers of an engine need to know of it."""
 
     device: str
+    device_reason: str  # why that one
     max_context: int
     max_batch_size: int
     max_unread_tokens: int
@@ -152,6 +155,7 @@ class EngineFacts:
         options, config = assembly.options, assembly.options.engine_config()
         return cls(
             device=options.device,
+            device_reason=assembly.device_reason,
             max_context=assembly.executor.capacity.max_context,
             max_batch_size=options.max_batch_size,
             max_unread_tokens=config.max_unread_tokens,
@@ -176,13 +180,13 @@ def assemble_examined(path: Path, options: Options) -> Assembly:
     with load_model(path, i2s_packing=options.i2s_packing) as loaded:
         loaded = _with_context(loaded, options.max_context)
         text = _text_of(loaded, options)
-        options = resolve_auto(options, loaded, print_notice)
-        executor, memory = device_of(options).load(loaded, options)
+        options, (executor, memory), reason = load_chosen(options, loaded, print_notice)
         return Assembly(
             spec=loaded.spec,
             tokenizer=text.tokenizer,
             executor=executor,
             options=options,
+            device_reason=reason,
             memory=memory,
             end_token_ids=text.end_token_ids,
             defaults=text.defaults,

@@ -1,11 +1,13 @@
 """Crossover: how long steps take on each device, measured, and which device suits a load.
 
-`quire bench crossover` measures a model and keeps the times in quire's cache folder; device="auto"
-takes the device that they say is better, for all requests alike. Nothing is measured at a start.
+`quire bench crossover`, or the first start with device="auto" (llm/choice.py), measures a model and
+keeps the times in quire's cache folder. "auto" takes the device that they say is better, for all
+requests alike.
 """
 
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -17,7 +19,7 @@ from quire.core.errors import QuireError
 from quire.core.plan import BlockCopy, Sampling, SequencePlan, StepPlan, Want
 from quire.core.sampling import SamplingParams
 from quire.core.version import own_version
-from quire.executors.base import Executor
+from quire.executors.base import BLOCK_SIZE, Executor
 from quire.llm.machine import usable_cores
 from quire.loader.defaults import cache_folder
 from quire.loader.reading import parse_json_object, read_capped
@@ -37,14 +39,19 @@ def step_seconds(
     counts: Sequence[int] = COUNTS,
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
+    most_seconds: float = math.inf,
 ) -> StepSeconds:
-    """Medians of decodes of so many sequences, as far as the executor has blocks and batch."""
+    """Medians of decodes of so many sequences, as far as the executor has blocks and batch, and as
+    are begun within `most_seconds`."""
     capacity = executor.capacity
     context = min(_CONTEXT, capacity.max_context)
     each = -(-context // capacity.block_size) * len(capacity.windows)
     most = min(capacity.max_batch_size, capacity.max_step_tokens, capacity.num_blocks // each)
-    found = {}
+    found: dict[int, float] = {}
+    begun = clock()
     for count in (count for count in counts if count <= most):
+        if clock() - begun > most_seconds:
+            break
         rows = tuple(_row(executor, index, context) for index in range(count))
         _fill(executor, rows)
         taken = []
@@ -54,6 +61,11 @@ def step_seconds(
             taken.append(clock() - started)
         found[count] = median(taken[1:])
     return found
+
+
+def blocks_needed(count: int, num_groups: int) -> int:
+    """For steps of so many sequences."""
+    return count * num_groups * -(-_CONTEXT // BLOCK_SIZE)
 
 
 def _fill(executor: Executor, rows: Sequence[SequencePlan]) -> None:
@@ -92,12 +104,32 @@ def _run(
 
 def better_device(times: Mapping[str, StepSeconds], num_sequences: int) -> str:
     """The device for steps of so many sequences: the GPU, unless the CPU is faster by far."""
-    cpu, gpu = times["cpu"], times["cuda"]
-    shared = sorted(cpu.keys() & gpu.keys())
-    if not shared:
-        return "cuda"
-    count = next((count for count in shared if count >= num_sequences), shared[-1])
-    return "cpu" if ADVANTAGE * cpu[count] <= gpu[count] else "cuda"
+    count = measured_for(times, num_sequences)
+    return "cpu" if count is not None and _cpu_is_faster(times, count) else "cuda"
+
+
+def measured_for(times: Mapping[str, StepSeconds], num_sequences: int) -> int | None:
+    """The measured number of sequences that says most about so many; None: nothing does."""
+    shared = _shared(times)
+    return next((count for count in shared if count >= num_sequences), max(shared, default=None))
+
+
+def small_batch(times: Mapping[str, StepSeconds]) -> int:
+    """Up to how many sequences the CPU is faster by far; 0: never."""
+    most = 0
+    for count in _shared(times):
+        if not _cpu_is_faster(times, count):
+            break
+        most = count
+    return most
+
+
+def _shared(times: Mapping[str, StepSeconds]) -> list[int]:
+    return sorted(times["cpu"].keys() & times["cuda"].keys())
+
+
+def _cpu_is_faster(times: Mapping[str, StepSeconds], count: int) -> bool:
+    return ADVANTAGE * times["cpu"][count] <= times["cuda"][count]
 
 
 # ---- the cache

@@ -25,7 +25,7 @@ from quire.executors.base import BLOCK_SIZE, Executor
 from quire.executors.cpu import check_native_module, check_unit, has_native_module
 from quire.executors.cpu.lowering import Threads, weight_bytes, workspace_bytes
 from quire.executors.reference import KVPrecision, ReferenceExecutor, kv_token_bytes
-from quire.llm.crossover import better_device, remembered
+from quire.llm.crossover import better_device, measured_for, remembered, small_batch
 from quire.llm.machine import (
     DEFAULT_KV_BYTES,
     MemoryPlan,
@@ -78,6 +78,7 @@ _OPTION_NAMES = {
     "seed": "give seed to SamplingParams or to a call",
 }
 
+_ASKED_FOR = "asked for"
 _ANY_SIZE = 1 << 30  # the reference executor takes a step of any size
 _REFERENCE_PRECISIONS: Mapping[str, KVPrecision] = {
     "auto": "float32",
@@ -111,6 +112,8 @@ class Options:
     gpu_layers: int | str | None = None  # the others are on the CPU; "auto": as many as fit
     gpu_memory: str | int | None = None  # of the GPU; None: all that is free
     placement: str | None = None  # "ffn-gpu": feed-forwards on the GPU, attention on the CPU
+    # Sequences of a step in which others begin on the CPU, beside a GPU; choose_device sets it.
+    cpu_batch: int | None = None
     engine: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -217,6 +220,10 @@ class Device(ABC):
     @abstractmethod
     def load(self, model: Model, options: Options) -> Loaded:
         """Make the executor, or raise a ConfigError with figures where memory does not suffice."""
+
+    def unload(self, executor: Executor) -> None:
+        """Give back what it holds."""
+        executor.close()
 
     def check_options(self, options: Options) -> None:
         """Refuse what the device does not take, before anything is loaded."""
@@ -459,7 +466,13 @@ class CudaDevice(Device):
         memory.check_batch(executor.capacity.num_blocks, options.max_batch_size)
         return Loaded(executor, memory)
 
-    def _make_executor(self, model: Model, options: Options) -> Executor:
+    def unload(self, executor: Executor) -> None:
+        super().unload(executor)
+        gc.unfreeze()  # of _warm_up
+
+    def _make_executor(
+        self, model: Model, options: Options, num_blocks: int | None = None
+    ) -> Executor:
         _require_cuda()
         from quire.executors.cuda import CudaConfig, CudaExecutor, KVType
 
@@ -470,6 +483,7 @@ class CudaDevice(Device):
             max_batch_size=batch,
             max_step_tokens=max(config.max_step_tokens, batch),
             kv_bytes=None if options.kv_memory is None else parse_bytes(options.kv_memory),
+            num_blocks=num_blocks,
             invariant=options.invariant,
             kv_type=cast(KVType, options.kv_cache_dtype),  # check_options saw to it
         )
@@ -572,6 +586,36 @@ class FeedForwardDevice(PlacedDevice):
         return found
 
 
+class EitherDevice(CudaDevice):
+    """A GPU, and the CPU for sequences that begin in small batches."""
+
+    engine_defaults = EngineConfig(
+        max_batch_size=1,
+        max_step_tokens=512,  # of which the CPU may have all
+        prefix_reuse=False,  # blocks are on one side alone
+    )
+
+    def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan:
+        return CPU.memory_plan(model, _on_cpu(options))
+
+    def load(self, model: Model, options: Options) -> Loaded:
+        """Both have blocks of the same numbers: as many as suit the CPU."""
+        from quire.executors.either import EitherExecutor
+
+        assert options.cpu_batch is not None
+        memory = self.memory_plan(model, options)
+        num_blocks = memory.num_blocks(memory.pool_bytes(options.kv_memory), options.max_context)
+        memory.check_batch(num_blocks, options.max_batch_size)
+        on_gpu = self._make_executor(model, options, num_blocks)
+        on_cpu = CPU.make_executor(model, on_gpu.capacity.num_blocks, _on_cpu(options))
+        return Loaded(EitherExecutor(on_cpu, on_gpu, options.cpu_batch), memory)
+
+
+def _on_cpu(options: Options) -> Options:
+    """The same for the CPU alone."""
+    return replace(options, device="cpu", invariant=True, gpu_memory=None, cpu_batch=None)
+
+
 def gpu_memory_of(options: Options) -> int:
     """What a model may take of the GPU."""
     gpu = DEVICES["cuda"]
@@ -619,6 +663,7 @@ DEVICES: dict[str, Device] = {
 }
 PLACED = PlacedDevice()  # "cuda" where gpu_layers are given
 FEED_FORWARD = FeedForwardDevice()  # "cuda" where placement is "ffn-gpu"
+EITHER = EitherDevice()  # "cuda" where small batches begin on the CPU
 
 
 def device_of(options: Options) -> Device:
@@ -636,6 +681,8 @@ def device_of(options: Options) -> Device:
     if placed is not None and name in (AUTO, "cuda"):
         placed.check_options(options)
         return placed
+    if options.cpu_batch is not None and name == "cuda":
+        return EITHER
     is_for_gpu = options.kv_cache_dtype not in DEVICES["cpu"].cache_types
     if name == AUTO and (is_for_gpu or not options.invariant):
         name = "cuda"  # the only one that has a choice
@@ -645,44 +692,84 @@ def device_of(options: Options) -> Device:
     return DEVICES[name]
 
 
-def resolve_auto(options: Options, model: Model, notify: Callable[[str], None]) -> Options:
-    """The options with a device's name instead of "auto".
+class Choice(NamedTuple):
+    """Where a model is to run, and why."""
 
-    That is a GPU that can run the model; else a processor, and `notify` gets the reason if there
-    may be a GPU. Options that only a processor takes keep the model there.
-    """
+    options: Options  # with a device's name instead of "auto"
+    reason: str
+    may_measure: bool = False  # both devices can run it, and how fast they are is not known
+
+
+def resolve_auto(options: Options, model: Model, notify: Callable[[str], None]) -> Options:
+    return choose_device(options, model, notify).options
+
+
+def choose_device(options: Options, model: Model, notify: Callable[[str], None]) -> Choice:
+    """The device asked for. For "auto" a GPU that can run the model, unless the CPU was measured to
+    be faster; else a processor, and `notify` gets the reason if there may be a GPU. Options that
+    only a processor takes keep the model there."""
     device = device_of(options)
     if isinstance(device, PlacedDevice):
-        return _placed(options, model, notify)
-    gpu = DEVICES["cuda"]
-    for_processor = options.threads is not None or options.kv_cache_dtype not in gpu.cache_types
-    if options.device == AUTO and not for_processor:
-        reason = gpu.why_unavailable() or gpu.why_unsupported(model)
-        if reason is None:
-            device = _measured(options, model, notify)
-        elif options.kv_cache_dtype not in DEVICES["cpu"].cache_types:
-            raise ConfigError(
-                f"kv_cache_dtype is {options.kv_cache_dtype!r}, which the cpu executor does not "
-                f"have, and the cuda executor cannot run here: {reason}; int8 takes as few bytes"
-            )
-        elif device is not gpu and has_nvidia_driver():
-            notify(f"runs on the {device.name} executor: {reason}")
-    return replace(options, device=device.name)
+        return Choice(_placed(options, model, notify), _ASKED_FOR)
+    if options.device != AUTO:
+        return Choice(options, _ASKED_FOR)
+    gpu, chosen = DEVICES["cuda"], replace(options, device=device.name)
+    if options.threads is not None or options.kv_cache_dtype not in gpu.cache_types:
+        return Choice(chosen, "threads or kv_cache_dtype are those of a processor")
+    reason = gpu.why_unavailable() or gpu.why_unsupported(model)
+    if reason is None:
+        return _better(options, model, notify)
+    if options.kv_cache_dtype not in DEVICES["cpu"].cache_types:
+        raise ConfigError(
+            f"kv_cache_dtype is {options.kv_cache_dtype!r}, which the cpu executor does not "
+            f"have, and the cuda executor cannot run here: {reason}; int8 takes as few bytes"
+        )
+    if device is not gpu and has_nvidia_driver():
+        notify(f"runs on the {device.name} executor: {reason}")
+    return Choice(chosen, reason)
 
 
-def _measured(options: Options, model: Model, notify: Callable[[str], None]) -> Device:
-    """The GPU, unless `quire bench crossover` found the CPU to be better for such batches."""
+def _better(options: Options, model: Model, notify: Callable[[str], None]) -> Choice:
+    """The GPU, unless the CPU was measured to be better for such batches. Where tokens may depend
+    on the batch, both, if the CPU is better for small ones."""
     gpu = DEVICES["cuda"]
-    if not options.invariant or options.gpu_memory is not None or CPU.why_unavailable():
-        return gpu
+    on_gpu = replace(options, device=gpu.name)
+    if options.gpu_memory is not None:
+        return Choice(on_gpu, "gpu_memory is that of a GPU")
+    reason = CPU.why_unavailable() or _why_not_on_cpu(options, model)
+    if reason is not None:
+        return Choice(on_gpu, f"the CPU cannot run the model: {reason}")
     times = remembered(model, gpu.hardware)
-    if times is None or better_device(times, options.max_batch_size) == gpu.name:
-        return gpu
-    notify(
-        f"runs on the cpu executor: for batches of {options.max_batch_size} it was measured to be "
-        "the faster one here (quire bench crossover); device='cuda' takes the GPU"
+    count = None if times is None else measured_for(times, options.max_batch_size)
+    if times is None or count is None:
+        return Choice(on_gpu, "a GPU that can run the model; steps were not measured", True)
+    reason = (
+        f"a step of {count} took {1000 * times['cuda'][count]:.1f} ms on the GPU and "
+        f"{1000 * times['cpu'][count]:.1f} ms on the CPU"
     )
-    return CPU
+    if not options.invariant:
+        most = 0 if options.engine.get("prefix_reuse") else small_batch(times)
+        if not most:
+            return Choice(on_gpu, reason)
+        return Choice(
+            replace(on_gpu, cpu_batch=most),
+            f"{reason}; sequences that begin in steps of up to {most} run on the CPU",
+        )
+    if better_device(times, options.max_batch_size) == gpu.name:
+        return Choice(on_gpu, reason)
+    notify(f"runs on the cpu executor: {reason}; device='cuda' takes the GPU")
+    return Choice(replace(options, device="cpu"), reason)
+
+
+def _why_not_on_cpu(options: Options, model: Model) -> str | None:
+    try:
+        check_lowered(model.spec, "cpu")
+        if options.kv_cache_dtype not in CPU.cache_types:
+            return f"it has no {options.kv_cache_dtype} KV cache"
+        CPU.memory_plan(model, _on_cpu(options)).pool_bytes(options.kv_memory)
+    except (ConfigError, UnsupportedModelError) as error:
+        return str(error)
+    return None
 
 
 def _placed(options: Options, model: Model, notify: Callable[[str], None]) -> Options:

@@ -295,6 +295,11 @@ class OnlineModel:
         return self._facts.device
 
     @property
+    def device_reason(self) -> str:
+        """Why that device runs it."""
+        return self._facts.device_reason
+
+    @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in tensor_shapes(self._text.spec).values())
 

@@ -303,6 +303,8 @@ def _with_totals(
             if key.name in figures.usage
         },
         health=_health_figures(snapshot),
+        device="" if service.loaded is None else service.loaded.device,
+        device_reason="" if service.loaded is None else service.loaded.device_reason,
         audit=None if figures.audit is None else AuditFigures(**figures.audit._asdict()),
         num_running=snapshot.num_running,
         num_waiting=snapshot.num_waiting,

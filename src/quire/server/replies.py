@@ -344,6 +344,8 @@ class StatsReply(OwnStatsReply):
     """Gauges, and counters since the model was loaded."""
 
     health: HealthFigures
+    device: str  # that runs the model
+    device_reason: str  # why that one
     audit: AuditFigures | None = None
     keys: dict[str, KeyFigures]  # those in force that have used something
     num_running: int
