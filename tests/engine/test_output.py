@@ -581,12 +581,32 @@ def test_masks_are_started_before_the_step_that_needs_them() -> None:
     engine = toy_engine(
         FakeExecutor(),
         make_grammar=lambda _: Promising(promised, of=7, count=4),
-        start_masks=lambda: start_all(promised),
+        start_masks=lambda _: start_all(promised),
     )
     engine.add_request(PROMPT, greedy(10, structured=REGEX))
     engine.add_request(PROMPT, greedy(10, structured=REGEX))
     for output in finish(engine).values():
         assert [token % 7 for token in output.token_ids] == [0] * 4
+
+
+def test_masks_that_a_step_under_way_needs_are_asked_for_at_once() -> None:
+    promised: list[Later] = []
+    started: list[tuple[bool, int]] = []
+
+    def start(at_once: bool) -> None:
+        started.append((at_once, len(promised)))
+        start_all(promised)
+
+    engine = toy_engine(
+        FakeExecutor(),
+        make_grammar=lambda _: Promising(promised, of=7, count=4),
+        start_masks=start,
+        plan_ahead=True,
+    )
+    engine.add_request(PROMPT, greedy(10, structured=REGEX))
+    finish(engine)
+    counts = {at_once: sum(n for own, n in started if own is at_once) for at_once in (False, True)}
+    assert counts == {False: 1, True: 3}, "only the first is of a step that is not submitted yet"
 
 
 def test_why_a_mask_could_not_be_computed_is_the_requests_error() -> None:

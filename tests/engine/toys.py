@@ -105,7 +105,7 @@ def toy_engine(
     *,
     make_detokenizer: MakeDetokenizer | None = None,
     make_grammar: Callable[[SamplingParams], Grammar] | None = None,
-    start_masks: Callable[[], None] | None = None,
+    start_masks: Callable[[bool], None] | None = None,
     make_breakers: MakeBreakers | None = None,
     **settings: object,
 ) -> Engine:

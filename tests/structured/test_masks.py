@@ -136,9 +136,11 @@ def digits_grammars(count: int) -> tuple[grammars.Grammars, list[MatcherGrammar]
     return made, found, digits
 
 
-def promised_masks(made: grammars.Grammars, found: list[MatcherGrammar]) -> list[Mask]:
+def promised_masks(
+    made: grammars.Grammars, found: list[MatcherGrammar], *, at_once: bool = False
+) -> list[Mask]:
     promised = [grammar.allowed() for grammar in found]
-    made.start_masks()
+    made.start_masks(at_once)
     return [mask for mask in promised if isinstance(mask, Mask)]
 
 
@@ -214,6 +216,44 @@ def test_where_the_call_fails_each_mask_is_made_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(masks.MaskPool, "compute", fail)
     for index, mask in enumerate(promised_masks(made, found)):
         assert tokens_in(mask.result()) == sorted(digits[: index + 1])
+
+
+def test_masks_that_a_step_waits_for_have_begun_before_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, found, digits = digits_grammars(3)
+    begun_with: list[int] = []
+    compute = masks.MaskPool.compute
+
+    def noted(pool: masks.MaskPool, promised: list[Mask], begun: threading.Event) -> None:
+        begun_with.append(len(promised))
+        compute(pool, promised, begun)
+
+    monkeypatch.setattr(masks.MaskPool, "compute", noted)
+    monkeypatch.setattr(masks, "HANDOVER_S", PATIENCE_S)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(PATIENCE_S)  # no thread gets the GIL that is not given it
+    try:
+        promised = promised_masks(made, found, at_once=True)
+        assert begun_with == [3]
+    finally:
+        sys.setswitchinterval(interval)
+    assert [tokens_in(mask.result()) for mask in promised] == [[digits[0]], digits[:2], digits[:3]]
+
+
+def test_the_engine_does_not_wait_for_threads_that_are_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(masks, "NUM_THREADS", 1)
+    made, found, _ = digits_grammars(2)
+    may_go_on = threading.Event()
+    busy = Mask(lambda: b"\x01" if may_go_on.wait(PATIENCE_S) else b"")
+    made._threads.promise(busy)
+    made.start_masks()
+    promised = promised_masks(made, found, at_once=True)
+    assert not any(mask.is_done for mask in (busy, *promised))
+    may_go_on.set()
+    assert busy.result() and [tokens_in(mask.result()) for mask in promised]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")

@@ -102,7 +102,8 @@ class FollowingMask:
         self.give(b"")
 
     def result(self) -> bytes | None:
-        self._is_given.wait()
+        if not self._is_given.is_set():
+            self._is_given.wait()
         given = self._given
         return given if given is None or isinstance(given, bytes) else given.result()
 

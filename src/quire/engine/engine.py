@@ -52,11 +52,12 @@ class Engine:
         make_detokenizer: MakeDetokenizer | None = None,
         make_grammar: MakeGrammar | None = None,
         make_breakers: MakeBreakers | None = None,
-        start_masks: Callable[[], None] | None = None,
+        start_masks: Callable[[bool], None] | None = None,
         default_max_tokens: int | None = None,
         before_step: Callable[[], None] | None = None,
     ) -> None:
-        """`start_masks`: begins to compute the masks that grammars promised since the last call.
+        """`start_masks`: begins to compute the masks that grammars promised since the last call;
+        True: a step that needs them is under way.
         `before_step`: called when a step is planned and the executor does not have it yet.
         `default_max_tokens`: of requests that say nothing; fewer where the context leaves fewer."""
         self.config = config or EngineConfig()
@@ -185,7 +186,7 @@ class Engine:
         self._fail_unplanned(step)
         plan = None if step is None else step.plan()
         if self._start_masks is not None and plan is not None:
-            self._start_masks()
+            self._start_masks(False)
         if self._before_step is not None and plan is not None:
             self._before_step()
         host_s = time.perf_counter() - started
@@ -201,7 +202,7 @@ class Engine:
         """A step was updated with: of the masks that depend on its tokens, begin those that rows
         are still wanted for, and give up the others."""
         if self._start_masks is not None:
-            self._start_masks()
+            self._start_masks(True)
         for flight in self._flights:
             _give_up_masks(flight)
 

@@ -100,9 +100,10 @@ class Grammars:
         control = tokenizer.hidden_token_ids.union(self._end_token_ids)
         return ThinkingMasks(thinking, grammar, tokenizer.token_bytes, size, control)
 
-    def start_masks(self) -> None:
-        """Begin with the masks that were promised since the last call; on the engine's thread."""
-        self._threads.start()
+    def start_masks(self, at_once: bool = False) -> None:
+        """Begin with the masks that were promised since the last call; on the engine's thread.
+        `at_once`: they have begun when this returns."""
+        self._threads.start(at_once=at_once)
 
     def _compiled(self, constraint: Constraint) -> CompiledGrammar:
         with self._lock:
@@ -186,20 +187,27 @@ class EndBits:
     request's own stop tokens are allowed as well; with ignore_eos the end tokens are not."""
 
     def __init__(self, end_token_ids: Sequence[int], params: SamplingParams) -> None:
-        self._ends = sum(1 << token for token in set(end_token_ids))
-        self._stops = sum(1 << token for token in set(params.stop_token_ids))
+        self._ends = tuple(divmod(token, 8) for token in set(end_token_ids))
+        self._stops = tuple(divmod(token, 8) for token in set(params.stop_token_ids))
         self._are_forbidden = params.ignore_eos
-        self.are_plain = not self._stops and not params.ignore_eos
+        self._are_plain = not self._stops and not params.ignore_eos
 
     def apply(self, mask: bytes) -> bytes:
-        if self.are_plain:
+        """Of most masks a few bytes are looked at: they are made for every row of a step."""
+        if self._are_plain or not self._may_end(mask):
             return mask
-        bits = int.from_bytes(mask, "little")
-        if bits & self._ends:
-            bits |= self._stops
-            if self._are_forbidden:
-                bits &= ~(self._ends & ~self._stops)
-        return bits.to_bytes(max(len(mask), -(-bits.bit_length() // 8)), "little")
+        longest = max((byte + 1 for byte, _ in self._stops), default=0)
+        bits = bytearray(mask.ljust(longest, b"\0"))
+        if self._are_forbidden:
+            for byte, bit in self._ends:
+                if byte < len(bits):
+                    bits[byte] &= ~(1 << bit)
+        for byte, bit in self._stops:
+            bits[byte] |= 1 << bit
+        return bytes(bits)
+
+    def _may_end(self, mask: bytes) -> bool:
+        return any(byte < len(mask) and mask[byte] >> bit & 1 for byte, bit in self._ends)
 
 
 class MatcherGrammar:

@@ -1,10 +1,11 @@
 """MaskThreads: compute grammar masks while a step's layers are computed.
 
 Masks that are promised while a step is planned are computed when it is submitted: in one call by
-llguidance's own threads (MaskPool), which need no GIL. How long each one took is unknown then, so
-those of a call that took long are computed alone the next time, by a few threads of ours. A grammar
-whose masks take long has them computed by a thread of low priority, and has no row in a step until
-its mask is there: the step's other rows would wait for it.
+llguidance's own threads (MaskPool), which need no GIL. Those that follow a token of the step before
+are begun as soon as it is known, and waited for when that step is sampled. How long each one took
+is unknown then, so those of a call that took long are computed alone the next time, by a few
+threads of ours. A grammar whose masks take long has them computed by a thread of low priority, and
+has no row in a step until its mask is there: the step's other rows would wait for it.
 """
 
 import os
@@ -28,6 +29,7 @@ NUM_THREADS = min(4, os.cpu_count() or 1)
 NUM_POOL_THREADS = min(8, (os.cpu_count() or 1) // 2)
 STACK_BYTES = 64 << 20  # several times what the checker's process has
 SLOW_S = 0.004  # of processor time
+HANDOVER_S = 0.001  # that the engine waits for a thread to begin: all may be busy with slow masks
 _SHARE = 32  # masks that are not worth waking another thread for
 _NICENESS = 10
 
@@ -80,7 +82,8 @@ class Mask:
         return self._done.is_set()
 
     def result(self) -> bytes:
-        self._done.wait()
+        if not self._done.is_set():  # waiting takes longer, also where it is there
+            self._done.wait()
         return self._bits
 
 
@@ -95,10 +98,11 @@ class MaskPool:
         self._num_words = -(-vocabulary_size // 32)
         self._buffers = threading.local()
 
-    def compute(self, masks: Sequence[Mask]) -> None:
+    def compute(self, masks: Sequence[Mask], begun: threading.Event) -> None:
         """Make them all, which have matchers, in one call while the GIL is free."""
         bits = self._buffer(len(masks))
         matchers = [(mask.matcher, row) for row, mask in enumerate(masks) if mask.matcher]
+        begun.set()
         started = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(
             matchers, bits.ctypes.data, self._num_words * bits.itemsize, len(bits)
@@ -139,15 +143,20 @@ class MaskThreads:
             mask.done_with(self._shared_done)
             self._shared.append(mask)
 
-    def start(self) -> None:
+    def start(self, *, at_once: bool = False) -> None:
+        """`at_once`: wait until the call that makes most of them has begun. Its thread would not
+        get the GIL while this one goes on, which may be longer than the call takes."""
         if not self._promised and not self._shared:
             return
         if self._queue is None:
             self._queue = _started(self, NUM_THREADS, "quire-masks")
         if self._shared and self.pool is not None:
             done, self._shared_done = self._shared_done, threading.Event()
-            self._queue.put(partial(_compute_together, self.pool, self._shared, done))
-            self._shared = []
+            shared, self._shared = self._shared, []
+            begun = threading.Event()
+            self._queue.put(partial(_compute_together, self.pool, shared, begun, done))
+            if at_once:
+                begun.wait(HANDOVER_S)
         masks, self._promised = self._promised, []
         share = max(_SHARE, -(-len(masks) // NUM_THREADS))
         for first in range(0, len(masks), share):
@@ -165,12 +174,15 @@ def _compute_each(masks: Sequence[Mask]) -> None:
         mask.compute()
 
 
-def _compute_together(pool: MaskPool, masks: Sequence[Mask], done: threading.Event) -> None:
+def _compute_together(
+    pool: MaskPool, masks: Sequence[Mask], begun: threading.Event, done: threading.Event
+) -> None:
     try:
         if len(masks) == 1:
+            begun.set()
             masks[0].compute_alone()  # which says how long it took
         else:
-            pool.compute(masks)
+            pool.compute(masks, begun)
     except BaseException:  # a panic in Rust is no Exception
         for mask in masks:
             mask.compute_alone()
