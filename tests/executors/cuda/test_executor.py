@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tests.executors.cuda.interpreting  # noqa: F401
+import torch
 from tests.executors.reference.plans import opened, row
 from tests.fixture_files import fixture_file
 
@@ -164,6 +165,30 @@ def test_a_row_that_follows_a_step_is_submitted_before_its_mask_is_known(
     assert one.token is not None and beside.token == alone.token
     logits_after = logits(executor, row((*PROMPT, one.token, 11), TABLE))
     assert np.isfinite(logits_after).all()
+
+
+def test_a_step_is_packed_before_the_masks_of_the_one_before_are_waited_for(
+    executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    pack = executor._runner.pack
+
+    class Late:
+        def result(self) -> bytes:
+            done.append("mask")
+            return bytes([0, 8])
+
+    def packed(*given: Any) -> Any:
+        done.append("pack")
+        return pack(*given)
+
+    monkeypatch.setattr(executor._runner, "pack", packed)
+    held = row(PROMPT, TABLE, want=Want.SAMPLE, allowed=Late())
+    other = row(PROMPT, (5,), want=Want.SAMPLE, sequence_id=1)
+    tickets = [executor.submit(StepPlan(1, (held,))), executor.submit(StepPlan(2, (other,)))]
+    assert done == ["pack", "pack", "mask"]
+    [found], [beside] = (executor.collect(ticket, 60).sequences for ticket in tickets)
+    assert found.token == 11 and beside.fault is None
 
 
 def test_a_step_whose_masks_are_given_up_ends(executor: CudaExecutor) -> None:
@@ -371,3 +396,34 @@ def test_a_copy_of_no_block_is_refused(executor: CudaExecutor) -> None:
     for copy in (BlockCopy(0, 8), BlockCopy(-1, 0)):
         with pytest.raises(ExecutorError, match="copies block"):
             run(executor, row(PROMPT, TABLE), copies=[copy])
+
+
+def test_memory_for_sampling_is_taken_again_after_the_graphs_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with load_model(fixture_file("tiny/Q4_0.gguf")) as model:
+        found = CudaExecutor(model, CONFIG)
+    done: list[str] = []
+    monkeypatch.setattr(found, "_is_gpu", True)
+    monkeypatch.setattr(found._runner, "warm_up", lambda launch_others: done.append("graphs"))
+    monkeypatch.setattr(found._sampler, "capture", lambda *given: done.append("sampler's graphs"))
+    monkeypatch.setattr(found._sampler, "rehearse", lambda: done.append("rehearsal"))
+    found.warm_up()
+    assert done == ["graphs", "sampler's graphs", "rehearsal"]
+
+
+def test_too_little_memory_for_sampling_is_told_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def take_too_much() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with load_model(fixture_file("tiny/Q4_0.gguf")) as model:
+        found = CudaExecutor(model, CONFIG)
+    monkeypatch.setattr(found, "_is_gpu", True)
+    monkeypatch.setattr(found._runner, "warm_up", lambda launch_others: None)
+    monkeypatch.setattr(found._sampler, "capture", lambda *given: None)
+    monkeypatch.setattr(found._sampler, "rehearse", take_too_much)
+    monkeypatch.setattr("quire.executors.cuda.memory.free_bytes", lambda device: 1 << 20)
+    with pytest.raises(ConfigError, match="lower max_batch_size"):
+        found.warm_up()

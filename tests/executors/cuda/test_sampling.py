@@ -365,6 +365,23 @@ def test_a_vocabulary_smaller_than_the_scores_asked_for_gives_what_it_has() -> N
         assert rank == 1 and [token for token, _ in top] == [0, 1, 2]
 
 
+def test_scores_of_any_number_of_rows_are_computed_by_the_kernels_that_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton compiles for the alignment of pointers and for strides of 1."""
+    found = Device()
+    kinds = set()
+
+    def launch(count: int, logits: Any, scored: Any) -> None:
+        pointers = (scored.tokens, scored.num_top)
+        kinds.add((*(p.data_ptr() % 16 for p in pointers), scored.token_stride))
+
+    monkeypatch.setattr(found.sampler, "_launch_scores", launch)
+    for count in range(1, MAX_ROWS + 1):
+        found.sampler.score(found.logits[:count], [1] * count, 3)
+    assert kinds == {(0, 0, 1)}
+
+
 def test_scores_of_what_the_kernel_does_not_read_are_refused(device: Device) -> None:
     with pytest.raises(ValueError, match="no scores of"):
         device.sampler.score(torch.zeros(2, VOCABULARY, dtype=torch.float64), [0, 2], 1)

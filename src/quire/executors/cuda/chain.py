@@ -25,7 +25,6 @@ _WEIGHT_ONE = float(2**32)
 _LOW = 0xFFFFFFFF
 _MAX_INT64 = 2**63 - 1
 _ABOVE_SCORES = 2**40  # added to weights, it makes them greater than any score's key
-_STAGED_BYTES = 64 << 10  # that CUDA copies aside at once
 
 
 class SampleRow(NamedTuple):
@@ -96,12 +95,10 @@ def _status(best: Array) -> Array:
 
 
 def to_device(values: npt.NDArray[np.generic], device: object) -> Array:
-    """A copy that does not wait for the stream. CUDA has read pageable memory, such as `values`, by
-    the time the call returns, so the array need not be kept; but for a large array that time is
-    when the stream comes to it. So a large one is copied from pinned memory, which torch uses again
-    when the copy is done."""
+    """A copy that does not wait for the stream: from pinned memory, which torch uses again when the
+    copy is done, so `values` need not be kept."""
     source = torch.from_numpy(values)
-    if values.nbytes > _STAGED_BYTES and torch.device(device).type == "cuda":
+    if torch.device(device).type == "cuda":
         source = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
     return source.to(device, non_blocking=True)
 

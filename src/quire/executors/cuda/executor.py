@@ -28,7 +28,7 @@ from quire.executors.base import BLOCK_SIZE, NO_SAMPLING, ExecutorBase, model_ca
 from quire.executors.cuda.chain import SampleRow
 from quire.executors.cuda.decoder import Decoder, KVBlocks, KVType, Limits, decoder_for
 from quire.executors.cuda.gemm import gemm_for
-from quire.executors.cuda.graphs import Exchange, GraphRunner
+from quire.executors.cuda.graphs import Exchange, GraphRunner, PackedStep
 from quire.executors.cuda.memory import (
     allocate_blocks,
     buffers_memory,
@@ -192,10 +192,11 @@ class CudaExecutor(ExecutorBase):
     def warm_up(self) -> None:
         """Compile every kernel and capture every graph."""
         if not self.is_warm:
-            self._runner.warm_up()
+            self._runner.warm_up(self._sampler.launch_all)
             if self._is_gpu:
-                with self._runner.stream():
+                with self._runner.stream(), buffers_memory(self._device):
                     self._sampler.capture(self._runner.row_sizes, self._runner.captured)
+                    self._sampler.rehearse()  # each capture gave torch's free memory to the driver
             super().warm_up()
 
     def submit(self, plan: StepPlan) -> CudaTicket:
@@ -209,7 +210,6 @@ class CudaExecutor(ExecutorBase):
                 "the CUDA executor is not warm: call warm_up() before the first step, or every "
                 "size of batch would wait for its kernels"
             )
-        self._sample_step()
         with _memory_errors():
             return self._submit(plan, hidden)
 
@@ -270,12 +270,14 @@ class CudaExecutor(ExecutorBase):
         ticket = CudaTicket(plan, [], submitted_at=self._clock.now())
         runner = self._runner
         packed = self._pack(ticket)
+        step = self._pack_step(ticket, packed) if packed else None
+        self._sample_step()  # of the step before; packing this one has left its masks some time
         with runner.stream():
             ticket.begun = runner.record()
             for copy in plan.copies:
                 self._blocks.copy(copy.source, copy.target)
-            if packed:
-                self._run(ticket, packed, hidden)
+            if step is not None:
+                self._run(ticket, step, hidden)
             if ticket.to_sample is None:
                 ticket.done = runner.record()
         return ticket
@@ -324,21 +326,25 @@ class CudaExecutor(ExecutorBase):
                 self._sound_tables.clear()
             self._sound_tables[plan.sequence_id] = table
 
-    def _run(self, ticket: CudaTicket, packed: list[PackedRow], hidden: Sequence[Floats]) -> None:
+    def _pack_step(self, ticket: CudaTicket, packed: list[PackedRow]) -> PackedStep:
         sampled = [row for row in ticket.rows if row.packed and row.plan.want is Want.SAMPLE]
         slots = self._samples.take(ticket.plan.step_id, sampled)
         last = [row.packed.last for row in sampled if row.packed]
+        for index, row in enumerate(sampled):
+            row.head_row = index
         num_tokens = packed[-1].last + 1
+        ticket.to_sample = ToSample(sampled, slots, num_tokens)
+        return self._runner.pack(packed, num_tokens, last, slots)
+
+    def _run(self, ticket: CudaTicket, step: PackedStep, hidden: Sequence[Floats]) -> None:
+        assert ticket.to_sample is not None
         given = None
         if self._config.takes_hidden:
             rows = zip(ticket.rows, hidden, strict=True)
             given = np.concatenate([states for row, states in rows if row.packed is not None])
-        padding = self._runner.run(packed, num_tokens, last, slots, given)
-        ticket.num_padding = padding
-        for index, row in enumerate(sampled):
-            row.head_row = index
-        ticket.to_sample = ToSample(sampled, slots, num_tokens)
-        if all(row.plan.has_mask for row in sampled):
+        self._runner.run(step, given)
+        ticket.num_padding = step.num_padding
+        if all(row.plan.has_mask for row in ticket.to_sample.rows):
             self._sample_rows(ticket)
         else:
             self._unsampled = ticket

@@ -6,6 +6,7 @@ tokens), there is a graph for each of a few context lengths too. On a CPU the ke
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +56,19 @@ class Exchange:
         """Until the states are those after the feed-forward that was submitted last."""
         if self.done is not None:
             self.done.synchronize()
+
+
+class PackedStep(NamedTuple):
+    """What a step sends."""
+
+    shape: BodyShape
+    integers: Integers
+    num_tokens: int  # without padding
+    num_head_rows: int
+
+    @property
+    def num_padding(self) -> int:
+        return self.shape.num_tokens - self.num_tokens
 
 
 class GraphRunner:
@@ -125,9 +139,10 @@ class GraphRunner:
 
     # ---- capturing
 
-    def warm_up(self) -> None:
-        """Compile all kernels, then run every size once with a layer of each kind, and capture it;
-        largest first, so that memory is taken once."""
+    def warm_up(self, launch_others: Callable[[], None]) -> None:
+        """Compile all kernels, with those that are launched behind the head, then run every size
+        once with a layer of each kind, and capture it; largest first, so that memory is taken
+        once."""
         if not self._is_gpu:
             return
         shapes = tuple(self._shapes())
@@ -137,6 +152,7 @@ class GraphRunner:
                 self._run_body(shape, warming=True)
             for count in self.row_sizes:
                 self._decoder.run_head(count, *self._layout.head(self._buffer))
+            launch_others()
         for shape in reported(GRAPHS, shapes):
             self._capture_body(shape)
             if self._limits.only_feed_forwards:
@@ -201,27 +217,29 @@ class GraphRunner:
 
     # ---- running
 
-    def run(
+    def pack(
         self,
         rows: Sequence[PackedRow],
         num_tokens: int,
         head_rows: Sequence[int],
         slots: Sequence[int],
-        hidden: Floats | None = None,
-    ) -> int:
-        """Compute the rows, and the likeliest tokens after `head_rows`; how many were padding.
-        `hidden`: of all tokens, where the body begins with these."""
+    ) -> "PackedStep":
+        """The rows, and the likeliest tokens after `head_rows`, ready to run; nothing is sent."""
         shape = self._shape_for(rows, num_tokens)
         tile_tokens = self._decoder.tokens_per_tile(shape)
         body = pack_body(rows, shape.num_tokens, tile_tokens, self._windows)
-        self._send(np.concatenate([*self._head_input(head_rows, slots), body]), hidden)
+        integers = np.concatenate([*self._head_input(head_rows, slots), body])
+        return PackedStep(shape, integers, num_tokens, len(head_rows))
+
+    def run(self, step: "PackedStep", hidden: Floats | None = None) -> None:
+        """`hidden`: of all tokens, where the body begins with these."""
+        self._send(step.integers, hidden)
         if self._is_gpu:
-            self._bodies[shape].replay()
+            self._bodies[step.shape].replay()
         else:
-            self._run_body(shape)
-        if head_rows:
-            self._run_head(len(head_rows))
-        return shape.num_tokens - num_tokens
+            self._run_body(step.shape)
+        if step.num_head_rows:
+            self._run_head(step.num_head_rows)
 
     def exchange(self) -> Exchange:
         tokens, width = self._decoder.given.shape

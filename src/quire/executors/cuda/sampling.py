@@ -32,10 +32,13 @@ _EDITS = 1 << 15  # bans and biases of a step; rows beyond are sampled by chain.
 _ALWAYS = struct.Struct("<QIi4f4d")
 _THIS_STEP = struct.Struct("<iQ13i")
 _PLACE = struct.Struct("<Qi")  # of a row's token: position and slot, the words after its kind
+_MASKED_PLACE = struct.Struct("<Qi3i")  # and then no counts, no pending token, and the mask
 _BEFORE_COUNTS = 4 + _PLACE.size
+_AFTER_MASK = 4 + _MASKED_PLACE.size
 _EDIT = struct.Struct("<if")
 _NOTHING = bytes(4 * kernels.WORDS)
 _MAX_KNOWN = 4096
+_ALIGNED = 4  # words
 _NO_CHANGE = CountChange(-1)
 
 
@@ -81,9 +84,10 @@ class _Known(NamedTuple):
     biases: bytes
     highest_bias: int  # token; -1: no biases
     # The words of a row without history, mask and bans, around its position and slot; empty where
-    # its sequence has others.
+    # its sequence has others. With a mask it ends otherwise.
     begin: bytes
     end: bytes
+    masked_end: bytes
 
 
 def _known(sampling: Sampling) -> _Known:
@@ -104,6 +108,7 @@ def _known(sampling: Sampling) -> _Known:
     )
     kind, num_top = _kind(params), 0 if params.logprobs is None else params.logprobs + 1
     usual = _THIS_STEP.pack(kind, 0, 0, -1, -1, -1, 0, 0, 0, 0, -1, -1, 0, 0, num_top)
+    masked = _THIS_STEP.pack(kind, 0, 0, -1, -1, 0, 0, 0, 0, 1, -1, -1, 0, 0, num_top)
     is_usual = kind != kernels.SKIP and not params.logit_bias
     return _Known(
         sampling,
@@ -114,6 +119,7 @@ def _known(sampling: Sampling) -> _Known:
         max(params.logit_bias, default=-1),
         words + usual[:4] if is_usual else b"",
         usual[_BEFORE_COUNTS:],
+        masked[_AFTER_MASK:],
     )
 
 
@@ -279,10 +285,15 @@ class Sampler:
                 self._by_sampling.clear()
             known = self._by_sampling[id(sampling)] = _known(sampling)
         params = sampling.params
-        is_usual = row.history is None and row.allowed is None and known.begin
+        is_usual = row.history is None and known.begin
         if is_usual and row.completion_position >= params.min_tokens:
-            place = _PLACE.pack(row.completion_position, request.slot)
-            step.words[request.head_row] = known.begin + place + known.end
+            position, slot = row.completion_position, request.slot
+            if row.allowed is None:
+                place, end = _PLACE.pack(position, slot), known.end
+            else:
+                mask = step.add_mask(row.allowed)
+                place, end = _MASKED_PLACE.pack(position, slot, -1, -1, mask), known.masked_end
+            step.words[request.head_row] = known.begin + place + end
             step.is_sampled = True
             step.has_weighed |= known.kind == kernels.WEIGHED
             step.is_scored |= params.logprobs is not None
@@ -355,11 +366,10 @@ class Sampler:
     def _send_masks(self, masks: Sequence[bytes]) -> None:
         """A mask has a bit a token; what it lacks is not allowed."""
         width = 4 * self._mask_words
-        lines = self._masks.host().view(np.uint8).reshape(-1, width)
-        for line, mask in zip(lines, masks, strict=False):
-            bits = np.frombuffer(mask, np.uint8)[:width]
-            line[: len(bits)] = bits
-            line[len(bits) :] = 0
+        host = self._masks.host().view(np.uint8).data
+        for start, mask in zip(range(0, len(host), width), masks, strict=False):
+            whole = mask if len(mask) == width else mask[:width].ljust(width, b"\0")
+            host[start : start + width] = whole
         self._masks.send(len(masks) * self._mask_words)
 
     def _chain(self, requests: Sequence[SampleRequest]) -> None:
@@ -376,11 +386,18 @@ class Sampler:
 
     # ---- kernels
 
-    def capture(self, sizes: Sequence[int], captured: Callable[[Callable[[], None]], Any]) -> None:
-        """Capture graphs for these numbers of rows."""
+    def launch_all(self) -> None:
+        """Launch every kernel, each as steps will, with a row that none of them changes."""
         host = self._step.host()
         host[:] = 0
         self._step.send(len(host))
+        self._launch_with_rounds(1)
+        self._launch_scores(1)
+        self.score(self._logits[:1], [0], 0)
+
+    def capture(self, sizes: Sequence[int], captured: Callable[[Callable[[], None]], Any]) -> None:
+        """Capture graphs for these numbers of rows."""
+        self.launch_all()
         for size in sorted(sizes):
             self._graphs[size] = (
                 captured(lambda size=size: self._launch(size)),  # type: ignore[misc]
@@ -476,7 +493,9 @@ class Sampler:
             raise ValueError(f"no scores of {logits.dtype} {tuple(logits.shape)}")
         if len(tokens) != count or count > len(self._scored.ranks):
             raise ValueError(f"no scores of {len(tokens)} tokens in {count} rows")
-        given = np.array([tokens, [num_top + 1] * count], np.int32)
+        # Kernels are compiled for pointers that 16 bytes divide, so both parts begin there.
+        given = np.zeros((2, -(-count // _ALIGNED) * _ALIGNED), np.int32)
+        given[:, :count] = [tokens, [num_top + 1] * count]
         of_rows = to_device(given, self._logits.device)
         scored = self._scored._replace(
             tokens=of_rows[0], token_stride=1, num_top=of_rows[1], num_top_stride=1
