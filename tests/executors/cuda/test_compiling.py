@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from triton.runtime import JITFunction
+from triton.runtime._async_compile import active_mode
 
 from quire.executors.cuda.compiling import compiled_together
 
@@ -30,3 +31,19 @@ def test_launches_of_other_threads_are_launches(monkeypatch: pytest.MonkeyPatch)
         other.join()
     launch()
     assert seen == [True, False, False]
+
+
+def test_a_kernel_that_does_not_compile_leaves_nothing_behind() -> None:
+    run = JITFunction.run
+
+    def fail() -> None:
+        raise RuntimeError("no such instruction")
+
+    with pytest.raises(RuntimeError, match="no such instruction"), compiled_together():
+        mode = active_mode.get()
+        assert mode is not None
+        mode.submit("a kernel", fail, lambda kernel: None)
+    assert active_mode.get() is None
+    assert JITFunction.run is run
+    with compiled_together():
+        pass

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from triton.runtime import JITFunction
-from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
 _MOST_THREADS = 16
 
@@ -29,9 +29,12 @@ def compiled_together() -> Iterator[None]:
         return run(self, *args, grid=grid, warmup=warmup or is_own, **kwargs)
 
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, "quire-compile") as pool, AsyncCompileMode(pool):
-        JITFunction.run = compile_only
-        try:
-            yield
-        finally:
-            JITFunction.run = run
+    try:
+        with ThreadPoolExecutor(threads, "quire-compile") as pool, AsyncCompileMode(pool):
+            JITFunction.run = compile_only
+            try:
+                yield
+            finally:
+                JITFunction.run = run
+    finally:
+        active_mode.set(None)  # Triton leaves it set where a kernel does not compile

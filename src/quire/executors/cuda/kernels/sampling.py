@@ -134,7 +134,12 @@ def _exp(x):
 @triton.jit
 def _weigh(x, best, temperature, min_p):
     """Integer weights of scores; 0 for a likelihood below min_p."""
-    likelihood = _exp((x.to(tl.float64) - best.to(tl.float64)) / temperature)
+    return _weigh_exponents((x.to(tl.float64) - best.to(tl.float64)) / temperature, min_p)
+
+
+@triton.jit
+def _weigh_exponents(exponents, min_p):
+    likelihood = _exp(exponents)
     weights = (likelihood * tl.full([], 4294967296.0, tl.float64)).to(tl.int64)
     return tl.where(likelihood < min_p, 0, weights)
 
@@ -620,10 +625,12 @@ def _drawn_of_bracket(
         _number, above, equal = _above(source, threshold)
         ties = tl.minimum(equal, _ceil_quotient(rest - above, threshold))
         lower, upper = tl.load(work.bounds + row), tl.load(work.upper_bounds + row)
-        least = _weigh(lower, source.best, source.temperature, source.min_p)
+        exponent = (lower.to(tl.float64) - source.best.to(tl.float64)) / source.temperature
+        least = _weigh_exponents(exponent, tl.full([], 0.0, tl.float64))
+        slightly_more = _weigh_exponents(exponent + 1e-12, source.min_p)
         highest = tl.minimum(upper, source.best)
         most = _weigh(highest, source.best, source.temperature, source.min_p)
-        is_within = (least == 0) | (least + 1 < threshold)
+        is_within = (slightly_more == 0) | (least + 1 < threshold)
         if is_within & ((upper > source.best) | (most > threshold + 1)):
             last_tie = tl.full([], 1 << 30, tl.int64)
             if ties < equal:
