@@ -160,13 +160,16 @@ def random_prompts(load: Load, vocabulary_size: int, seed: int) -> list[list[int
     return prompts
 
 
-def run_load(assembly: Assembly, load: Load, seed: int) -> Run:
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+def run_load(assembly: Assembly, load: Load, seed: int, params: SamplingParams = GREEDY) -> Run:
     """Take a load through a new engine over the loaded model; an ExecutorError if any fails."""
     recorder = StepRecorder(assembly.executor, load.prompt_tokens)
     engine = replace(assembly, executor=recorder).new_engine()
     prompts = random_prompts(load, assembly.spec.vocabulary_size, seed)
     run = Run(load)
-    _drive(engine, prompts, run)
+    _drive(engine, prompts, run, params)
     run.steps = recorder.steps
     run.busy_s = sum(step.seconds for step in run.steps)
     return run
@@ -203,9 +206,14 @@ def run_phases(assembly: Assembly, load: Load, seed: int) -> Run:
     )
 
 
-def _drive(engine: Engine, prompts: Sequence[Sequence[int]], run: Run) -> None:
+def _drive(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    run: Run,
+    params: SamplingParams = GREEDY,
+) -> None:
     load = run.load
-    params = SamplingParams(max_tokens=load.new_tokens, temperature=0.0, ignore_eos=True)
+    params = replace(params, max_tokens=load.new_tokens)
     waiting = list(reversed(prompts))
     last_at: dict[str, float] = {}  # when a live request arrived, or its last token came
     begun: set[str] = set()  # of which tokens have come

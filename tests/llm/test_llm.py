@@ -459,3 +459,8 @@ def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
         assert stream.output is not None and stream.output.prompt == "fXhi"
         with pytest.raises(RequestError, match="give tools to chat"):
             llm.generate("hi", tools=[])  # type: ignore[call-arg]
+
+
+def test_a_dummy_takes_a_context_longer_than_its_shapes() -> None:
+    with LLM("dummy:tiny", device="reference", max_context=20_000, max_batch_size=1) as llm:
+        assert llm.max_context == 20_000

@@ -35,11 +35,12 @@ from quire.llm.devices import Options
 from quire.llm.machine import MemoryPlan
 from quire.llm.model_names import find_model
 from quire.llm.reranking import Reranker, find_reranker
+from quire.loader.defaults import DUMMY_PREFIX
 from quire.loader.reading import read_capped
 from quire.model.generation import read_defaults
 from quire.model.isolated import examine
 from quire.model.loading import Model, end_token_ids, load_model, read_tokenizer
-from quire.model.spec import Experts, ModelSpec, tensor_shapes
+from quire.model.spec import MAX_SIZES, Experts, ModelSpec, tensor_shapes
 from quire.structured import Grammars
 from quire.tokenizer import Tokenizer
 from quire.tokenizer.breakers import SequenceBreakers
@@ -178,7 +179,7 @@ def assemble(model: str | Path, options: Options) -> Assembly:
 def assemble_examined(path: Path, options: Options) -> Assembly:
     """Load a file that read_text() has looked at."""
     with load_model(path, i2s_packing=options.i2s_packing) as loaded:
-        loaded = _with_context(loaded, options.max_context)
+        loaded = _with_context(loaded, options.max_context, path)
         text = _text_of(loaded, options)
         options, (executor, memory), reason = load_chosen(options, loaded, print_notice)
         return Assembly(
@@ -200,7 +201,7 @@ def read_text(model: str | Path, options: Options) -> ModelText:
     """The same without the weights, for a process that does not compute."""
     path = _examined(model, options)
     with load_model(path, i2s_packing=options.i2s_packing) as loaded:
-        return _text_of(_with_context(loaded, options.max_context), options)
+        return _text_of(_with_context(loaded, options.max_context, path), options)
 
 
 def _examined(model: str | Path, options: Options) -> Path:
@@ -270,11 +271,12 @@ def _with_template(
     return tokenizer
 
 
-def _with_context(model: Model, max_context: int | None) -> Model:
-    """The same model with a shorter context."""
+def _with_context(model: Model, max_context: int | None, path: Path) -> Model:
+    """The same model with a shorter context; a dummy, which knows no positions, with any."""
     if max_context is None:
         return model
-    longest = model.spec.context_length
+    is_dummy = str(path).startswith(DUMMY_PREFIX)
+    longest = MAX_SIZES["context_length"] if is_dummy else model.spec.context_length
     if max_context > longest:
         raise ConfigError(
             f"max_context is {max_context}, but the model was made for {longest} tokens"

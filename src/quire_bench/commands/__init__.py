@@ -22,6 +22,7 @@ COMMANDS = {
     "latency": _command("latency", "time to the first token and between tokens"),
     "kv": _command("kv", "types of the KV cache: how far they move probabilities, what they save"),
     "grid": _command("grid", "throughput over batch sizes, prompt lengths and mixes"),
+    "traffic": _command("traffic", "greedy, sampled and long loads, beside vLLM's figures"),
     "serve": _command("serve", "load an OpenAI-compatible server"),
     "compare": _command(
         "compare", "quire beside llama.cpp, OpenVINO GenAI, transformers or a server"
