@@ -218,42 +218,47 @@ def test_where_the_call_fails_each_mask_is_made_alone(monkeypatch: pytest.Monkey
         assert tokens_in(mask.result()) == sorted(digits[: index + 1])
 
 
-def test_masks_that_a_step_waits_for_have_begun_before_the_engine_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_masks_that_a_step_waits_for_are_there_at_once() -> None:
     made, found, digits = digits_grammars(3)
-    begun_with: list[int] = []
-    compute = masks.MaskPool.compute
-
-    def noted(pool: masks.MaskPool, promised: list[Mask], begun: threading.Event) -> None:
-        begun_with.append(len(promised))
-        compute(pool, promised, begun)
-
-    monkeypatch.setattr(masks.MaskPool, "compute", noted)
-    monkeypatch.setattr(masks, "HANDOVER_S", PATIENCE_S)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(PATIENCE_S)  # no thread gets the GIL that is not given it
-    try:
-        promised = promised_masks(made, found, at_once=True)
-        assert begun_with == [3]
-    finally:
-        sys.setswitchinterval(interval)
+    promised = promised_masks(made, found, at_once=True)
+    assert [mask.is_done for mask in promised] == [True] * 3
     assert [tokens_in(mask.result()) for mask in promised] == [[digits[0]], digits[:2], digits[:3]]
 
 
-def test_the_engine_does_not_wait_for_threads_that_are_busy(
+def test_where_the_call_at_once_fails_each_mask_is_made_by_a_thread_with_a_large_stack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(masks, "NUM_THREADS", 1)
+    made, found, digits = digits_grammars(3)
+    names: list[str] = []
+    compute = MatcherGrammar._compute
+
+    def noted(grammar: MatcherGrammar) -> bytes:
+        names.append(threading.current_thread().name)
+        return compute(grammar)
+
+    def fail(*_: object) -> None:
+        raise BaseException("panicked")
+
+    monkeypatch.setattr(masks.MaskPool, "compute", fail)
+    monkeypatch.setattr(MatcherGrammar, "_compute", noted)
+    for index, mask in enumerate(promised_masks(made, found, at_once=True)):
+        assert tokens_in(mask.result()) == sorted(digits[: index + 1])
+    assert names == ["quire-masks"] * 3
+
+
+def test_an_interrupt_of_the_call_at_once_interrupts_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, found, _ = digits_grammars(2)
-    may_go_on = threading.Event()
-    busy = Mask(lambda: b"\x01" if may_go_on.wait(PATIENCE_S) else b"")
-    made._threads.promise(busy)
-    made.start_masks()
-    promised = promised_masks(made, found, at_once=True)
-    assert not any(mask.is_done for mask in (busy, *promised))
-    may_go_on.set()
-    assert busy.result() and [tokens_in(mask.result()) for mask in promised]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    promised = [grammar.allowed() for grammar in found]
+    monkeypatch.setattr(masks.MaskPool, "compute", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made.start_masks(True)
+    assert all(mask.result() for mask in promised if isinstance(mask, Mask))
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")

@@ -2,10 +2,10 @@
 
 Masks that are promised while a step is planned are computed when it is submitted: in one call by
 llguidance's own threads (MaskPool), which need no GIL. Those that follow a token of the step before
-are begun as soon as it is known, and waited for when that step is sampled. How long each one took
-is unknown then, so those of a call that took long are computed alone the next time, by a few
-threads of ours. A grammar whose masks take long has them computed by a thread of low priority, and
-has no row in a step until its mask is there: the step's other rows would wait for it.
+are computed as soon as it is known, while the engine's thread waits for that call. How long each
+one took is unknown then, so those of a call that took long are computed alone the next time, by a
+few threads of ours. A grammar whose masks take long has them computed by a thread of low priority,
+and has no row in a step until its mask is there: the step's other rows would wait for it.
 """
 
 import os
@@ -29,7 +29,6 @@ NUM_THREADS = min(4, os.cpu_count() or 1)
 NUM_POOL_THREADS = min(8, (os.cpu_count() or 1) // 2)
 STACK_BYTES = 64 << 20  # several times what the checker's process has
 SLOW_S = 0.004  # of processor time
-HANDOVER_S = 0.001  # that the engine waits for a thread to begin: all may be busy with slow masks
 _SHARE = 32  # masks that are not worth waking another thread for
 _NICENESS = 10
 
@@ -76,6 +75,8 @@ class Mask:
             self._bits = compute()
         except BaseException as error:  # also a panic in Rust, which is no Exception
             self.failure = str(error) or type(error).__name__
+            if isinstance(error, KeyboardInterrupt) and _is_main_thread():
+                raise
 
     @property
     def is_done(self) -> bool:
@@ -98,11 +99,10 @@ class MaskPool:
         self._num_words = -(-vocabulary_size // 32)
         self._buffers = threading.local()
 
-    def compute(self, masks: Sequence[Mask], begun: threading.Event) -> None:
+    def compute(self, masks: Sequence[Mask]) -> None:
         """Make them all, which have matchers, in one call while the GIL is free."""
         bits = self._buffer(len(masks))
         matchers = [(mask.matcher, row) for row, mask in enumerate(masks) if mask.matcher]
-        begun.set()
         started = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(
             matchers, bits.ctypes.data, self._num_words * bits.itemsize, len(bits)
@@ -144,8 +144,8 @@ class MaskThreads:
             self._shared.append(mask)
 
     def start(self, *, at_once: bool = False) -> None:
-        """`at_once`: wait until the call that makes most of them has begun. Its thread would not
-        get the GIL while this one goes on, which may be longer than the call takes."""
+        """`at_once`: make those of one call before it returns. A thread of ours would wait for
+        the GIL before that call and after it, while this one goes on."""
         if not self._promised and not self._shared:
             return
         if self._queue is None:
@@ -153,10 +153,10 @@ class MaskThreads:
         if self._shared and self.pool is not None:
             done, self._shared_done = self._shared_done, threading.Event()
             shared, self._shared = self._shared, []
-            begun = threading.Event()
-            self._queue.put(partial(_compute_together, self.pool, shared, begun, done))
-            if at_once:
-                begun.wait(HANDOVER_S)
+            if not at_once:
+                self._queue.put(partial(_compute_together, self.pool, shared, done))
+            else:
+                _compute_now(self.pool, shared, done, self._queue)
         masks, self._promised = self._promised, []
         share = max(_SHARE, -(-len(masks) // NUM_THREADS))
         for first in range(0, len(masks), share):
@@ -174,19 +174,39 @@ def _compute_each(masks: Sequence[Mask]) -> None:
         mask.compute()
 
 
-def _compute_together(
-    pool: MaskPool, masks: Sequence[Mask], begun: threading.Event, done: threading.Event
-) -> None:
+def _compute_together(pool: MaskPool, masks: Sequence[Mask], done: threading.Event) -> None:
     try:
         if len(masks) == 1:
-            begun.set()
             masks[0].compute_alone()  # which says how long it took
         else:
-            pool.compute(masks, begun)
+            pool.compute(masks)
+        done.set()
     except BaseException:  # a panic in Rust is no Exception
-        for mask in masks:
-            mask.compute_alone()
+        _compute_alone(masks, done)
+
+
+def _compute_now(
+    pool: MaskPool, masks: Sequence[Mask], done: threading.Event, queue: _Queue
+) -> None:
+    """Where the call fails a thread computes each alone: this one's stack may be small."""
+    try:
+        pool.compute(masks)
+        done.set()
+    except BaseException as error:  # a panic in Rust is no Exception
+        queue.put(partial(_compute_alone, masks, done))
+        if isinstance(error, KeyboardInterrupt) and _is_main_thread():
+            raise
+
+
+def _compute_alone(masks: Sequence[Mask], done: threading.Event) -> None:
+    for mask in masks:
+        mask.compute_alone()
     done.set()
+
+
+def _is_main_thread() -> bool:
+    """Which Ctrl-C interrupts."""
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
