@@ -18,7 +18,6 @@ from quire.engine import Engine
 from quire.executors.either import EitherExecutor
 from quire.executors.fake import FakeExecutor
 
-
 OPTIONS = settings(max_examples=60, phases=[Phase.generate])  # shrinking takes minutes
 
 
