@@ -321,6 +321,9 @@ def _dequantized(planes: Planes, half: int, steps: int) -> Array:
     return _half(value + offset[..., None, None])
 
 
+_SLACK = 8.0  # what a score may be above the number that weights are relative to
+
+
 class Cut(NamedTuple):
     """Positions a tile and a split."""
 
@@ -345,7 +348,7 @@ def attended(
 
 
 class _Running:
-    """A softmax under way: largest score, sum and weighted values so far, float32."""
+    """A softmax under way: what weights are relative to, their sum and weighted values, float32."""
 
     def __init__(self, rows: int, dims: int) -> None:
         self.largest = torch.full((rows,), float("-inf"))
@@ -381,7 +384,8 @@ def _split(
         scores = (brought[:, None] * rows).sum(-1).to(torch.float32) * scale
         seen = (n <= position) & (n > position - window)
         scores = torch.where(seen, scores, float("-inf"))
-        largest = torch.maximum(split.largest, scores.max(0).values)
+        highest = scores.max(0).values
+        largest = torch.where(highest > split.largest + _SLACK, highest, split.largest)
         safe = torch.where(largest == float("-inf"), 0.0, largest)
         weights = torch.exp2(scores - safe)
         shrink = torch.exp2(split.largest - safe)

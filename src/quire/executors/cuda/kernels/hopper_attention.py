@@ -66,6 +66,7 @@ def num_registers(rows: int, head_dim: int, *, paired: bool, is_8bit: bool = Fal
 
 
 _TILE, _COLUMNS = gl.constexpr(TILE), gl.constexpr(COLUMNS)
+_SLACK = gl.constexpr(8.0)  # powers of two that softmax weights may grow by before they are scaled
 
 # Four codes as two pairs of float16. int8: 0x64 before a code makes 1024 more than it.
 _ASM_INT8_KEYS = gl.constexpr(
@@ -469,6 +470,12 @@ def _waited(accs, COLUMN_TILES: gl.constexpr):
 
 
 @gluon.jit
+def _pair_sums(p):
+    """[TILE, rows] summed over bit 3 of positions, which a thread has both of: [4, 8, rows]."""
+    return gl.sum(p.reshape([_TILE // 16, 2, 8, p.shape[1]]), axis=1)
+
+
+@gluon.jit
 def _combined(accs, a, others, b, COLUMN_TILES: gl.constexpr):
     """accs * a + others * b, by row."""
     made = ()
@@ -483,6 +490,32 @@ def _repeated(x, COUNT: gl.constexpr):
     for _ in gl.static_range(COUNT):
         made = _appended(made, x)
     return made
+
+
+@gluon.jit
+def capped(s, scale, soft_cap):
+    """Scores: with a soft cap scaled and capped, else as they are, for `softmax_weights`."""
+    if soft_cap is not None:
+        s = scaled_scores(s, scale, soft_cap)
+    return s
+
+
+@gluon.jit
+def softmax_weights(s, split_max, scale, soft_cap, POSITIONS: gl.constexpr):
+    """Of a tile of `capped` scores, whose axis POSITIONS is given: the weights, the factor of what
+    was before, and the number that a row's weights are relative to: 2 ** (score - number). It is
+    raised only where a score is more than _SLACK above it, so that the factor is nearly always 1;
+    weights of up to 2 ** _SLACK have the same relative error, and their sums are in float32."""
+    tile_max = gl.max(s, axis=POSITIONS)
+    if soft_cap is None:
+        tile_max = tile_max * scale
+    new_max = gl.where(tile_max > split_max + _SLACK, tile_max, split_max)
+    safe = gl.where(new_max == float("-inf"), 0.0, new_max)
+    if soft_cap is None:
+        exponent = gl.fma(s, scale, -gl.expand_dims(safe, POSITIONS))
+    else:
+        exponent = s - gl.expand_dims(safe, POSITIONS)
+    return gl.exp2(exponent), gl.exp2(split_max - safe), new_max
 
 
 @gluon.jit
@@ -584,7 +617,9 @@ def _compute(
     row_sum = gl.zeros([ROWS], gl.float32, layout=ROW)
     accs = _repeated(zeros, COLUMN_TILES)
     split_max = lowest
-    split_sums = zeros
+    no_sums = _pair_sums(zeros)
+    SUM_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, no_sums.type.layout))
+    split_sums = no_sums
     split_accs = _repeated(zeros, COLUMN_TILES)
     stage = 0
     phase = 0
@@ -608,13 +643,10 @@ def _compute(
             s = _scores(ring, query_tile, stage, zeros, COLUMN_TILES, PAIRED)
         key_position = (start + n)[:, None]
         is_seen = (key_position <= position[None, :]) & (key_position > position[None, :] - window)
-        s = gl.where(is_seen, scaled_scores(s, scale, soft_cap), float("-inf"))
-        new_max = gl.maximum(split_max, gl.max(s, axis=0))
-        safe = gl.where(new_max == float("-inf"), 0.0, new_max)
-        p = gl.exp2(s - safe[None, :])
-        rescale = gl.exp2(split_max - safe)
-        split_max = new_max
-        split_sums = split_sums * rescale[None, :] + p
+        s = gl.where(is_seen, capped(s, scale, soft_cap), float("-inf"))
+        p, rescale, split_max = softmax_weights(s, split_max, scale, soft_cap, 0)
+        factor = gl.convert_layout(rescale, SUM_ROW)[None, :][None, :, :]
+        split_sums = split_sums * factor + _pair_sums(p)
         if scales is not None:
             p = gl.where(is_seen, p * value_scale[:, None], 0.0)
             key_scale, value_scale = next_scales
@@ -639,10 +671,11 @@ def _compute(
         )
         stage, phase = next_stage(stage, phase, STAGES)
         if (tile % TILES_PER_SPLIT == TILES_PER_SPLIT - 1) | (tile == program.last_tile - 1):
-            row_max, row_sum, a, b = merged(row_max, row_sum, split_max, gl.sum(split_sums, axis=0))
+            split_sum = gl.convert_layout(gl.sum(gl.sum(split_sums, axis=1), axis=0), ROW)
+            row_max, row_sum, a, b = merged(row_max, row_sum, split_max, split_sum)
             accs = _combined(accs, a, split_accs, b, COLUMN_TILES)
             split_max = lowest
-            split_sums = zeros
+            split_sums = no_sums
             split_accs = _repeated(zeros, COLUMN_TILES)
     _store(row_max, row_sum, accs, program, output, sinks, MMA, SHAPE, SPLIT_PROGRAMS)
 

@@ -1,13 +1,13 @@
 """Paged attention of large steps on Hopper, in Gluon: the bits of kernels/hopper_attention.py.
 
 There keys and values are the M side of wgmma, here queries and softmax weights are: 64 rows (tokens
-times the heads of a group) in each of two warp groups, which take turns at the tensor cores, so
-that one multiplies while the other computes its softmax. Two warps load keys and values.
+times the heads of a group) in each of two warp groups. While a tile's scores become weights, the
+values of the tile before it are multiplied. Two warps load keys and values.
 
 A row has the same bits in both kernels. An element of wgmma's result is the same sum of products in
 the same order, whichever operand is the M side and whether it comes from registers or from shared
-memory; tiles, splits and the order in which they are merged are the same; and `_position_sums`
-adds in the order of the other kernel's sum over positions.
+memory; tiles, splits and the order in which they are merged are the same, and so is
+`softmax_weights`; `_pair_sums` and `_position_sums` add in the order of the other kernel's sums.
 
 Constants of a launch: SHAPE is an attention.AttentionShape, of ROWS rows.
 """
@@ -26,12 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.executors.cuda.kernels.attention import (
-    appended,
-    operand_column,
-    scaled_scores,
-    with_sink,
-)
+from quire.executors.cuda.kernels.attention import appended, operand_column, with_sink
 from quire.executors.cuda.kernels.hopper import (
     allocate_barriers,
     allow_next_kernel,
@@ -43,7 +38,9 @@ from quire.executors.cuda.kernels.hopper_attention import (
     TILE,
     CacheRing,
     Program,
+    capped,
     merged,
+    softmax_weights,
     zero_stale_rows,
 )
 
@@ -65,6 +62,37 @@ class Rows(NamedTuple):
     query_tiles: Any  # the same in shared memory
     out: Any  # float16 or float32 [tokens, heads * head_dim], in operand order
     out_stride: Any
+
+
+def _rescaling(count: int) -> str:
+    """`count` numbers times their factors, skipped where no thread of a warp has a factor but 1.
+    Numbers of two rows alternate in pairs: the first and the third have the factors of both."""
+    return "\n".join(
+        (
+            "{",
+            ".reg .pred is_needed;",
+            f"setp.neu.f32 is_needed, ${2 * count}, 0f3F800000;",
+            f"@!is_needed setp.neu.f32 is_needed, ${2 * count + 2}, 0f3F800000;",
+            "@!is_needed bra DONE;",
+            *(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)),
+            "DONE:",
+            "}",
+        )
+    )
+
+
+def _rescaling_constraints(count: int) -> str:
+    """Results, the numbers in the same registers, factors."""
+    return ",".join(("=f",) * count + tuple(map(str, range(count))) + ("f",) * count)
+
+
+# By how many numbers a thread has: of sums, and of heads of 64 and of 128.
+_ASM_RESCALE_16 = gl.constexpr(_rescaling(16))
+_ASM_RESCALE_32 = gl.constexpr(_rescaling(32))
+_ASM_RESCALE_64 = gl.constexpr(_rescaling(64))
+_CONSTRAINTS_16 = gl.constexpr(_rescaling_constraints(16))
+_CONSTRAINTS_32 = gl.constexpr(_rescaling_constraints(32))
+_CONSTRAINTS_64 = gl.constexpr(_rescaling_constraints(64))
 
 
 class Seen(NamedTuple):
@@ -150,30 +178,6 @@ def _load_cache(
 
 
 @gluon.jit
-def _wait_for_turn(TURN: gl.constexpr):
-    gl.inline_asm_elementwise(
-        "bar.sync " + TURN + ", 256; mov.b32 $0, 0;",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _give_turn(TURN: gl.constexpr):
-    gl.inline_asm_elementwise(
-        "bar.arrive " + TURN + ", 256; mov.b32 $0, 0;",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _load_queries(rows: Rows, program: Program, WHO: gl.constexpr, SHAPE: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HEADS_EACH: gl.constexpr = SHAPE.num_heads // SHAPE.num_kv_heads
@@ -203,14 +207,33 @@ def _whole(tiles, index, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def _pair_sums(p):
+    """[rows, TILE] summed over bit 3 of positions: [rows, 4, 8]."""
+    return gl.sum(p.reshape([_ROWS, _TILE // 16, 2, 8]), axis=2)
+
+
+@gluon.jit
 def _position_sums(x, ROW: gl.constexpr):
-    """[rows, TILE] summed over positions, as kernels/hopper_attention.py sums: first positions that
-    differ in bit 3, then bits 2, 1 and 0 (lanes there), then 5 and 4 (warps there)."""
-    x = x.reshape([_ROWS, 2, 2, 2, 2, 2, 2])
-    for _ in gl.static_range(4):
+    """What `_pair_sums` left, summed as kernels/hopper_attention.py sums: positions that
+    differ in bits 2, 1 and 0 (lanes there), then 5 and 4 (warps there)."""
+    x = x.reshape([_ROWS, 2, 2, 2, 2, 2])
+    for _ in gl.static_range(3):
         x = gl.sum(x, axis=3)
     x = gl.sum(gl.sum(x, axis=1), axis=1)
     return gl.convert_layout(x, ROW)
+
+
+@gluon.jit
+def _rescaled(x, factor, COUNT: gl.constexpr):
+    """x * factor, where a thread has COUNT numbers. The factor is nearly always 1, and a product
+    with 1 is the number itself: warps without another factor do not multiply."""
+    NARROW: gl.constexpr = _ASM_RESCALE_32 if COUNT == 32 else _ASM_RESCALE_16
+    ASM: gl.constexpr = _ASM_RESCALE_64 if COUNT == 64 else NARROW
+    FEW: gl.constexpr = _CONSTRAINTS_32 if COUNT == 32 else _CONSTRAINTS_16
+    CONSTRAINTS: gl.constexpr = _CONSTRAINTS_64 if COUNT == 64 else FEW
+    return gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [x, factor], dtype=gl.float32, is_pure=True, pack=COUNT
+    )
 
 
 @gluon.jit
@@ -226,7 +249,7 @@ def _softmax(
     WINDOWED: gl.constexpr,
 ):
     """A tile's weights, the factor of what was before, the maximum and the sums with it."""
-    s = scaled_scores(s, scale, soft_cap)
+    s = capped(s, scale, soft_cap)
     is_partial = start + _TILE - 1 > seen.first
     if WINDOWED:
         is_partial = is_partial | (start <= seen.last - seen.window)
@@ -236,11 +259,10 @@ def _softmax(
         if WINDOWED:
             is_seen = is_seen & (n > seen.position[:, None] - seen.window)
         s = gl.where(is_seen, s, float("-inf"))
-    new_max = gl.maximum(split_max, gl.max(s, axis=1))
-    safe = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.exp2(s - safe[:, None])
-    rescale = gl.exp2(split_max - safe)
-    return p, rescale, new_max, sums * rescale[:, None] + p
+    p, rescale, new_max = softmax_weights(s, split_max, scale, soft_cap, 1)
+    SUM_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, sums.type.layout))
+    factor = gl.convert_layout(rescale, SUM_ROW)[:, None][:, :, None]
+    return p, rescale, new_max, _rescaled(sums, factor, 16) + _pair_sums(p)
 
 
 @gluon.jit
@@ -306,7 +328,7 @@ def _compute(
     PDL: gl.constexpr,
 ):
     """Online softmax of a warp group's rows. In each turn of the loop a tile's keys are multiplied,
-    then the values of the tile before it."""
+    then the values of the tile before it, which takes as long as the tile's softmax may."""
     TILES_PER_SPLIT: gl.constexpr = SHAPE.split_size // _TILE
     DIMS: gl.constexpr = SHAPE.head_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
@@ -326,18 +348,13 @@ def _compute(
         wait_for_previous_kernel()
     _load_queries(rows, program, WHO, SHAPE)
     q = _whole(rows.query_tiles, WHO, SHAPE)
-    # Hardware barriers that Triton does not use.
-    OWN_TURN: gl.constexpr = "10" if WHO == 0 else "11"
-    OTHERS_TURN: gl.constexpr = "11" if WHO == 0 else "10"
-    if WHO == 1:
-        _give_turn(OTHERS_TURN)
-
     position = first_position + gl.arange(0, _ROWS, layout=ROW) // SHAPE.group
     lowest = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROW)
     no_scores = gl.zeros([_ROWS, _TILE], gl.float32, layout=SCORES)
     zeros = gl.zeros([_ROWS, DIMS], gl.float32, layout=MMA)
     row_max = lowest
     row_sum = gl.zeros([_ROWS], gl.float32, layout=ROW)
+    no_sums = _pair_sums(no_scores)
     acc = zeros
     split_acc = zeros
     stage = 0
@@ -350,45 +367,48 @@ def _compute(
     start = program.first_tile * _TILE
     seen = Seen(position, first_position, last_position, window)
     p, rescale, split_max, split_sums = _softmax(
-        s, lowest, no_scores, start, seen, scale, soft_cap, SCORES, WINDOWED
+        s, lowest, no_sums, start, seen, scale, soft_cap, SCORES, WINDOWED
     )
     weights = gl.convert_layout(p.to(HALF), WEIGHTS)
     if WINDOWED and start < begin:
         mbarrier.wait(ring.value_full.index(0), 0)
         _zero_stale(ring.value_tiles, 0, start, begin, end, SHAPE)
+    ended_max = lowest
+    ended_sum = row_sum
     for tile in range(program.first_tile + 1, program.last_tile):
         old_stage = stage
         old_phase = phase
         stage, phase = next_stage(stage, phase, _STAGES)
         mbarrier.wait(ring.key_full.index(stage), phase)
-        _wait_for_turn(OWN_TURN)
         keys = _whole(ring.key_tiles, stage, SHAPE).permute((1, 0))
         s = warpgroup_mma(q, keys, no_scores, use_acc=False, is_async=True)
-        split_acc = split_acc * gl.convert_layout(rescale, ACC_ROW)[:, None]
         mbarrier.wait(ring.value_full.index(old_stage), old_phase)
         values = _whole(ring.value_tiles, old_stage, SHAPE)
         split_acc = warpgroup_mma(weights, values, split_acc, is_async=True)
-        _give_turn(OTHERS_TURN)
-        s, split_acc, weights = warpgroup_mma_wait(0, deps=[s, split_acc, weights])
+        s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(ring.key_empty.index(stage))
-        mbarrier.arrive(ring.value_empty.index(old_stage))
-        if tile % TILES_PER_SPLIT == 0:
-            row_max, row_sum, a, b = merged(
-                row_max, row_sum, split_max, _position_sums(split_sums, ROW)
-            )
-            acc = _combined(acc, a, split_acc, b, ACC_ROW)
+        is_new = tile % TILES_PER_SPLIT == 0
+        if is_new:
+            ended_max = split_max
+            ended_sum = _position_sums(split_sums, ROW)
             split_max = lowest
-            split_sums = no_scores
-            split_acc = zeros
+            split_sums = no_sums
         start = tile * _TILE
         p, rescale, split_max, split_sums = _softmax(
             s, split_max, split_sums, start, seen, scale, soft_cap, SCORES, WINDOWED
         )
-        weights = gl.convert_layout(p.to(HALF), WEIGHTS)
+        new_weights = gl.convert_layout(p.to(HALF), WEIGHTS)
+        split_acc, weights = warpgroup_mma_wait(0, deps=[split_acc, weights])
+        mbarrier.arrive(ring.value_empty.index(old_stage))
+        weights = new_weights
+        if is_new:
+            row_max, row_sum, a, b = merged(row_max, row_sum, ended_max, ended_sum)
+            acc = _combined(acc, a, split_acc, b, ACC_ROW)
+            split_acc = zeros
+        split_acc = _rescaled(split_acc, gl.convert_layout(rescale, ACC_ROW)[:, None], DIMS // 2)
     mbarrier.wait(ring.value_full.index(stage), phase)
     if start + _TILE > end:
         _zero_stale(ring.value_tiles, stage, start, begin, end, SHAPE)
-    split_acc = split_acc * gl.convert_layout(rescale, ACC_ROW)[:, None]
     split_acc = warpgroup_mma(weights, _whole(ring.value_tiles, stage, SHAPE), split_acc)
     row_max, row_sum, a, b = merged(row_max, row_sum, split_max, _position_sums(split_sums, ROW))
     acc = _combined(acc, a, split_acc, b, ACC_ROW)
