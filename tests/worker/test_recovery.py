@@ -1,6 +1,7 @@
 """A worker that dies: every request goes on, bit for bit, and what kills workers is refused."""
 
 import asyncio
+import logging
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -32,6 +34,7 @@ from quire.core.sampling import Constraint, SamplingParams
 from quire.engine.stats import Snapshot
 from quire.llm import AsyncLLM
 from quire.llm.assembly import assemble
+from quire.llm.chats import ChatOptions
 from quire.llm.devices import Options
 from quire.worker import RemoteLLM
 from quire.worker import messages as wire
@@ -125,7 +128,10 @@ async def undisturbed(model: Path, asked: list[tuple[str, SamplingParams]]) -> l
 
 
 async def disturbed(
-    llm: RemoteLLM, asked: list[tuple[str, SamplingParams]], moments: Sequence[int]
+    llm: RemoteLLM,
+    asked: list[tuple[str, SamplingParams]],
+    moments: Sequence[int],
+    pauses: "Pauses | None" = None,
 ) -> tuple[list[object], int]:
     """Answers, while the worker is killed each time that so many further tokens were read."""
     left, signals, num_killed = list(moments), [signal.SIGKILL, signal.SIGSEGV], 0
@@ -134,9 +140,13 @@ async def disturbed(
     def is_read() -> None:
         nonlocal count, num_killed
         count += 1
+        if pauses is not None:
+            pauses.is_read()
         if left and count >= left[0] and not llm._engine.is_recovering:
             count = 0
             left.pop(0)
+            if pauses is not None:
+                pauses.killed()
             os.kill(llm.worker_pid, signals[num_killed % 2])
             num_killed += 1
 
@@ -159,20 +169,82 @@ def test_no_token_is_lost_doubled_or_changed_when_workers_are_killed(model: Path
     run(main())
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"type": "string", "minLength": 30, "maxLength": 60}},
+            "required": ["at"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class Pauses(logging.Handler):
+    """What readers waited for a killed worker, in parts: until it was noticed and what is not the
+    other parts, loading the model, and computing live contexts again up to a token."""
+
+    def __init__(self, llm: RemoteLLM) -> None:
+        super().__init__()
+        self._llm = llm
+        self._killed_at = self._back_at = 0.0
+        self.parts: list[tuple[float, float, float]] = []
+
+    def killed(self) -> None:
+        self._killed_at = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "event", None) == "worker_restarted":
+            self._back_at = time.monotonic()
+
+    def is_read(self) -> None:
+        if not self._back_at:
+            return
+        loading = self._llm._engine._load_s
+        overhead = self._back_at - self._killed_at - loading
+        self.parts.append((overhead, loading, time.monotonic() - self._back_at))
+        self._back_at = 0.0
+
+
+def with_tools(llm: Any, asked: list[tuple[Any, SamplingParams]]) -> list[tuple[Any, Any]]:
+    """The same, with a call that must come in every eighth place."""
+    options = ChatOptions(tools=[TOOL], tool_choice="required")
+    for place in range(6, len(asked), 8):
+        prepared = llm.prompts.read_chat(f"What is at {place}?", options)
+        params = prepared.turn.params(SamplingParams(seed=place, max_tokens=120))
+        asked[place] = list(prepared.tokens[-40:]), params  # the whole fills the tiny context
+    return asked
+
+
 @pytest.mark.long
-def test_a_hundred_workers_are_killed(model: Path) -> None:
+def test_a_hundred_workers_are_killed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         draw = random.Random(19)
-        num_killed = 0
+        num_killed, parts = 0, []
         async with remote(model) as llm:
+            asked = with_tools(llm, mixed(32, 150))
+            expected = await undisturbed(model, asked)
             while num_killed < 100:
-                asked = mixed(32, 150)
-                expected = await undisturbed(model, asked)
-                moments = [draw.randrange(1, 300) for _ in range(8)]
-                answers, killed = await disturbed(llm, asked, moments)
+                pauses = Pauses(llm)
+                remote_module._log.addHandler(pauses)
+                moments = [draw.randrange(20, 200) for _ in range(100 - num_killed)]
+                answers, killed = await disturbed(llm, asked, moments, pauses)
+                remote_module._log.removeHandler(pauses)
                 for (_, params), answer, wanted in zip(asked, answers, expected, strict=True):
                     assert answer == wanted, params
                 num_killed += killed
+                parts += pauses.parts
+                assert killed > 10
+            assert llm.num_restarts == num_killed == 100
+        with capsys.disabled():
+            print(f"\n{num_killed} workers were killed under 32 streams; {len(parts)} pauses, in s")
+            columns = zip(*parts, strict=True)
+            for name, column in zip(("overhead", "loading", "computing"), columns, strict=True):
+                ordered = sorted(column)
+                print(f"{name}: median {median(ordered):.3f}, longest {ordered[-1]:.3f}")
 
     asyncio.run(main())
 

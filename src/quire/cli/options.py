@@ -659,6 +659,30 @@ def add_models_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print them as JSON")
 
 
+_RELOAD_EPILOG = """\
+No stream ends. The same weights with other settings: requests go on in the new worker behind the
+tokens that they have. Other weights: requests that run finish with the old ones, new requests get
+the new ones. Where the new worker cannot be started, the old one goes on serving.
+
+  quire reload                        a new worker with the same model and settings
+  quire reload --config faster.toml   other settings
+  quire reload new-weights.gguf       another model
+"""
+
+
+def add_reload_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Have a running `quire serve` of the same user start a new worker with other weights, "
+        "settings or another version of quire, and let its requests go on."
+    )
+    parser.epilog = _RELOAD_EPILOG
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="a name or path (default: that it serves)")
+    add("--config", type=Path, metavar="FILE", help="a configuration instead of the server's")
+    add("--state", type=Path, metavar="FOLDER", help="the server's --state, where it has one")
+    add("--pid", type=int, metavar="N", help="the server's process, where several run")
+
+
 def add_rm_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Remove a model from quire's cache or the Hugging Face hub's."
     parser.epilog = _RM_EPILOG

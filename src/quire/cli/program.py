@@ -34,6 +34,11 @@ COMMANDS = {
         "quire.cli.options:add_serve_options",
         "quire.cli.serve:run",
     ),
+    "reload": Command(
+        "have a running server take other weights, settings or a new version of quire",
+        "quire.cli.options:add_reload_options",
+        "quire.cli.reload:run",
+    ),
     "batch": Command(
         "answer a file of requests",
         "quire.cli.batch_options:add_options",

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from quire.cli.options import USUAL_STEP_TIMEOUT_S
@@ -20,6 +21,7 @@ from quire.server.logs import LogFormat, set_up_logs, take_over_standard_streams
 from quire.server.processes.setup import Setup
 from quire.server.processes.supervisor import supervise
 from quire.server.runner import PASSWORD_VARIABLE, exit_while_loading
+from quire.server.service import Replacement
 from quire.server.usage_file import default_folder
 from quire.worker import RemoteLLM
 
@@ -47,16 +49,17 @@ def run(args: argparse.Namespace) -> int:
 
     def load(on_stuck: Callable[[], None]) -> OnlineModel:
         if not args.no_worker:
-            remote = RemoteLLM.load(args.model, options, on_stuck, hang_s=args.hang)
-            _check_template(remote)
-            return remote
+            return _load_remote(args.model, options, args.hang, on_stuck)
         assembly = assemble(args.model, options)
         llm = AsyncLLM.of(assembly, on_stuck)
         _check_template(llm)
         assembly.executor.warm_up()
         return llm
 
-    serve(settings, load, lambda address: _greet(address, settings))
+    def replaced(model: str | None, config: str | None) -> Replacement:
+        return _replacement(args, settings, model, config)
+
+    serve(settings, load, lambda address: _greet(address, settings), replace=replaced)
     return 0
 
 
@@ -68,12 +71,43 @@ def _supervise(
         raise ConfigError("--api-processes needs the worker that --no-worker leaves out")
 
     def load(on_stuck: Callable[[], None], listener: socket.socket) -> RemoteLLM:
-        remote = RemoteLLM.load(args.model, options, on_stuck, hang_s=args.hang, listener=listener)
-        _check_template(remote)
-        return remote
+        return _load_remote(args.model, options, args.hang, on_stuck, listener)
 
     setup = Setup(0, args.api_processes, settings, options, form, args.log_level)
     supervise(settings, setup, load, lambda address: _greet(address, settings))
+
+
+def _load_remote(
+    model: str,
+    options: Options,
+    hang_s: float,
+    on_stuck: Callable[[], None],
+    listener: socket.socket | None = None,
+) -> RemoteLLM:
+    remote = RemoteLLM.load(model, options, on_stuck, hang_s=hang_s, listener=listener)
+    try:
+        _check_template(remote)
+    except BaseException:
+        remote.kill()
+        raise
+    return remote
+
+
+def _replacement(
+    args: argparse.Namespace, settings: ServerSettings, model: str | None, config: str | None
+) -> Replacement:
+    """What `quire reload` asks for, with the options that the server was started with."""
+    args = argparse.Namespace(**vars(args))
+    args.model = args.model if model is None else model
+    args.config = args.config if config is None else config
+    options = options_of(args, settings)
+    return Replacement(
+        tuple(args.served_model_name or (name_of(args.model),)),
+        args.model,
+        None if args.config is None else str(args.config),
+        options,
+        partial(_load_remote, args.model, options, args.hang),
+    )
 
 
 def settings_of(args: argparse.Namespace) -> ServerSettings:

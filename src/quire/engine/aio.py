@@ -74,6 +74,10 @@ class Stream:
         self._news = asyncio.Event()
         self._due = asyncio.Event()  # the end, or the time to look at what has come
 
+    def move_to(self, owner: OnlineEngine) -> None:
+        """Another engine goes on with the request."""
+        self._owner = owner
+
     def accepted(self, request: Request) -> None:
         """The engine took the request that this stream was made for."""
         self.request = request

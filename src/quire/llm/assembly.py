@@ -31,8 +31,8 @@ from quire.core.sampling import SamplingOptions
 from quire.engine.engine import Engine
 from quire.executors.base import Executor
 from quire.llm.choice import load_chosen
-from quire.llm.devices import Options
-from quire.llm.machine import MemoryPlan
+from quire.llm.devices import Options, device_of, resolve_auto
+from quire.llm.machine import DEFAULT_KV_BYTES, MemoryPlan, parse_bytes
 from quire.llm.model_names import find_model
 from quire.llm.reranking import Reranker, find_reranker
 from quire.loader.defaults import DUMMY_PREFIX
@@ -202,6 +202,34 @@ def read_text(model: str | Path, options: Options) -> ModelText:
     path = _examined(model, options)
     with load_model(path, i2s_packing=options.i2s_packing) as loaded:
         return _text_of(_with_context(loaded, options.max_context, path), options)
+
+
+class MemoryNeed(NamedTuple):
+    """What a model will take of a device's memory, and what is left of that now."""
+
+    path: Path
+    device: str
+    num_bytes: int
+    available: int | None  # None: not known
+
+    @property
+    def fits(self) -> bool:
+        return self.available is None or self.num_bytes <= self.available
+
+
+def predict_memory(model: str | Path, options: Options) -> MemoryNeed:
+    """As it is known before anything is loaded; a KV cache without a size takes the usual one."""
+    path = _examined(model, options)
+    with load_model(path, i2s_packing=options.i2s_packing) as loaded:
+        loaded = _with_context(loaded, options.max_context)
+        options = resolve_auto(options, loaded, lambda _: None)
+        device = device_of(options)
+        plan = device.memory_plan(loaded, options)
+        asked = options.kv_memory
+        kv_bytes = DEFAULT_KV_BYTES if asked is None else parse_bytes(asked)
+        return MemoryNeed(
+            path, device.name, plan.weights + plan.workspace + kv_bytes, plan.available
+        )
 
 
 def _examined(model: str | Path, options: Options) -> Path:

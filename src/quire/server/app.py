@@ -465,7 +465,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     def cards() -> list[ModelCard]:
         longest = service.llm.max_context
         created = int(service.loaded_at)
-        names = service.settings.model_names
+        names = service.model_names
         return [ModelCard(id=name, created=created, max_model_len=longest) for name in names]
 
     @app.get("/v1/models", summary="The names of the model", responses=error_responses(503))

@@ -18,6 +18,7 @@ import threading
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +30,7 @@ from quire.server.app import create_app
 from quire.server.errors import ApiError
 from quire.server.logs import log
 from quire.server.protocol import ConnectionLimits, HttpProtocol, protocol_class, refusal_bytes
-from quire.server.service import LOADING_THREAD, Load, Service, State
+from quire.server.service import LOADING_THREAD, Load, Replace, Service, State
 from quire.server.settings import ServerSettings
 
 # How long a thread that reads a request may keep the interpreter from engine and event loop.
@@ -50,9 +51,14 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    settings: ServerSettings, load: Load, on_ready: OnReady, on_hangup: Sequence[Reload] = ()
+    settings: ServerSettings,
+    load: Load,
+    on_ready: OnReady,
+    on_hangup: Sequence[Reload] = (),
+    replace: Replace | None = None,
 ) -> None:
-    """Serve until a signal ends it; raises what ended it otherwise.
+    """Serve until a signal ends it; raises what ended it otherwise. `replace`: what `quire reload`
+    makes of its arguments.
 
     SIGTERM and SIGINT drain; a second one ends all requests at once. SIGHUP reads the keys and the
     certificate again and calls each of `on_hangup` on the event loop; without any of these it has
@@ -62,7 +68,8 @@ def serve(
     if certificate is not None:
         on_hangup = [*on_hangup, certificate.reload]
     listener = bound_listener(settings)
-    run_loop(_serve(settings, load, listener, on_ready, on_hangup, certificate))
+    make = partial(Service, settings, load, replace=replace)  # on the event loop
+    run_loop(_serve(make, listener, on_ready, on_hangup, certificate))
 
 
 def run_loop(work: Coroutine[None, None, None]) -> None:
@@ -100,19 +107,18 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(
-    settings: ServerSettings,
-    load: Load,
+    make: Callable[[], Service],
     listener: socket.socket,
     on_ready: OnReady,
     on_hangup: Sequence[Reload],
     certificate: "Certificate | None",
 ) -> None:
-    service = Service(settings, load)
+    service = make()
     loop = asyncio.get_running_loop()
     handle_signals(loop, lambda: service.drain(), service, [*service.reloads, *on_hangup])
 
     def ready() -> None:
-        address = address_of(listener, settings)
+        address = address_of(listener, service.settings)
         log("ready", address=address, model=service.name)
         on_ready(address)
 

@@ -8,15 +8,20 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from quire.core.errors import ConfigError, ExecutorError
 from quire.core.progress import PhaseTimes, reporting
 from quire.llm import OnlineModel
+from quire.llm.assembly import predict_memory
+from quire.llm.devices import Options
+from quire.llm.machine import format_bytes
 from quire.server.bodies import BodyLimits, body_limits, parse_body
 from quire.server.calls import Call
+from quire.server.control import Reload, Say, control_socket
 from quire.server.errors import RESTART_S, ApiError
 from quire.server.fields import Strict
 from quire.server.jobs.jobs import JobNeeds, Jobs, key_finder
@@ -28,13 +33,31 @@ from quire.server.schemas import MAX_MESSAGES, MAX_PROMPTS
 from quire.server.settings import ServerSettings
 from quire.server.shared import ProcessFigures, ServerFigures, SharedState
 from quire.server.work_pool import WorkPool
+from quire.worker import RemoteLLM
 
 B = TypeVar("B", bound=Strict)
 OnStuck = Callable[[], None]
 Load = Callable[[OnStuck], OnlineModel]  # called once, on a thread of its own
 
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """What is to be served instead: another model, or the same with other settings."""
+
+    names: tuple[str, ...]
+    model: str
+    config: str | None  # the path of its configuration
+    options: Options
+    load: Load
+
+
+# From a model and the path of a configuration, None meaning those that are served, to the rest.
+Replace = Callable[[str | None, str | None], Replacement]
+
 LOADING_THREAD = "quire-load"
 _RETRY_WHILE_LOADING_S = 5.0
+# After the last request of a model that was replaced: others may be on their way to it.
+_RETIRED_AFTER_S = 30.0
 
 
 class State(StrEnum):
@@ -49,7 +72,11 @@ class Service:
     """The model and its state, and all that requests share."""
 
     def __init__(
-        self, settings: ServerSettings, load: Load, shared: SharedState | None = None
+        self,
+        settings: ServerSettings,
+        load: Load,
+        shared: SharedState | None = None,
+        replace: Replace | None = None,
     ) -> None:
         self.settings = settings
         self.access = Access(settings.keys)
@@ -80,8 +107,14 @@ class Service:
         self._reload_lock = asyncio.Lock()
         self.pool = WorkPool()
         self.jobs = self._jobs(os.getpid() if shared is None else os.getppid())
+        self.model_names = settings.model_names  # the first is the one that answers carry
         self._load = load
+        self._replace = replace
+        self._replaced: Replacement | None = None  # what is served, after a reload
+        self._replacing = asyncio.Lock()
         self._llm: OnlineModel | None = None
+        self._retiring: dict[OnlineModel, asyncio.Task[None]] = {}
+        self._control = AsyncExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hurry = asyncio.Event()
 
@@ -96,12 +129,7 @@ class Service:
     async def open(self) -> None:
         """Load the model off the event loop; returns early if the service ends before."""
         self._loop = asyncio.get_running_loop()
-        loading: Future[OnlineModel] = Future()
-        # A daemon, unlike asyncio's threads: the process can end while the model is loaded.
-        threading.Thread(
-            target=self._load_on_thread, args=[loading], name=LOADING_THREAD, daemon=True
-        ).start()
-        loaded = asyncio.ensure_future(asyncio.wrap_future(loading))
+        loaded = asyncio.ensure_future(self._loaded(self._load))
         ended = asyncio.ensure_future(self.has_ended.wait())
         both: set[asyncio.Future[Any]] = {loaded, ended}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -121,11 +149,24 @@ class Service:
         if self.state is State.LOADING:
             self.state = State.READY
             await self.jobs.start()
+        folder = self.settings.state_folder
+        if folder is not None and self._replace is not None:
+            await self._control.enter_async_context(control_socket(folder, self._do_reload))
 
-    def _load_on_thread(self, loading: "Future[OnlineModel]") -> None:
+    async def _loaded(self, load: Load) -> OnlineModel:
+        loading: Future[OnlineModel] = Future()
+        # A daemon, unlike asyncio's threads: the process can end while the model is loaded.
+        threading.Thread(
+            target=self._load_on_thread, args=[load, loading], name=LOADING_THREAD, daemon=True
+        ).start()
+        return await asyncio.wrap_future(loading)
+
+    def _load_on_thread(self, load: Load, loading: "Future[OnlineModel]") -> None:
+        found: list[OnlineModel] = []
         try:
             with reporting(self._set_progress):
-                llm = self._load(self._on_stuck)
+                llm = load(lambda: self._on_stuck(found))
+            found.append(llm)
         except BaseException as error:
             loading.set_exception(error)
         else:
@@ -144,7 +185,7 @@ class Service:
     @property
     def name(self) -> str:
         """What the model is called in answers."""
-        return self.settings.model_names[0]
+        return self.model_names[0]
 
     @property
     def status(self) -> str:
@@ -206,8 +247,8 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model; one that names none means this one."""
-        if name is not None and name not in self.settings.model_names:
-            known = ", ".join(repr(known) for known in self.settings.model_names)
+        if name is not None and name not in self.model_names:
+            known = ", ".join(repr(known) for known in self.model_names)
             raise ApiError(
                 404,
                 f"there is no model {name!r:.100}; this server has {known}",
@@ -289,16 +330,22 @@ class Service:
         was_stuck = self.state is State.STUCK
         self.state = State.DRAINING
         await self.jobs.stop()
+        await self._control.aclose()
         if self._llm is not None and not was_stuck:
-            draining = asyncio.ensure_future(self._llm.drain(self.settings.drain_timeout_s))
+            served = [self._llm, *self._retiring]
+            timeout_s = self.settings.drain_timeout_s
+            draining: asyncio.Future[Any] = asyncio.gather(*(m.drain(timeout_s) for m in served))
             hurrying = asyncio.ensure_future(self._hurry.wait())
-            await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {draining, hurrying}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             hurrying.cancel()
             if not draining.done():
                 draining.cancel()
                 with suppress(asyncio.CancelledError):
                     await draining
-            await self._llm.close()
+            for retiring in self._retiring.values():
+                retiring.cancel()
+            await asyncio.gather(*(llm.close() for llm in served))
         self.has_ended.set()
 
     def give_up(self, reason: str) -> None:
@@ -309,8 +356,89 @@ class Service:
             self.state = State.STUCK
         self.has_ended.set()
 
-    def _on_stuck(self) -> None:
-        """On the engine's thread."""
+    # ---- another model
+
+    async def _do_reload(self, asked: Reload, say: Say) -> str:
+        assert self._replace is not None
+        now = self._replaced
+        model = asked.model or (None if now is None else now.model)
+        config = asked.config or (None if now is None else now.config)
+        return await self.replace_model(self._replace(model, config), say)
+
+    async def replace_model(self, wanted: Replacement, say: Say) -> str:
+        """Serve another model, or the same one otherwise, and end no stream; what was done.
+
+        Raises a QuireError where that cannot be, and then everything is as it was.
+        """
+        if self._replacing.locked():
+            raise ConfigError("the server is reloading already: wait until that has ended")
+        async with self._replacing:
+            old = self._llm
+            if not self.is_ready or not isinstance(old, RemoteLLM):
+                reason = "serves without a worker (--no-worker)" if self.is_ready else self.status
+                raise ConfigError(f"the server cannot reload now: it is {reason}")
+            log("reload", model=wanted.model)
+            need = await asyncio.to_thread(predict_memory, wanted.model, wanted.options)
+            is_after = not need.fits
+            sizes = f"it needs {format_bytes(need.num_bytes)}"
+            if need.available is not None:
+                sizes += f", and {format_bytes(need.available)} are available"
+            if is_after and not old.continues(need.path, wanted.options):
+                raise ConfigError(
+                    f"{wanted.model} does not fit beside the model that is served ({sizes}), whose "
+                    "requests could not finish: give both a smaller --kv-memory, or start the "
+                    "server again"
+                )
+            say(f"loading {wanted.model} {'after' if is_after else 'beside'} the old one: {sizes}")
+            new = await self._loaded_instead(old, wanted, is_after=is_after)
+            return self._switch(old, new, wanted)
+
+    async def _loaded_instead(
+        self, old: RemoteLLM, wanted: Replacement, *, is_after: bool
+    ) -> RemoteLLM:
+        if is_after:
+            await old.suspend()
+        try:
+            new = await self._loaded(wanted.load)
+            assert isinstance(new, RemoteLLM)
+            await new.open()
+        except BaseException as error:
+            log("reload_failed", logging.ERROR, error=str(error))
+            if is_after:
+                await old.revive()
+            raise
+        return new
+
+    def _switch(self, old: RemoteLLM, new: RemoteLLM, wanted: Replacement) -> str:
+        """In one go: a request is in one engine or in the other."""
+        count = old.num_live
+        moved = new.take_over(old)
+        retiring = self._retiring[old] = asyncio.ensure_future(self._retire(old, moved=moved))
+        retiring.add_done_callback(lambda _: self._retiring.pop(old, None))
+        self._llm, self.model_names, self.loaded_at = new, wanted.names, time.time()
+        self._replaced = wanted
+        if self.access.ring:
+            new.set_key_weights(self.access.ring.weights)
+        how = "go on in the new worker" if moved else "finish with the old weights"
+        log("reloaded", model=wanted.model, requests=count, moved=moved)
+        return f"{wanted.model} is served as {wanted.names[0]}; {count} requests {how}"
+
+    async def _retire(self, old: RemoteLLM, *, moved: bool) -> None:
+        """Close a model that was replaced, once its last request has ended. Some may have been read
+        for it and come late: they are answered by it, or moved as the others were."""
+        if moved:
+            await old.end_worker()
+        idle_since = time.monotonic()
+        while time.monotonic() - idle_since < _RETIRED_AFTER_S:
+            await asyncio.sleep(min(0.5, _RETIRED_AFTER_S))
+            if old.num_live:
+                idle_since = time.monotonic()
+        await old.close()
+
+    def _on_stuck(self, found: "list[OnlineModel]") -> None:
+        """On the engine's thread. `found` has the model that is stuck, once it was loaded."""
+        if found and found[0] is not self._llm:
+            return  # one that was replaced: its requests ended, and the others go on
         assert self._loop is not None
         self.state = State.STUCK
         self._loop.call_soon_threadsafe(self.has_ended.set)

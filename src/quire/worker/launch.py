@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -156,6 +156,7 @@ class ModelLauncher:
     ) -> None:
         self._listener = listener
         self._path = path
+        self._given = options
         self._options = options
         self._command = command
         self._files = _files(path)
@@ -189,6 +190,13 @@ class ModelLauncher:
             if self._loading is not None:
                 self._loading.kill()
 
+    def continues(self, path: Path, options: Options) -> bool:
+        """Whether workers of that file with those options compute the same tokens."""
+        return _files(path) == self._files and _decisive(options) == _decisive(self._given)
+
+    def continues_launcher(self, old: "ModelLauncher") -> bool:
+        return self._files == old._files and _decisive(self._given) == _decisive(old._given)
+
     def _check_files(self) -> None:
         if _files(self._path) != self._files:
             raise ModelFileError(
@@ -201,6 +209,17 @@ def _files(path: Path) -> object:
     """What changes when a file that a model is read from does."""
     found = identity_of(path)
     return tuple(one for one in found if Path(one[0]).suffix in _MODEL_SUFFIXES) if found else None
+
+
+# Of Options, what no token depends on.
+_FREE = {"max_batch_size", "kv_memory", "threads", "batch_timeout_ms", "engine", "chat_template"}
+
+
+def _decisive(options: Options) -> dict[str, object]:
+    """The options that tokens depend on, or may."""
+    names = [option.name for option in fields(options) if option.name not in _FREE]
+    found: dict[str, object] = {name: getattr(options, name) for name in names}
+    return found
 
 
 def _pinned(options: Options, facts: EngineFacts) -> Options:

@@ -263,12 +263,14 @@ class _Connection(asyncio.Protocol):
     def __init__(self, owner: "RemoteEngine") -> None:
         self._owner = owner
         self._reader = FrameReader()
+        self.is_lost = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
         for content in self._reader.feed(data):
             self._owner.receive(wire.read_report(content))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self.is_lost.set()
         self._owner.lost(self)
 
 
@@ -304,6 +306,7 @@ class RemoteEngine:
         self._records: dict[str, Record] = {}
         self._apart: deque[Record] = deque()  # likely causes of crashes, to be run one at a time
         self._probed: Record | None = None
+        self._is_alone = False  # the probed one: others wait until it has a token
         self._calls: dict[int, tuple[wire.Command, asyncio.Future[wire.Answer], int]] = {}
         self._numbers = itertools.count(1)
         self._outgoing: list[bytes] = []
@@ -317,7 +320,9 @@ class RemoteEngine:
         self._num_deaths = 0  # in a row, of workers that computed nothing
         self._drained: asyncio.Future[None] | None = None
         self._is_closed = False
+        self._is_suspended = False  # its worker was ended on purpose
         self.failure: ExecutorError | None = None
+        self._successor: RemoteEngine | None = None  # which has the requests now
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -351,18 +356,20 @@ class RemoteEngine:
         **options: Unpack[RequestOptions],
     ) -> Stream:
         """Queue a request; where no worker runs right now, it waits for the next one."""
+        if self._successor is not None:
+            return await self._successor.submit(prompt, params, stream=stream, **options)
         self._check_open()
         record = self._record(tuple(prompt), params or SamplingParams(), stream, options)
         _check_encodes(record.command)
         if self._transport is None:
             self._check_queue(record.stream.request)
         self._records[record.command.request_id] = record
-        if self._transport is not None:
+        if self._transport is not None and not self._is_alone:
             self._send_record(record)
         try:
             await asyncio.shield(record.accepted)
         except asyncio.CancelledError:
-            self.cancel(record.stream)
+            record.stream.cancel()
             raise
         return record.stream
 
@@ -438,6 +445,8 @@ class RemoteEngine:
         return []
 
     async def _call(self, make: Callable[[int], wire.Command]) -> wire.Answer:
+        if self._successor is not None:
+            return await self._successor._call(make)
         self._check_open(is_request=False)
         number = next(self._numbers)
         answer: asyncio.Future[wire.Answer] = self._loop.create_future()
@@ -448,6 +457,10 @@ class RemoteEngine:
             self._send(command)
         try:
             found = await answer
+        except ExecutorError:
+            if self._successor is None:
+                raise
+            return await self._successor._call(make)
         finally:
             self._calls.pop(number, None)
         if found.error is not None:
@@ -474,10 +487,23 @@ class RemoteEngine:
                 task.cancel()
             if self._transport is not None:
                 self._send(wire.Close())
+                # A worker that others have goes on without this channel.
+                await self._leave(_EXIT_S if self._others is None else 0.0)
             await asyncio.to_thread(self._launcher.abort)
         await asyncio.to_thread(self.worker.end, _EXIT_S)
         for record in list(self._records.values()):
             self._cancelled(record)
+        self._fail_calls(ExecutorError("the engine is closed"))
+
+    async def _leave(self, timeout_s: float) -> None:
+        """Let the worker close the channel, or close it. The event loop must know before the socket
+        is closed: the next one may get the same number."""
+        transport, connection = self._transport, self._connection
+        assert transport is not None and connection is not None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(connection.is_lost.wait(), timeout_s)
+        transport.abort()
+        await connection.is_lost.wait()
 
     def _check_open(self, *, is_request: bool = True) -> None:
         if self.failure is not None:
@@ -503,7 +529,7 @@ class RemoteEngine:
     def _send_record(self, record: Record, *, is_anew: bool = False) -> None:
         self._send(record.resubmission() if is_anew else record.command)
         record.is_sent = True
-        if record.is_paused:
+        if record.is_paused and record is not self._probed:  # which is to get a token
             self._send(wire.Pause(record.command.request_id))
 
     def receive(self, report: wire.Report) -> None:
@@ -588,7 +614,7 @@ class RemoteEngine:
 
     def lost(self, connection: _Connection) -> None:
         """The channel is closed: the worker has ended, or does not answer."""
-        if connection is not self._connection or self._is_closed:
+        if connection is not self._connection or self._is_closed or self._is_suspended:
             return
         self._transport = self._connection = None
         self._outgoing.clear()
@@ -671,9 +697,10 @@ class RemoteEngine:
                 "the likely cause; other requests go on"
             )
             self._end(cause, Status.FAILED, FinishReason.ERROR, error)
-        waiting = [record for record in self._apart if record is not cause]
+        waiting = dict.fromkeys([*(r for r in self._apart if r is not cause), *twice])
         self._probed = None
-        self._apart = deque(dict.fromkeys([*waiting, *twice]))
+        # Who was probed at a crash goes first: quite alone, before anything else is sent.
+        self._apart = deque(sorted(waiting, key=lambda record: record.num_probed == 0))
 
     def _drop_calls(self) -> None:
         """A call that was open at two crashes is not made again."""
@@ -705,33 +732,43 @@ class RemoteEngine:
         _log.critical("%s", failure, extra={"event": "worker_given_up", "fields": {}})
         for record in list(self._records.values()):
             self._end(record, Status.FAILED, FinishReason.ERROR, failure)
+        self._fail_calls(failure)
+        if self._on_stuck is not None:
+            self._on_stuck()
+
+    def _fail_calls(self, failure: ExecutorError) -> None:
         for _, answer, _ in self._calls.values():
             if not answer.done():
                 answer.set_exception(failure)
-        if self._on_stuck is not None:
-            self._on_stuck()
 
     def _resubmit(self) -> None:
         if self._weights is not None:
             self._send(wire.KeyWeights(self._weights))
-        apart = set(map(id, self._apart))
         for record in list(self._records.values()):
             if record.is_finished:
                 self._finish(record)
-            elif id(record) not in apart:
-                self._send_record(record, is_anew=record.accepted.done())
         for command, _, _ in self._calls.values():
             self._send(command)
+        self._is_alone = True  # until _probe_next() says otherwise
         self._probe_next()
-        if self._drained is not None and not self._apart:
-            self._send(wire.Drain())
         fields = {"pid": self.worker.pid, "requests": len(self._records)}
         extra = {"event": "worker_restarted", "fields": fields}
         _log.warning("another worker runs; %d requests go on", len(self._records), extra=extra)
 
     def _probe_next(self) -> None:
-        """Run the next likely cause, once the last one got a token or ended."""
-        self._probed = None
+        """Run the next likely cause, once the last one got a token or ended. One that was probed
+        at a crash is run alone: what happens to others beside it is not its doing."""
+        before, self._probed = self._probed, None
+        if self._transport is None:
+            self._end_turn()
+            return
+        if before is not None and before.is_paused and before.command.request_id in self._records:
+            self._send(wire.Pause(before.command.request_id))
+        while self._apart and self._apart[0].command.request_id not in self._records:
+            self._apart.popleft()
+        if self._is_alone and not (self._apart and self._apart[0].num_probed):
+            self._is_alone = False
+            self._send_held()
         if self._others is None or self._has_turn or not self._apart:
             self._probe_first()
             self._end_turn()
@@ -742,9 +779,7 @@ class RemoteEngine:
         self._waits_for_turn = True
         await others.take_turn()
         self._waits_for_turn, self._has_turn = False, True
-        if self._transport is not None:  # else the next worker gets them
-            self._probe_first()
-        self._end_turn()
+        self._probe_next()
 
     def _end_turn(self) -> None:
         """Unless a likely cause runs, other processes may run theirs."""
@@ -753,13 +788,61 @@ class RemoteEngine:
             self._others.end_turn()
 
     def _probe_first(self) -> None:
-        while self._apart and self._probed is None:
-            record = self._apart.popleft()
-            if record.command.request_id in self._records and self._transport is not None:
-                self._probed = record
-                self._send_record(record, is_anew=record.accepted.done())
-        if self._probed is None and self._drained is not None:
+        if self._apart:
+            self._probed = self._apart.popleft()
+            self._send_record(self._probed, is_anew=self._probed.accepted.done())
+        elif self._drained is not None:
             self._send(wire.Drain())
+
+    def _send_held(self) -> None:
+        """What the worker does not have yet, but for what is run apart."""
+        apart = set(map(id, self._apart))
+        for record in self._records.values():
+            if not record.is_sent and id(record) not in apart:
+                self._send_record(record, is_anew=record.accepted.done())
+
+    # ---- a planned change
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._records)
+
+    def take_over(self, old: "RemoteEngine") -> None:
+        """Go on with every request of another engine, which ends: of the same weights, so that
+        each gets the tokens that it would have got there."""
+        assert self._transport is not None
+        old._successor = self
+        self._numbers, self.num_restarts = old._numbers, old.num_restarts
+        self._records, old._records = old._records, {}
+        self._weights = self._weights if old._weights is None else old._weights
+        for record in list(self._records.values()):
+            record.stream.move_to(self)
+            record.is_sent = record.is_taken = record.is_started = False
+            if record.is_cancelled:
+                self._cancelled(record)
+        self._apart.extend(old._apart)
+        self._resubmit()
+        old._fail_calls(ExecutorError("the worker was replaced"))  # they are made again here
+
+    async def suspend(self) -> None:
+        """End the worker and keep its requests, for take_over() or revive()."""
+        self._is_suspended = True
+        self.worker.kill()
+        if self._transport is not None:
+            await self._leave(_EXIT_S)
+        self._transport = self._connection = None
+        self._outgoing.clear()
+        for record in list(self._records.values()):
+            record.is_sent = record.is_taken = record.is_started = False
+        self._run(self._expire())
+        await asyncio.to_thread(self.worker.end, 0.0)
+
+    async def revive(self) -> None:
+        """Go on after suspend() with a worker as before."""
+        self._is_suspended = False
+        if await self._started_anew():
+            self._resubmit()
 
     async def _watch(self) -> None:
         """Kill a worker that says nothing for long: it hangs. Time in which this process did not
@@ -794,6 +877,7 @@ class RemoteLLM(OnlineModel):
     """A model file behind a worker process, as AsyncLLM is one in this process."""
 
     _engine: RemoteEngine
+    _launcher: Launcher
 
     @classmethod
     def load(
@@ -852,7 +936,7 @@ class RemoteLLM(OnlineModel):
         others: Others | None = None,
     ) -> Self:
         made = cls()
-        made._text = text
+        made._text, made._launcher = text, launcher
         worker, facts = launcher.start()
         try:
             made._engine = RemoteEngine(
@@ -903,6 +987,46 @@ class RemoteLLM(OnlineModel):
 
     async def open(self) -> None:
         await self._engine.open()
+
+    def kill(self) -> None:
+        """End the worker of a model that was never opened."""
+        self._engine.worker.end(0.0)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return self._engine.num_live
+
+    def continues(self, path: Path, options: Options) -> bool:
+        """Whether a worker with this file and these options would give the same tokens."""
+        launcher = self._launcher
+        return isinstance(launcher, ModelLauncher) and launcher.continues(path, options)
+
+    def take_over(self, old: "RemoteLLM") -> bool:
+        """Go on with the requests of a model that this one continues, unless it turned out to have
+        another context or device; whether it did."""
+        ours, theirs = self._facts, old._facts
+        assert isinstance(self._launcher, ModelLauncher)
+        assert isinstance(old._launcher, ModelLauncher)
+        if not self._launcher.continues_launcher(old._launcher) or (
+            (ours.device, ours.gpu_layers, ours.max_context)
+            != (theirs.device, theirs.gpu_layers, theirs.max_context)
+        ):
+            return False
+        self._engine.take_over(old._engine)
+        return True
+
+    async def end_worker(self) -> None:
+        """After another model took over: what still comes goes there."""
+        await self._engine.close()
+
+    async def suspend(self) -> None:
+        """End the worker, so that its memory is free, and keep its requests."""
+        await self._engine.suspend()
+
+    async def revive(self) -> None:
+        """Start the worker again after suspend()."""
+        await self._engine.revive()
 
     def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
         """Compiled by the worker, which keeps it; on any thread but the event loop's."""

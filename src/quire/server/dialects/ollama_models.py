@@ -238,16 +238,16 @@ _ERRORS = error_responses(503, shape=OLLAMA_ERRORS)
 
 
 def add_models(app: FastAPI, service: Service) -> None:
-    names = service.settings.model_names
-
     @app.get("/api/tags", summary="The model, as Ollama's", responses=_ERRORS)
     async def tags() -> OllamaModels:
-        return OllamaModels(models=[OllamaModel(**_model(service, name)) for name in names])
+        return OllamaModels(
+            models=[OllamaModel(**_model(service, name)) for name in service.model_names]
+        )
 
     @app.get("/api/ps", summary="The same, as it is loaded", responses=_ERRORS)
     async def running() -> RunningModels:
         llm = service.llm
-        models = [_model(service, name) for name in names]
+        models = [_model(service, name) for name in service.model_names]
         shared: dict[str, Any] = {
             "expires_at": _FAR_AWAY,
             "context_length": llm.max_context,
