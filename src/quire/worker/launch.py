@@ -230,6 +230,7 @@ def _pinned(options: Options, facts: EngineFacts) -> Options:
         device=facts.device,
         gpu_layers=facts.gpu_layers if on_gpu else None,
         gpu_memory=options.gpu_memory if on_gpu else None,
+        placement=options.placement if on_gpu else None,
         kv_memory=facts.kv_bytes,
     )
 
