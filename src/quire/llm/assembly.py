@@ -221,7 +221,7 @@ def predict_memory(model: str | Path, options: Options) -> MemoryNeed:
     """As it is known before anything is loaded; a KV cache without a size takes the usual one."""
     path = _examined(model, options)
     with load_model(path, i2s_packing=options.i2s_packing) as loaded:
-        loaded = _with_context(loaded, options.max_context)
+        loaded = _with_context(loaded, options.max_context, path)
         options = resolve_auto(options, loaded, lambda _: None)
         device = device_of(options)
         plan = device.memory_plan(loaded, options)
