@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.errors import ConfigError
 from quire.executors.cpu import has_native_module
-from quire.llm import devices
+from quire.llm import choice, devices
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import DEVICES, CudaDevice, Loaded, Options, ReferenceDevice, device_of
 from quire.llm.machine import MemoryPlan
@@ -60,6 +60,9 @@ class FakeGpu(CudaDevice):
 def auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch, reason: str | None, **given: Any) -> Assembly:
     """What "auto" makes of a machine with such a GPU."""
     monkeypatch.setitem(DEVICES, "cuda", FakeGpu(reason))
+    monkeypatch.setattr(choice, "step_seconds", lambda *_, **__: {1: 1.0, 64: 1.0})  # of both
+    monkeypatch.setattr(choice, "remember", lambda *_: None)
+    monkeypatch.setattr(devices, "remembered", lambda *_: None)
     return assemble("dummy:tiny", Options(device="auto", max_batch_size=2, **given))
 
 

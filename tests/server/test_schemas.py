@@ -166,8 +166,10 @@ def test_nothing_is_fetched_for_a_message(fake: RunningServer, part: dict[str, A
 
 
 @pytest.fixture(scope="module")
-def fuzzed(text_model: Path) -> Iterator[RunningServer]:
-    with fake_server(text_model, PacedExecutor(num_blocks=1024), body_timeout_s=60.0) as server:
+def fuzzed(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    executor = PacedExecutor(num_blocks=1024)
+    state = tmp_path_factory.mktemp("state")
+    with fake_server(text_model, executor, body_timeout_s=60.0, state_folder=state) as server:
         yield server
 
 

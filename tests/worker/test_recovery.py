@@ -29,7 +29,7 @@ from quire.core.errors import (
     RequestError,
     WorkerCrashError,
 )
-from quire.core.request import Piece, RequestOutput, Status
+from quire.core.request import BACKGROUND, Piece, RequestOutput, Status
 from quire.core.sampling import Constraint, SamplingParams
 from quire.engine.stats import Snapshot
 from quire.llm import AsyncLLM
@@ -587,6 +587,31 @@ def test_deadlines_and_limits_of_the_queue_hold_while_no_worker_runs(
         assert output.status is Status.EXPIRED
         assert llm.is_recovering
         await llm.close()
+
+    run(work())
+
+
+def test_background_requests_wait_for_a_worker_without_the_usual_deadline(
+    model: Path, tmp_path: Path
+) -> None:
+    options = replace(OPTIONS, engine={"timeout_s": 0.3})
+
+    async def work() -> None:
+        command = (*FAULTY, "slow", str(tmp_path / "marker"))
+        load = partial(RemoteLLM.load, model, options, command=command)
+        llm = await asyncio.to_thread(load)
+        await llm.open()
+        os.kill(llm.worker_pid, signal.SIGKILL)
+        while not llm.is_recovering:
+            await asyncio.sleep(0.01)
+        behind = asyncio.ensure_future(llm.submit([1], priority=BACKGROUND))
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineError, match="ran out of time"):
+            await llm.submit([2])
+        assert llm.is_recovering
+        assert not behind.done()
+        await llm.close()
+        behind.cancel()
 
     run(work())
 

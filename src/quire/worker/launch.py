@@ -160,6 +160,7 @@ class ModelLauncher:
         self._options = options
         self._command = command
         self._files = _files(path)
+        self._first: EngineFacts | None = None  # of the first worker
         self._loading: WorkerProcess | None = None
         self._is_aborted = False
         self._lock = threading.Lock()  # of both
@@ -173,6 +174,8 @@ class ModelLauncher:
                 worker.kill()
         try:
             facts = worker.load(self._path, self._options)
+            if self._first is not None:  # a pinned device was asked for, the first one chosen
+                facts = replace(facts, device_reason=self._first.device_reason)
             try:
                 self._check_files()  # it may have read either
             except BaseException:
@@ -181,6 +184,7 @@ class ModelLauncher:
         finally:
             with self._lock:
                 self._loading = None
+        self._first = self._first or facts
         self._options = _pinned(self._options, facts)
         return worker, facts
 

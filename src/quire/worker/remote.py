@@ -28,6 +28,7 @@ from quire.core.errors import (
     WorkerCrashError,
 )
 from quire.core.request import (
+    BACKGROUND,
     Completion,
     Ended,
     FinishReason,
@@ -680,7 +681,9 @@ class RemoteEngine:
         while self.is_recovering or any(not r.is_sent for r in self._records.values()):
             now = time.perf_counter()
             for record in [r for r in self._records.values() if not r.is_sent]:
-                timeout_s = record.command.timeout_s or self.facts.timeout_s
+                timeout_s = record.command.timeout_s
+                if timeout_s is None and record.command.priority < BACKGROUND:
+                    timeout_s = self.facts.timeout_s
                 waited = now - record.command.arrived_at
                 if timeout_s is not None and waited > timeout_s:
                     name = record.command.request_id

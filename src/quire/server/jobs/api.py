@@ -126,8 +126,10 @@ class BatchList(BaseModel):
 
 
 class ExpiresAfter(Strict):
-    anchor: Literal["created_at"]
-    seconds: int = Field(ge=_KEEP_S[0], le=_KEEP_S[1])
+    anchor: Literal["created_at"] = Field(description="what the seconds are counted from")
+    seconds: int = Field(
+        ge=_KEEP_S[0], le=_KEEP_S[1], description="after which the output files are deleted"
+    )
 
 
 class CreateBatch(Strict):

@@ -6,6 +6,7 @@ Each process has a Client here: what it holds of the limits, to be given back wh
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from quire.server.connections import Connections
 from quire.server.errors import ApiError
@@ -15,6 +16,8 @@ from quire.server.processes.client import IdleCounts
 from quire.server.quotas import Reservation
 from quire.server.service import Service
 from quire.server.shared import ProcessFigures
+
+C = TypeVar("C")
 
 
 @dataclass(eq=False)
@@ -32,6 +35,13 @@ class Client:
     @property
     def num_open(self) -> int:
         return self.groups.total()
+
+
+def _decrement(counts: Counter[C], of: C) -> None:
+    """Entries of nothing would be kept for every address that ever came."""
+    counts[of] -= 1
+    if not counts[of]:
+        del counts[of]
 
 
 class Hub:
@@ -82,7 +92,7 @@ class Hub:
             case wire.OpenConnection(group):
                 return self._open(client, group)
             case wire.CloseConnection(group):
-                client.groups[group] -= 1
+                _decrement(client.groups, group)
                 client.num_closing = max(0, client.num_closing - 1)
             case wire.OpenProxied(group):
                 if self._num_of(group) >= self._limits.max_per_address:
@@ -90,13 +100,13 @@ class Hub:
                 client.proxied[group] += 1
                 return wire.Reply()
             case wire.CloseProxied(group):
-                client.proxied[group] -= 1
+                _decrement(client.proxied, group)
             case wire.EnterKey(key):
                 service.limits.enter(key)
                 client.keys[key] += 1
                 return wire.Reply()
             case wire.LeaveKey(key):
-                client.keys[key] -= 1
+                _decrement(client.keys, key)
                 service.limits.leave(key)
             case wire.Admit(key, demand):
                 reservation = service.quotas.reserve(key, demand)

@@ -320,18 +320,29 @@ class _Supervisor:
         log("api_process_died", logging.ERROR, index=index, pid=process.pid, reason=reason)
         is_steady = process.is_up and time.monotonic() - process.started_at > _STEADY_S
         self._num_failed[index] = 1 if is_steady else self._num_failed.get(index, 0) + 1
+        while not await self._is_replaced(index, reason):
+            self._num_failed[index] += 1
+
+    async def _is_replaced(self, index: int, reason: str) -> bool:
+        """Whether all is done for a process that ended: False where none could be started."""
         if self._num_failed[index] > _MAX_FAILED_STARTS:
             self._failure = ExecutorError(
                 f"an API process ended {_MAX_FAILED_STARTS + 1} times in a row: {reason}; the log "
                 "has what it said"
             )
             self._service.has_ended.set()
-            return
+            return True
         if self._num_failed[index] > 1:
             await asyncio.sleep(min(10.0, 0.25 * 2 ** self._num_failed[index]))
-        if not self._is_ending:
-            self._num_restarts += 1
+        if self._is_ending:
+            return True
+        self._num_restarts += 1
+        try:
             await self._start(index)
+        except OSError as error:  # no process, no descriptor: perhaps later
+            log("api_process_not_started", logging.ERROR, index=index, reason=str(error))
+            return False
+        return True
 
     async def _drain(self) -> None:
         """As Service.drain, of all processes; then the worker ends."""
