@@ -207,6 +207,14 @@ class JobRunner:
             raise _FailedError(*checked.problems)
         await self._stored(self._store.begin, batch.id, checked.num_lines, checked.model)
 
+    def _has_input(self, batch: Batch) -> bool:
+        try:
+            self._check_input(batch)
+        except _FailedError as error:
+            log("batch_input_unusable", logging.ERROR, batch=batch.id, error=str(error))
+            return False
+        return True
+
     def _check_input(self, batch: Batch) -> None:
         try:
             found = digest_of(self._store.path_of(batch.input_file_id))
@@ -238,6 +246,7 @@ class JobRunner:
             for task in answering:
                 task.cancel()
             await asyncio.gather(*answering, return_exceptions=True)
+        await asyncio.to_thread(self._check_input, batch)  # it may have changed meanwhile
         await self._stored(self._store.move, batch.id, "finalizing", "in_progress")
 
     def _lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
@@ -277,8 +286,9 @@ class JobRunner:
         await self._stored(finish)
 
     def _unanswered(self, batch: Batch, status: str) -> Iterator[Result]:
-        """An error for every line without an answer, if there were answers to come."""
-        if not batch.num_lines:
+        """An error for every line without an answer, if there were answers to come, and the file
+        still says which lines these are."""
+        if not batch.has_begun or not self._has_input(batch):
             return
         done = self._store.answered(batch.id)
         try:

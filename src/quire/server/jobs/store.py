@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.core.errors import ConfigError, QuireError
+from quire.core.errors import ConfigError, QuireError, RequestError
+from quire.server.jobs.files import num_lines_of
 
 SCHEMA_VERSION = 1
 INPUT, OUTPUT = "batch", "batch_output"  # purposes of files
@@ -72,7 +73,7 @@ class JobLimits:
 
     max_bytes: int = 1 << 30  # of files
     max_batches: int = 16  # that have not ended
-    max_lines: int = 200_000  # of these
+    max_lines: int = 200_000  # of these, not answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,11 @@ class Batch:
     def is_live(self) -> bool:
         return self.status in LIVE
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its file was found to be good."""
+        return "in_progress_at" in self.times
+
 
 class Result(NamedTuple):
     line: int
@@ -147,8 +153,8 @@ class Page(NamedTuple):
 def _storing(error: Exception, path: Path) -> StoreError:
     if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
         return StoreError(
-            f"{path} cannot be read ({error}): move it away to begin without its jobs, or put a "
-            "copy of it in its place"
+            f"{path} cannot be read ({error}): put a copy of it in its place, or move "
+            f"{path.parent} away to begin without its jobs"
         )
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return StoreError(f"cannot write to {path.parent}: {reason or error}")
@@ -219,23 +225,38 @@ class JobStore:
         made = sqlite3.connect(
             self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )
+        try:
+            self._prepare(made)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _prepare(self, made: sqlite3.Connection) -> None:
         made.row_factory = sqlite3.Row
         version: int = made.execute("PRAGMA user_version").fetchone()[0]
         if version > SCHEMA_VERSION:
-            made.close()
             raise StoreError(
                 f"{self.path} was written by a newer quire (version {version} of its tables; this "
                 f"one knows {SCHEMA_VERSION}): use that, or another folder by --state"
             )
         found = made.execute("PRAGMA quick_check").fetchone()[0]
         if found != "ok":
-            made.close()
             raise sqlite3.DatabaseError(found)
+        if version == 0:
+            self._check_new()
         made.execute("PRAGMA journal_mode = WAL")
         made.execute("PRAGMA synchronous = FULL")  # an answer that counts survives a power cut
         if version == 0:
             made.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
-        return made
+
+    def _check_new(self) -> None:
+        """Files without the database that names them are not a crash's leftovers."""
+        if any(self._files.iterdir()):
+            raise StoreError(
+                f"{self.path} is gone, and its files are not: put a copy of it in its place, or "
+                f"move {self.path.parent} away to begin without its jobs"
+            )
 
     def _drop_leftovers(self) -> None:
         known = {row["id"] for row in self._query("SELECT id FROM files")}
@@ -386,26 +407,35 @@ class JobStore:
 
     def add_batch(self, owner: str, new: NewBatch) -> Batch | None:
         """None where there is no such file; QuotaError where the key has too much to do."""
+        if (given := self.file(owner, new.input_file_id)) is None or given.purpose != INPUT:
+            return None
+        num_lines = self._num_lines(given.id)
         with self._transaction() as database:
-            given = self.file(owner, new.input_file_id)
-            if given is None or given.purpose != INPUT:
+            if self.file(owner, given.id) is None:  # deleted meanwhile
                 return None
-            self._check_queued(owner)
+            self._check_queued(owner, num_lines)
             name = f"batch_{uuid.uuid4().hex}"
             now = int(self._now())
             database.execute(
                 "INSERT INTO batches (id, owner, status, endpoint, input_file_id, input_digest, "
-                "completion_window, metadata, keep_s, created_at, expires_at) "
-                "VALUES (?, ?, 'validating', ?, ?, ?, ?, ?, ?, ?, ?)",
+                "completion_window, metadata, keep_s, created_at, expires_at, num_lines) "
+                "VALUES (?, ?, 'validating', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     *(name, owner, new.endpoint, new.input_file_id, given.digest),
                     *(new.completion_window, json.dumps(new.metadata), new.keep_s),
-                    *(now, now + new.window_s),
+                    *(now, now + new.window_s, num_lines),
                 ),
             )
         return self.batch(owner, name)
 
-    def _check_queued(self, owner: str) -> None:
+    def _num_lines(self, file_id: str) -> int:
+        """0 where it cannot be read: the batch then fails, which says why."""
+        try:
+            return num_lines_of(self.path_of(file_id))
+        except (RequestError, OSError):
+            return 0
+
+    def _check_queued(self, owner: str, num_lines: int) -> None:
         live = [batch for batch in self.live_batches() if batch.owner == owner]
         limits = self._limits
         if len(live) >= limits.max_batches:
@@ -414,9 +444,10 @@ class JobStore:
                 f"{limits.max_batches}"
             )
         left = sum(batch.num_lines - batch.num_completed - batch.num_failed for batch in live)
-        if left >= limits.max_lines:
+        if left + num_lines > limits.max_lines:
             raise QuotaError(
-                f"{left:,} lines of the key's batches wait; it may have {limits.max_lines:,}"
+                f"{left:,} lines of the key's batches wait and this one has {num_lines:,}; "
+                f"together they may have {limits.max_lines:,}"
             )
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
@@ -504,7 +535,8 @@ class JobStore:
     def finish(
         self, batch: Batch, status: str, unanswered: Iterable[Result], errors: list[BatchProblem]
     ) -> None:
-        """End a batch: its answers become files. `unanswered`: errors of lines without answers."""
+        """End a batch: its answers become files. `unanswered`: errors of lines without answers.
+        One whose file was not found to be good has no lines."""
         with self._failures():
             good = self._write_answers(batch, True, ())
             bad = self._write_answers(batch, False, unanswered)
@@ -515,7 +547,8 @@ class JobStore:
                         _insert_file(database, made)
                 database.execute(
                     f"UPDATE batches SET status = ?, {status}_at = ?, errors = ?, "
-                    "num_failed = num_lines - num_completed, "
+                    "num_lines = IIF(in_progress_at IS NULL, 0, num_lines), "
+                    "num_failed = IIF(in_progress_at IS NULL, 0, num_lines - num_completed), "
                     "output_file_id = ?, error_file_id = ? WHERE id = ?",
                     (
                         *(status, int(self._now()), json.dumps(errors)),
