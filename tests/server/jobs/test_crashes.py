@@ -32,10 +32,10 @@ def requests(count: int) -> list[dict[str, Any]]:
 
 
 def _request(number: int) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": f"Count to {number}"}], "max_tokens": 24}
-    body |= [{"temperature": 0}, {"temperature": 1.1}, {"seed": number}, {"logprobs": True}][
-        number % 4
-    ]
+    messages = [{"role": "user", "content": f"Count to {number}"}]
+    fields: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.1}, {"logprobs": True}]
+    fields.append({"seed": number})
+    body = {"messages": messages, "max_tokens": 24, **fields[number % len(fields)]}
     if number % 13 == 12:
         body["max_tokens"] = -1
     return {
