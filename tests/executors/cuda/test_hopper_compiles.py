@@ -219,8 +219,9 @@ def test_attention_reads_what_tma_loaded(
     attention.attend(inputs, launchers.LayerCache(keys, keys, scales), layer, num_splits)
     usage, listing = compiled(catch.found, tmp_path)
     print(heads, num_tokens, usage)
-    # Over codes four programs with 16 bytes on the stack were faster than three without.
-    assert usage.stack <= (0 if scales is None else 16)
+    # Over codes four programs with 16 bytes on the stack were faster than three without; the check
+    # whether scores have risen takes 8 more.
+    assert usage.stack <= (0 if scales is None else 24)
     assert usage.shared <= SHARED_MEMORY
     assert ("HGMMA" in listing) and (".BF16" in listing) == (half != "float16")
     assert "UTMALDG" in listing
