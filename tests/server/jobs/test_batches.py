@@ -13,6 +13,7 @@ import pytest
 from openai.types import Batch
 from tests.server.servers import PATIENCE_S, PacedExecutor, RunningServer, fake_server
 
+from quire.server.jobs.runner import _MAX_OWNERS
 from quire.server.keys import ApiKey, KeyRing, digest_of
 
 CHAT: Final = "/v1/chat/completions"
@@ -316,3 +317,45 @@ def _status(server: RunningServer, made: Batch) -> str:
     found = store.batch("alice", made.id)
     assert found is not None
     return found.status
+
+
+def test_a_model_that_is_no_name_fails_the_batch(client: openai.OpenAI) -> None:
+    wrong: tuple[Any, ...] = (["x"], {}, 10**30)
+    for model in wrong:
+        done = wait(client, begin(client, [line(0, model=model)]))
+        assert done.errors is not None
+        assert [(e.code, e.line, e.param) for e in done.errors.data or []] == [
+            ("invalid_line", 1, "body.model")
+        ]
+
+
+def test_lines_without_a_url_are_named_when_a_batch_is_cancelled(
+    text_model: Path, tmp_path: Path
+) -> None:
+    with slow_server(text_model, tmp_path) as server, server.client() as client:
+        lines = [line(number) for number in range(60)]
+        for each in lines:
+            del each["url"]
+        made = begin(client, lines)
+        wait(client, made, "in_progress", until=lambda batch: _num_done(batch) >= 2)
+        client.batches.cancel(made.id)
+        _check_halves(client, wait(client, made), 60, "batch_cancelled")
+
+
+def test_halves_of_surrogate_pairs_are_refused(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    file = upload(client, [line(0)])
+    body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+    for name, wrong in (("input_file_id", "\ud800"), ("metadata", {"a": "\ud800"})):
+        reply = server.post("/v1/batches", {**body, name: wrong})
+        assert (reply.status, reply.error["param"]) == (400, name)
+
+
+def test_more_keys_than_work_at_once_get_their_turn(text_model: Path, tmp_path: Path) -> None:
+    names = {f"k{number}": f"k{number}-" + 20 * "x" for number in range(_MAX_OWNERS + 1)}
+    ring = KeyRing([ApiKey(name, digest_of(secret)) for name, secret in names.items()])
+    with fake_server(text_model, keys=ring, state_folder=tmp_path) as server:
+        for secret in names.values():
+            with server.client(secret) as client:
+                assert wait(client, begin(client, [line(0)])).status == "completed"

@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, Response
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import ApiError
 from quire.server.fields import Strict
-from quire.server.jobs.files import MAX_LINE_BYTES
+from quire.server.jobs.files import MAX_JOB_LINE_BYTES
 from quire.server.jobs.jobs import unavailable
 from quire.server.jobs.store import (
     INPUT,
@@ -225,9 +225,12 @@ def _check_lines(file: UploadFile) -> None:
     """JSON objects, one a line; what they ask for is checked with the batch, which names lines."""
     file.file.seek(0)
     number = 0
-    while line := file.file.readline(MAX_LINE_BYTES + 1):
+    while line := file.file.readline(MAX_JOB_LINE_BYTES + 1):
         number += 1
-        if len(line) > MAX_LINE_BYTES or (line.strip() and not _is_object(line)):
+        if len(line) > MAX_JOB_LINE_BYTES:
+            message = f"line {number} has more than {MAX_JOB_LINE_BYTES} bytes"
+            raise ApiError(400, message, param="file", code="invalid_file")
+        if line.strip() and not _is_object(line):
             message = f"line {number} is no JSON object; the file has one on every line"
             raise ApiError(400, message, param="file", code="invalid_file")
     if not number:
@@ -269,6 +272,9 @@ async def create_batch(service: Service, request: Request) -> Response:
     window_s = int(body.completion_window[:-1]) * _UNITS[body.completion_window[-1]]
     if window_s > _MAX_WINDOW_S:
         raise ApiError(400, "completion_window may be 30d at most", param="completion_window")
+    _check_text("input_file_id", body.input_file_id)
+    for text in (part for item in (body.metadata or {}).items() for part in item):
+        _check_text("metadata", text)
     keep = body.output_expires_after
     new = NewBatch(
         body.endpoint,
@@ -284,6 +290,15 @@ async def create_batch(service: Service, request: Request) -> Response:
         raise _no_file(body.input_file_id, 400, "input_file_id")
     service.jobs.wake()
     return Response(_batch(batch).model_dump_json(), media_type="application/json")
+
+
+def _check_text(name: str, text: str) -> None:
+    """JSON can say halves of surrogate pairs, which no file, database or reply can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{name} has half of a surrogate pair, which is no text"
+        raise ApiError(400, message, param=name) from error
 
 
 def _batch(batch: Batch) -> BatchReply:

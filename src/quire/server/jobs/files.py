@@ -29,6 +29,7 @@ from quire.server.jobs.lines import (
 )
 
 MAX_LINE_BYTES = 64 << 20
+MAX_JOB_LINE_BYTES = 4 << 20  # of a server, as bodies of requests usually
 _WINDOW_BYTES = 256 << 20  # of lines in flight and answers that wait
 _MIN_WINDOW = 1024  # lines
 _SYNC_S = 1.0  # at most so much is computed again after the machine lost its power

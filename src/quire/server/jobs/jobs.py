@@ -47,10 +47,14 @@ class Jobs:
         self._store: JobStore | None = None
         self._runner: JobRunner | None = None
         self._is_started = False
+        self._starting: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
 
     def answer_by(self, answerer: LineAnswerer) -> None:
+        """May come after the start: a replaced API process has its model first."""
         self._answerer = answerer
+        if self._is_started:
+            self._starting = asyncio.get_running_loop().create_task(self.start())
 
     async def start(self) -> None:
         """The model is loaded: go on with what is there."""

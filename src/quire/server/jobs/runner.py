@@ -16,7 +16,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from quire.core.errors import RequestError
 from quire.server.errors import ApiError
-from quire.server.jobs.files import MAX_LINE_BYTES, lines_of
+from quire.server.jobs.files import MAX_JOB_LINE_BYTES, lines_of
 from quire.server.jobs.lines import LineAnswerer, LineError, answer_line, error_line, read_line
 from quire.server.jobs.store import Batch, BatchProblem, JobStore, Result, StoreError, digest_of
 from quire.server.keys import ApiKey
@@ -73,8 +73,8 @@ def _problem_of(
     data: bytes, endpoint: str, seen: set[str], models: set[str | None], check_model: CheckModel
 ) -> BatchProblem | None:
     try:
-        if len(data) > MAX_LINE_BYTES:
-            raise LineError(f"it has more than {MAX_LINE_BYTES} bytes")
+        if len(data) > MAX_JOB_LINE_BYTES:
+            raise LineError(f"it has more than {MAX_JOB_LINE_BYTES} bytes")
         line = read_line(data, endpoint)
     except LineError as error:
         return BatchProblem("invalid_line", str(error))
@@ -84,8 +84,10 @@ def _problem_of(
         )
     seen.add(line.custom_id)
     model = json.loads(line.body).get("model")
+    if not isinstance(model, str | None):
+        return BatchProblem("invalid_line", "model must be a string", param="body.model")
     try:
-        check_model(model if isinstance(model, str) else None)
+        check_model(model)
     except ApiError as error:
         return BatchProblem("model_not_found", error.message, param="body.model")
     models.add(model)
@@ -138,11 +140,10 @@ class JobRunner:
             await self._stored(self._store.drop_expired)
             batches = await self._stored(self._store.live_batches)
             self._statuses = {batch.id: batch.status for batch in batches}
+            working = self._working
+            self._working = {owner: task for owner, task in working.items() if not task.done()}
             for batch in batches:
-                task = self._working.get(batch.owner)
-                if task is not None and task.done():
-                    task = self._working.pop(batch.owner) and None
-                if task is None and len(self._working) < _MAX_OWNERS:
+                if batch.owner not in self._working and len(self._working) < _MAX_OWNERS:
                     self._working[batch.owner] = asyncio.create_task(self._work(batch))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _POLL_S)
@@ -294,7 +295,9 @@ class JobRunner:
         try:
             for number, data in self._lines(batch):
                 if number not in done and number <= batch.num_lines:
-                    error = LineError(_UNANSWERED[status], read_line(data).custom_id)
+                    error = LineError(
+                        _UNANSWERED[status], read_line(data, batch.endpoint).custom_id
+                    )
                     written = error_line(error, number, f"batch_{status}")
                     yield Result(number, False, written)
         except (RequestError, LineError) as error:  # the input is gone: the batch's errors say so
