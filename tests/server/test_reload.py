@@ -223,12 +223,12 @@ def test_a_process_reads_its_keys_on_sighup(text_model: Path, tmp_path: Path) ->
                 extra_body={"ignore_eos": True},
             )
             chunks = iter(stream)
-            next(chunks)
+            first = next(chunks)  # it may have all of them, where the machine is busy
             path.write_text(table("bob"))
             server.signal(signal.SIGHUP)
             wait_until(lambda: can_list_models(server.url, "bob"))
             assert not can_list_models(server.url, "alice")
-            assert list(chunks)[-1].choices[0].finish_reason == "length"
+            assert [first, *chunks][-1].choices[0].finish_reason == "length"
         path.write_text("broken")
         server.signal(signal.SIGHUP)
         path.unlink()
