@@ -182,8 +182,12 @@ def test_batches_are_listed_page_by_page(client: openai.OpenAI) -> None:
     assert [batch.id for batch in client.batches.list(limit=2)] == made[::-1]
     first = client.batches.list(limit=2)
     assert (first.has_more, len(first.data)) == (True, 2)
+    oldest_first = client.batches.list(limit=2, extra_query={"order": "asc"})
+    assert [batch.id for batch in oldest_first] == made
     with pytest.raises(openai.BadRequestError, match="limit"):
         client.batches.list(limit=0)
+    with pytest.raises(openai.BadRequestError, match="there is no parameter 'purpose'"):
+        client.batches.list(extra_query={"purpose": "batch"})
 
 
 # ---- batches that end early

@@ -66,9 +66,10 @@ def refused(server: RunningServer) -> str:
 
 
 def damage(path: Path) -> None:
-    """All but the head, so that the version can still be read."""
+    """All but the first page, so that the version and the tables' names can still be read."""
     content = path.read_bytes()
-    path.write_bytes(content[:100] + b"\xa5" * (len(content) - 100))
+    assert len(content) > 2 * 4096
+    path.write_bytes(content[:4096] + b"\xa5" * (len(content) - 4096))
 
 
 @pytest.mark.parametrize("spoil", [damage, lambda path: path.write_bytes(b"no database" * 500)])

@@ -361,8 +361,14 @@ class _Asked(NamedTuple):
     newest_first: bool
 
     @classmethod
-    def of(cls, request: Request, usual: int, most: int) -> "_Asked":
+    def of(cls, request: Request, usual: int, most: int, *more: str) -> "_Asked":
+        """`more`: the parameters that the list has besides."""
         query = request.query_params
+        known = ("limit", "after", "order", *more)
+        for name in query:
+            if name not in known:
+                message = f"there is no parameter {name!r:.100}; there are {', '.join(known)}"
+                raise ApiError(400, message, param=name)
         limit = query.get("limit", str(usual))
         if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= most:
             raise ApiError(400, f"limit must be from 1 to {most}", param="limit")
@@ -396,7 +402,7 @@ def _add_files(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/files", summary="The key's files", responses=error_responses(400, 503))
     async def files(request: Request) -> FileList:
-        asked = _Asked.of(request, MAX_LISTED, MAX_LISTED)
+        asked = _Asked.of(request, MAX_LISTED, MAX_LISTED, "purpose")
         owner, purpose = _owner(request), request.query_params.get("purpose")
         page = await _stored(
             service, lambda store: store.files(owner, **asked._asdict(), purpose=purpose)
@@ -447,9 +453,7 @@ def _add_batches(app: FastAPI, service: Service) -> None:
     async def batches(request: Request) -> BatchList:
         asked = _Asked.of(request, 20, _MAX_BATCHES_LISTED)
         owner = _owner(request)
-        page = await _stored(
-            service, lambda store: store.batches(owner, after=asked.after, limit=asked.limit)
-        )
+        page = await _stored(service, lambda store: store.batches(owner, **asked._asdict()))
         data = [_batch(batch) for batch in _checked_page(page, asked).data]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         has_more = page is not None and page.has_more

@@ -454,9 +454,11 @@ class JobStore:
         rows = self._query("SELECT * FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
         return _batch_of(rows[0]) if rows else None
 
-    def batches(self, owner: str, *, after: str | None, limit: int) -> Page | None:
-        """The newest first; None where `after` is no batch of the key's."""
-        page = self._page("batches", owner, after, limit, True, "", ())
+    def batches(
+        self, owner: str, *, after: str | None, limit: int, newest_first: bool
+    ) -> Page | None:
+        """None where `after` is no batch of the key's."""
+        page = self._page("batches", owner, after, limit, newest_first, "", ())
         return None if page is None else Page([_batch_of(row) for row in page.data], page.has_more)
 
     def _page(
