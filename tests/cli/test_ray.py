@@ -1,6 +1,9 @@
 """`quire ray` without Ray: help, wrong options, and what to install."""
 
 import importlib.util
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +32,16 @@ def test_what_would_not_be_obeyed_is_refused(
 ) -> None:
     assert main(["ray", "serve", "model.gguf", *options]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="it would be started")
+def test_the_guides_commands_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "ray.md").read_text()
+    commands = re.findall(r"^quire (ray serve .*)$", page, re.MULTILINE)
+    assert len(commands) >= 4
+    for command in commands:
+        assert main(shlex.split(command)) == 1
+        assert capsys.readouterr().err.startswith("quire: quire ray needs ray"), command
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
