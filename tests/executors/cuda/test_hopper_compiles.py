@@ -219,8 +219,8 @@ def test_attention_reads_what_tma_loaded(
     attention.attend(inputs, launchers.LayerCache(keys, keys, scales), layer, num_splits)
     usage, listing = compiled(catch.found, tmp_path)
     print(heads, num_tokens, usage)
-    # Over codes four programs with 16 bytes on the stack were faster than three without; the check
-    # whether scores have risen takes 8 more.
+    # Over codes four programs with 16 bytes on the stack were faster than three without. With 24,
+    # since sums are scaled only where scores rise, their speed was not measured again.
     assert usage.stack <= (0 if scales is None else 24)
     assert usage.shared <= SHARED_MEMORY
     assert ("HGMMA" in listing) and (".BF16" in listing) == (half != "float16")
