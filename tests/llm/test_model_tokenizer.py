@@ -11,6 +11,7 @@ from tests.fixture_files import FIXTURES
 from tests.llm.text_models import CHAT_TEMPLATE, SPECIALS
 
 from quire import LLM, FinishReason, ModelFileError, SamplingParams
+from quire.model.loading import load_model, read_tokenizer
 from quire.tokenizer.detokenizer import BYTE_ALPHABET
 
 FAMILY = FIXTURES / "families" / "llama"
@@ -67,6 +68,28 @@ def test_a_folder_brings_its_tokenizer_template_and_end_tokens(folder: Path) -> 
         assert not ends_at(llm, 8)
         # One that the model has no row for can never come, and is no trouble where it is banned.
         assert llm.generate([5], replace(GREEDY, min_tokens=3))[0].error is None
+
+
+def test_a_template_is_found_wherever_a_folder_keeps_it(folder: Path) -> None:
+    """The last one written counts; chat_template.json only where there is no other."""
+
+    def found() -> str | None:
+        with load_model(folder) as model:
+            tokenizer = read_tokenizer(model)
+            assert tokenizer is not None
+            return tokenizer.chat_template
+
+    write_tokenizer(folder, NUM_ROWS)
+    assert found() is None
+    write_json(folder / "chat_template.json", chat_template="of a processor")
+    assert found() == "of a processor"
+    write_json(folder / "tokenizer_config.json", chat_template="of the config")
+    assert found() == "of the config"
+    (folder / "chat_template.jinja").write_text("of a file")
+    assert found() == "of a file"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
+    assert found() == "{%+ if tools +%}for tools{%+ else +%}of a file{%+ endif %}"
 
 
 def test_a_folder_without_a_tokenizer_ends_as_its_config_says(folder: Path) -> None:

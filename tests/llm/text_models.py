@@ -33,12 +33,13 @@ def write_text_model(
     name: str = "tiny text model",
     words: Sequence[str] = (),
     more_specials: tuple[str, ...] = (),
+    max_context: int = 512,
 ) -> Path:
     """A GGUF file that takes text: control tokens, the 256 bytes, pairs of letters, and these
     words. With `tensors_a_part` it is written in parts, beside `path`."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
     specials = (*SPECIALS, *more_specials)
-    _add_sizes(writer, name)
+    _add_sizes(writer, name, max_context)
     begun = [(word[:end], word[end]) for word in words for end in range(1, len(word))]
     pairs = itertools.product(string.ascii_letters, repeat=2)
     merges = [*begun, *(pair for pair in pairs if pair not in begun)]
@@ -74,9 +75,11 @@ def write_changed_model(path: Path, changes: dict[str, tuple[Any, float]]) -> Pa
     return _written(writer, path)
 
 
-def _add_sizes(writer: gguf.GGUFWriter, name: str = "tiny text model") -> None:
+def _add_sizes(
+    writer: gguf.GGUFWriter, name: str = "tiny text model", max_context: int = 512
+) -> None:
     writer.add_name(name)
-    writer.add_context_length(512)
+    writer.add_context_length(max_context)
     writer.add_embedding_length(256)
     writer.add_block_count(2)
     writer.add_feed_forward_length(512)

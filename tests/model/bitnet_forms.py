@@ -30,12 +30,14 @@ ALL = Path(__file__).parents[3] / "shared" / "fixtures" / "bitnet-published"  # 
 
 # By file: the golden logits, and how far the reference executor may be from them. Where the head is
 # in blocks the tool rounds its activations; llama.cpp's formats take a scale for 256 activations.
+# One activation of hf-packed-bitlinear lies between two codes, and a BLAS that sums in another
+# order takes the other one: 4e-5. Activations that are not rounded at all would cost 6e-4.
 FORMS = {
     "i2s.gguf": ("i2s", 1e-6),
     "i2s-b158.gguf": ("i2s_b158", 1e-6),
     "hf-bf16": ("hf_bf16", 1e-6),
     "hf-packed": ("hf_packed", 1e-6),
-    "extra/hf-packed-bitlinear": ("hf_packed_bitlinear", 1e-6),
+    "extra/hf-packed-bitlinear": ("hf_packed_bitlinear", 1e-4),
     "extra/i2s-embq6k.gguf": ("i2s_embq6k", 2e-4),
     "tq2.gguf": ("tq2", 2e-3),
     "extra/tq1.gguf": ("tq1", 2e-3),

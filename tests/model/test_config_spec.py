@@ -2,17 +2,21 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.drawn_families import CASES, drawn_config
+from safetensors.numpy import save_file
+from tests.drawn_families import CASES, DRAWN, drawn_config
 from tests.fixture_files import FIXTURES
 from tests.model.flat_spec import biases
+from tests.oracles.drawn_weights import drawn
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model.config_spec import spec_from_config
-from quire.model.rope import LinearScaling, Llama3Scaling, YarnScaling
-from quire.model.spec import Activation, ModelSpec, tensor_shapes
+from quire.model.loading import load_model
+from quire.model.rope import DivisorScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from quire.model.spec import Activation, Experts, ModelSpec, tensor_shapes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -65,6 +69,25 @@ def test_biases_are_where_each_family_has_them() -> None:
     assert biases(qwen2) == (True, False, False)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("mistral", (False, False, False)),
+        ("phi3", (False, False, False)),
+        ("qwen2", (True, False, False)),
+        ("qwen3", (True, True, False)),
+        ("gemma", (True, True, False)),
+        ("glm4", (True, False, False)),
+        ("granite", (True, True, True)),
+    ],
+)
+def test_fields_of_biases_count_where_transformers_reads_them(
+    model_type: str, expected: tuple[bool, ...]
+) -> None:
+    found = spec(model_type, num_key_value_heads=2, attention_bias=True, mlp_bias=True)
+    assert biases(found) == expected
+
+
 @pytest.mark.parametrize("window", [512, 2**31 - 1, 2**31, 2**32, 2**62])
 def test_a_window_no_shorter_than_the_context_is_none(window: int) -> None:
     """No executor has to hold it."""
@@ -108,13 +131,56 @@ def test_rope_is_read_from_old_and_new_fields_alike() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}
     assert spec(rope_scaling=yarn).rope.scaling == YarnScaling(4.0, 64, attention_factor=1.5)
     assert spec(rope_parameters={"rope_type": "default", "rope_theta": 9e3}).rope.base == 9e3
+    # Which scales beyond max_position_embeddings alone: no context is longer here.
+    assert spec(rope_scaling={"type": "dynamic", "factor": 2.0}) == spec()
+
+
+def test_the_original_context_may_stand_outside_of_the_rope() -> None:
+    key = "original_max_position_embeddings"
+    yarn = {"rope_type": "yarn", "factor": 4.0, key: 32}
+    assert spec(rope_scaling=yarn, **{key: 16}).rope.scaling == YarnScaling(4.0, 16)
+    without = spec(rope_scaling={**yarn, "factor": None, key: 16})
+    assert without.rope.scaling == YarnScaling(4.0, 16)
+
+
+def test_yarn_makes_the_context_as_long_as_it_says() -> None:
+    """As Qwen's model cards have it: the scaling is added, max_position_embeddings is left."""
+    key = "original_max_position_embeddings"
+    yarn = {"rope_type": "yarn", "factor": 4.0, key: 60}
+    assert spec(rope_scaling=yarn).context_length == 240
+    assert spec(rope_scaling={**yarn, key: 8}).context_length == 64
+    assert spec(rope_scaling={**yarn, "rope_type": "linear", key: None}).context_length == 64
+
+
+def ropes(config: dict[str, Any]) -> list[Rope]:
+    found = [layer.mixer.rope for layer in spec_from_config(config).layers]
+    return [rope for rope in found if rope is not None]
+
+
+def test_a_rope_that_a_file_leaves_out_is_its_familys() -> None:
+    gpt_oss = drawn_config("gpt-oss")
+    del gpt_oss["rope_parameters"]
+    assert ropes(gpt_oss)[0].scaling == YarnScaling(32.0, 4096, truncates=False)
+    gemma4 = drawn_config("gemma4")
+    del gemma4["rope_parameters"]
+    sliding, full = (ropes(gemma4)[layer] for layer in (0, 2))
+    assert sliding.scaling is None and sliding.base == 1e4
+    assert full.scaling == DivisorScaling((1.0,) * 2 + (1e30,) * 6) and full.base == 1e6
+
+
+def test_deepseek_may_keep_the_halves_of_its_rope_apart() -> None:
+    config = drawn_config("deepseek2")
+    found = [ropes({**config, "rope_interleave": value})[0].interleaved for value in (True, False)]
+    assert found == [True, False]
+    with pytest.raises(UnsupportedModelError, match="rope_interleave = True is not supported"):
+        spec(rope_interleave=True)
 
 
 @pytest.mark.parametrize(
     ("rope", "error", "message"),
     [
         ({"rope_type": "longrope"}, UnsupportedModelError, "rope_type = 'longrope' is not supp"),
-        ({"type": "dynamic", "factor": 2.0}, UnsupportedModelError, "type = 'dynamic' is not supp"),
+        ({"type": "ntk", "factor": 2.0}, UnsupportedModelError, "type = 'ntk' is not supp"),
         ({"type": "linear"}, ModelFileError, "rope_scaling: factor is missing"),
         ({"type": "linear", "factor": "2"}, ModelFileError, "factor must be a finite number"),
         ({"type": "linear", "factor": 2, "mscale": 1}, UnsupportedModelError, "mscale = 1 is not"),
@@ -221,7 +287,7 @@ def in_the_older_form(config: dict[str, Any]) -> dict[str, Any]:
             old[key] = rope.pop(key)
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     old["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
-    if config["model_type"] != "ministral":  # whose list is not the usual one
+    if config["model_type"] not in ("ministral", "granitemoehybrid"):  # without a usual list
         del_layers = old.pop("layer_types", None)
         assert del_layers is None or len(del_layers) == config["num_hidden_layers"]
     return old
@@ -244,6 +310,43 @@ def test_a_model_that_sees_has_its_decoders_fields_apart(outer: str, case: str) 
         spec_from_config({"model_type": outer})
 
 
+def test_a_model_that_sees_says_itself_whether_its_head_is_tied() -> None:
+    """Where transformers writes its decoder's fields, they have the decoder's default."""
+    text = {**drawn_config("gemma3"), "tie_word_embeddings": True}
+    whole = {"model_type": "gemma3", "text_config": text}
+    assert spec_from_config(whole).tied_head
+    assert not spec_from_config({**whole, "tie_word_embeddings": False}).tied_head
+
+
+def test_a_head_of_which_a_model_that_sees_says_nothing_is_tied_where_there_is_none(
+    tmp_path: Path,
+) -> None:
+    """mistral3 ties its head unless told otherwise, mistral does not."""
+    text = {**drawn_config("ministral3"), "tie_word_embeddings": None}
+    shapes = json.loads((DRAWN / "ministral3" / "tensors.json").read_text())
+    names = {name: f"language_model.{name}" for name in shapes}
+    for has_head in (True, False):
+        weights = {
+            names[name]: drawn(name, tuple(shape))
+            for name, shape in shapes.items()
+            if has_head or name != "lm_head.weight"
+        }
+        folder = tmp_path / str(has_head)
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+        whole = {"model_type": "mistral3", "text_config": text}
+        (folder / "config.json").write_text(json.dumps(whole))
+        with load_model(folder) as model:
+            assert model.spec.tied_head is not has_head
+    text["tie_word_embeddings"] = False  # as transformers 5 writes a head that is tied
+    (folder / "config.json").write_text(json.dumps({**whole, "tie_word_embeddings": True}))
+    with load_model(folder) as model:
+        assert model.spec.tied_head
+    (folder / "config.json").write_text(json.dumps({**whole, "tie_word_embeddings": False}))
+    with pytest.raises(ModelFileError, match=r"output\.weight \[64, 48\] is missing"):
+        load_model(folder)
+
+
 def test_what_other_models_of_a_family_compute_is_refused_by_name() -> None:
     for case, key, value in (
         ("gpt-oss", "swiglu_limit", 9.0),
@@ -256,6 +359,77 @@ def test_what_other_models_of_a_family_compute_is_refused_by_name() -> None:
             del config["sliding_window"]
         with pytest.raises(UnsupportedModelError, match=f"{key} = .* is not supported"):
             spec_from_config({**config, key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layer_types", None),
+        ("layer_types", ["attention", "mamba", "attention", "attention"]),
+        ("position_embedding_type", "nope"),
+        ("num_local_experts", 62),
+        ("num_local_experts", None),
+    ],
+)
+def test_granite_4_runs_without_state_space_layers_and_experts(key: str, value: object) -> None:
+    config = drawn_config("granite-shared")
+    assert spec_from_config({**config, "layer_types": ["attention"] * 4}).num_layers == 4
+    del config[key]
+    changed = config if value is None else {**config, key: value}
+    with pytest.raises(UnsupportedModelError, match=f"{key} = .* is not supported"):
+        spec_from_config(changed)
+
+
+def test_layers_with_experts_may_be_listed() -> None:
+    config = drawn_config("deepseek2-glm")
+    kinds = ["sparse", "dense", "sparse", "dense"]
+    layers = spec_from_config({**config, "mlp_layer_types": kinds}).layers
+    assert [isinstance(layer.feed_forward, Experts) for layer in layers] == [True, False] * 2
+    with pytest.raises(UnsupportedModelError, match=r"mlp_layer_types = .* is not supported"):
+        spec_from_config({**config, "mlp_layer_types": ["moe"] * 4})
+    with pytest.raises(ModelFileError, match="mlp_layer_types must be a list of 4 strings"):
+        spec_from_config({**config, "mlp_layer_types": kinds[:2]})
+
+
+def test_llama4_attends_within_chunks_where_it_has_rope() -> None:
+    config = {**drawn_config("llama4"), "layer_types": None, "no_rope_layers": None}
+    every_other = spec_from_config({**config, "no_rope_layer_interval": 2})
+    assert every_other.windows == (16, None, 16, None)
+    listed = spec_from_config({**config, "no_rope_layers": [0, 1, 1, 0]})
+    assert listed.windows == (None, 16, 16, None)
+
+
+def test_the_last_layer_of_gemma4_has_no_window() -> None:
+    config = {**drawn_config("gemma4-experts"), "layer_types": None, "per_layer_config": None}
+    assert spec_from_config({**config, "global_head_dim": 16}).windows == (9, 9, 9, None)
+
+
+def test_windows_of_dots1_are_those_of_later_layers_whatever_switches_them_off() -> None:
+    config = {**drawn_config("dots1"), "layer_types": None, "sliding_window": 9}
+    config |= {"max_window_layers": 2, "use_sliding_window": False}
+    assert spec_from_config(config).windows == (None, None, 9, 9)
+
+
+def test_a_window_that_is_switched_off_is_none() -> None:
+    assert spec(sliding_window=9, use_sliding_window=False) == spec()
+    for changes in ({"sliding_window": 9}, {"sliding_window": 9, "use_sliding_window": True}):
+        with pytest.raises(UnsupportedModelError, match=r"sliding_window = .* is not supp"):
+            spec(**changes)
+
+
+def test_fields_that_transformers_does_not_read_in_a_family_are_not_read() -> None:
+    for case, changes in (
+        ("gemma3", {"hidden_act": "silu", "attn_logit_softcapping": 50.0}),
+        ("qwen3moe", {"layer_types": ["sliding_attention"] * 4}),
+    ):
+        config = drawn_config(case)
+        assert spec_from_config({**config, **changes}) == spec_from_config(config)
+
+
+def test_exaone4_has_no_rope_in_full_layers_of_a_model_with_a_window() -> None:
+    config = {**drawn_config("exaone4"), "layer_types": ["full_attention"] * 4}
+    assert ropes(config) == []
+    assert len(ropes({**config, "sliding_window": None})) == 4
 
 
 def test_a_pattern_of_windows_may_be_letters() -> None:

@@ -187,6 +187,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 8.0,
         },
     ),
+    "granite-shared": (
+        "granitemoehybrid",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 8.0,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 56,
+            "layer_types": ["attention"] * 4,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,  # of layers that are not there
+        },
+    ),
     "granitemoe": (
         "granitemoe",
         {
@@ -288,6 +303,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
             "first_k_dense_replace": 1,
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek2-glm": (
+        "glm4_moe_lite",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 20,
+            "q_lora_rank": 28,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
         },
     ),
     "deepseek2-lite": (

@@ -184,6 +184,12 @@ def test_what_the_model_sets_cannot_be_given() -> None:
         ChatTemplate(CHATML).render(USER, variables={"bos_token": "x"})
 
 
+def test_a_template_has_the_models_other_special_tokens_where_there_are_some() -> None:
+    source = "{{ bos_token }}{{ pad_token }}{{ unk_token is defined }}"
+    assert ChatTemplate(source, pad_token="<pad>").render(USER).text == "<pad>False"
+    assert ChatTemplate(source, "<s>", unk_token="").render(USER).text == "<s>True"
+
+
 def test_a_template_may_be_rendered_again_and_keeps_nothing() -> None:
     template = ChatTemplate("{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}")
     assert [template.render(USER).text, template.render(USER).text] == ["1", "1"]

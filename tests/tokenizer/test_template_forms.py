@@ -185,16 +185,63 @@ def test_a_developer_is_the_system_where_the_template_knows_none(source: str, te
         (USERS_NAMES, "assistant", False),
     ],
 )
-def test_a_name_reaches_the_prompt_or_is_refused(source: str, role: str, is_written: bool) -> None:
+def test_a_name_reaches_the_prompt(source: str, role: str, is_written: bool) -> None:
     template = ChatTemplate(source)
-    messages = [USER, {"role": role, "content": "x", "name": "Ann"}]
+    messages: list[dict[str, object]] = [
+        {"role": role, "content": "x", "name": "Ann"},
+        {"role": role, "content": [{"type": "text", "text": "y"}], "name": "Bob"},
+        {"role": role, "content": "z"},
+    ]
+    text = template.render([USER, *messages]).text
     if is_written:
-        assert f"<{role} Ann>" in template.render(messages).text
-        return
-    with pytest.raises(RequestError, match=r"messages\[1\].name is not shown") as caught:
-        template.render(messages)
-    assert caught.value.param == "messages[1].name"
-    template.render([USER, {"role": role, "content": "x", "name": None}])
+        assert f"<{role} Ann>" in text and "Ann: " not in text
+    else:
+        assert "Ann: x" in text and "Bob: y" in text and ": z" not in text
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "user", "content": "x", "name": "Ann"}, "Ann: x"),
+        ({"role": "user", "content": "x", "name": "user"}, "x"),
+        ({"role": "assistant", "content": "x", "name": "Ann"}, "x"),
+        ({"role": "system", "content": "x", "name": "Ann"}, "x"),
+        ({"role": "user", "content": "", "name": "Ann"}, ""),
+    ],
+)
+def test_a_name_that_tells_nobody_apart_is_left_out(message: dict[str, str], text: str) -> None:
+    """Agents of Semantic Kernel and AutoGen send such with every message."""
+    bare = {"role": message["role"], "content": text}
+    assert ChatTemplate(EVERY_ROLE).render([message]) == ChatTemplate(EVERY_ROLE).render([bare])
+
+
+ALTERNATING = (
+    "{% for m in messages %}"
+    "{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}{{ raise_exception('order') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+DROPPING = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>"
+    "{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [ALTERNATING, DROPPING])
+def test_late_system_messages_are_the_users_where_there_is_no_place_for_them(source: str) -> None:
+    """Claude Code sends a system message behind the user's first one."""
+    system = {"role": "system", "content": "s"}
+    answer = {"role": "assistant", "content": "a"}
+    template = ChatTemplate(source)
+    text = template.render([USER, system, answer, {"role": "developer", "content": "t"}, USER]).text
+    question = USER["content"]
+    assert text == f"<user>{question}\n\ns<assistant>a<user>t\n\n{question}"
+    parts = [{"type": "text", "text": "p"}]
+    assert "p\n\ns" in template.render([{"role": "user", "content": parts}, system]).text
+
+
+def test_late_system_messages_stay_where_the_template_has_a_place_for_them() -> None:
+    system = {"role": "system", "content": "s"}
+    assert ChatTemplate(EVERY_ROLE).render([USER, system]).text.count("system") == 1
 
 
 def test_a_tools_name_may_be_left_out_because_its_call_has_it() -> None:

@@ -24,7 +24,7 @@ from tests.tokenizer.vocabularies import (
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.core.errors import ModelFileError, QuireError, UnsupportedModelError
-from quire.tokenizer import Tokenizer
+from quire.tokenizer import ChatTemplate, Tokenizer
 from quire.tokenizer.bpe import merges_by_score
 
 SCORES = sentencepiece_scores("abcdeé", seed=5, num_merges=120)
@@ -177,10 +177,36 @@ def test_what_goes_around_a_text_is_as_the_file_has_it_unless_the_config_says(
 def test_the_chat_template_is_a_file_of_its_own_or_in_the_config(llama: Path) -> None:
     assert Tokenizer.from_file(llama).chat_template is None
     assert Tokenizer.from_file(llama, {"chat_template": "one"}).chat_template == "one"
-    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "two"}]
+    named = [{"name": "rag", "template": "x"}, {"name": "default", "template": "two"}]
     assert Tokenizer.from_file(llama, {"chat_template": named}).chat_template == "two"
     llama.with_name("chat_template.jinja").write_text("three")
     assert Tokenizer.from_file(llama, {"chat_template": "one"}).chat_template == "three"
+
+
+def rendered(source: str | None, tools: list[dict[str, Any]] | None) -> str:
+    assert source is not None
+    template = ChatTemplate(source, "<s>")
+    text = template.render([{"role": "user", "content": "hi"}], tools=tools).text
+    template.close()
+    return text
+
+
+def test_a_template_for_tools_is_taken_for_requests_with_tools(llama: Path) -> None:
+    """Where the two meet, each keeps its whitespace: as if it were alone."""
+    usual = "\n  {%- for m in messages %}\n  {{ m.content }}\n{%- endfor %}\n  \n"
+    for_tools = "\n{{ tools[0].function.name }} \n\n"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    named = [{"name": "default", "template": usual}, {"name": "tool_use", "template": for_tools}]
+    in_config = Tokenizer.from_file(llama, {"chat_template": named}).chat_template
+    assert in_config is not None and in_config != usual
+    folder = llama.with_name("additional_chat_templates")
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text(for_tools)
+    assert Tokenizer.from_file(llama, {"chat_template": usual}).chat_template == usual
+    llama.with_name("chat_template.jinja").write_text(usual)
+    assert Tokenizer.from_file(llama).chat_template == in_config
+    assert rendered(in_config, None) == rendered(usual, None)
+    assert rendered(in_config, tools) == rendered(for_tools, tools) == "\nf \n"
 
 
 def test_chance_padding_and_truncation_in_the_file_are_left_out(llama: Path) -> None:
@@ -440,3 +466,20 @@ def _places(value: Any) -> Any:
         yield value, key
         if isinstance(item, dict | list):
             yield from _places(item)
+
+
+def test_a_unigram_vocabulary_with_a_normalizer_is_the_librarys() -> None:
+    """As converters write SentencePiece's unigram models: runs of spaces become one."""
+    letters = [(letter, -5.0) for letter in "▁abcdefghijklmnopqrstuvwxyz12fi."]
+    pieces = [("<unk>", 0.0), *dict(letters).items(), ("▁the", -2.0), ("ab", -3.0), ("▁a", -3.5)]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer.from_json(backend.to_str().encode(), {"unk_token": "<unk>"})
+    for text in ("the   ab", " a  b ", "ﬁne ①.", "日 x", "", "a\nb", "x" + " " * 3000 + "y"):
+        expected = backend.encode(text).ids
+        assert tokenizer.encode(text) == expected
+        assert tokenizer.decode(expected) == backend.decode(expected)

@@ -162,3 +162,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused() -> No
     check_vocabulary(tokenizer, size + 100)  # rows to spare are padding
     with pytest.raises(ModelFileError, match=f"{size} tokens .* {size - 1} rows"):
         check_vocabulary(tokenizer, size - 1)
+
+
+def test_a_file_may_have_a_template_for_requests_with_tools() -> None:
+    metadata = byte_level() | {"tokenizer.chat_template": "usual"}
+    metadata["tokenizer.chat_template.tool_use"] = "for tools"
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer is not None
+    assert tokenizer.chat_template == "{%+ if tools +%}for tools{%+ else +%}usual{%+ endif %}"

@@ -37,6 +37,7 @@ from quire.llm.model_names import find_model
 from quire.llm.reranking import Reranker, find_reranker
 from quire.loader.defaults import DUMMY_PREFIX
 from quire.loader.reading import read_capped
+from quire.model.fingerprint import fingerprint_of
 from quire.model.generation import read_defaults
 from quire.model.isolated import examine
 from quire.model.loading import Model, end_token_ids, load_model, read_tokenizer
@@ -71,6 +72,7 @@ class ModelText:
     end_token_ids: tuple[int, ...]
     defaults: SamplingOptions  # for requests that say nothing
     reranker: Reranker | None  # of a model that was trained as one
+    fingerprint: str  # of all that answers depend on besides the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Assembly:
     grammars: Grammars
     reranker: Reranker | None  # of a model that was trained as one
     breakers: SequenceBreakers | None  # None without a tokenizer
+    fingerprint: str  # as ModelText's
 
     def with_batch_size(self, max_batch_size: int) -> "Assembly":
         """The same for batches of another size, which must have blocks enough."""
@@ -194,6 +197,7 @@ def assemble_examined(path: Path, options: Options) -> Assembly:
             grammars=Grammars(text.tokenizer, loaded.spec.vocabulary_size, text.end_token_ids),
             reranker=text.reranker,
             breakers=None if text.tokenizer is None else SequenceBreakers(text.tokenizer),
+            fingerprint=text.fingerprint,
         )
 
 
@@ -211,6 +215,10 @@ class MemoryNeed(NamedTuple):
     device: str
     num_bytes: int
     available: int | None  # None: not known
+    max_context: int  # tokens that its KV cache holds of one sequence
+    weight_bytes: int
+    family: str
+    num_parameters: int
 
     @property
     def fits(self) -> bool:
@@ -228,7 +236,14 @@ def predict_memory(model: str | Path, options: Options) -> MemoryNeed:
         asked = options.kv_memory
         kv_bytes = DEFAULT_KV_BYTES if asked is None else parse_bytes(asked)
         return MemoryNeed(
-            path, device.name, plan.weights + plan.workspace + kv_bytes, plan.available
+            path,
+            device.name,
+            plan.weights + plan.workspace + kv_bytes,
+            plan.available,
+            plan.longest_context(kv_bytes // plan.block_bytes, loaded.spec.context_length),
+            plan.weights,
+            loaded.spec.family,
+            sum(math.prod(shape) for shape in tensor_shapes(loaded.spec).values()),
         )
 
 
@@ -247,13 +262,19 @@ def _examined(model: str | Path, options: Options) -> Path:
 def _text_of(model: Model, options: Options) -> ModelText:
     template = read_template(options.chat_template)
     tokenizer = _with_template(read_tokenizer(model), template, options.chat_template)
+    defaults = _defaults(model, options)
+    settings = (
+        *(template or bool(options.chat_template), sorted(defaults.items()), options.invariant),
+        *(options.kv_cache_dtype, options.i2s_packing, options.placement),
+    )
     return ModelText(
         path=model.path,
         spec=model.spec,
         tokenizer=tokenizer,
         end_token_ids=end_token_ids(model, tokenizer),
-        defaults=_defaults(model, options),
+        defaults=defaults,
         reranker=find_reranker(_names(model), tokenizer),
+        fingerprint=fingerprint_of(model.path, *settings),
     )
 
 

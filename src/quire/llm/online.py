@@ -290,6 +290,11 @@ class OnlineModel:
         return self._text.spec.family
 
     @property
+    def fingerprint(self) -> str:
+        """Another one where the weights, the template or what else makes its answers differs."""
+        return self._text.fingerprint
+
+    @property
     def device(self) -> str:
         """The device that runs it, also where "auto" was asked for."""
         return self._facts.device

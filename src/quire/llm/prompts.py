@@ -19,6 +19,7 @@ from quire.llm.chats import (
     ChatOptions,
     ChatTurn,
     Message,
+    ReasoningSettings,
 )
 from quire.structured import CompiledGrammar
 from quire.tokenizer import ChatTemplate, Tokenizer
@@ -129,6 +130,10 @@ class PromptReader:
         prepared = Prepared(tokens, text) if last is None else _cut(tokens, text, last)
         return prepared._replace(turn=forms.opened_by(turn, text))
 
+    @property
+    def reasoning_settings(self) -> ReasoningSettings:
+        return self._forms.reasoning_settings
+
     @cached_property
     def _forms(self) -> ChatForms:
         template = self.template
@@ -203,9 +208,16 @@ class PromptReader:
                 "this model has no chat template, so it cannot chat; use generate",
                 param="messages",
             )
-        marks = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-        texts = (None if token is None else tokenizer.token_name(token) for token in marks)
-        return ChatTemplate(tokenizer.chat_template, *texts)
+        tokens = {
+            "bos_token": tokenizer.bos_token_id,
+            "eos_token": tokenizer.eos_token_id,
+            "unk_token": tokenizer.unknown_token_id,
+            "pad_token": tokenizer.padding_token_id,
+        }
+        texts = {
+            name: tokenizer.token_name(token) for name, token in tokens.items() if token is not None
+        }
+        return ChatTemplate(tokenizer.chat_template, **texts)
 
     def close(self) -> None:
         """Let go of the process that renders chats."""

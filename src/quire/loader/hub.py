@@ -49,7 +49,7 @@ _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _FOLDER_FILES = re.compile(
     r"(?:model(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|"
     r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|"
-    r"chat_template\.(?:jinja|json))"
+    r"chat_template\.(?:jinja|json)|additional_chat_templates/tool_use\.jinja)"
 )
 
 Progress = Callable[[str], None]  # gets one line for each thing that is done

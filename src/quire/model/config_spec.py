@@ -98,6 +98,7 @@ _OF_EXPERTS: Mapping[str, tuple[object, ...]] = {
 }
 _ROPE_KEYS = {
     "default": (),
+    "dynamic": ("factor",),
     "linear": ("factor",),
     "llama3": (
         "factor",
@@ -124,6 +125,10 @@ _ROPE_KEYS = {
         "attention_factor",
     ),
 }
+_OWN_ROPE_KEYS = {  # of families that read what stands left
+    "llama_4_scaling_beta": ("llama_4_scaling_beta",),
+    "mrope": ("mrope_section", "mrope_interleaved"),
+}
 _NOT_TURNED = 1e30  # what a frequency is divided by, as in GGUF
 _ROPE_COMMON_KEYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 
@@ -131,9 +136,16 @@ _ROPE_COMMON_KEYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 def config_family(config: Mapping[str, object]) -> Family:
     fields = Metadata(_FILE, config)
     name = fields.text("model_type")
-    if name in WITH_SENSES:
+    if _has_decoder_apart(config):
         name = fields.section("text_config").text("model_type", WITH_SENSES[name])
-    return find_family(CONFIG_FAMILIES, "model_type", name)
+    return find_family(CONFIG_FAMILIES, "model_type", WITH_SENSES.get(name, name))
+
+
+def _has_decoder_apart(config: Mapping[str, object]) -> bool:
+    """Whether text_config has the decoder's fields: the first files of Qwen2-VL have them beside
+    those of pictures."""
+    is_flat = config.get("text_config") is None and "hidden_size" in config
+    return config.get("model_type") in WITH_SENSES and not is_flat
 
 
 def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
@@ -144,10 +156,14 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
     """
     family = config_family(config)
     own = config
-    if config["model_type"] in WITH_SENSES:
+    if _has_decoder_apart(config):
         text = Metadata(_FILE, config).section("text_config")
         own = {**config, **text, "text_config": None}
-    merged = {**_DEFAULTS, **family.config_defaults, **own}
+        tied = "tie_word_embeddings"  # the head belongs to the whole model
+        if config.get(tied) is not None:
+            own[tied] = config[tied]
+    read = {key: value for key, value in own.items() if key not in family.ignores}
+    merged = {**_DEFAULTS, **family.config_defaults, **read}
     fields = Fields(Metadata(_FILE, merged), _FILE)
     refused = {**_NEUTRAL_VALUES, **({} if family.routing else _OF_EXPERTS)}
     fields.refuse({key: refused[key] for key in refused.keys() - family.reads})
@@ -166,7 +182,7 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
     facts = Facts(
         hidden_size=hidden_size,
         vocabulary_size=fields.integer("vocab_size", high=MAX_SIZES["vocabulary_size"]),
-        context_length=fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT),
+        context_length=_context_length(family, fields),
         norm=norm,
         attention=attention,
         sliding_attention=sliding,
@@ -182,6 +198,19 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
         tied_head=fields.boolean("tie_word_embeddings", False),
     )
     return describe(family, facts)
+
+
+def _context_length(family: Family, fields: Fields) -> int:
+    """max_position_embeddings, or more where the file's yarn extends its original context further:
+    Qwen's model cards have the scaling added and the rest left as it is."""
+    context = fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT)
+    rope = _rope_fields(fields)
+    if family.sliding_rope and rope.get("full_attention") is not None:
+        rope = rope.section("full_attention")
+    if _rope_kind(rope) != "yarn" or "longrope" in family.reads:
+        return context
+    factor = rope.number("factor", 1.0)
+    return max(context, int(min(_original_context(fields, rope) * factor, _CONTEXT_LIMIT)))
 
 
 def _rope_dims(attention: Attention) -> int:
@@ -420,6 +449,8 @@ def _routed_layers(kind: RoutedLayers, fields: Fields, num_layers: int) -> list[
             step = fields.integer("decoder_sparse_step", 1, high=limit)
             dense = _layer_numbers(fields, "mlp_only_layers") or ()
             return [(layer + 1) % step == 0 and layer not in dense for layer in layers]
+        case RoutedLayers.AFTER_DENSE if fields.get("mlp_layer_types") is not None:
+            return _listed_experts(fields, num_layers)
         case RoutedLayers.AFTER_DENSE:
             first = fields.integer("first_k_dense_replace", 0, low=0, high=limit)
             return [layer >= first for layer in layers]
@@ -430,6 +461,17 @@ def _routed_layers(kind: RoutedLayers, fields: Fields, num_layers: int) -> list[
                 return [(layer + 1) % step == 0 for layer in layers]
             return [layer in listed for layer in layers]
     return [True] * num_layers
+
+
+def _listed_experts(fields: Fields, num_layers: int) -> list[bool]:
+    kinds = fields.get("mlp_layer_types")
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelFileError(
+            f"{_FILE}: mlp_layer_types must be a list of {num_layers} strings, one for each layer"
+        )
+    if not {*map(str, kinds)} <= {"dense", "sparse"}:
+        raise fields.unsupported("mlp_layer_types", ["dense", "sparse"])
+    return [kind == "sparse" for kind in kinds]
 
 
 def _layer_numbers(fields: Fields, key: str) -> frozenset[int] | None:
@@ -446,7 +488,11 @@ def _layer_numbers(fields: Fields, key: str) -> frozenset[int] | None:
 
 def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if family.windows is Windows.NONE:
-        fields.refuse({"sliding_window": (), "use_sliding_window": (False,)})
+        if "position_embedding_type" in family.reads:
+            _refuse_other_layers(fields)
+        fields.refuse({"use_sliding_window": (False,)})
+        if fields.get("use_sliding_window") is None:
+            fields.refuse({"sliding_window": ()})
         return (None,) * num_layers
     key = "attention_chunk_size" if family.is_chunked else "sliding_window"
     is_used = fields.boolean("use_sliding_window", family.windows is not Windows.LATER)
@@ -468,6 +514,16 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     return tuple(window if kind == sliding else None for kind in kinds)
 
 
+def _refuse_other_layers(fields: Fields) -> None:
+    """Granite 4's layers may have a state-space model for attention, which they have unless listed,
+    and its attention no rope."""
+    kinds = fields.get("layer_types") or fields.get("layers_block_type")
+    if not isinstance(kinds, list) or not {*map(str, kinds)} <= {"attention", "full_attention"}:
+        raise fields.unsupported("layer_types", ["attention"])
+    if fields.get("position_embedding_type") != "rope":
+        raise fields.unsupported("position_embedding_type", ["rope"])
+
+
 def _usual_windows(
     family: Family, fields: Fields, window: int | None, num_layers: int
 ) -> tuple[int | None, ...]:
@@ -478,14 +534,19 @@ def _usual_windows(
     if family.windows is Windows.LISTED:
         fields.refuse({"use_sliding_window": (False,)})
         return (None,) * num_layers
+    if family.is_chunked:  # layers without rope attend to everything
+        has_rope = _layers_with_rope(family, fields, (None,) * num_layers)
+        return tuple(window if is_there else None for is_there in has_rope)
     every = family.full_every
     pattern = fields.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
         every = len(pattern)  # EXAONE's, such as LLLG
     elif pattern is not None:
         every = fields.integer("sliding_window_pattern", high=limit)
+    last = num_layers - 1 if family.ends_full else None
     return tuple(
-        window if not every or (layer + 1) % every else None for layer in range(num_layers)
+        window if layer != last and (not every or (layer + 1) % every) else None
+        for layer in range(num_layers)
     )
 
 
@@ -523,7 +584,8 @@ def _layers_with_rope(
 ) -> list[bool]:
     match family.no_rope:
         case NoRope.FULL_LAYERS:
-            return [window is not None or not any(windows) for window in windows]
+            has_windows = fields.get("sliding_window") is not None  # even where no layer has one
+            return [window is not None or not has_windows for window in windows]
         case NoRope.LISTED:
             listed = fields.get("no_rope_layers")
             if not listed:
@@ -551,9 +613,17 @@ def _rope(family: Family, fields: Fields, rope: Fields, head_dim: int, base: flo
     return Rope(
         base=rope.number("rope_theta", base),
         dims=int(head_dim * share),
-        interleaved=family.interleaved_in_config,
+        interleaved=_is_interleaved(family, fields),
         scaling=_scaling(family, fields, rope),
     )
+
+
+def _is_interleaved(family: Family, fields: Fields) -> bool:
+    key = "rope_interleave"
+    if key in family.reads:
+        return fields.boolean(key, family.interleaved_in_config)
+    fields.refuse({key: (family.interleaved_in_config,)})
+    return family.interleaved_in_config
 
 
 def _is_proportional(family: Family, rope: Fields) -> bool:
@@ -570,24 +640,32 @@ def _proportional_rope(rope: Fields, head_dim: int, share: float, base: float) -
     return Rope(rope.number("rope_theta", base), 2 * num_pairs, interleaved=False, scaling=scaling)
 
 
+def _rope_kind(rope: Fields) -> str:
+    return rope.text("rope_type", rope.text("type", "default"))
+
+
 def _scaling(family: Family, fields: Fields, rope: Fields) -> RopeScaling | None:
     key = "rope_type" if rope.get("rope_type") is not None else "type"
-    kind = rope.text(key, "default")
+    kind = _rope_kind(rope)
+    if "mrope" in family.reads and kind == "mrope":
+        kind = "default"  # text has one position in time, height and width
     if "longrope" in family.reads and kind in ("su", "yarn"):
         kind = "longrope"  # as Phi's first files call it
     if kind not in _ROPE_KEYS or (kind == "longrope" and "longrope" not in family.reads):
         raise rope.unsupported(key, sorted(_ROPE_KEYS.keys() - ({"longrope"} - family.reads)))
-    own = ("llama_4_scaling_beta",) if "llama_4_scaling_beta" in family.reads else ()
+    own = [key for name in family.reads for key in _OWN_ROPE_KEYS.get(name, ())]
     rope.refuse_unknown((*_ROPE_COMMON_KEYS, *_ROPE_KEYS[kind], *own))
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # which scales beyond max_position_embeddings alone
         return None
+    original = _original_context(fields, rope)
     if kind == "longrope":
-        return _long_scaling(fields, rope)
-    factor = rope.number("factor")
+        return _long_scaling(fields, rope, original)
+    if kind == "yarn" and rope.get("factor") is None:
+        factor = fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT) / original
+    else:
+        factor = rope.number("factor")
     if kind == "linear":
         return LinearScaling(factor)
-    context_length = fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT)
-    original = rope.integer("original_max_position_embeddings", context_length, high=_CONTEXT_LIMIT)
     if kind == "llama3":
         return Llama3Scaling(
             factor, rope.number("low_freq_factor"), rope.number("high_freq_factor"), original
@@ -602,6 +680,14 @@ def _scaling(family: Family, fields: Fields, rope: Fields) -> RopeScaling | None
     )
 
 
+def _original_context(fields: Fields, rope: Fields) -> int:
+    """The context before it was extended. Where a file has it twice, Phi's place comes first."""
+    key = "original_max_position_embeddings"
+    context = fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT)
+    inner = rope.integer(key, context, high=_CONTEXT_LIMIT)
+    return fields.integer(key, inner, high=_CONTEXT_LIMIT)
+
+
 def _attention_factor(rope: Fields, factor: float) -> float | None:
     given = rope.optional_number("attention_factor")
     scale, dims_scale = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
@@ -613,12 +699,8 @@ def _attention_factor(rope: Fields, factor: float) -> float | None:
     return given
 
 
-def _long_scaling(fields: Fields, rope: Fields) -> LongScaling:
-    key = "original_max_position_embeddings"
-    context = fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT)
-    usual = fields.integer(key, context, high=_CONTEXT_LIMIT)
-    original = rope.integer(key, usual, high=_CONTEXT_LIMIT)
-    factor = context / original
+def _long_scaling(fields: Fields, rope: Fields, original: int) -> LongScaling:
+    factor = fields.integer("max_position_embeddings", high=_CONTEXT_LIMIT) / original
     magnitude = 1.0
     if factor > 1.0 and original > 1:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(original))

@@ -64,7 +64,7 @@ class ExpertLayout(StrEnum):
     """How safetensors keep the gate and up matrices of all experts where they are one tensor."""
 
     HALVES = "halves"  # [experts, gates then ups, in]
-    TRANSPOSED_HALVES = "transposed halves"  # [experts, in, gates then ups]
+    TRANSPOSED_HALVES = "transposed halves"  # [experts, in, gates then ups]; or as HALVES
     TRANSPOSED_ALTERNATING = "transposed, alternating"  # [experts, in, gate, up, gate, up ...]
 
 
@@ -114,12 +114,13 @@ class Family:
     qk_norm_after_rope: bool = False  # and without weights
     qkv_bias: bool | str = "attention_bias"
     output_bias: bool | str = "attention_bias"
-    ffn_bias: bool | str = "mlp_bias"
+    ffn_bias: bool | str = False
     is_gated: bool = True
     has_sinks: bool = False
     has_latent: bool = False
     windows: Windows = Windows.NONE
     full_every: int = 1  # 0: never
+    ends_full: bool = False  # the last layer never has a window
     is_chunked: bool = False  # windows are chunks
     no_rope: NoRope = NoRope.NEVER
     no_rope_every: int = 4
@@ -137,6 +138,7 @@ class Family:
     # ---- config.json and safetensors
     config_defaults: Mapping[str, object] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()  # fields that mean something in this family alone
+    ignores: frozenset[str] = frozenset()  # fields that mean something in other families alone
     epsilon: str = "rms_norm_eps"
     dense_size: str = "intermediate_size"
     interleaved_in_config: bool = False  # safetensors' q and k rows are in interleaved rope order
@@ -274,17 +276,22 @@ FAMILIES = (
         architectures=("llama",),  # Mistral's and Mixtral's files too
         model_types=("llama",),
         with_experts="mixtral",
+        ffn_bias="mlp_bias",
         interleaved_in_gguf=True,
     ),
     Family(
         name="mistral",
         model_types=("mistral",),
+        qkv_bias=False,
+        output_bias=False,
         windows=Windows.EVERY,
         config_defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     Family(
         name="ministral",
         model_types=("ministral",),
+        qkv_bias=False,
+        output_bias=False,
         windows=Windows.MOST,
         full_every=0,
         config_defaults={"num_key_value_heads": 8, "sliding_window": 4096},
@@ -293,9 +300,24 @@ FAMILIES = (
         name="ministral3",
         architectures=("mistral3",),
         model_types=("ministral3",),
+        qkv_bias=False,
+        output_bias=False,
         windows=Windows.EVERY,
         interleaved_in_gguf=True,
-        config_defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+        config_defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
         reads=frozenset({"llama_4_scaling_beta"}),
         gguf_reads=frozenset(
             {
@@ -308,6 +330,8 @@ FAMILIES = (
     Family(
         name="mixtral",
         model_types=("mixtral",),
+        qkv_bias=False,
+        output_bias=False,
         interleaved_in_gguf=True,
         windows=Windows.EVERY,
         config_defaults={
@@ -324,15 +348,32 @@ FAMILIES = (
         architectures=("qwen2", "qwen2vl"),  # its positions in pictures are those of text here
         model_types=("qwen2",),
         qkv_bias=True,
+        output_bias=False,
         windows=Windows.LATER,
         config_defaults={"num_key_value_heads": 32, **_QWEN_WINDOWS},
         gguf_reads=frozenset({"rope.dimension_sections"}),
+    ),
+    Family(
+        name="qwen2",
+        model_types=("qwen2_vl_text", "qwen2_5_vl_text"),
+        qkv_bias=True,
+        output_bias=False,
+        windows=Windows.LATER,
+        config_defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": 4096,
+            "max_window_layers": 80,
+        },
+        reads=frozenset({"mrope"}),
     ),
     Family(
         name="qwen2moe",
         architectures=("qwen2moe",),
         model_types=("qwen2_moe",),
         qkv_bias="qkv_bias",
+        output_bias=False,
         windows=Windows.LISTED,
         config_defaults={
             "qkv_bias": True,
@@ -360,6 +401,13 @@ FAMILIES = (
         gguf_reads=frozenset({"rope.dimension_sections", "n_deepstack_layers"}),
     ),
     Family(
+        name="qwen3",
+        model_types=("qwen3_vl_text",),
+        qk_norm=NormSpan.HEAD,
+        config_defaults={"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5},
+        reads=frozenset({"mrope"}),
+    ),
+    Family(
         name="qwen3moe",
         architectures=("qwen3moe",),
         model_types=("qwen3_moe",),
@@ -373,7 +421,23 @@ FAMILIES = (
             "use_sliding_window": False,
             "sliding_window": 4096,
         },
+        ignores=frozenset({"layer_types"}),
         routing=Routing(gguf_normalises=True, layers=RoutedLayers.STEPS),
+    ),
+    Family(
+        name="qwen3moe",
+        model_types=("qwen3_vl_moe_text",),
+        qk_norm=NormSpan.HEAD,
+        config_defaults={
+            "num_key_value_heads": 16,
+            "rope_theta": 5e5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+        },
+        reads=frozenset({"mrope"}),
+        routing=Routing(normalises=True, layers=RoutedLayers.STEPS),
+        expert_layout=ExpertLayout.TRANSPOSED_HALVES,
     ),
     Family(
         name="bitnet",
@@ -398,6 +462,8 @@ FAMILIES = (
         name="phi3",
         architectures=("phi3",),
         model_types=("phi3",),
+        qkv_bias=False,
+        output_bias=False,
         windows=Windows.EVERY,
         config_defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         reads=frozenset({"partial_rotary_factor", "longrope"}),
@@ -434,6 +500,7 @@ FAMILIES = (
             "final_logit_softcapping": 30.0,
         },
         reads=frozenset({"query_pre_attn_scalar"}),
+        ignores=frozenset({"hidden_act"}),
         config_names=_SANDWICH,
         gguf_hidden_scale_at=(46,),
     ),
@@ -462,6 +529,7 @@ FAMILIES = (
             "sliding_window": 4096,
         },
         reads=frozenset({"query_pre_attn_scalar", "sliding_window_pattern"}),
+        ignores=frozenset({"hidden_act", "attn_logit_softcapping"}),
         config_names=_SANDWICH,
         gguf_reads=frozenset({"rope.freq_base_swa", "attention.sliding_window_pattern"}),
         gguf_hidden_scale_at=(62,),
@@ -478,6 +546,7 @@ FAMILIES = (
         scales_embedding=True,
         windows=Windows.MOST,
         full_every=6,
+        ends_full=True,
         sliding_rope=True,
         sliding_rope_base=10000.0,
         gguf_activation=Activation.GELU_TANH,
@@ -488,11 +557,20 @@ FAMILIES = (
             "global_head_dim": 512,
             "hidden_size_per_layer_input": 256,
             "sliding_window": 512,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1e6,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
         },
         reads=frozenset(
             {"num_kv_shared_layers", "attention_k_eq_v", "hidden_size_per_layer_input"}
             | {"per_layer_config", "proportional", "partial_rotary_factor"}
         ),
+        ignores=frozenset({"hidden_act"}),
         config_names={
             **_SANDWICH,
             "post_feedforward_layernorm_1": "post_ffw_norm_1",
@@ -535,6 +613,12 @@ FAMILIES = (
             "sliding_window": 128,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
         },
@@ -582,12 +666,14 @@ FAMILIES = (
         name="smollm3",
         architectures=("smollm3",),
         model_types=("smollm3",),
+        ffn_bias="mlp_bias",
         no_rope=NoRope.LISTED,
         interleaved_in_gguf=True,
         config_defaults={
             "num_key_value_heads": 4,
             "rope_theta": 2e6,
             "tie_word_embeddings": True,
+            "use_sliding_window": False,
         },
         reads=frozenset({"no_rope_layers", "no_rope_layer_interval"}),
     ),
@@ -595,11 +681,24 @@ FAMILIES = (
         name="granite",
         architectures=("granite",),
         model_types=("granite",),
+        ffn_bias="mlp_bias",
         interleaved_in_gguf=True,
         divides_logits=True,
         config_defaults={"attention_multiplier": 1.0},
         reads=frozenset(_GRANITE),
         gguf_reads=frozenset(_GRANITE_KEYS),
+    ),
+    Family(
+        name="granite",
+        model_types=("granitemoehybrid",),  # Granite 4's without state-space layers and experts
+        dense_size="shared_intermediate_size",
+        divides_logits=True,
+        config_defaults={"attention_multiplier": 1.0, "num_local_experts": 8},
+        reads=frozenset({*_GRANITE, "position_embedding_type"}),
+        config_names={
+            "shared_mlp.input_linear": "ffn_gate_up",
+            "shared_mlp.output_linear": "ffn_down",
+        },
     ),
     Family(
         name="granitemoe",
@@ -620,6 +719,7 @@ FAMILIES = (
         name="arcee",
         architectures=("arcee",),
         model_types=("arcee",),
+        ffn_bias="mlp_bias",
         is_gated=False,
         interleaved_in_gguf=True,
         gguf_activation=Activation.RELU2,
@@ -629,6 +729,7 @@ FAMILIES = (
         name="nemotron",
         architectures=("nemotron",),
         model_types=("nemotron",),
+        ffn_bias="mlp_bias",
         norm=NormKind.LAYER,
         norm_bias=True,
         norm_offset=1.0,
@@ -650,7 +751,6 @@ FAMILIES = (
         norm_bias=True,
         qkv_bias="use_qkv_bias",
         output_bias=False,
-        ffn_bias=False,
         epsilon="layer_norm_eps",
         config_defaults={
             "layer_norm_eps": 1e-5,
@@ -693,15 +793,17 @@ FAMILIES = (
         architectures=("dots1",),
         model_types=("dots1",),
         qk_norm=NormSpan.HEAD,
-        windows=Windows.LISTED,
+        windows=Windows.LATER,
         config_defaults={
             "num_key_value_heads": 32,
             "moe_intermediate_size": 1408,
             "first_k_dense_replace": 0,
             "norm_topk_prob": False,
-            "use_sliding_window": False,
+            "use_sliding_window": True,
             "sliding_window": 4096,
+            "max_window_layers": 62,
         },
+        ignores=frozenset({"use_sliding_window"}),
         routing=_OF_DEEPSEEK,
     ),
     Family(
@@ -753,7 +855,6 @@ FAMILIES = (
         has_extra_layers=True,
         config_defaults={
             "num_key_value_heads": 8,
-            "head_dim": 128,
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
             "moe_intermediate_size": 1408,
@@ -834,6 +935,7 @@ FAMILIES = (
         name="seed_oss",
         architectures=("seed_oss",),
         model_types=("seed_oss",),
+        ffn_bias="mlp_bias",
         output_bias="attention_out_bias",
         config_defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
         gguf_names=_NORM_BEFORE_FEED,
@@ -846,7 +948,6 @@ FAMILIES = (
         qk_norm=NormSpan.HEAD,
         qkv_bias=False,
         output_bias=False,
-        ffn_bias=False,
         windows=Windows.MOST,
         full_every=4,
         no_rope=NoRope.FULL_LAYERS,
@@ -925,7 +1026,7 @@ FAMILIES = (
             "first_k_dense_replace": 3,
             "norm_topk_prob": True,
         },
-        reads=frozenset({"kv_lora_rank"}),
+        reads=frozenset({"kv_lora_rank", "rope_interleave"}),
         routing=replace(_OF_DEEPSEEK, gguf_scoring=Scoring.SOFTMAX),  # DeepSeek V2's files
         gguf_reads=frozenset(
             {
@@ -940,7 +1041,32 @@ FAMILIES = (
     ),
     Family(
         name="deepseek2",
+        model_types=("glm4_moe_lite",),  # GLM 4.7 Flash
+        has_latent=True,
+        interleaved_in_config=True,
+        has_extra_layers=True,
+        config_defaults={
+            "rms_norm_eps": 1e-5,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "q_lora_rank": 768,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        reads=frozenset({"kv_lora_rank", "rope_interleave"}),
+        routing=_OF_DEEPSEEK,
+    ),
+    Family(
+        name="deepseek2",
         model_types=("deepseek_v2",),
+        ffn_bias="mlp_bias",
         has_latent=True,
         interleaved_in_config=True,
         config_defaults={
@@ -952,6 +1078,7 @@ FAMILIES = (
             "moe_intermediate_size": 1407,
             "n_routed_experts": 64,
             "n_shared_experts": 2,
+            "topk_method": "greedy",
         },
         reads=frozenset({"kv_lora_rank"}),
         routing=Routing(
@@ -971,6 +1098,12 @@ WITH_SENSES = {
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
     "mistral3": "mistral",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "internvl": "qwen2",
+    "llava": "llama",
 }
 
 

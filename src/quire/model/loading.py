@@ -3,7 +3,7 @@ tokenizer that came with it, wherever its files keep it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -25,6 +25,11 @@ from quire.model.gguf_spec import gguf_family, spec_from_gguf
 from quire.model.spec import ModelSpec, check_tensors
 from quire.model.tensors import arranged, named_as_ours, named_in_gguf
 from quire.tokenizer import Tokenizer, check_vocabulary
+from quire.tokenizer.tokenizer_json import (
+    MAX_TEMPLATE_BYTES,
+    template_of_files,
+    template_of_processor,
+)
 
 LARGEST_SOUND_NORM = 1000.0  # trained norm weights stay far below
 
@@ -86,11 +91,21 @@ def load_model(path: str | Path, files: Files = DISK, *, i2s_packing: str | None
         has_senses = source.config.get("model_type") in WITH_SENSES
         tensors = named_as_ours(family, spec.num_layers, tensors, has_senses=has_senses)
         tensors = weights_of(source.whole_config, tensors)
+        if has_senses and "output.weight" not in tensors and _may_be_tied(source.config):
+            spec = replace(spec, tied_head=True)
     tensors = arranged(family, spec, tensors, is_gguf=isinstance(source, GGUFFile))
     if spec.tied_head:
         tensors.pop("output.weight", None)  # some files keep a copy of the tied matrix
     check_tensors(spec, tensors)
     return Model(spec, tensors, source)
+
+
+def _may_be_tied(config: Metadata) -> bool:
+    """Whether a model that sees may use its embedding as its head. Its decoder's type and its own
+    have different defaults, and transformers writes both."""
+    places = [config, config.section("text_config")] if "text_config" in config else [config]
+    said = [place["tie_word_embeddings"] for place in places if "tie_word_embeddings" in place]
+    return not said or True in said
 
 
 def _make_model(name: str) -> Model:
@@ -165,8 +180,6 @@ def _health(tensor: Tensor) -> NormHealth:
 _TOKENIZER = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_CONFIG_BYTES = 16 << 20  # some tokenizer configs list every special token
-_CHAT_TEMPLATE = "chat_template.jinja"
-_MAX_TEMPLATE_BYTES = 1 << 20
 _EOS = "eos_token_id"
 
 
@@ -188,20 +201,26 @@ class TokenizerFiles(NamedTuple):
     content: bytes  # of tokenizer.json
     config: Mapping[str, object]
     generation_config: Mapping[str, object]
-    chat_template: str | None  # of a file of its own
+    chat_template: str | None  # of files of its own
 
 
 def tokenizer_files(folder: SafetensorsFolder) -> TokenizerFiles | None:
     content = folder.read_beside(_TOKENIZER, _MAX_TOKENIZER_BYTES)
     if content is None:
         return None
-    template = folder.read_beside(_CHAT_TEMPLATE, _MAX_TEMPLATE_BYTES)
+    config = _read_config(folder, "tokenizer_config.json") or {}
     return TokenizerFiles(
-        content,
-        _read_config(folder, "tokenizer_config.json") or {},
-        generation_config(folder),
-        None if template is None else template.decode(errors="replace"),
+        content, config, generation_config(folder), _chat_template(folder, config)
     )
+
+
+def _chat_template(folder: SafetensorsFolder, config: Mapping[str, object]) -> str | None:
+    """The template of files beside the tokenizer's; None: the config may have one."""
+    template = template_of_files(lambda name: folder.read_beside(name, MAX_TEMPLATE_BYTES))
+    if template is not None or config.get("chat_template") is not None:
+        return template
+    content = folder.read_beside("chat_template.json", 2 * MAX_TEMPLATE_BYTES)
+    return None if content is None else template_of_processor(content)
 
 
 def _folder_tokenizer(folder: SafetensorsFolder) -> Tokenizer | None:

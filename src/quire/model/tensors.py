@@ -122,7 +122,7 @@ _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(0|[1-9][0-9]{0,4})\.(
 _DERIVED = re.compile(r"(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 # Of models that see or hear: quire runs their decoder.
 _NOT_OF_DECODER = re.compile(
-    r"(model\.)?(vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision"
+    r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision"
     r"|embed_audio)\..+"
 )
 
@@ -401,8 +401,9 @@ def _parts(family: Family, spec: ModelSpec, tensor: Tensor, is_gguf: bool) -> It
             yield _rows(f"{prefix}ffn_gate.{suffix}", tensor, 0, half)
             yield _rows(f"{prefix}ffn_up.{suffix}", tensor, half, 2 * half)
         case "ffn_gate_up_exps":
-            yield from _divided_experts(family, tensor, prefix, suffix)
-        case "ffn_down_exps" if not is_gguf and _is_transposed(family, tensor, suffix):
+            layout = _layout(family, tensor, spec.hidden_size, 1)
+            yield from _divided_experts(layout, tensor, prefix, suffix)
+        case "ffn_down_exps" if not is_gguf and _is_transposed(family, spec, tensor, suffix):
             yield from _transposed_down(tensor)
         case "attn_kv_b" if layer.mixer.latent is not None:
             yield from _divided_kv_b(tensor, prefix, layer.mixer, layer.mixer.latent)
@@ -428,18 +429,28 @@ def _divided_qkv(tensor: Tensor, prefix: str, suffix: str, part: Attention) -> I
         start += size
 
 
-def _is_transposed(family: Family, tensor: Tensor, suffix: str) -> bool:
+def _layout(family: Family, tensor: Tensor, hidden_size: int, axis: int) -> ExpertLayout:
+    """Of a stack of experts. Where a family's checkpoints have it transposed, transformers 5 may
+    write it as other families' are: the hidden size is on `axis` where it is transposed."""
+    layout, shape = family.expert_layout, tensor.shape
+    is_as_others = len(shape) == 3 and shape[axis] != hidden_size == shape[3 - axis]
+    is_halves = layout is ExpertLayout.TRANSPOSED_HALVES and is_as_others
+    return ExpertLayout.HALVES if is_halves else layout
+
+
+def _is_transposed(family: Family, spec: ModelSpec, tensor: Tensor, suffix: str) -> bool:
     """Whether a stack of experts is; in blocks it never is."""
-    layout = family.expert_layout
+    layout = _layout(family, tensor, spec.hidden_size, 2)
     transposed = (ExpertLayout.TRANSPOSED_HALVES, ExpertLayout.TRANSPOSED_ALTERNATING)
     return suffix == "weight" and layout in transposed and tensor.format.is_float
 
 
-def _divided_experts(family: Family, tensor: Tensor, prefix: str, suffix: str) -> Iterator[Tensor]:
+def _divided_experts(
+    layout: ExpertLayout, tensor: Tensor, prefix: str, suffix: str
+) -> Iterator[Tensor]:
     """Gate and up of a stack of experts."""
     is_bias = suffix == "bias"
     _check_dimensions(tensor, 2 if is_bias else 3)
-    layout = family.expert_layout
     count, size = tensor.shape[0], tensor.shape[1 if is_bias else 2] // 2
     for index, name in enumerate(("gate", "up")):
         full = f"{prefix}ffn_{name}_exps.{suffix}"

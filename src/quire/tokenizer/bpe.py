@@ -259,7 +259,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 _SLOW = {r"\s+$", r"(?=(\d{3})+(?!\d))", r"\d{1,3}(?=(?:\d{3})*\b)", JAIS_2}
 # Patterns that any tokenizer.json may have.
-KNOWN_PATTERNS = {r" ?[^(\s|[.,!?…。，、।۔،])]+"}.union(  # BLOOM in a tokenizer.json
+_SPACE_RUNS = " {2,}"  # which converted SentencePiece models make one space of
+_BLOOM_IN_JSON = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+KNOWN_PATTERNS = {_BLOOM_IN_JSON, _SPACE_RUNS}.union(
     pattern
     for kind in PRE_TOKENIZERS.values()
     for pattern in (*kind.patterns, *kind.letter_patterns)

@@ -23,6 +23,7 @@ MAX_CHARACTERS_PER_BYTE = 4  # ... and more for long ones
 # What the engine and jinja set; a request's variables have other names.
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
+    | {"unk_token", "pad_token"}
     | {"strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner", "self", "loop"}
 )
 MAX_VARIABLES = 64
@@ -43,10 +44,18 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, bos_token: str | None = None, eos_token: str | None = None
+        self,
+        source: str,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        *,
+        unk_token: str | None = None,
+        pad_token: str | None = None,
     ) -> None:
         self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        others = {"unk_token": unk_token, "pad_token": pad_token}  # not defined where there is none
+        self._tokens |= {name: text for name, text in others.items() if text is not None}
         self._key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
         if len(source) > MAX_SOURCE_LENGTH:
             raise ModelFileError(
@@ -278,12 +287,13 @@ def _plain_messages(copier: _Copier, messages: Any, forms: TemplateForms) -> lis
         _plain_message(copier, message, f"messages[{n}]", forms)
         for n, message in enumerate(messages)
     ]
-    _check_written(found, forms)
-    return found
+    _check_roles(found, forms)
+    _write_names(found, forms)
+    return _with_late_systems(found, forms)
 
 
-def _check_written(messages: Sequence[Mapping[str, Any]], forms: TemplateForms) -> None:
-    """Nothing that a client wrote is left out of the prompt unnoticed."""
+def _check_roles(messages: Sequence[Mapping[str, Any]], forms: TemplateForms) -> None:
+    """No message is left out of the prompt unnoticed."""
     if len({message["role"] for message in messages}.difference(KNOWN_ROLES)) > _MAX_NEW_ROLES:
         raise _wrong("messages", f" has more than {_MAX_NEW_ROLES} roles beside the usual ones")
     for n, message in enumerate(messages):
@@ -294,13 +304,61 @@ def _check_written(messages: Sequence[Mapping[str, Any]], forms: TemplateForms) 
                 "does not tell from others: use system, user or assistant",
                 param=f"messages[{n}].role",
             )
-        # A tool's name is that of the call which tool_call_id names.
-        if message.get("name") is not None and role != "tool" and not forms.writes_name(role):
-            raise RequestError(
-                f"messages[{n}].name is not shown to the model by its chat template: write it into "
-                "the content, or leave it out",
-                param=f"messages[{n}].name",
-            )
+
+
+def _write_names(messages: Sequence[dict[str, Any]], forms: TemplateForms) -> None:
+    """Put names before the text where the template has no place for them. Those that tell nobody
+    apart are left out: the name of the only system or assistant, and "user" for the user.
+
+    A tool's name is that of the call which tool_call_id names.
+    """
+    speakers: dict[str, set[object]] = {}
+    for message in messages:
+        speakers.setdefault(message["role"], set()).add(message.get("name"))
+    for message in messages:
+        role, name = message["role"], message.get("name")
+        if name is None or role == "tool" or forms.writes_name(role):
+            continue
+        if len(speakers[role]) > 1 or (role == "user" and name != role):
+            _write_name(message, name)
+
+
+def _write_name(message: dict[str, Any], name: str) -> None:
+    content = message["content"]
+    if isinstance(content, str) and content:
+        message["content"] = f"{name}: {content}"
+    elif isinstance(content, list) and content:
+        content[0] = {**content[0], "text": f"{name}: {content[0]['text']}"}
+
+
+def _with_late_systems(
+    messages: list[dict[str, Any]], forms: TemplateForms
+) -> list[dict[str, Any]]:
+    """Where the template has no place for system messages that follow others, they are the user's:
+    text of the user's message beside them, as some templates want roles to alternate."""
+    num_first = next((n for n, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    late = {n for n in range(num_first, len(messages)) if messages[n]["role"] == "system"}
+    if not late or forms.writes_late_system:
+        return messages
+    found: list[dict[str, Any]] = []
+    for n, message in enumerate(messages):
+        is_late = n in late
+        if is_late:
+            content = _plain_content(message["content"], "user", f"messages[{n}].content", forms)
+            message = {"role": "user", "content": content}
+        is_beside = is_late or n - 1 in late
+        if is_beside and found and found[-1]["role"] == message["role"] == "user":
+            before = found.pop()
+            message = {**before, "content": _both(before["content"], message["content"])}
+        found.append(message)
+    return found
+
+
+def _both(first: str | list[Any], second: str | list[Any]) -> str | list[Any]:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in (first, second)]
+    return [*parts[0], *parts[1]]
 
 
 def _plain_tools(copier: _Copier, tools: Any) -> list[Any] | None:

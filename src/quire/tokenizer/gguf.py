@@ -31,6 +31,7 @@ from quire.tokenizer.tokenizer_json import (
     spec_from_json,
     splitting_patterns,
     steps,
+    with_tool_template,
 )
 from quire.tokenizer.vocabulary import (
     CONTROL_NAMES,
@@ -176,7 +177,10 @@ def _assemble(
         prefix=(special.bos,) if add_bos and special.bos is not None else (),
         suffix=(special.eos,) if add_eos and special.eos is not None else (),
         strip_space=family.strip_space,
-        chat_template=read_text(metadata, "tokenizer.chat_template", None),
+        chat_template=with_tool_template(
+            read_text(metadata, "tokenizer.chat_template", None),
+            read_text(metadata, "tokenizer.chat_template.tool_use", None),
+        ),
     )
 
 

@@ -4,8 +4,9 @@ by rendering probes.
 Clients write a tool call's arguments as JSON in a string, and null for the content of a message
 that only calls tools; content may be a list of parts. Templates were written for one form each:
 they fail on another, write None, or leave calls out. Some leave out names of speakers, or messages
-of roles that they do not know. Jinja cannot be asked which names a template reads in which way, so
-each is rendered with marks in these places, once for a template.
+of roles that they do not know, or refuse a system message that is not the first. Jinja cannot be
+asked which names a template reads in which way, so each is rendered with marks in these places,
+once for a template.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,12 @@ class TemplateForms:
     def writes_name(self, role: str) -> bool:
         """Whether the name of a message's author reaches the prompt."""
         return _kept(self._names, role, self._with_name)
+
+    @cached_property
+    def writes_late_system(self) -> bool:
+        """Whether a system message that follows others reaches the prompt."""
+        text = self._render([_USER, {"role": "system", "content": _FIRST}], [_TOOL])
+        return text is not None and _FIRST in text
 
     def takes_parts(self, role: str) -> bool:
         """Whether a list of parts reaches the prompt as their texts."""

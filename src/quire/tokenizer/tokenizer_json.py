@@ -39,8 +39,7 @@ from quire.tokenizer.vocabulary import (
 )
 
 _MAX_FILE_BYTES = 256 << 20
-_MAX_TEMPLATE_BYTES = 1 << 20
-_CHAT_TEMPLATE_FILE = "chat_template.jinja"
+MAX_TEMPLATE_BYTES = 1 << 20
 
 _MAX_GROWTH = 256
 _WITHOUT_PATTERNS = ("model", "added_tokens")  # the largest parts of a file
@@ -407,19 +406,57 @@ def _bytes_by_id(texts: Sequence[str], piece_bytes: PieceBytes) -> Callable[[int
 
 
 def read_template_beside(path: Path) -> str | None:
-    """The chat template that lies beside a tokenizer.json in a file of its own."""
-    file = path.with_name(_CHAT_TEMPLATE_FILE)
-    return read_file(file, _MAX_TEMPLATE_BYTES).decode(errors="replace") if file.is_file() else None
+    """The chat template that lies beside a tokenizer.json in files of its own."""
+
+    def read(name: str) -> bytes | None:
+        file = path.parent / name
+        return read_file(file, MAX_TEMPLATE_BYTES) if file.is_file() else None
+
+    return template_of_files(read)
+
+
+def template_of_files(read: Callable[[str], bytes | None]) -> str | None:
+    """The chat template of a folder that keeps it in files of its own; `read` gives a file's
+    content, or None where it is not there."""
+    usual = read("chat_template.jinja")
+    if usual is None:
+        return None
+    for_tools = read("additional_chat_templates/tool_use.jinja")
+    texts = [None if text is None else text.decode(errors="replace") for text in (usual, for_tools)]
+    return with_tool_template(*texts)
+
+
+def template_of_processor(content: bytes) -> str | None:
+    """The template of chat_template.json, where models that see kept one for a while."""
+    return _config_template(parse(content, "chat_template.json"))
 
 
 def _config_template(config: Config) -> str | None:
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = [entry for entry in template if isinstance(entry, dict)]
-        usual = [entry.get("template") for entry in named if entry.get("name") == "default"]
-        template = usual[-1] if usual else None
+    if not isinstance(template, list):
+        return _template_text(template)
+    named = {  # several, by name
+        entry.get("name"): _template_text(entry.get("template"))
+        for entry in template
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+    }
+    return with_tool_template(named.get("default"), named.get("tool_use"))
+
+
+def _template_text(template: object) -> str | None:
     if template is not None and not isinstance(template, str):
         raise ModelFileError(
             f"chat_template of the tokenizer's config is no text: {reprlib.repr(template)}"
         )
     return template
+
+
+def with_tool_template(usual: str | None, for_tools: str | None) -> str | None:
+    """One template of two: the second, which models call tool_use, is for requests with tools.
+
+    The tags between them leave all whitespace as it is; jinja leaves a template's last newline out.
+    """
+    if usual is None or for_tools is None:
+        return usual
+    first, second = (text.removesuffix("\n") for text in (for_tools, usual))
+    return f"{{%+ if tools +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"

@@ -1,21 +1,27 @@
 """Every family against transformers: from safetensors, and from GGUF as the family writes it."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import save_file
 from tests.drawn_families import CASES, DRAWN, drawn_config, in_its_context, write_drawn
 from tests.executors.reference.plans import logits, row, run
+from tests.fixture_files import FIXTURES
 from tests.model import llama_cpp_files
 from tests.model.gguf_copies import write_gguf
 from tests.model.gguf_families import ARCHITECTURES, write_family
+from tests.oracles.drawn_weights import drawn as drawn_weights
 
 from quire.executors.reference import ReferenceExecutor
+from quire.loader.safetensors import SafetensorsFolder
 from quire.model.families import CONFIG_FAMILIES, GGUF_FAMILIES
 from quire.model.loading import Model, load_model
 from quire.model.rope import YarnScaling
@@ -24,8 +30,11 @@ from quire.model.spec import Attention, ModelSpec
 Floats = npt.NDArray[np.float32]
 SCATTERED_BLOCKS = (9, 2, 14)
 BOUND = 1e-5
+FILE = "model.safetensors"
+ONES = np.ones(7, np.float32)
 SEEING = [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")]  # the second with a decoder of the first
 OF_STORED_FIXTURES = {"llama", "mistral", "qwen2", "qwen3", "bitnet"}
+OF_SEEING = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +71,7 @@ def test_a_family_gives_the_logits_of_transformers(case: str, folder: Path) -> N
 
 def test_every_family_is_compared() -> None:
     compared = {drawn_config(case)["model_type"] for case in CASES} | OF_STORED_FIXTURES
-    assert CONFIG_FAMILIES.keys() == compared
+    assert CONFIG_FAMILIES.keys() == compared | OF_SEEING
     written = {*ARCHITECTURES.values()} | OF_STORED_FIXTURES - {"mistral"}
     also = {"bitnet-25", "bitnet-b1.58"} | {seeing for _, seeing in SEEING}
     assert GGUF_FAMILIES.keys() == written | also
@@ -135,6 +144,95 @@ def test_files_of_models_that_see_run_as_their_decoder(
     golden = np.load(llama_cpp_files.fixture(case) / "llama-cpp.npz")["logits"]
     found = llama_cpp_files.computed(case, path, as_llama_cpp=True)
     assert llama_cpp_files.nmse(found, golden) <= 1e-6
+
+
+MROPE = {"mrope_section": [2, 2, 2], "rope_theta": 10000.0}
+
+
+def stored(folder: Path, config: dict[str, Any], weights: dict[str, Floats]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, folder / FILE)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("case", "model_type", "is_flat"),
+    [
+        ("qwen2", "qwen2_vl", True),
+        ("qwen2", "qwen2_5_vl", False),
+        ("qwen3", "qwen3_vl", False),
+    ],
+)
+def test_safetensors_of_models_that_see_run_as_their_decoder(
+    case: str, model_type: str, is_flat: bool, tmp_path: Path
+) -> None:
+    """With the names of their tensors on the hub, and the decoder's fields where they are there."""
+    source = FIXTURES / "families" / case
+    text = json.loads((source / "config.json").read_text())
+    text |= {"rope_parameters": None, "rope_scaling": {"type": "mrope", **MROPE}}
+    if case == "qwen3":
+        text |= {"sliding_window": None, "rope_scaling": {"mrope_interleaved": True, **MROPE}}
+    own = {"model_type": model_type, "vision_config": {"hidden_size": 7}}
+    apart = {**own, "text_config": {**text, "model_type": f"{model_type}_text"}}
+    prefix = "model.language_model." if case == "qwen3" else "model."
+    with SafetensorsFolder(source) as files:
+        weights = {
+            name.replace("model.", prefix): tensor.to_float32()
+            for name, tensor in files.tensors.items()
+        }
+    weights["model.visual.merger.norm.bias" if case == "qwen3" else "visual.x.weight"] = ONES
+    path = stored(tmp_path / "seeing", {**text, **own} if is_flat else apart, weights)
+    golden = np.load(source / "golden.npz")
+    with load_model(path) as model:
+        executor = ReferenceExecutor(model, num_blocks=16)
+        found = logits(executor, row(golden["tokens"].tolist(), SCATTERED_BLOCKS))
+        executor.close()
+    assert relative_error(found, golden["logits"]) <= BOUND
+
+
+def stacked(weights: dict[str, Floats], *, is_transposed: bool) -> dict[str, Floats]:
+    """As Qwen3-VL keeps its experts: in one tensor, [experts, in, out] on the hub."""
+    found: dict[str, Floats] = {}
+    stacks: dict[str, list[Floats]] = {}
+    for name, array in weights.items():
+        head, is_expert, tail = name.partition(".experts.")
+        if is_expert:
+            stacks.setdefault(f"{head}.experts.{tail.split('.')[1]}", []).append(array)
+        else:
+            found[name.replace("model.", "model.language_model.")] = array
+    for name in [name for name in stacks if name.endswith("gate_proj")]:
+        gates, ups, downs = (
+            np.stack(stacks[name.replace("gate", part)]) for part in ("gate", "up", "down")
+        )
+        own = name.replace("model.", "model.language_model.")
+        both = np.concatenate([gates, ups], axis=1)
+        for array, part in ((both, "gate_up_proj"), (downs, "down_proj")):
+            turned = array.transpose(0, 2, 1) if is_transposed else array
+            found[own.replace("gate_proj", part)] = turned
+    return found
+
+
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_experts_of_models_that_see_are_read_in_both_layouts(
+    is_transposed: bool, tmp_path: Path
+) -> None:
+    config = {**drawn_config("qwen3moe"), "moe_intermediate_size": 20}
+    shapes = json.loads((DRAWN / "qwen3moe" / "tensors.json").read_text())
+    weights = {
+        name: drawn_weights(name, tuple(20 if size == 24 else size for size in shape))
+        for name, shape in shapes.items()
+    }
+    plain = stored(tmp_path / "plain", config, weights)
+    text = {**config, "model_type": "qwen3_vl_moe_text", "rope_parameters": None}
+    text |= {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, **MROPE}}
+    seeing = stored(
+        tmp_path / "seeing",
+        {"model_type": "qwen3_vl_moe", "text_config": text},
+        stacked(weights, is_transposed=is_transposed),
+    )
+    with load_model(plain) as model, load_model(seeing) as other:
+        assert computed(other, "qwen3moe").tobytes() == computed(model, "qwen3moe").tobytes()
 
 
 @pytest.mark.parametrize("case", ["deepseek2", "deepseek2-lite"])
