@@ -59,7 +59,8 @@ test: $(READY) $(NATIVE) $(NODE_CLIENT)  ## run the tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not long"
 
 # torch's CPU build is enough. Triton's interpreter wants a numpy that still takes an array of one
-# number for the number.
+# number for the number. It multiplies by numpy's BLAS, of which some processors' kernels sum a row
+# otherwise in another batch; those of the oldest processor do not.
 $(CUDA_VENV)/.ready: pyproject.toml
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -68,7 +69,7 @@ $(CUDA_VENV)/.ready: pyproject.toml
 	touch $(CUDA_VENV)/.ready
 
 test-cuda: $(CUDA_VENV)/.ready  ## run the CUDA executor's tests: interpreted, emulated, compiled
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q \
+	TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Prescott OMP_NUM_THREADS=1 PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q \
 	  -n $(WORKERS) -W ignore::DeprecationWarning:triton tests/executors/cuda
 	PYTHONPATH=src $(CUDA_VENV)/bin/python -m pytest -q -n $(WORKERS) \
 	  tests/executors/cuda/test_hopper_compiles.py tests/executors/cuda/test_plain_compiles.py

@@ -18,7 +18,7 @@ from multiprocessing.sharedctypes import Synchronized
 from random import Random
 
 from quire.core.errors import ExecutorError
-from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, Want
+from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, TokenLogprob, Want
 from quire.executors.base import model_capacity
 from quire.executors.worker import CancelFlag, RowResults, ThreadedExecutor
 from quire.llm import AsyncLLM
@@ -27,6 +27,7 @@ from quire.llm.devices import Options
 from quire_bench.http_client import parse_endpoint
 from quire_bench.lengths import prompt_text
 from quire_bench.load import Load, PlannedRequest, Target, closed_loop, run
+from quire_bench.row_kinds import KINDS, document
 
 _TEXT = "The engine asks the scheduler for a step, 12 rows of it; “naïve” batching waits. "
 _START_S = 120.0
@@ -41,6 +42,7 @@ class HostPlan:
     num_prompt_tokens: int
     num_new_tokens: int
     step_ms: float
+    kind: str = "greedy"  # of rows: see row_kinds.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,19 @@ class Counters:
 
 
 class TimedExecutor(ThreadedExecutor):
-    """Takes a given time a step; a row's token is a function of its sequence and position."""
+    """Takes a given time a step; a row's token is a function of its sequence and position, and with
+    a mask the next of the script."""
 
     def __init__(
-        self, capacity: Capacity, tokens: list[int], seconds: float, counters: Counters
+        self,
+        capacity: Capacity,
+        tokens: list[int],
+        script: list[int],
+        seconds: float,
+        counters: Counters,
     ) -> None:
         self._tokens = tokens
+        self._script = script
         self._seconds = seconds
         self._counters = counters
         super().__init__(capacity, "quire-timed")
@@ -78,18 +87,25 @@ class TimedExecutor(ThreadedExecutor):
 
     def _run(self, plan: StepPlan, _flag: CancelFlag) -> RowResults:
         until = time.perf_counter() + self._seconds
-        results = tuple(
-            [SequenceResult(row.sequence_id, self._token(row)) for row in plan.sequences]
-        )
+        results = tuple([self._result(row) for row in plan.sequences])
         time.sleep(max(0.0, until - time.perf_counter()))
         self._counters.num_steps.value += 1
         self._counters.executor_s.value = time.thread_time()
         return RowResults(results)
 
-    def _token(self, row: SequencePlan) -> int | None:
-        if row.want is not Want.SAMPLE:
-            return None
-        return self._tokens[(131 * row.sequence_id + row.completion_position) % len(self._tokens)]
+    def _result(self, row: SequencePlan) -> SequenceResult:
+        if row.want is not Want.SAMPLE or row.sampling is None:
+            return SequenceResult(row.sequence_id)
+        position = row.completion_position
+        token = self._tokens[(131 * row.sequence_id + position) % len(self._tokens)]
+        if row.allowed is not None:
+            row.mask()
+            token = self._script[position % len(self._script)]
+        num_top = row.sampling.params.logprobs
+        if num_top is None:
+            return SequenceResult(row.sequence_id, token)
+        top = tuple([(token + rank, -1.0 - rank) for rank in range(num_top)])
+        return SequenceResult(row.sequence_id, token, TokenLogprob(token, -1.0, 1, top))
 
 
 def measure_host(plan: HostPlan, say: Callable[[str], None] = lambda _: None) -> HostFigures:
@@ -107,7 +123,8 @@ def measure_host(plan: HostPlan, say: Callable[[str], None] = lambda _: None) ->
             address = None
         if address is None or server.pid is None:
             raise ExecutorError("the server did not start: see what it printed")
-        target = Target(parse_endpoint(address), ignore_eos=True)
+        more = KINDS[plan.kind].body
+        target = Target(parse_endpoint(address), ignore_eos=True, more=more)
         _load(target, plan, num_requests=1)  # warms it
         say("clients stream")
         before = _times(server.pid, counters)
@@ -182,6 +199,7 @@ def _assembly(plan: HostPlan, counters: Counters) -> Assembly:
     blocks = plan.num_clients * (length // 8 + 2)
     capacity = model_capacity(loaded.spec, blocks, plan.num_clients, 8 * plan.num_clients)
     tokens = loaded.tokenizer.encode(_TEXT, add_special=False)
-    executor = TimedExecutor(capacity, tokens, plan.step_ms / 1000, counters)
+    script = loaded.tokenizer.encode(document(plan.num_new_tokens), add_special=False)
+    executor = TimedExecutor(capacity, tokens, script, plan.step_ms / 1000, counters)
     options = replace(loaded.options, max_batch_size=plan.num_clients)
     return replace(loaded, executor=executor, options=options)

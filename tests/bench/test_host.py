@@ -12,12 +12,14 @@ from quire.cli import main
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's clocks of processes")
 
 
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "logprobs", "constrained"])
 def test_streams_are_served_and_the_time_of_the_host_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     text_model = write_text_model(tmp_path / "text.gguf")
     load = ["--clients", "4", "--requests", "2", "--prompt-tokens", "8", "--new-tokens", "16"]
-    code = main(["bench", "host", "--model", str(text_model), *load, "--step-ms", "20", "--json"])
+    load += ["--step-ms", "20", "--kind", kind]
+    code = main(["bench", "host", "--model", str(text_model), *load, "--json"])
     assert code == 0
     found = json.loads(capsys.readouterr().out)
     assert 16 <= found["num_steps"] <= 8 * 17, "eight completions of 16 tokens, four at a time"

@@ -7,12 +7,12 @@ path of engine/step.py makes rows by position (`check_fields`), native/bind_deco
 fields by name (`bind_plan_types`).
 """
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
+from quire.core.lazy_event import LazyEvent
 from quire.core.sampling import SamplingParams
 from quire.core.windows import NO_WINDOWS, Windows
 
@@ -89,7 +89,7 @@ class FollowingMask:
 
     def __init__(self) -> None:
         self._given: bytes | PendingMask | None = None
-        self._is_given = threading.Event()
+        self._is_given = LazyEvent()
 
     def give(self, mask: "bytes | PendingMask | None") -> None:
         """The first one counts. None: any token may come."""
@@ -102,8 +102,7 @@ class FollowingMask:
         self.give(b"")
 
     def result(self) -> bytes | None:
-        if not self._is_given.is_set():
-            self._is_given.wait()
+        self._is_given.wait()
         given = self._given
         return given if given is None or isinstance(given, bytes) else given.result()
 

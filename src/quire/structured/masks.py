@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from quire.core.lazy_event import LazyEvent
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
@@ -50,13 +52,13 @@ class Mask:
         self.matcher = matcher
         self.finish = finish
         self._bits = b""
-        self._done = threading.Event()
+        self._done = LazyEvent()
         self.failure: str | None = None
         # Of processor time: on a busy machine quick masks take long, too. None: of those that were
         # computed with it some took long.
         self.seconds: float | None = 0.0
 
-    def done_with(self, event: threading.Event) -> None:
+    def done_with(self, event: LazyEvent) -> None:
         """It is there once the event is set."""
         self._done = event
 
@@ -67,24 +69,31 @@ class Mask:
     def compute_alone(self) -> None:
         """Make it and measure it; it does not count as done yet."""
         started = time.thread_time()
-        self.make(self._compute)
+        try:
+            self._bits = self._compute()
+        except BaseException as error:  # also a panic in Rust, which is no Exception
+            self._failed(error)
         self.seconds = time.thread_time() - started
 
-    def make(self, compute: Callable[[], bytes]) -> None:
+    def make_of(self, bits: bytes, seconds: float | None) -> None:
+        """Make it of its matcher's bits; it does not count as done yet."""
         try:
-            self._bits = compute()
-        except BaseException as error:  # also a panic in Rust, which is no Exception
-            self.failure = str(error) or type(error).__name__
-            if isinstance(error, KeyboardInterrupt) and _is_main_thread():
-                raise
+            self._bits = self.finish(bits)
+        except BaseException as error:
+            self._failed(error)
+        self.seconds = seconds
+
+    def _failed(self, error: BaseException) -> None:
+        self.failure = str(error) or type(error).__name__
+        if isinstance(error, KeyboardInterrupt) and _is_main_thread():
+            raise error
 
     @property
     def is_done(self) -> bool:
         return self._done.is_set()
 
     def result(self) -> bytes:
-        if not self._done.is_set():  # waiting takes longer, also where it is there
-            self._done.wait()
+        self._done.wait()
         return self._bits
 
 
@@ -109,8 +118,7 @@ class MaskPool:
         )
         seconds = 0.0 if time.perf_counter() - started <= SLOW_S else None
         for mask, row in zip(masks, bits, strict=False):
-            mask.make(partial(mask.finish, row.tobytes()))
-            mask.seconds = seconds
+            mask.make_of(row.tobytes(), seconds)
 
     def _buffer(self, num_rows: int) -> npt.NDArray[np.int32]:
         """Of the thread that calls."""
@@ -131,7 +139,7 @@ class MaskThreads:
         self.pool: MaskPool | None = None  # without it, each mask is computed alone
         self._promised: list[Mask] = []
         self._shared: list[Mask] = []  # promised, for one call
-        self._shared_done = threading.Event()
+        self._shared_done = LazyEvent()
         self._queue: _Queue | None = None
         self._slow_queue: _Queue | None = None
 
@@ -151,7 +159,7 @@ class MaskThreads:
         if self._queue is None:
             self._queue = _started(self, NUM_THREADS, "quire-masks")
         if self._shared and self.pool is not None:
-            done, self._shared_done = self._shared_done, threading.Event()
+            done, self._shared_done = self._shared_done, LazyEvent()
             shared, self._shared = self._shared, []
             if not at_once:
                 self._queue.put(partial(_compute_together, self.pool, shared, done))
@@ -174,7 +182,7 @@ def _compute_each(masks: Sequence[Mask]) -> None:
         mask.compute()
 
 
-def _compute_together(pool: MaskPool, masks: Sequence[Mask], done: threading.Event) -> None:
+def _compute_together(pool: MaskPool, masks: Sequence[Mask], done: LazyEvent) -> None:
     try:
         if len(masks) == 1:
             masks[0].compute_alone()  # which says how long it took
@@ -185,9 +193,7 @@ def _compute_together(pool: MaskPool, masks: Sequence[Mask], done: threading.Eve
         _compute_alone(masks, done)
 
 
-def _compute_now(
-    pool: MaskPool, masks: Sequence[Mask], done: threading.Event, queue: _Queue
-) -> None:
+def _compute_now(pool: MaskPool, masks: Sequence[Mask], done: LazyEvent, queue: _Queue) -> None:
     """Where the call fails a thread computes each alone: this one's stack may be small."""
     try:
         pool.compute(masks)
@@ -198,7 +204,7 @@ def _compute_now(
             raise
 
 
-def _compute_alone(masks: Sequence[Mask], done: threading.Event) -> None:
+def _compute_alone(masks: Sequence[Mask], done: LazyEvent) -> None:
     for mask in masks:
         mask.compute_alone()
     done.set()

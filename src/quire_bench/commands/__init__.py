@@ -14,6 +14,7 @@ def _command(name: str, help_line: str) -> Command:
 COMMANDS = {
     "engine": _command("engine", "the engine without a model: host time a step, fairness, pacing"),
     "host": _command("host", "processor time of serving streams, with steps that compute nothing"),
+    "steps": _command("steps", "processor time of a step by kind of rows, without a GPU"),
     "limits": _command("limits", "what this machine can do at best"),
     "crossover": _command("crossover", "which of CPU and GPU suits which batches"),
     "start": _command("start", "how long loading a model takes, by phase"),
@@ -24,6 +25,7 @@ COMMANDS = {
     "grid": _command("grid", "throughput over batch sizes, prompt lengths and mixes"),
     "traffic": _command("traffic", "greedy, sampled and long loads, beside vLLM's figures"),
     "serve": _command("serve", "load an OpenAI-compatible server"),
+    "jobs": _command("jobs", "chat requests without and beside a batch job, and what it gets"),
     "compare": _command(
         "compare", "quire beside llama.cpp, OpenVINO GenAI, transformers or a server"
     ),

@@ -7,11 +7,13 @@ from dataclasses import asdict
 
 from quire.core.errors import ConfigError
 from quire_bench.host import HostFigures, HostPlan, measure_host
+from quire_bench.row_kinds import KINDS
 
 _EPILOG = """\
 examples:
   quire bench host
   quire bench host --clients 32 --step-ms 10
+  quire bench host --clients 64 --kind constrained
 
 The server has the model's tokenizer, and steps that take a given time and compute nothing. Its
 processor time a step, in all threads but the steps', is what engine, detokenizer, streams and HTTP
@@ -35,6 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-ms", type=float, default=3.0, metavar="MS", help="a step (default: %(default)s)"
     )
+    parser.add_argument(
+        "--kind",
+        default="greedy",
+        choices=list(KINDS),
+        help="how tokens are asked for: at random, with log-probabilities, held to a schema ... "
+        "(default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -48,7 +57,13 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.step_ms <= 10_000:
         raise ConfigError(f"--step-ms must be between 0 and 10000, got {args.step_ms:g}")
     plan = HostPlan(
-        args.model, args.clients, args.requests, args.prompt_tokens, args.new_tokens, args.step_ms
+        args.model,
+        args.clients,
+        args.requests,
+        args.prompt_tokens,
+        args.new_tokens,
+        args.step_ms,
+        args.kind,
     )
     figures = measure_host(plan, _say)
     print(json.dumps(asdict(figures), indent=2) if args.json else _summary(plan, figures))
@@ -62,8 +77,9 @@ def _say(what: str) -> None:
 
 def _summary(plan: HostPlan, figures: HostFigures) -> str:
     return (
-        f"{plan.num_clients} streams, {plan.num_prompt_tokens} + {plan.num_new_tokens} tokens, "
-        f"steps of {plan.step_ms:g} ms: {figures.host_ms:.2f} ms of processor time a step of "
+        f"{plan.num_clients} {plan.kind} streams, {plan.num_prompt_tokens} + "
+        f"{plan.num_new_tokens} tokens, steps of {plan.step_ms:g} ms: {figures.host_ms:.2f} ms of "
+        "processor time a step of "
         f"{figures.rows_per_step:.0f} tokens, {figures.host_ms_per_request:.2f} ms a request\n"
         f"{figures.tokens_per_second:,.0f} tokens/s in {figures.num_steps} steps of "
         f"{figures.step_ms:.2f} ms"

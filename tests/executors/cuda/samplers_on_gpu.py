@@ -13,11 +13,11 @@ import torch
 from tests.executors.sampler_cases import Case, make_case, without_chain
 
 from quire.core.errors import RowFaultError
-from quire.core.plan import History, Sampling
+from quire.core.plan import History, Sampling, SequencePlan, Want
 from quire.core.sampling import SamplingParams
 from quire.executors.cuda.chain import SampleRow
 from quire.executors.cuda.kernels.layers import FINITE
-from quire.executors.cuda.sampling import Sampler, SampleRequest, Tile
+from quire.executors.cuda.sampling import Sampler, SampleRequest, Tile, wants_argmax
 from quire.executors.sampler import Choice, sample
 
 SMALL, LARGE = 300, 128_256
@@ -35,6 +35,22 @@ TIMED: dict[str, dict[str, Any]] = {
 }
 
 
+def plan_of(row: SampleRow, sequence_id: int) -> SequencePlan:
+    how, position, history, pending, allowed = row
+    return SequencePlan(
+        sequence_id,
+        start=position,
+        tokens=(),
+        follows=None if pending is None else 1,
+        block_table=(0,),
+        want=Want.SAMPLE,
+        sampling=how,
+        completion_position=position,
+        history=history,
+        allowed=allowed,
+    )
+
+
 class Samplers:
     """A sampler over random logits."""
 
@@ -45,8 +61,15 @@ class Samplers:
         self.sampler = Sampler(self.logits, self.samples, self.sampled, tile)
 
     def run(self, rows: list[SampleRow]) -> None:
-        requests = [SampleRequest(at, at, row) for at, row in enumerate(rows)]
-        assert not self.sampler.sample(requests, len(rows))
+        """As the executor does, whose head has taken the argmax of rows that want no more."""
+        plans = [plan_of(row, at) for at, row in enumerate(rows)]
+        argmaxes = [
+            SampleRequest(at, at, rows[at]) for at, plan in enumerate(plans) if wants_argmax(plan)
+        ]
+        if argmaxes:
+            assert not self.sampler.sample(argmaxes, len(rows))
+        sources = [-1 if row.pending is None else row.pending for row in rows]
+        assert not self.sampler.sample_plans(plans, sources, range(len(rows))).faults
 
 
 def reference(case: Case) -> Choice | None:

@@ -427,3 +427,109 @@ def test_too_little_memory_for_sampling_is_told_at_the_start(
     monkeypatch.setattr("quire.executors.cuda.memory.free_bytes", lambda device: 1 << 20)
     with pytest.raises(ConfigError, match="lower max_batch_size"):
         found.warm_up()
+
+
+# ---- rows that are checked and packed together
+
+
+def decodes(step: int) -> tuple[SequencePlan, ...]:
+    """Rows as a batch has them in its step, each after a token of the step before; a prompt joins,
+    and a sequence gets its second block."""
+    scored = sampled_with(temperature=1.0, logprobs=2)
+    follows = 100 + step - 1 if step else None
+    rows = [
+        row(
+            () if step else (7,),
+            (1,),
+            start=step,
+            want=Want.SAMPLE,
+            follows=follows,
+            sequence_id=1,
+        ),
+        row(
+            () if step else range(15),
+            _TABLES[step > 1],
+            start=14 + step if step else 0,
+            want=Want.SAMPLE,
+            follows=follows,
+            sequence_id=2,
+            sampling=scored,
+            completion_position=step,
+        ),
+    ]
+    if step == 2:
+        rows.append(row(PROMPT, (6,), want=Want.SAMPLE, sequence_id=3))
+        rows.append(row(PROMPT, (7,), want=Want.NOTHING, sequence_id=4))
+    return tuple(rows)
+
+
+_TABLES = ((3,), (3, 4))
+
+
+def run_decodes(
+    executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[Any]]:
+    """What is sent, and the results."""
+    sent: list[Any] = []
+    pack = executor._runner.pack
+
+    def packed(*given: Any) -> Any:
+        step = pack(*given)
+        sent.append((step.shape, step.integers.tolist(), step.num_tokens, step.num_head_rows))
+        return step
+
+    executor._samples._next = 0
+    with monkeypatch.context() as patched:
+        patched.setattr(executor._runner, "pack", packed)
+        results = [run(executor, *decodes(step), step_id=100 + step) for step in range(4)]
+    return sent, results
+
+
+def test_rows_checked_together_are_packed_as_rows_checked_one_by_one(
+    executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_by_one: list[int] = []
+    pack_each = executor._pack_each
+
+    def noted(ticket: Any) -> Any:
+        one_by_one.append(ticket.plan.step_id)
+        return pack_each(ticket)
+
+    monkeypatch.setattr(executor, "_pack_each", noted)
+    together = run_decodes(executor, monkeypatch)
+    assert not one_by_one
+    monkeypatch.setattr(executor, "_sound_rows", lambda rows: None)
+    assert run_decodes(executor, monkeypatch) == together
+    assert one_by_one == [100, 101, 102, 103]
+    assert all(results[1].logprob is not None for results in together[1])
+
+
+@pytest.mark.parametrize(
+    "unsound",
+    [
+        {"tokens": (512,)},
+        {"tokens": (-1,)},
+        {"start": -1},
+        {"start": 16},
+        {"start": 1 << 20},
+        {"start": (1 << 63) - 1},
+        {"start": 1 << 70},
+        {"tokens": (1 << 70,)},
+        {"tokens": ()},
+        {"block_table": (8,)},
+        {"block_table": (-1,)},
+        {"block_table": ()},
+        {"follows": 77},
+        {"sampling": None},
+        {"other_tables": ((1,),)},
+    ],
+)
+def test_an_unsound_row_among_others_fails_alone(
+    executor: CudaExecutor, unsound: dict[str, Any]
+) -> None:
+    sound = row((7,), (1,), want=Want.SAMPLE, sequence_id=1)
+    faulty = row((7,), (2,), want=Want.SAMPLE, sequence_id=2)._replace(**unsound)
+    [alone] = run(executor, sound)
+    beside, found = run(executor, sound, faulty)
+    assert beside == alone and alone.fault is None
+    assert found.fault is not None and found.token is None

@@ -111,3 +111,49 @@ def test_a_row_reads_nothing_before_its_windows_and_must_have_the_rest(tmp_path:
     ):
         (refused,) = run(executor, row([1], whole, start=25, other_tables=tables))
         assert refused.fault is not None and message in refused.fault
+
+
+def test_rows_of_windowed_groups_are_checked_together_and_packed_as_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with drawn("ministral", tmp_path, [0, 1]) as model:
+        executor = new_executor(CudaExecutor, model, grouped(model.spec, BLOCK_SIZE), 12)
+    tokens = [5 + 3 * n % 40 for n in range(26)]
+    moved = (NO_BLOCK, 3)  # the same table all along would hide what a window leaves
+    sent: list[object] = []
+    pack = executor._runner.pack
+
+    def noted(*given: Any) -> Any:
+        step = pack(*given)
+        sent.append((step.shape, step.integers.tolist()))
+        return step
+
+    def results() -> list[object]:
+        sent.clear()
+        executor._samples._next = 0
+        found: list[object] = []
+        for step, start in enumerate((0, 24, 25)):
+            plan = row(
+                tokens[start : 26 if start == 25 else 24 + bool(start)],
+                (0, 1),
+                start=start,
+                other_tables=(moved if start == 25 else (2, 3),),
+                want=Want.SAMPLE,
+            )
+            other = row(
+                *((7,), (4, 5)),
+                start=step,
+                other_tables=((6, 7),),
+                sequence_id=9,
+                want=Want.SAMPLE,
+            )
+            found += run(executor, plan, other, step_id=step)
+        return [*found, list(sent)]
+
+    monkeypatch.setattr(executor._runner, "pack", noted)
+    one_by_one = executor._pack_each
+    monkeypatch.setattr(executor, "_pack_each", lambda ticket: pytest.fail("rows one by one"))
+    together = results()
+    monkeypatch.setattr(executor, "_pack_each", one_by_one)
+    monkeypatch.setattr(executor, "_sound_rows", lambda rows: None)
+    assert results() == together

@@ -1,6 +1,7 @@
 """The device's sampler gives the reference sampler's tokens, row by row and in any company."""
 
 import dataclasses
+import random
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,25 @@ import tests.executors.cuda.interpreting  # noqa: F401
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.executors.cuda.samplers_on_gpu import plan_of
 from tests.executors.sampler_cases import make_case, without_chain
 
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, SequencePlan, Want
-from quire.core.sampling import SamplingParams, draw_bits
+from quire.core.sampling import MAX_LOGPROBS, SamplingParams, draw_bits
 from quire.executors.cuda import chain, sampling
 from quire.executors.cuda.chain import SampleRow
 from quire.executors.cuda.kernels import sampling as kernels
+from quire.executors.cuda.kernels import scoring
 from quire.executors.cuda.kernels.layers import FINITE, NOT_FINITE, NOTHING_ALLOWED, TOO_LARGE
-from quire.executors.cuda.sampling import Sampler, SampleRequest, Scores, Tile
+from quire.executors.cuda.sampling import (
+    Sampled,
+    Sampler,
+    SampleRequest,
+    Scores,
+    Tile,
+    wants_argmax,
+)
 from quire.executors.elementary import exp as reference_exp
 from quire.executors.sampler import sample, score
 
@@ -432,3 +442,148 @@ def test_rows_that_ask_for_the_likeliest_alone_are_plain() -> None:
     short = SamplingParams(temperature=0.0, min_tokens=2)
     assert not sampling.wants_argmax(plan(short, 1))
     assert sampling.wants_argmax(plan(short, 2))
+
+
+# ---- rows of a plan, packed together
+
+
+class Sent:
+    """What a sampler sends for steps; nothing is launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sampler = Device().sampler
+        self.steps: list[tuple[object, ...]] = []
+        monkeypatch.setattr(self.sampler, "_launch_step", self._note)
+
+    def _note(self, step: Any) -> None:
+        sampler = self.sampler
+        count = len(step.words) * kernels.WORDS
+        self.steps.append(
+            (
+                sampler._step.buffer[:count].tolist(),
+                sampler._rows.edit_tokens[: 2 * step.num_edits].tolist(),
+                sampler._masks.buffer[: len(step.masks) * sampler._mask_words].tolist(),
+                [request.head_row for request in step.chained],
+                (step.is_sampled, step.has_weighed, step.is_scored),
+                step.faults,
+            )
+        )
+
+
+def random_rows(rng: random.Random) -> list[SampleRow]:
+    """Of few sequences, which come again in later steps."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "min_tokens": 3},
+        {},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 4, "min_p": 0.1},
+        {"logprobs": 3},
+        {"temperature": 0.0, "logprobs": 0},
+        {"presence_penalty": 0.5},
+        {"logit_bias": {3: 2.0}},
+        {"logit_bias": {VOCABULARY: 2.0}},  # a fault
+        {"typical_p": 0.5},
+        {"min_tokens": 2},
+    ]
+    return [
+        SampleRow(
+            Sampling(SamplingParams(max_tokens=9, **params), rng.getrandbits(63), index, (1, 2)),
+            0,
+        )
+        for index, params in enumerate(rng.choices(kinds, k=4 * MAX_ROWS))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_of_a_plan_are_sent_as_rows_one_by_one_are(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    together, each = Sent(monkeypatch), Sent(monkeypatch)
+    sequences = random_rows(rng)
+    for step in range(12):
+        rows = []
+        for row in rng.sample(sequences, MAX_ROWS):
+            allowed = rng.choice([None, None, b"\x05", b"\xff" * 9, b""])
+            needs = row.sampling.params.needs_history
+            history = History((1, 2), tuple(range(step))) if needs else None
+            rows.append(row._replace(completion_position=step, history=history, allowed=allowed))
+        plans = [plan_of(row, number) for number, row in enumerate(rows)]
+        slots = [MAX_ROWS - 1 - number for number in range(MAX_ROWS)]
+        found = together.sampler.sample_plans(plans, [-1] * MAX_ROWS, slots)
+        requests = [
+            SampleRequest(number, slots[number], row)
+            for number, (row, plan) in enumerate(zip(rows, plans, strict=True))
+            if not wants_argmax(plan)
+        ]
+        if requests:
+            faults = each.sampler.sample(requests, MAX_ROWS)
+            assert found.faults == faults
+        assert len(together.steps) == len(each.steps)
+        assert together.steps[-1:] == each.steps[-1:]
+    assert len(each.steps) > 6
+
+
+@pytest.mark.parametrize("more", [{}, {"min_tokens": 2}])
+def test_a_step_of_argmaxes_sends_nothing(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    sent = Sent(monkeypatch)
+    how = Sampling(SamplingParams(temperature=0.0, max_tokens=9, **more), 1, 0, (1, 2))
+    plans = [plan_of(SampleRow(how, 4), number) for number in range(3)]
+    for _ in range(2):  # the second time it is known
+        assert sent.sampler.sample_plans(plans, [-1] * 3, [0, 1, 2]) == Sampled({}, False)
+    assert not sent.steps
+
+
+class Eager:
+    """In a graph's place: launches what it was captured of."""
+
+    def __init__(self, launch: Any, num_rows: int) -> None:
+        self._launch, self._num_rows = launch, num_rows
+
+    def replay(self) -> None:
+        self._launch(self._num_rows)
+
+
+def test_a_graph_of_more_rows_than_the_step_samples_those_of_the_step_alone() -> None:
+    device = Device()
+    sampler = device.sampler
+    launches = (sampler._launch, sampler._launch_with_rounds, sampler._launch_scores)
+    sampler._graphs[MAX_ROWS] = tuple(Eager(each, MAX_ROWS) for each in launches)  # type: ignore[assignment]
+    rng = np.random.default_rng(5)
+    device.logits[:] = torch.as_tensor(rng.normal(0, 3, (MAX_ROWS, VOCABULARY)))
+    values: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"top_p": 0.5, "logprobs": 2},
+        {"typical_p": 0.5, "logprobs": 1},
+        {"top_k": 4},
+    ]
+    hows = [Sampling(SamplingParams(**each), 9 + at, 0) for at, each in enumerate(values)]
+    for count in (MAX_ROWS, 3):  # the second step finds what the first one sent
+        rows = [
+            SampleRow(how, 1, None, None, b"\xff" * 9 if at == 1 else None)
+            for at, how in enumerate((hows * MAX_ROWS)[:count])
+        ]
+        device.samples[:] = -7
+        device.sampled[:] = -7
+        plans = [plan_of(row, at) for at, row in enumerate(rows)]
+        found = sampler.sample_plans(plans, [-1] * count, list(range(count)))
+        assert not found.faults and found.is_scored
+        for at, row in enumerate(rows):
+            wanted = expected(device.logits[at].numpy(), row)
+            assert device.sampled[at].tolist() == [wanted, FINITE]
+        assert device.samples[count:].tolist() == [-7] * (len(device.samples) - count)
+        assert (device.sampled[count:] == -7).all()
+
+
+def test_scores_of_all_rows_are_those_of_each() -> None:
+    rng = np.random.default_rng(3)
+    results = rng.normal(size=(5, scoring.RESULTS))
+    results[:, 1 : 2 + MAX_LOGPROBS] = rng.integers(1, 1000, (5, 1 + MAX_LOGPROBS))
+    for width in (3, 1000):
+        scores = Scores(results, width)
+        wanted = [5, None, 0, MAX_LOGPROBS, 1]
+        each = [None if n is None else scores.of(row, n) for row, n in enumerate(wanted)]
+        assert scores.of_all(wanted) == each

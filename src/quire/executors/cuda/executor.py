@@ -6,9 +6,11 @@ may be submitted before the one it follows is collected.
 """
 
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -23,9 +25,7 @@ from quire.core.errors import (
     StepTimeoutError,
 )
 from quire.core.plan import SequencePlan, StepPlan, StepResult, Want
-from quire.core.windows import NO_WINDOWS
-from quire.executors.base import BLOCK_SIZE, NO_SAMPLING, ExecutorBase, model_capacity
-from quire.executors.cuda.chain import SampleRow
+from quire.executors.base import BLOCK_SIZE, ExecutorBase, model_capacity
 from quire.executors.cuda.decoder import Decoder, KVBlocks, KVType, Limits, decoder_for
 from quire.executors.cuda.gemm import gemm_for
 from quire.executors.cuda.graphs import Exchange, GraphRunner, PackedStep
@@ -39,9 +39,16 @@ from quire.executors.cuda.memory import (
     weights_memory,
 )
 from quire.executors.cuda.planes import to_natural_order
-from quire.executors.cuda.sampling import Sampler, SampleRequest, wants_argmax
-from quire.executors.cuda.step_input import PackedRow
-from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, ToSample, results_of
+from quire.executors.cuda.sampling import Sampler
+from quire.executors.cuda.step_input import (
+    BodyRows,
+    GroupTables,
+    PackedRow,
+    PlanColumns,
+    TableArrays,
+    first_blocks,
+)
+from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, StepRows, results_of
 from quire.executors.cuda.weights import check_model, load_weights, packed_bytes
 from quire.model.kv_layout import KVLayout, one_group
 from quire.model.loading import Model
@@ -50,7 +57,6 @@ from quire.quant.formats import Floats
 
 _MAX_SPLIT_TOKENS = 16
 _POLL_S = 2e-5
-_new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +141,9 @@ class CudaExecutor(ExecutorBase):
         self._runner = GraphRunner(
             self._decoder, self._blocks, limits, layout.windows, self._device, stream
         )
-        self._sound_tables: dict[int, tuple[int, ...]] = {}  # by sequence
+        self._tables = [
+            TableArrays(self._blocks.num_blocks, 4 * config.max_batch_size) for _ in layout.windows
+        ]
         self._unsampled: CudaTicket | None = None  # the last step, where masks are pending
         self._ended_at = float("-inf")  # of the step that was collected last
         super().__init__(
@@ -267,10 +275,9 @@ class CudaExecutor(ExecutorBase):
 
     def _submit(self, plan: StepPlan, hidden: Sequence[Floats]) -> CudaTicket:
         self._check_copies(plan)
-        ticket = CudaTicket(plan, [], submitted_at=self._clock.now())
+        ticket = CudaTicket(plan, submitted_at=self._clock.now())
         runner = self._runner
-        packed = self._pack(ticket)
-        step = self._pack_step(ticket, packed) if packed else None
+        step = self._pack(ticket)
         self._sample_step()  # of the step before; packing this one has left its masks some time
         with runner.stream():
             ticket.begun = runner.record()
@@ -278,73 +285,126 @@ class CudaExecutor(ExecutorBase):
                 self._blocks.copy(copy.source, copy.target)
             if step is not None:
                 self._run(ticket, step, hidden)
-            if ticket.to_sample is None:
+            if ticket.is_sampled:
                 ticket.done = runner.record()
         return ticket
 
-    def _pack(self, ticket: CudaTicket) -> list[PackedRow]:
+    def _pack(self, ticket: CudaTicket) -> PackedStep | None:
+        """The sound rows, packed; None: there is none."""
+        plans: Sequence[SequencePlan] = ticket.plan.sequences
+        body = self._sound_rows(PlanColumns.of(plans)) if plans else None
+        packed: list[PackedRow] = []
+        if body is None:
+            packed = self._pack_each(ticket)
+            plans = [row.plan for row in packed]
+            body = BodyRows.of(packed, self.capacity.windows) if packed else None
+        if body is None:
+            return None
+        if body.num_tokens > self.capacity.max_step_tokens:
+            raise ExecutorError(
+                f"the step has {body.num_tokens} tokens; this executor takes "
+                f"{self.capacity.max_step_tokens}"
+            )
+        sampled, ids = None, [plan.sequence_id for plan in plans]
+        wants = [plan.want for plan in plans]
+        has_more = any(plan.prompt_targets for plan in plans)
+        if wants.count(Want.SAMPLE) < len(wants):
+            sampled = [index for index, want in enumerate(wants) if want is Want.SAMPLE]
+            ids = [ids[index] for index in sampled]
+            has_more = has_more or max(wants) >= Want.LOGITS
+        slots = self._samples.take(ticket.plan.step_id, ids)
+        ticket.computed = StepRows(plans, body, sampled, slots, has_more)
+        self._number_head_rows(ticket)
+        return self._runner.pack(body, ticket.computed.lasts, slots)
+
+    def _sound_rows(self, rows: PlanColumns) -> BodyRows | None:
+        """All rows at once, where each is sound; None: some may not be. What _check_row() checks,
+        without a Python call for a row. A block table is checked when it changes, not in every
+        step."""
+        capacity = self.capacity
+        num_others = len(capacity.windows) - 1
+        if any(rows.prompt_targets) or any(len(each) != num_others for each in rows.other_tables):
+            return None
+        wanted = zip(rows.want, rows.sampling, strict=True)
+        if any(how is None and want is Want.SAMPLE for want, how in wanted):
+            return None
+        sources = self._samples.sources_of(rows.follows, rows.sequence_id)
+        if sources is None:
+            return None
+        try:
+            starts = np.array(rows.start, np.int64)
+            tokens = np.fromiter(chain.from_iterable(rows.tokens), np.int64)
+        except OverflowError:
+            return None
+        counts = np.fromiter(map(len, rows.tokens), np.int64, len(starts))
+        follows = np.array(sources, np.int32)
+        counts += follows >= 0
+        is_sound = (
+            0 <= starts.min() <= starts.max() < capacity.max_context
+            and counts.min() > 0
+            and (starts + counts).max() <= capacity.max_context
+            and (not len(tokens) or 0 <= tokens.min() <= tokens.max() < capacity.vocabulary_size)
+        )
+        if not is_sound:
+            return None
+        body = BodyRows(starts.astype(np.int32), counts.astype(np.int32), rows.tokens, follows, [])
+        tables = self._sound_tables(rows, body)
+        return None if tables is None else body._replace(tables=tables)
+
+    def _sound_tables(self, rows: PlanColumns, body: BodyRows) -> list[GroupTables] | None:
+        """The rows' block tables of each group; None: some may not be sound."""
+        found = []
+        ends = body.starts + body.counts
+        columns = [rows.block_table, *zip(*rows.other_tables, strict=True)]
+        for known, window, tables in zip(self._tables, self.capacity.windows, columns, strict=True):
+            firsts = first_blocks(window, body.starts)
+            seen = known.of(rows.sequence_id, tables, firsts)
+            if seen is None:
+                return None
+            held = firsts + np.fromiter(map(len, seen.tables), np.int32, len(ends))
+            if (ends > BLOCK_SIZE * held).any():
+                return None
+            found.append(seen)
+        return found
+
+    def _pack_each(self, ticket: CudaTicket) -> list[PackedRow]:
         """Which tokens of the step are each sound row's; the others get their fault."""
         packed: list[PackedRow] = []
-        rows, slot_of = ticket.rows, self._samples.slot_of
+        ticket.rows = []
         first = 0
         for plan in ticket.plan.sequences:
             row = StepRow(plan)
-            rows.append(row)
+            ticket.rows.append(row)
             try:
-                source = None if plan.follows is None else slot_of(plan)
-                end = plan.start + len(plan.tokens) + (plan.follows is not None)
-                self._check(plan, end)
+                source = None if plan.follows is None else self._samples.slot_of(plan)
+                self._check_row(plan, plan.end)
             except RowFaultError as error:
                 row.fault = str(error)
                 continue
-            last = first + end - plan.start - 1
-            row.packed = _new_tuple(PackedRow, (plan, first, last, source))
+            row.packed = PackedRow(plan, first, first + plan.num_new_tokens - 1, source)
             packed.append(row.packed)
-            first = last + 1
-        if first > self.capacity.max_step_tokens:
-            raise ExecutorError(
-                f"the step has {first} tokens; this executor takes {self.capacity.max_step_tokens}"
-            )
+            first = row.packed.last + 1
         return packed
 
-    def _check(self, plan: SequencePlan, end: int) -> None:
-        """_check_row(), without looking again through the table of a row of one pending token that
-        was found sound in an earlier step: it is the same tuple until the sequence gets a block."""
-        table = plan.block_table
-        if (
-            self._sound_tables.get(plan.sequence_id) is table
-            and not (plan.tokens or plan.prompt_targets or plan.other_tables)
-            and plan.sampling is not None
-            and 0 <= plan.start < end <= self.capacity.max_context
-            and end <= len(table) * BLOCK_SIZE
-        ):
-            return
-        self._check_row(plan, end)
-        is_sound = min(table) >= 0 and max(table) < self.capacity.num_blocks
-        if is_sound and self.capacity.windows == NO_WINDOWS:
-            if len(self._sound_tables) >= 4 * self.capacity.max_batch_size:
-                self._sound_tables.clear()
-            self._sound_tables[plan.sequence_id] = table
-
-    def _pack_step(self, ticket: CudaTicket, packed: list[PackedRow]) -> PackedStep:
-        sampled = [row for row in ticket.rows if row.packed and row.plan.want is Want.SAMPLE]
-        slots = self._samples.take(ticket.plan.step_id, sampled)
-        last = [row.packed.last for row in sampled if row.packed]
-        for index, row in enumerate(sampled):
+    def _number_head_rows(self, ticket: CudaTicket) -> None:
+        rows = [row for row in ticket.rows or () if row.packed and row.plan.want is Want.SAMPLE]
+        for index, row in enumerate(rows):
             row.head_row = index
-        num_tokens = packed[-1].last + 1
-        ticket.to_sample = ToSample(sampled, slots, num_tokens)
-        return self._runner.pack(packed, num_tokens, last, slots)
 
     def _run(self, ticket: CudaTicket, step: PackedStep, hidden: Sequence[Floats]) -> None:
-        assert ticket.to_sample is not None
+        assert ticket.computed is not None
         given = None
         if self._config.takes_hidden:
-            rows = zip(ticket.rows, hidden, strict=True)
-            given = np.concatenate([states for row, states in rows if row.packed is not None])
+            states = hidden
+            if ticket.rows is not None:
+                rows = zip(ticket.rows, hidden, strict=True)
+                states = [each for row, each in rows if row.packed is not None]
+            given = np.concatenate(states)
         self._runner.run(step, given)
         ticket.num_padding = step.num_padding
-        if all(row.plan.has_mask for row in ticket.to_sample.rows):
+        plans = ticket.computed.sampled_plans
+        ticket.is_sampled = all(plan.has_mask for plan in plans if plan.allowed is not None)
+        if ticket.is_sampled:
             self._sample_rows(ticket)
         else:
             self._unsampled = ticket
@@ -360,53 +420,32 @@ class CudaExecutor(ExecutorBase):
                 self._sample_rows(ticket)
                 ticket.done = self._runner.record()
         except Exception as error:  # of that step, not of the one that is about to be submitted
-            ticket.error = error
+            # Without the frames that it came through: they refer to the ticket, and with it would
+            # keep arrays of the device until the garbage collector comes by.
+            ticket.error = error.with_traceback(None)
 
     def _sample_rows(self, ticket: CudaTicket) -> None:
         """Sample, and copy to the host what the step is asked for."""
-        assert ticket.to_sample is not None
-        sampled, slots, num_tokens = ticket.to_sample
-        ticket.to_sample = None
-        is_scored = self._sample(sampled, slots)
-        ticket.is_plain = not is_scored and len(sampled) == len(ticket.rows)
-        for row in ticket.rows:
-            plan = row.plan
-            if row.packed is not None and (plan.want >= Want.LOGITS or plan.prompt_targets):
-                self._more_wants(row)
-        ticket.sampled, ticket.finite = self._runner.fetch(len(sampled), num_tokens)
-
-    def _sample(self, rows: list[StepRow], slots: list[int]) -> bool:
-        """Overwrite the likeliest tokens of rows that want another; whether a result holds more
-        than tokens: scores, or a fault of the sampler's."""
-        requests = []
-        for index, row in enumerate(rows):
-            plan = row.plan
-            assert plan.sampling is not None and row.packed is not None, NO_SAMPLING
-            if not wants_argmax(plan):
-                sample_row = SampleRow(
-                    plan.sampling,
-                    plan.completion_position,
-                    plan.history,
-                    row.packed.source,
-                    plan.mask(),
-                )
-                requests.append(SampleRequest(index, slots[index], sample_row))
-        is_scored = any(row.plan.prompt_targets for row in rows)
-        if not requests:
-            return is_scored
-        faults = self._sampler.sample(requests, len(rows))
-        for index, fault in faults.items():
-            rows[index].fault = fault
-        scored = [
-            rows[request.head_row]
-            for request in requests
-            if request.row.sampling.params.logprobs is not None
-        ]
-        if scored:
-            scores = self._sampler.scores_on_host(len(rows))
-            for row in scored:
-                row.scores = scores
-        return is_scored or bool(scored) or bool(faults)
+        rows = ticket.computed
+        assert rows is not None
+        plans = rows.sampled_plans
+        found = self._sampler.sample_plans(plans, rows.sampled_sources, rows.slots)
+        if found.faults:
+            sampled = [row for row in ticket.one_by_one() if row.head_row is not None]
+            for index, fault in found.faults.items():
+                sampled[index].fault = fault
+        if found.is_scored:
+            ticket.scores = self._sampler.scores_on_host(len(plans))
+        has_more = rows.has_more
+        are_all = rows.sampled is None and len(plans) == len(ticket.plan.sequences)
+        ticket.is_plain = are_all and not found.faults and not has_more
+        if has_more:
+            for row in ticket.one_by_one():
+                plan = row.plan
+                if row.packed is not None and (plan.want >= Want.LOGITS or plan.prompt_targets):
+                    self._more_wants(row)
+        num_tokens = rows.body.num_tokens
+        ticket.sampled, ticket.finite = self._runner.fetch(len(plans), num_tokens)
 
     def _more_wants(self, row: StepRow) -> None:
         """Logits of every position, scores of the prompt, the pooled state."""
@@ -437,5 +476,6 @@ def _memory_errors() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # which have arrays
         torch.cuda.empty_cache()
         raise ExecutorMemoryError(f"a step found no memory on the GPU: {error}") from error

@@ -18,7 +18,7 @@ from quire.executors.cuda.attention import SPLIT_SIZE
 from quire.executors.cuda.compiling import compiled_together
 from quire.executors.cuda.decoder import BodyShape, Decoder, KVBlocks, Limits
 from quire.executors.cuda.planes import Array
-from quire.executors.cuda.step_input import Integers, Layout, PackedRow, pack_body
+from quire.executors.cuda.step_input import BodyRows, Integers, Layout, pack_body, pack_rows
 from quire.quant.formats import Floats
 
 _HOST_BUFFERS = 4  # copies that may be under way at once
@@ -217,17 +217,12 @@ class GraphRunner:
 
     # ---- running
 
-    def pack(
-        self,
-        rows: Sequence[PackedRow],
-        num_tokens: int,
-        head_rows: Sequence[int],
-        slots: Sequence[int],
-    ) -> "PackedStep":
+    def pack(self, rows: BodyRows, head_rows: Integers, slots: Sequence[int]) -> "PackedStep":
         """The rows, and the likeliest tokens after `head_rows`, ready to run; nothing is sent."""
+        num_tokens = rows.num_tokens
         shape = self._shape_for(rows, num_tokens)
         tile_tokens = self._decoder.tokens_per_tile(shape)
-        body = pack_body(rows, shape.num_tokens, tile_tokens, self._windows)
+        body = pack_rows(rows, shape.num_tokens, tile_tokens, self._windows)
         integers = np.concatenate([*self._head_input(head_rows, slots), body])
         return PackedStep(shape, integers, num_tokens, len(head_rows))
 
@@ -265,17 +260,19 @@ class GraphRunner:
         else:
             self._decoder.run_head(count, *self._layout.head(self._buffer))
 
-    def _shape_for(self, rows: Sequence[PackedRow], num_tokens: int) -> BodyShape:
+    def _shape_for(self, rows: BodyRows, num_tokens: int) -> BodyShape:
         size = num_tokens
         if self._is_gpu:
             size = next(size for size in self._token_sizes if size >= num_tokens)
         if size > self._limits.max_split_tokens:
             return BodyShape(size, 0)
-        needed = -(-max(row.plan.end for row in rows) // SPLIT_SIZE)
+        needed = -(-rows.end // SPLIT_SIZE)
         needed = 0 if needed == 1 else needed
         return BodyShape(size, next(count for count in self._split_counts() if count >= needed))
 
-    def _head_input(self, rows: Sequence[int], slots: Sequence[int]) -> tuple[Integers, Integers]:
+    def _head_input(
+        self, rows: Sequence[int] | Integers, slots: Sequence[int]
+    ) -> tuple[Integers, Integers]:
         head_rows = np.zeros(self._limits.num_rows, np.int32)
         head_rows[: len(rows)] = rows
         kept = np.full(self._limits.num_rows, -1, np.int32)

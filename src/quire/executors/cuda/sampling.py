@@ -7,7 +7,8 @@ beyond temperature, top-k, top-p, min-p, penalties and DRY are sampled by chain.
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import triton
 from quire.core.errors import RowFaultError
 from quire.core.plan import History, Sampling, SequencePlan
 from quire.core.sampling import MAX_LOGPROBS, SamplingParams
+from quire.executors.base import NO_SAMPLING
 from quire.executors.cuda import chain
 from quire.executors.cuda.chain import SampleRow, to_device
 from quire.executors.cuda.kernels import sampling as kernels
@@ -58,19 +60,30 @@ class SampleRequest(NamedTuple):
     row: SampleRow
 
 
+class Sampled(NamedTuple):
+    """What became of a step's rows besides their tokens."""
+
+    faults: dict[int, str]  # by head row: why it has no token
+    is_scored: bool  # scores_on_host() has what rows asked for
+
+
 def wants_argmax(plan: SequencePlan) -> bool:
     """Whether the token is the argmax of the unmodified logits, and no logprobs are wanted."""
     how = plan.sampling
     if how is None or plan.allowed is not None or plan.history is not None:
         return False
-    params = how.params
+    is_banned = plan.completion_position < how.params.min_tokens and bool(how.end_token_ids)
+    return not is_banned and _takes_argmax(how.params)
+
+
+def _takes_argmax(params: SamplingParams) -> bool:
+    """The same of a row without history, mask and bans."""
     return (
         params.temperature == 0.0
         and params.order == ("temperature",)
         and params.is_greedy
         and params.logprobs is None
         and not params.logit_bias
-        and (not how.end_token_ids or plan.completion_position >= params.min_tokens)
     )
 
 
@@ -88,6 +101,10 @@ class _Known(NamedTuple):
     begin: bytes
     end: bytes
     masked_end: bytes
+    # Words for any step, without a mask and with one, but for position, slot and mask; None where
+    # steps differ in more.
+    usual: bytes | None
+    masked: bytes | None
 
 
 def _known(sampling: Sampling) -> _Known:
@@ -110,6 +127,9 @@ def _known(sampling: Sampling) -> _Known:
     usual = _THIS_STEP.pack(kind, 0, 0, -1, -1, -1, 0, 0, 0, 0, -1, -1, 0, 0, num_top)
     masked = _THIS_STEP.pack(kind, 0, 0, -1, -1, 0, 0, 0, 0, 1, -1, -1, 0, 0, num_top)
     is_usual = kind != kernels.SKIP and not params.logit_bias
+    may_ban = params.min_tokens > 0 and bool(sampling.end_token_ids)
+    is_same = is_usual and not may_ban and not params.needs_history
+    whole = _NOTHING if _takes_argmax(params) else words + usual
     return _Known(
         sampling,
         words,
@@ -120,6 +140,8 @@ def _known(sampling: Sampling) -> _Known:
         words + usual[:4] if is_usual else b"",
         usual[_BEFORE_COUNTS:],
         masked[_AFTER_MASK:],
+        whole if is_same else None,
+        words + masked if is_same else None,
     )
 
 
@@ -142,11 +164,18 @@ class _Step:
         self.edits: list[bytes] = []
         self.num_edits = 0
         self.masks: list[bytes] = []
+        self.masked_rows: list[int] = []  # whose words lack the index of their mask
+        self.mask_indices: list[int] = []
         self.chained: list[SampleRequest] = []
         self.faults: dict[int, str] = {}
         self.is_sampled = False  # by the kernels
         self.has_weighed = False  # rows of that kind
         self.is_scored = False
+
+    def asks_nothing(self) -> bool:
+        """Whether every row has its token already: the argmax."""
+        is_packed = not self.chained and not self.faults
+        return is_packed and self.words.count(_NOTHING) == len(self.words)
 
     def add_mask(self, mask: bytes | None) -> int:
         """Its index among those of the step; -1: none."""
@@ -184,7 +213,10 @@ class Sampler:
         self._rows = self._row_input(num_rows)
         self._scored = self._scoring(num_rows)
         self._counts = TokenCounts(self._work.counts)
-        self._by_sampling: dict[int, _Known] = {}
+        self._by_sampling: dict[int, _Known] = {}  # by Sampling's id
+        # The words of rows that need nothing but their position and slot, which are 0 here.
+        self._usual_words: dict[int, bytes] = {}  # likewise
+        self._masked_words: dict[int, bytes] = {}  # likewise, of rows with a mask, whose index is 0
         self._graphs: dict[int, tuple[Any, Any, Any]] = {}
         self._chained_at_once = num_rows
 
@@ -253,52 +285,127 @@ class Sampler:
     def sample(self, requests: Sequence[SampleRequest], num_rows: int) -> dict[int, str]:
         """Sample rows below `num_rows`, on the current stream; the faults of rows that have no
         token for it. Scores are there for scores_on_host() to fetch."""
-        num_rows = next((size for size in self._graphs if size >= num_rows), num_rows)
-        step = _Step(num_rows)  # also for the rows that a graph has beyond the step's: none of them
-        try:
+        step = _Step(self._padded(num_rows))
+        with self._counted_again_after_errors():
             for request in requests:
-                try:
-                    self._pack(step, request)
-                except RowFaultError as fault:
-                    step.faults[request.head_row] = str(fault)
+                self._pack(step, request)
             self._send(step)
-            if step.is_sampled:
-                if step.has_weighed:
-                    self._run(num_rows, 1, self._launch_with_rounds)
-                else:
-                    self._run(num_rows, 0, self._launch)
-            for start in range(0, len(step.chained), self._chained_at_once):
-                self._chain(step.chained[start : start + self._chained_at_once])
-            if step.is_scored:
-                self._run(num_rows, 2, self._launch_scores)
+            self._launch_step(step)
+        return step.faults
+
+    def sample_plans(
+        self, plans: Sequence[SequencePlan], sources: Sequence[int], slots: Sequence[int]
+    ) -> Sampled:
+        """sample() for the rows of a head that want more than the argmax, which all have by now.
+        `sources`: the slots of pending tokens; -1: none. Rows that need only their position and
+        slot are packed together, by words that were made when their sequence was first sampled."""
+        usual = list(map(self._usual_words.get, [id(plan.sampling) for plan in plans]))
+        others = [
+            head_row
+            for head_row, plan in enumerate(plans)
+            if usual[head_row] is None or plan.allowed is not None or plan.history is not None
+        ]
+        if not others and usual.count(_NOTHING) == len(usual):
+            return Sampled({}, is_scored=False)
+        step = _Step(self._padded(len(plans)))
+        step.words[: len(plans)] = [_NOTHING if words is None else words for words in usual]
+        with self._counted_again_after_errors():
+            for head_row in others:
+                if not self._pack_masked(step, head_row, plans[head_row]):
+                    self._pack_plan(step, head_row, plans[head_row], sources, slots)
+            if step.asks_nothing():
+                return Sampled({}, is_scored=False)
+            positions = [plan.completion_position for plan in plans]
+            self._send(step, np.array([positions, slots], np.int32))
+            self._launch_step(step)
+        return Sampled(step.faults, step.is_scored)
+
+    def _pack_masked(self, step: _Step, head_row: int, plan: SequencePlan) -> bool:
+        """A row that needs nothing but its position, slot and mask; False: it needs more."""
+        words = self._masked_words.get(id(plan.sampling))
+        if words is None or plan.history is not None:
+            return False
+        mask = plan.mask()
+        if mask is None:
+            return False
+        step.words[head_row] = words
+        step.masked_rows.append(head_row)
+        step.mask_indices.append(step.add_mask(mask))
+        return True
+
+    def _padded(self, num_rows: int) -> int:
+        """Also the rows that a graph has beyond the step's: none of them is sampled."""
+        return next((size for size in self._graphs if size >= num_rows), num_rows)
+
+    @contextmanager
+    def _counted_again_after_errors(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self._counts.forget()
             raise
-        return step.faults
 
-    def _pack(self, step: _Step, request: SampleRequest) -> None:
-        row = request.row
-        sampling = row.sampling
+    def _launch_step(self, step: "_Step") -> None:
+        num_rows = len(step.words)
+        if step.is_sampled:
+            if step.has_weighed:
+                self._run(num_rows, 1, self._launch_with_rounds)
+            else:
+                self._run(num_rows, 0, self._launch)
+        for start in range(0, len(step.chained), self._chained_at_once):
+            self._chain(step.chained[start : start + self._chained_at_once])
+        if step.is_scored:
+            self._run(num_rows, 2, self._launch_scores)
+
+    def _pack_plan(
+        self,
+        step: _Step,
+        head_row: int,
+        plan: SequencePlan,
+        sources: Sequence[int],
+        slots: Sequence[int],
+    ) -> None:
+        how = plan.sampling
+        assert how is not None, NO_SAMPLING
+        if wants_argmax(plan):
+            self._find(how)
+            step.words[head_row] = _NOTHING
+            return
+        pending = None if sources[head_row] < 0 else sources[head_row]
+        row = SampleRow(how, plan.completion_position, plan.history, pending, plan.mask())
+        self._pack(step, SampleRequest(head_row, slots[head_row], row))
+
+    def _find(self, sampling: Sampling) -> _Known:
+        """What is known of a sequence's rows; made when it is first sampled."""
         known = self._by_sampling.get(id(sampling))
         if known is None:
             if len(self._by_sampling) >= _MAX_KNOWN:
                 self._by_sampling.clear()
+                self._usual_words.clear()
+                self._masked_words.clear()
             known = self._by_sampling[id(sampling)] = _known(sampling)
-        params = sampling.params
+            if known.usual is not None and known.masked is not None:
+                self._usual_words[id(sampling)] = known.usual
+                self._masked_words[id(sampling)] = known.masked
+        return known
+
+    def _pack(self, step: _Step, request: SampleRequest) -> None:
+        row = request.row
+        known = self._find(row.sampling)
         is_usual = row.history is None and known.begin
-        if is_usual and row.completion_position >= params.min_tokens:
-            position, slot = row.completion_position, request.slot
-            if row.allowed is None:
-                place, end = _PLACE.pack(position, slot), known.end
-            else:
-                mask = step.add_mask(row.allowed)
-                place, end = _MASKED_PLACE.pack(position, slot, -1, -1, mask), known.masked_end
-            step.words[request.head_row] = known.begin + place + end
-            step.is_sampled = True
-            step.has_weighed |= known.kind == kernels.WEIGHED
-            step.is_scored |= params.logprobs is not None
+        if not is_usual or row.completion_position < row.sampling.params.min_tokens:
+            try:
+                self._pack_unusual(step, request, known)
+            except RowFaultError as fault:
+                step.faults[request.head_row] = str(fault)
             return
-        self._pack_unusual(step, request, known)
+        position, slot = row.completion_position, request.slot
+        if row.allowed is None:
+            place, end = _PLACE.pack(position, slot), known.end
+        else:
+            mask = step.add_mask(row.allowed)
+            place, end = _MASKED_PLACE.pack(position, slot, -1, -1, mask), known.masked_end
+        step.words[request.head_row] = known.begin + place + end
 
     def _pack_unusual(self, step: _Step, request: SampleRequest, known: _Known) -> None:
         row = request.row
@@ -306,7 +413,6 @@ class Sampler:
         bans = known.bans if row.completion_position < params.min_tokens else b""
         self._check_tokens(known, row, bool(bans))
         num_top = 0 if params.logprobs is None else params.logprobs + 1
-        step.is_scored |= num_top > 0
         late = b""
         if row.history is not None and known.kind != kernels.SKIP and "dry" in params.order:
             late = _dry_edits(row, row.history)
@@ -319,8 +425,6 @@ class Sampler:
         if row.history is not None and "penalties" in params.order:
             change = self._counts.change(row, row.history)
         mask = step.add_mask(row.allowed)
-        step.is_sampled = True
-        step.has_weighed |= known.kind == kernels.WEIGHED
         step.words[request.head_row] = known.words + _THIS_STEP.pack(
             known.kind,
             row.completion_position,
@@ -349,12 +453,25 @@ class Sampler:
         if highest >= self._width:
             raise RowFaultError(f"a token id is beyond the {self._width} logits")
 
-    def _send(self, step: _Step) -> None:
+    def _send(self, step: _Step, places: npt.NDArray[np.int32] | None = None) -> None:
+        """`places`: positions and slots of the first rows, for those that are sampled."""
         self._counts.count_fresh()
-        rows = np.frombuffer(b"".join(step.words), np.int32)
+        rows = np.frombuffer(b"".join(step.words), np.int32).reshape(-1, kernels.WORDS)
+        kinds = rows[:, kernels.KIND]
+        is_sampled = kinds != kernels.SKIP
+        step.is_sampled = bool(is_sampled.any())
+        step.has_weighed = bool((kinds == kernels.WEIGHED).any())
+        step.is_scored = bool(rows[:, kernels.NUM_TOP].any())
         host = self._step.host()
-        host[: len(rows)] = rows
-        count = len(rows)
+        count = rows.size
+        words = host[:count].reshape(rows.shape)
+        words[:] = rows
+        if places is not None:
+            num_rows = places.shape[1]
+            for word, values in zip((kernels.POSITION, kernels.SLOT), places, strict=True):
+                words[:num_rows, word] = values * is_sampled[:num_rows]
+        if step.masked_rows:
+            words[step.masked_rows, kernels.MASK] = step.mask_indices
         if step.num_edits:
             start = self._rows.words.numel()
             count = start + 2 * step.num_edits
@@ -527,6 +644,24 @@ class Scores(NamedTuple):
         tokens = map(int, found[2 : 2 + num_top])
         top = zip(tokens, found[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + num_top], strict=True)
         return found[0], int(found[1]), tuple(top)
+
+    def of_all(
+        self, wanted: Sequence[int | None]
+    ) -> list[tuple[float, int, tuple[tuple[int, float], ...]] | None]:
+        """of() each row with the number of likeliest that it wants; None where it wants none."""
+        most = min(max((count or 0 for count in wanted), default=0), self.width)
+        first, second = 2, 2 + MAX_LOGPROBS
+        scores = self.results[: len(wanted), 0].tolist()
+        ranks = self.results[: len(wanted), 1].astype(np.int64).tolist()
+        tokens = self.results[: len(wanted), first : first + most].astype(np.int64).tolist()
+        others = self.results[: len(wanted), second : second + most].tolist()
+        columns = zip(wanted, scores, ranks, tokens, others, strict=True)
+        return [
+            None
+            if count is None
+            else (score, rank, tuple(zip(likeliest[:count], beside[:count], strict=True)))
+            for count, score, rank, likeliest, beside in columns
+        ]
 
 
 def _to_host(array: Array) -> npt.NDArray[np.float64]:

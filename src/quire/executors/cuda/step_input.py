@@ -11,15 +11,15 @@ A graph is captured for a number of tokens, which fixes the offset of everything
 The buffer is sent with one copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.core.plan import SequencePlan
+from quire.core.plan import History, Sampling, SequencePlan, Want, check_fields
 from quire.core.windows import NO_WINDOWS, Window, Windows
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda.decoder import BodyField, BodyInput, group_field, num_fields
@@ -48,6 +48,31 @@ class Layout:
         return BodyInput(buffer[start:end].view(count, num_tokens), buffer[end:])
 
 
+class PlanColumns(NamedTuple):
+    """Rows of a plan, by column: of each field of SequencePlan the values of all rows."""
+
+    sequence_id: tuple[int, ...]
+    start: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    follows: tuple[int | None, ...]
+    block_table: tuple[tuple[int, ...], ...]
+    want: tuple[Want, ...]
+    sampling: tuple[Sampling | None, ...]
+    completion_position: tuple[int, ...]
+    history: tuple[History | None, ...]
+    allowed: tuple[Any, ...]
+    prompt_targets: tuple[tuple[int, ...], ...]
+    other_tables: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @classmethod
+    def of(cls, plans: Sequence[SequencePlan]) -> "PlanColumns":
+        """Of one row at least."""
+        return cls._make(zip(*plans, strict=True))
+
+
+check_fields(SequencePlan, PlanColumns._fields)
+
+
 class PackedRow(NamedTuple):
     """A sequence's tokens in the step: rows `first` to `last` of the body."""
 
@@ -57,19 +82,115 @@ class PackedRow(NamedTuple):
     source: int | None = None  # the slot among the samples of its pending token
 
 
+class BodyRows(NamedTuple):
+    """The same of all rows, by column: row i's tokens come right after those of row i - 1."""
+
+    starts: Integers  # position of the first new token
+    counts: Integers  # new tokens, the pending one included
+    tokens: Sequence[tuple[int, ...]]  # known ones; row by row, or all together
+    sources: Integers  # slot of the pending token; -1: none
+    tables: Sequence["GroupTables"]  # of each group
+
+    @classmethod
+    def of(cls, rows: Sequence[PackedRow], windows: Windows) -> "BodyRows":
+        plans, firsts, lasts, sources = zip(*rows, strict=True)
+        starts = np.array([plan.start for plan in plans], np.int32)
+        counts = np.array(lasts, np.int32) - np.array(firsts, np.int32) + 1
+        columns = zip(*((plan.block_table, *plan.other_tables) for plan in plans), strict=True)
+        ends = (-(-(starts + counts) // BLOCK_SIZE)).tolist()
+        groups = []
+        for window, tables in zip(windows, columns, strict=True):
+            seen = first_blocks(window, starts)
+            bounds = zip(tables, seen.tolist(), ends, strict=True)
+            arrays = [np.array(table[first:end], np.int32) for table, first, end in bounds]
+            groups.append(GroupTables(seen, arrays))
+        return cls(
+            starts,
+            counts,
+            [plan.tokens for plan in plans],
+            np.array([-1 if source is None else source for source in sources], np.int32),
+            groups,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def end(self) -> int:
+        """One past the last position of any row."""
+        return int((self.starts + self.counts).max())
+
+
+class GroupTables(NamedTuple):
+    """The block tables of one group, each from the first block that its row sees."""
+
+    firsts: Integers  # those blocks' places in their tables
+    tables: Sequence[Integers]
+
+
+def first_blocks(window: Window | None, starts: Integers) -> Integers:
+    """The place in its table of the first block that a row sees which begins at a position."""
+    if window is None:
+        return np.zeros(len(starts), np.int32)
+    if window.is_chunked:
+        seen = starts // window.size * window.size
+    else:
+        seen = np.maximum(0, starts - window.size + 1)
+    places: Integers = (seen // BLOCK_SIZE).astype(np.int32)
+    return places
+
+
+class TableArrays:
+    """A group's block tables as arrays, each kept while its sequence has the same table (the same
+    object: who plans a step never changes a table, but makes another) and sees as much of it."""
+
+    def __init__(self, num_blocks: int, most: int) -> None:
+        self._num_blocks = num_blocks
+        self._most = most
+        # By sequence: the table, its first block that is seen, and the blocks from there on.
+        self._known: dict[int, tuple[tuple[int, ...], int, Integers]] = {}
+
+    def of(
+        self, sequence_ids: Iterable[int], tables: Iterable[tuple[int, ...]], firsts: Integers
+    ) -> GroupTables | None:
+        """None: an entry of a table that a row may see is no block."""
+        known = self._known
+        found = []
+        rows = zip(sequence_ids, tables, firsts.tolist(), strict=True)
+        for sequence_id, table, first in rows:
+            kept = known.get(sequence_id)
+            if kept is None or kept[0] is not table or kept[1] != first:
+                seen = table[first:]
+                if not seen or min(seen) < 0 or max(seen) >= self._num_blocks:
+                    return None
+                if len(known) >= self._most:
+                    known.clear()
+                kept = known[sequence_id] = (table, first, np.array(seen, np.int32))
+            found.append(kept[2])
+        return GroupTables(firsts, found)
+
+
 def pack_body(
     rows: Sequence[PackedRow], num_tokens: int, tile_tokens: int, windows: Windows = NO_WINDOWS
+) -> Integers:
+    """pack_rows() of rows one by one; of none: padding."""
+    if not rows:
+        return _padding(num_tokens, len(windows)).ravel()
+    return pack_rows(BodyRows.of(rows, windows), num_tokens, tile_tokens, windows)
+
+
+def pack_rows(
+    rows: BodyRows, num_tokens: int, tile_tokens: int, windows: Windows = NO_WINDOWS
 ) -> Integers:
     """The body's share of the buffer for these rows, padded to so many tokens; `windows` are those
     of the groups."""
     fields = _padding(num_tokens, len(windows))
-    if not rows:
-        return fields.ravel()
-    spans = _pack_rows(rows, fields, tile_tokens)
+    spans = _pack_spans(rows, fields, tile_tokens)
     packed = [fields.ravel()]
     offset = 0
-    for group, window in enumerate(windows):
-        tables = _pack_tables(_tables(rows, group), spans, _places(fields, group), window, offset)
+    for group, seen in enumerate(rows.tables):
+        tables = _pack_tables(seen, spans, _places(fields, group), offset)
         packed.append(tables)
         offset += len(tables)
     return np.concatenate(packed)
@@ -91,17 +212,14 @@ class _Spans(NamedTuple):
     num_tiles: Integers
 
 
-def _pack_rows(rows: Sequence[PackedRow], fields: Integers, tile_tokens: int) -> _Spans:
-    """What all groups share, into the fields; without a loop over rows but to read them."""
-    plans, first_rows, last_rows, sources = zip(*rows, strict=True)
-    firsts, lasts = np.array(first_rows, np.int32), np.array(last_rows, np.int32)
-    starts = np.array([plan.start for plan in plans], np.int32)
-    counts = lasts - firsts + 1
-    total = last_rows[-1] + 1
-    known = zip(plans, sources, strict=True)
-    tokens = [plan.tokens if source is None else (*plan.tokens, 0) for plan, source in known]
-    fields[BodyField.TOKEN, :total] = np.fromiter(chain.from_iterable(tokens), np.int32, total)
-    fields[BodyField.SOURCE, lasts] = [-1 if source is None else source for source in sources]
+def _pack_spans(rows: BodyRows, fields: Integers, tile_tokens: int) -> _Spans:
+    """What all groups share, into the fields; without a loop over rows."""
+    starts, counts = rows.starts, rows.counts
+    ends = np.cumsum(counts, dtype=np.int32)
+    firsts, total = ends - counts, int(ends[-1])
+    is_pending = rows.sources >= 0
+    _pack_tokens(rows.tokens, ends[is_pending] - 1, fields[BodyField.TOKEN, :total])
+    fields[BodyField.SOURCE, ends - 1] = rows.sources
     fields[BodyField.POSITION, :total] = np.repeat(starts - firsts, counts) + np.arange(total)
     num_tiles = -(-counts // tile_tokens)
     num_all = int(num_tiles.sum())
@@ -115,6 +233,16 @@ def _pack_rows(rows: Sequence[PackedRow], fields: Integers, tile_tokens: int) ->
     fields[BodyField.TILE_POSITION, :num_all] = tile_starts + into
     fields[BodyField.TILE_START, :num_all] = tile_starts
     return _Spans(starts, counts, num_tiles)
+
+
+def _pack_tokens(tokens: Sequence[tuple[int, ...]], pending: Integers, packed: Integers) -> None:
+    """Known tokens, between those that are pending, which stay 0."""
+    num_known = len(packed) - len(pending)
+    if not num_known:
+        return
+    is_known = np.ones(len(packed), np.bool_)
+    is_known[pending] = False
+    packed[is_known] = np.fromiter(chain.from_iterable(tokens), np.int32, num_known)
 
 
 # ---- the block tables of one group
@@ -133,29 +261,17 @@ def _places(fields: Integers, group: int) -> _Places:
     return _Places(fields[BodyField.POSITION], fields[slots], fields[tables])
 
 
-def _tables(rows: Sequence[PackedRow], group: int) -> list[tuple[int, ...]]:
-    if not group:
-        return [row.plan.block_table for row in rows]
-    return [row.plan.other_tables[group - 1] for row in rows]
-
-
-def _pack_tables(
-    tables: Sequence[tuple[int, ...]],
-    spans: _Spans,
-    places: _Places,
-    window: Window | None,
-    offset: int,
-) -> Integers:
-    """A group's tables, which go to `offset` of the tables; fills its places."""
+def _pack_tables(group: GroupTables, spans: _Spans, places: _Places, offset: int) -> Integers:
+    """A group's tables, which go to `offset` of the tables; fills its places. Blocks that a row
+    does not see are not sent."""
     ends = -(-(spans.starts + spans.counts) // BLOCK_SIZE)
-    firsts = np.zeros(len(tables), np.int32)
-    if window is not None:  # blocks that the row does not see are not sent
-        seen = [window.first_seen(start) for start in spans.starts.tolist()]
-        firsts[:] = np.array(seen, np.int32) // BLOCK_SIZE
-    bounds = zip(tables, firsts.tolist(), ends.tolist(), strict=True)
-    used = [table[first:end] for table, first, end in bounds]
-    stops = np.cumsum(ends - firsts, dtype=np.int32)
-    flat = np.fromiter(chain.from_iterable(used), np.int32, int(stops[-1]))
+    counts = ends - group.firsts
+    used = [
+        table if count == len(table) else table[:count]
+        for table, count in zip(group.tables, counts.tolist(), strict=True)
+    ]
+    stops = np.cumsum(counts, dtype=np.int32)
+    flat = np.concatenate(used)
     begins = stops - ends  # where each whole table would begin
     place = places.positions[: int(spans.counts.sum())]
     blocks = flat[np.repeat(begins, spans.counts) + place // BLOCK_SIZE]

@@ -1,10 +1,12 @@
 """A submitted step: its rows and results, and the device slots of what it sampled."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import repeat
+from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 
 from quire.core.plan import (
@@ -25,7 +27,7 @@ from quire.executors.base import (
 from quire.executors.cuda.kernels import layers
 from quire.executors.cuda.planes import Array
 from quire.executors.cuda.sampling import Scores
-from quire.executors.cuda.step_input import PackedRow
+from quire.executors.cuda.step_input import BodyRows, Integers, PackedRow
 
 _new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
 # In the order in which _plain_results() writes them.
@@ -55,34 +57,77 @@ class StepRow:
     packed: PackedRow | None = None
     head_row: int | None = None  # where it is sampled
     # On the host once the step is done:
-    scores: Scores | None = None  # of its sample, at its head row
     prompt_scores: tuple[Scores, ...] = ()
     logits: tuple[Array, ...] = ()
     pooled: Array | None = None
 
 
-class ToSample(NamedTuple):
-    """What is left to do of a step whose layers are submitted."""
+class StepRows(NamedTuple):
+    """What a step computes: its sound rows by column, and those of them that are sampled."""
 
-    rows: list[StepRow]
-    slots: list[int]
-    num_tokens: int
+    plans: Sequence[SequencePlan]
+    body: BodyRows
+    sampled: Sequence[int] | None  # indices; None: all are
+    slots: Sequence[int]  # of the sampled ones' tokens
+    has_more: bool = False  # a row wants logits, a pooled state or scores of its prompt
+
+    @property
+    def sampled_plans(self) -> Sequence[SequencePlan]:
+        if self.sampled is None:
+            return self.plans
+        return [self.plans[index] for index in self.sampled]
+
+    @property
+    def sampled_sources(self) -> list[int]:
+        """The slots of their pending tokens; -1: none."""
+        sources = self.body.sources
+        found: list[int] = (sources if self.sampled is None else sources[self.sampled]).tolist()
+        return found
+
+    @property
+    def lasts(self) -> Integers:
+        """Where each sampled row ends in the body."""
+        lasts: Integers = np.cumsum(self.body.counts, dtype=np.int32) - 1
+        return lasts if self.sampled is None else lasts[self.sampled]
+
+    def one_by_one(self) -> list[StepRow]:
+        ends = np.cumsum(self.body.counts).tolist()
+        counts, sources = self.body.counts.tolist(), self.body.sources.tolist()
+        columns = zip(self.plans, ends, counts, sources, strict=True)
+        rows = [
+            StepRow(
+                plan, None, PackedRow(plan, end - count, end - 1, None if source < 0 else source)
+            )
+            for plan, end, count, source in columns
+        ]
+        indices = range(len(rows)) if self.sampled is None else self.sampled
+        for head_row, index in enumerate(indices):
+            rows[index].head_row = head_row
+        return rows
 
 
 @dataclass(slots=True)
 class CudaTicket:
     plan: StepPlan
-    rows: list[StepRow]
-    to_sample: ToSample | None = None
+    computed: StepRows | None = None  # None: no row is sound
+    rows: list[StepRow] | None = None  # of the plan, where they had to be looked at one by one
+    is_sampled: bool = True  # False: the masks of its grammars are pending
     error: Exception | None = None  # of its sampling, where that was submitted later
     num_padding: int = 0
-    is_plain: bool = False  # every row is sampled, and wants nothing but its token
+    is_plain: bool = False  # every row is sampled, and wants nothing but its token and its score
+    scores: Scores | None = None  # of the sampled rows, by head row
     sampled: Array | None = None  # [rows, (token, status)] on the host, once `done`
     finite: Array | None = None  # [tokens]
     begun: Array | None = None  # events of the stream
     done: Array | None = None
     submitted_at: float = 0.0
     is_cancelled: bool = False
+
+    def one_by_one(self) -> list[StepRow]:
+        """Its rows; made when they are first wanted, which most steps' never are."""
+        if self.rows is None:
+            self.rows = [] if self.computed is None else self.computed.one_by_one()
+        return self.rows
 
 
 class SampleRing:
@@ -99,17 +144,32 @@ class SampleRing:
         self._slots: OrderedDict[int, dict[int, int]] = OrderedDict()  # by step, by sequence
         self._faulted: dict[int, set[int]] = {}  # by step, the sequences it gave no token
 
-    def take(self, step_id: int, rows: Sequence[StepRow]) -> list[int]:
+    def take(self, step_id: int, sequence_ids: Sequence[int]) -> list[int]:
         """Slots for a step's samples."""
-        known = self._slots.setdefault(step_id, {})
-        slots = []
-        for row in rows:
-            slots.append(self._next)
-            known[row.plan.sequence_id] = self._next
-            self._next = (self._next + 1) % self._size
+        first, size = self._next, self._size
+        slots = [slot % size for slot in range(first, first + len(sequence_ids))]
+        self._next = (first + len(sequence_ids)) % size
+        self._slots.setdefault(step_id, {}).update(zip(sequence_ids, slots, strict=True))
         while len(self._slots) > STEPS_REMEMBERED:
             self._slots.popitem(last=False)
         return slots
+
+    def sources_of(
+        self, steps: Sequence[int | None], sequence_ids: Sequence[int]
+    ) -> list[int] | None:
+        """The slots of the tokens that rows follow, -1 where a row follows none; None: a row has no
+        token to begin with, which slot_of() says of each."""
+        if self._faulted and not self._faulted.keys().isdisjoint(steps):
+            return None
+        if steps.count(steps[0]) == len(steps) and steps[0] is not None:
+            found = list(map(self._slots.get(steps[0], {}).get, sequence_ids))
+        else:
+            slots = self._slots
+            found = [
+                -1 if step is None else slots.get(step, {}).get(sequence_id)
+                for step, sequence_id in zip(steps, sequence_ids, strict=True)
+            ]
+        return None if None in found else cast(list[int], found)
 
     def slot_of(self, plan: SequencePlan) -> int:
         """The slot of the token that a row follows; RowFaultError where there is none."""
@@ -128,9 +188,9 @@ class SampleRing:
             and plan.sequence_id in self._faulted.get(plan.follows, ())
         )
 
-    def follows_fault(self, rows: Sequence[StepRow]) -> bool:
+    def follows_fault(self, plan: StepPlan) -> bool:
         """Whether any row follows a step in which a row failed."""
-        return bool(self._faulted) and any(row.plan.follows in self._faulted for row in rows)
+        return bool(self._faulted) and any(row.follows in self._faulted for row in plan.sequences)
 
     def remember_faults(self, step_id: int, results: Sequence[SequenceResult]) -> None:
         """Rows that follow these have no token to begin with."""
@@ -144,8 +204,8 @@ class SampleRing:
 def results_of(ticket: CudaTicket, samples: SampleRing) -> tuple[SequenceResult, ...]:
     """The results of a step that is done; what failed in it is noted for the rows that follow."""
     results = _plain_results(ticket)
-    if results is None or samples.follows_fault(ticket.rows):
-        results = tuple(_result(ticket, row, samples) for row in ticket.rows)
+    if results is None or samples.follows_fault(ticket.plan):
+        results = tuple(_result(ticket, row, samples) for row in ticket.one_by_one())
         samples.remember_faults(ticket.plan.step_id, results)
     return results
 
@@ -158,13 +218,27 @@ def _plain_results(ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
         return None
     if not finite.all() or not (sampled[:, 1] == layers.FINITE).all():
         return None
-    tokens = sampled[:, 0].tolist()
+    plans, tokens = ticket.plan.sequences, sampled[:, 0].tolist()
+    scores: Iterable[TokenLogprob | None] = repeat(None, len(plans))
+    if ticket.scores is not None:
+        scores = _sample_scores(ticket.scores, plans, tokens)
     return tuple(
         [
-            _new_tuple(SequenceResult, (row.plan.sequence_id, token, None, (), None, None, None))
-            for row, token in zip(ticket.rows, tokens, strict=True)
+            _new_tuple(SequenceResult, (plan[0], token, score, (), None, None, None))
+            for plan, token, score in zip(plans, tokens, scores, strict=True)
         ]
     )
+
+
+def _sample_scores(
+    scores: Scores, plans: Sequence[SequencePlan], tokens: Sequence[int]
+) -> list[TokenLogprob | None]:
+    """Of every row of the head; None for a row that wants none."""
+    wanted = [None if plan.sampling is None else plan.sampling.params.logprobs for plan in plans]
+    return [
+        None if score is None else _new_tuple(TokenLogprob, (token, *score))
+        for token, score in zip(tokens, scores.of_all(wanted), strict=True)
+    ]
 
 
 def _result(ticket: CudaTicket, row: StepRow, samples: SampleRing) -> SequenceResult:
@@ -176,7 +250,7 @@ def _result(ticket: CudaTicket, row: StepRow, samples: SampleRing) -> SequenceRe
     if row.head_row is not None:
         assert ticket.sampled is not None
         token = int(ticket.sampled[row.head_row, 0])
-        logprob = _sample_score(row, token)
+        logprob = _sample_score(ticket.scores, row, token)
     num_top = plan.num_target_logprobs
     targets = iter(plan.prompt_targets)
     prompt = tuple(
@@ -203,12 +277,12 @@ def _late_fault(ticket: CudaTicket, row: StepRow, samples: SampleRing) -> str | 
     return None
 
 
-def _sample_score(row: StepRow, token: int) -> TokenLogprob | None:
-    if row.scores is None:
-        return None
+def _sample_score(scores: Scores | None, row: StepRow, token: int) -> TokenLogprob | None:
     assert row.plan.sampling is not None and row.head_row is not None
-    num_top = row.plan.sampling.params.logprobs or 0
-    return TokenLogprob(token, *row.scores.of(row.head_row, num_top))
+    num_top = row.plan.sampling.params.logprobs
+    if scores is None or num_top is None:
+        return None
+    return TokenLogprob(token, *scores.of(row.head_row, num_top))
 
 
 def _entries(scores: Scores, targets: Iterator[int], num_top: int) -> list[TokenLogprob]:
