@@ -7,7 +7,7 @@ token of 64 streams costs it 44 to 59 µs of a core (on uvloop 26), httpx's clie
 import ipaddress
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +95,33 @@ class Client:
             return response.status, json.loads(content)
         except ValueError:
             return response.status, None
+
+    async def get_text(self, path: str) -> str:
+        """The body of a GET; ExchangeError of any status but 200."""
+        async with self._answer("GET", path) as response:
+            if response.status != 200:
+                raise await _refusal(response)
+            return (await _read(response, MAX_JSON_BYTES)).decode("utf-8", "replace")
+
+    async def post_json(self, path: str, body: Any) -> Any:
+        """The JSON that answers a POST of JSON; ExchangeError of any status but 200."""
+        return await self._posted(path, json=body)
+
+    async def upload(self, path: str, fields: Mapping[str, str], name: str, content: bytes) -> Any:
+        """The JSON that answers a form with a file of this name; otherwise as `post_json`."""
+        form = aiohttp.FormData(fields)
+        form.add_field("file", content, filename=name)
+        return await self._posted(path, data=form)
+
+    async def _posted(self, path: str, **body: Any) -> Any:
+        async with self._answer("POST", path, **body) as response:
+            if response.status != 200:
+                raise await _refusal(response)
+            content = await _read(response, MAX_JSON_BYTES)
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise ExchangeError("bad reply", f"the reply to POST {path} is no JSON") from None
 
     async def post_for_events(self, path: str, body: Any) -> AsyncGenerator[str, None]:
         """Post JSON, and give the data of each server-sent event as it comes, up to [DONE]."""

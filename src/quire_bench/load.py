@@ -9,7 +9,7 @@ could be sent, so that a stalled server cannot hide behind a stalled client.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -77,6 +77,7 @@ class Target:
     wants_usage: bool = True
     timeout_s: float = 300.0
     temperature: float = 0.0
+    more: Mapping[str, Any] = field(default_factory=dict)  # fields of every body
 
     def body(self, request: PlannedRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -94,7 +95,7 @@ class Target:
             body["stream_options"] = {"include_usage": True}
         if self.ignore_eos:
             body["ignore_eos"] = True
-        return body
+        return {**body, **self.more}
 
 
 def draw_requests(

@@ -13,7 +13,7 @@ from quire_bench.report_data import by_configuration, peak_bytes, title_of
 from quire_bench.utilisation import arithmetic_share, utilisation_of
 
 NONE = "–"
-_KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve", "compare")
+_KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve", "compare", "jobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ def tables(receipts: Sequence[Receipt]) -> list[Table]:
         _latency_table(ordered),
         _compare_table(ordered),
         _serve_table(ordered),
+        _jobs_table(ordered),
         _other_table(ordered),
         _origin_table(ordered),
     ]
@@ -201,6 +202,56 @@ def _load_name(receipt: Receipt, name: str) -> str:
     if name != "all" or (clients is None and rate is None):
         return name
     return f"{rate:g}/s" if clients is None else f"{clients:g} clients"
+
+
+def _jobs_table(receipts: Sequence[Receipt]) -> Table:
+    rows = []
+    for receipt in receipts:
+        if receipt.kind != "jobs":
+            continue
+        results, settings = receipt.results, receipt.settings
+        times = [
+            _milliseconds(number(results, part, "time_to_first_token_s", share))
+            for share in ("p50", "p95")
+            for part in ("alone", "beside_job")
+        ]
+        rates = [number(results, f"{name}_tokens_per_second") for name in _JOB_RATES]
+        share, ratio = (number(results, n) for n in ("job_share_of_what_is_left", _JOB_RATIO))
+        rows.append(
+            [
+                title_of(receipt),
+                _lengths(settings, ""),
+                _lengths(settings, "job_"),
+                _count(number(results, "alone", "requests")),
+                NONE if (rate := number(settings, "rate")) is None else f"{rate:g}",
+                *times,
+                NONE if ratio is None else short(ratio),
+                *(NONE if rate is None else short(rate) for rate in rates),
+                NONE if share is None else f"{share:.0%}",
+            ]
+        )
+    return Table(
+        title="Requests beside a batch job",
+        columns=(
+            *("model", "request", "line", "requests", "a second"),
+            *("first token p50 alone, ms", "beside the job", "p95 alone, ms", "beside the job"),
+            *("p95 ratio", "job alone, tokens/s", "beside requests", "requests, tokens/s"),
+            "job's share of what is left",
+        ),
+        rows=rows,
+        note="Lengths are prompt + completion. What is left to the job is its rate alone less the "
+        "requests' tokens, those of prompts and of completions; the share is the median of the "
+        "rounds.",
+        text_columns=3,
+    )
+
+
+_JOB_RATES = ("job_alone", "job", "request")
+_JOB_RATIO = "first_token_p95_ratio"
+
+
+def _lengths(settings: Facts, prefix: str) -> str:
+    return " + ".join(_count(number(settings, f"{prefix}{n}_tokens")) for n in ("prompt", "new"))
 
 
 def _limits_table(receipts: Sequence[Receipt]) -> Table:

@@ -1,6 +1,8 @@
 """Background requests get what others leave of the queue, the batch, the blocks and the steps."""
 
 import random
+from collections.abc import Callable
+from math import inf
 from statistics import quantiles
 from typing import Any, NamedTuple
 
@@ -9,6 +11,7 @@ from tests.engine.simulated import finish, new_engine, solo, tokens_of
 from tests.engine.toys import greedy, run_until
 
 from quire.core.errors import OverloadedError
+from quire.core.plan import StepResult
 from quire.core.request import BACKGROUND, Ended, Request, Status
 from quire.engine import Engine
 from quire.executors.fake import FakeExecutor, StepCost
@@ -17,14 +20,32 @@ BATCH = 8
 
 
 def prompt(number: int, length: int = 40) -> list[int]:
-    return [(number * 31 + place * 7) % 1000 for place in range(length)]
+    """No two begin alike, so that nothing of them is found in the prefix cache."""
+    rest = [(number * 31 + place * 7) % 1000 for place in range(2, length)]
+    return [number % 1000, number // 1000, *rest]
 
 
-def busy(num_lines: int = 40, **settings: Any) -> tuple[FakeExecutor, Engine, list[Request]]:
+class ArrivalsInSteps(FakeExecutor):
+    """A step during which requests arrive, as they do where the engine has a thread of its own."""
+
+    next_arrival = inf
+    on_arrival: Callable[[], None] = staticmethod(lambda: None)
+
+    def collect(self, ticket: Any, timeout_s: float | None = None) -> StepResult:
+        if ticket.done_at is not None and ticket.started_at < self.next_arrival < ticket.done_at:
+            self.clock.advance_to(self.next_arrival)
+            self.on_arrival()
+        return super().collect(ticket, timeout_s)
+
+
+def busy(num_lines: int = 40, **settings: Any) -> tuple[ArrivalsInSteps, Engine, list[Request]]:
     """An engine whose batch is full of background requests."""
     num_blocks = settings.pop("num_blocks", 512)
-    executor = FakeExecutor(keep_plans=True, num_blocks=num_blocks)
+    executor = ArrivalsInSteps(
+        keep_plans=True, num_blocks=num_blocks, cost=settings.pop("cost", StepCost())
+    )
     engine = new_engine(executor, **{"max_batch_size": BATCH, "plan_ahead": False, **settings})
+    executor.on_arrival = engine.arrival_waits
     lines = [
         engine.add_request(prompt(n), greedy(30), key="job", priority=BACKGROUND)
         for n in range(num_lines)
@@ -126,6 +147,68 @@ def test_background_keys_share_by_weight_what_is_left() -> None:
     assert keys.count("heavy") > 2 * keys.count("light") > 0
 
 
+# ---- a step gives way to an arrival
+
+
+_TENTH = StepCost(0.1, 0.0, 0.0)  # seconds a step
+
+
+def step_with_arrival(executor: ArrivalsInSteps, engine: Engine, after_s: float) -> float:
+    """A step in the middle of which a request comes; when."""
+    executor.next_arrival = engine.clock.now() + after_s
+    engine.step()
+    at, executor.next_arrival = executor.next_arrival, inf
+    return at
+
+
+def test_a_step_of_the_background_alone_gives_way_and_its_rows_are_planned_again() -> None:
+    executor, engine, lines = busy(cost=_TENTH)
+    at = step_with_arrival(executor, engine, 0.02)
+    assert engine.clock.now() == pytest.approx(at), "the step ended at once"
+    mine = engine.add_request(prompt(99), greedy(4), key="me", arrived_at=at)
+    engine.step()
+    assert mine.metrics.time_to_first_token_s == pytest.approx(0.1)
+    assert engine.stats.steps_failed == {} and engine.stats.num_steps_retried == 0
+    found = finish(engine)
+    for line in lines:
+        assert tokens_of(found[line.id]) == solo(line.prompt, line.params)
+
+
+def test_a_step_that_others_have_rows_in_goes_on() -> None:
+    executor, engine, _ = busy(cost=_TENTH)
+    engine.add_request(prompt(98), greedy(9), key="me")
+    engine.step()
+    started = engine.clock.now()
+    step_with_arrival(executor, engine, 0.02)
+    assert engine.clock.now() == pytest.approx(started + 0.1)
+
+
+def test_a_step_that_is_planned_when_a_request_arrives_gives_way() -> None:
+    _, engine, _ = busy(cost=_TENTH)
+    engine.arrival_waits()
+    started = engine.clock.now()
+    engine.step()
+    assert engine.clock.now() == started
+    engine.step()  # nobody was added after all: the background goes on
+    assert engine.clock.now() == pytest.approx(started + 0.1)
+
+
+def test_with_steps_planned_ahead_none_gives_way() -> None:
+    executor, engine, _ = busy(cost=_TENTH, plan_ahead=True)
+    started = engine.clock.now()
+    step_with_arrival(executor, engine, 0.02)
+    assert engine.clock.now() == pytest.approx(started + 0.1)
+
+
+def test_arrivals_take_a_bounded_share_of_the_backgrounds_time() -> None:
+    """Requests that are refused, or of one token, could come within every step."""
+    executor, engine, _ = busy(num_lines=400, cost=_TENTH)
+    for _ in range(400):
+        step_with_arrival(executor, engine, 0.09)
+    lost_s = engine.clock.now() - 0.1 * engine.stats.num_steps
+    assert 0.05 * engine.clock.now() < lost_s < 0.08 * engine.clock.now()
+
+
 # ---- what the others notice, in virtual time
 
 
@@ -137,13 +220,16 @@ class Case(NamedTuple):
 
 
 _CPU = Case(StepCost(0.010, 0.0015, 1e-6), False, 0.7, 60.0)  # a small model on two cores
+_SMALL = Case(StepCost(0.0025, 0.00055, 1e-6), False, 2.0, 60.0)  # SmolLM2 on them
+_SLOW_READS = Case(StepCost(0.008, 0.00044, 9e-7), False, 1.0, 60.0)  # a large fixed part
 _GPU = Case(StepCost(0.004, 0.00001, 1e-8), True, 40.0, 6.0)
 
 
 def _figures(case: Case, *, job: bool, others: bool) -> tuple[float, float]:
     """95th percentile of the others' first tokens, and the job's tokens a second."""
-    executor = FakeExecutor(cost=case.cost, num_blocks=4096)
+    executor = ArrivalsInSteps(cost=case.cost, num_blocks=4096)
     engine = new_engine(executor, max_batch_size=32, plan_ahead=case.plan_ahead)
+    executor.on_arrival = engine.arrival_waits
     lines: set[str] = set()
     moments = random.Random(3)
 
@@ -161,8 +247,9 @@ def _figures(case: Case, *, job: bool, others: bool) -> tuple[float, float]:
         at += moments.expovariate(case.arrivals)
         length = moments.randrange(80, 160)
 
-        def arrive(length: int = length) -> None:
-            mine.append(engine.add_request(prompt(len(mine) + 7, length), greedy(16), key="me"))
+        def arrive(at: float = at, length: int = length) -> None:
+            tokens = prompt(len(mine) + 7, length)
+            mine.append(engine.add_request(tokens, greedy(16), key="me", arrived_at=at))
 
         script.append((at, arrive))
     if job:
@@ -172,6 +259,7 @@ def _figures(case: Case, *, job: bool, others: bool) -> tuple[float, float]:
     while engine.clock.now() < case.seconds:
         while script and script[0][0] <= engine.clock.now():
             script.pop(0)[1]()
+        executor.next_arrival = script[0][0] if script else inf
         if not engine.has_work:
             engine.clock.sleep(script[0][0] - engine.clock.now() if script else case.seconds)
             continue
@@ -183,7 +271,7 @@ def _figures(case: Case, *, job: bool, others: bool) -> tuple[float, float]:
     return quantiles(first, n=20)[-1] if others else 0.0, done / case.seconds
 
 
-@pytest.mark.parametrize("case", [_CPU, _GPU])
+@pytest.mark.parametrize("case", [_CPU, _SMALL, _SLOW_READS, _GPU])
 def test_first_tokens_come_as_without_a_job_and_the_job_gets_what_is_left(case: Case) -> None:
     alone_s, _ = _figures(case, job=False, others=True)
     _, alone_rate = _figures(case, job=True, others=False)

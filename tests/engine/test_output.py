@@ -820,3 +820,69 @@ def test_the_quick_way_reports_what_the_general_way_reports(
     monkeypatch.setattr(Lifecycle, "_accept_plain", refuse)
     assert events_of_a_run() == quick
     assert len(accepted) > 30, "most tokens are plain"
+
+
+# ---- the short ways that most rows take
+
+
+def planned_and_told(
+    params: SamplingParams, *, is_short: bool, count: int = 3
+) -> tuple[list[Any], list[Any]]:
+    """Rows as they are planned, and pieces, of requests that are treated the short way or not."""
+    executor = FakeExecutor()
+    rows: list[Any] = []
+    submit = executor.submit
+
+    def noted(plan: Any) -> Any:
+        rows.append([row._replace(allowed=_kind_of(row.allowed)) for row in plan.sequences])
+        return submit(plan)
+
+    executor.submit = noted  # type: ignore[method-assign]
+    engine = toy_engine(executor, make_grammar=lambda _: Multiples(of=7, count=6), plan_ahead=True)
+    for number in range(count):
+        seeded = replace(params, seed=number)
+        engine.add_request([*PROMPT, number], seeded, request_id=str(number), stream=True)
+    for live in engine._lifecycle.live.values():
+        for sequence in live.sequences:
+            if not is_short:
+                sequence.is_plain = sequence.has_mask_alone = False
+    pieces = [event for event in engine.run() if isinstance(event, Piece)]
+    return rows, pieces
+
+
+def _kind_of(allowed: object) -> object:
+    return type(allowed) if isinstance(allowed, FollowingMask) else allowed
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        greedy(9),
+        greedy(9, logprobs=2),
+        greedy(9, structured=REGEX),
+        greedy(9, structured=REGEX, logprobs=1),
+        greedy(9, structured=REGEX, presence_penalty=0.5),
+    ],
+    ids=["plain", "logprobs", "mask", "mask and logprobs", "mask and history"],
+)
+def test_the_short_way_plans_and_tells_the_same(params: SamplingParams) -> None:
+    rows, pieces = planned_and_told(params, is_short=True)
+    assert (rows, pieces) == planned_and_told(params, is_short=False)
+    assert len(pieces) >= 3 * 6
+    masks = [row.allowed for step in rows for row in step]
+    assert (FollowingMask in masks) is (params.structured is not None)
+
+
+def test_a_grammar_that_raises_while_a_row_is_planned_the_short_way_ends_its_request() -> None:
+    class Raising(Multiples):
+        def allowed(self) -> bytes:
+            if self._left < 3:
+                raise ValueError("no mask")
+            return super().allowed()
+
+    engine = toy_engine(FakeExecutor(), make_grammar=lambda _: Raising(7, 4), plan_ahead=False)
+    doomed = engine.add_request(PROMPT, greedy(10, structured=REGEX))
+    other = engine.add_request(PROMPT, greedy(10))
+    found = finish(engine)
+    assert "no mask" in str(found[doomed.id].error)
+    assert found[other.id].status is Status.FINISHED

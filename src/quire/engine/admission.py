@@ -293,6 +293,7 @@ class Admission:
         if transcript is not None and not is_done:
             text = transcript.add_all(given, params.min_tokens)
         logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        has_others = is_whole or params.max_tokens == 0 or params.needs_history
         return Sequence(
             id=number,
             live=live,
@@ -311,13 +312,9 @@ class Admission:
             grammar=grammar,
             goal=_goal(params, pooling=pooling),
             # Rows without extras are planned as decode steps, which sample.
-            has_row_extras=is_whole
-            or params.max_tokens == 0
-            or params.needs_history
-            or grammar is not None,
-            is_plain=grammar is None
-            and logprobs is None
-            and (transcript is None or transcript.plain_text is not None),
+            has_row_extras=has_others or grammar is not None,
+            has_mask_alone=grammar is not None and not has_others,
+            is_plain=grammar is None and (transcript is None or transcript.plain_text is not None),
             needs_last_token="dry" in params.order,
             stop_token_ids=frozenset(stop_ids),
             prompt_length=len(request.prompt),

@@ -13,10 +13,18 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Protocol, TypeVar, Unpack
+from typing import NamedTuple, Protocol, TypeVar, Unpack
 
 from quire.core.errors import ExecutorError, RequestError
-from quire.core.request import Ended, Event, Piece, Request, RequestOptions, RequestOutput
+from quire.core.request import (
+    BACKGROUND,
+    Ended,
+    Event,
+    Piece,
+    Request,
+    RequestOptions,
+    RequestOutput,
+)
 from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.stats import Health, Snapshot
@@ -256,6 +264,13 @@ class EngineThread:
             on_stuck()
 
 
+class _Arrival(NamedTuple):
+    """A request to be added by the engine's thread."""
+
+    add: Command
+    is_background: bool
+
+
 class AsyncEngine(EngineThread):
     """For one or more event loops; `on_stuck` is called if the executor stops answering."""
 
@@ -266,7 +281,7 @@ class AsyncEngine(EngineThread):
         # Of the engine's thread alone: what replaces the engine, and arrivals that wait for it.
         self._replacement: tuple[Callable[[], Engine], Future[None]] | None = None
         self._held: list[Command] = []
-        self._arrivals: dict[asyncio.AbstractEventLoop, list[Command]] = {}  # of this iteration
+        self._arrivals: dict[asyncio.AbstractEventLoop, list[_Arrival]] = {}  # of this iteration
 
     # ---- on the event loop
 
@@ -301,7 +316,8 @@ class AsyncEngine(EngineThread):
                 self._streams[request.id] = handle
                 accepted.set_result(request)
 
-        self._post_after_iteration(add, loop)
+        is_background = options.get("priority", 0) >= BACKGROUND
+        self._post_after_iteration(_Arrival(add, is_background), loop)
         try:
             await asyncio.wrap_future(accepted)
         except asyncio.CancelledError:
@@ -356,19 +372,21 @@ class AsyncEngine(EngineThread):
             self.post(lambda: self._cancel_replacement(done))
             raise
 
-    def _post_after_iteration(self, command: Command, loop: asyncio.AbstractEventLoop) -> None:
+    def _post_after_iteration(self, arrival: "_Arrival", loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
             if self._is_closed:
                 raise ExecutorError("the engine is closed")
             if loop not in self._arrivals:
                 self._arrivals[loop] = []
                 loop.call_soon(self._post_arrivals, loop)
-            self._arrivals[loop].append(command)
+            self._arrivals[loop].append(arrival)
 
     def _post_arrivals(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
             arrivals = self._arrivals.pop(loop, [])
-        self.post(lambda: _do_all(arrivals))
+        self.post(lambda: _do_all(arrival.add for arrival in arrivals))
+        if not all(arrival.is_background for arrival in arrivals):
+            self.engine.arrival_waits()
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take nothing new, wait for what runs; what is left after the timeout is cancelled."""
@@ -377,7 +395,8 @@ class AsyncEngine(EngineThread):
             return
         done = self.post_drain()
         try:
-            await asyncio.wait_for(asyncio.wrap_future(done), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for() may lose a cancellation
+                await asyncio.wrap_future(done)
         except TimeoutError:
             await self.close()
 
@@ -385,7 +404,7 @@ class AsyncEngine(EngineThread):
         """End every request and the thread."""
         with self._lock:
             self._inbox.extend(
-                arrival for arrivals in self._arrivals.values() for arrival in arrivals
+                arrival.add for arrivals in self._arrivals.values() for arrival in arrivals
             )
             self._arrivals.clear()
             self._is_closed = True

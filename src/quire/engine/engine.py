@@ -30,6 +30,7 @@ from quire.engine.execution import (
 )
 from quire.engine.health import HealthMonitor
 from quire.engine.lifecycle import Lifecycle
+from quire.engine.pacing import LostTime
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import MakeBreakers, MakeDetokenizer, MakeGrammar
 from quire.engine.stats import EngineStats, Health, HealthReport, Snapshot
@@ -83,6 +84,9 @@ class Engine:
         self._runner = StepRunner(executor, self.config.step_grace_s)
         self._backoff = Backoff(self._scheduler.max_batch_size, self._scheduler.max_step_tokens)
         self._flights: deque[Flight] = deque()
+        self._lost_time = LostTime()
+        self._giving_way: Flight | None = None  # the step that is waited for, if it may give way
+        self._has_arrival = False  # that a step begun now would make wait
         self._deadlines: list[tuple[float, str]] = []
         self._is_draining = False
         self._key_weights: Mapping[str, float] = {}  # over the configuration's
@@ -114,6 +118,7 @@ class Engine:
         empty list: none had begun). They go on as they would have, and no limit of the queue holds.
         """
         now = self.clock.now() if arrived_at is None else arrived_at
+        self._has_arrival = False
         self._check_open(is_new=resumed is None)
         request = self._admission.build_request(
             prompt,
@@ -171,6 +176,15 @@ class Engine:
         for sequence in live.sequences:
             if sequence in self._scheduler.parked:
                 self._scheduler.unpark(sequence, self.clock.now())
+
+    def arrival_waits(self) -> None:
+        """From any thread: a request that is not in the background is about to be added. A step
+        under way of the background alone is cancelled, so that the request need not wait for it."""
+        self._has_arrival = True
+        flight, self._giving_way = self._giving_way, None
+        if flight is not None:
+            flight.give_way()
+            self._runner.cancel(flight)
 
     def drain(self) -> None:
         """Take no more requests; those it has go on."""
@@ -239,9 +253,15 @@ class Engine:
     def _complete(self, flight: Flight) -> float:
         """Wait for a step, then update; returns the host's seconds, the waiting left out."""
         step = flight.step
+        can_give_way = self._can_give_way(step)
+        if can_give_way:
+            self._let_give_way(flight)
         try:
             result = self._runner.collect(flight, self.config.step_timeout_s)
         except ExecutorError as error:
+            if flight.gave_way and isinstance(error, StepCancelledError):
+                self._plan_again(flight)
+                return 0.0
             try:
                 self._recover(step, error)
             except UnresponsiveError:
@@ -250,7 +270,11 @@ class Engine:
         except UnresponsiveError:
             self._give_up(step)
             return 0.0
+        finally:
+            self._giving_way = None
         started = time.perf_counter()
+        if can_give_way:
+            self._lost_time.ran(result.elapsed_s)
         self._backoff.succeeded(len(step.rows))
         self._apply_backoff()
         self._record(step, result)
@@ -258,6 +282,28 @@ class Engine:
         results = zip(step.rows, result.sequences, strict=True)
         self._lifecycle.apply(step.id, results, self.clock.now())
         return time.perf_counter() - started
+
+    def _can_give_way(self, step: Step) -> bool:
+        """Whether it holds rows of the background alone, and none is planned on top of it."""
+        is_behind = all(row.sequence.request.is_background for row in step.rows)
+        return is_behind and not self.config.plan_ahead
+
+    def _let_give_way(self, flight: Flight) -> None:
+        """While the step is waited for, arrival_waits() may cancel it; at once, where an arrival
+        came while it was planned."""
+        if self._lost_time.is_left:
+            self._giving_way = flight
+            if self._has_arrival:
+                self.arrival_waits()
+        self._has_arrival = False
+
+    def _plan_again(self, flight: Flight) -> None:
+        """A step gave way to an arrival: it counts as never planned."""
+        self._lost_time.lost(self.clock.now() - flight.step.planned_at)
+        _give_up_masks(flight)
+        for row in flight.step.rows:
+            self._roll_back(row)
+        self._release_sources(flight.step.rows)
 
     def _record(self, step: Step, result: StepResult) -> None:
         stats = self.stats

@@ -17,11 +17,17 @@ _SUCCESSES_TO_RECOVER = 16
 
 @dataclass(slots=True)
 class Flight:
-    """A submitted step; `error` where submitting it already failed."""
+    """A submitted step; `error` where submitting it already failed. `gave_way`: it was cancelled
+    for an arrival, and its rows are planned again."""
 
     step: Step
     ticket: Ticket
     error: ExecutorError | None = None
+    gave_way: bool = False
+
+    def give_way(self) -> None:
+        """From any thread, before it is cancelled."""
+        self.gave_way = True
 
 
 class UnresponsiveError(Exception):

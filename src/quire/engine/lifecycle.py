@@ -87,7 +87,7 @@ class Lifecycle:
                 before = sequence.last_token_at
                 gaps[before] = gaps.get(before, 0) + 1
                 is_plain = sequence.is_plain and before  # a first token is more than a token
-                if not is_plain or not self._accept_plain(sequence, result.token, now):
+                if not is_plain or not self._accept_plain(sequence, result, now):
                     self._accept(sequence, result, now)
                 continue
             sequence.row_computed()
@@ -111,20 +111,22 @@ class Lifecycle:
         if result.prompt_logprobs:
             sequence.live.add_prompt_logprobs(start, result.prompt_logprobs)
 
-    def _accept_plain(self, sequence: Sequence, token: int | None, now: float) -> bool:
+    def _accept_plain(self, sequence: Sequence, result: SequenceResult, now: float) -> bool:
         """_accept() in half the time, for a token that ends nothing; False: nothing was done."""
+        token, logprob = result.token, result.logprob
         length = len(sequence.tokens) + 1
         if token is None or token in sequence.stop_token_ids or length >= sequence.max_length:
             return False
         try:
-            text = sequence.sampled_plainly(token, now)
+            text = sequence.sampled_plainly(token, logprob, now)
         except Exception:
             return False  # _accept() will meet it again
         self._stats.completion_tokens += 1
         live = sequence.live
         if live.wants_pieces:
             name, index = live.request.id, sequence.completion.index
-            piece = (name, index, (token,), text, (), None, None, False)
+            logprobs = () if logprob is None else (logprob,)
+            piece = (name, index, (token,), text, logprobs, None, None, False)
             self.events.append(_new_tuple(Piece, piece))
         return True
 

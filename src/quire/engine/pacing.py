@@ -16,8 +16,12 @@ _LATENCY_BOUND_GROWTH = 2.0  # or so many times what these decodes would take al
 _MIN_CO_SCHEDULED_TOKENS = 8  # in a step with protected decodes, however slow the steps
 _BACKGROUND_BOUND_S = 0.004  # for a step with background rows, which an arrival waits for ...
 _BACKGROUND_GROWTH = 1.25  # ... or so many times the step without them, if that is longer ...
-_BACKGROUND_SHARE = 0.2  # ... or such a part of the time that a usual prompt takes
+_BACKGROUND_SHARE = 0.2  # ... or such a part of the time that a usual prompt takes, ...
+_BESIDE_DECODES = 0.15  # ... beside others' decodes such a part more than these take alone, ...
+_GIVING_WAY_SHARE = 0.5  # ... or such a part where the step gives way to an arrival
 _BESIDE_PROMPTS = 1.05  # how much longer the background may make a step with prompts
+_MAX_LOST_SHARE = 1 / 16  # of the time of steps that give way, what they may lose to arrivals
+_MAX_LOST_S = 0.25  # that they may lose at once, if they lost nothing for long
 _FIRST_PROMPT = 256.0  # tokens of a usual prompt, before any came
 _PROMPT_MEMORY = 16  # prompts that the usual length is a mean of
 _MIN_OBSERVED_STEPS = 8  # before predictions bound anything
@@ -105,6 +109,7 @@ class Pacer:
         self._max_step_tokens = config.max_step_tokens
         self._model = model
         self._usual_prompt = _FIRST_PROMPT
+        self._steps_give_way = not config.plan_ahead
 
     def prompt_admitted(self, num_tokens: int) -> None:
         """A prompt that is not in the background lacks so many tokens."""
@@ -146,25 +151,29 @@ class Pacer:
         """Tokens of the background in a step beside `num_tokens` of others over `context`.
 
         With prompts of others there may be none: their first tokens wait for this step. Else there
-        are a few, however slow the steps; an arrival waits for the step's end, so it is bounded by
-        what the arrival takes itself.
+        are a few, however slow the steps. An arrival waits for the end of a step that others have
+        rows in, so it is bounded by what the arrival takes itself; one of the background alone
+        gives way to it (`Engine.arrival_waits`), unless another is planned ahead.
         """
         alone_s = self._known_s(max(1, num_tokens), context)
         if alone_s is None:
             return 0 if has_prompts else _FIRST_BUDGET
-        if has_prompts:
-            bound_s = _BESIDE_PROMPTS * alone_s
-        else:
-            bound_s = max(_BACKGROUND_BOUND_S, self._usual_wait_s, _BACKGROUND_GROWTH * alone_s)
+        bound_s = self._background_bound_s(
+            alone_s, has_prompts=has_prompts, is_alone=not num_tokens
+        )
         if self._target_s is not None:
             bound_s = min(bound_s, self._target_s)
         within = self._tokens_beside(num_tokens, context, contexts, bound_s)
         return max(0 if has_prompts else _MIN_CO_SCHEDULED_TOKENS, within)
 
-    @property
-    def _usual_wait_s(self) -> float:
-        """What an arrival may wait for a step of the background."""
-        return _BACKGROUND_SHARE * self._model.predict(int(self._usual_prompt), 0)
+    def _background_bound_s(self, alone_s: float, *, has_prompts: bool, is_alone: bool) -> float:
+        """How long a step with rows of the background may take; without them it took `alone_s`."""
+        if has_prompts:
+            return _BESIDE_PROMPTS * alone_s
+        usual_s = self._model.predict(int(self._usual_prompt), 0)  # of an arrival's prompt
+        share = _GIVING_WAY_SHARE if self._steps_give_way else _BACKGROUND_SHARE
+        own_s = share * usual_s if is_alone else alone_s + _BESIDE_DECODES * usual_s
+        return max(_BACKGROUND_BOUND_S, _BACKGROUND_GROWTH * alone_s, own_s)
 
     def _known_s(self, num_tokens: int, context: int) -> float | None:
         """How long a step takes; None where too few were observed to know."""
@@ -200,6 +209,26 @@ class Pacer:
         if self._target_s is None or num_running <= 1:
             return True
         return self._model.predict(num_running, context()) <= self._target_s
+
+
+class LostTime:
+    """Bounds what steps of the background lose to arrivals, whatever the rate of these: a share of
+    the time that they took."""
+
+    def __init__(self) -> None:
+        self._left_s = _MAX_LOST_S
+
+    @property
+    def is_left(self) -> bool:
+        return self._left_s > 0
+
+    def ran(self, seconds: float) -> None:
+        """A step of the background alone ran to its end."""
+        self._left_s = min(_MAX_LOST_S, self._left_s + _MAX_LOST_SHARE * seconds)
+
+    def lost(self, seconds: float) -> None:
+        """One was cancelled after so long."""
+        self._left_s -= seconds
 
 
 class BatchingDelay:

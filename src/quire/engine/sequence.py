@@ -201,7 +201,8 @@ class Sequence:
     is_running: bool = False
     is_newly_admitted: bool = False  # no token since it was admitted
     has_row_extras: bool = False  # its rows carry history, a mask or prompt targets
-    is_plain: bool = False  # no grammar, stop strings or log-probabilities: see sampled_plainly()
+    has_mask_alone: bool = False  # of these a mask and nothing else
+    is_plain: bool = False  # no grammar and no stop strings: see sampled_plainly()
     needs_last_token: bool = False  # a row is planned when the token before its sample is known
     wait_reason: WaitReason | None = None
     wait_since: float = 0.0
@@ -311,7 +312,7 @@ class Sequence:
         if completion.logprobs is not None and logprob is not None:
             completion.logprobs.append(logprob)
 
-    def sampled_plainly(self, token: int, now: float) -> str:
+    def sampled_plainly(self, token: int, logprob: TokenLogprob | None, now: float) -> str:
         """sampled() of a plain sequence and the token's text, in one call. Where it raises, nothing
         has changed."""
         text = ""
@@ -326,6 +327,8 @@ class Sequence:
         completion.token_ids.append(token)
         completion.text += text
         self.tokens.append(token)
+        if logprob is not None and completion.logprobs is not None:
+            completion.logprobs.append(logprob)
         return text
 
     def add_text(self, text: str) -> None:

@@ -88,19 +88,21 @@ class RowPlanner:
         plan_other: Callable[[Step, Sequence], None],
     ) -> None:
         """Add a row of one token for each running sequence: nearly all of a large batch have a
-        writable next position and no row extras, and are planned here in half the time of
-        plan_row(); `plan_other` plans the rest."""
+        writable next position and no row extras, or a mask alone, and are planned here in half the
+        time of plan_row(); `plan_other` plans the rest."""
         rows, step_id = step.rows, step.id
         num_tokens = context = 0
         for sequence in sequences:
             if not sequence.is_running:
                 continue
             start = sequence.num_computed
-            if start >= sequence.num_writable or sequence.has_row_extras:
+            is_masked = sequence.has_mask_alone
+            if start >= sequence.num_writable or (sequence.has_row_extras and not is_masked):
                 plan_other(step, sequence)
                 continue
             tokens = sequence.tokens
             is_known = start < len(tokens)
+            allowed = self._mask_of(step, sequence, not is_known) if is_masked else None
             table = sequence.block_table
             plan = (
                 sequence.id,
@@ -112,7 +114,7 @@ class RowPlanner:
                 sequence.sampling,
                 start + 1 - sequence.prompt_length,
                 None,  # history
-                None,  # allowed
+                allowed,
                 (),  # prompt targets
                 table.other_ids,
             )
@@ -175,14 +177,21 @@ class RowPlanner:
             completion = tuple(sequence.tokens[len(prompt) :])
             row = row._replace(history=History(prompt, completion))
         if row.want is Want.SAMPLE and sequence.grammar is not None:
-            try:
-                mask = sequence.mask_of_next(follows_sample=row.follows is not None)
-                row = row._replace(allowed=mask)
-                step.add_mask(mask)
-            except Exception as error:
-                fault = RowFaultError(f"the grammar failed: {error}")
-                self._failed.append((sequence, fault))
+            row = row._replace(allowed=self._mask_of(step, sequence, row.follows is not None))
         if sequence.live.prompt_logprobs is not None and sequence.sampling.index == 0:
             targets = prompt[row.start + 1 : row.end + 1]
             row = row._replace(prompt_targets=targets, sampling=sequence.sampling)
         return row
+
+    def _mask_of(
+        self, step: Step, sequence: Sequence, follows_sample: bool
+    ) -> bytes | PendingMask | FollowingMask | None:
+        """The mask of its row; a grammar that raises fails the sequence, whose row has none."""
+        try:
+            mask = sequence.mask_of_next(follows_sample=follows_sample)
+        except Exception as error:
+            fault = RowFaultError(f"the grammar failed: {error}")
+            self._failed.append((sequence, fault))
+            return None
+        step.add_mask(mask)
+        return mask

@@ -134,6 +134,8 @@ class FakeExecutor(ExecutorBase):
 
     def cancel(self, ticket: _Running) -> None:
         ticket.is_cancelled = True
+        if self.faults.heeds_cancel and ticket.done_at == self._free_at:  # the last one submitted
+            self._free_at = max(ticket.started_at, self.clock.now())
 
     def collect(self, ticket: _Running, timeout_s: float | None = None) -> StepResult:
         if ticket.is_cancelled and self.faults.heeds_cancel:
