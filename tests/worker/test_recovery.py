@@ -135,14 +135,17 @@ async def disturbed(
 ) -> tuple[list[object], int]:
     """Answers, while the worker is killed each time that so many further tokens were read."""
     left, signals, num_killed = list(moments), [signal.SIGKILL, signal.SIGSEGV], 0
-    count = 0
+    count = last_killed = 0
 
     def is_read() -> None:
-        nonlocal count, num_killed
+        nonlocal count, last_killed, num_killed
         count += 1
         if pauses is not None:
             pauses.is_read()
-        if left and count >= left[0] and not llm._engine.is_recovering:
+        # Tokens of a dead worker are read until its channel's end is noticed.
+        is_alive = llm.worker_pid != last_killed and not llm._engine.is_recovering
+        if left and count >= left[0] and is_alive:
+            last_killed = llm.worker_pid
             count = 0
             left.pop(0)
             if pauses is not None:
@@ -443,6 +446,31 @@ def test_without_its_file_no_worker_comes_back_and_everybody_is_told(
     assert stuck == [True]
 
 
+@pytest.mark.parametrize("has_request", [True, False])
+def test_a_drain_ends_where_no_worker_comes_back(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_request: bool
+) -> None:
+    monkeypatch.setattr(remote_module, "MAX_FAILED_STARTS", 1)
+    copied = tmp_path / "copied.gguf"
+    copied.write_bytes(model.read_bytes())
+
+    async def main() -> None:
+        async with remote(copied) as llm:
+            if has_request:
+                stream = await llm.submit([5, 6], SamplingParams(max_tokens=400, ignore_eos=True))
+            copied.unlink()
+            os.kill(llm.worker_pid, signal.SIGSTOP)  # so that it does not answer the drain
+            draining = asyncio.ensure_future(llm.drain(None))
+            await asyncio.sleep(0)
+            os.kill(llm.worker_pid, signal.SIGKILL)
+            await draining
+            assert llm.num_restarts == 0
+            if has_request:
+                assert "no worker could be started" in str((await stream.output()).error)
+
+    run(main())
+
+
 def test_workers_that_die_of_themselves_end_the_server_with_their_last_words(model: Path) -> None:
     stuck: list[bool] = []
 
@@ -508,11 +536,12 @@ def test_how_a_finished_completion_ended_outlives_the_worker(
     run(work())
 
 
+@pytest.mark.parametrize("name", ["served.gguf", "served"])
 def test_a_file_that_was_replaced_is_not_taken_for_the_old_one(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(remote_module, "MAX_FAILED_STARTS", 1)
-    served, other = tmp_path / "served.gguf", tmp_path / "other"
+    served, other = tmp_path / name, tmp_path / "other"
     served.write_bytes(model.read_bytes())
     other.write_bytes(model.read_bytes())
 
@@ -523,7 +552,7 @@ def test_a_file_that_was_replaced_is_not_taken_for_the_old_one(
             other.replace(served)
             os.kill(llm.worker_pid, signal.SIGKILL)
             output = await stream.output()
-            assert "served.gguf has changed since the server loaded it" in str(output.error)
+            assert f"{name} has changed since the server loaded it" in str(output.error)
 
     run(work())
 

@@ -28,8 +28,9 @@ from quire.core.sampling import SamplingParams
 from quire.llm import OnlineModel
 from quire.llm.assembly import MemoryNeed, predict_memory
 from quire.llm.devices import Options
-from quire.server import service as service_module
-from quire.server.service import Replacement, Service
+from quire.server import model_service
+from quire.server.model_service import Replacement
+from quire.server.service import Service
 from quire.server.settings import ServerSettings
 from quire.worker import RemoteLLM
 
@@ -124,7 +125,7 @@ def test_requests_of_old_weights_finish_with_them(model: Path, other: Path) -> N
 def test_a_model_that_was_replaced_is_closed_once_its_requests_have_ended(
     model: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "_RETIRED_AFTER_S", 0.1)
+    monkeypatch.setattr(model_service, "_RETIRED_AFTER_S", 0.1)
 
     async def work() -> None:
         async with service_of(model) as service:
@@ -145,7 +146,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     def predicted(model: str | Path, options: Options) -> MemoryNeed:
         return predict_memory(model, options)._replace(available=1000)
 
-    monkeypatch.setattr(service_module, "predict_memory", predicted)
+    monkeypatch.setattr(model_service, "predict_memory", predicted)
 
 
 def test_without_room_for_both_the_new_worker_comes_after_the_old_one(
@@ -278,3 +279,21 @@ def test_what_is_no_command_is_answered_with_an_error(model: Path, tmp_path: Pat
                 connection.shutdown(socket.SHUT_WR)
                 assert b'"error"' in connection.makefile("rb").readline()
         assert ask(server, "/ready")[0] == 200
+
+
+def test_a_stream_of_weights_that_were_replaced_under_their_name_is_not_resumed(
+    model: Path, tmp_path: Path
+) -> None:
+    data, other, state = model.read_bytes(), tmp_path / "other.gguf", tmp_path / "state"
+    other.write_bytes(data[: -len(data) // 4] + bytes(b ^ 1 for b in data[-len(data) // 4 :]))
+    body = {"prompt": "a text", "max_tokens": 8, "stream": True, "seed": 1}
+    with serving(model, *SMALL, "--state", state, "--served-model-name", "same") as server:
+        _, begun = ask(server, TEXT, body, {"x-quire-resume": "1"})
+        resumed = {"Last-Event-ID": begun.partition("\n")[0].removeprefix("id: ")}
+        assert "[DONE]" in ask(server, TEXT, body, resumed)[1]
+        assert reload(state).returncode == 0  # to the same weights
+        assert "[DONE]" in ask(server, TEXT, body, resumed)[1]
+        assert reload(state, other).returncode == 0
+        refused = json.loads(ask(server, TEXT, body, resumed)[1])["error"]
+        assert refused["code"] == "resume_mismatch"
+        assert "replaced under the same name" in refused["message"]

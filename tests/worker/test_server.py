@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Mapping
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_model(tmp_path_factory.mktemp("models") / "text.gguf")
 
 
-def ask(server: ServeProcess, path: str, body: object = None) -> tuple[int, str]:
+def ask(
+    server: ServeProcess, path: str, body: object = None, more: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     try:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **(more or {})}
         method = "GET" if body is None else "POST"
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()

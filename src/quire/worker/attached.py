@@ -6,7 +6,7 @@ from quire.core.errors import ExecutorError
 from quire.llm.assembly import EngineFacts
 from quire.worker import messages as wire
 from quire.worker.channel import FrameReader
-from quire.worker.launch import emit
+from quire.worker.launch import Launcher, emit
 
 
 class AttachedWorker:
@@ -32,10 +32,13 @@ class AttachedWorker:
 
 class Attacher:
     """Connects to workers at a Unix socket, which outlives them: a connection that is made while
-    there is none waits there for the next."""
+    there is none waits there for the next.
 
-    def __init__(self, path: str) -> None:
+    `continues`: whoever starts the workers says that they compute what those before would."""
+
+    def __init__(self, path: str, *, continues: bool = False) -> None:
         self._path = path
+        self._continues = continues
         self._waiting: socket.socket | None = None
         self._is_aborted = False
 
@@ -54,6 +57,9 @@ class Attacher:
             self._waiting = None
         channel.setblocking(False)
         return AttachedWorker(channel), facts
+
+    def continues_launcher(self, old: Launcher) -> bool:  # noqa: ARG002
+        return self._continues
 
     def abort(self) -> None:
         self._is_aborted = True

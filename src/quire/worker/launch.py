@@ -15,14 +15,13 @@ from quire.core.errors import ExecutorError, ModelFileError
 from quire.core.progress import report
 from quire.llm.assembly import EngineFacts
 from quire.llm.devices import Options
-from quire.model.isolated import identity_of
+from quire.model.fingerprint import model_files
 from quire.worker import messages as wire
 from quire.worker.channel import FrameReader, frame
 
 COMMAND = (sys.executable, "-P", "-m", "quire.worker")  # -P: nothing of the folder it starts in
 _LAST_LINES = 40  # of standard error that are kept
 _LAST_WORDS = 600  # characters of them that an error repeats
-_MODEL_SUFFIXES = {".gguf", ".safetensors", ".json", ".model", ".jinja", ".txt"}
 
 
 class Worker(Protocol):
@@ -50,6 +49,9 @@ class Launcher(Protocol):
 
     def abort(self) -> None:
         """Start no more, and end a worker that loads; from any thread."""
+
+    def continues_launcher(self, old: "Launcher") -> bool:
+        """Whether its workers compute what those of another one would."""
 
 
 class WorkerProcess:
@@ -159,7 +161,7 @@ class ModelLauncher:
         self._given = options
         self._options = options
         self._command = command
-        self._files = _files(path)
+        self._files = model_files(path)
         self._first: EngineFacts | None = None  # of the first worker
         self._loading: WorkerProcess | None = None
         self._is_aborted = False
@@ -196,23 +198,19 @@ class ModelLauncher:
 
     def continues(self, path: Path, options: Options) -> bool:
         """Whether workers of that file with those options compute the same tokens."""
-        return _files(path) == self._files and _decisive(options) == _decisive(self._given)
+        return model_files(path) == self._files and _decisive(options) == _decisive(self._given)
 
-    def continues_launcher(self, old: "ModelLauncher") -> bool:
+    def continues_launcher(self, old: Launcher) -> bool:
+        if not isinstance(old, ModelLauncher):
+            return False
         return self._files == old._files and _decisive(self._given) == _decisive(old._given)
 
     def _check_files(self) -> None:
-        if _files(self._path) != self._files:
+        if model_files(self._path) != self._files:
             raise ModelFileError(
                 f"{self._path} has changed since the server loaded it, and its requests cannot go "
                 "on with another file: put the old one back, or start the server again"
             )
-
-
-def _files(path: Path) -> object:
-    """What changes when a file that a model is read from does."""
-    found = identity_of(path)
-    return tuple(one for one in found if Path(one[0]).suffix in _MODEL_SUFFIXES) if found else None
 
 
 # Of Options, what no token depends on.

@@ -8,7 +8,6 @@ starts another one, and every request goes on there.
 """
 
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -21,8 +20,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from quire.core.heap import settle_heap
 from quire.core.progress import reporting
-from quire.core.request import Event, Piece, Request
+from quire.core.request import BACKGROUND, Event, Piece, Request
 from quire.engine.aio import EngineThread
 from quire.engine.stats import Health
 from quire.llm.assembly import Assembly, EngineFacts, assemble_examined
@@ -90,12 +90,17 @@ class WorkerEngine(EngineThread):
                 adding.append(command)
                 continue
             if adding:
-                self.post(partial(self._add_all, adding, channel))
+                self._post_all(adding, channel)
                 adding = []
             if not self._waits(command, channel):
                 self._do(command, channel)
         if adding:
-            self.post(partial(self._add_all, adding, channel))
+            self._post_all(adding, channel)
+
+    def _post_all(self, adding: Sequence[wire.Submit], channel: Channel) -> None:
+        self.post(partial(self._add_all, adding, channel))
+        if any(command.priority < BACKGROUND for command in adding):
+            self.engine.arrival_waits()
 
     def _waits(self, command: wire.Command, channel: Channel) -> bool:
         """Whether it is for a request whose constraint is being compiled, or a drain, which is for
@@ -187,6 +192,8 @@ class WorkerEngine(EngineThread):
         else:
             # With the grammar, so that it stays in the cache until the engine looks for it.
             self.post(partial(self._add_prepared, command, channel, kept))
+            if command.priority < BACKGROUND:
+                self.engine.arrival_waits()
 
     # ---- on the engine's thread
 
@@ -312,8 +319,7 @@ class Worker:
             self._channel.send(wire.encode(wire.Failed(wire.WireError.of(error))))
             self._channel.flush()
             os._exit(1)
-        gc.collect()
-        gc.freeze()
+        settle_heap()
         self._engine = engine
         _send(self._channel, wire.Ready(EngineFacts.of(assembly)))
         while self._listener is not None:

@@ -1,22 +1,17 @@
-"""RemoteLLM: a model whose engine is in a worker process.
+"""RemoteEngine: an engine in a worker process, seen from the server.
 
-The server's side has a record of each live request: its prompt, parameters with the seed, and every
-token that came. When the worker dies, another one is started and gets the records; because a
-request's tokens are a function of these, each stream goes on with the token that comes next.
+It has a record of each live request (records.py). When the worker dies, another one is started and
+gets the records.
 """
 
 import asyncio
 import itertools
 import logging
-import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Self, Unpack, cast
+from typing import Unpack, cast
 
 from quire.core.errors import (
     DeadlineError,
@@ -29,28 +24,22 @@ from quire.core.errors import (
 )
 from quire.core.request import (
     BACKGROUND,
-    Completion,
     Ended,
     FinishReason,
     Piece,
     Request,
-    RequestMetrics,
     RequestOptions,
-    RequestOutput,
     Status,
 )
-from quire.core.sampling import SamplingParams, new_seed
+from quire.core.sampling import SamplingParams
 from quire.engine.aio import Stream
 from quire.engine.stats import Snapshot
 from quire.engine.step_log import StepRecord
-from quire.llm.assembly import EngineFacts, ModelText, read_text
-from quire.llm.devices import Options
-from quire.llm.online import OnlineModel
-from quire.llm.prompts import Prepared, PromptReader
-from quire.structured import CompiledGrammar
+from quire.llm.assembly import EngineFacts
 from quire.worker import messages as wire
 from quire.worker.channel import FrameReader, frame
-from quire.worker.launch import COMMAND, Launcher, ModelLauncher, Worker, emit
+from quire.worker.launch import Launcher, Worker, emit
+from quire.worker.records import CRASHES_OF_A_CAUSE, Record, judge, new_record
 from quire.worker.turns import Others
 
 _log = logging.getLogger(__name__)
@@ -58,204 +47,10 @@ MAX_FAILED_STARTS = 5  # of workers one after another; then the server gives up
 MAX_IDLE_DEATHS = 3  # of workers one after another that died with no request to blame ...
 MAX_DEATHS = 12  # ... or with some, and that computed nothing
 _STEADY_S = 60.0  # a worker that lived so long did not die of being started
-_CRASHES_OF_A_CAUSE = 2  # without a token in between
-_MAX_REPEATS = 3  # of a request that begins anew, for which tokens that came before count
 _EXPIRY_S = 0.1  # between looks at the deadlines of requests that no worker has
 _EXIT_S = 10.0  # for a worker to end its requests and itself
 _ANSWER_S = 2.0  # for figures; after that the last ones are given
 HANG_S = 60.0  # without a word, pings included: the worker is killed
-
-
-# ---- requests
-
-
-@dataclass(slots=True, eq=False)
-class Record:
-    """A live request, with all that another worker needs to go on with it."""
-
-    command: wire.Submit
-    stream: Stream
-    is_streamed: bool
-    accepted: "asyncio.Future[Request]"
-    completions: list[Completion]
-    metrics: RequestMetrics
-    is_sent: bool = False
-    is_taken: bool = False  # by the worker there is now, as far as it said; and is in its batch
-    is_started: bool = False
-    is_paused: bool = False
-    is_cancelled: bool = False
-    num_crashes: int = 0  # while it was in the batch, since its last token
-    # Tokens of each completion that its reader has and that are computed again: prompt scores
-    # come at the end alone, so that such a request begins anew.
-    num_repeated: list[int] = field(default_factory=list)
-    num_probed: int = 0  # of these crashes, those while it was run apart
-    num_anew: int = 0  # times that it began anew, since its last new token
-
-    def take(self, piece: Piece) -> None:
-        index = piece.completion_index
-        if self.completions[index].finish_reason is not None:
-            return  # computed again, and its reader has the end
-        if self.num_repeated and self.num_repeated[index] > 0:
-            self.num_repeated[index] -= len(piece.token_ids)
-            if self.num_anew <= _MAX_REPEATS:
-                self.num_crashes = 0
-            return
-        self.num_crashes = self.num_anew = self.num_probed = 0
-        if self.metrics.first_token_at is None:
-            self.metrics.started_at = self.metrics.first_token_at = time.perf_counter()
-        completion = self.completions[index]
-        completion.token_ids += piece.token_ids
-        completion.text += piece.text
-        completion.finish_reason = piece.finish_reason
-        completion.stop_reason = piece.stop_reason
-        completion.is_stop_token_left_out = piece.is_stop_token_left_out
-        if completion.logprobs is not None:
-            completion.logprobs += piece.logprobs
-        if self.is_streamed:
-            self.stream.receive(piece)
-
-    def resubmission(self) -> wire.Submit:
-        """The request for another worker, behind the tokens that are known."""
-        params = self.command.params
-        has_begun = any(c.token_ids or c.finish_reason for c in self.completions)
-        if params.prompt_logprobs is not None:
-            self.num_repeated = [len(completion.token_ids) for completion in self.completions]
-            self.num_anew += 1
-            has_begun = False
-        if not has_begun:
-            return replace_command(self.command, [])
-        so_far = [replace(completion, logprobs=None) for completion in self.completions]
-        if self.command.num_generated:
-            command = replace_command(self.command, so_far)
-            border = len(command.prompt) - command.num_generated
-            given = list(command.prompt[border:])
-            so_far[0].token_ids = given + so_far[0].token_ids
-            return wire.Submit(
-                **{
-                    **{name: getattr(command, name) for name in command.__struct_fields__},
-                    "prompt": command.prompt[:border],
-                    "num_generated": 0,
-                }
-            )
-        return replace_command(self.command, so_far)
-
-    def output(self, ended: wire.WireEnded) -> RequestOutput:
-        for completion, final in zip(self.completions, ended.completions, strict=False):
-            completion.text = final.text
-            completion.stop_reason = final.stop_reason
-            completion.is_stop_token_left_out = final.is_stop_token_left_out
-            reason = final.finish_reason
-            completion.finish_reason = None if reason is None else FinishReason(reason)
-        metrics = ended.metrics
-        first_at = self.metrics.first_token_at
-        if first_at is not None:  # a worker before this one may have had the first token
-            metrics.first_token_at = min(metrics.first_token_at or first_at, first_at)
-            metrics.started_at = min(metrics.started_at or first_at, first_at)
-        metrics.num_cached_tokens = min(metrics.num_cached_tokens, len(self.command.prompt))
-        completions = self.completions[: max(1, len(ended.completions))]
-        given = self.command.num_generated
-        prompt = self.command.prompt
-        if given:
-            completions[0].token_ids[:0] = prompt[len(prompt) - given :]
-            prompt = prompt[: len(prompt) - given]
-        return RequestOutput(
-            request_id=ended.request_id,
-            prompt_token_ids=prompt,
-            completions=completions,
-            metrics=metrics,
-            status=ended.status,
-            prompt_logprobs=ended.prompt_logprobs,
-            pooled=ended.vector(),
-            error=None if ended.error is None else ended.error.error(),
-        )
-
-    def failed(self, status: Status, reason: FinishReason, error: QuireError) -> RequestOutput:
-        """Its end where no worker says it."""
-        for completion in self.completions:
-            if completion.finish_reason is None:
-                completion.finish_reason = reason
-        return self._ended(status, error)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether each completion has its end, and nothing is missing but the report of that."""
-        scores = self.command.params.prompt_logprobs
-        return scores is None and all(c.finish_reason is not None for c in self.completions)
-
-    def finished(self) -> RequestOutput:
-        return self._ended(Status.FINISHED, None)
-
-    def _ended(self, status: Status, error: QuireError | None) -> RequestOutput:
-        self.metrics.finished_at = time.perf_counter()
-        return RequestOutput(
-            request_id=self.command.request_id,
-            prompt_token_ids=self.command.prompt,
-            completions=self.completions,
-            metrics=self.metrics,
-            status=status,
-            error=error,
-        )
-
-
-def new_record(
-    name: str,
-    prompt: tuple[int, ...],
-    params: SamplingParams,
-    options: RequestOptions,
-    handle: Stream,
-    is_streamed: bool,
-) -> Record:
-    """Of a request that comes now; with a seed, so that it can go on in any engine."""
-    if params.seed is None:
-        params = replace(params, seed=new_seed())
-    command = wire.Submit(
-        name,
-        prompt,
-        params,
-        options.get("key", ""),
-        options.get("priority", 0),
-        options.get("timeout_s"),
-        options.get("pooling", False),
-        options.get("num_generated", 0),
-        time.perf_counter(),
-    )
-    metrics = RequestMetrics(command.arrived_at)
-    seed = (params.seed or 0) % 2**64
-    handle.accepted(
-        Request(name, prompt, params, seed, command.key, command.priority, None, metrics)
-    )
-    scores = params.logprobs is not None
-    completions = [Completion(n, logprobs=[] if scores else None) for n in range(params.n)]
-    accepted: asyncio.Future[Request] = handle.loop.create_future()
-    return Record(command, handle, is_streamed, accepted, completions, metrics)
-
-
-def judge(
-    suspects: Sequence[Record], probed: Record | None, *, are_all: bool = True
-) -> tuple[Record | None, list[Record]]:
-    """Count a crash against each; who caused it, and who else is to be run apart.
-
-    `are_all`: no other process had suspects. `probed` was run apart. One crash then is no proof:
-    whoever kills workers from outside would choose the request.
-    """
-    for record in suspects:
-        record.num_crashes += 1
-    twice = [record for record in suspects if record.num_crashes >= _CRASHES_OF_A_CAUSE]
-    cause = None
-    if probed is not None and probed in twice:
-        probed.num_probed += 1
-        cause = probed if probed.num_probed >= _CRASHES_OF_A_CAUSE else None
-    if probed is None and are_all and len(suspects) == len(twice) == 1:  # it ran alone
-        cause = twice[0]
-    return cause, [record for record in twice if record is not cause]
-
-
-def replace_command(command: wire.Submit, resumed: list[Completion]) -> wire.Submit:
-    fields = {name: getattr(command, name) for name in command.__struct_fields__}
-    return wire.Submit(**{**fields, "resumed": resumed})
-
-
-# ---- the engine, seen from the server
 
 
 class _Connection(asyncio.Protocol):
@@ -469,14 +264,16 @@ class RemoteEngine:
         return found
 
     async def drain(self, timeout_s: float | None = None) -> None:
-        if self._is_closed or self.failure is not None:
+        has_nothing = self._transport is None and not self._records  # and no worker to ask
+        if self._is_closed or self.failure is not None or has_nothing:
             await self.close()
             return
         self._drained = self._loop.create_future()
         if self._transport is not None:
             self._send(wire.Drain())
         try:
-            await asyncio.wait_for(asyncio.shield(self._drained), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for() may lose a cancellation
+                await asyncio.shield(self._drained)
         except TimeoutError:
             await self.close()
 
@@ -502,7 +299,8 @@ class RemoteEngine:
         transport, connection = self._transport, self._connection
         assert transport is not None and connection is not None
         with suppress(TimeoutError):
-            await asyncio.wait_for(connection.is_lost.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for() may lose a cancellation
+                await connection.is_lost.wait()
         transport.abort()
         await connection.is_lost.wait()
 
@@ -553,8 +351,11 @@ class RemoteEngine:
             case wire.Log() as line:
                 emit(line)
             case wire.Drained():
-                if self._drained is not None and not self._drained.done():
-                    self._drained.set_result(None)
+                self._end_drain()
+
+    def _end_drain(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
 
     def _take(self, pieces: Sequence[Piece], ended: Sequence[wire.WireEnded]) -> None:
         records = self._records
@@ -656,7 +457,9 @@ class RemoteEngine:
             record.is_sent = record.is_taken = record.is_started = False
             if record.is_cancelled:
                 self._cancelled(record)
-        if await self._started_anew():
+        if self._drained is not None and not self._records:
+            self._end_drain()  # without another worker: nothing is left for it
+        elif await self._started_anew():
             self.num_restarts += 1
             self._resubmit()
 
@@ -709,7 +512,7 @@ class RemoteEngine:
         """A call that was open at two crashes is not made again."""
         for number, (command, answer, count) in list(self._calls.items()):
             self._calls[number] = (command, answer, count + 1)
-            if count + 1 >= _CRASHES_OF_A_CAUSE and not answer.done():
+            if count + 1 >= CRASHES_OF_A_CAUSE and not answer.done():
                 answer.set_exception(WorkerCrashError("the worker died while it answered this"))
 
     async def _started_anew(self) -> bool:
@@ -736,6 +539,7 @@ class RemoteEngine:
         for record in list(self._records.values()):
             self._end(record, Status.FAILED, FinishReason.ERROR, failure)
         self._fail_calls(failure)
+        self._end_drain()
         if self._on_stuck is not None:
             self._on_stuck()
 
@@ -874,168 +678,3 @@ def _check_encodes(command: wire.Command) -> None:
         wire.encode(command)
     except (ValueError, TypeError, OverflowError) as error:  # a lone surrogate, a huge number
         raise RequestError(f"the request cannot be written as a message: {error}") from None
-
-
-class RemoteLLM(OnlineModel):
-    """A model file behind a worker process, as AsyncLLM is one in this process."""
-
-    _engine: RemoteEngine
-    _launcher: Launcher
-
-    @classmethod
-    def load(
-        cls,
-        model: str | Path,
-        options: Options,
-        on_stuck: Callable[[], None] | None = None,
-        *,
-        command: Sequence[str] = COMMAND,
-        hang_s: float = HANG_S,
-        listener: socket.socket | None = None,
-    ) -> Self:
-        """Start a worker that loads the model, and read here what turns text into requests.
-
-        `listener`: other processes have requests of theirs computed by the same worker; each
-        connects to it and uses `attach`.
-        """
-        text = read_text(model, options)
-        launcher = ModelLauncher(text.path, options, command, listener)
-        deaths = MAX_IDLE_DEATHS if listener is None else MAX_DEATHS  # idle: without own requests
-        return cls._over(text, launcher, on_stuck, hang_s=hang_s, max_idle_deaths=deaths)
-
-    @classmethod
-    def attach(
-        cls,
-        model: str | Path,
-        options: Options,
-        launcher: Launcher,
-        on_stuck: Callable[[], None] | None = None,
-        *,
-        prefix: str,
-        others: Others,
-    ) -> Self:
-        """Over workers that another process starts, again and again where they die; `prefix` is
-        that of requests' names, another one in each process. `others` share the worker."""
-        deaths = sys.maxsize  # that process counts them
-        return cls._over(
-            read_text(model, options),
-            launcher,
-            on_stuck,
-            max_idle_deaths=deaths,
-            prefix=prefix,
-            others=others,
-        )
-
-    @classmethod
-    def _over(
-        cls,
-        text: ModelText,
-        launcher: Launcher,
-        on_stuck: Callable[[], None] | None,
-        *,
-        hang_s: float = HANG_S,
-        max_idle_deaths: int,
-        prefix: str = "request-",
-        others: Others | None = None,
-    ) -> Self:
-        made = cls()
-        made._text, made._launcher = text, launcher
-        worker, facts = launcher.start()
-        try:
-            made._engine = RemoteEngine(
-                worker,
-                facts,
-                launcher,
-                on_stuck,
-                hang_s=hang_s,
-                max_idle_deaths=max_idle_deaths,
-                prefix=prefix,
-                others=others,
-            )
-            made.prompts = PromptReader(made.tokenizer, made.max_context)
-        except BaseException:
-            worker.end(0.0)
-            raise
-        return made
-
-    @property
-    def _facts(self) -> EngineFacts:  # type: ignore[override]
-        return self._engine.facts
-
-    @property
-    def worker_pid(self) -> int:
-        return self._engine.worker.pid
-
-    @property
-    def num_restarts(self) -> int:
-        """Workers that died and were replaced."""
-        return self._engine.num_restarts
-
-    @property
-    def is_recovering(self) -> bool:
-        return self._engine.is_recovering
-
-    @property
-    def failure(self) -> ExecutorError | None:
-        return self._engine.failure
-
-    @property
-    def path(self) -> Path:
-        """Where the model was found."""
-        assert isinstance(self._text, ModelText)
-        return self._text.path
-
-    def fail(self, failure: ExecutorError) -> None:
-        self._engine.fail_all(failure)
-
-    async def open(self) -> None:
-        await self._engine.open()
-
-    def kill(self) -> None:
-        """End the worker of a model that was never opened."""
-        self._engine.worker.end(0.0)
-
-    @property
-    def num_live(self) -> int:
-        """Requests that have not ended."""
-        return self._engine.num_live
-
-    def continues(self, path: Path, options: Options) -> bool:
-        """Whether a worker with this file and these options would give the same tokens."""
-        launcher = self._launcher
-        return isinstance(launcher, ModelLauncher) and launcher.continues(path, options)
-
-    def take_over(self, old: "RemoteLLM") -> bool:
-        """Go on with the requests of a model that this one continues, unless it turned out to have
-        another context or device; whether it did."""
-        ours, theirs = self._facts, old._facts
-        assert isinstance(self._launcher, ModelLauncher)
-        assert isinstance(old._launcher, ModelLauncher)
-        if not self._launcher.continues_launcher(old._launcher) or (
-            (ours.device, ours.gpu_layers, ours.max_context)
-            != (theirs.device, theirs.gpu_layers, theirs.max_context)
-        ):
-            return False
-        self._engine.take_over(old._engine)
-        return True
-
-    async def end_worker(self) -> None:
-        """After another model took over: what still comes goes there."""
-        await self._engine.close()
-
-    async def suspend(self) -> None:
-        """End the worker, so that its memory is free, and keep its requests."""
-        await self._engine.suspend()
-
-    async def revive(self) -> None:
-        """Start the worker again after suspend()."""
-        await self._engine.revive()
-
-    def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
-        """Compiled by the worker, which keeps it; on any thread but the event loop's."""
-        loop = self._engine._loop
-        asyncio.run_coroutine_threadsafe(self._engine.prepare(params), loop).result()
-        return None
-
-    async def _with_grammar(self, prepared: Prepared, params: SamplingParams) -> Prepared:  # noqa: ARG002
-        return prepared  # the worker compiles what the request brings

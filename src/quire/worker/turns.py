@@ -56,7 +56,8 @@ class Turns:
         self._reports[name] = _Report(num_suspects, has_probed, answer)
         self._answer_if_all()
         try:
-            return await asyncio.wait_for(answer, _REPORT_S)
+            async with asyncio.timeout(_REPORT_S):  # wait_for() may lose a cancellation
+                return await answer
         except TimeoutError:  # nobody is blamed for what is not known
             self._reports.pop(name, None)
             return False
