@@ -86,7 +86,7 @@ def test_every_command_has_the_functions_that_the_table_names(command: Command) 
     "arguments",
     [
         [],
-        ["serve", "a", "b"],
+        ["serve", "a", "--nonsense"],
         ["generate", "--nonsense"],
         ["generate", "--prompt", "x", "--file", "y"],
         ["generate", "--prompt-tokens", "1,x"],

@@ -311,3 +311,14 @@ def test_more_lanes_than_lines_are_counted() -> None:
     assert len(lines) == 12
     shown = sum(line.startswith(" #") for line in lines)
     assert f"and {20 - shown} more" in lines[-1]
+
+
+def test_a_model_that_is_loaded_or_another_one_begins_anew() -> None:
+    view = View()
+    view.take(reply(status="unloaded"))
+    assert view.rates()["completion_tokens_per_second"] is None
+    figures = {"device": "cpu", "num_steps": 9, "completion_tokens": 5, "prompt_tokens": 3}
+    view.take(reply(uptime_s=2.0, **figures))
+    assert view.rates()["completion_tokens_per_second"] is None
+    view.take(reply(uptime_s=3.0, model="other", **{**figures, "completion_tokens": 9000}))
+    assert view.rates()["completion_tokens_per_second"] is None

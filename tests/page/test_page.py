@@ -12,6 +12,7 @@ from tests.page.browser import Browser
 from tests.page.canned import Canned, canned_server
 from tests.server.servers import PacedExecutor, RunningServer, fake_server
 from tests.server.test_keys import secret, with_scopes
+from tests.server.test_models import NAMES, loaded_names, serving_all, three_models
 from tests.server.test_tools import CALL, HERMES, scripted_server
 
 from quire.server.keys import KeyRing, KeyScope
@@ -499,3 +500,23 @@ def test_it_is_light_or_dark(server: RunningServer, browser: Browser) -> None:
     browser.wait(lambda: browser.run(colour) == light)
     browser.click("#theme")
     browser.wait(lambda: browser.run(colour) == dark)
+
+
+# ---- several models
+
+
+def test_a_model_is_chosen_for_the_chat_and_the_engine(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with serving_all(three_models(tmp_path_factory.mktemp("models"))) as several:
+        browser.open(several.url)
+        browser.wait_for("#models")
+        assert [option.text for option in browser.all("#models option")] == list(NAMES)
+        browser.type("green", "#models")
+        ask(browser, "Hello")
+        browser.wait_for(DONE)
+        assert loaded_names(several) == ["green"]
+        browser.wait(lambda: browser.run("return document.title") == "quire · green")
+        assert "NaN" not in browser.text("#engine")
+        browser.driver.refresh()  # it is chosen still
+        browser.wait(lambda: browser.run("return document.title") == "quire · green")

@@ -18,6 +18,7 @@ from quire.loader.defaults import SHORT_NAMES
 
 DEFAULT_MODEL = "smollm2"
 USUAL_STEP_TIMEOUT_S = 120.0  # of `quire serve`
+USUAL_IDLE_S = 600.0  # of a model that is loaded on demand
 USUAL_HANG_S = 60.0  # likewise
 
 Loaded = TypeVar("Loaded")
@@ -289,12 +290,17 @@ examples:
   quire serve                                        the default model on http://127.0.0.1:8000
   quire serve model.gguf --port 9000 --max-batch-size 32
   quire serve model.gguf --config quire.toml         with what `quire bench tune` wrote
+  quire serve chat.gguf code=coder.gguf              two models: each is loaded on first use
+  quire serve --models ~/models --model-memory 16GiB
   quire serve model.gguf --host 0.0.0.0 --api-keys keys.toml --tls-cert cert.pem --tls-key key.pem
 
 Without keys the server listens on this machine alone and lets everybody on it in. Keys come from
 a TOML file or from QUIRE_API_KEY. SIGTERM and Ctrl-C let running requests end, up to
 --drain-timeout; a second one ends them at once. SIGHUP reads keys and certificate again. Options
 here go before those of --config.
+
+Of several models each has a worker, which loads it when a request names it; a model that nobody
+uses is unloaded when another needs its place. Requests wait meanwhile, and no stream stops.
 """
 _JOB_LIMITS = (
     ("max-file-bytes", 200 << 20, "of a file uploaded to /v1/files"),
@@ -314,7 +320,14 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Serve a model through OpenAI's API."
     parser.epilog = _SERVE_EPILOG
     add_model_name(parser, "model")
+    parser.add_argument(
+        "more_models",
+        nargs="*",
+        metavar="MODEL",
+        help="more models, each by path, name or NAME=MODEL: the `model` of a request chooses",
+    )
     _add_run_options(parser.add_argument_group("running the model"))
+    _add_model_options(parser.add_argument_group("several models"))
     listening = parser.add_argument_group("listening")
     _add_address_options(listening)
     _add_access_options(listening)
@@ -350,6 +363,29 @@ def _add_run_options(group: Options) -> None:
     )
 
 
+def _add_model_options(group: Options) -> None:
+    add = group.add_argument
+    add(
+        "--models",
+        type=Path,
+        metavar="FOLDER",
+        help="serve every model in a folder, also those that come later",
+    )
+    add(
+        "--model-memory",
+        metavar="SIZE",
+        help='memory that loaded models may take together, such as "16GiB": one that is not used '
+        "makes room for another (default: what is available)",
+    )
+    add(
+        "--idle-timeout",
+        type=float,
+        metavar="S",
+        help="unload a model that was not used for so long; 0: only when another needs its place; "
+        f"with one model, load it when it is asked for (default: {USUAL_IDLE_S:g})",
+    )
+
+
 def _add_address_options(group: Options) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address (default: %(default)s)")
@@ -358,7 +394,8 @@ def _add_address_options(group: Options) -> None:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="what clients call the model; may be repeated (default: MODEL's name)",
+        help="what clients call the model; may be repeated: other names of one model, or one name "
+        "for each of several (default: MODEL's name)",
     )
     add("--api-keys", type=Path, metavar="FILE", help="TOML: [keys.NAME] tables")
     add(
@@ -442,7 +479,7 @@ def _add_limit_options(group: Options) -> None:
         type=int,
         default=1000,
         metavar="N",
-        help="of /v1/responses kept in memory, where clients do not say store: false; 0 for none "
+        help="of /v1/responses, where clients do not say store: false; 0 for none "
         "(default: %(default)s)",
     )
     add(
@@ -451,6 +488,27 @@ def _add_limit_options(group: Options) -> None:
         default=64 << 20,
         metavar="N",
         help="of stored responses with their conversations (default: %(default)s)",
+    )
+    add(
+        "--max-stored-days",
+        type=float,
+        default=30.0,
+        metavar="DAYS",
+        help="after which a stored response is deleted (default: %(default)s)",
+    )
+    add(
+        "--max-idempotency-keys",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="whose answers are kept for a day (default: %(default)s)",
+    )
+    add(
+        "--max-idempotency-bytes",
+        type=int,
+        default=64 << 20,
+        metavar="N",
+        help="of these answers together; an eighth is the most of one (default: %(default)s)",
     )
     for name, count, text in _JOB_LIMITS:
         help_text = f"{text} (default: %(default)s)"

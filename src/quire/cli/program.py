@@ -151,7 +151,7 @@ def _open_closed_streams() -> None:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        args = _parser().parse_args(arguments)
+        args = _parsed(arguments)
         _find_model(args)
         _begin_reading(args)
         code: int = resolve_name(COMMANDS[args.command].run)(args)
@@ -174,9 +174,23 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _unexpected(error)
 
 
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """With models between options, which argparse takes for unknown once it has had one."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    if rest and (args.command != "serve" or any(each.startswith("-") for each in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.more_models = [*args.more_models, *rest]
+    return args
+
+
 def _find_model(args: argparse.Namespace) -> None:
-    """Put a model's path in the place of its name. A path needs nothing of that."""
+    """Put a model's path in the place of its name. A path needs nothing of that; of several models
+    each is found when it is looked at."""
     model = getattr(args, "model", None)
+    if getattr(args, "more_models", None) or "=" in str(model):
+        return
     if args.command in _TAKE_NAMES and isinstance(model, str) and not os.path.exists(model):
         if resolve_name("quire.loader.defaults:is_own")(model):
             return

@@ -2,26 +2,31 @@
 
 import argparse
 import atexit
+import math
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from quire.cli.options import USUAL_STEP_TIMEOUT_S
+from quire.cli.options import DEFAULT_MODEL, USUAL_IDLE_S, USUAL_STEP_TIMEOUT_S
 from quire.core.errors import ConfigError, ModelFileError
 from quire.llm import AsyncLLM, OnlineModel
 from quire.llm.assembly import assemble, read_configuration
 from quire.llm.devices import Options
+from quire.llm.machine import DEFAULT_KV_BYTES, parse_bytes
 from quire.server import ServerSettings, read_keys, serve
 from quire.server.connections import read_networks
 from quire.server.logs import LogFormat, set_up_logs, take_over_standard_streams
+from quire.server.model_folder import ModelFolder
+from quire.server.model_service import ModelSource, Replacement
 from quire.server.processes.setup import Setup
 from quire.server.processes.supervisor import supervise
+from quire.server.residency import Residency
 from quire.server.runner import PASSWORD_VARIABLE, exit_while_loading
-from quire.server.service import Replacement
+from quire.server.state_folder import check_state_folder
 from quire.server.usage_file import default_folder
 from quire.worker import RemoteLLM
 
@@ -43,6 +48,11 @@ def run(args: argparse.Namespace) -> int:
     form: LogFormat = args.log_format or ("text" if sys.stderr.isatty() else "json")
     atexit.register(exit_while_loading)
     take_over_standard_streams(set_up_logs(form, args.log_level))
+    if settings.state_folder is not None:
+        check_state_folder(settings.state_folder, is_named=args.state is not None)
+    if is_on_demand(args):
+        _serve_on_demand(args, settings, options)
+        return 0
     if args.api_processes != 1:
         _supervise(args, settings, options, form)
         return 0
@@ -63,6 +73,117 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+# ---- several models
+
+
+def is_on_demand(args: argparse.Namespace) -> bool:
+    """Whether models are loaded when they are asked for, and unloaded again."""
+    given = (args.models, args.model_memory, args.idle_timeout)
+    is_named = "=" in args.model and not Path(args.model).exists()
+    return bool(args.more_models) or is_named or any(each is not None for each in given)
+
+
+def _serve_on_demand(args: argparse.Namespace, settings: ServerSettings, options: Options) -> None:
+    for value, flag in (
+        (args.no_worker, "--no-worker"),
+        (args.api_processes != 1, "--api-processes"),
+    ):
+        if value:
+            raise ConfigError(f"{flag} is for a server of one model that is loaded at its start")
+    idle_s = USUAL_IDLE_S if args.idle_timeout is None else args.idle_timeout
+    if not 0 <= idle_s < math.inf:
+        raise ConfigError(f"--idle-timeout must be 0 or more, got {idle_s:g}")
+    memory = args.model_memory
+    budget = None if memory is None else parse_bytes(memory, "--model-memory")
+    if budget == 0:
+        raise ConfigError("--model-memory must be above 0")
+    residency = Residency(budget, idle_s or None)
+    options = _with_kv_memory(options)
+    make = partial(_source, options, args.hang)
+    folder = None if args.models is None else ModelFolder(args.models, lambda path: make(str(path)))
+    sources = [make(*named) for named in _named_models(args)]
+    for source in sources:  # what is wrong with them is said now
+        source.need()
+    if folder is not None:
+        found = [make(str(path)) for path in _first_look(folder)]
+        taken = {name for source in sources for name in source.names}
+        sources += [source for source in found if source.names[0] not in taken]
+        if not sources:
+            raise ConfigError(
+                f"--models {args.models}: there is no GGUF file in it, and no folder of safetensors"
+            )
+    settings = replace(settings, model_names=sources[0].names)
+
+    def replaced(model: str | None, config: str | None) -> Replacement:
+        wanted = _replacement(args, settings, model, config)
+        options = _with_kv_memory(wanted.options)
+        load = partial(_load_remote, wanted.model, options, args.hang)
+        return replace(wanted, options=options, load=load)
+
+    names = [source.names[0] for source in sources]
+    serve(
+        settings,
+        sources,
+        lambda address: _greet(address, settings, names),
+        replace=replaced,
+        residency=residency,
+        folder=folder,
+    )
+
+
+def _first_look(folder: ModelFolder) -> list[Path]:
+    try:
+        return folder.look(at_once=True).come
+    except OSError as error:
+        raise ConfigError(f"--models {folder.path}: {error.strerror}") from error
+
+
+def _with_kv_memory(options: Options) -> Options:
+    """Of one of several models: without a size that of a GPU would take all that is left."""
+    if options.kv_memory is not None:
+        return options
+    return replace(options, kv_memory=DEFAULT_KV_BYTES)
+
+
+def _named_models(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Models and what they are called."""
+    given = [args.model, *args.more_models]
+    if args.models is not None and not args.more_models and args.model == DEFAULT_MODEL:
+        given = []  # nobody named it
+    named = [named_model(each) for each in given]
+    if args.served_model_name:
+        if len(args.served_model_name) != len(named):
+            raise ConfigError(
+                f"--served-model-name is there {len(args.served_model_name)} times for "
+                f"{len(named)} models: give one for each, or NAME=MODEL instead"
+            )
+        models = [model for model, _ in named]
+        named = list(zip(models, args.served_model_name, strict=True))
+    names = [name for _, name in named]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two models are called {name}: say NAME=MODEL")
+    return named
+
+
+def named_model(given: str) -> tuple[str, str]:
+    """MODEL or NAME=MODEL, as the model and its name."""
+    name, separator, model = given.partition("=")
+    if not separator or Path(given).exists():
+        return given, name_of(given)
+    if not name or not model:
+        raise ConfigError(f"{given}: expected MODEL or NAME=MODEL")
+    return model, name
+
+
+def _source(options: Options, hang_s: float, model: str, name: str | None = None) -> ModelSource:
+    load = partial(_load_remote, model, options, hang_s)
+    return ModelSource((name or name_of(model),), load, model, options)
+
+
+# ---- several API processes
+
+
 def _supervise(
     args: argparse.Namespace, settings: ServerSettings, options: Options, form: LogFormat
 ) -> None:
@@ -73,8 +194,13 @@ def _supervise(
     def load(on_stuck: Callable[[], None], listener: socket.socket) -> RemoteLLM:
         return _load_remote(args.model, options, args.hang, on_stuck, listener)
 
+    def replaced(model: str | None, config: str | None, listener: socket.socket) -> Replacement:
+        wanted = _replacement(args, settings, model, config)
+        load = partial(_load_remote, wanted.model, wanted.options, args.hang, listener=listener)
+        return replace(wanted, load=load)
+
     setup = Setup(0, args.api_processes, settings, options, form, args.log_level)
-    supervise(settings, setup, load, lambda address: _greet(address, settings))
+    supervise(settings, setup, load, lambda address: _greet(address, settings), replaced)
 
 
 def _load_remote(
@@ -132,6 +258,9 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         max_connections_per_address=args.max_connections_per_address,
         max_stored_responses=args.max_stored_responses,
         max_stored_bytes=args.max_stored_bytes,
+        max_stored_days=args.max_stored_days,
+        max_idempotency_keys=args.max_idempotency_keys,
+        max_idempotency_bytes=args.max_idempotency_bytes,
         max_file_bytes=args.max_file_bytes,
         max_job_bytes=args.max_job_bytes,
         max_jobs=args.max_jobs,
@@ -208,11 +337,13 @@ def _chosen_template(args: argparse.Namespace) -> str | bool:
     return False if args.no_chat_template else args.chat_template
 
 
-def _greet(address: str, settings: ServerSettings) -> None:
-    """Where it is and how to try it; on standard output, for a person or a script."""
+def _greet(address: str, settings: ServerSettings, names: Sequence[str] = ()) -> None:
+    """Where it is and how to try it; on standard output, for a person or a script. `names`: of
+    models that are loaded on demand."""
     key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if settings.keys else ""
     page = f"chat and engine: {address}/, " if settings.page else ""
-    print(f"quire serves {settings.model_names[0]} at {address}/v1 ({page}API: {address}/docs)")
+    served = ", ".join(names) or settings.model_names[0]
+    print(f"quire serves {served} at {address}/v1 ({page}API: {address}/docs)")
     print(
         f"try: curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         '-d \'{"messages": [{"role": "user", "content": "What is gravity?"}]}\'',

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from quire.cli.program import print_json
 from quire.cli.top_view import View, picture
@@ -59,13 +59,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds between two looks, 0.1 to 60 (default: %(default)s)",
     )
+    add(
+        "--model",
+        metavar="NAME",
+        help="of a server with several (default: the one that was used last)",
+    )
     add("--json", action="store_true", help="print one snapshot as JSON and leave")
 
 
 def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.interval <= 60:
         raise QuireError(f"--interval must be from 0.1 to 60 seconds, got {args.interval:g}")
-    server = Server(args.url, os.environ.get(KEY_VARIABLE))
+    server = Server(args.url, os.environ.get(KEY_VARIABLE), args.model)
     if args.json:
         view = View()
         view.take(server.stats(None))
@@ -89,7 +94,7 @@ class UnreachableError(QuireError):
 class Server:
     """A server by its URL. Redirects are not followed: the key is for this host alone."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, model: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise QuireError(f"--url {url!r:.100}: expected http://HOST:PORT")
@@ -97,10 +102,13 @@ class Server:
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._parts = parts
+        self._model = model
 
     def stats(self, after: int | None) -> Mapping[str, Any]:
         """What /v1/stats answers, with the steps after one."""
         query = f"steps={_NUM_STEPS}" + ("" if after is None else f"&after={after}")
+        if self._model is not None:
+            query += f"&model={quote(self._model, safe='')}"
         status, body = self._get(f"{self._path}/v1/stats?{query}")
         try:
             found = json.loads(body)

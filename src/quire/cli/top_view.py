@@ -50,7 +50,12 @@ class View:
             self.history.append(self.rates()["completion_tokens_per_second"] or 0.0)
 
     def _is_of_another_engine(self, reply: Mapping[str, Any]) -> bool:
-        """Whether the server was started again: its counters are lower."""
+        """Whether the server was started again, as its counters are lower, or it is another
+        model's."""
+        if self.reply and any(
+            reply.get(name) != self.reply.get(name) for name in ("model", "device")
+        ):
+            return True
         return any(
             reply[name] < self.reply[name]
             for name in ("uptime_s", "num_steps")

@@ -15,9 +15,10 @@ from starlette.routing import Route
 
 from quire.core.errors import ConfigError
 from quire.core.version import own_version
-from quire.engine.stats import Snapshot
+from quire.server.answers.idempotency import Idempotent
 from quire.server.audit import record_call
 from quire.server.calls import CLIENT_GONE, SCOPE_KEY, Call, Tracing, open_tracing
+from quire.server.choosing import AnswerUnloaded, choose_model, load_model
 from quire.server.dialect import Dialect
 from quire.server.dialects.anthropic_answer import (
     ANTHROPIC_ERRORS,
@@ -33,6 +34,8 @@ from quire.server.dialects.ollama_answer import (
     OllamaChatReply,
     answer_chat,
     answer_prompt,
+    stop_chat,
+    stop_generate,
 )
 from quire.server.dialects.ollama_body import (
     EmbeddingsRequest,
@@ -53,11 +56,11 @@ from quire.server.dialects.ollama_models import (
 from quire.server.dialects.responses import (
     RESPONSES,
     InputTokens,
-    add_stored_responses,
     count_input_tokens,
 )
 from quire.server.dialects.responses_answer import ResponseReply
 from quire.server.dialects.responses_body import CountRequest
+from quire.server.dialects.stored_responses import add_stored_responses, check_parameters
 from quire.server.encoding import (
     detokenize,
     embed,
@@ -72,12 +75,21 @@ from quire.server.jobs.api import BatchReply, CreateBatch, add_jobs, create_batc
 from quire.server.jobs.lines import LineAnswerer
 from quire.server.keys import ApiKey, check_routes
 from quire.server.logs import log
-from quire.server.metrics import CONTENT_TYPE, StepsAsked, exposition, stats_for
+from quire.server.metrics import (
+    CONTENT_TYPE,
+    StatsAsked,
+    exposition,
+    loading_figures,
+    stats_for,
+    stats_of_unloaded,
+)
 from quire.server.middleware import ClientGoneError, Middleware
+from quire.server.model_service import ModelService
 from quire.server.openai_answers import CHAT
 from quire.server.openapi import (
     LINES_CONTENT,
-    STEPS_PARAMETERS,
+    MODEL_PARAMETER,
+    STATS_PARAMETERS,
     STREAM_CONTENT,
     Responses,
     describe_bodies,
@@ -95,7 +107,6 @@ from quire.server.replies import (
     EmbeddingList,
     KeyCard,
     KeyList,
-    LoadingFigures,
     ModelCard,
     ModelList,
     OwnStatsReply,
@@ -122,7 +133,7 @@ from quire.server.schemas import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from quire.server.service import Service, State
+from quire.server.service import Service
 
 
 class _Endpoint(NamedTuple):
@@ -133,15 +144,17 @@ class _Endpoint(NamedTuple):
     summary: str
     body: type[Strict]
     reply: type[BaseModel]
-    answer: Callable[[Service, Request], Awaitable[Response]]
+    answer: Callable[[ModelService, Request], Awaitable[Response]]
     can_stream: bool = False
     errors: ErrorShape = OPENAI_ERRORS
+    is_for_model: bool = True  # else no model is loaded for it
+    answer_unloaded: AnswerUnloaded | None = None
 
 
 def _conversation(
     path: str, name: str, summary: str, reply: type[BaseModel], dialect: Dialect[Any, Any]
 ) -> _Endpoint:
-    async def answer(service: Service, request: Request) -> Response:
+    async def answer(service: ModelService, request: Request) -> Response:
         return await answer_conversation(service, request, dialect)
 
     return _Endpoint(path, name, summary, dialect.schema, reply, answer, True, dialect.errors)
@@ -202,6 +215,7 @@ _ENDPOINTS = (
         CreateBatch,
         BatchReply,
         create_batch,
+        is_for_model=False,
     ),
     _Endpoint(
         "/tokenize",
@@ -250,6 +264,7 @@ _ENDPOINTS = (
         answer_chat,
         can_stream=True,
         errors=OLLAMA_ERRORS,
+        answer_unloaded=stop_chat,
     ),
     _Endpoint(
         "/api/generate",
@@ -260,6 +275,7 @@ _ENDPOINTS = (
         answer_prompt,
         can_stream=True,
         errors=OLLAMA_ERRORS,
+        answer_unloaded=stop_generate,
     ),
     _Endpoint(
         "/api/embed",
@@ -317,9 +333,12 @@ def create_app(service: Service) -> Middleware:
     endpoint = settings.otlp_endpoint
     tracing = None if endpoint is None else open_tracing(endpoint, service.name)
     routes = create_routes(service, tracing)
-    service.jobs.answer_by(LineAnswerer(routes, _settle))
+    service.jobs.answer_by(
+        LineAnswerer(routes, _settle, lambda: service.is_stuck, lambda: service.num_losses)
+    )
+    service.background.answer_by(routes, _settle)
     return Middleware(
-        routes,
+        Idempotent(routes, service, BODY_OF_PATH),
         settings,
         service.access,
         service.limits,
@@ -456,26 +475,31 @@ def _add_endpoints(app: FastAPI, service: Service) -> None:
 
 def _handler(service: Service, endpoint: _Endpoint) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
-        return await endpoint.answer(service, request)
+        if not endpoint.is_for_model:
+            return await endpoint.answer(service.first, request)
+        chosen = await choose_model(service, request, endpoint.body, endpoint.answer_unloaded)
+        if isinstance(chosen, Response):
+            return chosen
+        with chosen.model.answering():
+            return await endpoint.answer(*chosen)
 
     return handle
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    def cards() -> list[ModelCard]:
-        longest = service.llm.max_context
-        created = int(service.loaded_at)
-        names = service.model_names
-        return [ModelCard(id=name, created=created, max_model_len=longest) for name in names]
+    def card(model: ModelService, name: str) -> ModelCard:
+        if service.residency is None:
+            _ = model.llm  # a 503 while it is loaded
+        longest = model.max_context
+        return ModelCard(id=name, created=int(model.loaded_at), max_model_len=longest)
 
-    @app.get("/v1/models", summary="The names of the model", responses=error_responses(503))
+    @app.get("/v1/models", summary="The names of the models", responses=error_responses(503))
     async def models() -> ModelList:
-        return ModelList(data=cards())
+        return ModelList(data=[card(m, name) for m in service.models for name in m.model_names])
 
     @app.get("/v1/models/{name:path}", summary="One of them", responses=error_responses(404, 503))
     async def model(name: str) -> ModelCard:
-        service.check_model(name)
-        return next(card for card in cards() if card.id == name)
+        return card(service.model_of(name), name)
 
 
 _NOT_READY: Responses = {503: {"model": Readiness, "description": "not now"}}
@@ -500,25 +524,34 @@ def _add_properties(app: FastAPI, service: Service) -> None:
     async def ping_by_post() -> Response:
         return await ping()
 
-    @app.get("/tokenizer_info", summary="The tokenizer, as vLLM's", responses=error_responses(503))
-    async def tokenizer_info() -> TokenizerInfo:
-        return tokenizer_info_of(service.llm)
+    @app.get(
+        "/tokenizer_info",
+        summary="The tokenizer, as vLLM's",
+        responses=error_responses(400, 404, 503),
+        openapi_extra={"parameters": [MODEL_PARAMETER]},
+    )
+    async def tokenizer_info(request: Request) -> TokenizerInfo:
+        check_parameters(request, "model")
+        model = service.model_of(request.query_params.get("model"))
+        await load_model(request, model)
+        return tokenizer_info_of(model.llm)
 
-    @app.get("/props", summary="The model, as llama.cpp's", responses=error_responses(503))
-    async def props() -> ServerProperties:
-        return properties_of(service.llm, service.name)
+    @app.get(
+        "/props",
+        summary="The model, as llama.cpp's",
+        responses=error_responses(400, 404, 503),
+        openapi_extra={"parameters": [MODEL_PARAMETER]},
+    )
+    async def props(request: Request) -> ServerProperties:
+        check_parameters(request, "model")
+        model = service.model_of(request.query_params.get("model"))
+        await load_model(request, model)
+        return properties_of(model.llm, model.name)
 
 
 def _readiness(service: Service) -> Response:
-    reply = Readiness(status=service.status, loading=_loading_figures(service))
+    reply = Readiness(status=service.status, loading=loading_figures(service.first))
     return JSONResponse(reply.model_dump(exclude_none=True), 200 if service.is_ready else 503)
-
-
-def _loading_figures(service: Service) -> LoadingFigures | None:
-    if service.state is not State.LOADING:
-        return None
-    phases = service.phases
-    return LoadingFigures(phase=phases.phase or "starting", percent=int(100 * phases.done))
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
@@ -529,7 +562,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         response_model_exclude_none=True,
     )
     async def health() -> Alive:
-        return Alive(loading=_loading_figures(service))
+        return Alive(loading=loading_figures(service.first))
 
     @app.get(
         "/ready",
@@ -546,7 +579,10 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         responses=error_responses(503),
     )
     async def metrics() -> Response:
-        text = exposition(service, await _snapshot(service), await service.figures())
+        if service.residency is None and service.loaded is None:
+            _ = service.llm  # a 503
+        snapshots = {m.name: await m.loaded.snapshot() for m in service.models if m.loaded}
+        text = exposition(service, snapshots, await service.figures())
         return Response(text, media_type=CONTENT_TYPE)
 
     @app.get("/docs", summary="This page", response_class=HTMLResponse, responses=error_responses())
@@ -558,26 +594,33 @@ def _add_stats(app: FastAPI, service: Service) -> None:
     @app.get(
         "/v1/stats",
         summary="The key's own figures; with the scope `stats`, those of all",
-        responses=error_responses(400, 503),
+        responses=error_responses(400, 404, 503),
         response_model=StatsReply | OwnStatsReply,
-        openapi_extra={"parameters": list(STEPS_PARAMETERS)},
+        openapi_extra={"parameters": list(STATS_PARAMETERS)},
     )
     async def stats(request: Request) -> Response:
         key = request.scope[SCOPE_KEY].key
-        asked = StepsAsked.of(request.query_params)
-        snapshot = await _snapshot(service)
-        if not asked.num_steps or service.loaded is None:
-            return _json(stats_for(service, snapshot, await service.figures(), key), {"latest"})
-        steps = await service.loaded.latest_steps(asked.num_steps, asked.after)
+        asked = StatsAsked.of(request.query_params)
+        model = _model_with_figures(service, asked.model)
+        if model.loaded is None and service.residency is not None:
+            return _json(stats_of_unloaded(model, await service.figures(), key), {"latest"})
+        llm = model.loaded or model.llm
+        snapshot = await llm.snapshot()
+        if not asked.num_steps:
+            return _json(stats_for(model, snapshot, await service.figures(), key), {"latest"})
+        steps = await llm.latest_steps(asked.num_steps, asked.after)
         figures = await service.figures()
         # A hundred steps of a large batch take milliseconds to write.
         return await asyncio.to_thread(
-            lambda: _json(stats_for(service, snapshot, figures, key, steps))
+            lambda: _json(stats_for(model, snapshot, figures, key, steps))
         )
 
 
-async def _snapshot(service: Service) -> Snapshot:
-    return await (service.loaded or service.llm).snapshot()
+def _model_with_figures(service: Service, name: str | None) -> ModelService:
+    """The model that is named; else of those that are loaded the one that was used last."""
+    if name is None and service.residency is not None:
+        return max(service.residency.loaded, key=lambda m: m.used_at, default=service.first)
+    return service.model_of(name)
 
 
 def _json(reply: BaseModel, left_out: set[str] | None = None) -> Response:

@@ -3,15 +3,19 @@
 Tracing sends a span for every call that generates, by OpenTelemetry, where that is configured.
 """
 
+import asyncio
+import hashlib
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import ConfigError
 from quire.core.request import RequestOutput
+from quire.server.answers.store import StoredResponse
+from quire.server.database import StoreError
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
 from quire.server.fields import IgnoredFields
 from quire.server.keys import ApiKey
@@ -21,9 +25,70 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 SCOPE_KEY = "quire.call"  # of a call in its ASGI scope
+PING = "quire.ping"  # in an ASGI message: its body is no part of the answer
 CLIENT_GONE = "client_gone"  # the error of a call whose client disconnected
 _LOGGED_PATH = 200  # characters
+_RETRY_S = 5.0
 _SOUND_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+def unavailable(error: StoreError) -> ApiError:
+    """What clients are told where the store of answers cannot be used."""
+    return ApiError(503, str(error), code="answers_unavailable", retry_after_s=_RETRY_S)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerIdentity:
+    """What an answer has besides what its body says. With the same identity, the same body gets the
+    same answer, whenever it is computed: tokens, ids and time. What was measured while it was
+    computed differs: tokens that were cached, durations, the time of its end."""
+
+    name: str  # random, that its ids are made of
+    created: int
+    seed: int  # of the first prompt, where the body has none
+    model: str = ""  # the fingerprint of what computes it, once that is known
+
+    def of_model(self, fingerprint: str) -> "AnswerIdentity":
+        """The identity of the answer by this model: by another one it is another answer."""
+        if self.model:
+            return self
+        digest = hashlib.sha256(f"{self.name}/{self.seed}/{fingerprint}".encode()).digest()
+        seed = int.from_bytes(digest[16:24], "little")
+        return AnswerIdentity(digest[:16].hex(), self.created, seed, fingerprint)
+
+
+class IdSource:
+    """Ids of an answer and its parts; those of one with an identity are the same each time. Not the
+    request's id: a client may choose that, and what is stored must not be guessed."""
+
+    def __init__(self, identity: AnswerIdentity | None = None) -> None:
+        self._identity = identity
+        self._count = 0
+
+    def new(self, kind: str) -> str:
+        if self._identity is None:
+            return f"{kind}_{uuid.uuid4().hex}"
+        self._count += 1
+        name = f"{self._identity.name}/{kind}/{self._count}"
+        return f"{kind}_{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+class ItemIds:
+    """Ids of a response's items, from which its own can be read: clients refer to a stored item by
+    its id alone. `mark`: a digit that tells two sources of one response apart."""
+
+    def __init__(self, response_id: str, mark: int = 0) -> None:
+        self._stem = f"{response_id.removeprefix('resp_')}{mark}"
+        self._count = 0
+
+    def new(self, kind: str) -> str:
+        self._count += 1
+        return f"{kind}_{self._stem}{self._count:05x}"
+
+    @staticmethod
+    def response_of(item_id: str) -> str:
+        """The id of the response that an item would be of."""
+        return f"resp_{item_id.partition('_')[2][:-6]}"
 
 
 @dataclass(slots=True)
@@ -52,6 +117,22 @@ class Call:
     is_background: bool = False  # a line of a job: behind all other requests
     quota: QuotaReservation | None = None
     outputs: list[RequestOutput] = field(default_factory=list)
+    idempotency_key: str | None = None  # of an upload, which is read before it is looked up
+    identity: AnswerIdentity | None = None  # of an answer that may be computed again
+    is_replayed: bool = False  # answered by what was kept for its idempotency key
+    # A response that is made in the background: what is known of it, and what became of it.
+    stored: StoredResponse | None = None
+    made: StoredResponse | None = None
+    # On the disk before the end of the answer is sent; each is called in a thread.
+    writes: list[Callable[[], object]] = field(default_factory=list)
+
+    async def write_all(self) -> None:
+        """Raises an ApiError where something could not be written."""
+        while self.writes:
+            try:
+                await asyncio.to_thread(self.writes.pop(0))
+            except StoreError as error:
+                raise unavailable(error) from error
 
     @property
     def key_name(self) -> str:
@@ -88,6 +169,8 @@ class Call:
             line["field"] = self.error_field
         if self.ignored_fields.names:
             line["ignored_fields"] = list(self.ignored_fields.names)
+        if self.is_replayed:
+            line["replayed"] = True
         if self.outputs:
             line |= _summary_of(self.outputs)
         return line

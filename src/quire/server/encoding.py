@@ -17,6 +17,7 @@ from quire.llm.chats import ChatOptions
 from quire.llm.forward import NO_TOKENS, unit_vector
 from quire.server.calls import Call
 from quire.server.errors import ApiError
+from quire.server.model_service import ModelService
 from quire.server.replies import (
     DetokenizedText,
     EmbeddingList,
@@ -27,7 +28,6 @@ from quire.server.replies import (
     TokenList,
 )
 from quire.server.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from quire.server.service import Service
 from quire.server.submission import (
     ErrorMapper,
     PreparedBody,
@@ -45,7 +45,7 @@ from quire.tokenizer import Tokenizer
 _MANY_NUMBERS = 4096  # take some milliseconds to write: not on the event loop
 
 
-async def embed(service: Service, request: Request) -> Response:
+async def embed(service: ModelService, request: Request) -> Response:
     call, llm = call_and_model(service, request)
     errors = ErrorMapper(service, EmbeddingRequest)
     prepare = partial(_prepare, service, llm, call, errors)
@@ -64,7 +64,7 @@ async def embed(service: Service, request: Request) -> Response:
 
 
 def _prepare(
-    service: Service, llm: OnlineModel, call: Call, errors: ErrorMapper, data: bytes
+    service: ModelService, llm: OnlineModel, call: Call, errors: ErrorMapper, data: bytes
 ) -> PreparedBody[EmbeddingRequest]:
     body = service.read_body(call, data, EmbeddingRequest)
     service.check_model(body.model)
@@ -101,16 +101,18 @@ def _vector(pooled: Any, encoding: str | None) -> list[float] | str:
 # ---- /tokenize and /detokenize
 
 
-async def tokenize(service: Service, request: Request) -> Response:
+async def tokenize(service: ModelService, request: Request) -> Response:
     return await _answered(service, request, _tokenize)
 
 
-async def detokenize(service: Service, request: Request) -> Response:
+async def detokenize(service: ModelService, request: Request) -> Response:
     return await _answered(service, request, _detokenize)
 
 
 async def _answered(
-    service: Service, request: Request, answer: Callable[[Service, Call, OnlineModel, bytes], str]
+    service: ModelService,
+    request: Request,
+    answer: Callable[[ModelService, Call, OnlineModel, bytes], str],
 ) -> Response:
     """From the body to the answer in one job of the pool."""
     call, llm = call_and_model(service, request)
@@ -120,7 +122,7 @@ async def _answered(
     return Response(content, media_type="application/json")
 
 
-def _tokenize(service: Service, call: Call, llm: OnlineModel, data: bytes) -> str:
+def _tokenize(service: ModelService, call: Call, llm: OnlineModel, data: bytes) -> str:
     body = service.read_body(call, data, TokenizeRequest)
     service.check_model(body.model)
     _check_tokenize(body)
@@ -164,7 +166,7 @@ def _tokens_of(llm: OnlineModel, body: TokenizeRequest, parse_control_tokens: bo
     return _tokenizer(llm).encode(body.prompt, add_special=add_special, limit=llm.max_context)
 
 
-def _detokenize(service: Service, call: Call, llm: OnlineModel, data: bytes) -> str:
+def _detokenize(service: ModelService, call: Call, llm: OnlineModel, data: bytes) -> str:
     body = service.read_body(call, data, DetokenizeRequest)
     service.check_model(body.model)
     tokenizer = _tokenizer(llm)

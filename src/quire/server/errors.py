@@ -84,6 +84,7 @@ class ErrorShape:
     status: Callable[[ApiError], int] = attrgetter("status")
     reply: type[BaseModel] = ErrorReply  # the body, as it is described
     overloaded: int = 429  # the status of a full queue
+    id_header: bytes | None = None  # where clients read the request's id, beside x-request-id
 
 
 def _openai_fields(error: ApiError) -> dict[str, object]:

@@ -21,6 +21,7 @@ from quire.server.dialect import Choice, Dialect, Frames, GenerationCall, choice
 from quire.server.echoes import echoed
 from quire.server.errors import ApiError
 from quire.server.fields import Strict
+from quire.server.model_service import ModelService
 from quire.server.openai_answers import ChatFrames, TextFrames, text_reply
 from quire.server.resuming import StreamIds, first_id, not_resumed, with_seeds
 from quire.server.schemas import (
@@ -29,7 +30,6 @@ from quire.server.schemas import (
     Generation,
     Message,
 )
-from quire.server.service import Service
 from quire.server.streaming import StreamReply
 from quire.server.submission import (
     ErrorMapper,
@@ -46,8 +46,8 @@ G = TypeVar("G", bound=Generation)
 K = TypeVar("K")
 _MANY_LOGPROBS = 1000  # take some milliseconds to write: not on the event loop
 
-MakeFrames = Callable[[Service, GenerationCall], Frames]
-Reply = Callable[[Service, GenerationCall, Sequence[RequestOutput], Sequence[Choice]], bytes]
+MakeFrames = Callable[[ModelService, GenerationCall], Frames]
+Reply = Callable[[ModelService, GenerationCall, Sequence[RequestOutput], Sequence[Choice]], bytes]
 
 
 class _PreparedChat(NamedTuple):
@@ -56,7 +56,7 @@ class _PreparedChat(NamedTuple):
 
 
 async def answer_conversation(
-    service: Service, request: Request, dialect: Dialect[Any, Any]
+    service: ModelService, request: Request, dialect: Dialect[Any, Any]
 ) -> Response:
     call, llm = call_and_model(service, request)
     errors = ErrorMapper(service, dialect.schema, dialect.field_names)
@@ -65,11 +65,15 @@ async def answer_conversation(
     prepared = await prepare_body(service, request, prepare, is_quick=False)
     body = await _with_grammars(service, request, llm, errors, prepared.body)
     generation = _generation_call(call, llm, body, dialect.id_prefix, prepared.kept)
+    if dialect.detach is not None:
+        detached = await dialect.detach(service, generation)
+        if detached is not None:
+            return detached
     return await _answer(service, request, generation, errors, dialect.frames, dialect.reply)
 
 
 async def count_prompt_tokens(
-    service: Service, request: Request, dialect: Dialect[Any, Any]
+    service: ModelService, request: Request, dialect: Dialect[Any, Any]
 ) -> int:
     """The number of tokens of the prompt that `answer_conversation` would compute."""
     call, llm = call_and_model(service, request)
@@ -79,7 +83,7 @@ async def count_prompt_tokens(
     return sum(len(prompt.tokens) for prompt, _ in prepared.body.prompts)
 
 
-async def complete_text(service: Service, request: Request) -> Response:
+async def complete_text(service: ModelService, request: Request) -> Response:
     call, llm = call_and_model(service, request)
     errors = ErrorMapper(service, CompletionRequest)
     prepare = partial(_prepare_text, service, llm, call, errors)
@@ -90,12 +94,14 @@ async def complete_text(service: Service, request: Request) -> Response:
 
 
 async def answer_text(
-    service: Service, request: Request, body: CompletionRequest, dialect: Dialect[Any, Any]
+    service: ModelService, request: Request, body: CompletionRequest, dialect: Dialect[Any, Any]
 ) -> Response:
     """Of a dialect whose body meant a prompt without a template; `to_chat` is not called."""
     call, llm = call_and_model(service, request)
     errors = ErrorMapper(service, dialect.schema, dialect.field_names)
-    prepare = partial(_prepared_text, service, llm, errors, body)
+    prepare = partial(
+        _prepared_text, service, llm, errors, body, fits_max_tokens=dialect.fits_max_tokens
+    )
     prepared = await run_in_pool(service, request, prepare)
     prepared = await _with_grammars(service, request, llm, errors, prepared)
     generation = _generation_call(call, llm, prepared, dialect.id_prefix)
@@ -106,20 +112,22 @@ def _generation_call(
     call: Call, llm: OnlineModel, prepared: PreparedBody[G], prefix: str, kept: Any = None
 ) -> GenerationCall:
     call.user = prepared.body.user
-    answer_id = f"{prefix}{call.id}"
-    created = int(time.time())
+    identity = call.identity
+    answer_id = f"{prefix}{call.id if identity is None else identity.name}"
+    created = int(time.time()) if identity is None else identity.created
+    prompts = prepared.prompts
+    if identity is not None:
+        prompts = with_seeds(prompts, identity.seed)
     turn = prepared.prompts[0][0].turn
     parser = AnswerParser if turn is None else turn.new_parser
-    return GenerationCall(
-        prepared.body, prepared.prompts, call, llm, answer_id, created, kept, parser
-    )
+    return GenerationCall(prepared.body, prompts, call, llm, answer_id, created, kept, parser)
 
 
 # ---- reading, in the pool
 
 
 def _prepare_chat(
-    service: Service,
+    service: ModelService,
     llm: OnlineModel,
     call: Call,
     errors: ErrorMapper,
@@ -136,13 +144,23 @@ def _prepare_chat(
         changes["documents"] = None
         if body.max_completion_tokens is not None:
             changes["max_tokens"] = body.max_completion_tokens
-        body = body.model_copy(update=changes)
         room = llm.max_context - len(prompt.tokens)
+        body = body.model_copy(update=changes)
+        if dialect.fits_max_tokens:
+            body = _fitted(body, room)
         logprobs = body.top_logprobs or 0 if body.logprobs else None
         params = body.sampling(room, logprobs, llm.sampling_defaults)
         assert prompt.turn is not None
         params = prompt.turn.params(params)
         return _PreparedChat(PreparedBody(body, [(prompt.without_text(), params)]), kept)
+
+
+def _fitted(body: G, room: int) -> G:
+    """With as many tokens at most as the context has room for; a prompt that leaves none is refused
+    later."""
+    if body.max_tokens is None or body.max_tokens <= room or room < 1:
+        return body
+    return body.model_copy(update={"max_tokens": room})
 
 
 def _variables(llm: OnlineModel, body: ChatRequest) -> dict[str, Any] | None:
@@ -164,11 +182,13 @@ def _last(llm: OnlineModel, body: Generation) -> int | None:
 
 
 def read_conversation(
-    service: Service, llm: OnlineModel, call: Call, body: ChatRequest
+    service: ModelService, llm: OnlineModel, call: Call, body: ChatRequest
 ) -> Prepared:
     """The prompt of a conversation, with its tools; not for the event loop."""
     messages = [_history_message(message) for message in body.messages]
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    tools = [
+        tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in body.tools or ()
+    ]
     options = ChatOptions(
         tools=tools,
         tool_choice=body.tool_choice,
@@ -190,7 +210,7 @@ def read_conversation(
 
 def _history_message(message: Message) -> dict[str, Any]:
     """With the reasoning by the names that templates read; gpt-oss takes `thinking` or content."""
-    found = message.model_dump(exclude_none=True)
+    found = message.model_dump(exclude_none=True, exclude={"cache_control"})
     reasoning = found.get("reasoning_content") or found.get("reasoning")
     if reasoning:
         found |= {"reasoning_content": reasoning, "reasoning": reasoning}
@@ -200,14 +220,19 @@ def _history_message(message: Message) -> dict[str, Any]:
 
 
 def _prepare_text(
-    service: Service, llm: OnlineModel, call: Call, errors: ErrorMapper, data: bytes
+    service: ModelService, llm: OnlineModel, call: Call, errors: ErrorMapper, data: bytes
 ) -> PreparedBody[CompletionRequest]:
     body = service.read_body(call, data, CompletionRequest)
     return _prepared_text(service, llm, errors, body)
 
 
 def _prepared_text(
-    service: Service, llm: OnlineModel, errors: ErrorMapper, body: CompletionRequest
+    service: ModelService,
+    llm: OnlineModel,
+    errors: ErrorMapper,
+    body: CompletionRequest,
+    *,
+    fits_max_tokens: bool = False,
 ) -> PreparedBody[CompletionRequest]:
     service.check_model(body.model)
     _check_text(body)
@@ -218,13 +243,14 @@ def _prepared_text(
             prompt = llm.prompts.read(text, add_special=add_special, last=_last(llm, body))
             room = llm.max_context - len(prompt.tokens)
             kept = echoed(llm.tokenizer, prompt) if body.echo else prompt.without_text()
-            params = body.sampling(room, body.logprobs, llm.sampling_defaults)
+            fitted = _fitted(body, room) if fits_max_tokens else body
+            params = fitted.sampling(room, body.logprobs, llm.sampling_defaults)
             prompts.append((kept, params))
     return PreparedBody(body.model_copy(update={"prompt": ""}), prompts)
 
 
 async def _with_grammars(
-    service: Service,
+    service: ModelService,
     request: Request,
     llm: OnlineModel,
     errors: ErrorMapper,
@@ -299,7 +325,7 @@ def _check_generation(body: Generation) -> None:
 
 
 async def _answer(
-    service: Service,
+    service: ModelService,
     request: Request,
     generation: GenerationCall,
     errors: ErrorMapper,
@@ -326,6 +352,7 @@ async def _answer(
     # In the pool where it has many log-probabilities.
     is_long = _num_logprobs(outputs) > _MANY_LOGPROBS
     content = await run_in_pool(service, request, write) if is_long else write()
+    await generation.call.write_all()
     return Response(content, media_type="application/json")
 
 
@@ -348,6 +375,7 @@ def _with_ids(
         generation.answer_id,
         generation.created,
         num_choices,
+        None if call.identity is None else call.identity.seed,
     )
     found = replace(
         generation,

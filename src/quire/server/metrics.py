@@ -12,6 +12,7 @@ from quire.engine.step_log import MAX_STEPS, StepRecord
 from quire.llm import OnlineModel
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, may_read_totals
+from quire.server.model_service import ModelService, State
 from quire.server.openapi import MAX_STEP_ID
 from quire.server.quotas import Usage
 from quire.server.replies import (
@@ -21,6 +22,8 @@ from quire.server.replies import (
     KVBlocks,
     Lane,
     LatestSteps,
+    LoadingFigures,
+    ModelFigures,
     OwnStatsReply,
     QuotaFigures,
     StatsReply,
@@ -36,12 +39,25 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
-def exposition(service: Service, snapshot: Snapshot, figures: ServerFigures) -> str:
-    """The engine's figures, refused requests and connections, usage by key."""
-    writer = _Writer(service.name)
-    _write_moment(writer, snapshot, figures.num_streams)
-    _write_health(writer, snapshot)
-    _write_counters(writer, snapshot)
+def exposition(service: Service, snapshots: Mapping[str, Snapshot], figures: ServerFigures) -> str:
+    """The figures of engines by their models' names, refused requests and connections, usage by
+    key. What is the whole server's carries the first model's name."""
+    writer = _Writer()
+    for writer.model, snapshot in snapshots.items():
+        _write_moment(writer, snapshot)
+        _write_health(writer, snapshot)
+        _write_counters(writer, snapshot)
+        _write_histograms(writer, snapshot)
+    for model in service.models:
+        writer.model = model.name
+        writer.gauge("model_loaded", "1 where it is loaded", float(model.loaded is not None))
+    writer.model = service.name
+    _write_server(writer, figures)
+    return writer.text()
+
+
+def _write_server(writer: "_Writer", figures: ServerFigures) -> None:
+    writer.gauge("num_streams", "Answers being streamed", figures.num_streams)
     writer.counters(
         "requests_rejected_total", "Requests refused before the engine", "code", figures.rejected
     )
@@ -57,16 +73,13 @@ def exposition(service: Service, snapshot: Snapshot, figures: ServerFigures) -> 
     _write_keys(writer, figures.usage)
     dropped = 0 if figures.audit is None else figures.audit.num_dropped
     writer.counter("audit_events_dropped_total", "Events the audit log could not take", dropped)
-    _write_histograms(writer, snapshot)
-    return writer.text()
 
 
-def _write_moment(writer: "_Writer", snapshot: Snapshot, num_streams: int) -> None:
+def _write_moment(writer: "_Writer", snapshot: Snapshot) -> None:
     writer.gauge("num_requests_running", "Sequences in the batch", snapshot.num_running)
     writer.gauge("num_requests_waiting", "Sequences that wait", snapshot.num_waiting)
     by_reason = {reason.value: snapshot.waiting_by_reason.get(reason, 0) for reason in WaitReason}
     writer.gauges("num_requests_waiting_by_reason", "Why they wait", "reason", by_reason)
-    writer.gauge("num_streams", "Answers being streamed", num_streams)
     writer.gauge("queued_tokens", "Tokens that the waiting ask for", snapshot.queued_tokens)
     writer.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all", snapshot.kv_usage)
     writer.gauges("memory_bytes", "Memory the executor holds", "kind", snapshot.memory_bytes)
@@ -150,11 +163,12 @@ def _write_histograms(writer: "_Writer", snapshot: Snapshot) -> None:
 
 
 class _Writer:
-    """Lines of the text format; every sample carries the model's name."""
+    """Families of the text format; every sample carries a model's name."""
 
-    def __init__(self, model: str) -> None:
-        self._model = _escaped(model)
-        self._lines: list[str] = []
+    def __init__(self) -> None:
+        self.model = ""
+        self._families: dict[str, list[str]] = {}  # lines, by family
+        self._lines: list[str]  # of the family that is being written
 
     def gauge(self, name: str, text: str, value: float) -> None:
         self._family(name, text, "gauge", [("", value)])
@@ -179,7 +193,8 @@ class _Writer:
         self._sample(f"{name}_count", "", total)
 
     def text(self) -> str:
-        return "\n".join([*self._lines, ""])
+        lines = [line for family in self._families.values() for line in family]
+        return "\n".join([*lines, ""])
 
     def _family(
         self, name: str, text: str, kind: str, samples: Iterable[tuple[str, float]]
@@ -189,10 +204,12 @@ class _Writer:
             self._sample(name, labels, value)
 
     def _head(self, name: str, text: str, kind: str) -> None:
-        self._lines += [f"# HELP quire:{name} {text}.", f"# TYPE quire:{name} {kind}"]
+        head = [f"# HELP quire:{name} {text}.", f"# TYPE quire:{name} {kind}"]
+        self._lines = self._families.setdefault(name, head)
 
     def _sample(self, name: str, labels: str, value: float) -> None:
-        self._lines.append(f'quire:{name}{{model_name="{self._model}"{labels}}} {value}')
+        model = _escaped(self.model)
+        self._lines.append(f'quire:{name}{{model_name="{model}"{labels}}} {value}')
 
 
 def _labelled(label: str, values: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -206,20 +223,24 @@ def _escaped(text: str) -> str:
 # ---- /v1/stats
 
 
-class StepsAsked(NamedTuple):
-    """Which steps a call of /v1/stats wants: so many of the latest, after the step `after`."""
+class StatsAsked(NamedTuple):
+    """What a call of /v1/stats wants: of which model, and so many of the latest steps, after the
+    step `after`."""
 
     num_steps: int = 0
     after: int | None = None
+    model: str | None = None
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> "StepsAsked":
+    def of(cls, query: Mapping[str, str]) -> "StatsAsked":
+        known = ("steps", "after", "model")
         for name in query:
-            if name not in ("steps", "after"):
-                message = f"unknown query parameter {name!r:.100}; /v1/stats takes steps and after"
+            if name not in known:
+                takes = "/v1/stats takes steps, after and model"
+                message = f"unknown query parameter {name!r:.100}; {takes}"
                 raise ApiError(400, message, param=name[:100])
         after = _whole(query, "after", MAX_STEP_ID)
-        return cls(_whole(query, "steps", MAX_STEPS) or 0, after)
+        return cls(_whole(query, "steps", MAX_STEPS) or 0, after, query.get("model"))
 
 
 def _whole(query: Mapping[str, str], name: str, most: int) -> int | None:
@@ -234,7 +255,7 @@ def _whole(query: Mapping[str, str], name: str, most: int) -> int | None:
 
 
 def stats_for(
-    service: Service,
+    service: ModelService,
     snapshot: Snapshot,
     figures: ServerFigures,
     key: ApiKey | None,
@@ -243,8 +264,9 @@ def stats_for(
     """A key's own figures, or all with the scope `stats` or without keys."""
     uptime_s = time.time() - service.loaded_at
     own = OwnStatsReply(
-        status=service.state.value,
+        status=service.status,
         model=service.name,
+        models=[_model_figures(model) for model in service.server.models],
         uptime_s=uptime_s,
         latest=_latest_steps(service, steps, key, uptime_s - snapshot.at),
         key=None if key is None else key.name,
@@ -253,8 +275,41 @@ def stats_for(
     return _with_totals(own, service, snapshot, figures) if may_read_totals(key) else own
 
 
+def stats_of_unloaded(
+    service: ModelService, figures: ServerFigures, key: ApiKey | None
+) -> OwnStatsReply:
+    """Of a model that has no engine now: what is known without one."""
+    return OwnStatsReply(
+        status=service.status,
+        model=service.name,
+        models=[_model_figures(model) for model in service.server.models],
+        uptime_s=0.0,
+        key=None if key is None else key.name,
+        own=_key_figures(None, figures, key),
+        latest=None,
+    )
+
+
+def _model_figures(model: ModelService) -> ModelFigures:
+    need = model.need
+    return ModelFigures(
+        name=model.name,
+        status=model.status,
+        predicted_bytes=None if need is None else need.num_bytes,
+        loading=loading_figures(model),
+    )
+
+
+def loading_figures(model: ModelService) -> LoadingFigures | None:
+    """How far it is; None where it is not being loaded."""
+    if model.state is not State.LOADING:
+        return None
+    phases = model.phases
+    return LoadingFigures(phase=phases.phase or "starting", percent=int(100 * phases.done))
+
+
 def _latest_steps(
-    service: Service, steps: Sequence[StepRecord] | None, key: ApiKey | None, offset_s: float
+    service: ModelService, steps: Sequence[StepRecord] | None, key: ApiKey | None, offset_s: float
 ) -> LatestSteps | None:
     """`offset_s`: from the engine's clock to that of uptime_s."""
     if steps is None or service.loaded is None:
@@ -283,7 +338,7 @@ def _latest_steps(
     return found
 
 
-def _floor(service: Service, llm: OnlineModel) -> Callable[[int], float] | None:
+def _floor(service: ModelService, llm: OnlineModel) -> Callable[[int], float] | None:
     """From a step's context to the time that reading what it needs takes; None: not known."""
     read, bandwidth = llm.step_read, service.settings.memory_bandwidth
     if read is None or bandwidth is None:
@@ -292,14 +347,14 @@ def _floor(service: Service, llm: OnlineModel) -> Callable[[int], float] | None:
 
 
 def _with_totals(
-    own: OwnStatsReply, service: Service, snapshot: Snapshot, figures: ServerFigures
+    own: OwnStatsReply, service: ModelService, snapshot: Snapshot, figures: ServerFigures
 ) -> StatsReply:
     stats = snapshot.stats
     return StatsReply(
         **dict(own),
         keys={
             key.name: _key_figures(snapshot, figures, key)
-            for key in service.access.ring
+            for key in service.server.access.ring
             if key.name in figures.usage
         },
         health=_health_figures(snapshot),
@@ -347,12 +402,14 @@ def _health_figures(snapshot: Snapshot) -> HealthFigures:
     )
 
 
-def _key_figures(snapshot: Snapshot, of_all: ServerFigures, key: ApiKey | None) -> KeyFigures:
+def _key_figures(
+    snapshot: Snapshot | None, of_all: ServerFigures, key: ApiKey | None
+) -> KeyFigures:
     name = "" if key is None else key.name
     usage = of_all.usage.get(name) or Usage()
     figures = KeyFigures(
-        num_running=snapshot.running_by_key.get(name, 0),
-        num_waiting=snapshot.waiting_by_key.get(name, 0),
+        num_running=0 if snapshot is None else snapshot.running_by_key.get(name, 0),
+        num_waiting=0 if snapshot is None else snapshot.waiting_by_key.get(name, 0),
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         tokens_today=usage.today,

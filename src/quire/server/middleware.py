@@ -28,6 +28,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 UPLOADS = "/v1/files"
+_SLOWEST_UPLOAD = 32 << 10  # bytes a second of a file, beside the time of a body
 _FORM_BYTES = 64 << 10  # of a form around its file
 _MAX_DELAYED = 64
 _LONGEST_DELAY_S = 2.0
@@ -77,6 +78,8 @@ class Middleware:
         call.error_shape = self._error_shape(call.path)
         scope[SCOPE_KEY] = call
         extra = [(b"x-request-id", call.id.encode()), *cors_headers(headers, self._settings)]
+        if call.error_shape.id_header is not None:
+            extra.append((call.error_shape.id_header, call.id.encode()))
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -134,7 +137,7 @@ class Middleware:
             if is_upload:
                 body = self._limited(headers, receive)
             else:
-                body = _replay([await self._read_body(headers, receive)], receive)
+                body = replay([await self._read_body(headers, receive)], receive)
             await self._app(scope, body, send)
         finally:
             if key is not None:
@@ -199,31 +202,46 @@ class Middleware:
         return b"".join(parts)
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
-        """The application's `receive` for a file, which it takes part by part."""
+        """The application's `receive` for a file, which it takes part by part. It may take the time
+        of a body, and more with each part that comes: one that trickles is given up."""
         limit = self._settings.max_file_bytes + _FORM_BYTES
         length = _header(headers, b"content-length")
         if length.isdecimal() and int(length) > limit:
             raise _too_large(self._settings.max_file_bytes)
-        size = 0
+        size, is_whole = 0, False
+        started = asyncio.get_running_loop().time()
+        usual_s = self._settings.body_timeout_s
 
         async def limited() -> Message:
-            nonlocal size
+            nonlocal size, is_whole
+            if is_whole:  # whoever waits now, waits for the client to go
+                return await receive()
+            now = asyncio.get_running_loop().time()
+            deadline = started + usual_s + size / _SLOWEST_UPLOAD
             try:
-                async with asyncio.timeout(self._settings.body_timeout_s):
+                async with asyncio.timeout_at(min(now + usual_s, deadline)):
                     message = await receive()
             except TimeoutError:
-                raise self._late() from None
+                raise self._late(size) from None
             size += len(message.get("body", b""))
             if size > limit:
                 raise _too_large(self._settings.max_file_bytes)
+            is_whole = not message.get("more_body", False)
             return message
 
         return limited
 
-    def _late(self) -> ApiError:
+    def _late(self, num_uploaded: int | None = None) -> ApiError:
+        """`num_uploaded`: bytes of a file that have come."""
+        text = f"the body did not come within {self._settings.body_timeout_s:g} s"
+        if num_uploaded is not None:
+            text += (
+                f" and as long as {_SLOWEST_UPLOAD:,} bytes a second take: {num_uploaded:,} have "
+                "come; send the file faster, or in parts"
+            )
         return ApiError(
             408,
-            f"the body did not come within {self._settings.body_timeout_s:g} s",
+            text,
             code="timeout",
             headers=(("connection", "close"),),
         )
@@ -249,16 +267,22 @@ async def _parts(receive: Receive) -> Any:
             return
 
 
-def _replay(body: list[bytes], receive: Receive) -> Receive:
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has gone; its body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def replay(body: list[bytes], receive: Receive) -> Receive:
     """The application's `receive`: the body in one piece, to which no reference is kept here; then
     whatever follows."""
 
-    async def replay() -> Message:
+    async def replayed() -> Message:
         if not body:
             return await receive()
         return {"type": "http.request", "body": body.pop(), "more_body": False}
 
-    return replay
+    return replayed
 
 
 def _too_large(limit: int) -> ApiError:

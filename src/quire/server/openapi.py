@@ -55,17 +55,26 @@ LINES_CONTENT: dict[str, Any] = {
     }
 }
 
-STEPS_PARAMETERS: tuple[dict[str, Any], ...] = tuple(
-    {
-        "name": name,
-        "in": "query",
-        "description": meaning,
-        "schema": {"type": "integer", "minimum": 0, "maximum": most},
-    }
-    for name, meaning, most in (
-        ("steps", "give so many of the engine's latest steps, too", MAX_STEPS),
-        ("after", "... of those after the step with this id", MAX_STEP_ID),
-    )
+MODEL_PARAMETER: dict[str, Any] = {
+    "name": "model",
+    "in": "query",
+    "description": "of which model, where there are several",
+    "schema": {"type": "string"},
+}
+STATS_PARAMETERS: tuple[dict[str, Any], ...] = (
+    *(
+        {
+            "name": name,
+            "in": "query",
+            "description": meaning,
+            "schema": {"type": "integer", "minimum": 0, "maximum": most},
+        }
+        for name, meaning, most in (
+            ("steps", "give so many of the engine's latest steps, too", MAX_STEPS),
+            ("after", "... of those after the step with this id", MAX_STEP_ID),
+        )
+    ),
+    MODEL_PARAMETER,
 )
 
 

@@ -22,7 +22,7 @@ _MAX_REQUESTED = 64  # header names of a preflight that are looked at
 # What clients in browsers send: ours, OpenAI's (which Stainless makes) and Anthropic's.
 _REQUEST_HEADER = re.compile(
     r"authorization|x-api-key|api-key|content-type|accept|user-agent|x-request-id|x-quire-trace"
-    r"|x-quire-resume|last-event-id"
+    r"|x-quire-resume|last-event-id|idempotency-key"
     r"|traceparent|(?:x-stainless|openai|anthropic)-[a-z0-9-]{1,64}"
 )
 _USUAL_HEADERS = ("authorization", "content-type", "x-api-key", "x-request-id")
@@ -87,7 +87,7 @@ def cors_headers(headers: Headers, settings: ServerSettings) -> Headers:
         "access-control-allow-methods": "GET, POST, DELETE",
         "access-control-allow-headers": ", ".join(_allowed_headers(headers)),
         "access-control-expose-headers": "x-request-id, retry-after, retry-after-ms, "
-        "x-quire-ignored-fields",
+        "x-quire-ignored-fields, idempotent-replayed",
         "access-control-max-age": str(_PREFLIGHT_AGE_S),
         "vary": "origin, access-control-request-headers",
     }

@@ -180,7 +180,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["quire"] = "quire"
-    max_model_len: int
+    max_model_len: int | None = None
 
 
 class ModelList(BaseModel):
@@ -297,11 +297,21 @@ class LatestSteps(BaseModel):
     steps: list[StepFigures]
 
 
+class ModelFigures(BaseModel):
+    """One of the server's models."""
+
+    name: str
+    status: str = Field(description="ready, loading, recovering, or unloaded until a request comes")
+    predicted_bytes: int | None = Field(description="what it takes; known of models on demand")
+    loading: LoadingFigures | None = None
+
+
 class OwnStatsReply(BaseModel):
-    """What every key may read."""
+    """What every key may read, of one model."""
 
     status: str
     model: str
+    models: list[ModelFigures] = Field(description="all that the server has")
     uptime_s: float
     key: str | None  # its name
     own: KeyFigures

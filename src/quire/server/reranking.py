@@ -17,9 +17,9 @@ from quire.llm.reranking import Reranker
 from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import ApiError
 from quire.server.fields import Refused, Strict, accepted, refused
+from quire.server.model_service import ModelService
 from quire.server.replies import EmbeddingUsage
 from quire.server.schemas import MAX_PROMPTS, CommonFields
-from quire.server.service import Service
 from quire.server.submission import (
     ErrorMapper,
     Prompts,
@@ -124,7 +124,7 @@ class _Pairs(NamedTuple):
     prompts: Prompts
 
 
-async def rerank(service: Service, request: Request) -> Response:
+async def rerank(service: ModelService, request: Request) -> Response:
     body, outputs, scores = await _scored(service, request, RerankRequest, _ranked_pairs)
     best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n]
     with_text = body.return_documents
@@ -147,7 +147,7 @@ async def rerank(service: Service, request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def score(service: Service, request: Request) -> Response:
+async def score(service: ModelService, request: Request) -> Response:
     _, outputs, scores = await _scored(service, request, ScoreRequest, _scored_pairs)
     reply = ScoreReply(
         id=f"score-{_call(request).id}",
@@ -173,7 +173,7 @@ _FIELDS = {"prompt": "documents", "text": "documents", "max_tokens": "documents"
 
 
 async def _scored(
-    service: Service,
+    service: ModelService,
     request: Request,
     schema: type[Any],
     pairs_of: Callable[[Any], list[tuple[str, str]]],
@@ -235,7 +235,7 @@ async def _outputs(
 
 
 def _prepare(
-    service: Service,
+    service: ModelService,
     call: Call,
     llm: OnlineModel,
     reranker: Reranker,

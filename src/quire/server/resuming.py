@@ -97,16 +97,24 @@ def digest_of(body: bytes, *computed_by: str) -> str:
 
 
 def first_id(
-    given: str | None, digest: str, answer: str, created: int, num_choices: int
+    given: str | None,
+    digest: str,
+    answer: str,
+    created: int,
+    num_choices: int,
+    seed: int | None = None,
 ) -> EventId:
-    """What a stream begins behind: the id that the client gives, or one of its own."""
+    """What a stream begins behind: the id that the client gives, or one of its own. `seed`: where
+    the answer has one already."""
     if given is None:
-        return EventId(answer, created, digest, new_seed(), (Mark(),) * num_choices)
+        drawn = new_seed() if seed is None else seed
+        return EventId(answer, created, digest, drawn, (Mark(),) * num_choices)
     found = EventId.read(given)
     if found.digest != digest:
         raise _refusal(
-            "Last-Event-ID is of another body, model or version: send the body that the stream "
-            "began with, byte for byte, or leave the header out to begin anew",
+            "Last-Event-ID is of another body, version or model (weights may have been replaced "
+            "under the same name): send the body that the stream began with, byte for byte, or "
+            "leave the header out to begin anew",
             "resume_mismatch",
         )
     if len(found.marks) != num_choices:

@@ -26,11 +26,15 @@ from typing import Any, cast
 import uvicorn
 
 from quire.core.errors import ConfigError, ExecutorError, QuireError
+from quire.core.heap import settle_heap
 from quire.server.app import create_app
 from quire.server.errors import ApiError
 from quire.server.logs import log
+from quire.server.model_folder import ModelFolder
+from quire.server.model_service import LOADING_THREAD, Load, ModelSource, State
 from quire.server.protocol import ConnectionLimits, HttpProtocol, protocol_class, refusal_bytes
-from quire.server.service import LOADING_THREAD, Load, Replace, Service, State
+from quire.server.residency import Residency
+from quire.server.service import Replace, Service
 from quire.server.settings import ServerSettings
 
 # How long a thread that reads a request may keep the interpreter from engine and event loop.
@@ -52,13 +56,15 @@ class _Server(uvicorn.Server):
 
 def serve(
     settings: ServerSettings,
-    load: Load,
+    load: Load | Sequence[ModelSource],
     on_ready: OnReady,
     on_hangup: Sequence[Reload] = (),
     replace: Replace | None = None,
+    residency: Residency | None = None,
+    folder: ModelFolder | None = None,
 ) -> None:
     """Serve until a signal ends it; raises what ended it otherwise. `replace`: what `quire reload`
-    makes of its arguments.
+    makes of its arguments. The rest is Service's.
 
     SIGTERM and SIGINT drain; a second one ends all requests at once. SIGHUP reads the keys and the
     certificate again and calls each of `on_hangup` on the event loop; without any of these it has
@@ -68,7 +74,9 @@ def serve(
     if certificate is not None:
         on_hangup = [*on_hangup, certificate.reload]
     listener = bound_listener(settings)
-    make = partial(Service, settings, load, replace=replace)  # on the event loop
+    make = partial(  # on the event loop
+        Service, settings, load, replace=replace, residency=residency, folder=folder
+    )
     run_loop(_serve(make, listener, on_ready, on_hangup, certificate))
 
 
@@ -138,10 +146,10 @@ async def run_service(
     ending = loop.create_task(_stop_when_ended(service, server))
     while not server.started and not running.done():
         await asyncio.sleep(0.01)  # so that whoever reads "ready" can connect
-    if service.state is State.LOADING:
+    if not service.has_opened:
         await service.open()
     if service.state is State.READY:
-        _freeze_heap()
+        settle_heap()
         on_ready()
     await running
     gc.unfreeze()  # native objects in cycles are freed at exit, or nanobind reports them as leaks
@@ -190,13 +198,6 @@ def _reload_all(reloads: Sequence[Reload]) -> None:
             log("reload_failed", logging.ERROR, error=str(error))
         except Exception as error:
             log("reload_failed", logging.ERROR, error=f"{type(error).__name__}: {error}")
-
-
-def _freeze_heap() -> None:
-    """Keep the loaded model and modules out of later collections: a full one, which a request of
-    many small values sets off, would stop every stream while it looks through them."""
-    gc.collect()
-    gc.freeze()
 
 
 async def _stop_when_ended(service: Service, server: uvicorn.Server) -> None:

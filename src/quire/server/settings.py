@@ -14,10 +14,11 @@ _COUNTS = (
     *("max_body_bytes", "max_buffered_bytes", "max_header_bytes"),
     *("max_connections", "max_connections_per_address", "max_stored_bytes"),
     *("max_file_bytes", "max_job_bytes", "max_jobs", "max_job_lines"),
+    *("max_idempotency_keys", "max_idempotency_bytes"),
 )
 _TIMES = (
     *("header_timeout_s", "body_timeout_s", "unread_timeout_s", "linger_timeout_s"),
-    *("keep_alive_s", "ping_interval_s"),
+    *("keep_alive_s", "ping_interval_s", "max_stored_days"),
 )
 
 
@@ -41,8 +42,11 @@ class ServerSettings:
     max_buffered_bytes: int = 256 << 20  # of all bodies together, while they come
     max_header_bytes: int = 64 << 10
     max_connections: int = 4096
-    max_stored_responses: int = 1000  # of /v1/responses, in memory; 0: none is stored
+    max_stored_responses: int = 1000  # of /v1/responses; 0: none is stored
     max_stored_bytes: int = 64 << 20  # of them together
+    max_stored_days: float = 30.0
+    max_idempotency_keys: int = 10_000  # whose answers are kept for a day
+    max_idempotency_bytes: int = 64 << 20  # of these answers together
     max_connections_per_address: int | None = None  # an eighth of all; no limit on loopback
     trusted_proxies: tuple[Network, ...] = ()  # whose forwarding headers are believed
     header_timeout_s: float = 10.0

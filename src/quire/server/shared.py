@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from quire.core.version import own_version
+from quire.server.answers.claims import Claims
+from quire.server.answers.store import AnswerLimits, AnswerStore
 from quire.server.audit import AuditHead, AuditLog, AuditSink, open_audit_log, settings_digest
 from quire.server.connections import Connections, FailedKeys, open_connections
-from quire.server.dialects.responses_store import ResponseStore
 from quire.server.keys import KeyRing
 from quire.server.quotas import Quotas, QuotaSaver, RequestLimits, Usage
 from quire.server.settings import ServerSettings
@@ -72,10 +73,13 @@ class SharedState:
     limits: RequestLimits
     quotas: Quotas
     failed_keys: FailedKeys
-    responses: ResponseStore
+    responses: AnswerStore
+    claims: Claims
     audit: AuditSink | None
     # Where another process keeps them: has the keys read again there, or raises a ConfigError.
     reload_keys: Callable[[], Awaitable[None]] | None = None
+    # What processes of the same server call it, in locks of the state folder; "" for the default.
+    server_name: str = ""
 
     @classmethod
     def of(cls, settings: ServerSettings) -> "SharedState":
@@ -89,7 +93,8 @@ class SharedState:
             limits=limits,
             quotas=quotas,
             failed_keys=FailedKeys(),
-            responses=ResponseStore(settings.max_stored_responses, settings.max_stored_bytes),
+            responses=open_answers(settings),
+            claims=Claims(),
             audit=open_audit_log(settings),
         )
 
@@ -102,8 +107,12 @@ class SharedState:
             self.audit.record("start", version=own_version(), settings=settings_digest(settings))
         yield
         saver.close()
+        self.responses.close()
         if self.audit is not None:
             self.audit.close(state=state())
+
+    async def own_folder(self) -> None:
+        """Returns when no earlier process of this server uses the state folder any more."""
 
     async def figures(
         self, own: ProcessFigures, ring: KeyRing, num_worker_restarts: int
@@ -129,3 +138,18 @@ class SharedState:
             audit=audit,
             num_worker_restarts=num_worker_restarts,
         )
+
+
+def answer_limits(settings: ServerSettings) -> AnswerLimits:
+    return AnswerLimits(
+        max_responses=settings.max_stored_responses,
+        max_response_bytes=settings.max_stored_bytes,
+        max_response_age_s=settings.max_stored_days * 86400.0,
+        max_keyed=settings.max_idempotency_keys,
+        max_keyed_bytes=settings.max_idempotency_bytes,
+    )
+
+
+def open_answers(settings: ServerSettings) -> AnswerStore:
+    """The store in the state folder, or in memory without one; its file is opened when needed."""
+    return AnswerStore(settings.state_folder, answer_limits(settings))

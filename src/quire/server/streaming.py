@@ -12,12 +12,12 @@ from quire.chat import AnswerEvent, AnswerParser, ReasoningDelta
 from quire.core.errors import QuireError, RequestCancelledError
 from quire.core.request import FinishReason, Piece, RequestOutput
 from quire.engine.aio import Stream
-from quire.server.calls import CLIENT_GONE
+from quire.server.calls import CLIENT_GONE, PING
 from quire.server.dialect import Choice, Frames, GenerationCall, choice_of, finish_word
 from quire.server.errors import ApiError
-from quire.server.middleware import Receive, Scope, Send, send_error
+from quire.server.middleware import Message, Receive, Scope, Send, send_error
+from quire.server.model_service import ModelService
 from quire.server.resuming import StreamIds
-from quire.server.service import Service
 
 FRAMES_PER_SECOND = 1000  # of all streams together; beyond it tokens share frames
 LONGEST_PAUSE_S = 0.2  # between frames of one stream
@@ -40,7 +40,7 @@ class StreamReply(Response):
 
     def __init__(
         self,
-        service: Service,
+        service: ModelService,
         generation: GenerationCall,
         streams: Sequence[Stream],
         frames: Frames,
@@ -95,6 +95,11 @@ class StreamReply(Response):
             ending = self._frames.ending(outputs, choices)
             if self._ids is not None:
                 ending = self._ids.ending(ending)
+            try:
+                await self._call.write_all()
+            except ApiError as error:
+                await self._fail(error)
+                return
             await self._write(ending, more=False)
 
     async def _fail(self, error: ApiError) -> None:
@@ -116,9 +121,12 @@ class StreamReply(Response):
                 by_choice = _by_choice(pieces) if self._choices_each > 1 else {0: pieces}
                 for index, some in by_choice.items():
                     if index not in parsers:
-                        parsers[index] = self._generation.new_parser()
+                        parsers[index] = self._generation.new_parser(first_choice + index)
                         content += self._opening(first_choice + index)
-                    content += self._rest(first_choice + index, parsers[index], some)
+                    # Of one that may be made again, events must not depend on what came at once.
+                    runs = [some] if self._call.stored is None else [[piece] for piece in some]
+                    for run in runs:
+                        content += self._rest(first_choice + index, parsers[index], run)
                 if content:
                     await self._write(content)
                     not_before = self._sent_at + self._pause_s()
@@ -182,7 +190,7 @@ class StreamReply(Response):
         """With many streams, each gets fewer and larger frames."""
         return min(LONGEST_PAUSE_S, self._service.num_streams / FRAMES_PER_SECOND)
 
-    async def _write(self, content: bytes, *, more: bool = True) -> None:
+    async def _write(self, content: bytes, *, more: bool = True, is_ping: bool = False) -> None:
         if not self._is_open:
             self._is_open = True
             await self._send(
@@ -193,7 +201,10 @@ class StreamReply(Response):
                 }
             )
         self._sent_at = self._loop.time()
-        await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        message: Message = {"type": "http.response.body", "body": content, "more_body": more}
+        if is_ping:
+            message[PING] = True
+        await self._send(message)
 
     async def _ping(self) -> None:
         """Write what says nothing, so that proxies and clients do not time out."""
@@ -205,7 +216,7 @@ class StreamReply(Response):
             await asyncio.sleep(max(0.001, interval_s - silent_s))
             if self._loop.time() - self._sent_at >= interval_s:
                 with suppress(OSError):
-                    await self._write(self._frames.ping)
+                    await self._write(self._frames.ping, is_ping=True)
 
     async def _watch(self, receive: Receive) -> None:
         """Cancel the requests when the client disconnects."""

@@ -22,10 +22,10 @@ from quire.server.calls import SCOPE_KEY, Call
 from quire.server.errors import ApiError, as_api_error
 from quire.server.fields import Strict, obeyed_fields
 from quire.server.middleware import ClientGoneError
+from quire.server.model_service import ModelService
 from quire.server.quotas import demand_of
 from quire.server.resuming import digest_of
 from quire.server.schemas import CommonFields
-from quire.server.service import Service
 
 _WATCH_AFTER_S = 0.02  # most work has ended by then, and needs no watch for a disconnect
 
@@ -44,14 +44,17 @@ class PreparedBody(NamedTuple, Generic[B]):
     prompts: Prompts
 
 
-def call_and_model(service: Service, request: Request) -> tuple[Call, OnlineModel]:
+def call_and_model(service: ModelService, request: Request) -> tuple[Call, OnlineModel]:
     """The call and the model that answers it; raises where it cannot be answered now."""
     call: Call = request.scope[SCOPE_KEY]
-    return call, service.llm
+    llm = service.llm
+    if call.identity is not None:
+        call.identity = call.identity.of_model(llm.fingerprint)
+    return call, llm
 
 
 async def prepare_body(
-    service: Service, request: Request, prepare: Callable[[bytes], T], *, is_quick: bool
+    service: ModelService, request: Request, prepare: Callable[[bytes], T], *, is_quick: bool
 ) -> T:
     """What `prepare` makes of the body. It runs in the pool, unless the body is small and
     `is_quick` to prepare."""
@@ -62,14 +65,14 @@ async def prepare_body(
     call: Call = request.scope[SCOPE_KEY]
     if call.wants_ids:
         llm = service.llm
-        call.body_digest = digest_of(body, service.name, llm.family, llm.device)
+        call.body_digest = digest_of(body, service.name, llm.fingerprint, llm.device)
     if is_quick and len(body) <= SMALL_BYTES:
         return prepare(body)
     return await run_in_pool(service, request, lambda: prepare(body), len(body))
 
 
 async def run_in_pool(
-    service: Service, request: Request, work: Callable[[], T], size: int = 0
+    service: ModelService, request: Request, work: Callable[[], T], size: int = 0
 ) -> T:
     """Work that would block the event loop; cancelled when the client goes away."""
     working = service.pool.submit(_queue_of(request), work, size)
@@ -113,7 +116,7 @@ class ErrorMapper:
     """
 
     def __init__(
-        self, service: Service, schema: type[Strict], names: Mapping[str, str] | None = None
+        self, service: ModelService, schema: type[Strict], names: Mapping[str, str] | None = None
     ) -> None:
         self._service = service
         self._names = names or {}
@@ -149,7 +152,7 @@ class ErrorMapper:
 
 
 async def submit_all(
-    service: Service,
+    service: ModelService,
     llm: OnlineModel,
     call: Call,
     body: CommonFields,

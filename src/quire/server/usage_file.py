@@ -126,10 +126,17 @@ def _lock(descriptor: int) -> None:
 
 
 def _checked(content: bytes) -> _State:
-    """The state; a ValueError where it is malformed."""
+    """The state; a ValueError where it is malformed, an OSError where a newer quire wrote it: that
+    stays as it is."""
     if len(content) > _MAX_BYTES:
         raise ValueError(f"it is longer than {_MAX_BYTES} bytes")
     state = json.loads(content)
+    version = state.get("version") if isinstance(state, dict) else None
+    if isinstance(version, int) and version > _VERSION:
+        raise OSError(
+            f"{FILE_NAME} was written by a newer quire (version {version}; this one knows "
+            f"{_VERSION})"
+        )
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         raise ValueError(f"it is not of version {_VERSION}")
     used = state.get("used")

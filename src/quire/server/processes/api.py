@@ -8,20 +8,23 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import cast
 
 from quire.core.errors import ConfigError, ExecutorError
 from quire.core.progress import report
 from quire.llm import OnlineModel
+from quire.llm.devices import Options
 from quire.server.keys import KeyRing
 from quire.server.logs import log, set_up_logs, take_over_standard_streams
+from quire.server.model_service import State
 from quire.server.processes import messages as wire
 from quire.server.processes.client import AskingState, Caller, IdleCounts
+from quire.server.processes.replacing import NextWorker
 from quire.server.processes.setup import Setup
 from quire.server.runner import Certificate, read_certificate, run_loop, run_service
-from quire.server.service import Service, State
+from quire.server.service import Service
 from quire.server.settings import ServerSettings
 from quire.server.shared import ProcessFigures, ServerFigures
 from quire.worker import RemoteLLM
@@ -42,6 +45,7 @@ class _ApiProcess(asyncio.Protocol):
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[wire.Told]] = {}
         self._load: wire.Load | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._may_load = threading.Event()
         self.has_given_up = False  # its supervisor says why
         self._drains: set[asyncio.Task[None]] = set()
@@ -49,7 +53,8 @@ class _ApiProcess(asyncio.Protocol):
         state = AskingState(
             settings, caller, counts, setup.index, self._ask_totals, self._reload_keys
         )
-        self.service = Service(settings, self._attach, state)
+        self.service = Service(settings, self._attach_first, state)
+        self._next_worker = NextWorker(self.service, self._attach, self._tell)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
@@ -66,7 +71,14 @@ class _ApiProcess(asyncio.Protocol):
         match news:
             case wire.Load():
                 self._load = news
+                self._next_worker.begin(news)
                 self._may_load.set()
+            case wire.Prepare():
+                self._run(self._next_worker.prepare(news))
+            case wire.Switch():
+                self._next_worker.switch(news)
+            case wire.Forget():
+                self._run(self._next_worker.forget())
             case wire.Loading(phase, done):
                 if service.state is State.LOADING:
                     service.phases(phase, done)
@@ -87,6 +99,11 @@ class _ApiProcess(asyncio.Protocol):
             case wire.Told(call):
                 if (asked := self._asked.pop(call, None)) is not None and not asked.done():
                     asked.set_result(news)
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def tell_up(self) -> None:
         self._tell(wire.Up())
@@ -123,15 +140,21 @@ class _ApiProcess(asyncio.Protocol):
         if told.error is not None:
             raise ConfigError(told.error)
 
-    def _attach(self, on_stuck: Callable[[], None]) -> OnlineModel:
-        """On the thread that loads: once there is a worker, read what turns text into requests."""
+    def _attach_first(self, on_stuck: Callable[[], None]) -> OnlineModel:
+        """On the thread that loads: once there is a worker."""
         self._may_load.wait()
         assert self._load is not None
-        setup, path = self._setup, self._load.path
+        return self._attach(self._load, False, on_stuck)
+
+    def _attach(
+        self, load: wire.Load, continues: bool, on_stuck: Callable[[], None]
+    ) -> OnlineModel:
+        """On the thread that loads: read what turns text into requests, and connect."""
         report("connecting", 0.0)
         prefix = f"request-{os.getpid()}-"
-        attacher = Attacher(self._load.socket)
-        return RemoteLLM.attach(path, setup.options, attacher, on_stuck, prefix=prefix, others=self)
+        attacher = Attacher(load.socket, continues=continues)
+        options = Options(**load.options)
+        return RemoteLLM.attach(load.path, options, attacher, on_stuck, prefix=prefix, others=self)
 
 
 def _read_by_supervisor() -> KeyRing:

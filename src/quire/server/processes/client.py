@@ -7,16 +7,26 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from quire.core.request import RequestOutput
+from quire.server.answers.claims import Claims
+from quire.server.answers.store import AnswerLimits, AnswerStore
 from quire.server.audit import Fields
 from quire.server.connections import Connection, Connections, FailedKeys, open_connections
-from quire.server.dialects.responses_store import ResponseStore, StoredResponse
 from quire.server.keys import ApiKey, KeyRing
 from quire.server.processes import messages as wire
 from quire.server.quotas import Demand, QuotaReservation, Quotas, RequestLimits, tokens_of
 from quire.server.settings import ServerSettings
-from quire.server.shared import ProcessFigures, ServerFigures, SharedState
+from quire.server.shared import (
+    ProcessFigures,
+    ServerFigures,
+    SharedState,
+    answer_limits,
+    open_answers,
+)
 from quire.worker.channel import FrameReader, frame
 
 _COUNT_BYTES = 8
@@ -204,19 +214,40 @@ class SharedFailedKeys(FailedKeys):
         return self._caller.ask(wire.CountFailedKey(group)).penalty_s
 
 
-class SharedResponses(ResponseStore):
-    def __init__(self, settings: ServerSettings, caller: Caller) -> None:
-        super().__init__(settings.max_stored_responses, settings.max_stored_bytes)
+class SharedClaims(Claims):
+    def __init__(self, caller: Caller) -> None:
+        super().__init__()
         self._caller = caller
 
-    def put(self, key: str, response: StoredResponse) -> None:
-        self._caller.tell(wire.PutResponse(key, response))
+    def take(self, name: str) -> bool:
+        return self._caller.ask(wire.TakeClaim(name)).is_taken
 
-    def find(self, key: str, response_id: str) -> StoredResponse | None:
-        return self._caller.ask(wire.FindResponse(key, response_id)).response
+    def leave(self, name: str) -> None:
+        self._caller.tell(wire.LeaveClaim(name))
 
-    def delete(self, key: str, response_id: str) -> bool:
-        return self._caller.ask(wire.DeleteResponse(key, response_id)).is_found
+
+class AskedAnswers(AnswerStore):
+    """Those that the supervisor has in memory, where there is no folder to share."""
+
+    def __init__(self, limits: AnswerLimits, caller: Caller) -> None:
+        super().__init__(None, limits)
+        self._caller = caller
+
+    @property
+    def is_used(self) -> bool:
+        return True  # perhaps by another process
+
+
+def _asking(method: str) -> Callable[..., Any]:
+    def ask(self: AskedAnswers, *arguments: object) -> Any:
+        call = wire.AskAnswers(method, msgspec.Raw(wire.encode(arguments)))
+        return wire.read_value(method, self._caller.ask(call).value)
+
+    return ask
+
+
+for _method in wire.ANSWER_METHODS:
+    setattr(AskedAnswers, _method, _asking(_method))
 
 
 class SharedAudit:
@@ -240,6 +271,12 @@ class SharedAudit:
         """The supervisor does, at its end."""
 
 
+def _answers(settings: ServerSettings, caller: Caller) -> AnswerStore:
+    if settings.state_folder is not None:
+        return open_answers(settings)
+    return AskedAnswers(answer_limits(settings), caller)
+
+
 AskTotals = Callable[[ProcessFigures], Awaitable[ServerFigures]]
 
 
@@ -261,7 +298,8 @@ class AskingState(SharedState):
             limits=limits,
             quotas=SharedQuotas(caller, limits),
             failed_keys=SharedFailedKeys(caller),
-            responses=SharedResponses(settings, caller),
+            responses=_answers(settings, caller),
+            claims=SharedClaims(caller),
             audit=None if settings.audit_log is None else SharedAudit(caller),
             reload_keys=reload_keys,
         )
@@ -270,6 +308,7 @@ class AskingState(SharedState):
     @contextmanager
     def kept(self, settings: ServerSettings, state: Callable[[], str]) -> Iterator[None]:  # noqa: ARG002
         yield  # the supervisor saves
+        self.responses.close()
 
     async def figures(
         self,

@@ -29,6 +29,7 @@ class Client:
     proxied: Counter[str] = field(default_factory=Counter)
     keys: Counter[ApiKey] = field(default_factory=Counter)  # of its open requests
     reservations: dict[int, Reservation] = field(default_factory=dict)
+    claims: set[str] = field(default_factory=set)
     figures: ProcessFigures = field(default_factory=ProcessFigures)  # the last it told
     num_closing: int = 0  # idle connections that it was asked to close
 
@@ -70,6 +71,8 @@ class Hub:
                 self._service.limits.leave(key)
         for reservation in client.reservations.values():
             reservation.settle([])
+        for name in client.claims:
+            self._service.claims.leave(name)
 
     def totals(self) -> ProcessFigures:
         """As the processes told them last."""
@@ -117,6 +120,14 @@ class Hub:
                 client.reservations.pop(number).settle_tokens(prompt, completion)
             case wire.CountUsage(key, prompt, completion):
                 service.quotas.count(key, prompt, completion)
+            case wire.TakeClaim(name):
+                is_taken = service.claims.take(name)
+                if is_taken:
+                    client.claims.add(name)
+                return wire.Reply(is_taken=is_taken)
+            case wire.LeaveClaim(name):
+                client.claims.discard(name)
+                service.claims.leave(name)
             case _:
                 return self._keep(call)
         return None
@@ -126,12 +137,8 @@ class Hub:
         match call:
             case wire.CountFailedKey(group):
                 return wire.Reply(penalty_s=service.failed_keys.add(group))
-            case wire.PutResponse(name, response):
-                service.responses.put(name, response)
-            case wire.FindResponse(name, response_id):
-                return wire.Reply(response=service.responses.find(name, response_id))
-            case wire.DeleteResponse(name, response_id):
-                return wire.Reply(is_found=service.responses.delete(name, response_id))
+            case wire.AskAnswers():
+                return wire.Reply(value=wire.call_answers(service.responses, call))
             case wire.RecordEvent(event, about):
                 service.record(event, **about)
             case wire.RecordRepeated(event, group, about, max_groups):

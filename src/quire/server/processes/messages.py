@@ -1,14 +1,14 @@
 """What an API process and its supervisor say to each other, as msgpack, on two sockets.
 
-On the first the process asks, and waits: limits, quotas, stored responses; what needs no answer
+On the first the process asks, and waits: limits, quotas, answers in memory; what needs no answer
 gets none. On the second both say what the other's event loop takes up: drains, keys, figures.
 """
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
-from quire.server.dialects.responses_store import StoredResponse
+from quire.server.answers.store import AnswerStore
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey
 from quire.server.quotas import Demand
@@ -79,23 +79,21 @@ class CountFailedKey(_Message, frozen=True):
     group: str
 
 
-class PutResponse(_Message, frozen=True):
-    key: str
-    response: StoredResponse
+class AskAnswers(_Message, frozen=True):
+    """A method of the AnswerStore in memory, and its arguments; answered by what it returns."""
+
+    method: str
+    arguments: msgspec.Raw
 
 
-class FindResponse(_Message, frozen=True):
-    """Answered by the response, if there is one."""
+class TakeClaim(_Message, frozen=True):
+    """Answered: whether nobody had it."""
 
-    key: str
-    response_id: str
+    name: str
 
 
-class DeleteResponse(_Message, frozen=True):
-    """Answered: whether there was one."""
-
-    key: str
-    response_id: str
+class LeaveClaim(_Message, frozen=True):
+    name: str
 
 
 class RecordEvent(_Message, frozen=True):
@@ -112,7 +110,7 @@ class RecordRepeated(_Message, frozen=True):
 
 Call = (
     OpenConnection | CloseConnection | OpenProxied | CloseProxied | EnterKey | LeaveKey | Admit
-    | Settle | CountUsage | CountFailedKey | PutResponse | FindResponse | DeleteResponse
+    | Settle | CountUsage | CountFailedKey | AskAnswers | TakeClaim | LeaveClaim
     | RecordEvent | RecordRepeated
 )  # fmt: skip
 
@@ -155,18 +153,40 @@ class Reply(_Message, frozen=True):
     reservation: int = 0
     headers: list[tuple[str, str]] = []
     penalty_s: float = 0.0
-    response: StoredResponse | None = None
-    is_found: bool = False
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    is_taken: bool = False
 
 
 # ---- the second socket: to the process
 
 
 class Load(_Message, frozen=True):
-    """A worker has loaded the model at this path, and takes channels at the socket."""
+    """A worker has loaded the model at this path with these fields of Options, and takes channels
+    at the socket; the model is called by these names."""
 
     path: str
     socket: str
+    options: dict[str, Any]
+    names: list[str]
+
+
+class Prepare(_Message, frozen=True):
+    """Be ready to use another worker; answered by Done. `continues`: it computes what the old one
+    would, so that requests can go on there."""
+
+    call: int
+    load: Load
+    continues: bool
+
+
+class Switch(_Message, frozen=True):
+    """Use the worker that was prepared for; answered by Done, with how many requests there are."""
+
+    call: int
+
+
+class Forget(_Message, frozen=True):
+    """The worker that was prepared for will not be used."""
 
 
 class Loading(_Message, frozen=True):
@@ -213,7 +233,10 @@ class Told(_Message, frozen=True):
     are_all: bool = False
 
 
-News = Load | Loading | Keys | ReadCertificate | CloseIdle | Drain | GiveUp | AskFigures | Told
+News = (
+    Load | Prepare | Switch | Forget | Loading | Keys | ReadCertificate | CloseIdle | Drain | GiveUp
+    | AskFigures | Told
+)  # fmt: skip
 
 
 # ---- the second socket: to the supervisor
@@ -226,6 +249,20 @@ class Up(_Message, frozen=True):
 class OwnFigures(_Message, frozen=True):
     call: int
     figures: ProcessFigures
+
+
+class Done(_Message, frozen=True):
+    """What was asked for, or why not."""
+
+    call: int
+    error: str | None = None
+    num_requests: int = 0
+
+
+class Retired(_Message, frozen=True):
+    """The worker at this socket is not used any more."""
+
+    socket: str
 
 
 class AskTotals(_Message, frozen=True):
@@ -260,10 +297,35 @@ class EndTurn(_Message, frozen=True):
 
 
 Question = AskTotals | AskReload | ReportSuspects | TakeTurn
-Notice = Up | OwnFigures | EndTurn | Question
+Notice = Up | OwnFigures | Done | Retired | EndTurn | Question
 
 encode = msgspec.msgpack.Encoder().encode
 read_call = msgspec.msgpack.Decoder(Call).decode
 read_reply = msgspec.msgpack.Decoder(Reply).decode
 read_news = msgspec.msgpack.Decoder(News).decode
 read_notice = msgspec.msgpack.Decoder(Notice).decode
+
+
+# ---- methods of the store of answers, whose arguments and values are plain data
+
+_METHODS = (
+    *("check", "put", "find", "events", "delete", "live", "begin_response", "add_events"),
+    *("end_response", "begin_keyed", "end_keyed", "counts"),
+)
+_HINTS = {name: get_type_hints(getattr(AnswerStore, name)) for name in _METHODS}
+_VALUES = {name: msgspec.msgpack.Decoder(hints["return"]) for name, hints in _HINTS.items()}
+_ARGUMENTS = {
+    name: msgspec.msgpack.Decoder(tuple[tuple(t for n, t in hints.items() if n != "return")])  # type: ignore[misc]
+    for name, hints in _HINTS.items()
+}
+ANSWER_METHODS = _METHODS
+
+
+def read_value(method: str, value: msgspec.Raw) -> Any:
+    return _VALUES[method].decode(value)
+
+
+def call_answers(store: AnswerStore, call: AskAnswers) -> msgspec.Raw:
+    """Raises a KeyError for what is no method."""
+    arguments = _ARGUMENTS[call.method].decode(call.arguments)
+    return msgspec.Raw(encode(getattr(store, call.method)(*arguments)))

@@ -14,16 +14,18 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import replace as replaced
+from functools import partial
 from typing import cast
 
 from quire.core.errors import ConfigError, ExecutorError
 from quire.server.keys import KeyRing
 from quire.server.logs import log
+from quire.server.model_service import Replacement, State
 from quire.server.processes import messages as wire
 from quire.server.processes.client import IdleCounts
 from quire.server.processes.hub import Client, Hub
+from quire.server.processes.replacing import Followers, WorkerSockets
 from quire.server.processes.setup import Setup
 from quire.server.runner import (
     OnReady,
@@ -34,7 +36,7 @@ from quire.server.runner import (
     read_certificate,
     run_loop,
 )
-from quire.server.service import Service, State
+from quire.server.service import Service
 from quire.server.settings import ServerSettings
 from quire.worker import RemoteLLM
 from quire.worker.channel import FrameReader, frame
@@ -50,6 +52,9 @@ _BACKLOG = 2048
 
 # Loads the model in a worker that takes channels from a listening socket.
 LoadShared = Callable[[Callable[[], None], socket.socket], RemoteLLM]
+# From a model and the path of a configuration, None meaning those that are served, to the rest;
+# its worker takes channels from the socket.
+ReplaceShared = Callable[[str | None, str | None, socket.socket], Replacement]
 
 
 def supervise(
@@ -57,8 +62,10 @@ def supervise(
     setup: Setup,
     load: LoadShared,
     on_ready: OnReady,
+    replace: ReplaceShared | None = None,
 ) -> None:
-    """Serve until a signal ends it, as runner.serve does; raises what ended it otherwise."""
+    """Serve until a signal ends it, as runner.serve does; raises what ended it otherwise.
+    `replace`: what `quire reload` makes of its arguments."""
     if not 1 <= setup.num_processes <= MAX_PROCESSES:
         raise ConfigError(
             f"--api-processes must be from 1 to {MAX_PROCESSES}, got {setup.num_processes}"
@@ -66,11 +73,12 @@ def supervise(
     read_certificate(settings)  # what is wrong with it is said here
     listeners = _listeners(settings, setup.num_processes)
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:  # for this user alone
-        path = str(Path(folder) / "worker")
-        with socket.socket(socket.AF_UNIX) as attaching:
-            attaching.bind(path)
-            attaching.listen(_BACKLOG)
-            run_loop(_Supervisor(settings, setup, listeners, path).run(load, attaching, on_ready))
+        sockets = WorkerSockets(folder)
+        try:
+            supervisor = _Supervisor(settings, setup, listeners, sockets)
+            run_loop(supervisor.run(load, on_ready, replace))
+        finally:
+            sockets.close_all()
 
 
 def _listeners(settings: ServerSettings, count: int) -> list[socket.socket]:
@@ -135,7 +143,7 @@ class _Process:
         self.is_up = False
         self._owner = owner
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._asked: dict[int, asyncio.Future[wire.Done | None]] = {}
         self._news: asyncio.WriteTransport
         self._popen: subprocess.Popen[bytes]
 
@@ -182,6 +190,11 @@ class _Process:
                 self.client.figures = figures
                 if (asked := self._asked.pop(call, None)) is not None and not asked.done():
                     asked.set_result(None)
+            case wire.Done(call):
+                if (asked := self._asked.pop(call, None)) is not None and not asked.done():
+                    asked.set_result(notice)
+            case wire.Retired(path):
+                self._owner.followers.retired(self, path)
             case wire.AskTotals(call, own):
                 self.client.figures = own
                 self._owner.run_task(self._owner.tell_totals(self, call))
@@ -209,7 +222,16 @@ class _Process:
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
         self.tell(wire.AskFigures(number))
         with suppress(TimeoutError):
-            await asyncio.wait_for(asked, _FIGURES_S)
+            async with asyncio.timeout(_FIGURES_S):  # wait_for() may lose a cancellation
+                await asked
+
+    async def ask(self, make: Callable[[int], wire.Prepare | wire.Switch]) -> wire.Done | None:
+        """Its answer; None: it has ended."""
+        number = next(self._numbers)
+        asked: asyncio.Future[wire.Done | None] = asyncio.get_running_loop().create_future()
+        self._asked[number] = asked
+        self.tell(make(number))
+        return await asked
 
     def lost(self) -> None:
         for asked in self._asked.values():
@@ -229,12 +251,17 @@ class _Process:
 
 class _Supervisor:
     def __init__(
-        self, settings: ServerSettings, setup: Setup, listeners: Sequence[socket.socket], path: str
+        self,
+        settings: ServerSettings,
+        setup: Setup,
+        listeners: Sequence[socket.socket],
+        sockets: WorkerSockets,
     ) -> None:
         self._settings = settings
         self._setup = setup
         self._listeners = listeners
-        self._path = path  # where workers take channels
+        self._sockets = sockets
+        self.followers = Followers(lambda: self.processes.values(), sockets)
         self._idle = IdleCounts.create(setup.num_processes)
         self.processes: dict[int, _Process] = {}
         self.turns = Turns()
@@ -248,9 +275,13 @@ class _Supervisor:
         self._failure: ExecutorError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, load: LoadShared, attaching: socket.socket, on_ready: OnReady) -> None:
-        service = Service(self._settings, lambda stuck: load(stuck, attaching))
+    async def run(self, load: LoadShared, on_ready: OnReady, replace: ReplaceShared | None) -> None:
+        _, attaching = self._sockets.next()
+        make = None if replace is None else partial(self._replacement, replace)
+        service = Service(self._settings, lambda stuck: load(stuck, attaching), replace=make)
         self._service = service
+        service.elsewhere = self.followers
+        service.on_retired = self.followers.on_retired
         self.hub = Hub(service, IdleCounts(self._idle, self._setup.num_processes))
         service.on_new_keys = self._tell_keys
         service.on_progress = self._tell_progress
@@ -284,10 +315,10 @@ class _Supervisor:
 
     async def _start(self, index: int) -> None:
         process = _Process(self, Client(index))
-        setup = replace(
+        setup = replaced(
             self._setup,
             index=index,
-            settings=replace(self._settings, keys=self._service.access.ring),
+            settings=replaced(self._settings, keys=self._service.access.ring),
             is_replacement=self._service.state is State.READY,
             has_key_file=self._settings.keys.can_be_read_again,
         )
@@ -298,9 +329,17 @@ class _Supervisor:
             process.tell(self._load_news())
 
     def _load_news(self) -> wire.Load:
-        llm = self._service.loaded
-        assert isinstance(llm, RemoteLLM)
-        return wire.Load(str(llm.path), self._path)
+        if self.followers.load is None:
+            llm = self._service.loaded
+            assert isinstance(llm, RemoteLLM)
+            self.followers.begin(llm, self._settings.model_names, self._setup.options)
+        assert self.followers.load is not None
+        return self.followers.load
+
+    def _replacement(
+        self, replace: ReplaceShared, model: str | None, config: str | None
+    ) -> Replacement:
+        return replace(model, config, self._sockets.next()[1])
 
     def on_up(self) -> None:
         if all(process.is_up for process in self.processes.values()):
@@ -356,7 +395,8 @@ class _Supervisor:
     async def _wait_for_processes(self, timeout_s: float) -> None:
         if self.processes:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._all_ended.wait()
 
     async def _end_processes(self) -> None:
         """Those that still run: nothing was drained, the server has failed."""

@@ -236,6 +236,7 @@ function giveResults(index) {
 function bodyOf(conversation) {
   const given = conversation.parameters;
   const body = { messages: [] };
+  if (!$("models").hidden) body.model = $("models").value;
   if (given.system?.trim()) body.messages.push({ role: "system", content: given.system });
   for (const message of conversation.messages) {
     if (message.role === "assistant" && !message.content && !message.calls?.length) continue;
@@ -396,10 +397,8 @@ async function tryKey(event) {
 // Whether the server lets us in; says which model it has.
 async function connect() {
   try {
-    const models = await api.get("v1/models");
-    $("model").textContent = models.data[0]?.id ?? "";
+    showModels((await api.get("v1/models")).data.map((card) => card.id));
     $("state").textContent = "";
-    document.title = `quire · ${models.data[0]?.id ?? ""}`;
     engine.start();
     return true;
   } catch (error) {
@@ -410,6 +409,24 @@ async function connect() {
     } else $("state").textContent = error.message;
     return false;
   }
+}
+
+// One model's name, or several to choose from: for the next answers and the engine's view.
+function showModels(names) {
+  const isOne = names.length < 2;
+  $("model").hidden = !isOne;
+  $("models").hidden = isOne;
+  $("model").textContent = names[0] ?? "";
+  const kept = lasting.getItem("quire.model");
+  $("models").replaceChildren(...names.map((name) => new Option(name, name, false, name === kept)));
+  useModel();
+}
+
+function useModel() {
+  const chosen = $("models").hidden ? null : $("models").value;
+  if (chosen !== null) lasting.setItem("quire.model", chosen);
+  document.title = `quire · ${chosen ?? $("model").textContent}`;
+  engine.watch(chosen);
 }
 
 // ---- views, theme, keyboard
@@ -482,6 +499,7 @@ $("stop").addEventListener("click", () => answering.get(current.id)?.abort());
 $("new").addEventListener("click", startNew);
 $("clear").addEventListener("click", clearAll);
 $("theme").addEventListener("click", nextTheme);
+$("models").addEventListener("change", useModel);
 $("tab-chat").addEventListener("click", () => show("chat"));
 $("tab-engine").addEventListener("click", () => show("engine"));
 $("menu").addEventListener("click", () => {

@@ -10,6 +10,12 @@ const FRAME_MS = 40; // between two drawings, at least
 const MOST_STEPS = 128; // a poll
 const GUTTER = 104; // pixels left of the lanes
 const SHOWN_S = 0.6; // for which a lane keeps its label after its sequence's last row
+// By the model's state.
+const notes = {
+  unloaded: "is not loaded: a message to it loads it.",
+  loading: "is being loaded.",
+  recovering: "starts anew after a crash.",
+};
 const MERGE_S = 0.06; // decodes of one sequence that are nearer than this are one bar
 const COLOURS = ["ink", "dim", "line", "panel", "chunk", "decode", "kv", "kv-cached", "floor", "accent"];
 const REASONS = {
@@ -38,6 +44,7 @@ export class EngineView {
   #offset = null; // from performance.now() to the server's uptime, in seconds
   #isOn = false;
   #colours = {};
+  #model = null;
   #observer;
 
   constructor(root, api) {
@@ -53,6 +60,14 @@ export class EngineView {
     this.#isOn = true;
     this.#poll();
     this.#frame();
+  }
+
+  // The engine of this model; null: of the only one.
+  watch(model) {
+    if (model === this.#model) return;
+    this.#model = model;
+    this.#reset();
+    this.#last = null;
   }
 
   recolour() {
@@ -76,8 +91,11 @@ export class EngineView {
     if (this.#isSeen) {
       try {
         const after = this.#newest === null ? "" : `&after=${this.#newest}`;
-        this.#take(await this.#api.get(`v1/stats?steps=${MOST_STEPS}${after}`));
-        this.#say("");
+        const model = this.#model;
+        const named = model === null ? "" : `&model=${encodeURIComponent(model)}`;
+        const reply = await this.#api.get(`v1/stats?steps=${MOST_STEPS}${after}${named}`);
+        if (model === this.#model) this.#take(reply);
+        this.#say(notes[reply.status] ? `${reply.model} ${notes[reply.status]}` : "");
       } catch (error) {
         this.#say(error.status === 401 ? "" : `No figures: ${error.message}`);
         if (error.status === 401) {
@@ -96,7 +114,9 @@ export class EngineView {
 
   #take(reply) {
     const before = this.#last;
-    const isRestarted = before && (reply.uptime_s < before.uptime_s || reply.num_steps < before.num_steps);
+    const hasEngine = (of) => of.num_steps !== undefined; // not while the model is unloaded
+    const isRestarted =
+      before && (reply.uptime_s < before.uptime_s || reply.num_steps < before.num_steps || hasEngine(reply) !== hasEngine(before));
     if (isRestarted) this.#reset();
     const offset = reply.uptime_s - performance.now() / 1000;
     this.#offset = this.#offset === null ? offset : Math.max(this.#offset + (offset - this.#offset) * 0.05, offset);
