@@ -39,6 +39,7 @@ ANSWERS = {
     "ollama_tools.py": [*(WEATHER, SUNNY) * 2, THOUGHT + "Yes.", BOB, SUNNY],
     "openai_tools.mjs": [WEATHER, SUNNY, THOUGHT + "Yes."],
     "ai_sdk.mjs": [BOB, WEATHER, SUNNY, WEATHER, "Sunny."],
+    "ai_sdk_responses.mjs": [THOUGHT + WEATHER, SUNNY, WEATHER, "Sunny."],
 }
 
 pytestmark = pytest.mark.skipif(

@@ -17,9 +17,9 @@ from quire.chat import (
 from quire.core.request import Completion, FinishReason, RequestMetrics, RequestOutput, Status
 from quire.core.sampling import SamplingParams
 from quire.llm.prompts import Prepared
+from quire.server.answers.store import AnswerLimits, AnswerStore
 from quire.server.calls import Call
 from quire.server.dialect import Choice, GenerationCall
-from quire.server.dialects.responses_store import ResponseStore
 from quire.server.replies import FinishWord
 from quire.server.schemas import ChatRequest
 
@@ -42,7 +42,8 @@ ANSWER = Answer(
 
 
 def service(max_stored: int = 10) -> Any:
-    return SimpleNamespace(name="tiny", responses=ResponseStore(max_stored, 1 << 20))
+    store = AnswerStore(limits=AnswerLimits(max_stored, 1 << 20))
+    return SimpleNamespace(name="tiny", responses=store)
 
 
 def generation(kept: Any) -> GenerationCall:

@@ -47,7 +47,7 @@ class Script:
         self._stack = stack
         self._python = python
         self._patience_s = patience_s
-        self._more = dict(env or {})
+        self._more = {"XDG_STATE_HOME": str(folder / "state"), **(env or {})}  # not the user's
         self._environment = {**os.environ, "OPENAI_API_KEY": "none", **self._more}
         self._server: ServeProcess | None = None
         self.num_run = 0
@@ -85,9 +85,14 @@ class Script:
         if not options or options[0].startswith("--"):
             options = ["model.gguf", "--served-model-name", "smollm2", *options]
         self._stack.close()
-        given = [str(self._folder / word) if "." in word else word for word in options]
+        given = [self._found(word) if "." in word else word for word in options]
         server = serving(*given, "--device", "reference", env=self._more)
         self._server = self._stack.enter_context(server)
+
+    def _found(self, word: str) -> str:
+        """A file of the page, or NAME=FILE."""
+        name, separator, file = word.rpartition("=")
+        return f"{name}{separator}{self._folder / file}"
 
     def _at_port(self, text: str) -> str:
         if self._server is None:

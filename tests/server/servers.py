@@ -24,7 +24,7 @@ from quire.llm import AsyncLLM
 from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
 from quire.server.runner import make_server, read_certificate
-from quire.server.service import Load, Service
+from quire.server.service import Service
 from quire.server.settings import ServerSettings
 
 PATIENCE_S = 120.0  # a guard against waiting for ever; nothing is measured
@@ -178,14 +178,16 @@ class ScriptedExecutor(PacedExecutor):
 
 
 @contextmanager
-def running(settings: ServerSettings, load: Load, executor: Any = None) -> Iterator[RunningServer]:
-    """Serve until the block ends; nothing is mocked but signals."""
+def running(
+    settings: ServerSettings, load: Any, executor: Any = None, **options: Any
+) -> Iterator[RunningServer]:
+    """Serve until the block ends; nothing is mocked but signals. `load`, `options`: Service's."""
     listener = socket.create_server(("127.0.0.1", 0))
     started: dict[str, Any] = {}
     has_started = threading.Event()
 
     async def main() -> None:
-        service = Service(settings, load)
+        service = Service(settings, load, **options)
         server = make_server(service, read_certificate(settings))
         started.update(service=service, loop=asyncio.get_running_loop(), server=server)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

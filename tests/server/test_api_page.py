@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.app import BODIES, create_app
+from quire.server.app import BODIES, create_routes
 from quire.server.fields import Standing, Strict, policies
 from quire.server.openapi import docs_page
 from quire.server.reference import FieldRow, example_body, field_rows
@@ -25,7 +25,7 @@ def description() -> dict[str, Any]:
     def never(_: object) -> Any:
         raise AssertionError
 
-    app: Any = create_app(Service(ServerSettings(), never))._app
+    app: Any = create_routes(Service(ServerSettings(), never))
     found: dict[str, Any] = app.openapi()
     return found
 

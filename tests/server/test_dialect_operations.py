@@ -14,6 +14,7 @@ import pytest
 from tests.server.answers import data_of
 from tests.server.raw import head
 from tests.server.servers import NAME, PATIENCE_S, PacedExecutor, RunningServer, fake_server
+from tests.server.test_errors import fields_of
 
 from quire.server.keys import ApiKey, KeyRing, digest_of
 
@@ -63,8 +64,7 @@ def test_the_call_is_logged_audited_and_counted_as_its_keys(
         usage = reply.json["usage"]
         stats = server.get("/v1/stats", KEY).json["own"]
         assert stats["completion_tokens"] == usage["output_tokens"] > 0
-    [line] = [record for record in caplog.records if record.getMessage() == "request"]
-    fields = line.fields  # type: ignore[attr-defined]
+    fields = fields_of(caplog, reply.headers["x-request-id"])
     assert (fields["path"], fields["key"], fields["user"]) == (api.path, "alice", "someone")
     assert fields["completion_tokens"] == usage["output_tokens"]
     written = [json.loads(row) for row in audit.read_text().splitlines()]

@@ -127,12 +127,30 @@ def test_a_path_that_there_is_not_is_a_404_that_says_what_to_use(
     assert hint in reply.error["message"]
 
 
-def test_what_the_template_leaves_out_is_named(fake: RunningServer) -> None:
+def test_names_that_the_template_leaves_out_are_written(fake: RunningServer) -> None:
     """The fixture's writes every role and no names."""
-    named = [*MESSAGES, {"role": "assistant", "content": "x", "name": "Ann"}]
-    reply = fake.post("/v1/chat/completions", {"messages": named})
-    assert (reply.status, reply.error["param"]) == (400, "messages[1].name")
-    assert "leave it out" in reply.error["message"]
+    named = {"role": "user", "content": "x", "name": "Ann"}
+    written = {"role": "user", "content": "Ann: x"}
+    first, second = (
+        fake.post("/tokenize", {"messages": [*MESSAGES, message]}).json["tokens"]
+        for message in (named, written)
+    )
+    assert first == second
+
+
+def test_marks_of_what_to_cache_change_nothing(fake: RunningServer) -> None:
+    """Clients of Anthropic's models send them through OpenAI's API, too."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    tool = {"type": "function", "function": {"name": "look"}}
+    parts = [{"type": "text", "text": "x"}]
+    plain, marked = (
+        fake.chat(messages=messages, tools=tools, max_tokens=4, temperature=0).json["choices"]
+        for messages, tools in (
+            ([{"role": "user", "content": parts}], [tool]),
+            ([{"role": "user", "content": [parts[0] | mark], **mark}], [tool | mark]),
+        )
+    )
+    assert plain == marked
 
 
 def test_openais_own_message_is_taken_back(fake: RunningServer) -> None:
@@ -160,6 +178,14 @@ def test_every_model_there_is_not_is_a_404(fake: RunningServer) -> None:
         assert (reply.error["param"], reply.error["type"]) == ("model", "invalid_request_error")
 
 
+def fields_of(caplog: pytest.LogCaptureFixture, request_id: str) -> Any:
+    """The log line of one request: those of other tests' servers may come meanwhile."""
+    records = [record for record in caplog.records if record.getMessage() == "request"]
+    lines: list[Any] = [vars(record)["fields"] for record in records]
+    [found] = [line for line in lines if line["request_id"] == request_id]
+    return found
+
+
 def test_unknown_fields_are_ignored_on_request_and_named_in_a_header_and_the_log(
     text_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,7 +194,8 @@ def test_unknown_fields_are_ignored_on_request_and_named_in_a_header_and_the_log
         reply = server.chat(max_tokens=2, wizard=True, temprature=1)
         assert reply.status == 200
         assert reply.headers["x-quire-ignored-fields"] == "wizard, temprature"
-        assert "x-quire-ignored-fields" not in server.chat(max_tokens=2).headers
+        plain = server.chat(max_tokens=2)
+        assert "x-quire-ignored-fields" not in plain.headers
         refused = server.chat(web_search_options={})  # known: obeyed or refused as ever
         assert (refused.status, refused.error["param"]) == (400, "web_search_options")
         streamed = server.post(
@@ -177,11 +204,12 @@ def test_unknown_fields_are_ignored_on_request_and_named_in_a_header_and_the_log
         assert streamed.headers["x-quire-ignored-fields"] == "wizard"
         for path, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [1]})):
             assert server.post(path, {**body, "wizard": 1}).status == 200
-    records = [record for record in caplog.records if record.getMessage() == "request"]
-    lines: list[Any] = [vars(record)["fields"] for record in records]
-    assert lines[0]["ignored_fields"] == ["wizard", "temprature"]
-    assert "ignored_fields" not in lines[1]
-    assert (lines[2]["error"], lines[2]["field"]) == ("unsupported_field", "web_search_options")
+    first, second, third = (
+        fields_of(caplog, each.headers["x-request-id"]) for each in (reply, plain, refused)
+    )
+    assert first["ignored_fields"] == ["wizard", "temprature"]
+    assert "ignored_fields" not in second
+    assert (third["error"], third["field"]) == ("unsupported_field", "web_search_options")
 
 
 def test_a_log_line_has_an_errors_code_and_field_and_none_of_its_words(
@@ -191,10 +219,9 @@ def test_a_log_line_has_an_errors_code_and_field_and_none_of_its_words(
     caplog.set_level(logging.INFO, "quire.server")
     with fake_server(text_model) as server:
         said = [{"role": "user", "content": [{"type": "secret"}]}]
-        assert "secret" in server.chat(messages=said).error["message"]
-        assert "secret" in server.chat(temperature="secret").error["message"]
-    records = [record for record in caplog.records if record.getMessage() == "request"]
-    lines: list[Any] = [vars(record)["fields"] for record in records]
+        replies = [server.chat(messages=said), server.chat(temperature="secret")]
+    assert all("secret" in reply.error["message"] for reply in replies)
+    lines = [fields_of(caplog, reply.headers["x-request-id"]) for reply in replies]
     assert [line["error"] for line in lines] == ["invalid_field", "invalid_field"]
     assert [line["field"] for line in lines] == ["messages", "temperature"]
     assert not any("secret" in str(line) for line in lines)

@@ -12,7 +12,7 @@ from tests.server.test_streams import completion_bytes, events, texts
 
 from quire.core.plan import SequencePlan
 from quire.executors.fake import Faults
-from quire.server.service import State
+from quire.server.model_service import State
 
 POISON = 499
 NUM_STREAMS = 32

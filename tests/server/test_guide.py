@@ -23,6 +23,7 @@ RUN_HERE = [  # the others' packages are those of tests/clients and tests/ray
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
 def test_every_example_runs(page: Path, text_model: Path, tmp_path: Path) -> None:
     shutil.copy(text_model, tmp_path / "model.gguf")
+    shutil.copy(text_model, tmp_path / "other.gguf")
     if page.stem == "bitnet":
         shutil.copytree(FIXTURES / "bitnet-published" / "a" / "hf-packed", tmp_path / "bitnet")
     with serving_hub() as hub, ExitStack() as stack:
@@ -46,6 +47,7 @@ def test_the_guide_has_its_pages() -> None:
             "quick-start",
             "ray",
             "sampling",
+            "several-models",
             "structured-output",
             "tools-and-reasoning",
         ),

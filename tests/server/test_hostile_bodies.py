@@ -1,6 +1,7 @@
 """A body that is all errors is refused at its first one, and nobody else waits for that."""
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -16,6 +17,7 @@ from tests.server.raw import head
 from tests.server.servers import PATIENCE_S, PacedExecutor, RunningServer, fake_server, wait_until
 
 from quire.core.errors import RequestError
+from quire.core.heap import settle_heap
 from quire.server.keys import ApiKey, KeyRing, digest_of
 from quire.server.replies import LogprobWriter
 from quire.server.work_pool import PoolLimits, WorkPool
@@ -29,7 +31,11 @@ def server(text_model: Path) -> Iterator[RunningServer]:
     keys = [ApiKey("hostile", digest_of(HOSTILE)), ApiKey("quiet", digest_of(QUIET))]
     with fake_server(text_model, PacedExecutor(num_blocks=1024), keys=KeyRing(keys)) as made:
         made.headers["Authorization"] = f"Bearer {HOSTILE}"
+        thresholds = gc.get_threshold()
+        settle_heap()  # a collection looks through what all tests have made: seconds
         yield made
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 class Monitor:

@@ -17,7 +17,7 @@ from tests.server.servers import NAME, PacedExecutor, Reply, RunningServer, fake
 
 from quire.core.errors import ConfigError
 from quire.server import ServerSettings, read_keys
-from quire.server.app import create_app
+from quire.server.app import create_routes
 from quire.server.errors import ApiError
 from quire.server.keys import ROUTES, Access, ApiKey, KeyRing, KeyScope, RequiredScope, digest_of
 from quire.server.page import PAGE_FILES
@@ -61,7 +61,7 @@ class VirtualNow:
 def routes() -> list[tuple[str, str]]:
     """Every route of the application, by method and path."""
 
-    app = create_app(Service(settings_of(), never))._app  # type: ignore[arg-type]
+    app = create_routes(Service(settings_of(), never))  # type: ignore[arg-type]
     assert isinstance(app, FastAPI)
     found = [
         (method, route.path.replace("{name:path}", NAME))
@@ -301,7 +301,7 @@ def test_a_route_that_names_no_scope_is_refused(monkeypatch: pytest.MonkeyPatch)
     fewer = {path: required for path, required in ROUTES.items() if path != "/detokenize"}
     monkeypatch.setattr("quire.server.keys.ROUTES", fewer)
     with pytest.raises(AssertionError, match="/detokenize is not in the table"):
-        create_app(Service(settings_of(), never))  # type: ignore[arg-type]
+        create_routes(Service(settings_of(), never))  # type: ignore[arg-type]
 
 
 def test_a_path_written_otherwise_is_no_way_around_a_scope(scoped: RunningServer) -> None:
@@ -425,7 +425,7 @@ def busy(text_model: Path, tmp_path: Path) -> Iterator[RunningServer]:
 
 def test_a_key_sees_its_own_figures_and_no_others(busy: RunningServer) -> None:
     alice = busy.get("/v1/stats", bearer("alice")).json
-    assert alice.keys() == {"status", "model", "uptime_s", "key", "own"}
+    assert alice.keys() == {"status", "model", "models", "uptime_s", "key", "own"}
     assert alice["key"] == "alice"
     assert (alice["own"]["num_running"], alice["own"]["num_waiting"]) == (1, 0)
     assert alice["own"]["tokens_today"] == 403, "the most that what runs can use"

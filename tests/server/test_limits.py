@@ -19,8 +19,8 @@ from tests.server.servers import (
 from quire.core.errors import RequestCancelledError, StepTimeoutError
 from quire.server.errors import ApiError, as_api_error
 from quire.server.keys import ApiKey, KeyRing, digest_of
+from quire.server.model_service import State
 from quire.server.quotas import RequestLimits
-from quire.server.service import State
 
 KEY = "k" * 20
 JSON = "Content-Type: application/json"
@@ -137,11 +137,11 @@ def test_what_another_process_would_answer_says_when_to_come_back(text_model: Pa
         assert error.status == 503
         assert dict(error.headers)["retry-after"] == "5"
     with fake_server(text_model) as server:
-        server.service.state = State.STUCK
+        server.service.first.state = State.STUCK
         reply = server.post("/v1/completions", {"prompt": "hi"})
         assert (reply.status, reply.error["code"]) == (503, "stuck")
         assert reply.headers["retry-after"] == "5"
-        server.service.state = State.READY
+        server.service.first.state = State.READY
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])

@@ -1,13 +1,15 @@
 """Anthropic's Messages API: what a body means as a chat, and answers in its shapes."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.server.answers import ANSWER, EVENTS, data_of, ended, generation, service, stream_of
-from tests.server.servers import NAME, RunningServer
+from tests.server.servers import NAME, RunningServer, ScriptedExecutor, fake_server
 
 from quire.chat import Answer
+from quire.llm.chats import ReasoningSettings
 from quire.server.dialects.anthropic_answer import ANTHROPIC_ERRORS, MESSAGES, MessageFrames
 from quire.server.dialects.anthropic_body import KeptOfMessage, MessagesRequest, to_chat_fields
 from quire.server.errors import ApiError
@@ -112,6 +114,36 @@ def test_a_form_of_the_answer_has_two_names() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "asked", "effort", "budget"),
+    [
+        (ReasoningSettings(), "low", "low", 2000),
+        (ReasoningSettings(), "max", "xhigh", 2000),
+        (ReasoningSettings(has_effort=False), "high", None, 2000),
+        (ReasoningSettings(has_effort=False), "low", "low", 2000),  # the template refuses it
+        (ReasoningSettings(has_effort=False, has_reasoning=False), "low", None, None),
+    ],
+)
+def test_effort_and_budget_go_as_far_as_the_model_thinks(
+    settings: ReasoningSettings, asked: str, effort: str | None, budget: int | None
+) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 2000}
+    body = body_of(thinking=thinking, output_config={"effort": asked})
+    chat = to_chat_fields(MessagesRequest.model_validate(body), settings)
+    assert (chat.get("reasoning_effort"), chat.get("thinking_token_budget")) == (effort, budget)
+
+
+def test_a_model_that_does_not_think_takes_what_limits_its_thoughts(tiny: RunningServer) -> None:
+    """Claude Code asks every model for thoughts, of high effort."""
+    plain = send(tiny).json["content"]
+    for thinking in ({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 31_999}):
+        reply = send(tiny, thinking=thinking, output_config={"effort": "high"})
+        assert reply.json["content"] == plain
+    assert send(tiny, output_config={"effort": "high"}).json["content"] == plain
+    refused = send(tiny, output_config={"effort": "low"})
+    assert "output_config.effort needs thinking" in refused.error["message"]
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"max_tokens": None}, "max_tokens"),
@@ -131,8 +163,28 @@ def test_a_form_of_the_answer_has_two_names() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "needs a name"),
         ({"thinking": {"type": "enabled"}}, "needs budget_tokens"),
         ({"container": "c"}, "container is not supported"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            'context_management.edits[0] has the type "clear_tool_uses_20250919"',
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
+            "context_management.edits[0].keep is missing",
+        ),
+        (
+            {
+                "context_management": {
+                    "edits": [
+                        {
+                            "type": "clear_thinking_20251015",
+                            "keep": {"type": "thinking_turns", "value": 1},
+                        }
+                    ]
+                }
+            },
+            "context_management.edits[0].keep has the type",
+        ),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
-        ({"max_tokens": 10_000}, "max_tokens (10000)"),
         ({"max_token": 8}, "did you mean max_tokens?"),
     ],
 )
@@ -167,6 +219,25 @@ def test_the_model_answers_as_in_a_chat(tiny: RunningServer) -> None:
     assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
 
 
+def test_an_answer_may_ask_for_more_tokens_than_the_context_has(text_model: Path) -> None:
+    """Claude Code asks for 32,000, whatever the model."""
+    talking = ScriptedExecutor([65] * 1000, max_context=256)
+    with fake_server(text_model, talking) as server:
+        num_prompt = server.post("/v1/messages/count_tokens", {"messages": [USER]}).json[
+            "input_tokens"
+        ]
+        reply = send(server, max_tokens=32_000).json
+        assert reply["stop_reason"] == "model_context_window_exceeded"
+        assert reply["usage"]["output_tokens"] == 256 - num_prompt
+        events = data_of(send(server, max_tokens=32_000, stream=True).body)
+        assert events[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
+        assert send(server, max_tokens=256 - num_prompt).json["stop_reason"] == "max_tokens"
+        long = [{"role": "user", "content": "a b c " * 256}]
+        refused = send(server, messages=long, max_tokens=32_000)
+        assert refused.status == 400
+        assert refused.error["message"].startswith("prompt is too long: ")
+
+
 def test_an_answer_that_the_client_began_is_continued(tiny: RunningServer) -> None:
     begun = {"role": "assistant", "content": "The sea"}
     asked = tiny.chat(
@@ -180,6 +251,21 @@ def test_an_answer_that_the_client_began_is_continued(tiny: RunningServer) -> No
     [block] = reply["content"]
     assert block["text"] == asked["choices"][0]["message"]["content"]
     assert block["text"] != send(tiny).json["content"][0]["text"]
+
+
+@pytest.mark.parametrize("keep", ["all", {"type": "all"}])
+def test_an_edit_that_removes_nothing_is_taken_and_answered(
+    tiny: RunningServer, keep: object
+) -> None:
+    """Claude Code sends it with every request."""
+    managed = {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}
+    plain = send(tiny).json
+    reply = send(tiny, context_management=managed).json
+    assert reply["content"] == plain["content"]
+    assert reply["context_management"] == {"applied_edits": []}
+    assert "context_management" not in plain
+    events = data_of(send(tiny, context_management=managed, stream=True).body)
+    assert events[-2]["context_management"] == {"applied_edits": []}
 
 
 def test_a_stop_sequence_is_named(tiny: RunningServer) -> None:
@@ -276,6 +362,13 @@ def test_a_thread_is_refused_so_that_clients_do_without(fake: RunningServer) -> 
     assert reply.status == 400
     assert reply.error["details"]["error_code"] == "thread_unsupported_request"
     assert "details" not in fake.post("/v1/messages", body_of(max_tokens=None)).error
+
+
+def test_the_requests_id_is_where_anthropics_client_looks(fake: RunningServer) -> None:
+    for body in (body_of(), body_of(max_tokens=None)):
+        headers = fake.post("/v1/messages", body).headers
+        assert headers["request-id"] == headers["x-request-id"]
+    assert "request-id" not in fake.get("/v1/models").headers
 
 
 def test_paths_below_have_its_errors(fake: RunningServer) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.servers import NAME, RunningServer, fake_server
+from tests.server.servers import NAME, RunningServer, ScriptedExecutor, fake_server
 
 from quire.chat import AnswerEvent, ArgumentsDelta, ContentDelta, ReasoningDelta, ToolCallBegin
 from quire.server.dialects.ollama_answer import OLLAMA_CHAT
@@ -55,6 +55,23 @@ def test_a_chat_is_streamed_in_lines(tiny: RunningServer) -> None:
     assert (last["done"], last["done_reason"]) == (True, "length")
     assert last["message"] == {"role": "assistant", "content": ""}
     assert last["eval_count"] == 6 and last["total_duration"] > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("/api/chat", {"messages": MESSAGES}),
+        ("/api/generate", {"prompt": "Hello there"}),
+        ("/api/generate", {"prompt": "Hello there", "raw": True}),
+    ],
+)
+def test_more_tokens_than_fit_are_as_many_as_fit(
+    text_model: Path, path: str, given: dict[str, Any]
+) -> None:
+    with fake_server(text_model, ScriptedExecutor([65] * 1000, max_context=256)) as server:
+        whole = post(server, path, options={"num_predict": 100_000}, **given)
+    assert whole["done_reason"] == "length"
+    assert whole["prompt_eval_count"] + whole["eval_count"] == 256
 
 
 def test_options_reach_the_engine(tiny: RunningServer) -> None:
@@ -112,6 +129,17 @@ def test_the_beginning_of_an_answer_is_continued(tiny: RunningServer) -> None:
     assert found["message"]["content"] == same["message"]["content"]
 
 
+def test_the_choice_of_tools_is_obeyed(tiny: RunningServer) -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    asked = {"messages": MESSAGES, "tools": [tool], "options": {"num_predict": 60, "seed": 1}}
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+        found = post(tiny, "/api/chat", **asked, tool_choice=choice)["message"]
+        assert [call["function"]["name"] for call in found["tool_calls"]] == ["look"]
+    assert "tool_calls" not in post(tiny, "/api/chat", **asked, tool_choice="none")["message"]
+    refused = tiny.post("/api/chat", {"model": NAME, **asked, "tool_choice": "never"})
+    assert refused.status == 400 and "tool_choice" in refused.json["error"]
+
+
 def test_calls_of_a_history_get_ids_and_results_find_them() -> None:
     def call(name: str) -> dict[str, Any]:
         return {"function": {"name": name, "arguments": {"x": 1}}}
@@ -143,10 +171,15 @@ def test_calls_and_thoughts_are_streamed_whole(fake: RunningServer) -> None:
     assert frames.chunk(0, [ReasoningDelta("hm")], [], None)
     assert frames.chunk(0, events, [], None) == b"", "arguments are not whole"
     events = [ArgumentsDelta(0, ": 1}"), ToolCallBegin(1, "c2", "go"), ArgumentsDelta(1, "{}")]
-    line = json.loads(frames.chunk(0, [*events, ContentDelta("x")], [], None))
-    assert line["message"]["content"] == "x"
-    assert line["message"]["tool_calls"] == [
-        {"id": "c1", "function": {"name": "look", "arguments": {"x": 1}}}
+    written = frames.chunk(0, [ReasoningDelta("hm"), ContentDelta("x"), *events], [], None)
+    assert [json.loads(line)["message"] for line in written.splitlines()] == [
+        {"role": "assistant", "content": "", "thinking": "hm"},
+        {"role": "assistant", "content": "x"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "function": {"name": "look", "arguments": {"x": 1}}}],
+        },
     ]
     last = json.loads(frames.chunk(0, [], [], "tool_calls"))
     assert last["message"]["tool_calls"][0]["function"] == {"name": "go", "arguments": {}}
@@ -233,7 +266,8 @@ def test_the_model_is_listed_and_shown(tiny: RunningServer) -> None:
     assert model["details"]["family"] == "llama"
     [running] = tiny.get("/api/ps").json["models"]
     assert running["context_length"] == 512
-    assert tiny.get("/api/version").json["version"]
+    version = tiny.get("/api/version").json["version"]
+    assert tuple(map(int, version.split("."))) >= (0, 13, 4), "Codex refuses older ones"
     shown = post_show(tiny)
     assert shown["model_info"]["llama.context_length"] == 512
     assert shown["model_info"]["general.parameter_count"] > 10**5

@@ -36,7 +36,8 @@ from quire.llm import AsyncLLM
 from quire.server.calls import Tracing, open_tracing
 from quire.server.keys import ApiKey, KeyRing, digest_of
 from quire.server.logs import set_up_logs
-from quire.server.service import Service, State
+from quire.server.model_service import State
+from quire.server.service import Service
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana-dashboard.json"
 # What dashboards rely on; counters as Prometheus' own libraries would name them.

@@ -269,7 +269,6 @@ def test_many_at_once_lose_no_token(clock: Time, tmp_path: Path) -> None:
         b"[]",
         b"null",
         b"[" * 100_000,
-        b'{"version": 2, "day": "2027-01-15", "used": {}}',
         b'{"version": 1, "day": 5, "used": {}}',
         b'{"version": 1, "day": "2027-01-15", "used": [1]}',
         b'{"version": 1, "day": "2027-01-15", "used": {"a": -1}}',

@@ -12,7 +12,7 @@ from pydantic import BaseModel, TypeAdapter
 from tests.server.answers import ANSWER, EVENTS, data_of, ended, generation, service, stream_of
 from tests.server.servers import NAME, RunningServer, fake_server
 
-from quire.chat import Answer
+from quire.chat import Answer, AnswerEvent, ArgumentsDelta, ToolCall, ToolCallBegin
 from quire.server.dialects.responses import RESPONSES
 from quire.server.dialects.responses_answer import KeptOfResponse, ResponseFrames, about
 from quire.server.dialects.responses_body import (
@@ -21,7 +21,6 @@ from quire.server.dialects.responses_body import (
     input_items,
     prompt_fields,
 )
-from quire.server.dialects.responses_store import ResponseStore, StoredResponse
 from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, KeyRing, digest_of
 
@@ -45,6 +44,58 @@ def kept_of(**fields: Any) -> KeptOfResponse:
 
 
 # ---- bodies
+
+
+SPACE = {"type": "namespace", "name": "home", "description": "Of the house.", "tools": [TOOL]}
+
+
+def test_functions_of_a_namespace_are_called_by_both_names() -> None:
+    """Codex gives the model tools so."""
+    called = {"call_id": "a", "name": "weather", "namespace": "home", "arguments": "{}"}
+    items = [
+        {"type": "function_call", **called},
+        {"type": "function_call_output", "call_id": "a", "namespace": "home", "output": "rain"},
+    ]
+    chat = chat_of(input=items, tools=[SPACE, TOOL])
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "home.weather"
+    first, second = [tool["function"] for tool in chat["tools"]]
+    assert (first["name"], first["description"]) == ("home.weather", "Of the house.")
+    assert (second["name"], "description" in second) == ("weather", False)
+
+
+def test_a_call_of_a_function_of_a_namespace_names_both() -> None:
+    answer = Answer(None, None, (ToolCall("call_a", "home.weather", "{}"),))
+    events: list[AnswerEvent] = [
+        ToolCallBegin(0, "call_a", "home.weather"),
+        ArgumentsDelta(0, "{}"),
+    ]
+    kept = kept_of(tools=[SPACE, {**TOOL, "name": "time"}])
+    whole = json.loads(RESPONSES.reply(service(), generation(kept), *ended(answer, "tool_calls")))
+    [call] = whole["output"]
+    assert (call["namespace"], call["name"]) == ("home", "weather")
+    assert Response.model_validate(whole).tools[0].type == "namespace"
+    streamed = stream_of(ResponseFrames(service(), generation(kept)), events, answer)
+    [last] = streamed[-1]["response"]["output"]
+    assert {**last, "id": ""} == {**call, "id": ""}
+
+
+def test_what_openais_client_adds_to_an_answers_items_is_taken() -> None:
+    """responses.parse() adds them, and model_dump() has them."""
+    text = {"type": "output_text", "text": "{}", "annotations": [], "parsed": {"a": 1}}
+    call = {"call_id": "a", "name": "weather", "arguments": "{}", "parsed_arguments": {"a": 1}}
+    items = [
+        {"type": "message", "role": "assistant", "content": [text]},
+        {"type": "function_call", **call},
+    ]
+    bare = [
+        {"type": "message", "role": "assistant", "content": "{}"},
+        {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"},
+    ]
+    assert chat_of(input=items) == chat_of(input=bare)
+
+
+def test_what_codex_says_of_itself_is_taken() -> None:
+    assert chat_of(client_metadata={"session_id": "1", "turn_id": "2"}) == chat_of()
 
 
 def test_items_become_messages_of_a_chat() -> None:
@@ -133,7 +184,7 @@ def test_tools_and_the_choice_of_them(choice: Any, expected: Any) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tools"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
@@ -280,7 +331,7 @@ def test_a_stream_that_fails_says_so_and_is_not_stored() -> None:
         *("response.created", "response.in_progress", "response.failed"),
     ]
     assert events[-1]["response"]["error"] == {"code": "server_error", "message": "broken"}
-    assert len(holder.responses) == 0
+    assert holder.responses.counts()["responses"] == 0
 
 
 # ---- stored responses
@@ -305,6 +356,35 @@ def test_a_response_follows_a_stored_one(client: openai.OpenAI) -> None:
     assert item.content[0].text == "And now?"  # type: ignore[union-attr,index]
     listed = client.responses.input_items.list(whole.id, order="asc", limit=2)
     assert [item.type for item in listed] == ["message", "message", "message"], "all pages"
+
+
+def refer(item_id: str) -> Any:
+    return {"type": "item_reference", "id": item_id}
+
+
+def test_an_item_is_found_by_its_id_alone(client: openai.OpenAI) -> None:
+    """Vercel's AI SDK sends what an answer said so."""
+    hello: Any = {"role": "user", "content": "Hello there"}
+    more: Any = {"role": "user", "content": "And now?"}
+    first = respond(client, input=[hello])
+    [said], [asked] = first.output, client.responses.input_items.list(first.id).data
+    whole = respond(client, input=[hello, said.model_dump(), more])
+    referred = [hello, refer(said.id), more]
+    assert respond(client, input=referred).output_text == whole.output_text
+    both = respond(client, input=[refer(asked.id), refer(said.id), more])
+    assert both.output_text == whole.output_text
+    counted = client.responses.input_tokens.count(model=NAME, input=referred)
+    assert counted.input_tokens == whole.usage.input_tokens
+    again = respond(client, input="Then?", previous_response_id=both.id)
+    assert again.usage.input_tokens > both.usage.input_tokens
+
+
+def test_an_item_that_was_not_stored_is_not_found(client: openai.OpenAI) -> None:
+    [unstored] = respond(client, store=False).output
+    for item_id in (unstored.id, "rs_1", "x"):
+        with pytest.raises(openai.BadRequestError, match="send the item itself") as caught:
+            respond(client, input=[{"role": "user", "content": "Hi"}, refer(item_id)])
+        assert (caught.value.param, caught.value.code) == ("input[1].id", "item_not_found")
 
 
 def test_stored_responses_are_found_until_deleted_and_others_never(client: openai.OpenAI) -> None:
@@ -342,6 +422,8 @@ def test_a_key_does_not_see_what_another_stored(keyed: RunningServer) -> None:
             list(bob.responses.input_items.list(stored.id))
         with pytest.raises(openai.BadRequestError, match="there is no response"):
             respond(bob, previous_response_id=stored.id)
+        with pytest.raises(openai.BadRequestError, match="there is no item"):
+            respond(bob, input=[refer(stored.output[0].id)])
         assert alice.responses.retrieve(stored.id).id == stored.id
 
 
@@ -351,25 +433,3 @@ def test_nothing_is_stored_where_the_operator_says_so(text_model: Path) -> None:
         assert answer.store is False
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(answer.id)
-
-
-def response_of(name: str, size: int = 100) -> StoredResponse:
-    return StoredResponse(name, b"[]", b"[]", b" " * (size - 4))
-
-
-def test_the_store_drops_the_oldest_of_the_key_that_holds_most() -> None:
-    store = ResponseStore(max_responses=3, max_bytes=1000)
-    store.put("alice", response_of("a"))
-    for name in ("b", "c", "d"):
-        store.put("bob", response_of(name))
-    assert store.find("alice", "a") is not None, "bob's pushed out bob's"
-    assert [store.find("bob", name) is not None for name in "bcd"] == [False, True, True]
-    store.put("alice", response_of("large", 900))
-    assert store.num_bytes <= 1000
-    assert store.find("alice", "large") is not None or store.find("alice", "a") is None
-    store.put("bob", response_of("beyond", 1001))
-    assert store.find("bob", "beyond") is None
-    assert store.delete("bob", "d") or store.find("bob", "d") is None
-    for key, name in (("alice", "large"), ("bob", "c"), ("bob", "d"), ("alice", "a")):
-        store.delete(key, name)
-    assert (len(store), store.num_bytes) == (0, 0)

@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.fixture_files import fixture_file
 from tests.server.servers import PATIENCE_S, PacedExecutor, RunningServer, fake_server
 
-from quire.server.app import BODY_OF_PATH, create_app
+from quire.server.app import BODY_OF_PATH, create_routes
 from quire.server.fields import FieldPolicy, Standing, policies
 from quire.server.schemas import (
     ChatRequest,
@@ -112,7 +112,7 @@ def test_what_is_not_there_is_refused_by_name(
     "fields",
     [
         {"maximum_tokens": 5},
-        {"regex": "(a+)+$"},
+        {"pattern": "(a+)+$"},
         {"": 1},
         {"odd name": 1},
     ],
@@ -177,7 +177,7 @@ def _description() -> dict[str, Any]:
     def never(_: object) -> Any:
         raise AssertionError
 
-    app: Any = create_app(Service(ServerSettings(), never))._app
+    app: Any = create_routes(Service(ServerSettings(), never))
     found: dict[str, Any] = app.openapi()
     return found
 

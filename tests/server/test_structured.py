@@ -54,6 +54,8 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
         fits,
     ),
     ({"response_format": {"type": "json_object"}}, is_object),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, fits),
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, fits),
     ({"structured_outputs": {"json": SCHEMA}}, fits),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, fits),
     ({"structured_outputs": {"regex": DATE, "choice": None}}, is_date),
@@ -64,6 +66,9 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
     ({"guided_regex": DATE}, is_date),
     ({"guided_choice": COLOURS}, COLOURS.__contains__),
     ({"guided_grammar": 'start: "a"{3}'}, "aaa".__eq__),
+    ({"regex": DATE}, is_date),
+    ({"ebnf": GBNF}, ["yes", "no"].__contains__),
+    ({"structured_outputs": {"regex": DATE}, "guided_regex": DATE}, is_date),
     ({"grammar": GBNF}, ("yes", "no").__contains__),
     ({"json_schema": SCHEMA}, fits),
 ]
@@ -121,6 +126,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": ["a", ""]}, "guided_choice", "non-empty strings"),
     ({"grammar": "root ::= x"}, "grammar", "'x' not found"),
     ({"grammar": GBNF, "json_schema": SCHEMA}, "json_schema", "grammar and json_schema both ask"),
+    (
+        {"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}},
+        "response_format",
+        "give one of them",
+    ),
     ({"guided_regex": "a" * 200_000}, "guided_regex", "the limit is 131072"),
 ]
 

@@ -1,6 +1,7 @@
 """Tools and reasoning over HTTP: answers that a scripted model writes, seen by OpenAI's client."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,56 @@ def test_streams_have_the_call_in_openais_deltas(hermes: Scripted) -> None:
     for index in (0, 1):
         own = [part.function.arguments for part in parts if part.index == index]
         assert json.loads("".join(own)) == WEATHER[1]
+
+
+def ids_in(body: bytes) -> list[str]:
+    """Of calls, in any dialect, in their order."""
+    return list(dict.fromkeys(re.findall(r"call_[A-Za-z0-9]{24}", body.decode())))
+
+
+FUNCTION = TOOLS[0]["function"]
+DIALECTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": QUESTION, "tools": TOOLS, "n": 2}),
+    ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", **FUNCTION}]}),
+    (
+        "/v1/messages",
+        {
+            "messages": QUESTION,
+            "max_tokens": 200,
+            "tools": [{"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}],
+        },
+    ),
+    ("/api/chat", {"messages": QUESTION, "tools": TOOLS}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path, body", DIALECTS)
+def test_an_answer_that_is_computed_again_has_the_same_calls(
+    hermes: Scripted,
+    path: str,
+    body: dict[str, Any],
+    stream: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a crash, which comes before an answer is kept."""
+    server = hermes.server
+    monkeypatch.setattr(server.service.responses, "end_keyed", lambda *_: None)
+    hermes.says(f"So.\n{CALL}\n{CALL}")
+    asked = {"model": "tiny-text", **body, "stream": stream}
+
+    def ids(key: str) -> list[str]:
+        reply = server.post(path, asked, {"Idempotency-Key": key})
+        assert reply.status == 200, reply.body
+        assert "idempotent-replayed" not in reply.headers
+        return ids_in(reply.body)
+
+    key = f"{path} {stream}"
+    first = ids(key)
+    assert len(first) == 2 * body.get("n", 1)
+    assert sorted(ids(key)) == sorted(first), "choices of a stream come in any order"
+    assert not {*ids(f"{key} again")} & {*first}
+    assert not {*ids_in(server.post(path, asked).body)} & {*first}
 
 
 def test_the_stream_helper_builds_the_same_message(hermes: Scripted) -> None:

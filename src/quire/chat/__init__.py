@@ -12,13 +12,14 @@ from quire.chat.answers import (
 from quire.chat.call_syntax import parameter_types
 from quire.chat.forms import ChatForm, form_of
 from quire.chat.harmony import parser_of
-from quire.chat.parser import AnswerParser
+from quire.chat.parser import AnswerParser, CallIds
 
 __all__ = [
     "Answer",
     "AnswerEvent",
     "AnswerParser",
     "ArgumentsDelta",
+    "CallIds",
     "ChatForm",
     "ContentDelta",
     "ReasoningDelta",

@@ -8,6 +8,7 @@ What begins like a call and is none comes back as content. Arguments in JSON are
 come; a call that breaks off after that has been seen by streams, and in `answer` it is content.
 """
 
+import hashlib
 import json
 import secrets
 import string
@@ -35,9 +36,25 @@ _KNOWN_KEYS = {*_NAME_KEYS, *_ARGUMENT_KEYS, "type", "id", "tool_call_id"}
 MAX_HEADER = 600  # characters of a call before its arguments
 
 
-def new_call_id(length: int = 0) -> str:
-    letters = "".join(secrets.choice(_LETTERS) for _ in range(length or 24))
-    return letters if length else f"call_{letters}"
+class CallIds:
+    """Ids of one answer's calls, in order: random, or made of `source` and then the same each
+    time."""
+
+    def __init__(self, source: str | None = None) -> None:
+        self._source = source
+        self._count = 0
+
+    def new(self, length: int = 0) -> str:
+        """`length`: of letters alone, where the model's form has ids of a fixed length."""
+        drawn = self._drawn(length or 24)
+        letters = "".join(_LETTERS[byte % len(_LETTERS)] for byte in drawn)
+        return letters if length else f"call_{letters}"
+
+    def _drawn(self, count: int) -> bytes:
+        if self._source is None:
+            return secrets.token_bytes(count)
+        self._count += 1
+        return hashlib.shake_256(f"{self._source}/call/{self._count}".encode()).digest(count)
 
 
 @dataclass(slots=True)
@@ -62,6 +79,7 @@ class AnswerParser:
         *,
         is_thinking: bool = False,
     ) -> None:
+        self.call_ids = CallIds()
         self._calls_form: CallForm = GENERIC if form is None else form.calls
         self._reasoning = None if form is None else form.reasoning
         self._tools: Mapping[str, Mapping[str, bool]] = tools or {}
@@ -421,7 +439,7 @@ class AnswerParser:
 
     def _begin(self, name: str, given_id: str | None = None) -> None:
         self._space = ""
-        call = _Call(given_id or new_call_id(self._calls_form.id_length), name)
+        call = _Call(given_id or self.call_ids.new(self._calls_form.id_length), name)
         self._said.append(call)
         self._call = call
         self._events.append(ToolCallBegin(self._num_calls, call.id, name))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from quire.chat import Answer, AnswerParser, ChatForm, form_of, parameter_types, parser_of
 from quire.chat.constraints import answer_constraint, control_tokens, thinking_of
@@ -154,6 +154,13 @@ class ChatOutput(RequestOutput):
         return cls(**given, answers=answers)
 
 
+class ReasoningSettings(NamedTuple):
+    """What a template lets a call say of reasoning."""
+
+    has_effort: bool = True  # a variable that reasoning_effort sets
+    has_reasoning: bool = True  # tags or channels of reasoning, which a budget can end
+
+
 class ChatForms:
     """One template's forms, and how calls are put to it."""
 
@@ -161,6 +168,11 @@ class ChatForms:
         self._template = template
         self._tokenizer = tokenizer
         self._form = form_of(template.source)
+
+    @property
+    def reasoning_settings(self) -> ReasoningSettings:
+        has_reasoning = self._form.reasoning is not None or self._form.is_harmony
+        return ReasoningSettings(bool(self._effort_variables("high")), has_reasoning)
 
     def open_turn(self, options: ChatOptions) -> tuple[ChatTurn, list[dict[str, Any]] | None]:
         """The turn, but for what the prompt will say, and the tools to show."""
@@ -182,7 +194,7 @@ class ChatForms:
         if is_masked and not form.calls.can_be_constrained:
             form = replace(form, calls=GENERIC)
         budget = options.thinking_token_budget
-        if budget is not None and form.reasoning is None and not form.is_harmony:
+        if budget is not None and not self.reasoning_settings.has_reasoning:
             raise RequestError(
                 "this model's template has no tags for reasoning, so there is nothing to limit",
                 param="thinking_token_budget",
@@ -219,6 +231,12 @@ class ChatForms:
                 param="reasoning_effort",
             )
         own = self._effort_variables(effort)
+        if not own and effort != "none":
+            raise RequestError(
+                "reasoning_effort is not supported: this model's template has no such setting; "
+                "leave it out",
+                param="reasoning_effort",
+            )
         return {**own, **given} if isinstance(given, Mapping) else own
 
     def _effort_variables(self, effort: str) -> dict[str, object]:
@@ -229,12 +247,6 @@ class ChatForms:
         if _mentions(source, "reasoning_effort"):
             levels = {"none": "low", "minimal": "low", "xhigh": "high"}
             found["reasoning_effort"] = levels.get(effort, effort)
-        if not found and effort != "none":
-            raise RequestError(
-                "reasoning_effort is not supported: this model's template has no such setting; "
-                "leave it out",
-                param="reasoning_effort",
-            )
         return found
 
     def render(

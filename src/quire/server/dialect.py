@@ -5,22 +5,23 @@ answer (chat/answers.py), never the model's own markers of tool calls and reason
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pydantic import ValidationError
+from starlette.responses import Response
 
-from quire.chat import Answer, AnswerEvent, AnswerParser
+from quire.chat import Answer, AnswerEvent, AnswerParser, CallIds
 from quire.core.request import Completion, FinishReason, Piece, RequestOutput
 from quire.engine.aio import Stream
 from quire.llm import OnlineModel
 from quire.server.calls import Call
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
 from quire.server.fields import Strict
+from quire.server.model_service import ModelService
 from quire.server.replies import CompletionDetails, FinishWord, PromptDetails, TraceReport, Usage
 from quire.server.schemas import ChatRequest, Generation
-from quire.server.service import Service
 from quire.server.submission import Prompts, submit_all
 from quire.server.validation import validation_error
 
@@ -40,9 +41,16 @@ class GenerationCall:
     answer_id: str
     created: int
     kept: Any = None
-    new_parser: Callable[[], AnswerParser] = AnswerParser
+    make_parser: Callable[[], AnswerParser] = AnswerParser
 
-    async def submit(self, service: Service, *, stream: bool) -> list[Stream]:
+    def new_parser(self, index: int) -> AnswerParser:
+        """For a choice. Of an answer that may be computed again the ids of calls are the same."""
+        parser = self.make_parser()
+        if self.call.identity is not None:
+            parser.call_ids = CallIds(f"{self.call.identity.name}/{index}")
+        return parser
+
+    async def submit(self, service: ModelService, *, stream: bool) -> list[Stream]:
         call, body = self.call, self.body
         return await submit_all(service, self.llm, call, body, self.prompts, stream=stream)
 
@@ -97,6 +105,9 @@ class Frames(Protocol):
         """The end of a stream that fails after its status was sent."""
 
 
+Detach = Callable[[ModelService, GenerationCall], Awaitable[Response | None]]
+
+
 class Translation(NamedTuple, Generic[K]):
     """A body as the internal request. `kept` is for frames and reply; no large texts, please: the
     answer may take long."""
@@ -117,15 +128,21 @@ def chat_request(fields: Mapping[str, object]) -> ChatRequest:
 class Dialect(Generic[B, K]):
     """`to_chat` and `reply` run in the work pool or are quick; `to_chat` raises ApiError or
     RequestError about a field of `schema`. `field_names` maps fields of ChatRequest to those of
-    `schema` that they come from, for errors about them."""
+    `schema` that they come from, for errors about them. `detach` answers a call that is computed
+    later, or returns None. `fits_max_tokens`: more tokens than the context has room for are as many
+    as it has; else they are refused."""
 
     schema: type[B]
     id_prefix: str  # of the answer's id
-    to_chat: Callable[[Service, Call, B], Translation[K]]
-    frames: Callable[[Service, GenerationCall], Frames]
-    reply: Callable[[Service, GenerationCall, Sequence[RequestOutput], Sequence[Choice]], bytes]
+    to_chat: Callable[[ModelService, Call, B], Translation[K]]
+    frames: Callable[[ModelService, GenerationCall], Frames]
+    reply: Callable[
+        [ModelService, GenerationCall, Sequence[RequestOutput], Sequence[Choice]], bytes
+    ]
     errors: ErrorShape = OPENAI_ERRORS
     field_names: Mapping[str, str] = field(default_factory=dict)
+    detach: Detach | None = None
+    fits_max_tokens: bool = False
 
 
 # ---- what replies and frames are made of
@@ -152,7 +169,7 @@ def choices_of(generation: GenerationCall, outputs: Sequence[RequestOutput]) -> 
     """All choices in order: those of the first prompt, then those of the next."""
     found: list[Choice] = []
     for completion in (each for output in outputs for each in output.completions):
-        parser = generation.new_parser()
+        parser = generation.new_parser(len(found))
         parser.feed(completion.text)
         parser.end(is_cut=completion.finish_reason is FinishReason.LENGTH)
         num_thought = 0
@@ -183,7 +200,7 @@ def _num_reasoning_tokens(generation: GenerationCall, completion: Completion) ->
     detokenizer = tokenizer.detokenizer(
         skip_special=params.skip_special_tokens, spelled=params.spelled_token_ids
     )
-    parser = generation.new_parser()
+    parser = generation.make_parser()
     for token in completion.token_ids:
         parser.feed(detokenizer.add(token), num_tokens=1)
     return parser.num_reasoning_tokens

@@ -31,6 +31,7 @@ from quire.server.dialect import (
 )
 from quire.server.echoes import echo_of, prompt_logprobs
 from quire.server.errors import OPENAI_ERRORS, ApiError
+from quire.server.model_service import ModelService
 from quire.server.replies import (
     CalledFunction,
     ChatChoice,
@@ -43,7 +44,6 @@ from quire.server.replies import (
     ToolCallReply,
 )
 from quire.server.schemas import ChatRequest, CompletionRequest
-from quire.server.service import Service
 from quire.server.streaming import SSE_HEADERS, SSE_PING
 
 FINGERPRINT = f"quire-{own_version()}"
@@ -59,7 +59,7 @@ class OpenAIFrames(ABC):
     headers = SSE_HEADERS
     ping = SSE_PING
 
-    def __init__(self, service: Service, generation: GenerationCall) -> None:
+    def __init__(self, service: ModelService, generation: GenerationCall) -> None:
         shared = {
             "id": generation.answer_id,
             "object": self.kind,
@@ -154,7 +154,7 @@ class ChatFrames(OpenAIFrames):
 class TextFrames(OpenAIFrames):
     kind = "text_completion"
 
-    def __init__(self, service: Service, generation: GenerationCall) -> None:
+    def __init__(self, service: ModelService, generation: GenerationCall) -> None:
         super().__init__(service, generation)
         self._generation = generation
 
@@ -214,7 +214,7 @@ def content_of(events: Sequence[AnswerEvent]) -> str:
 
 
 def chat_reply(
-    service: Service,
+    service: ModelService,
     generation: GenerationCall,
     outputs: Sequence[RequestOutput],
     choices: Sequence[Choice],
@@ -247,7 +247,7 @@ def chat_reply(
 
 
 def text_reply(
-    service: Service,
+    service: ModelService,
     generation: GenerationCall,
     outputs: Sequence[RequestOutput],
     choices: Sequence[Choice],
@@ -365,7 +365,7 @@ def _with_choices(
 # ---- the dialect
 
 
-def _to_chat(_service: Service, _call: Call, body: ChatRequest) -> Translation[None]:
+def _to_chat(_service: ModelService, _call: Call, body: ChatRequest) -> Translation[None]:
     return Translation(body, None)
 
 

@@ -43,6 +43,7 @@ _MOST = 2**31 - 1
 _SLICE = 16_384  # items that are checked in one call, during which nothing else runs
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+_PREFIXES = "prefixes are reused by what they hold, and the answer is the same with and without"
 TokenId = Annotated[int, Field(ge=0, le=_MOST)]
 TokenText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 
@@ -112,7 +113,13 @@ class TextFormat(Strict):
 
 
 class JsonObjectFormat(Strict):
-    type: Literal["json_object"] = Field(description="any JSON object")
+    type: Literal["json_object"] = Field(description="any JSON object, or JSON of a schema")
+    schema_: dict[str, Any] | None = Field(
+        default=None, alias="schema", description="llama.cpp's: a JSON schema"
+    )
+    value: dict[str, Any] | None = Field(
+        default=None, description="TGI's name of schema, which Hugging Face's client sends"
+    )
 
 
 class JsonSchema(Strict):
@@ -300,6 +307,11 @@ class Generation(CommonFields, SamplerFields, GenerationClientFields):
         default=None, description="llama.cpp's: JSON that this schema allows"
     )
 
+    regex: str | None = Field(default=None, description="SGLang's name of structured_outputs.regex")
+    ebnf: str | None = Field(
+        default=None, description="SGLang's name of structured_outputs.grammar"
+    )
+
     @property
     def num_prompt_scores(self) -> int | None:
         """How many likeliest tokens come with each prompt token's log-probability; None: the prompt
@@ -316,17 +328,21 @@ class Generation(CommonFields, SamplerFields, GenerationClientFields):
 
     @property
     def constraint(self) -> Constraint | None:
-        """The form that the answer must have; a RequestError names the field it is in."""
-        fields = self.constraint_fields
-        if len(fields) > 1:
-            message = f"{fields[0]} and {fields[1]} both ask for a form of the answer: give one"
-            raise RequestError(message, param=fields[1])
-        if not fields:
-            return None
+        """The form that the answer must have; a RequestError names the field it is in. Clients of
+        several servers give the same form by several names."""
+        found = {name: self._constraint_of(name) for name in self.constraint_fields}
+        for name, other in found.items():
+            first = next(iter(found))
+            if other != found[first]:
+                message = f"{first} and {name} both ask for a form of the answer: give one"
+                raise RequestError(message, param=name)
+        return next(iter(found.values()), None)
+
+    def _constraint_of(self, name: str) -> Constraint:
         try:
-            return _CONSTRAINTS[fields[0]](getattr(self, fields[0]))
+            return _CONSTRAINTS[name](getattr(self, name))
         except RequestError as error:
-            raise RequestError(str(error), param=fields[0]) from None
+            raise RequestError(str(error), param=name) from None
 
     def sampling(
         self, room: int, logprobs: int | None, defaults: SamplingOptions
@@ -355,9 +371,12 @@ _SAMPLED = (
 
 
 def _of_format(given: JsonObjectFormat | JsonSchemaFormat) -> Constraint:
-    if isinstance(given, JsonObjectFormat):
-        return Constraint.json_object()
-    return Constraint.json(given.json_schema.schema_)
+    if isinstance(given, JsonSchemaFormat):
+        return Constraint.json(given.json_schema.schema_)
+    if given.schema_ is not None and given.value is not None:
+        raise RequestError("response_format has a schema and a value: give one of them")
+    schema = given.value if given.schema_ is None else given.schema_
+    return Constraint.json_object() if schema is None else Constraint.json(schema)
 
 
 def _of_structured(given: StructuredOutputs) -> Constraint:
@@ -385,6 +404,8 @@ _CONSTRAINTS: dict[str, Callable[[Any], Constraint]] = {
     "guided_grammar": Constraint.grammar,
     "grammar": Constraint.grammar,
     "json_schema": Constraint.json,
+    "regex": Constraint.regex,
+    "ebnf": Constraint.grammar,
 }
 
 
@@ -395,7 +416,12 @@ class Message(Strict):
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None, description='text, or parts of {"type": "text", "text": ...}'
     )
-    name: str | None = Field(default=None, max_length=256, description="of who speaks")
+    name: str | None = Field(
+        default=None,
+        max_length=256,
+        description="of who speaks; where the template has no place for it, it goes before the "
+        "text, unless a role has one speaker: the assistant, the system, or user",
+    )
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         default=None, description="calls that the assistant made"
     )
@@ -408,6 +434,8 @@ class Message(Strict):
     reasoning: str | None = Field(default=None, description="another name of reasoning_content")
     parsed: Any = accepted("OpenAI's clients add it; content and tool_calls say the same")
     provider_specific_fields: Any = accepted("LiteLLM adds it; the other fields say the same")
+    cache_control: dict[str, Any] | None = accepted(_PREFIXES)
+    reasoning_details: Refused = refused("give the thoughts as reasoning_content", [])
     audio: Refused = refused("quire works with text alone: give the transcript as content")
     function_call: Refused = refused("it is the old name of tool_calls")
     refusal: Refused = refused("no template shows it to the model: give it as content")
@@ -433,6 +461,7 @@ class Tool(Strict):
 
     type: Literal["function"] = Field(description="there are no other tools")
     function: FunctionDescription = Field(description="its name and arguments")
+    cache_control: dict[str, Any] | None = accepted(_PREFIXES)
 
 
 class ChatRequest(Generation, ChatClientFields):

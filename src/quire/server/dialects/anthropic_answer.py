@@ -42,11 +42,13 @@ from quire.server.dialects.anthropic_body import (
 )
 from quire.server.errors import ApiError, ErrorShape
 from quire.server.generation import count_prompt_tokens
+from quire.server.model_service import ModelService
 from quire.server.replies import FinishWord, TraceReport
-from quire.server.service import Service
 from quire.server.streaming import SSE_HEADERS
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
+]
 _SIGNATURE = "unsigned"  # clients send it back with the thought
 
 # ---- errors
@@ -75,6 +77,8 @@ def _error_fields(error: ApiError) -> dict[str, object]:
     message = error.message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
+    if error.code == "context_length_exceeded":  # by these words clients know to shorten it
+        message = f"prompt is too long: {error.message}"
     found: dict[str, object] = {"type": kind, "message": message}
     if error.param == "thread":  # clients then send the whole conversation
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -102,7 +106,12 @@ class MessagesError(BaseModel):
 
 
 ANTHROPIC_ERRORS = ErrorShape(
-    _error_body, _error_frame, _status, reply=MessagesError, overloaded=529
+    _error_body,
+    _error_frame,
+    _status,
+    reply=MessagesError,
+    overloaded=529,
+    id_header=b"request-id",
 )
 
 
@@ -124,6 +133,12 @@ class MessageUsage(BaseModel):
     service_tier: Literal["standard"] = "standard"
 
 
+class AppliedEdits(BaseModel):
+    """What `context_management` removed; the edits that are taken remove nothing."""
+
+    applied_edits: list[dict[str, Any]] = []
+
+
 class MessageReply(BaseModel):
     id: str
     type: Literal["message"] = "message"
@@ -133,6 +148,7 @@ class MessageReply(BaseModel):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    context_management: AppliedEdits | None = None  # left out unless asked for
     quire_trace: list[TraceReport] | None = None  # left out unless asked for
 
 
@@ -152,10 +168,11 @@ def _usage(outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> Messa
     )
 
 
-def _stop(choice: Choice) -> tuple[StopReason, str | None]:
+def _stop(choice: Choice, kept: KeptOfMessage) -> tuple[StopReason, str | None]:
     """The reason of the end, and the stop sequence if it was one."""
     if choice.finish_reason == "length":
-        return "max_tokens", None
+        is_full = choice.completion.num_tokens < kept.max_tokens
+        return "model_context_window_exceeded" if is_full else "max_tokens", None
     if choice.finish_reason == "tool_calls":
         return "tool_use", None
     sequence = choice.completion.stop_reason
@@ -176,13 +193,13 @@ def _blocks(answer: Answer, kept: KeptOfMessage) -> list[dict[str, Any]]:
 
 
 def _reply(
-    service: Service,
+    service: ModelService,
     generation: GenerationCall,
     outputs: Sequence[RequestOutput],
     choices: Sequence[Choice],
 ) -> bytes:
     [choice] = choices
-    reason, sequence = _stop(choice)
+    reason, sequence = _stop(choice, generation.kept)
     reply = MessageReply(
         id=generation.answer_id,
         model=service.name,
@@ -190,10 +207,14 @@ def _reply(
         stop_reason=reason,
         stop_sequence=sequence,
         usage=_usage(outputs, choices),
+        context_management=AppliedEdits() if generation.kept.names_edits else None,
         quire_trace=traces_of(generation.call, outputs),
     )
-    absent = {"quire_trace"} if reply.quire_trace is None else None
-    return reply.model_dump_json(exclude=absent).encode()
+    return reply.model_dump_json(exclude=_not_asked_for(reply)).encode()
+
+
+def _not_asked_for(reply: MessageReply) -> set[str]:
+    return {name for name in ("context_management", "quire_trace") if getattr(reply, name) is None}
 
 
 # ---- streams
@@ -209,7 +230,7 @@ class MessageFrames:
     headers = SSE_HEADERS
     ping = _event("ping").encode()
 
-    def __init__(self, service: Service, generation: GenerationCall) -> None:
+    def __init__(self, service: ModelService, generation: GenerationCall) -> None:
         self._id = generation.answer_id
         self._call = generation.call
         self._model = service.name
@@ -229,7 +250,8 @@ class MessageFrames:
                 input_tokens=self._num_prompt_tokens, cache_read_input_tokens=0, output_tokens=0
             ),
         )
-        return _event("message_start", message=message.model_dump(exclude={"quire_trace"})).encode()
+        fields = message.model_dump(exclude=_not_asked_for(message))
+        return _event("message_start", message=fields).encode()
 
     def chunk(
         self,
@@ -291,10 +313,13 @@ class MessageFrames:
         return signed + _event("content_block_stop", index=self._num_blocks - 1)
 
     def ending(self, outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> bytes:
-        reason, sequence = _stop(choices[0])
+        reason, sequence = _stop(choices[0], self._kept)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         usage = _usage(outputs, choices).model_dump(exclude={"service_tier"})
-        last = _event("message_delta", delta=delta, usage=usage, **traced(self._call, outputs))
+        others: dict[str, Any] = traced(self._call, outputs)
+        if self._kept.names_edits:
+            others["context_management"] = AppliedEdits().model_dump()
+        last = _event("message_delta", delta=delta, usage=usage, **others)
         return (last + _event("message_stop")).encode()
 
     def error(self, error: ApiError) -> bytes:
@@ -305,9 +330,10 @@ class MessageFrames:
 
 
 def _translated(
-    _service: Service, _call: Call, body: MessagesRequest
+    service: ModelService, _call: Call, body: MessagesRequest
 ) -> Translation[KeptOfMessage]:
-    return Translation(to_chat(body), kept_of(body))
+    settings = service.llm.prompts.reasoning_settings
+    return Translation(to_chat(body, settings), kept_of(body))
 
 
 _FIELD_NAMES = {
@@ -327,13 +353,15 @@ MESSAGES = Dialect(
     reply=_reply,
     errors=ANTHROPIC_ERRORS,
     field_names=_FIELD_NAMES,
+    fits_max_tokens=True,
 )
 
 
 def _counted(
-    _service: Service, _call: Call, body: CountTokensRequest
+    service: ModelService, _call: Call, body: CountTokensRequest
 ) -> Translation[KeptOfMessage]:
-    return Translation(chat_request(to_chat_fields(body)), kept_of(body))
+    settings = service.llm.prompts.reasoning_settings
+    return Translation(chat_request(to_chat_fields(body, settings)), kept_of(body))
 
 
 _COUNTING = Dialect(
@@ -347,7 +375,7 @@ _COUNTING = Dialect(
 )
 
 
-async def count_tokens(service: Service, request: Request) -> Response:
+async def count_tokens(service: ModelService, request: Request) -> Response:
     """How many tokens the prompt of a conversation has; nothing is computed."""
     num_tokens = await count_prompt_tokens(service, request, _COUNTING)
     reply = TokensCount(input_tokens=num_tokens)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, StringConstraints, Tag
 
 from quire.core.sampling import MAX_STOP_STRINGS
+from quire.llm.chats import ReasoningSettings
 from quire.server.dialect import chat_request
 from quire.server.dialects.unions import LIST, TEXT, ByField, text_or_list
 from quire.server.errors import ApiError
@@ -23,6 +24,8 @@ _ALONE = "quire works with text alone"
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ChatMessages = list[dict[str, Any]]  # as ChatRequest takes them
+_ALL_SETTINGS = ReasoningSettings()
+_USUAL_EFFORT = "high"  # Anthropic's default: the same as no effort
 
 
 # ---- blocks of content
@@ -160,7 +163,10 @@ class Thinking(Strict):
         "the template is told not to think where it can be"
     )
     budget_tokens: int | None = Field(
-        default=None, ge=1, le=_MOST, description="tokens after which thinking is ended"
+        default=None,
+        ge=1,
+        le=_MOST,
+        description="tokens after which thinking is ended, where the model thinks",
     )
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description="omitted: thinking blocks are empty; thoughts are not summarised"
@@ -172,9 +178,46 @@ class JsonFormat(Strict):
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema")
 
 
+class AllTurns(Strict):
+    type: Literal["all"] = Field(description="no thoughts are removed")
+
+
+class ClearThinking(Strict):
+    """Which thoughts of earlier turns are removed; what asks for none is the conversation as it
+    was sent."""
+
+    type: Literal["clear_thinking_20251015"] = Field(description="removes earlier thoughts")
+    keep: Annotated[
+        Annotated[Literal["all"], TEXT] | Annotated[AllTurns, Tag("keep all")],
+        ByField("type", "keep", ["all"], "leave older thoughts out of messages", or_text=True),
+    ] = Field(description="all: messages are used as they were sent")
+
+
+class ContextManagement(Strict):
+    edits: (
+        Annotated[
+            list[
+                Annotated[
+                    Annotated[ClearThinking, Tag("edit clear_thinking_20251015")],
+                    ByField(
+                        "type",
+                        "edit",
+                        ["clear_thinking_20251015"],
+                        "shorten the conversation yourself",
+                    ),
+                ]
+            ],
+            Field(max_length=16, fail_fast=True),
+        ]
+        | None
+    ) = Field(default=None, description="changes to the conversation")
+
+
 class OutputConfig(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="how much to think, where the template has a setting for it"
+        default=None,
+        description="how much to think; where the template has no setting for it, others than high "
+        "are refused, unless the model does not think",
     )
     format: JsonFormat | None = Field(default=None, description="a form that the answer must have")
     task_budget: Refused = refused("use max_tokens")
@@ -204,7 +247,9 @@ class ConversationFields(CommonFields):
     user_profile_id: str | None = accepted("quire knows no profiles")
     workspace_id: str | None = accepted("quire knows no workspaces")
     mcp_servers: Refused = refused(_NO_SERVER_TOOLS, [])
-    context_management: Refused = refused("shorten the conversation yourself")
+    context_management: ContextManagement | None = Field(
+        default=None, description="what is removed of a long conversation"
+    )
     compaction: Refused = refused("shorten the conversation yourself")
 
 
@@ -215,7 +260,11 @@ class CountTokensRequest(ConversationFields):
 class MessagesRequest(ConversationFields):
     """The body of /v1/messages."""
 
-    max_tokens: int = Field(ge=1, le=_MOST, description="the most that the answer may have")
+    max_tokens: int = Field(
+        ge=1,
+        le=_MOST,
+        description="the most that the answer may have, of those that the context has room for",
+    )
     stream: bool | None = Field(default=None, description="answer as server-sent events")
     stop_sequences: (
         Annotated[
@@ -245,12 +294,16 @@ class KeptOfMessage(NamedTuple):
 
     shows_thinking: bool
     omits_thoughts: bool  # thinking blocks are there, and empty
+    max_tokens: int = _MOST  # may be more than the context has room for
+    names_edits: bool = False  # the answer says what was removed of the conversation
 
 
 # ---- translation
 
 
-def to_chat_fields(body: ConversationFields) -> dict[str, Any]:
+def to_chat_fields(
+    body: ConversationFields, settings: ReasoningSettings = _ALL_SETTINGS
+) -> dict[str, Any]:
     """The fields of a ChatRequest that the prompt is made of, and those that shape the answer."""
     chat: dict[str, Any] = {
         "model": body.model,
@@ -259,7 +312,7 @@ def to_chat_fields(body: ConversationFields) -> dict[str, Any]:
         "timeout": body.timeout,
         "messages": list(_messages(body)),
         **_tool_fields(body),
-        **_thinking_fields(body),
+        **_thinking_fields(body, settings),
     }
     if _is_begun(chat["messages"][-1]):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -270,8 +323,8 @@ def to_chat_fields(body: ConversationFields) -> dict[str, Any]:
     return {name: value for name, value in chat.items() if value is not None}
 
 
-def to_chat(body: MessagesRequest) -> ChatRequest:
-    chat = to_chat_fields(body)
+def to_chat(body: MessagesRequest, settings: ReasoningSettings) -> ChatRequest:
+    chat = to_chat_fields(body, settings)
     own = {
         "max_tokens": body.max_tokens,
         "stream": body.stream,
@@ -289,7 +342,12 @@ def to_chat(body: MessagesRequest) -> ChatRequest:
 def kept_of(body: ConversationFields) -> KeptOfMessage:
     thinking = body.thinking
     is_on = thinking is not None and thinking.type != "disabled"
-    return KeptOfMessage(is_on, thinking is not None and thinking.display == "omitted")
+    return KeptOfMessage(
+        shows_thinking=is_on,
+        omits_thoughts=thinking is not None and thinking.display == "omitted",
+        max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else _MOST,
+        names_edits=body.context_management is not None,
+    )
 
 
 def _format(body: ConversationFields) -> JsonFormat | None:
@@ -405,11 +463,11 @@ def _tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _thinking_fields(body: ConversationFields) -> dict[str, Any]:
+def _thinking_fields(body: ConversationFields, settings: ReasoningSettings) -> dict[str, Any]:
     thinking = body.thinking
     effort = None if body.output_config is None else body.output_config.effort
     if thinking is None or thinking.type == "disabled":
-        if effort is not None:
+        if effort not in (None, _USUAL_EFFORT):
             raise ApiError(
                 400,
                 'output_config.effort needs thinking: give {"type": "adaptive"}',
@@ -424,6 +482,14 @@ def _thinking_fields(body: ConversationFields) -> dict[str, Any]:
             param="thinking.budget_tokens",
         )
     return {
-        "reasoning_effort": "xhigh" if effort == "max" else effort,
-        "thinking_token_budget": thinking.budget_tokens,
+        "reasoning_effort": _effort(effort, settings),
+        "thinking_token_budget": thinking.budget_tokens if settings.has_reasoning else None,
     }
+
+
+def _effort(effort: str | None, settings: ReasoningSettings) -> str | None:
+    """None where it asks for nothing: the usual effort of a model that has one alone, and any
+    effort of a model that does not think."""
+    if not settings.has_effort and (effort == _USUAL_EFFORT or not settings.has_reasoning):
+        return None
+    return "xhigh" if effort == "max" else effort

@@ -27,14 +27,16 @@ from quire.server.dialects.ollama_body import (
     AnswerFields,
     GenerateRequest,
     OllamaChatRequest,
+    OllamaFields,
     chat_of,
     chat_of_prompt,
     completion_of,
+    keep_seconds,
 )
 from quire.server.errors import ApiError, ErrorShape
 from quire.server.generation import answer_conversation, answer_text
+from quire.server.model_service import ModelService
 from quire.server.replies import FinishWord, LogprobWriter, TokenScore
-from quire.server.service import Service
 
 _HEADERS = (
     (b"content-type", b"application/x-ndjson"),
@@ -143,7 +145,7 @@ def _calls(answer: Answer) -> list[OllamaCall] | None:
 
 def _reply(
     is_chat: bool,
-    service: Service,
+    service: ModelService,
     generation: GenerationCall,
     outputs: Sequence[RequestOutput],
     choices: Sequence[Choice],
@@ -177,12 +179,13 @@ def _scores(writer: LogprobWriter, scores: Sequence[TokenLogprob]) -> Any:
 
 
 class _Frames:
-    """A line for what came at once, and a last one with counts. A call is written whole."""
+    """Lines for what came at once, one each for thoughts, text and calls, and a last one with
+    counts. A call is written whole."""
 
     headers = _HEADERS
     ping = b""  # clients read every line
 
-    def __init__(self, is_chat: bool, service: Service, generation: GenerationCall) -> None:
+    def __init__(self, is_chat: bool, service: ModelService, generation: GenerationCall) -> None:
         self._is_chat = is_chat
         self._model = service.name
         self._logprobs = LogprobWriter(generation.llm.tokenizer)
@@ -203,13 +206,17 @@ class _Frames:
         thought = "".join([event.text for event in events if isinstance(event, ReasoningDelta)])
         calls = self._whole_calls(events, is_last=finish_reason is not None)
         scores = [score for piece in pieces for score in piece.logprobs]
-        if not content and not thought and not calls and not scores:
-            return b""
-        more = {"thinking": thought} if thought else {}
-        fields = self._said(content, {**more, **({"tool_calls": calls} if calls else {})})
+        said = []  # clients take a line for one of these
+        if thought:
+            said.append(self._said("", {"thinking": thought}))
+        if content:
+            said.append(self._said(content, {}))
+        if calls:
+            said.append(self._said("", {"tool_calls": calls}))
         if scores:
-            fields["logprobs"] = _scores(self._logprobs, scores)
-        return self._line({**fields, "done": False})
+            said = said or [self._said("", {})]
+            said[-1]["logprobs"] = _scores(self._logprobs, scores)
+        return b"".join([self._line({**fields, "done": False}) for fields in said])
 
     def _whole_calls(self, events: Sequence[AnswerEvent], *, is_last: bool) -> list[Any]:
         whole = []
@@ -251,7 +258,7 @@ class _Frames:
 
 
 class _LoadOnlyError(Exception):
-    """The body asks for no answer: clients send it to load the model, which is loaded."""
+    """The body asks for no answer: clients send it to have the model loaded."""
 
 
 class _RawPromptError(Exception):
@@ -262,7 +269,14 @@ class _RawPromptError(Exception):
         self.body = body
 
 
-def _check(service: Service, body: AnswerFields) -> None:
+def keep_loaded(service: ModelService, body: OllamaFields) -> None:
+    """Obey keep_alive, where models are loaded on demand."""
+    if body.keep_alive is not None:
+        service.keep_s = keep_seconds(body.keep_alive)
+
+
+def _check(service: ModelService, body: AnswerFields) -> None:
+    keep_loaded(service, body)
     options = body.options
     if options is None:
         return
@@ -275,22 +289,30 @@ def _check(service: Service, body: AnswerFields) -> None:
         raise ApiError(400, message, param="options.num_predict")
 
 
+def _stops(body: AnswerFields) -> bool:
+    """Whether a body without a prompt asks that the model is unloaded, as `ollama stop` does."""
+    return body.keep_alive is not None and keep_seconds(body.keep_alive) == 0
+
+
 def _load(body: AnswerFields) -> None:
-    """Raise: what was asked is whether the model is loaded, or that it is not."""
-    if body.keep_alive in (0, "0", "0s"):
+    """Raise: what was asked is that the model is loaded, or that it is not, which a server that
+    loads models on demand has answered before."""
+    if _stops(body):
         message = "the server keeps its model: end the server to unload it"
         raise ApiError(400, message, param="keep_alive")
     raise _LoadOnlyError
 
 
-def _to_chat(service: Service, _call: Call, body: OllamaChatRequest) -> Translation[None]:
+def _to_chat(service: ModelService, _call: Call, body: OllamaChatRequest) -> Translation[None]:
     _check(service, body)
     if not body.messages:
         _load(body)
     return Translation(chat_of(body), None)
 
 
-def _to_chat_of_prompt(service: Service, _call: Call, body: GenerateRequest) -> Translation[None]:
+def _to_chat_of_prompt(
+    service: ModelService, _call: Call, body: GenerateRequest
+) -> Translation[None]:
     _check(service, body)
     if not body.prompt:
         _load(body)
@@ -307,6 +329,7 @@ OLLAMA_CHAT = Dialect(
     reply=partial(_reply, True),
     errors=OLLAMA_ERRORS,
     field_names=FIELD_NAMES,
+    fits_max_tokens=True,
 )
 GENERATE = Dialect(
     schema=GenerateRequest,
@@ -316,30 +339,56 @@ GENERATE = Dialect(
     reply=partial(_reply, False),
     errors=OLLAMA_ERRORS,
     field_names=FIELD_NAMES,
+    fits_max_tokens=True,
 )
 
 
-async def answer_chat(service: Service, request: Request) -> Response:
+async def answer_chat(service: ModelService, request: Request) -> Response:
     try:
         return await answer_conversation(service, request, OLLAMA_CHAT)
     except _LoadOnlyError:
-        return _loaded(OllamaChatReply(message=OllamaAnswer(content=""), **_load_fields(service)))
+        return _empty_chat(service, "load")
 
 
-async def answer_prompt(service: Service, request: Request) -> Response:
+async def answer_prompt(service: ModelService, request: Request) -> Response:
     try:
         return await answer_conversation(service, request, GENERATE)
     except _LoadOnlyError:
-        return _loaded(GenerateReply(response="", **_load_fields(service)))
+        return _empty_answer(service, "load")
     except _RawPromptError as raw:
         body = completion_of(raw.body)
     return await answer_text(service, request, body, GENERATE)
 
 
-def _load_fields(service: Service) -> dict[str, Any]:
-    return {"model": service.name, "created_at": now(), "done_reason": "load"}
+def stop_chat(service: ModelService, body: OllamaChatRequest) -> Response | None:
+    """Unload the model, where that is all that is asked: it is not loaded for that."""
+    if body.messages or not _stops(body) or service.server.residency is None:
+        return None
+    service.unload_soon()
+    return _empty_chat(service, "unload")
 
 
-def _loaded(reply: _Reply) -> Response:
+def stop_generate(service: ModelService, body: GenerateRequest) -> Response | None:
+    """The same, by a prompt that is not there."""
+    if body.prompt or not _stops(body) or service.server.residency is None:
+        return None
+    service.unload_soon()
+    return _empty_answer(service, "unload")
+
+
+def _empty_chat(service: ModelService, reason: str) -> Response:
+    fields = _empty_fields(service, reason)
+    return _written(OllamaChatReply(message=OllamaAnswer(content=""), **fields))
+
+
+def _empty_answer(service: ModelService, reason: str) -> Response:
+    return _written(GenerateReply(response="", **_empty_fields(service, reason)))
+
+
+def _empty_fields(service: ModelService, reason: str) -> dict[str, Any]:
+    return {"model": service.name, "created_at": now(), "done_reason": reason}
+
+
+def _written(reply: _Reply) -> Response:
     content = reply.model_dump_json(exclude_none=True).encode() + b"\n"
     return Response(content, media_type="application/json")

@@ -1,6 +1,8 @@
 """Bodies of Ollama's API, and the request that each means."""
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -16,7 +18,6 @@ from quire.server.validation import validation_error
 MAX_TOOLS = 1024
 MAX_CALLS = 1024
 _MOST = 2**31 - 1
-_LOADED = "the server keeps its model until it ends"
 _OPERATOR = "the server's operator sets it"
 _NO_IMAGES = "quire works with text alone"
 _WHOLE = "a conversation that does not fit is an error: shorten it"
@@ -24,13 +25,34 @@ _MIROSTAT = "its state is no function of the row: use min_p"
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 KeepAlive = str | int | float | None
+_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
+_LONGEST_KEEP_S = 1e9
+_LONGEST_DURATION = 64  # characters: searching takes time by their square
+
+
+def keep_seconds(given: str | float) -> float:
+    """What keep_alive says, in seconds; infinity: for ever."""
+    text = str(given).strip().lower()
+    sign, text = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        if not text or len(text) > _LONGEST_DURATION or _DURATION.sub("", text):
+            message = f'keep_alive must be seconds or a duration such as "5m", got {given!r:.100}'
+            raise ApiError(400, message, param="keep_alive") from None
+        seconds = sum(float(n) * _UNITS_S[unit] for n, unit in _DURATION.findall(text))
+    return seconds if sign > 0 and seconds <= _LONGEST_KEEP_S else math.inf
 
 
 class Options(Strict):
     """Names as in a Modelfile. What is left out is the model's own default, not Ollama's."""
 
     num_predict: int | None = Field(
-        default=None, ge=-2, le=_MOST, description="tokens at most; -1 and -2: as many as fit"
+        default=None,
+        ge=-2,
+        le=_MOST,
+        description="tokens at most, of those that fit; -1 and -2: as many as fit",
     )
     num_ctx: int | None = Field(
         default=None,
@@ -90,9 +112,13 @@ class Options(Strict):
 class OllamaFields(Strict):
     """Of every body."""
 
-    model: str | None = Field(default=None, description="may be left out: there is one")
+    model: str | None = Field(default=None, description="left out: the server's first")
     options: Options | None = Field(default=None, description="how the answer is sampled")
-    keep_alive: KeepAlive = accepted(_LOADED)
+    keep_alive: KeepAlive = Field(
+        default=None,
+        description="how long the model stays loaded without use, where models are loaded on "
+        'demand: seconds, "5m" or "1h30m"; 0: not at all, below 0: for ever',
+    )
 
 
 class AnswerFields(OllamaFields):
@@ -153,6 +179,9 @@ class OllamaChatRequest(AnswerFields):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
         Field(default=None, description="what the model may call")
     )
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description="as in OpenAI's API, which some of Ollama's clients send"
+    )
 
 
 class GenerateRequest(AnswerFields):
@@ -197,7 +226,7 @@ class EmbeddingsRequest(OllamaFields):
 class ShowRequest(Strict):
     """The body of /api/show."""
 
-    model: str | None = Field(default=None, description="may be left out: there is one")
+    model: str | None = Field(default=None, description="left out: the server's first")
     name: str | None = Field(default=None, description="the older name of model")
     verbose: bool | None = accepted("tensors and vocabularies are not listed")
     system: Refused = refused("models are not changed here", "")
@@ -234,6 +263,8 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
         fields["tools"] = body.tools
+    if body.tool_choice is not None:
+        fields["tool_choice"] = body.tool_choice
     return chat_request(fields)
 
 

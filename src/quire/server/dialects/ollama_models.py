@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -13,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.request import RequestOutput
-from quire.core.version import own_version
 from quire.llm import OnlineModel
+from quire.llm.assembly import MemoryNeed
 from quire.llm.forward import NO_TOKENS, unit_vector
 from quire.llm.prompts import Prepared
 from quire.server.calls import Call
-from quire.server.dialects.ollama_answer import OLLAMA_ERRORS, figures
+from quire.server.dialects.ollama_answer import OLLAMA_ERRORS, figures, keep_loaded
 from quire.server.dialects.ollama_body import (
     EmbeddingsRequest,
     EmbedRequest,
@@ -27,6 +28,7 @@ from quire.server.dialects.ollama_body import (
     model_name,
 )
 from quire.server.errors import ApiError
+from quire.server.model_service import ModelService
 from quire.server.openapi import error_responses
 from quire.server.replies import Version
 from quire.server.schemas import CommonFields
@@ -56,7 +58,7 @@ class EmbeddingsReply(BaseModel):
     embedding: list[float]
 
 
-async def embed_texts(service: Service, request: Request) -> Response:
+async def embed_texts(service: ModelService, request: Request) -> Response:
     body, outputs = await _embedded(service, request, EmbedRequest)
     assert isinstance(body, EmbedRequest)
 
@@ -74,7 +76,7 @@ async def embed_texts(service: Service, request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def embed_prompt(service: Service, request: Request) -> Response:
+async def embed_prompt(service: ModelService, request: Request) -> Response:
     _, [output] = await _embedded(service, request, EmbeddingsRequest)
     reply = EmbeddingsReply(embedding=_vector(output, None))
     return Response(reply.model_dump_json(), media_type="application/json")
@@ -85,7 +87,7 @@ def _vector(output: RequestOutput, dimensions: int | None) -> list[float]:
 
 
 async def _embedded(
-    service: Service, request: Request, schema: type[EmbedRequest] | type[EmbeddingsRequest]
+    service: ModelService, request: Request, schema: type[EmbedRequest] | type[EmbeddingsRequest]
 ) -> tuple[OllamaFields, Sequence[RequestOutput]]:
     call, llm = call_and_model(service, request)
     errors = ErrorMapper(service, schema)
@@ -101,7 +103,7 @@ async def _embedded(
 
 
 def _prepare(
-    service: Service,
+    service: ModelService,
     call: Call,
     llm: OnlineModel,
     errors: ErrorMapper,
@@ -110,6 +112,7 @@ def _prepare(
 ) -> tuple[OllamaFields, Prompts]:
     body = service.read_body(call, data, schema)
     service.check_model(model_name(body.model))
+    keep_loaded(service, body)
     texts, cuts = [], True
     if isinstance(body, EmbedRequest):
         texts = [body.input] if isinstance(body.input, str) else body.input
@@ -159,7 +162,9 @@ class OllamaModels(BaseModel):
 
 
 class RunningModel(OllamaModel):
-    expires_at: str = Field(description="a far away time: the server keeps its model")
+    expires_at: str = Field(
+        description="when it is unloaded; a far away time where the server keeps it"
+    )
     size_vram: int
     context_length: int
 
@@ -178,24 +183,51 @@ class ShowReply(BaseModel):
     modified_at: str
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    llm = service.llm
+def _cards(*models: ModelService) -> list[dict[str, Any]]:
+    """One for each name of these models."""
+    return [
+        {
+            "name": name,
+            "model": name,
+            "modified_at": _loaded_at(model),
+            "size": _weight_bytes(model),
+            "digest": hashlib.sha256(name.encode()).hexdigest(),
+            "details": _details(_facts_of(model)),
+        }
+        for model in models
+        for name in model.model_names
+    ]
+
+
+def _facts_of(model: ModelService) -> OnlineModel | MemoryNeed:
+    """What is known of it: while one on demand is not loaded, what was predicted."""
+    return model.llm if model.loaded is not None or model.need is None else model.need
+
+
+def _weight_bytes(model: ModelService) -> int:
+    return _facts_of(model).weight_bytes
+
+
+def _running(model: ModelService) -> dict[str, Any]:
+    residency = model.server.residency
+    idle_s = math.inf if residency is None else residency.idle_s_of(model)
+    left_s = idle_s if model.is_idle is False else idle_s - (time.monotonic() - model.used_at)
     return {
-        "name": name,
-        "model": name,
-        "modified_at": _loaded_at(service),
-        "size": llm.weight_bytes,
-        "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": _details(llm),
+        "expires_at": _FAR_AWAY if idle_s == math.inf else _time(time.time() + left_s),
+        "context_length": model.llm.max_context,
+        "size_vram": model.llm.weight_bytes if model.llm.device == "cuda" else 0,
     }
 
 
-def _loaded_at(service: Service) -> str:
-    at = datetime.fromtimestamp(service.loaded_at, UTC)
-    return at.isoformat().replace("+00:00", "Z")
+def _loaded_at(service: ModelService) -> str:
+    return _time(service.loaded_at)
 
 
-def _details(llm: OnlineModel) -> ModelDetails:
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _details(llm: OnlineModel | MemoryNeed) -> ModelDetails:
     return ModelDetails(
         family=llm.family, families=[llm.family], parameter_size=_short(llm.num_parameters)
     )
@@ -210,7 +242,7 @@ def _short(count: int) -> str:
     return str(count)
 
 
-async def show(service: Service, request: Request) -> Response:
+async def show(service: ModelService, request: Request) -> Response:
     call, llm = call_and_model(service, request)
     read = partial(service.read_body, call, schema=ShowRequest)
     body = await prepare_body(service, request, read, is_quick=True)
@@ -228,33 +260,34 @@ async def show(service: Service, request: Request) -> Response:
             f"{llm.family}.context_length": llm.max_context,
             f"{llm.family}.embedding_length": llm.embedding_size,
         },
-        capabilities=["completion", *(["tools"] if "tools" in template else [])],
+        capabilities=_capabilities(llm, template),
         modified_at=_loaded_at(service),
     )
     return Response(reply.model_dump_json(), media_type="application/json")
 
 
+def _capabilities(llm: OnlineModel, template: str) -> list[str]:
+    thinks = llm.prompts.can_chat and llm.prompts.reasoning_settings.has_reasoning
+    found = {"completion": True, "tools": "tools" in template, "thinking": thinks}
+    return [name for name, has_it in found.items() if has_it]
+
+
+# Clients refuse older ones, Codex those without the Responses API.
+OLLAMA_VERSION = "0.13.4"
 _ERRORS = error_responses(503, shape=OLLAMA_ERRORS)
 
 
 def add_models(app: FastAPI, service: Service) -> None:
     @app.get("/api/tags", summary="The model, as Ollama's", responses=_ERRORS)
     async def tags() -> OllamaModels:
-        return OllamaModels(
-            models=[OllamaModel(**_model(service, name)) for name in service.model_names]
-        )
+        return OllamaModels(models=[OllamaModel(**each) for each in _cards(*service.models)])
 
     @app.get("/api/ps", summary="The same, as it is loaded", responses=_ERRORS)
     async def running() -> RunningModels:
-        llm = service.llm
-        models = [_model(service, name) for name in service.model_names]
-        shared: dict[str, Any] = {
-            "expires_at": _FAR_AWAY,
-            "context_length": llm.max_context,
-            "size_vram": models[0]["size"] if llm.device == "cuda" else 0,
-        }
-        return RunningModels(models=[RunningModel(**model, **shared) for model in models])
+        loaded = [m for m in service.models if m.loaded is not None or service.residency is None]
+        cards = [{**card, **_running(m)} for m in loaded for card in _cards(m)]
+        return RunningModels(models=[RunningModel(**card) for card in cards])
 
-    @app.get("/api/version", summary="The server's version", responses=_ERRORS)
+    @app.get("/api/version", summary="The version of Ollama whose API this is", responses=_ERRORS)
     async def version() -> Version:
-        return Version(version=own_version())
+        return Version(version=OLLAMA_VERSION)

@@ -1,22 +1,22 @@
-"""OpenAI's Responses API: the dialect, and the routes of responses that are stored."""
+"""OpenAI's Responses API: the dialect. `stored_responses.py` has the routes of what is stored."""
 
 import json
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.calls import SCOPE_KEY, Call
-from quire.server.dialect import Dialect, Translation, chat_request
+from quire.server.answers.store import StoredResponse
+from quire.server.calls import Call, IdSource, ItemIds, unavailable
+from quire.server.database import StoreError
+from quire.server.dialect import Dialect, GenerationCall, Translation, chat_request
 from quire.server.dialects.responses_answer import (
     KeptOfResponse,
     ResponseFrames,
-    ResponseReply,
+    ResponseWriter,
     about,
-    new_id,
     reply,
 )
 from quire.server.dialects.responses_body import (
@@ -28,51 +28,143 @@ from quire.server.dialects.responses_body import (
     prompt_fields,
     to_chat,
 )
-from quire.server.dialects.responses_store import StoredResponse
+from quire.server.dialects.stored_responses import StoredStream
 from quire.server.errors import ApiError
 from quire.server.generation import count_prompt_tokens
-from quire.server.openapi import error_responses, post_error_responses
-from quire.server.service import Service
-
-MAX_LISTED = 100  # items in an answer of /input_items
+from quire.server.model_service import ModelService
 
 
-def _earlier(service: Service, call: Call, body: PromptFields) -> list[Item]:
+def _earlier(service: ModelService, call: Call, body: PromptFields) -> list[Item]:
     """The conversation that the input follows."""
+    if call.stored is not None:
+        found: list[Item] = json.loads(call.stored.earlier)
+        return found
     if body.previous_response_id is None:
         return []
-    found = service.responses.find(call.key_name, body.previous_response_id)
+    try:
+        previous = service.responses.find(call.key_name, body.previous_response_id)
+    except StoreError as error:
+        raise unavailable(error) from error
+    if previous is None or previous.status not in ("completed", "incomplete"):
+        raise _not_previous(body.previous_response_id, previous)
+    return previous.conversation()
+
+
+def _given(service: ModelService, call: Call, body: PromptFields) -> list[Item]:
+    """The input, with the items that it refers to."""
+    if call.stored is not None:
+        found: list[Item] = json.loads(call.stored.input)
+        return found
+    known: dict[str, Mapping[str, Item]] = {}  # items of responses by their ids
+    items = []
+    for number, item in enumerate(input_items(body)):
+        if item["type"] == "item_reference":
+            item = _referred(service, call, known, number, item["id"])
+        items.append(item)
+    return items
+
+
+def _referred(
+    service: ModelService,
+    call: Call,
+    known: dict[str, Mapping[str, Item]],
+    number: int,
+    item_id: str,
+) -> Item:
+    response_id = ItemIds.response_of(item_id)
+    if response_id not in known:
+        try:
+            stored = service.responses.find(call.key_name, response_id)
+        except StoreError as error:
+            raise unavailable(error) from error
+        items = [] if stored is None else stored.conversation()
+        known[response_id] = {item["id"]: item for item in items if "id" in item}
+    found = known[response_id].get(item_id)
     if found is None:
         raise ApiError(
             400,
-            f"there is no response {body.previous_response_id!r}: it was never stored, or others "
-            "have taken its place; send the conversation as input",
-            param="previous_response_id",
-            code="previous_response_not_found",
+            f"there is no item {item_id!r:.100}: items are stored with their response, unless that "
+            "has store: false; send the item itself",
+            param=f"input[{number}].id",
+            code="item_not_found",
         )
-    return found.conversation()
+    return found
+
+
+def _not_previous(response_id: str, found: StoredResponse | None) -> ApiError:
+    message = (
+        f"there is no response {response_id!r}: it was never stored, or others have taken its "
+        "place; send the conversation as input"
+        if found is None
+        else f"the response {response_id!r} is {found.status}: it has no output to go on from"
+    )
+    code = "previous_response_not_found"
+    return ApiError(400, message, param="previous_response_id", code=code)
 
 
 def _translated(
-    service: Service, call: Call, body: ResponsesRequest
+    service: ModelService, call: Call, body: ResponsesRequest
 ) -> Translation[KeptOfResponse]:
-    earlier, given = _earlier(service, call, body), input_items(body)
+    earlier, given = _earlier(service, call, body), _given(service, call, body)
     chat = to_chat(body, [*earlier, *given])
     is_stored = body.store is not False and service.responses.is_open
-    kept = KeptOfResponse(
-        new_id("resp"),
-        about(body, is_stored=is_stored),
-        body.wants_logprobs,
-        _json(earlier) if is_stored else None,
-        _json([{**item, "id": item.get("id") or new_id("msg")} for item in given])
-        if is_stored
-        else None,
+    repeated = about(body, is_stored=is_stored)
+    if call.stored is not None:
+        kept, stored = body.wants_logprobs, call.stored
+        return Translation(
+            chat, KeptOfResponse(stored.id, repeated, kept, stored.earlier, stored.input)
+        )
+    name = IdSource(call.identity).new("resp")
+    if not is_stored:
+        if body.background:
+            raise ApiError(400, _NEEDS_STORE, param="background")
+        return Translation(chat, KeptOfResponse(name, repeated, body.wants_logprobs, None, None))
+    _check_store(service)
+    ids = ItemIds(name, mark=1)
+    named = [{**item, "id": item.get("id") or ids.new("msg")} for item in given]
+    request = None
+    if body.background:
+        again = body.model_copy(update={"stream": True, "store": True})
+        request = again.model_dump_json(exclude_none=True, by_alias=True).encode()
+    kept_of = KeptOfResponse(
+        name, repeated, body.wants_logprobs, _json(earlier), _json(named), request
     )
-    return Translation(chat, kept)
+    return Translation(chat, kept_of)
+
+
+_NEEDS_STORE = (
+    "a response that is made in the background must be stored: leave store out, and start the "
+    "server with --max-stored-responses above 0"
+)
+
+
+def _check_store(service: ModelService) -> None:
+    """Before anything is computed."""
+    try:
+        service.responses.check()
+    except StoreError as error:
+        found = unavailable(error)
+        found.message += "; send store: false for a response that is not stored"
+        raise found from error
 
 
 def _json(items: Sequence[Item]) -> bytes:
     return json.dumps(items).encode()
+
+
+async def _detach(service: ModelService, generation: GenerationCall) -> Response | None:
+    """Answer a response that is made in the background: by what it is now, or by its stream."""
+    if generation.kept.request is None:
+        return None
+    queued = ResponseWriter(service, generation).queued()
+    call = generation.call
+    try:
+        await service.server.background.add(call.key_name, queued)
+    except StoreError as error:
+        raise unavailable(error) from error
+    if generation.body.stream:
+        return StoredStream(service.server, call, queued.id, after=-1)
+    return Response(queued.body, media_type="application/json")
 
 
 _FIELD_NAMES = {
@@ -90,6 +182,7 @@ RESPONSES = Dialect(
     frames=ResponseFrames,
     reply=reply,
     field_names=_FIELD_NAMES,
+    detach=_detach,
 )
 
 
@@ -101,8 +194,8 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
-def _counted(service: Service, call: Call, body: CountRequest) -> Translation[None]:
-    items = [*_earlier(service, call, body), *input_items(body)]
+def _counted(service: ModelService, call: Call, body: CountRequest) -> Translation[None]:
+    items = [*_earlier(service, call, body), *_given(service, call, body)]
     return Translation(chat_request(prompt_fields(body, items)), None)
 
 
@@ -116,122 +209,7 @@ _COUNTING = Dialect(
 )
 
 
-async def count_input_tokens(service: Service, request: Request) -> Response:
+async def count_input_tokens(service: ModelService, request: Request) -> Response:
     """How many tokens the prompt has; nothing is computed."""
     count = InputTokens(input_tokens=await count_prompt_tokens(service, request, _COUNTING))
     return Response(count.model_dump_json(), media_type="application/json")
-
-
-# ---- stored responses
-
-
-class DeletedResponse(BaseModel):
-    id: str
-    object: Literal["response"] = "response"
-    deleted: Literal[True] = True
-
-
-class ItemList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-def add_stored_responses(app: FastAPI, service: Service) -> None:
-    """The routes over what is stored: a key sees its own alone, whatever its scope."""
-
-    def find(request: Request, response_id: str) -> StoredResponse:
-        call: Call = request.scope[SCOPE_KEY]
-        found = service.responses.find(call.key_name, response_id)
-        if found is None:
-            raise _no_response(response_id)
-        return found
-
-    @app.get(
-        "/v1/responses/{response_id}",
-        summary="A stored response",
-        response_model=ResponseReply,
-        responses=error_responses(400, 404),
-    )
-    async def retrieve(request: Request, response_id: str) -> Response:
-        if request.query_params.get("stream") == "true":
-            raise ApiError(
-                400, "stream is not supported here: the response is whole", param="stream"
-            )
-        return Response(find(request, response_id).body, media_type="application/json")
-
-    @app.delete(
-        "/v1/responses/{response_id}",
-        summary="Forget a stored response",
-        responses=error_responses(404),
-    )
-    async def delete(request: Request, response_id: str) -> DeletedResponse:
-        call: Call = request.scope[SCOPE_KEY]
-        if not service.responses.delete(call.key_name, response_id):
-            raise _no_response(response_id)
-        return DeletedResponse(id=response_id)
-
-    @app.get(
-        "/v1/responses/{response_id}/input_items",
-        summary="The items that a stored response was given",
-        responses=error_responses(400, 404),
-    )
-    async def items(request: Request, response_id: str) -> ItemList:
-        return _listed(json.loads(find(request, response_id).input), request)
-
-    @app.post(
-        "/v1/responses/{response_id}/cancel",
-        summary="Refused: responses are made while the client waits",
-        responses=post_error_responses(400, 404),
-    )
-    async def cancel(request: Request, response_id: str) -> Response:
-        find(request, response_id)
-        raise ApiError(
-            400,
-            "only a response made in the background can be cancelled, and quire "
-            "makes none: close the connection of one that is being made",
-        )
-
-
-def _no_response(response_id: str) -> ApiError:
-    return ApiError(
-        404,
-        f"there is no response {response_id!r:.100}: it was never stored, was deleted, or others "
-        "have taken its place",
-        code="response_not_found",
-    )
-
-
-def _listed(items: list[Item], request: Request) -> ItemList:
-    """A page of items, the newest first unless `order` is asc."""
-    query = request.query_params
-    limit = query.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
-        raise ApiError(400, f"limit must be from 1 to {MAX_LISTED}", param="limit")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise ApiError(400, "order must be asc or desc", param="order")
-    found = items if order == "asc" else items[::-1]
-    if after := query.get("after"):
-        places = [place for place, item in enumerate(found) if item["id"] == after]
-        if not places:
-            raise ApiError(400, f"there is no item {after!r:.100}", param="after")
-        found = found[places[0] + 1 :]
-    page = found[: int(limit)]
-    return ItemList(
-        data=[_item(item) for item in page],
-        first_id=page[0]["id"] if page else None,
-        last_id=page[-1]["id"] if page else None,
-        has_more=len(found) > len(page),
-    )
-
-
-def _item(item: Item) -> Item:
-    """Text is a part there."""
-    if item["type"] != "message" or not isinstance(item["content"], str):
-        return item
-    kind = "output_text" if item["role"] == "assistant" else "input_text"
-    part = {"type": kind, "text": item["content"]}
-    return {**item, "status": "completed", "content": [part]}

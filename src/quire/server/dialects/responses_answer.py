@@ -6,8 +6,8 @@ text of an answer is in four of the events that end it.
 
 import json
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
@@ -22,12 +22,19 @@ from quire.chat import (
 )
 from quire.core.plan import TokenLogprob
 from quire.core.request import Piece, RequestOutput
+from quire.core.sampling import new_seed
+from quire.server.answers.store import Status, StoredResponse
+from quire.server.calls import ItemIds
 from quire.server.dialect import Choice, GenerationCall, traced, usage_of
-from quire.server.dialects.responses_body import ResponsesRequest
-from quire.server.dialects.responses_store import StoredResponse
+from quire.server.dialects.responses_body import (
+    FunctionTool,
+    NamespaceTool,
+    ResponsesRequest,
+    called_name,
+)
 from quire.server.errors import ApiError
+from quire.server.model_service import ModelService
 from quire.server.replies import FinishWord, LogprobWriter
-from quire.server.service import Service
 from quire.server.streaming import SSE_HEADERS, SSE_PING
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -40,7 +47,7 @@ class ResponseReply(BaseModel):
     object: Literal["response"] = "response"
     created_at: int
     completed_at: int | None
-    status: Literal["completed", "incomplete", "failed", "in_progress"]
+    status: Status
     model: str
     output: list[dict[str, Any]]
     error: dict[str, Any] | None
@@ -56,11 +63,7 @@ class KeptOfResponse(NamedTuple):
     with_logprobs: bool
     earlier: bytes | None
     input: bytes | None
-
-
-def new_id(kind: str) -> str:
-    """Not the request's: a client may choose that, and what is stored must not be guessed."""
-    return f"{kind}_{uuid.uuid4().hex}"
+    request: bytes | None = None  # the body of one that is to be made in the background
 
 
 def about(body: ResponsesRequest, *, is_stored: bool) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def about(body: ResponsesRequest, *, is_stored: bool) -> dict[str, Any]:
     effort = None if body.reasoning is None else body.reasoning.effort
     choice = body.tool_choice
     return {
-        "background": False,
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
@@ -83,11 +86,17 @@ def about(body: ResponsesRequest, *, is_stored: bool) -> dict[str, Any]:
         "store": is_stored,
         "text": {"format": {"type": "text"} if form is None else _dumped(form)},
         "tool_choice": (choice or "auto") if not isinstance(choice, BaseModel) else _dumped(choice),
-        "tools": [{"strict": None, "parameters": None, **_dumped(t)} for t in body.tools or ()],
+        "tools": [_repeated(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
         "user": body.user,
     }
+
+
+def _repeated(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    if isinstance(tool, FunctionTool):
+        return {"strict": None, "parameters": None, **_dumped(tool)}
+    return {**_dumped(tool), "tools": [_repeated(each) for each in tool.tools]}
 
 
 def _dumped(model: BaseModel) -> dict[str, Any]:
@@ -100,8 +109,8 @@ def _dumped(model: BaseModel) -> dict[str, Any]:
 class MessageItem:
     """Text of the model."""
 
-    def __init__(self) -> None:
-        self.id = new_id("msg")
+    def __init__(self, ids: ItemIds) -> None:
+        self.id = ids.new("msg")
         self._text: list[str] = []
         self._logprobs: list[str] = []
 
@@ -145,8 +154,8 @@ class MessageItem:
 class ReasoningItem:
     """Thoughts of the model, as the content of the item; there is no summary of them."""
 
-    def __init__(self) -> None:
-        self.id = new_id("rs")
+    def __init__(self, ids: ItemIds) -> None:
+        self.id = ids.new("rs")
         self._text: list[str] = []
 
     def add(self, text: str) -> None:
@@ -180,9 +189,11 @@ class ReasoningItem:
 class CallItem:
     """A call of a function."""
 
-    def __init__(self, call_id: str, name: str) -> None:
-        self.id = new_id("fc")
+    def __init__(self, ids: ItemIds, call_id: str, name: str, namespace: str | None = None) -> None:
+        self.id = ids.new("fc")
         self._head = f'"call_id":{json.dumps(call_id)},"name":{json.dumps(name)}'
+        if namespace is not None:
+            self._head += f',"namespace":{json.dumps(namespace)}'
         self._name = name
         self._arguments: list[str] = []
 
@@ -212,23 +223,6 @@ class CallItem:
 OutputItem = MessageItem | ReasoningItem | CallItem
 
 
-def items_of(answer: Answer, logprobs: str) -> list[OutputItem]:
-    """The items of a whole answer. Log-probabilities are those of an answer that is text alone:
-    of others they would be those of markers too."""
-    items: list[OutputItem] = []
-    if answer.reasoning:
-        items.append(ReasoningItem())
-        items[-1].add(answer.reasoning)
-    if answer.content or not answer.tool_calls:
-        message = MessageItem()
-        message.add(answer.content or "", "" if answer.reasoning or answer.tool_calls else logprobs)
-        items.append(message)
-    for call in answer.tool_calls:
-        items.append(CallItem(call.id, call.name))
-        items[-1].add(call.arguments)
-    return items
-
-
 # ---- responses
 
 
@@ -247,10 +241,16 @@ def _usage(outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> dict[
 class ResponseWriter:
     """Writes one call's response in each of its states."""
 
-    def __init__(self, service: Service, generation: GenerationCall) -> None:
+    def __init__(self, service: ModelService, generation: GenerationCall) -> None:
         self._service = service
         self._kept: KeptOfResponse = generation.kept
         self._call = generation.call
+        self.ids = ItemIds(self._kept.id)
+        self._namespaced = {
+            called_name(space["name"], each["name"]): (each["name"], space["name"])
+            for space in self._kept.about["tools"]
+            for each in space.get("tools", ())
+        }
         _, params = generation.prompts[0]
         self._fixed = {
             "id": self._kept.id,
@@ -262,15 +262,59 @@ class ResponseWriter:
             **self._kept.about,
         }
 
+    def items_of(self, answer: Answer, logprobs: str) -> list[OutputItem]:
+        """The items of a whole answer. Log-probabilities are those of an answer that is text alone:
+        of others they would be those of markers too."""
+        items: list[OutputItem] = []
+        if answer.reasoning:
+            items.append(ReasoningItem(self.ids))
+            items[-1].add(answer.reasoning)
+        if answer.content or not answer.tool_calls:
+            message = MessageItem(self.ids)
+            message.add(
+                answer.content or "", "" if answer.reasoning or answer.tool_calls else logprobs
+            )
+            items.append(message)
+        for call in answer.tool_calls:
+            items.append(self.call_item(call.id, call.name))
+            items[-1].add(call.arguments)
+        return items
+
+    def call_item(self, call_id: str, called: str) -> CallItem:
+        """`called`: the function as the model calls it, with its namespace."""
+        name, namespace = self._namespaced.get(called, (called, None))
+        return CallItem(self.ids, call_id, name, namespace)
+
+    @property
+    def keeps_events(self) -> bool:
+        """Of one that is made in the background they are stored as they come."""
+        return self._kept.earlier is not None and self._call.stored is None
+
+    def queued(self) -> StoredResponse:
+        """One that is yet to be made, in the background."""
+        kept, identity = self._kept, self._call.identity
+        assert kept.earlier is not None and kept.input is not None
+        assert kept.request is not None
+        seed = new_seed() if identity is None else identity.seed
+        return StoredResponse(
+            kept.id,
+            kept.earlier,
+            kept.input,
+            self._written("queued", []).encode(),
+            status="queued",
+            created_at=self._fixed["created_at"],
+            seed=seed >> 1,  # SQLite's integers have a sign
+            request=kept.request,
+        )
+
     def begun(self) -> str:
         return self._written("in_progress", [])
 
     def ended(
         self, outputs: Sequence[RequestOutput], choices: Sequence[Choice], items: Sequence[str]
     ) -> str:
-        """The whole response, which is stored where it is to be."""
         is_cut = choices[0].finish_reason == "length"
-        written = self._written(
+        return self._written(
             "incomplete" if is_cut else "completed",
             items,
             completed_at=int(time.time()),
@@ -278,11 +322,18 @@ class ResponseWriter:
             usage=_usage(outputs, choices),
             **traced(self._call, outputs),
         )
-        kept = self._kept
-        if kept.earlier is not None and kept.input is not None:
-            stored = StoredResponse(kept.id, kept.earlier, kept.input, written.encode())
-            self._service.responses.put(self._call.key_name, stored)
-        return written
+
+    def keep(self, written: str, status: Status, events: Sequence[str] = ()) -> None:
+        """Have a whole response stored before its end is sent, where it is to be."""
+        kept, call = self._kept, self._call
+        if kept.earlier is None or kept.input is None:
+            return
+        body, sent = written.encode(), "".join(events).encode()
+        stored = StoredResponse(kept.id, kept.earlier, kept.input, body, sent, status)
+        if call.stored is None:
+            call.writes.append(partial(self._service.responses.put, call.key_name, stored))
+        else:
+            call.made = stored
 
     def failed(self, error: ApiError, items: Sequence[str]) -> str:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
@@ -305,8 +356,12 @@ def last_status(finish_reason: FinishWord) -> ItemStatus:
     return "incomplete" if finish_reason == "length" else "completed"
 
 
+def response_status(choices: Sequence[Choice]) -> Literal["completed", "incomplete"]:
+    return "incomplete" if choices[0].finish_reason == "length" else "completed"
+
+
 def reply(
-    service: Service,
+    service: ModelService,
     generation: GenerationCall,
     outputs: Sequence[RequestOutput],
     choices: Sequence[Choice],
@@ -314,11 +369,13 @@ def reply(
     [choice] = choices
     scores = choice.completion.logprobs
     logprobs = "" if not scores else LogprobWriter(generation.llm.tokenizer).entries(scores)
-    *first, last = items_of(choice.answer, logprobs)
-    written = [item.json("completed") for item in first]
-    written.append(last.json(last_status(choice.finish_reason)))
     writer = ResponseWriter(service, generation)
-    return writer.ended(outputs, choices, written).encode()
+    *first, last = writer.items_of(choice.answer, logprobs)
+    items = [item.json("completed") for item in first]
+    items.append(last.json(last_status(choice.finish_reason)))
+    written = writer.ended(outputs, choices, items)
+    writer.keep(written, response_status(choices))
+    return written.encode()
 
 
 # ---- streams
@@ -330,10 +387,11 @@ class ResponseFrames:
     headers = SSE_HEADERS
     ping = SSE_PING
 
-    def __init__(self, service: Service, generation: GenerationCall) -> None:
+    def __init__(self, service: ModelService, generation: GenerationCall) -> None:
         self._writer = ResponseWriter(service, generation)
         self._logprobs = LogprobWriter(generation.llm.tokenizer)
         self._num_events = 0
+        self._kept_events: list[str] | None = [] if self._writer.keeps_events else None
         self._open: OutputItem | None = None
         self._done: list[str] = []  # items
         self._scores: list[TokenLogprob] = []  # of tokens whose text has not come
@@ -354,24 +412,30 @@ class ResponseFrames:
         parts = [self._written(event) for event in events]
         if finish_reason is not None:
             if self._open is None and not self._done:
-                parts.append(self._begin(MessageItem()))
+                parts.append(self._begin(MessageItem(self._writer.ids)))
             parts.append(self._close(last_status(finish_reason)))
         return "".join(parts).encode()
 
     def ending(self, outputs: Sequence[RequestOutput], choices: Sequence[Choice]) -> bytes:
-        kind = "incomplete" if choices[0].finish_reason == "length" else "completed"
+        status = response_status(choices)
         response = self._writer.ended(outputs, choices, self._done)
-        return self._event(f"response.{kind}", f'"response":{response}').encode()
+        event = self._event(f"response.{status}", f'"response":{response}')
+        self._writer.keep(response, status, self._kept_events or ())
+        return event.encode()
 
     def error(self, error: ApiError) -> bytes:
         begun = b"" if self._num_events else self.opening(0)
         failed = self._writer.failed(error, self._done)
+        if not self._writer.keeps_events and error.status != 503:  # which another moment answers
+            self._writer.keep(failed, "failed")
         return begun + self._event("response.failed", f'"response":{failed}').encode()
 
     def _written(self, event: AnswerEvent) -> str:
         match event:
             case ContentDelta(text):
-                begun = "" if isinstance(self._open, MessageItem) else self._begin(MessageItem())
+                begun = ""
+                if not isinstance(self._open, MessageItem):
+                    begun = self._begin(MessageItem(self._writer.ids))
                 assert isinstance(self._open, MessageItem)
                 logprobs = self._logprobs.entries(self._scores) if self._scores else ""
                 self._scores = []
@@ -380,12 +444,12 @@ class ResponseFrames:
                 self._scores = []
                 begun = ""
                 if not isinstance(self._open, ReasoningItem):
-                    begun = self._begin(ReasoningItem())
+                    begun = self._begin(ReasoningItem(self._writer.ids))
                 assert isinstance(self._open, ReasoningItem)
                 return begun + self._item_event(*self._open.delta(text))
             case ToolCallBegin(_, call_id, name):
                 self._scores = []
-                return self._begin(CallItem(call_id, name))
+                return self._begin(self._writer.call_item(call_id, name))
             case ArgumentsDelta(_, text):
                 self._scores = []
                 assert isinstance(self._open, CallItem)
@@ -418,6 +482,68 @@ class ResponseFrames:
         return self._event(kind, f"{where},{fields}")
 
     def _event(self, kind: str, fields: str) -> str:
-        head = f'"type":"{kind}","sequence_number":{self._num_events}'
+        event = _event(kind, self._num_events, fields)
         self._num_events += 1
-        return f"event: {kind}\ndata: {{{head},{fields}}}\n\n"
+        if self._kept_events is not None:
+            self._kept_events.append(event)
+        return event
+
+
+def _event(kind: str, number: int, fields: str) -> str:
+    head = f'"type":"{kind}","sequence_number":{number}'
+    return f"event: {kind}\ndata: {{{head},{fields}}}\n\n"
+
+
+def error_event(error: ApiError, number: int) -> str:
+    """The end of a stream of stored events that cannot be read on."""
+    about = {"code": error.code, "message": error.message, "param": error.param}
+    return _event("error", number, json.dumps(about)[1:-1])
+
+
+# ---- events of a response that was not streamed
+
+
+_NOT_YET: dict[str, Any] = {
+    "status": "in_progress",
+    "completed_at": None,
+    "incomplete_details": None,
+    "usage": None,
+    "error": None,
+    "output": [],
+}
+
+
+def events_of(body: bytes) -> str:
+    """The events of a stored response that was answered in one piece: each item in one delta."""
+    response = json.loads(body)
+    begun = f'"response":{json.dumps({**response, **_NOT_YET})}'
+    events = [("response.created", begun), ("response.in_progress", begun)]
+    for index, item in enumerate(response["output"]):
+        events += _item_events(index, item)
+    events.append((f"response.{response['status']}", f'"response":{json.dumps(response)}'))
+    return "".join([_event(kind, at, fields) for at, (kind, fields) in enumerate(events)])
+
+
+def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    where = f'"item_id":"{item["id"]}","output_index":{index}'
+    is_call = item["type"] == "function_call"
+    empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
+    begun = {**item, "status": "in_progress", **empty}
+    yield "response.output_item.added", f'"output_index":{index},"item":{json.dumps(begun)}'
+    for kind, fields in _content_events(item):
+        yield kind, f"{where},{fields}"
+    yield "response.output_item.done", f'"output_index":{index},"item":{json.dumps(item)}'
+
+
+def _content_events(item: dict[str, Any]) -> list[tuple[str, str]]:
+    ids = ItemIds("")  # events name the stored item
+    if item["type"] == "function_call":
+        call = CallItem(ids, item["call_id"], item["name"])
+        return [*call.begin(), call.delta(item["arguments"]), *call.end()]
+    [part] = item["content"]
+    if item["type"] == "reasoning":
+        thoughts = ReasoningItem(ids)
+        return [*thoughts.begin(), thoughts.delta(part["text"]), *thoughts.end()]
+    message = MessageItem(ids)
+    logprobs = ",".join(map(json.dumps, part["logprobs"]))
+    return [*message.begin(), message.delta(part["text"], logprobs), *message.end()]

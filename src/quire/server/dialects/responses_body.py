@@ -45,6 +45,7 @@ class OutputText(Strict):
     text: str = Field(description="the text")
     annotations: list[Any] | None = accepted(_NOT_SHOWN)
     logprobs: list[Any] | None = accepted(_NOT_SHOWN)
+    parsed: Any = accepted("OpenAI's client adds it; the text says the same")
 
 
 class RefusalPart(Strict):
@@ -84,7 +85,8 @@ class FunctionCallItem(Strict):
     id: str | None = accepted(_GENERATED)
     status: Status | None = accepted(_GENERATED)
     caller: Refused = refused(_NO_HOSTED, {"type": "direct"})
-    namespace: Refused = refused("functions have no namespaces")
+    namespace: Name | None = Field(default=None, description="of the function, where it has one")
+    parsed_arguments: Any = accepted("OpenAI's client adds it; arguments say the same")
     is_async: Refused = Field(
         default=None,
         alias="async",
@@ -115,7 +117,7 @@ class FunctionOutputItem(Strict):
     status: Status | None = accepted(_GENERATED)
     name: str | None = accepted("the call has the name")
     caller: Refused = refused(_NO_HOSTED, {"type": "direct"})
-    namespace: Refused = refused("functions have no namespaces")
+    namespace: str | None = accepted("the call has the namespace")
 
 
 class ReasoningText(Strict):
@@ -139,12 +141,18 @@ class ReasoningItem(Strict):
     encrypted_content: str | None = accepted("quire writes thoughts into content")
 
 
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+class ItemReference(Strict):
+    type: Literal["item_reference"] = Field(description="an item of a stored response")
+    id: Name = Field(description="of the item")
+
+
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 InputItem = Annotated[
     Annotated[MessageItem, Tag("item message")]
     | Annotated[FunctionCallItem, Tag("item function_call")]
     | Annotated[FunctionOutputItem, Tag("item function_call_output")]
-    | Annotated[ReasoningItem, Tag("item reasoning")],
+    | Annotated[ReasoningItem, Tag("item reasoning")]
+    | Annotated[ItemReference, Tag("item item_reference")],
     ByField("type", "item", ITEM_TYPES, _NO_HOSTED, default="message"),
 ]
 
@@ -170,9 +178,23 @@ class FunctionTool(Strict):
     async_: Refused = refused(f"{_NOT_ASYNC}; it is async, as OpenAI's client dumps it", False)
 
 
+class NamespaceTool(Strict):
+    """Functions with a name in common, which their calls have beside their own."""
+
+    type: Literal["namespace"] = Field(description="functions with a name in common")
+    name: Name = Field(description="what the model writes before their names, with a point")
+    description: str | None = Field(default=None, description="shown to the model with each")
+    tools: list[
+        Annotated[
+            Annotated[FunctionTool, Tag("tool function")],
+            ByField("type", "tool", ["function"], _NO_HOSTED),
+        ]
+    ] = Field(max_length=MAX_TOOLS, fail_fast=True, description="functions")
+
+
 ToolParam = Annotated[
-    Annotated[FunctionTool, Tag("tool function")],
-    ByField("type", "tool", ["function"], _NO_HOSTED),
+    Annotated[FunctionTool, Tag("tool function")] | Annotated[NamespaceTool, Tag("tool namespace")],
+    ByField("type", "tool", ["function", "namespace"], _NO_HOSTED),
 ]
 
 
@@ -309,7 +331,7 @@ class ResponsesRequest(PromptFields, ResponsesClientFields):
     stream: bool | None = Field(default=None, description="answer as server-sent events")
     stream_options: ResponseStreamOptions | None = Field(default=None, description="of a stream")
     store: bool | None = Field(
-        default=None, description="true unless given: keep the response in memory, for its key"
+        default=None, description="true unless given: keep the response, for its key"
     )
     include: Annotated[list[Includable], Field(max_length=16, fail_fast=True)] | None = Field(
         default=None, description="message.output_text.logprobs is obeyed; quire has no others"
@@ -338,9 +360,14 @@ class ResponsesRequest(PromptFields, ResponsesClientFields):
         | None
     ) = Field(default=None, description="quire's: texts that end the answer before them")
 
-    background: Refused = refused("keep the connection open, or stream", False)
+    background: bool | None = Field(
+        default=None,
+        description="true: answer at once, and make the response whether or not the client stays; "
+        "it must be stored",
+    )
     max_tool_calls: int | None = accepted("it counts calls of tools that quire does not run")
     prompt: Refused = refused("quire keeps no prompts: give instructions and input")
+    client_metadata: dict[str, Any] | None = accepted("nobody is told of it")
     prompt_cache_key: str | None = accepted(_PREFIXES)
     prompt_cache_retention: str | None = accepted(_PREFIXES)
     prompt_cache_options: dict[str, Any] | None = accepted(_PREFIXES)
@@ -478,7 +505,8 @@ def _thoughts(item: Mapping[str, Any]) -> str:
 
 
 def _call(item: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    name = called_name(item.get("namespace"), item["name"])
+    function = {"name": name, "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
@@ -488,7 +516,7 @@ def _tool_fields(body: PromptFields) -> dict[str, Any]:
             raise ApiError(400, "tool_choice wants a call, and there are no tools", param="tools")
         return {}
     fields: dict[str, Any] = {
-        "tools": [_tool(tool) for tool in body.tools],
+        "tools": [found for tool in body.tools for found in _tools(tool)],
         "parallel_tool_calls": body.parallel_tool_calls,
     }
     match body.tool_choice:
@@ -504,6 +532,23 @@ def _tool_fields(body: PromptFields) -> dict[str, Any]:
 
 def _named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
+
+
+def called_name(namespace: str | None, name: str) -> str:
+    """What the model calls a function."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def _tools(tool: FunctionTool | NamespaceTool) -> list[dict[str, Any]]:
+    """As a chat's: functions of a namespace have its name and description with their own."""
+    if isinstance(tool, FunctionTool):
+        return [_tool(tool)]
+    found = [_tool(each) for each in tool.tools]
+    for function in [each["function"] for each in found]:
+        function["name"] = called_name(tool.name, function["name"])
+        texts = (tool.description, function.get("description"))
+        function["description"] = "\n\n".join([text for text in texts if text])
+    return found
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
