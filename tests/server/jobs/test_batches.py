@@ -63,18 +63,6 @@ def answers(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     return [json.loads(each) for each in client.files.content(file_id).content.splitlines()]
 
 
-@pytest.fixture
-def server(text_model: Path, tmp_path: Path) -> Iterator[RunningServer]:
-    with fake_server(text_model, state_folder=tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with server.client() as made:
-        yield made
-
-
 def test_every_line_is_answered_by_its_custom_id(client: openai.OpenAI) -> None:
     lines = [line(number) for number in range(40)]
     made = begin(client, lines, metadata={"run": "a"})

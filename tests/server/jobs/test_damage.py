@@ -284,7 +284,7 @@ def test_an_upload_to_a_full_disk_is_refused_and_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with fake_server(text_model, state_folder=tmp_path) as server, server.client() as client:
-        monkeypatch.setattr("quire.server.jobs.store._sync_folder", sync)
+        monkeypatch.setattr("quire.server.jobs.store.sync_path", sync)
         with pytest.raises(openai.InternalServerError, match="No space left") as found:
             upload(client, LINES)
         assert found.value.status_code == 503

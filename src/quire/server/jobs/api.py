@@ -1,6 +1,7 @@
 """/v1/files and /v1/batches, as OpenAI's client uses them: each key sees its own."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -11,7 +12,9 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from quire.server.calls import SCOPE_KEY, Call
+from quire.server.answers.idempotency import REPLAYED, KeyedCall
+from quire.server.calls import SCOPE_KEY, Call, IdSource
+from quire.server.database import StoreError
 from quire.server.errors import ApiError
 from quire.server.fields import Strict
 from quire.server.jobs.files import MAX_JOB_LINE_BYTES
@@ -25,8 +28,8 @@ from quire.server.jobs.store import (
     Page,
     QuotaError,
     StoredFile,
-    StoreError,
 )
+from quire.server.model_service import ModelService
 from quire.server.openapi import error_responses, post_error_responses
 from quire.server.service import Service
 
@@ -36,6 +39,7 @@ _MAX_METADATA = 16  # pairs, as OpenAI has it
 _MAX_WINDOW_S = 30 * 86_400
 _PART = 1 << 20  # bytes
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_JSON = "application/json"
 _KEEP_S = (3600, 30 * 86_400)  # the range of expires_after, as OpenAI has it
 
 T = TypeVar("T")
@@ -173,27 +177,69 @@ async def _stored(service: Service, work: Callable[[JobStore], T]) -> T:
 # ---- files
 
 
-async def _upload(service: Service, request: Request) -> FileReply:
+async def _upload(service: Service, request: Request) -> Response:
+    call: Call = request.scope[SCOPE_KEY]
     try:
         form = await request.form(max_files=1, max_fields=8)
     except HTTPException as error:
         raise ApiError(400, f"the form cannot be read: {error.detail}", code="form") from error
     try:
-        file, keep_s = _checked_form(form)
-        name = (file.filename or "requests.jsonl")[:255]
-        owner = _owner(request)
-
-        def add(store: JobStore) -> StoredFile:
-            _check_lines(file)
-            return store.add_file(owner, name, _parts(file), keep_s)
-
-        return _file(await _stored(service, add))
+        upload = _checked_form(form)
+        if call.idempotency_key is None:
+            return _json(await _kept_file(service, call, upload))
+        digest = await asyncio.to_thread(upload.digest)
+        keyed = KeyedCall(service, call, call.idempotency_key, digest)
+        async with keyed.claimed(request.receive) as found:
+            if found.body is not None:
+                call.is_replayed = True
+                return Response(found.body, found.status or 200, dict([REPLAYED]), _JSON)
+            reply = _json(await _kept_file(service, call, upload))
+            await keyed.keep(found, 200, list(reply.headers.items()), bytes(reply.body))
+            return reply
     finally:
         await form.close()
 
 
-def _checked_form(form: FormData) -> tuple[UploadFile, int | None]:
-    """The file, and how long it is kept."""
+async def _kept_file(service: Service, call: Call, upload: "_Upload") -> FileReply:
+    owner, name = call.key_name, _name_of(call, "file")
+
+    def add(store: JobStore) -> StoredFile:
+        _check_lines(upload.file)
+        return store.add_file(owner, upload.name, upload.parts(), upload.keep_s, name)
+
+    return _file(await _stored(service, add))
+
+
+def _name_of(call: Call, kind: str) -> str | None:
+    """The id of what a call makes, where it has to be made once."""
+    if call.identity is None:
+        return None
+    made = IdSource(call.identity).new(kind)
+    return made.replace("_", "-", 1) if kind == "file" else made
+
+
+class _Upload(NamedTuple):
+    file: UploadFile
+    keep_s: int | None
+
+    @property
+    def name(self) -> str:
+        return (self.file.filename or "requests.jsonl")[:255]
+
+    def parts(self) -> Iterator[bytes]:
+        self.file.file.seek(0)
+        while part := self.file.file.read(_PART):
+            yield part
+
+    def digest(self) -> str:
+        """Of what was uploaded; how a client cuts a form into parts makes no difference."""
+        digest = hashlib.sha256(repr((self.name, self.keep_s)).encode(errors="surrogatepass"))
+        for part in self.parts():
+            digest.update(part)
+        return digest.hexdigest()
+
+
+def _checked_form(form: FormData) -> _Upload:
     known = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
     for name in form:
         if name not in known:
@@ -207,34 +253,31 @@ def _checked_form(form: FormData) -> tuple[UploadFile, int | None]:
         raise ApiError(400, message, param="purpose")
     anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
     if anchor is None and seconds is None:
-        return file, None
+        return _Upload(file, None)
     is_number = isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 9
     if anchor != "created_at" or not is_number or not _KEEP_S[0] <= int(str(seconds)) <= _KEEP_S[1]:
         message = f"expires_after takes anchor created_at and seconds from {_KEEP_S[0]} to "
         raise ApiError(400, f"{message}{_KEEP_S[1]}", param="expires_after")
-    return file, int(str(seconds))
-
-
-def _parts(file: UploadFile) -> Iterator[bytes]:
-    file.file.seek(0)
-    while part := file.file.read(_PART):
-        yield part
+    return _Upload(file, int(str(seconds)))
 
 
 def _check_lines(file: UploadFile) -> None:
     """JSON objects, one a line; what they ask for is checked with the batch, which names lines."""
     file.file.seek(0)
     number = 0
+    is_empty = True
     while line := file.file.readline(MAX_JOB_LINE_BYTES + 1):
         number += 1
+        is_empty = is_empty and not line.strip()
         if len(line) > MAX_JOB_LINE_BYTES:
             message = f"line {number} has more than {MAX_JOB_LINE_BYTES} bytes"
             raise ApiError(400, message, param="file", code="invalid_file")
         if line.strip() and not _is_object(line):
             message = f"line {number} is no JSON object; the file has one on every line"
             raise ApiError(400, message, param="file", code="invalid_file")
-    if not number:
-        raise ApiError(400, "the file is empty", param="file", code="invalid_file")
+    if is_empty:
+        message = "the file is empty: it has no lines but blank ones"
+        raise ApiError(400, message, param="file", code="invalid_file")
 
 
 def _is_object(line: bytes) -> bool:
@@ -264,10 +307,10 @@ def _no_file(file_id: str, status: int = 404, param: str | None = None) -> ApiEr
 # ---- batches
 
 
-async def create_batch(service: Service, request: Request) -> Response:
+async def create_batch(model: ModelService, request: Request) -> Response:
+    service = model.server
     message = await request.receive()  # the middleware gives it in one piece
     call: Call = request.scope[SCOPE_KEY]
-    _ = service.llm  # a 503 while none is loaded: limits of bodies are the model's
     body = service.read_body(call, message.get("body", b""), CreateBatch)
     window_s = int(body.completion_window[:-1]) * _UNITS[body.completion_window[-1]]
     if window_s > _MAX_WINDOW_S:
@@ -285,11 +328,16 @@ async def create_batch(service: Service, request: Request) -> Response:
         None if keep is None else keep.seconds,
     )
     owner = call.key_name
-    batch = await _stored(service, lambda store: store.add_batch(owner, new))
+    name = _name_of(call, "batch")
+    batch = await _stored(service, lambda store: store.add_batch(owner, new, name))
     if batch is None:
         raise _no_file(body.input_file_id, 400, "input_file_id")
     service.jobs.wake()
-    return Response(_batch(batch).model_dump_json(), media_type="application/json")
+    return _json(_batch(batch))
+
+
+def _json(reply: BaseModel) -> Response:
+    return Response(reply.model_dump_json(), media_type=_JSON)
 
 
 def _check_text(name: str, text: str) -> None:
@@ -396,8 +444,9 @@ def _add_files(app: FastAPI, service: Service) -> None:
         summary="Keep a file of requests, as a form with file and purpose",
         responses=post_error_responses(400),
         openapi_extra=_FORM,
+        response_model=FileReply,
     )
-    async def upload(request: Request) -> FileReply:
+    async def upload(request: Request) -> Response:
         return await _upload(service, request)
 
     @app.get("/v1/files", summary="The key's files", responses=error_responses(400, 503))

@@ -7,12 +7,14 @@ answers that wait for a line before them, are bounded; so is memory, whatever th
 
 import asyncio
 import fcntl
+import hashlib
 import json
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -30,8 +32,11 @@ from quire.server.jobs.lines import (
 
 MAX_LINE_BYTES = 64 << 20
 MAX_JOB_LINE_BYTES = 4 << 20  # of a server, as bodies of requests usually
+_MAX_ANSWER_BYTES = 256 << 20
 _WINDOW_BYTES = 256 << 20  # of lines in flight and answers that wait
 _MIN_WINDOW = 1024  # lines
+_ID, _ID_LENGTH = "batch_req_", len("batch_req_") + 32
+_HEAD = b'{"id": "'  # of every line of an output
 _SYNC_S = 1.0  # at most so much is computed again after the machine lost its power
 
 
@@ -61,56 +66,107 @@ class _Result(NamedTuple):
 # ---- what earlier runs left
 
 
+class Output:
+    """The file of answers. What a crash or a full disk leaves of it is whole lines, and at most the
+    beginning of one."""
+
+    def __init__(self, path: Path, descriptor: int, size: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        self._size = size  # of whole lines
+
+    def write(self, line: bytes) -> None:
+        """With the system when this returns: a killed process loses nothing of it."""
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            raise self._lost(error) from None
+        self._size += len(line)
+
+    def sync(self) -> None:
+        """On disk when this returns."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"{self._path} cannot be written: {error.strerror}. Its lines stay: once there is "
+            "room, the same command goes on behind them"
+        )
+
+
 @contextmanager
-def open_output(
-    path: Path, lines: Iterator[bytes], restart: bool
-) -> Iterator[tuple[BinaryIO, int]]:
+def open_output(path: Path, lines: Iterator[bytes], restart: bool) -> Iterator[tuple[Output, int]]:
     """The output at its end, and how many lines it has; these are taken from `lines`. A line that
     was cut off is dropped. Refused where another run writes it, or it answers another input."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    with os.fdopen(descriptor, "r+b") as output:
+    with os.fdopen(descriptor, "rb") as written:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigError(f"{path} is no file: a run could not go on behind what it has")
         try:
-            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(written, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(f"{path}: another `quire batch` is writing it") from None
         if restart:
-            output.truncate(0)
-        num_done = 0
-        end = 0
-        for written in output:
-            if not written.endswith(b"\n"):
-                break
-            num_done += 1
-            _check_same(path, num_done, written, next(lines, None))
-            end += len(written)
-        output.seek(end)
-        output.truncate()
-        yield output, num_done
+            os.ftruncate(descriptor, 0)
+        num_done, size = _whole_lines(path, written, lines)
+        os.ftruncate(descriptor, size)
+        os.lseek(descriptor, size, os.SEEK_SET)
+        yield Output(path, descriptor, size), num_done
+
+
+def _whole_lines(path: Path, written: BinaryIO, lines: Iterator[bytes]) -> tuple[int, int]:
+    """How many whole lines an output has, and their bytes."""
+    num_done = size = 0
+    while (line := written.readline(_MAX_ANSWER_BYTES)).endswith(b"\n"):
+        num_done += 1
+        _check_same(path, num_done, line, next(lines, None))
+        size += len(line)
+    if len(line) == _MAX_ANSWER_BYTES:
+        raise _foreign(path, num_done + 1)
+    return num_done, size
+
+
+def line_id(number: int, line: bytes) -> str:
+    """The id of a line's answer: made of the line, so that an output says what it answers."""
+    return f"{_ID}{hashlib.sha256(b'%d %b' % (number, line.strip())).hexdigest()[:32]}"
 
 
 def _check_same(path: Path, number: int, written: bytes, line: bytes | None) -> None:
-    try:
-        found = json.loads(written)["custom_id"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    """That a line of the output answers the input's; the whole output is looked at before a run
+    goes on, so nothing of it is parsed."""
+    found = written[len(_HEAD) : len(_HEAD) + _ID_LENGTH].decode("ascii", "replace")
+    if not written.startswith(_HEAD) or not found.startswith(_ID) or b"\0" in written:
+        raise _foreign(path, number)
+    if line is None or line_id(number, line) != found:
+        what = "has no such line" if line is None else f"has another line {number} now"
         raise ConfigError(
-            f"{path}: line {number} is no line that `quire batch` wrote; name another output, or "
-            "say --restart to write it anew"
-        ) from None
-    if line is None or _id_of(line) != found:
-        raise ConfigError(
-            f"{path}: line {number} answers {found!r:.100}, and the input's line {number} is not "
-            "that; name another output, or say --restart to write it anew"
+            f"{path}: line {number} answers {_custom_id_of(written)!r:.100}, and the input {what}: "
+            "name another output, or say --restart to write it anew"
         )
 
 
-def _id_of(line: bytes) -> str | None:
+def _foreign(path: Path, number: int) -> ConfigError:
+    return ConfigError(
+        f"{path}: line {number} is no line that `quire batch` wrote; name another output, or say "
+        "--restart to write it anew"
+    )
+
+
+def _custom_id_of(written: bytes) -> object:
     try:
-        return read_line(line).custom_id
-    except LineError as error:
-        return error.custom_id
+        return json.loads(written)["custom_id"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 # ---- the run
@@ -136,7 +192,7 @@ class FileRun:
         self._num_bytes = 0
         self._synced_at = time.monotonic()
 
-    async def run(self, lines: Iterator[bytes], output: BinaryIO, num_done: int) -> None:
+    async def run(self, lines: Iterator[bytes], output: Output, num_done: int) -> None:
         """Answer the lines, of which `num_done` were taken, to the end of `output`."""
         progress = self.progress
         progress.num_lines = progress.num_earlier = num_done
@@ -156,18 +212,16 @@ class FileRun:
             for left in self._tasks:
                 left.answering.cancel()
             await asyncio.gather(*(left.answering for left in self._tasks), return_exceptions=True)
-            output.flush()
-            os.fsync(output.fileno())
+            output.sync()
 
-    async def _write_first(self, output: BinaryIO) -> None:
+    async def _write_first(self, output: Output) -> None:
         task = self._tasks[0]
         result = await task.answering
         self._tasks.popleft()
         self._num_bytes -= task.size
         output.write(result.line)
-        output.flush()  # a killed process loses nothing that was flushed
         if time.monotonic() - self._synced_at > _SYNC_S:
-            await asyncio.to_thread(os.fsync, output.fileno())
+            await asyncio.to_thread(output.sync)
             self._synced_at = time.monotonic()
         progress = self.progress
         progress.num_lines += 1
@@ -182,13 +236,13 @@ class FileRun:
                 raise LineError(f"it has more than {MAX_LINE_BYTES} bytes")
             line = read_line(data, self._endpoint)
         except LineError as error:
-            return _Result(error_line(error, number), is_good=False)
+            return _Result(error_line(error, number, name=line_id(number, data)), is_good=False)
         async with self._slots:
-            return await self._generate(line)
+            return await self._generate(line, line_id(number, data))
 
-    async def _generate(self, line: BatchLine) -> _Result:
+    async def _generate(self, line: BatchLine, name: str) -> _Result:
         answer = await self._answerer.answer(line)
-        written = answer_line(line, answer)
+        written = answer_line(line, answer, name)
         if not answer.is_good:
             return _Result(written, is_good=False)
         usage = json.loads(answer.body).get("usage") or {}

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from quire.server.database import StoreError
 from quire.server.errors import ApiError
 from quire.server.jobs.lines import LineAnswerer
 from quire.server.jobs.runner import CheckModel, FindKey, JobRunner
-from quire.server.jobs.store import JobLimits, JobStore, StoreError, has_jobs
+from quire.server.jobs.store import JobLimits, JobStore, has_jobs
 from quire.server.keys import Access, ApiKey
 from quire.server.logs import log
 
@@ -46,6 +47,7 @@ class Jobs:
         self._answerer: LineAnswerer | None = None
         self._store: JobStore | None = None
         self._runner: JobRunner | None = None
+        self._failure: str | None = None  # why the folder could not be taken the last time
         self._is_started = False
         self._starting: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
@@ -61,9 +63,10 @@ class Jobs:
         self._is_started = True
         if self._store is not None:
             self._start_runner(self._store)
-        elif self._answerer is not None and self._folder is not None and has_jobs(self._folder):
+        elif self._answerer is not None and self._folder is not None:
             try:
-                await self._open(self._folder)
+                if await asyncio.to_thread(has_jobs, self._folder):
+                    await self._open(self._folder)
             except StoreError as error:
                 log("jobs_unavailable", logging.ERROR, error=str(error))
 
@@ -98,9 +101,22 @@ class Jobs:
         self._runner.start()
 
     async def _take_over(self, store: JobStore) -> None:
-        while not await asyncio.to_thread(store.take_folder):
+        while not await self._is_taken(store):
             await asyncio.sleep(_TAKE_OVER_S)
         self._start_runner(store)
+
+    async def _is_taken(self, store: JobStore) -> bool:
+        """Another server that has the folder just now may end, too."""
+        failure: str | None = None
+        try:
+            return await asyncio.to_thread(store.take_folder)
+        except (StoreError, OSError) as error:
+            failure = str(error)
+            return False
+        finally:
+            if failure is not None and failure != self._failure:
+                log("jobs_unavailable", logging.ERROR, error=failure)
+            self._failure = failure
 
     def wake(self) -> None:
         if self._runner is not None:

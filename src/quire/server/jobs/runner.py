@@ -9,16 +9,26 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from quire.core.errors import RequestError
+from quire.server.bodies import SMALL_BYTES
+from quire.server.database import StoreError
 from quire.server.errors import ApiError
 from quire.server.jobs.files import MAX_JOB_LINE_BYTES, lines_of
-from quire.server.jobs.lines import LineAnswerer, LineError, answer_line, error_line, read_line
-from quire.server.jobs.store import Batch, BatchProblem, JobStore, Result, StoreError, digest_of
+from quire.server.jobs.lines import (
+    BatchLine,
+    GivenUpError,
+    LineAnswerer,
+    LineError,
+    answer_line,
+    error_line,
+    read_line,
+)
+from quire.server.jobs.store import Batch, BatchProblem, JobStore, Result, digest_of
 from quire.server.keys import ApiKey
 from quire.server.logs import LOGGER, log
 
@@ -27,6 +37,7 @@ MAX_PROBLEMS = 100  # that a batch's errors list
 _POLL_S = 1.0  # batches that other processes made, windows that are over
 _RETRY_S = 2.0  # of writes that failed: the disk is full, most often
 _MAX_OWNERS = 16  # whose batches run at once
+_READ_LINES = 64  # at a time, where they are short
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -137,16 +148,23 @@ class JobRunner:
     async def _watch(self) -> None:
         while True:
             self._wake.clear()
-            await self._stored(self._store.drop_expired)
-            batches = await self._stored(self._store.live_batches)
-            self._statuses = {batch.id: batch.status for batch in batches}
-            working = self._working
-            self._working = {owner: task for owner, task in working.items() if not task.done()}
-            for batch in batches:
-                if batch.owner not in self._working and len(self._working) < _MAX_OWNERS:
-                    self._working[batch.owner] = asyncio.create_task(self._work(batch))
+            try:
+                await self._look()
+            except Exception:  # a bug: the next look may go well
+                LOGGER.exception("jobs_interrupted")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _POLL_S)
+                async with asyncio.timeout(_POLL_S):  # wait_for() may lose a cancellation
+                    await self._wake.wait()
+
+    async def _look(self) -> None:
+        batches = await self._stored(self._store.live_batches)
+        self._statuses = {batch.id: batch.status for batch in batches}
+        working = self._working
+        self._working = {owner: task for owner, task in working.items() if not task.done()}
+        for batch in batches:
+            if batch.owner not in self._working and len(self._working) < _MAX_OWNERS:
+                self._working[batch.owner] = asyncio.create_task(self._work(batch))
+        await self._stored(self._store.drop_expired)
 
     async def _stored(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What the store does, tried until it can: a full disk loses nothing."""
@@ -233,9 +251,7 @@ class JobRunner:
         done = await self._stored(self._store.answered, batch.id)
         answering: set[asyncio.Task[Result]] = set()
         try:
-            for number, data in self._lines(batch):
-                if number in done:
-                    continue
+            async for number, data in self._unanswered_lines(batch, done):
                 answering.add(asyncio.create_task(self._answer(batch, number, data)))
                 while len(answering) >= self._num_slots and self._goes_on(batch):
                     answering = await self._keep_some(batch, answering)
@@ -253,6 +269,15 @@ class JobRunner:
     def _lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
         return enumerate(lines_of(self._store.path_of(batch.input_file_id)), 1)
 
+    async def _unanswered_lines(
+        self, batch: Batch, done: set[int]
+    ) -> AsyncIterator[tuple[int, bytes]]:
+        """Read by a thread, some at a time: those that have answers may be many, and long."""
+        left = ((number, data) for number, data in self._lines(batch) if number not in done)
+        while some := await asyncio.to_thread(_taken, left):
+            for each in some:
+                yield each
+
     def _goes_on(self, batch: Batch) -> bool:
         if time.time() >= batch.expires_at:
             return False
@@ -265,9 +290,11 @@ class JobRunner:
         done, rest = await asyncio.wait(
             answering, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
-        if done:
-            results = [task.result() for task in done]
+        results = [task.result() for task in done if task.exception() is None]
+        if results:
             await self._stored(self._store.add_results, batch.id, results)
+        for task in done:
+            task.result()  # what ends the batch is raised when the others' answers are kept
         return rest
 
     async def _answer(self, batch: Batch, number: int, data: bytes) -> Result:
@@ -275,8 +302,12 @@ class JobRunner:
             key = self._find_key(batch.owner)
         except LookupError as error:
             raise _FailedError(BatchProblem("key_revoked", str(error))) from None
-        line = read_line(data, batch.endpoint)
-        answer = await self._answerer.answer(line, key, background=True)
+        line = await _read(data, batch.endpoint)
+        try:
+            answer = await self._answerer.answer(line, key, background=True)
+        except GivenUpError:  # the line stays to be answered, once there is another server
+            await asyncio.Event().wait()
+            raise
         return Result(number, answer.is_good, answer_line(line, answer))
 
     async def _finish(self, batch: Batch, status: str, *problems: BatchProblem) -> None:
@@ -302,6 +333,23 @@ class JobRunner:
                     yield Result(number, False, written)
         except (RequestError, LineError) as error:  # the input is gone: the batch's errors say so
             log("batch_input_unreadable", logging.ERROR, batch=batch.id, error=str(error))
+
+
+def _taken(lines: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    """The next ones, as far as they are not too much for memory; none at the end."""
+    some: list[tuple[int, bytes]] = []
+    for each in lines:
+        some.append(each)
+        if len(some) == _READ_LINES or len(each[1]) > SMALL_BYTES:
+            break
+    return some
+
+
+async def _read(data: bytes, endpoint: str) -> BatchLine:
+    """A long line takes milliseconds, in which nothing else would be answered."""
+    if len(data) <= SMALL_BYTES:
+        return read_line(data, endpoint)
+    return await asyncio.to_thread(read_line, data, endpoint)
 
 
 _UNANSWERED = {

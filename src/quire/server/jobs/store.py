@@ -9,25 +9,26 @@ no row names are what a crash left of one that was being written; they go when t
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import sqlite3
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.core.errors import ConfigError, QuireError, RequestError
+from quire.core.errors import QuireError, RequestError
+from quire.server.database import Database, StoreError, sync_path
 from quire.server.jobs.files import num_lines_of
+from quire.server.logs import log
 
 SCHEMA_VERSION = 1
 INPUT, OUTPUT = "batch", "batch_output"  # purposes of files
 LIVE = ("validating", "in_progress", "finalizing", "cancelling")
 DATABASE = "jobs.sqlite"
-_BUSY_S = 10.0
 _TIMES = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),
     *("cancelling_at", "cancelled_at"),
@@ -50,13 +51,8 @@ CREATE TABLE batches (
 CREATE TABLE results (
     batch TEXT NOT NULL, line INTEGER NOT NULL, is_good INTEGER NOT NULL, answer BLOB NOT NULL,
     PRIMARY KEY (batch, line)
-) WITHOUT ROWID;
-PRAGMA user_version = {SCHEMA_VERSION};
+) WITHOUT ROWID
 """
-
-
-class StoreError(QuireError):
-    """The store cannot be used, and why."""
 
 
 class QuotaError(QuireError):
@@ -138,6 +134,20 @@ class Batch:
         """Whether its file was found to be good."""
         return "in_progress_at" in self.times
 
+    def as_made(self) -> "Batch":
+        """As it was before anything was done for it."""
+        return replace(
+            self,
+            status="validating",
+            model=None,
+            num_completed=0,
+            num_failed=0,
+            output_file_id=None,
+            error_file_id=None,
+            errors=[],
+            times={},
+        )
+
 
 class Result(NamedTuple):
     line: int
@@ -150,18 +160,12 @@ class Page(NamedTuple):
     has_more: bool
 
 
-def _storing(error: Exception, path: Path) -> StoreError:
-    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
-        return StoreError(
-            f"{path} cannot be read ({error}): put a copy of it in its place, or move "
-            f"{path.parent} away to begin without its jobs"
-        )
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    return StoreError(f"cannot write to {path.parent}: {reason or error}")
+class JobStore(Database):
+    """In `folder`."""
 
-
-class JobStore:
-    """In `folder`. Methods may be called on any thread; each is one transaction."""
+    version = SCHEMA_VERSION
+    schema = _SCHEMA
+    contents = "jobs"
 
     def __init__(
         self,
@@ -171,14 +175,12 @@ class JobStore:
         now: Callable[[], float] = time.time,
     ) -> None:
         """`server`: what other processes of the same server call themselves, too."""
-        self.path = folder / DATABASE
+        super().__init__(folder / DATABASE)
         self._files = folder / "files"
         self._limits = limits or JobLimits()
         self._server = server
         self._now = now
-        self._lock = threading.RLock()
         self._folder_lock: int | None = None
-        self._database: sqlite3.Connection | None = None
 
     # ---- opening
 
@@ -216,39 +218,11 @@ class JobStore:
                 f"another server ({holder}) works off the jobs in {self.path.parent}; give this "
                 "one a folder of its own by --state"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, self._server.encode(), 0)
+        name = self._server.encode()
+        os.pwrite(descriptor, name, 0)  # before what is left is cut off: others read it at any time
+        os.ftruncate(descriptor, len(name))
         self._folder_lock = descriptor
         return True
-
-    def _connect(self) -> sqlite3.Connection:
-        made = sqlite3.connect(
-            self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
-        )
-        try:
-            self._prepare(made)
-        except BaseException:
-            made.close()
-            raise
-        return made
-
-    def _prepare(self, made: sqlite3.Connection) -> None:
-        made.row_factory = sqlite3.Row
-        version: int = made.execute("PRAGMA user_version").fetchone()[0]
-        if version > SCHEMA_VERSION:
-            raise StoreError(
-                f"{self.path} was written by a newer quire (version {version} of its tables; this "
-                f"one knows {SCHEMA_VERSION}): use that, or another folder by --state"
-            )
-        found = made.execute("PRAGMA quick_check").fetchone()[0]
-        if found != "ok":
-            raise sqlite3.DatabaseError(found)
-        if version == 0:
-            self._check_new()
-        made.execute("PRAGMA journal_mode = WAL")
-        made.execute("PRAGMA synchronous = FULL")  # an answer that counts survives a power cut
-        if version == 0:
-            made.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
 
     def _check_new(self) -> None:
         """Files without the database that names them are not a crash's leftovers."""
@@ -259,46 +233,20 @@ class JobStore:
             )
 
     def _drop_leftovers(self) -> None:
-        known = {row["id"] for row in self._query("SELECT id FROM files")}
-        for path in self._files.iterdir():
-            if path.name not in known:
-                path.unlink(missing_ok=True)
+        """In one transaction: other processes may be writing files, which then cannot become rows
+        before these have gone."""
+        with self._transaction():
+            known = {row["id"] for row in self._query("SELECT id FROM files")}
+            for path in self._files.iterdir():
+                if path.name not in known:
+                    self._drop_content(path.name)
 
     def close(self) -> None:
         with self._lock:
-            if self._database is not None:
-                self._database.close()
-                self._database = None
+            super().close()
             if self._folder_lock is not None:
                 os.close(self._folder_lock)
                 self._folder_lock = None
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            raise _storing(error, self.path) from error
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._failures():
-            if self._database is None:
-                raise StoreError("the jobs' store is closed")
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._database
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    self._database.execute("ROLLBACK")
-                raise
-            self._database.execute("COMMIT")
-
-    def _query(self, statement: str, *values: object) -> list[sqlite3.Row]:
-        with self._lock, self._failures():
-            if self._database is None:
-                raise StoreError("the jobs' store is closed")
-            return self._database.execute(statement, values).fetchall()
 
     # ---- files
 
@@ -306,19 +254,34 @@ class JobStore:
         return self._files / file_id
 
     def add_file(
-        self, owner: str, filename: str, parts: Iterable[bytes], keep_s: int | None = None
+        self,
+        owner: str,
+        filename: str,
+        parts: Iterable[bytes],
+        keep_s: int | None = None,
+        name: str | None = None,
     ) -> StoredFile:
-        """Keep an uploaded file; QuotaError where the key's files would be too large together."""
+        """Keep an uploaded file; QuotaError where the key's files would be too large together.
+        `name`: its id; where there is a file with that id, it is this one."""
+        if name is not None:
+            rows = self._query("SELECT * FROM files WHERE id = ? AND owner = ?", name, owner)
+            if rows:
+                return _file_of(rows[0])
         with self._failures():
-            written = self._write(owner, filename, INPUT, parts, keep_s)
+            written = self._write(owner, filename, INPUT, parts, keep_s, name)
         try:
             with self._transaction() as database:
                 self._check_bytes(owner, written.bytes)
+                self._check_there(written)
                 _insert_file(database, written)
         except BaseException:
             self.path_of(written.id).unlink(missing_ok=True)
             raise
         return written
+
+    def _check_there(self, written: StoredFile) -> None:
+        if not self.path_of(written.id).exists():  # a process that became the owner dropped it
+            raise StoreError(f"{written.filename} was lost while it was written: send it again")
 
     def _check_bytes(self, owner: str, more: int) -> None:
         used = self._query("SELECT SUM(bytes) AS n FROM files WHERE owner = ?", owner)[0]["n"] or 0
@@ -335,10 +298,12 @@ class JobStore:
         purpose: str,
         parts: Iterable[bytes],
         keep_s: int | None,
+        name: str | None = None,
     ) -> StoredFile:
         """A whole file on disk that no row names yet."""
-        name = f"file-{uuid.uuid4().hex}"
+        name = name or f"file-{uuid.uuid4().hex}"
         path = self.path_of(name)
+        path.unlink(missing_ok=True)  # what a crash left of the same one
         digest = hashlib.sha256()
         size = 0
         try:
@@ -350,7 +315,7 @@ class JobStore:
                     size += len(part)
                 file.flush()
                 os.fsync(file.fileno())
-            _sync_folder(self._files)
+            sync_path(self._files)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -382,8 +347,16 @@ class JobStore:
                 return False
             self._check_unused(file_id)
             database.execute("DELETE FROM files WHERE id = ?", (file_id,))
-        self.path_of(file_id).unlink(missing_ok=True)
+        self._drop_content(file_id)
         return True
+
+    def _drop_content(self, file_id: str) -> None:
+        """Of a file that no row names any more: what cannot be removed now is a leftover, which
+        goes when the store is opened next."""
+        try:
+            self.path_of(file_id).unlink(missing_ok=True)
+        except OSError as error:
+            log("file_not_removed", logging.ERROR, file=file_id, error=str(error))
 
     def _check_unused(self, file_id: str) -> None:
         for row in self._query("SELECT id, status FROM batches WHERE input_file_id = ?", file_id):
@@ -401,12 +374,15 @@ class JobStore:
                 with self._transaction() as database:
                     self._check_unused(row["id"])
                     database.execute("DELETE FROM files WHERE id = ?", (row["id"],))
-                self.path_of(row["id"]).unlink(missing_ok=True)
+                self._drop_content(row["id"])
 
     # ---- batches
 
-    def add_batch(self, owner: str, new: NewBatch) -> Batch | None:
-        """None where there is no such file; QuotaError where the key has too much to do."""
+    def add_batch(self, owner: str, new: NewBatch, name: str | None = None) -> Batch | None:
+        """None where there is no such file; QuotaError where the key has too much to do. `name`:
+        its id; where there is a batch with that id, it is this one, as it was made."""
+        if name is not None and (made := self.batch(owner, name)) is not None:
+            return made.as_made()
         if (given := self.file(owner, new.input_file_id)) is None or given.purpose != INPUT:
             return None
         num_lines = self._num_lines(given.id)
@@ -414,7 +390,7 @@ class JobStore:
             if self.file(owner, given.id) is None:  # deleted meanwhile
                 return None
             self._check_queued(owner, num_lines)
-            name = f"batch_{uuid.uuid4().hex}"
+            name = name or f"batch_{uuid.uuid4().hex}"
             now = int(self._now())
             database.execute(
                 "INSERT INTO batches (id, owner, status, endpoint, input_file_id, input_digest, "
@@ -637,22 +613,14 @@ def _batch_of(row: sqlite3.Row) -> Batch:
     )
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def digest_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def has_jobs(folder: Path) -> bool:
-    """Whether a server kept jobs here."""
+    """Whether a server kept jobs here; a StoreError where that cannot be seen."""
     try:
         return (folder / DATABASE).exists()
     except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror or error}") from None
+        raise StoreError(f"cannot read {folder}: {error.strerror or error}") from None
