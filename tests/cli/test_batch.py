@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -17,7 +18,10 @@ from quire.cli import batch_options
 from quire.server.jobs import lines
 
 _URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-_OWN = re.compile(rb'"(?:id|request_id)": ?"[^"]*"|"created(?:_at)?": ?\d+|"completed_at": ?\d+')
+# Of an answer: new whenever it is made; and what the process that made it had in its prefix cache.
+_OWN = re.compile(
+    rb'"(?:id|request_id)": ?"[^"]*"|"(?:created|created_at|completed_at|cached_tokens)": ?\d+'
+)
 
 
 def request(number: int) -> dict[str, Any]:
@@ -45,7 +49,7 @@ def answers(path: Path) -> list[dict[str, Any]]:
 
 
 def same_parts(path: Path) -> bytes:
-    """Without ids and times, which no two runs share."""
+    """Without ids, times and cached tokens, which no two runs share."""
     return _OWN.sub(b"", path.read_bytes())
 
 
@@ -146,23 +150,84 @@ def test_a_second_run_does_what_is_missing(
     assert cut.read_bytes() == before
 
 
+def check_killed(source: Path, target: Path, model: Path, out: Path, num_kills: int) -> None:
+    """A run killed at random moments, the last of them soon before its end: the answers of an
+    undisturbed one. Every run but the first finds what the one before had written."""
+    command = [*COMMAND, "batch", str(source), str(out), "--model", str(model)]
+    command += ["--max-batch-size", "2"]
+    moments = random.Random(num_kills)
+    whole_size = target.stat().st_size
+    kept = b""
+    for kill in range(num_kills):
+        least = whole_size * (kill + moments.random()) / (num_kills + 1)
+        with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None and (not out.exists() or out.stat().st_size < least):
+                time.sleep(0.001)
+            time.sleep(moments.uniform(0, 0.01))
+            assert process.poll() is None, "it was killed, and did not end"
+            process.send_signal(signal.SIGKILL)
+        found = out.read_bytes()
+        lines = found[: found.rfind(b"\n") + 1]
+        assert lines.startswith(kept), "what was written once stays"
+        kept = lines
+    run = quire(*command[len(COMMAND) :], "--json")
+    assert json.loads(run.out)["answered_before"] == kept.count(b"\n") > 0
+    assert same_parts(out) == same_parts(target)
+
+
 def test_a_killed_run_loses_nothing(
+    whole: tuple[Path, Path], text_model: Path, tmp_path: Path
+) -> None:
+    check_killed(*whole, text_model, tmp_path / "out.jsonl", num_kills=3)
+
+
+@pytest.mark.long
+def test_a_run_of_500_lines_killed_20_times_has_the_same_answers(
+    text_model: Path, tmp_path: Path
+) -> None:
+    lines: list[Any] = [request(number) for number in range(500)]
+    lines[7::50] = ["no JSON"] * len(lines[7::50])
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    target = tmp_path / "whole.jsonl"
+    assert quire("batch", source, target, "--model", text_model).code == 0
+    check_killed(source, target, text_model, tmp_path / "out.jsonl", num_kills=20)
+
+
+def test_a_full_disk_ends_a_run_that_another_goes_on_with(
     whole: tuple[Path, Path], text_model: Path, tmp_path: Path
 ) -> None:
     source, target = whole
     out = tmp_path / "out.jsonl"
-    command = [*COMMAND, "batch", str(source), str(out), "--model", str(text_model)]
-    command += ["--max-batch-size", "2"]
-    moments = random.Random(7)
-    for _ in range(3):
-        with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL) as process:
-            least = (out.stat().st_size if out.exists() else 0) + moments.randrange(1, 9000)
-            while process.poll() is None and (not out.exists() or out.stat().st_size < least):
-                time.sleep(0.001)
-            process.send_signal(signal.SIGKILL)
-    run = quire(*command[len(COMMAND) :], "--json")
-    assert json.loads(run.out)["answered_before"] > 0
+    size = target.stat().st_size // 2
+    run = subprocess.run(
+        [*COMMAND, "batch", str(source), str(out), "--model", str(text_model)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
+    )
+    assert run.returncode == 1
+    assert "out.jsonl cannot be written: File too large" in run.stderr
+    assert "Traceback" not in run.stderr
+    num_kept = out.read_bytes().count(b"\n")
+    again = quire("batch", source, out, "--model", text_model, "--json")
+    assert json.loads(again.out)["answered_before"] == num_kept > 10
     assert same_parts(out) == same_parts(target)
+
+
+def test_a_changed_or_deleted_input_is_said(
+    whole: tuple[Path, Path], text_model: Path, tmp_path: Path
+) -> None:
+    source, target = whole
+    out, mine = tmp_path / "out.jsonl", tmp_path / "in.jsonl"
+    out.write_bytes(b"".join(target.read_bytes().splitlines(keepends=True)[:20]))
+    mine.write_bytes(source.read_bytes().replace(b"Count to 4", b"Count up to 4"))
+    before = out.read_bytes()
+    refused = fails("batch", mine, out, "--model", text_model)
+    assert "line 5 answers 'r4', and the input has another line 5 now" in refused
+    mine.unlink()
+    assert "in.jsonl: No such file" in fails("batch", mine, out, "--model", text_model)
+    assert out.read_bytes() == before
 
 
 def test_an_output_that_is_of_something_else_is_left_alone(

@@ -12,12 +12,19 @@ from typing import Any
 from quire.cli.options import load
 from quire.cli.program import print_json, print_progress
 from quire.cli.serve import name_of
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, ExecutorError
 from quire.llm import AsyncLLM
 from quire.server.app import create_routes
 from quire.server.calls import Call
-from quire.server.jobs.files import FileRun, Progress, lines_of, num_lines_of, open_output
-from quire.server.jobs.lines import LineAnswerer
+from quire.server.jobs.files import (
+    FileRun,
+    Output,
+    Progress,
+    lines_of,
+    num_lines_of,
+    open_output,
+)
+from quire.server.jobs.lines import GivenUpError, LineAnswerer
 from quire.server.jobs.tables import SUFFIXES, TableInput, write_table
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
@@ -68,7 +75,11 @@ def _body(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _answer_all(
-    args: argparse.Namespace, lines: Iterator[bytes], output: Any, num_done: int, total: int | None
+    args: argparse.Namespace,
+    lines: Iterator[bytes],
+    output: Output,
+    num_done: int,
+    total: int | None,
 ) -> tuple[Progress, float]:
     settings = ServerSettings(
         model_names=tuple(args.served_model_name or (name_of(args.model),)),
@@ -81,11 +92,12 @@ async def _answer_all(
         raise service.failure
     started = time.monotonic()
     show = _Shown(total, started)
-    run = FileRun(
-        LineAnswerer(create_routes(service), _settle), args.max_batch_size, args.endpoint, show
-    )
+    answerer = LineAnswerer(create_routes(service), _settle, lambda: service.is_stuck)
+    run = FileRun(answerer, args.max_batch_size, args.endpoint, show)
     try:
         await run.run(lines, output, num_done)
+    except GivenUpError as error:
+        raise ExecutorError(f"{error}; the same command goes on behind the lines it has") from error
     finally:
         await service.drain()
         service.pool.close()
