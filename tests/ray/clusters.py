@@ -2,8 +2,9 @@
 
 import os
 import socket
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,21 @@ from quire.ray.application import build
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 HEAD = {"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False}
-PATIENCE_S = 120.0  # a guard against waiting for ever; nothing is measured
+PATIENCE_S = 300.0  # a guard against waiting for ever; nothing is measured
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"waited too long: {what}"
+        time.sleep(0.2)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 @contextmanager
@@ -47,6 +62,20 @@ class Application:
 
     cluster: Cluster
     url: str
+    given: tuple[str, ...]  # the words of its command
+
+    def deploy(self, *options: str) -> None:
+        """Put it in the place of what runs, with other options."""
+        config = cluster_config(parse([*self.given, *options]))
+        serve.run(build(config), name="quire", route_prefix="/")
+
+    def num_replicas(self, model: str) -> int:
+        """That run."""
+        return self.num_running(f"model-{model}")
+
+    def num_running(self, deployment: str) -> int:
+        states = serve.status().applications["quire"].deployments[deployment].replica_states
+        return int(states.get("RUNNING", 0))
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(
@@ -65,17 +94,16 @@ class Application:
 @contextmanager
 def application(model: Path, *options: str, num_workers: int = 2) -> Iterator[Application]:
     """A replica on each worker; proxy and ingress on the head."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = ["--port", str(port), "--replicas", str(num_workers)]
-    own = ["--trust-model-file", "--kv-memory", "16MiB", "--replica-silence", "10"]
-    config = cluster_config(parse([str(model), *given, *own, *options]))
+    port = free_port()
+    replicas = () if "--min-replicas" in options else ("--replicas", str(num_workers))
+    own = ("--trust-model-file", "--kv-memory", "16MiB", "--replica-silence", "10")
+    given = (str(model), "--port", str(port), *replicas, *own, *options)
     with cluster(num_workers) as made:
         where: dict[str, Any] = {"host": "127.0.0.1", "port": port}
         serve.start(proxy_location="HeadOnly", http_options=where)
         try:
-            serve.run(build(config), name="quire", route_prefix="/")
-            yield Application(made, f"http://127.0.0.1:{port}")
+            found = Application(made, f"http://127.0.0.1:{port}", given)
+            found.deploy()
+            yield found
         finally:
             serve.shutdown()

@@ -1,11 +1,12 @@
 """What needs no cluster: which replica gets a request, and how many there are."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quire.ray.prefixes import PrefixTable, choose, prefix_hashes
+from quire.ray.prefixes import PrefixTable, Replicas, choose, prefix_hashes
 from quire.ray.scaling import ScalingPolicy
 
 
@@ -18,22 +19,46 @@ def test_prompts_share_the_hashes_of_their_common_beginning() -> None:
     assert not set(prefix_hashes("a", one)) & set(prefix_hashes("b", one))
 
 
+def chosen(
+    prefix: Sequence[int], loads: dict[str, int], table: PrefixTable, max_lead: int = 3
+) -> list[str]:
+    return choose(prefix, Replicas(list(loads)), loads.__getitem__, table, max_lead)
+
+
 def test_the_replica_with_the_longest_prefix_is_chosen_until_it_has_too_many_requests() -> None:
     table = PrefixTable()
     short, long = prefix_hashes("", range(20)), prefix_hashes("", range(100))
     table.add(short, "a")
     table.add(long, "b")
-    assert choose(long, {"a": 0, "b": 3, "c": 0}, table, max_lead=3)[0] == "b"
-    assert choose(long, {"a": 1, "b": 4, "c": 0}, table, max_lead=3)[0] == "c"
-    assert choose(short, {"a": 2, "b": 1, "c": 0}, table, max_lead=3)[0] == "b"  # both have it
-    assert sorted(choose(long, {"a": 0, "b": 3, "c": 0}, table, max_lead=3)) == ["a", "b", "c"]
+    assert chosen(long, {"a": 0, "b": 3, "c": 0}, table)[0] == "b"
+    assert chosen(long, {"a": 1, "b": 4, "c": 0}, table)[0] == "c"
+    assert chosen(short, {"a": 2, "b": 1, "c": 0}, table)[0] == "b"  # both have it
+    assert sorted(chosen(long, {"a": 0, "b": 3, "c": 0}, table)) == ["a", "b", "c"]
 
 
 def test_prefixes_of_a_replica_that_died_are_looked_for_elsewhere() -> None:
     table = PrefixTable()
     table.add(prefix_hashes("", range(100)), "b")
     table.add(prefix_hashes("", range(20)), "a")
-    assert choose(prefix_hashes("", range(100)), {"a": 1, "c": 0}, table, max_lead=3)[0] == "a"
+    assert chosen(prefix_hashes("", range(100)), {"a": 1, "c": 0}, table)[0] == "a"
+
+
+def test_of_many_replicas_few_are_looked_at_and_a_holder_is_found_all_the_same() -> None:
+    names = [f"replica {number}" for number in range(1000)]
+    looked_at: set[str] = set()
+
+    def load_of(name: str) -> int:
+        looked_at.add(name)
+        return 2
+
+    table, prefix = PrefixTable(), prefix_hashes("", range(100))
+    for name in names[:50]:
+        table.add(prefix, name)
+    ranked = choose(prefix, Replicas(names), load_of, table, 3)
+    assert ranked[0] in names[34:50]  # of those that got it last
+    assert len(looked_at) <= 32
+    spread = {choose((), Replicas(names), lambda _: 0, table, 3)[0] for _ in range(200)}
+    assert len(spread) > 100
 
 
 def test_the_oldest_prefixes_are_forgotten() -> None:

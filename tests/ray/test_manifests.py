@@ -1,10 +1,12 @@
 """The manifests under deploy/ fit Kubernetes, Serve and the commands that they start."""
 
+import copy
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml  # type: ignore[import-untyped]
 from tests.cli.program import quire
@@ -39,10 +41,95 @@ def test_the_plain_manifest_fits_kubernetes(document: dict[str, Any]) -> None:
         check(wrong)
 
 
+def pod(template: dict[str, Any]) -> dict[str, Any]:
+    about = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
+    return {**about, "template": template}
+
+
 @pytest.mark.parametrize("template", pod_templates())
 def test_the_clusters_pods_fit_kubernetes(template: dict[str, Any]) -> None:
-    about = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
-    check({**about, "template": template})
+    check(pod(template))
+    [container] = template["spec"]["containers"]
+    for wrong in (
+        {**container, "ressources": {}},
+        {**container, "ports": [{"containerPort": "8000"}]},
+    ):
+        spec = {**template["spec"], "containers": [wrong]}
+        with pytest.raises(Exception, match=r"ressources|8000"):
+            check(pod({**template, "spec": spec}))
+
+
+def _object(required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": list(required),
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
+# What KubeRay's ray.io/v1 knows of a RayService, as far as the manifest needs it; pods are
+# Kubernetes' own, and the serveConfigV2 is Serve's.
+_TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+_STARTED = {"type": "object", "additionalProperties": _TEXT}
+_GROUP: dict[str, Any] = {"rayStartParams": _STARTED, "template": {"type": "object"}}
+_COUNTS = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), _COUNT)
+RAY_SERVICE_SCHEMA = _object(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayService"},
+    metadata=_object(("name",), name=_TEXT),
+    spec=_object(
+        ("serveConfigV2", "rayClusterConfig"),
+        serveConfigV2=_TEXT,
+        rayClusterConfig=_object(
+            ("headGroupSpec",),
+            rayVersion=_TEXT,
+            enableInTreeAutoscaling={"type": "boolean"},
+            headGroupSpec=_object(("template", "rayStartParams"), **_GROUP),
+            workerGroupSpecs={
+                "type": "array",
+                "items": _object(
+                    ("groupName", "template", "rayStartParams"),
+                    groupName=_TEXT,
+                    **_COUNTS,
+                    **_GROUP,
+                ),
+            },
+        ),
+    ),
+)
+
+
+def _changed(document: Any, path: tuple[str | int, ...], value: object) -> Any:
+    made = copy.deepcopy(document)
+    place = made
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return made
+
+
+CONFIG = ("spec", "rayClusterConfig")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("apiVersion",), "ray.io/v2"),
+        (("spec", "serveConfig"), ""),
+        ((*CONFIG, "workerGroupSpec"), []),
+        ((*CONFIG, "headGroupSpec", "rayStartParams", "num-cpus"), 0),
+        ((*CONFIG, "workerGroupSpecs", 0, "maxReplicas"), "8"),
+        ((*CONFIG, "workerGroupSpecs", 0, "max_replicas"), 8),
+    ],
+)
+def test_the_ray_service_fits_kuberay_and_a_wrong_field_does_not(
+    path: tuple[str | int, ...], value: object
+) -> None:
+    jsonschema.validate(RAY_SERVICE, RAY_SERVICE_SCHEMA)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(_changed(RAY_SERVICE, path, value), RAY_SERVICE_SCHEMA)
 
 
 def test_the_container_starts_the_server_with_options_there_are() -> None:
@@ -95,6 +182,9 @@ def test_serve_takes_the_configuration_and_builds_it(monkeypatch: pytest.MonkeyP
     schema = pytest.importorskip("ray.serve.schema")  # make test-ray
     monkeypatch.setenv("QUIRE_API_KEY", "sk-of-the-test-0123456789abcdef")
     found = schema.ServeDeploySchema.model_validate(SERVE).applications[0]
+    for wrong in ({**SERVE, "applications": 1}, {**SERVE, "http_options": {"port": "a port"}}):
+        with pytest.raises(ValueError):
+            schema.ServeDeploySchema.model_validate(wrong)
     module, _, name = found.import_path.partition(":")
     build = getattr(pytest.importorskip(module), name)
     assert build(found.args)._bound_deployment.name == "ingress"

@@ -6,17 +6,16 @@ The application is made from a command line in one place, `application`, which a
 
 import argparse
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import ray
 from ray import serve
 
+from quire.cli.ray_cluster import Running, joined_cluster
 from quire.cli.ray_options import parse
-from quire.cli.serve import name_of, options_of, settings_of
+from quire.cli.serve import named_model, options_of, settings_of
 from quire.core.errors import ConfigError
 from quire.llm.devices import Options
 from quire.ray.application import ClusterConfig, ModelConfig, ReplicaConfig, build, without_keys
@@ -25,18 +24,19 @@ IMPORT_PATH = "quire.cli.ray:application"
 
 
 def serve_models(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Until SIGINT or SIGTERM."""
     config = cluster_config(parsed)
     if parsed.dry_run:
         given = [word for word in arguments if word != "--dry-run"]
         print(json.dumps(serve_configuration(parsed, given), indent=2))
         return 0
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # quire reports to nobody
     config.own_settings()  # what is wrong with the keys is said before anything starts
-    ray.init(address=parsed.address, ignore_reinit_error=True, logging_level="warning")
-    serve.start(proxy_location="HeadOnly", http_options=_http_options(parsed))
-    serve.run(build(config), name=parsed.name, route_prefix="/")
-    print(f"quire serves {', '.join(_names(config))} at http://{parsed.host}:{parsed.port}/v1")
-    serve.run(build(config), name=parsed.name, route_prefix="/", blocking=True)
+    with joined_cluster(parsed.address, config, (parsed.host, parsed.port)):
+        running = Running(parsed.name, config, _http_options(parsed))
+        running.deploy()
+        address = f"http://{parsed.host}:{parsed.port}/v1"
+        print(f"quire serves {', '.join(_names(config))} at {address}", flush=True)
+        running.wait()
     return 0
 
 
@@ -66,7 +66,7 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
     settings = settings_of(args)
     options = _replica_options(options_of(args, settings), args)
     first = ModelConfig(args.model, settings.model_names, options)
-    others = [_other(given, options) for given in args.also]
+    others = [_other(given, options) for given in (*args.more_models, *args.also)]
     fixed = 1 if args.replicas is None else args.replicas
     least = fixed if args.min_replicas is None else args.min_replicas
     most = max(fixed, least) if args.max_replicas is None else args.max_replicas
@@ -84,7 +84,7 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
             routing=args.routing,
             silence_s=args.replica_silence,
         ),
-        settings=without_keys(settings),
+        settings=without_keys(settings, args.state),
         api_keys=args.api_keys,
         no_auth=args.no_auth,
         num_ingresses=args.ingress_replicas,
@@ -103,11 +103,7 @@ def _replica_options(options: Options, args: argparse.Namespace) -> Options:
 
 
 def _other(given: str, options: Options) -> ModelConfig:
-    name, separator, model = given.partition("=")
-    if not separator:
-        name, model = name_of(given), given
-    if not name or not model:
-        raise ConfigError(f"--also {given}: expected MODEL or NAME=MODEL")
+    model, name = named_model(given)
     return ModelConfig(model, (name,), options)
 
 

@@ -11,13 +11,20 @@ _EPILOG = """\
 The options of `quire serve` mean the same; those about connections are Serve's own here. MODEL
 must mean the same on every node: a path on shared storage or in the image, or a name that each node
 fetches. Keys are read where the ingress runs: --api-keys is a file on that node, or QUIRE_API_KEY
-is set there.
+is set there. --state is a folder on that node as well, and has no default here: without it,
+/v1/files and /v1/batches are refused, and stored responses and quotas of the day end with the
+ingress. SIGINT and SIGTERM end the application, and a cluster that was started for it: running
+requests have --drain-timeout, a second signal ends them.
+
+Several ingresses (--ingress-replicas) store no responses of /v1/responses and refuse --state,
+--audit-log and keys with limits, which each would keep or count by itself.
 
 examples:
   quire ray serve model.gguf --replicas 4 --cpus 8        four replicas of eight CPUs each
   quire ray serve model.gguf --gpus 1 --min-replicas 1 --max-replicas 16
   quire ray serve chat.gguf --also code=coder.gguf        two models behind one endpoint
-  quire ray serve model.gguf --address ray://head:10001   on a cluster that runs
+  quire ray serve model.gguf --state /var/lib/quire       with files and batches
+  quire ray serve model.gguf --address head:6379          on the cluster that has this address
   quire ray serve model.gguf --dry-run > serve.yaml       for `serve deploy` or KubeRay
 """
 
@@ -30,12 +37,14 @@ NOT_HERE = {
     "header_timeout": "Serve's proxy reads the headers",
     "unread_timeout": "Serve's proxy writes the answers",
     "keep_alive": "Serve's proxy has the connections",
+    "models": "name them: every node must know them",
+    "model_memory": "each replica keeps its model",
+    "idle_timeout": "--min-replicas says how many stay",
     "no_worker": "each replica is a process of its own",
     "hang": "--replica-silence is for a replica that does not answer",
     "api_processes": "--ingress-replicas says how many answer requests",
     "log_format": "Ray writes the logs",
     "log_level": "Ray writes the logs",
-    "state": "nodes come and go: quotas of the day are kept in memory",
 }
 
 
@@ -76,7 +85,8 @@ def _add_cluster_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--address",
         metavar="ADDRESS",
-        help="of a cluster that runs, or auto (default: RAY_ADDRESS, else one on this machine)",
+        help="of a cluster that runs, or local: a new one on this machine (default: RAY_ADDRESS, "
+        "else one that this machine is part of, else local)",
     )
     add("--name", default="quire", help="of the Serve application (default: %(default)s)")
     add(
@@ -86,7 +96,13 @@ def _add_cluster_options(group: argparse._ArgumentGroup) -> None:
         metavar="[NAME=]MODEL",
         help="another model, with the same options; a request's `model` chooses; may be repeated",
     )
-    add("--ingress-replicas", type=int, default=1, metavar="N", help="(default: %(default)s)")
+    add(
+        "--ingress-replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that answer requests (default: %(default)s)",
+    )
     add(
         "--ingress-cpus",
         type=float,
@@ -121,9 +137,10 @@ def _add_replica_options(group: argparse._ArgumentGroup) -> None:
     add("--downscale-delay", type=float, default=300.0, metavar="S", help="(default: %(default)s)")
     add(
         "--routing",
-        choices=("prefix", "load"),
+        choices=("prefix", "load", "random"),
         default="prefix",
-        help="to the replica that has the longest prefix, or to the idlest (default: %(default)s)",
+        help="to the replica that has the longest prefix, to the idlest, or by chance, for "
+        "comparisons (default: %(default)s)",
     )
     add(
         "--max-lead",

@@ -5,15 +5,15 @@ engines are the replicas of `quire.ray.replica`.
 """
 
 import asyncio
-import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
@@ -22,12 +22,16 @@ from quire.core.errors import ConfigError
 from quire.llm import OnlineModel
 from quire.llm.devices import Options
 from quire.ray.cluster import SILENCE_S, ClusterLLM
+from quire.ray.ingresses import OneIngress, SeveralIngresses, for_several
 from quire.ray.replica import ModelReplica
 from quire.server import KeyRing, ServerSettings, Service, create_app, read_keys
-from quire.server.middleware import App, Message, Receive, Scope, Send
-from quire.server.service import State
+from quire.server.middleware import App
+from quire.server.model_service import ModelSource, State
+from quire.server.shared import ServerFigures, SharedState
 
+ROUTINGS = ("prefix", "load", "random")  # see PrefixRouter
 _HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives the head node alone
+_FIGURES_EVERY_S = 1.0  # of replicas, for the autoscaler
 _INGRESS_REQUESTS = 4096  # that one ingress answers at once, as ServerSettings.max_connections
 
 
@@ -56,7 +60,7 @@ class ReplicaConfig:
     upscale_delay_s: float = 10.0
     downscale_delay_s: float = 300.0
     max_lead: int = 8  # requests that a replica may have more than another, for its prefixes
-    routing: str = "prefix"  # or "load"
+    routing: str = "prefix"  # or another one of ROUTINGS
     silence_s: float = SILENCE_S
 
     def __post_init__(self) -> None:
@@ -69,8 +73,8 @@ class ReplicaConfig:
             raise ConfigError("a replica's CPUs and GPUs must be 0 or more")
         if not 0 < self.target_load <= 1:
             raise ConfigError(f"target_load must be above 0 and at most 1, got {self.target_load}")
-        if self.routing not in ("prefix", "load"):
-            raise ConfigError(f"routing must be prefix or load, got {self.routing!r}")
+        if self.routing not in ROUTINGS:
+            raise ConfigError(f"routing must be one of {ROUTINGS}, got {self.routing!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +96,38 @@ class ClusterConfig:
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"two models are called {name!r}: name them otherwise")
+        if self.num_ingresses < 1:
+            raise ConfigError(f"there must be an ingress, got {self.num_ingresses}")
+        self._check_state_folder()
+
+    def _check_state_folder(self) -> None:
+        """One ingress has it, on a node that stays the same."""
+        folder = self.settings.state_folder
+        if folder is None:
+            return
+        if not folder.is_absolute():
+            raise ConfigError(
+                f"--state is a folder of the head node, whose path must begin with /: got {folder}"
+            )
+        if self.ingress_anywhere:
+            raise ConfigError(
+                "--state is a folder of the head node: leave it or --ingress-anywhere out"
+            )
+        if self.num_ingresses > 1:
+            raise ConfigError(
+                "--state is a folder that one ingress keeps: leave it or --ingress-replicas out"
+            )
 
     def own_settings(self) -> ServerSettings:
         """With the keys that this process finds; refused where anybody could come in."""
         ring = read_keys(self.api_keys, os.environ)
-        return replace(self.settings, keys=ring, no_auth=self.no_auth)
+        settings = replace(self.settings, keys=ring, no_auth=self.no_auth)
+        return settings if self.num_ingresses == 1 else for_several(settings)
 
 
-def without_keys(settings: ServerSettings) -> ServerSettings:
-    """To be sent to the ingress."""
-    return replace(settings, keys=KeyRing(), no_auth=True, state_folder=None)
+def without_keys(settings: ServerSettings, state_folder: Path | None) -> ServerSettings:
+    """To be sent to the ingress. `state_folder` is on the head node: there is no usual one."""
+    return replace(settings, keys=KeyRing(), no_auth=True, state_folder=state_folder)
 
 
 def build(config: ClusterConfig) -> serve.Application:
@@ -116,10 +142,7 @@ def _model_deployment(model: ModelConfig, config: ClusterConfig) -> serve.Deploy
     most = engine.max_batch_size + engine.max_queue_requests
     router = RequestRouterConfig(
         request_router_class="quire.ray.routing.PrefixRouter",
-        request_router_kwargs={
-            "max_lead": replicas.max_lead,
-            "uses_prefixes": replicas.routing == "prefix",
-        },
+        request_router_kwargs={"max_lead": replicas.max_lead, "routing": replicas.routing},
     )
     deployment: serve.Deployment = serve.deployment(ModelReplica).options(
         name=model.deployment,
@@ -145,13 +168,16 @@ def _scaling(model: ModelConfig, replicas: ReplicaConfig) -> dict[str, Any]:
             "target_load": replicas.target_load,
         },
     )
-    scaling = AutoscalingConfig(
-        min_replicas=replicas.min_replicas,
-        max_replicas=replicas.max_replicas,
-        upscale_delay_s=replicas.upscale_delay_s,
-        downscale_delay_s=replicas.downscale_delay_s,
-        policy=policy,
-    )
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        scaling = AutoscalingConfig(
+            min_replicas=replicas.min_replicas,
+            max_replicas=replicas.max_replicas,
+            upscale_delay_s=replicas.upscale_delay_s,
+            downscale_delay_s=replicas.downscale_delay_s,
+            metrics_interval_s=_FIGURES_EVERY_S,  # deprecated, and what Serve 2.60 obeys
+            look_back_period_s=max(2 * _FIGURES_EVERY_S, replicas.upscale_delay_s),
+            policy=policy,
+        )
     return {"autoscaling_config": scaling}
 
 
@@ -172,38 +198,48 @@ def _ingress_deployment(config: ClusterConfig) -> serve.Deployment:
 
 
 class Ingress:
-    """quire's server in a Serve replica: an app a model, over the models' deployments."""
+    """quire's server in a Serve replica, over the models' deployments."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, *handles: DeploymentHandle
     ) -> None:
+        sources = [
+            ModelSource(model.names, _loader(model, handle, config.replicas.silence_s))
+            for model, handle in zip(config.models, handles, strict=True)
+        ]
         settings = config.own_settings()
-        self._services: dict[str, Service] = {}
-        for model, handle in zip(config.models, handles, strict=True):
-            own = replace(settings, model_names=model.names)
-            load = _loader(model, handle, config.replicas.silence_s)
-            first = next(iter(self._services.values()), None)
-            service = Service(own, load, None if first is None else first.shared)
-            if first is not None:  # keys, their limits and quotas are those of all models together
-                service.access = first.access
-            self._services[model.names[0]] = service
-        self._opening = [asyncio.create_task(one.open()) for one in self._services.values()]
+        self._service = Service(settings, sources, _shared_state(settings, config.num_ingresses))
+        self._opening = asyncio.create_task(self._service.open())
 
     def __serve_build_asgi_app__(self) -> App:
-        apps: dict[Sequence[str], App] = {
-            one.settings.model_names: create_app(one) for one in self._services.values()
-        }
-        return next(iter(apps.values())) if len(apps) == 1 else ModelSwitch(apps)
+        return create_app(self._service)
+
+    async def own_figures(self) -> ServerFigures:
+        """What this ingress counts: see SeveralIngresses."""
+        service = self._service
+        return service.shared.figures_of(
+            service.own_figures(), service.access.ring, service.num_worker_restarts
+        )
 
     async def check_health(self) -> None:
         """Raises where a model could not be read here; Serve then starts another ingress."""
-        for name, service in self._services.items():
-            if service.state in (State.FAILED, State.STUCK):
-                raise RuntimeError(f"{name}: {service.failure or service.state}")
+        for model in self._service.models:
+            if model.state in (State.FAILED, State.STUCK):
+                raise RuntimeError(f"{model.name}: {model.failure or model.state}")
 
     async def __del__(self) -> None:
-        for service in getattr(self, "_services", {}).values():
-            await service.drain()
+        if hasattr(self, "_service"):
+            await self._service.drain()
+
+
+def _shared_state(settings: ServerSettings, num_ingresses: int) -> SharedState:
+    """That of this ingress."""
+    context = serve.get_replica_context()
+    if num_ingresses == 1:
+        cluster = ray.get_runtime_context().gcs_address
+        return OneIngress.over(settings, f"application {context.app_name} at {cluster}")
+    all_of_them = serve.get_deployment_handle(context.deployment, context.app_name)
+    return SeveralIngresses.over(settings, all_of_them)
 
 
 def _loader(
@@ -213,128 +249,3 @@ def _loader(
         return ClusterLLM.load(model.model, model.options, handle, silence_s)
 
     return load
-
-
-class ModelSwitch:
-    """An ASGI application over one for each model: a body's `model` chooses, or the path under
-    /v1/models; a request that names none gets the first."""
-
-    def __init__(self, apps: Mapping[Sequence[str], App]) -> None:
-        self._by_name = {name: app for names, app in apps.items() for name in names}
-        self._apps = list(apps.values())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await _all_lifespans(self._apps, receive, send)
-        elif scope["path"] == "/v1/models" and scope["method"] == "GET":
-            await self._list_models(scope, receive, send)
-        elif scope["path"].startswith("/v1/models/"):
-            name = scope["path"].removeprefix("/v1/models/")
-            await self._app_of(name)(scope, receive, send)
-        elif scope["method"] == "POST":
-            body, rest = await _read_body(receive)
-            await self._app_of(_model_of(body))(scope, _replayed(body, rest, receive), send)
-        else:
-            await self._apps[0](scope, receive, send)
-
-    def _app_of(self, name: str | None) -> App:
-        """Of an unknown model the first one's, which says so."""
-        return self._by_name.get(name or "", self._apps[0])
-
-    async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The lists of all; where one refuses, its answer."""
-        answers = []
-        for app in self._apps:
-            answer = _Answer()
-            await app(dict(scope), receive, answer.send)
-            if answer.status != 200:
-                break
-            answers.append(json.loads(answer.body))
-        else:
-            cards = [card for found in answers for card in found["data"]]
-            answer.body = json.dumps({**answers[0], "data": cards}).encode()
-        await answer.forward(send)
-
-
-class _Answer:
-    """An answer that is read instead of sent."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.body = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self._headers = message["status"], list(message["headers"])
-        else:
-            self.body += message.get("body", b"")
-
-    async def forward(self, send: Send) -> None:
-        headers = [pair for pair in self._headers if pair[0] != b"content-length"]
-        headers.append((b"content-length", str(len(self.body)).encode()))
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": self.body})
-
-
-_MAX_READ_BYTES = 64 << 20  # ahead of the application, whose own limit then refuses more
-
-
-async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
-    """A body, and the message that ended it early if one did: the client has gone, or it is too
-    large to be looked at."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return b"".join(parts), message
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if not message.get("more_body", False) or size > _MAX_READ_BYTES:
-            return b"".join(parts), None
-
-
-def _replayed(body: bytes, rest: Message | None, receive: Receive) -> Receive:
-    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    if rest is not None:
-        waiting = [rest]
-
-    async def replay() -> Message:
-        return waiting.pop(0) if waiting else await receive()
-
-    return replay
-
-
-def _model_of(body: bytes) -> str | None:
-    try:
-        found = json.loads(body)
-    except ValueError:  # the application refuses it
-        return None
-    name = found.get("model") if isinstance(found, dict) else None
-    return name if isinstance(name, str) else None
-
-
-async def _all_lifespans(apps: Sequence[App], receive: Receive, send: Send) -> None:
-    """Start every application, and end them in turn."""
-    await receive()
-    async with AsyncExitStack() as stack:
-        for app in apps:
-            await stack.enter_async_context(_lifespan(app))
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-    await send({"type": "lifespan.shutdown.complete"})
-
-
-@asynccontextmanager
-async def _lifespan(app: App) -> Any:
-    to_app: asyncio.Queue[Message] = asyncio.Queue()
-    from_app: asyncio.Queue[Message] = asyncio.Queue()
-    running = asyncio.ensure_future(app({"type": "lifespan"}, to_app.get, from_app.put))
-    for phase in ("startup", "shutdown"):
-        to_app.put_nowait({"type": f"lifespan.{phase}"})
-        if (await from_app.get())["type"] != f"lifespan.{phase}.complete":
-            raise RuntimeError(f"the server's {phase} failed")
-        if phase == "startup":
-            yield
-    await running

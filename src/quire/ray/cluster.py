@@ -9,8 +9,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -41,7 +42,7 @@ from quire.ray.prefixes import prefix_hashes
 from quire.ray.replica import HEARTBEAT_S, shifted
 from quire.structured import CompiledGrammar, Grammars
 from quire.worker import messages as wire
-from quire.worker.remote import Record, new_record
+from quire.worker.records import Record, new_record
 
 _log = logging.getLogger(__name__)
 SILENCE_S = 10 * HEARTBEAT_S  # of a replica, after which its requests go elsewhere
@@ -111,7 +112,7 @@ class ClusterEngine:
         live = _Live(record, prefix_hashes(record.command.key, record.command.prompt))
         live.may_run.set()
         self._live[name] = live
-        live.task = asyncio.create_task(self._run(live))
+        live.task = _own_task(self._run(live))
         try:
             await asyncio.shield(record.accepted)
         except asyncio.CancelledError:
@@ -143,7 +144,7 @@ class ClusterEngine:
     def set_key_weights(self, weights: Mapping[str, float]) -> None:
         self._weights = dict(weights)
         if self._repeating is None:
-            self._repeating = asyncio.create_task(self._repeat_weights())
+            self._repeating = _own_task(self._repeat_weights())
 
     async def _repeat_weights(self) -> None:
         while True:
@@ -254,13 +255,15 @@ class ClusterEngine:
         age_s = time.perf_counter() - record.command.arrived_at
         sent = wire.encode(msgspec.structs.replace(command, request_id=name, arrived_at=age_s))
         answer = self._replicas.options(method_name="run", stream=True).remote(sent, live.prefix)
+        is_read = False
         try:
             async for content in self._within_silence(answer):
                 self._take(live, wire.read_report(content))
+            is_read = True
         except BackPressureError as error:
             raise OverloadedError("every replica's queue is full", 5.0) from error
         finally:
-            if not live.has_ended:
+            if not is_read:  # it may have been cancelled here: the replica has to know
                 answer.cancel()
         if not live.has_ended:
             raise ReplicaLostError("its answer has no end")
@@ -321,6 +324,18 @@ class ClusterEngine:
         live.has_ended = True
         self._live.pop(live.record.command.request_id, None)
         self._idle.set()
+
+
+def _own_task(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """A task that belongs to no HTTP request.
+
+    Tasks inherit context variables. In one, Serve keeps the id of the HTTP request, and gives it to
+    every call that is made on its behalf; its router knows one pending call of an id, and others
+    with the same id wait for ever. In another, Ray keeps the task whose cancellation cancels all
+    calls below it. Both are wrong for a request of several prompts, and for a job that goes on
+    after the request that began it.
+    """
+    return asyncio.create_task(work, context=Context())
 
 
 def _num_tokens(record: Record) -> int:

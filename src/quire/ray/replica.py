@@ -49,7 +49,8 @@ class _RequestChannel(Channel):
     async def receive(self) -> wire.Report:
         """The next report; an empty one where there is none for a while."""
         try:
-            message = await asyncio.wait_for(self._messages.get(), HEARTBEAT_S)
+            async with asyncio.timeout(HEARTBEAT_S):
+                message = await self._messages.get()
         except TimeoutError:
             return wire.Events([], [])
         report: wire.Report = wire.read_report(message)
