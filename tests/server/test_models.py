@@ -407,6 +407,26 @@ def test_a_model_is_not_kept_out_by_one_that_is_always_busy(folder: Path) -> Non
             assert counts[0] > 1
 
 
+def test_a_model_takes_no_request_from_the_moment_it_is_unloaded(folder: Path) -> None:
+    """Not even one that comes before its worker is told to end, which would end the request."""
+
+    async def has_after_one_iteration(residency: Residency, model: ModelService) -> bool:
+        unloading = asyncio.ensure_future(residency._unload(model, "a test"))
+        await asyncio.sleep(0)
+        assert not unloading.done()
+        has = residency.has(model)
+        await unloading
+        return has
+
+    with serving_all(folder) as server:
+        complete(server, "red")
+        residency, model = server.service.residency, model_named(server, "red")
+        assert residency is not None and residency.has(model)
+        looking = has_after_one_iteration(residency, model)
+        assert not asyncio.run_coroutine_threadsafe(looking, server.loop).result(PATIENCE_S)
+        complete(server, "red")
+
+
 class _AtOnce:
     """asyncio, where what runs on a thread has ended before anything else runs."""
 

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -323,8 +323,9 @@ class ModelService:
             self.keep_s = 0.0
             self.server.residency.look()
 
-    async def unload(self) -> None:
-        """Close it and give its memory back; the next request has it loaded again."""
+    def unload(self) -> "asyncio.Future[None]":
+        """Close it and give its memory back; the next request has it loaded again. It takes no
+        request from the moment of the call."""
         llm, self._llm, self.state = self._llm, None, State.UNLOADED
         self.keep_s = None
         if llm is not None and self.need is not None:
@@ -332,6 +333,9 @@ class ModelService:
         closed = [each for each in (llm, *self._retiring) if each is not None]
         for retiring in self._retiring.values():
             retiring.cancel()
+        return asyncio.ensure_future(self._close(closed))
+
+    async def _close(self, closed: Sequence[OnlineModel]) -> None:
         try:
             await asyncio.gather(*(each.close() for each in closed))
         finally:

@@ -332,8 +332,8 @@ class Residency:
 
     async def _unload(self, model: ModelService, reason: str) -> None:
         log("model_unloaded", model=model.name, reason=reason)
+        unloading = model.unload()
         self._yielding.discard(model)
-        unloading = asyncio.ensure_future(model.unload())
         try:
             await asyncio.shield(unloading)
         except asyncio.CancelledError:  # the server ends, and with it the worker: not before
