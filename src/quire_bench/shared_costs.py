@@ -94,6 +94,7 @@ class SharedCosts:
 
     ingress_s: float  # processor time of the ingress
     proxy_s: float  # ... and of Serve's proxy
+    direct_s: float  # ... of the ingress, at its own port
     frame_bytes: float  # to the client
 
 
@@ -104,7 +105,7 @@ class StreamsPlan:
     model: str = MEASURED_MODEL
     num_streams: int = 16
     num_tokens: int = 100
-    rounds: int = 2
+    rounds: int = 4
 
 
 def has_ray() -> bool:
@@ -113,31 +114,45 @@ def has_ray() -> bool:
 
 def shared_costs(plan: StreamsPlan) -> SharedCosts:
     """By `quire ray serve` on a cluster of this machine, which ends with it."""
-    with _served(plan.model) as port:
-        _stream(port, plan.num_tokens, 0)
-        before = {name: _processor_seconds(word) for name, word in _SHARED.items()}
-        with ThreadPoolExecutor(plan.num_streams) as pool:
-            numbers = range(1, 1 + plan.rounds * plan.num_streams)
-            sizes = list(pool.map(lambda n: _stream(port, plan.num_tokens, n), numbers))
-        tokens = plan.num_tokens * len(sizes)
-        spent = {name: _processor_seconds(word) - before[name] for name, word in _SHARED.items()}
-    return SharedCosts(spent["ingress"] / tokens, spent["proxy"] / tokens, sum(sizes) / tokens)
+    with _served(plan.model) as (port, direct_port):
+        through_proxy = _spent(plan, port)
+        direct = _spent(plan, direct_port)
+    return SharedCosts(
+        through_proxy["ingress"], through_proxy["proxy"], direct["ingress"], direct["bytes"]
+    )
+
+
+def _spent(plan: StreamsPlan, port: int) -> dict[str, float]:
+    """Processor time of ingress and proxy, and bytes, for each token of streams at a port."""
+    _stream(port, plan.num_tokens, 0)
+    before = {name: _processor_seconds(word) for name, word in _SHARED.items()}
+    with ThreadPoolExecutor(plan.num_streams) as pool:
+        numbers = range(1, 1 + plan.rounds * plan.num_streams)
+        sizes = list(pool.map(lambda n: _stream(port, plan.num_tokens, n), numbers))
+    tokens = plan.num_tokens * len(sizes)
+    spent = {
+        name: (_processor_seconds(word) - before[name]) / tokens for name, word in _SHARED.items()
+    }
+    return {**spent, "bytes": sum(sizes) / tokens}
 
 
 @contextmanager
-def _served(model: str) -> Iterator[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def _served(model: str) -> Iterator[tuple[int, int]]:
+    """The ports of Serve's proxy and of the ingress."""
+    with socket.socket() as one, socket.socket() as other:
+        for free in (one, other):
+            free.bind(("127.0.0.1", 0))
+        port, direct_port = one.getsockname()[1], other.getsockname()[1]
     command: Sequence[str] = (
         *(sys.executable, "-m", "quire.cli", "ray", "serve", model, "--port", str(port)),
-        *("--served-model-name", "measured", "--address", "local"),
+        *("--direct-port", str(direct_port), "--served-model-name", "measured"),
+        *("--address", "local"),
     )
     with tempfile.TemporaryFile("w+") as told:
         process = subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT)
         try:
             _wait_until_ready(process, told)
-            yield port
+            yield port, direct_port
         finally:
             process.terminate()
             process.wait()

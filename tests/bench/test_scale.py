@@ -69,7 +69,7 @@ def test_the_page_has_all_that_is_measured_in_the_form_that_is_printed() -> None
     """The figures are a machine's own; words, columns and sizes are the command's."""
     found = {Run(size, True): run() for size in SIZES}
     router = dict.fromkeys(SIZES, 1e-5)
-    store, costs = StoreRate(1.0, 1.0), SharedCosts(1e-6, 1e-6, 1.0)
+    store, costs = StoreRate(1.0, 1.0), SharedCosts(1e-6, 1e-6, 1e-6, 1.0)
     for text in (
         command.router_table(router),
         command.store_text(store),
@@ -80,16 +80,21 @@ def test_the_page_has_all_that_is_measured_in_the_form_that_is_printed() -> None
 
 
 def test_the_last_table_of_the_page_follows_from_the_others() -> None:
-    [ingress_us, proxy_us, frame] = _numbers(r"takes (\d+) µs of the ingress, (\d+) µs .* (\d+) b")
+    costs = (
+        r"takes (\d+) µs of the ingress, (\d+) µs .* (\d+) bytes to the client; .* (\d+) µs of it"
+    )
+    [ingress_us, proxy_us, frame, direct_us] = _numbers(costs)
     for size in SIZES:
         [tokens] = _numbers(rf"\| {size:,} \| prefix \| [\d,]+ \| ([\d,]+) \|")
         row = (
-            rf"\| {size:,} \| ([\d,]+) \| [\d,]+ \| [\d.,]+ \| ([\d,]+) \| ([\d,]+) \| ([\d.,]+) G"
+            rf"\| {size:,} \| ([\d,]+) \| [\d,]+ \| [\d.,]+ \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| "
+            r"([\d.,]+) G"
         )
-        [again, ingress, proxy, gigabits] = _numbers(row)
+        [again, ingress, proxy, direct, gigabits] = _numbers(row)
         assert again == tokens
         assert ingress == pytest.approx(tokens * ingress_us * 1e-6, rel=0.02, abs=1)
         assert proxy == pytest.approx(tokens * proxy_us * 1e-6, rel=0.02, abs=1)
+        assert direct == pytest.approx(tokens * direct_us * 1e-6, rel=0.02, abs=1)
         assert gigabits == pytest.approx(tokens * frame * 8e-9, rel=0.02, abs=0.01)
 
 

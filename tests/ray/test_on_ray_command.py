@@ -1,6 +1,7 @@
 """`quire ray serve`: without a cluster, and as a process on one of its own or on one that runs."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -120,6 +121,8 @@ def test_what_cannot_work_is_said_in_a_line_before_anything_starts(
             ([str(junk)], "is no model that quire reads"),
             ([str(model), "--address", "127.0.0.1:1"], "there is no Ray cluster at 127.0.0.1:1: "),
             ([str(model), "--port", port], f"cannot listen at 127.0.0.1:{port}"),
+            ([str(model), "--direct-port", port], f"cannot listen at 127.0.0.1:{port}"),
+            ([str(model), "--port", port, "--direct-port", port], "is Serve's"),
         ):
             address = [] if "--address" in options else ["--address", "local"]
             assert main(["ray", "serve", *options, *address]) == 1
@@ -134,11 +137,29 @@ def test_too_many_replicas_for_the_machine_are_refused(model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def command(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """Two models and two ingresses."""
+    """Two models and two ingresses, which share a port of their own."""
     folder = tmp_path_factory.mktemp("command")
     options = ("--served-model-name", "first", "--also", f"second={model}", "--cpus", "0.5")
-    with serving(folder, str(model), *options, "--ingress-replicas", "2") as found:
+    own = ("--ingress-replicas", "2", "--direct-port", str(free_port()))
+    with serving(folder, str(model), *options, *own) as found:
         yield found
+
+
+def direct_client(command: Command) -> openai.OpenAI:
+    """Of the ingresses' own port, as the command says it."""
+    [url] = re.findall(r" and (http://\S+/v1)", command.log.read_text())
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+
+def test_ingresses_answer_at_their_own_port_as_through_the_proxy(command: Command) -> None:
+    asked: Any = {"model": "first", "prompt": "Hello", "max_tokens": 60, "seed": 3}
+    through_proxy = command.client().completions.create(**asked)
+    texts = []
+    for _ in range(8):  # connections, which the system gives to either ingress
+        with direct_client(command) as direct:
+            chunks = list(direct.completions.create(**asked, stream=True))
+            texts.append("".join(chunk.choices[0].text for chunk in chunks if chunk.choices))
+    assert texts == [through_proxy.choices[0].text] * 8
 
 
 def _say(client: openai.OpenAI, **fields: Any) -> Any:
@@ -192,11 +213,11 @@ def rejected(command: Command) -> float:
 
 
 def test_a_signal_drains_running_streams_finish_and_the_program_ends(command: Command) -> None:
-    client = command.client()
+    clients = [command.client(), direct_client(command)]
     texts: list[str] = []
 
     def read(number: int) -> None:
-        stream = client.completions.create(
+        stream = clients[number % 2].completions.create(
             model="first", prompt=f"{number}", max_tokens=400, stream=True,
             extra_body={"ignore_eos": True},
         )  # fmt: skip

@@ -31,11 +31,12 @@ def serve_models(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(json.dumps(serve_configuration(parsed, given), indent=2))
         return 0
     config.own_settings()  # what is wrong with the keys is said before anything starts
-    with joined_cluster(parsed.address, config, (parsed.host, parsed.port)):
+    ports = [port for port in (parsed.port, parsed.direct_port) if port is not None]
+    with joined_cluster(parsed.address, config, parsed.host, ports):
         running = Running(parsed.name, config, _http_options(parsed))
         running.deploy()
-        address = f"http://{parsed.host}:{parsed.port}/v1"
-        print(f"quire serves {', '.join(_names(config))} at {address}", flush=True)
+        addresses = " and ".join(f"http://{parsed.host}:{port}/v1" for port in ports)
+        print(f"quire serves {', '.join(_names(config))} at {addresses}", flush=True)
         running.wait()
     return 0
 
@@ -63,6 +64,8 @@ def _http_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cluster_config(args: argparse.Namespace) -> ClusterConfig:
+    if args.direct_port == args.port:
+        raise ConfigError(f"--port {args.port} is Serve's: give --direct-port another one")
     settings = settings_of(args)
     options = _replica_options(options_of(args, settings), args)
     first = ModelConfig(args.model, settings.model_names, options)
@@ -90,6 +93,7 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
         num_ingresses=args.ingress_replicas,
         ingress_cpus=args.ingress_cpus,
         ingress_anywhere=args.ingress_anywhere,
+        direct_port=args.direct_port,
     )
 
 

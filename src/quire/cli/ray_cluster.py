@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -34,7 +34,7 @@ _MORE_TIME_S = 15.0  # for Serve to end replicas, behind the time that running r
 
 @contextmanager
 def joined_cluster(
-    address: str | None, config: ClusterConfig, listens_at: tuple[str, int]
+    address: str | None, config: ClusterConfig, host: str, ports: Sequence[int]
 ) -> Iterator[None]:
     """One that runs (`address`, RAY_ADDRESS, or on this machine), else or with the address local a
     new one, which ends with this program. What cannot work on a new one is refused before it is
@@ -45,7 +45,8 @@ def joined_cluster(
     try:
         if is_new:
             _check_models_here(config)
-            _check_port(*listens_at)
+            for port in ports:
+                _check_port(host, port)
             ray.init(address="local", include_dashboard=False, **_QUIET)
         _check_resources(config, is_new=is_new)
         yield
@@ -99,7 +100,8 @@ def _check_port(host: str, port: int) -> None:
             listener.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"cannot listen at {host}:{port}: {error.strerror}; --port takes another one"
+                f"cannot listen at {host}:{port}: {error.strerror}; --port and --direct-port take "
+                "others"
             ) from error
 
 

@@ -7,6 +7,7 @@ engines are the replicas of `quire.ray.replica`.
 import asyncio
 import os
 import re
+import socket
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,10 +28,12 @@ from quire.ray.replica import ModelReplica
 from quire.server import KeyRing, ServerSettings, Service, create_app, read_keys
 from quire.server.middleware import App
 from quire.server.model_service import ModelSource, State
+from quire.server.runner import bound_listener, make_server
 from quire.server.shared import ServerFigures, SharedState
 
 ROUTINGS = ("prefix", "load", "random")  # see PrefixRouter
 _HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives the head node alone
+_LOOK_S = 0.05  # whether the models are loaded
 _FIGURES_EVERY_S = 1.0  # of replicas, for the autoscaler
 _INGRESS_REQUESTS = 4096  # that one ingress answers at once, as ServerSettings.max_connections
 
@@ -90,6 +93,7 @@ class ClusterConfig:
     num_ingresses: int = 1
     ingress_cpus: float = 0.0
     ingress_anywhere: bool = False  # else on the head node, where the proxy is
+    direct_port: int | None = None  # where ingresses listen themselves, beside the proxy
 
     def __post_init__(self) -> None:
         names = [name for model in self.models for name in model.names]
@@ -209,10 +213,25 @@ class Ingress:
         ]
         settings = config.own_settings()
         self._service = Service(settings, sources, _shared_state(settings, config.num_ingresses))
+        self._app = create_app(self._service)
         self._opening = asyncio.create_task(self._service.open())
+        await self._loaded()
+        self._direct = None
+        if config.direct_port is not None:
+            listener = bound_listener(replace(settings, port=config.direct_port), is_shared=True)
+            self._direct = DirectServer(self._service, self._app, listener)
+
+    async def _loaded(self) -> None:
+        """Serve sends requests here once the constructor has returned: not before every model has
+        a replica. Raises what was wrong with one."""
+        service = self._service
+        while service.state is State.LOADING:
+            await asyncio.sleep(_LOOK_S)
+        if service.failure is not None:
+            raise service.failure
 
     def __serve_build_asgi_app__(self) -> App:
-        return create_app(self._service)
+        return self._app
 
     async def own_figures(self) -> ServerFigures:
         """What this ingress counts: see SeveralIngresses."""
@@ -229,7 +248,23 @@ class Ingress:
 
     async def __del__(self) -> None:
         if hasattr(self, "_service"):
+            if self._direct is not None:
+                self._direct.close()
             await self._service.drain()
+
+
+class DirectServer:
+    """The ingress's own port, which other ingresses of its node share: what is streamed there does
+    not pass Serve's proxy, to which every piece of a stream is a message of Ray."""
+
+    def __init__(self, service: Service, app: App, listener: socket.socket) -> None:
+        self._server = make_server(service, app=app)
+        self._running = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    def close(self) -> None:
+        """Take no more connections: those that come go to another ingress of this port."""
+        for listening in getattr(self._server, "servers", ()):  # none before it has started
+            listening.close()
 
 
 def _shared_state(settings: ServerSettings, num_ingresses: int) -> SharedState:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -29,7 +29,7 @@ from quire.core.errors import (
     RequestError,
     WorkerCrashError,
 )
-from quire.core.request import Ended, FinishReason, RequestOptions, Status
+from quire.core.request import Ended, FinishReason, Piece, RequestOptions, Status
 from quire.core.sampling import SamplingParams
 from quire.engine.aio import Stream
 from quire.engine.stats import Health, Histogram, Snapshot
@@ -39,7 +39,8 @@ from quire.llm.devices import Options
 from quire.llm.online import OnlineModel
 from quire.llm.prompts import Prepared, PromptReader
 from quire.ray.prefixes import prefix_hashes
-from quire.ray.replica import HEARTBEAT_S, shifted
+from quire.ray.replica import shifted
+from quire.ray.reports import HEARTBEAT_S, ReplicaReports
 from quire.structured import CompiledGrammar, Grammars
 from quire.worker import messages as wire
 from quire.worker.records import Record, new_record
@@ -59,7 +60,7 @@ class ReplicaLostError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request here, and the replica's answer that is being read."""
+    """A request here, and its attempt at a replica."""
 
     record: Record
     prefix: Sequence[int]
@@ -67,6 +68,28 @@ class _Live:
     task: "asyncio.Task[None] | None" = None
     attempt: "asyncio.Task[None] | None" = None
     has_ended: bool = False
+
+
+class _Attempt:
+    """A request at a replica."""
+
+    def __init__(self, live: _Live) -> None:
+        self.live = live
+        self.ended: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
+
+    def take_piece(self, piece: Piece) -> None:
+        live = self.live
+        if not live.has_ended:
+            live.record.take(piece._replace(request_id=live.record.command.request_id))
+
+    def accept(self) -> None:
+        record = self.live.record
+        if not record.accepted.done():
+            record.accepted.set_result(record.stream.request)
+
+    def finish(self, error: QuireError | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
 
 
 class ClusterEngine:
@@ -79,8 +102,9 @@ class ClusterEngine:
         self.max_unread_tokens = facts.max_unread_tokens
         self.num_lost = 0  # times that a replica was lost with a request
         self._replicas = replicas
-        self._silence_s = silence_s
         self._live: dict[str, _Live] = {}
+        self._attempts: dict[str, _Attempt] = {}  # by the name that a request has at its replica
+        self._reports = ReplicaReports(uuid.uuid4().hex, self._take_report, silence_s)
         self._snapshot: Snapshot | None = None
         self._weights: dict[str, float] | None = None
         self._repeating: asyncio.Task[None] | None = None
@@ -186,6 +210,7 @@ class ClusterEngine:
             self._repeating.cancel()
         for live in list(self._live.values()):
             self.cancel(live.record.stream)
+        self._reports.close()
 
     # ---- one request
 
@@ -254,56 +279,59 @@ class ClusterEngine:
         name = f"{command.request_id}/{uuid.uuid4().hex[:8]}"
         age_s = time.perf_counter() - record.command.arrived_at
         sent = wire.encode(msgspec.structs.replace(command, request_id=name, arrived_at=age_s))
-        answer = self._replicas.options(method_name="run", stream=True).remote(sent, live.prefix)
-        is_read = False
+        attempt = self._attempts[name] = _Attempt(live)
+        run = self._replicas.options(method_name="run", stream=True)
+        answer = run.remote(sent, live.prefix, self._reports.ingress)
+        is_over = False
         try:
-            async for content in self._within_silence(answer):
-                self._take(live, wire.read_report(content))
-            is_read = True
+            # A replica may have to be started first: that is waited for.
+            reader = await self._reports.reader_of(await anext(answer))
+            either: list[asyncio.Future[Any]] = [attempt.ended, reader.lost]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not attempt.ended.done():
+                raise ReplicaLostError(reader.lost.result())
+            if (error := attempt.ended.result()) is not None:
+                raise error
+            is_over = True
         except BackPressureError as error:
             raise OverloadedError("every replica's queue is full", 5.0) from error
         finally:
-            if not is_read:  # it may have been cancelled here: the replica has to know
+            del self._attempts[name]
+            if not is_over:  # it may have been cancelled here: the replica has to know
                 answer.cancel()
-        if not live.has_ended:
-            raise ReplicaLostError("its answer has no end")
+        with suppress(Exception):  # its end; or it died since, and nothing is lost
+            await anext(answer)
 
-    async def _within_silence(self, answer: Any) -> AsyncIterator[bytes]:
-        """Before the first report, a replica may have to be started: that is waited for."""
-        has_begun = False
-        while True:
-            try:
-                async with asyncio.timeout(self._silence_s if has_begun else None):
-                    content = await anext(answer)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                message = f"it said nothing for {self._silence_s:g} s"
-                raise ReplicaLostError(message) from None
-            has_begun = True
-            yield content
-
-    def _take(self, live: _Live, report: wire.Report) -> None:
-        record = live.record
-        if live.has_ended:
-            return
+    def _take_report(self, report: wire.Report) -> None:
+        """What a step of a replica brought to this ingress. Reports of attempts that were given up
+        are for nobody."""
+        attempts = self._attempts
         match report:
-            case wire.Accepted():
-                if not record.accepted.done():
-                    record.accepted.set_result(record.stream.request)
-            case wire.Started():
-                record.is_started = True
-            case wire.Refused(_, error):
-                raise error.error()
             case wire.Events(pieces, ended):
                 for piece in pieces:
-                    record.take(piece._replace(request_id=record.command.request_id))
+                    if (attempt := attempts.get(piece.request_id)) is not None:
+                        attempt.take_piece(piece)
                 for end in ended:
-                    self._end(live, end)
+                    if (attempt := attempts.get(end.request_id)) is not None:
+                        self._end(attempt.live, end)
+                        attempt.finish(None)
+            case wire.Accepted(name):
+                if (attempt := attempts.get(name)) is not None:
+                    attempt.accept()
+            case wire.Started(names):
+                for name in names:
+                    if (attempt := attempts.get(name)) is not None:
+                        attempt.live.record.is_started = True
+            case wire.Refused(name, error):
+                if (attempt := attempts.get(name)) is not None:
+                    attempt.finish(error.error())
 
     def _end(self, live: _Live, end: wire.WireEnded) -> None:
+        if live.has_ended:
+            return
         record, name = live.record, live.record.command.request_id
-        metrics = shifted(end.metrics, record.metrics.arrived_at)
+        # Machines' clocks have nothing in common but how fast they go.
+        metrics = shifted(end.metrics, record.metrics.arrived_at - end.metrics.arrived_at)
         output = record.output(msgspec.structs.replace(end, request_id=name, metrics=metrics))
         self._forget(live)
         record.stream.receive(Ended(name, output))

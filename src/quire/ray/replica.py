@@ -1,69 +1,67 @@
 """ModelReplica: one copy of a model, as a Ray Serve deployment.
 
 Its engine is the worker's (`quire.worker`), and so are the messages: a request comes as a Submit
-and its answer goes back as the worker's reports. The ingress keeps the record of each request, so
-that a replica may die at any time.
+and its answer goes back as the worker's reports (`quire.ray.reports`). The ingress keeps the record
+of each request, so that a replica may die at any time.
 """
 
 import asyncio
-import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import ray
 
-from quire.core.request import RequestMetrics
+from quire.core.request import Ended, Event, RequestMetrics
 from quire.engine.stats import Health
 from quire.llm.assembly import Assembly, EngineFacts, assemble
 from quire.llm.devices import Options
+from quire.ray.reports import HEARTBEAT_S, IngressChannel, ReportServer
 from quire.worker import messages as wire
 from quire.worker.channel import Channel
 from quire.worker.process import WorkerEngine
 
-_log = logging.getLogger(__name__)
-HEARTBEAT_S = 2.0  # between reports of a request that waits or computes long
 
+class ReplicaEngine(WorkerEngine):
+    """The worker's engine, which also says when a request is over."""
 
-class _RequestChannel(Channel):
-    """A channel of the worker's engine for one request, without a socket: its reports wait here for
-    the event loop."""
+    def __init__(self, assembly: Assembly, channel: Channel) -> None:
+        super().__init__(assembly, channel)
+        self._loop = asyncio.get_running_loop()
+        self._ends: dict[str, tuple[asyncio.Event, Channel]] = {}  # by request; of the event loop
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.is_closed = False
-        self._loop = loop
-        self._messages: asyncio.Queue[bytes] = asyncio.Queue()
+    def add(self, command: wire.Submit, channel: Channel) -> asyncio.Event:
+        """On the event loop. Set when the engine has reported its end, or nobody waits for it."""
+        end = asyncio.Event()
+        self._ends[command.request_id] = (end, channel)
+        self.receive([wire.encode(command)], channel)
+        return end
 
-    def send(self, message: bytes) -> None:
-        """On any thread."""
-        if not self.is_closed:
-            self._loop.call_soon_threadsafe(self._messages.put_nowait, message)
+    def forget(self, request_id: str) -> None:
+        """On the event loop."""
+        del self._ends[request_id]
 
-    def flush(self) -> None:
-        """Nothing waits for a socket."""
+    def leave(self, channel: Channel) -> None:
+        super().leave(channel)
+        self._loop.call_soon_threadsafe(self._end_all, channel)
 
-    def close(self) -> None:
-        self.is_closed = True
+    def _end_all(self, channel: Channel) -> None:
+        for end, own in self._ends.values():
+            if own is channel:
+                end.set()
 
-    async def receive(self) -> wire.Report:
-        """The next report; an empty one where there is none for a while."""
-        try:
-            async with asyncio.timeout(HEARTBEAT_S):
-                message = await self._messages.get()
-        except TimeoutError:
-            return wire.Events([], [])
-        report: wire.Report = wire.read_report(message)
-        return report
+    def _deliver(self, events: Sequence[Event]) -> None:
+        super()._deliver(events)
+        names = [event.request_id for event in events if isinstance(event, Ended)]
+        if names:
+            self._loop.call_soon_threadsafe(self._end_each, names)
 
-
-def _is_last(report: wire.Report) -> bool:
-    match report:
-        case wire.Refused():
-            return True
-        case wire.Events(_, ended):
-            return bool(ended)
-    return False
+    def _end_each(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self._ends:
+                self._ends[name][0].set()
 
 
 class ModelReplica:
@@ -76,29 +74,40 @@ class ModelReplica:
             options = replace(options, device="cpu")  # Ray gave this replica no GPU
         assembly = await asyncio.to_thread(_load, model, options)
         self._facts = EngineFacts.of(assembly)
-        self._loop = asyncio.get_running_loop()
-        self._channel = _RequestChannel(self._loop)  # of commands that belong to no request
-        self._engine = WorkerEngine(assembly, self._channel)
+        self._channel = IngressChannel()  # of commands that belong to no request
+        self._engine = ReplicaEngine(assembly, self._channel)
+        self._reports = ReportServer(ray.util.get_node_ip_address(), self._engine.leave)
+        self._beating = asyncio.create_task(self._beat())
 
-    async def run(self, content: bytes, prefix: Sequence[int] = ()) -> AsyncIterator[bytes]:  # noqa: ARG002
-        """Run a request (a Submit whose `arrived_at` is its age in seconds) and give its reports;
-        leaving early cancels it. `prefix` is for the router, which has read it by now."""
+    async def _beat(self) -> None:
+        """On the event loop: where that hangs, no ingress waits for this replica for ever."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._reports.beat()
+
+    async def run(
+        self,
+        content: bytes,
+        prefix: Sequence[int],  # noqa: ARG002
+        ingress: str,
+    ) -> AsyncIterator[bytes]:
+        """Run a request (a Submit whose `arrived_at` is its age in seconds) of an ingress. Gives
+        the address of its reports, and ends with the request; leaving early cancels it. `prefix` is
+        for the router, which has read it by now."""
         command = wire.read_command(content)
         assert isinstance(command, wire.Submit)
+        name = command.request_id
         arrived_at = self._engine.engine.clock.now() - command.arrived_at
         command = msgspec.structs.replace(command, arrived_at=arrived_at)
-        channel = _RequestChannel(self._loop)
-        has_ended = False
-        self._engine.receive([wire.encode(command)], channel)
+        channel = self._reports.channel_of(ingress)
+        has_ended = self._engine.add(command, channel)
         try:
-            while not has_ended:
-                report = await channel.receive()
-                has_ended = _is_last(report)
-                yield wire.encode(_relative(report, arrived_at))
+            yield self._reports.address
+            await has_ended.wait()
         finally:
-            channel.close()
-            if not has_ended:
-                self._engine.receive([wire.encode(wire.Cancel(command.request_id))], channel)
+            self._engine.forget(name)
+            if not has_ended.is_set():
+                self._engine.receive([wire.encode(wire.Cancel(name))], channel)
 
     async def facts(self) -> bytes:
         return wire.encode(wire.Ready(self._facts))
@@ -137,17 +146,6 @@ def _load(model: str, options: Options) -> Assembly:
     assembly = assemble(model if not Path(model).exists() else Path(model), options)
     assembly.executor.warm_up()
     return assembly
-
-
-def _relative(report: wire.Report, arrived_at: float) -> wire.Report:
-    """With times since the arrival: machines' clocks have nothing in common."""
-    if not isinstance(report, wire.Events) or not report.ended:
-        return report
-    ended = [
-        msgspec.structs.replace(end, metrics=shifted(end.metrics, -arrived_at))
-        for end in report.ended
-    ]
-    return wire.Events(report.pieces, ended)
 
 
 def shifted(metrics: RequestMetrics, by_s: float) -> RequestMetrics:

@@ -30,6 +30,7 @@ from quire.core.heap import settle_heap
 from quire.server.app import create_app
 from quire.server.errors import ApiError
 from quire.server.logs import log
+from quire.server.middleware import App
 from quire.server.model_folder import ModelFolder
 from quire.server.model_service import LOADING_THREAD, Load, ModelSource, State
 from quire.server.protocol import ConnectionLimits, HttpProtocol, protocol_class, refusal_bytes
@@ -208,8 +209,11 @@ async def _stop_when_ended(service: Service, server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-def make_server(service: Service, certificate: "Certificate | None" = None) -> uvicorn.Server:
-    """uvicorn over the application, with the limits of the settings."""
+def make_server(
+    service: Service, certificate: "Certificate | None" = None, app: App | None = None
+) -> uvicorn.Server:
+    """uvicorn over the application, with the limits of the settings. `app`: one that somebody else
+    serves as well, who sees to its lifespan."""
     settings = service.settings
     limits = ConnectionLimits(
         service.connections,
@@ -224,10 +228,10 @@ def make_server(service: Service, certificate: "Certificate | None" = None) -> u
     if certificate is not None:
         protocol = with_tls(protocol, certificate)
     config = uvicorn.Config(
-        create_app(service),
+        app or create_app(service),
         http=protocol,
         ws="none",
-        lifespan="on",
+        lifespan="on" if app is None else "off",
         log_config=None,
         access_log=False,
         proxy_headers=False,
@@ -237,13 +241,16 @@ def make_server(service: Service, certificate: "Certificate | None" = None) -> u
     return _Server(config)
 
 
-def bound_listener(settings: ServerSettings) -> socket.socket:
-    """Bound before anything is loaded, so that a taken port is known at once."""
+def bound_listener(settings: ServerSettings, *, is_shared: bool = False) -> socket.socket:
+    """Bound before anything is loaded, so that a taken port is known at once. `is_shared`: other
+    processes of this user may listen there too, and the system spreads connections over them."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         raise ConfigError(

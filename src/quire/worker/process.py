@@ -75,9 +75,13 @@ class WorkerEngine(EngineThread):
         def run() -> None:
             channel.run(lambda contents: self.receive(contents, channel))
             channel.close()
-            self.post(partial(self._cancel_all, channel))
+            self.leave(channel)
 
         threading.Thread(target=run, name="quire-channel", daemon=True).start()
+
+    def leave(self, channel: Channel) -> None:
+        """On any thread: end the requests of a channel whose other end has gone."""
+        self.post(partial(self._cancel_all, channel))
 
     # ---- on the channel's thread
 
@@ -155,7 +159,7 @@ class WorkerEngine(EngineThread):
             case wire.Drain():
                 self.post_drain().add_done_callback(lambda _: _send(channel, wire.Drained()))
             case wire.Close() if channel is not self._channel:
-                self.post(partial(self._cancel_all, channel))
+                self.leave(channel)
             case wire.Close():
                 self.end()
 

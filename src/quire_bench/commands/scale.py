@@ -187,7 +187,8 @@ def costs_text(costs: SharedCosts) -> str:
     return (
         f"A streamed token takes {1e6 * costs.ingress_s:.0f} µs of the ingress, "
         f"{1e6 * costs.proxy_s:.0f} µs of Serve's proxy, and {costs.frame_bytes:.0f} bytes to the "
-        "client.\n"
+        f"client; at the ingress's own port (--direct-port) {1e6 * costs.direct_s:.0f} µs of it "
+        "alone.\n"
     )
 
 
@@ -205,10 +206,11 @@ def shared_table(
         rows.append(
             f"| {size:,} | {tokens:,.0f} | {requests:,.0f} | {requests * router[size]:,.1f} | "
             f"{tokens * costs.ingress_s:,.0f} | {tokens * costs.proxy_s:,.0f} | "
+            f"{tokens * costs.direct_s:,.0f} | "
             f"{tokens * costs.frame_bytes * 8e-9:,.2f} Gbit/s | {requests / store.together:,.2f} |"
         )
     head = (
         "| replicas | tokens/s | requests/s | router cores | ingress cores | proxy cores | "
-        "to clients | stores of jobs |"
+        "direct ingress cores | to clients | stores of jobs |"
     )
     return _table(head, rows)
