@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -135,6 +136,36 @@ def test_an_ingress_that_goes_is_noticed_and_may_come_again() -> None:
         again.reports.close()
 
     run(work)
+
+
+def test_an_ingress_that_connects_again_keeps_the_new_connection() -> None:
+    """Also where the replica finds out about the end of the old one later."""
+
+    async def work(server: ReportServer, lost: Lost) -> None:
+        first, again = Ingress("one"), Ingress("one")
+        await first.reports.reader_of(server.address)
+        await asyncio.to_thread(_wait_until_connected, server, "one")
+        old = server.channel_of("one")
+        reader = await again.reports.reader_of(server.address)
+        async with asyncio.timeout(PATIENCE_S):
+            while server.channel_of("one") is old or not server.channel_of("one").is_connected:
+                await asyncio.sleep(0.01)
+        first.reports.close()
+        await asyncio.to_thread(lost.wait)
+        assert lost.channels == [old]
+        accept(server, "one", "a")
+        assert await again.heard(1) == ["a"]
+        assert not reader.lost.done()
+        again.reports.close()
+
+    run(work)
+
+
+def _wait_until_connected(server: ReportServer, ingress: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not server.channel_of(ingress).is_connected:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_an_ingress_that_never_connects_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 SILENCE_S = 10 * HEARTBEAT_S  # of a replica, after which its requests go elsewhere
 _CRASHES_OF_A_CAUSE = 3  # replicas that died with a request in their batch, without a token since
 _LONGEST_BACKOFF_S = 2.0
+_LAST_REPORT_S = 2.0  # behind the end of an answer
 _GRACE_S = 5.0  # after a request's deadline, which its replica should have kept
 _ANSWER_S = 5.0  # for figures; after that the last ones are given
 _WEIGHTS_EVERY_S = 30.0  # new replicas get weights that changed since the deployment
@@ -282,25 +283,31 @@ class ClusterEngine:
         attempt = self._attempts[name] = _Attempt(live)
         run = self._replicas.options(method_name="run", stream=True)
         answer = run.remote(sent, live.prefix, self._reports.ingress)
-        is_over = False
+        ending: asyncio.Task[None] | None = None
         try:
             # A replica may have to be started first: that is waited for.
             reader = await self._reports.reader_of(await anext(answer))
-            either: list[asyncio.Future[Any]] = [attempt.ended, reader.lost]
+            ending = asyncio.create_task(_end_of(answer))
+            either: list[asyncio.Future[Any]] = [attempt.ended, reader.lost, ending]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():  # its last report, if it sent one, may still be on its way
+                await asyncio.wait(
+                    either[:2], timeout=_LAST_REPORT_S, return_when=asyncio.FIRST_COMPLETED
+                )
             if not attempt.ended.done():
-                raise ReplicaLostError(reader.lost.result())
+                reason = reader.lost.result() if reader.lost.done() else "its answer has no end"
+                raise ReplicaLostError(reason)
             if (error := attempt.ended.result()) is not None:
                 raise error
-            is_over = True
+            await ending
         except BackPressureError as error:
             raise OverloadedError("every replica's queue is full", 5.0) from error
         finally:
             del self._attempts[name]
-            if not is_over:  # it may have been cancelled here: the replica has to know
-                answer.cancel()
-        with suppress(Exception):  # its end; or it died since, and nothing is lost
-            await anext(answer)
+            if ending is None or not ending.done():
+                answer.cancel()  # it may have been cancelled here: the replica has to know
+                if ending is not None:
+                    ending.cancel()
 
     def _take_report(self, report: wire.Report) -> None:
         """What a step of a replica brought to this ingress. Reports of attempts that were given up
@@ -352,6 +359,12 @@ class ClusterEngine:
         live.has_ended = True
         self._live.pop(live.record.command.request_id, None)
         self._idle.set()
+
+
+async def _end_of(answer: Any) -> None:
+    """A replica ends its answer when the request has ended there; or it has died."""
+    with suppress(Exception):
+        await anext(answer)
 
 
 def _own_task(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":

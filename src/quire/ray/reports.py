@@ -124,6 +124,14 @@ class ReportServer:
                 found = self._channels[ingress] = IngressChannel()
             return found
 
+    def _unconnected(self, ingress: str) -> IngressChannel:
+        """For a connection. An ingress that connects again has given up the one before."""
+        with self._lock:
+            found = self._channels.get(ingress)
+            if found is None or found.is_closed or found.is_connected:
+                found = self._channels[ingress] = IngressChannel()
+            return found
+
     def beat(self) -> None:
         """Tell every ingress that this replica is there; forget those that never connected."""
         with self._lock:
@@ -158,7 +166,7 @@ class ReportServer:
         connection.close()
 
     def _serve_ingress(self, connection: socket.socket, ingress: str) -> None:
-        channel = self.channel_of(ingress)
+        channel = self._unconnected(ingress)
         channel.connect(connection)
         channel.run(lambda _: None)
         self._drop(ingress, channel)
