@@ -86,6 +86,8 @@ class WorkerProcess:
         """Have it load a model and wait; raises what it raised, and then it has ended."""
         try:
             facts = self._load(path, options)
+        except ConnectionError:  # it ended with bytes unread, or before they were sent
+            facts = None
         except BaseException:
             self.kill()
             self.end()
