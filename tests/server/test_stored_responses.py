@@ -312,7 +312,8 @@ def test_a_key_has_a_limit_of_them(text_model: Path, monkeypatch: pytest.MonkeyP
         assert wait(bob, other.id).status == "incomplete"
 
 
-def test_one_whose_key_is_gone_fails(text_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_one_whose_key_is_gone_fails(text_model: Path, tmp_path: Path, has_begun: bool) -> None:
     secrets = {name: f"{name}-{'k' * 20}" for name in ("alice", "bob")}
     keys = {name: ApiKey(name, digest_of(secret)) for name, secret in secrets.items()}
     executor = PacedExecutor(num_blocks=1024, step_s=0.01)
@@ -322,6 +323,8 @@ def test_one_whose_key_is_gone_fails(text_model: Path, tmp_path: Path) -> None:
         server.client(secrets["alice"]) as alice,
     ):
         made = respond(alice, background=True, **{**LONG, "max_output_tokens": 400})
+        if has_begun:
+            wait_until(lambda: bool(server.service.responses.events(made.id, 0)))
     with fake_server(text_model, keys=KeyRing([keys["bob"]]), state_folder=tmp_path) as server:
 
         def ended() -> bool:
@@ -332,6 +335,11 @@ def test_one_whose_key_is_gone_fails(text_model: Path, tmp_path: Path) -> None:
         found = server.service.responses.find("alice", made.id)
         assert found is not None and found.status == "failed"
         assert "no longer valid" in json.loads(found.body)["error"]["message"]
+    with fake_server(text_model, keys=ring, state_folder=tmp_path) as server:
+        events = replayed(server.client(secrets["alice"]), made.id)
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[-1].type == "response.failed"
+        assert (len(events) > 3) is has_begun
 
 
 def test_a_look_for_responses_that_fails_is_not_the_last(

@@ -31,6 +31,7 @@ _FLUSH_S = 0.2  # between two writes of events
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _GIVING_UP_S = 0.1  # within which a server knows that it has lost its model
 _MAX_LOSSES = 5  # of its model, before a response fails
+_LAST_EVENT = 1 << 62  # a number that no event has
 _BUSY = (429, 503)  # statuses of a request that another moment would have had room for
 
 FindKey = Callable[[str], ApiKey | None]  # by its name; raises a LookupError without one
@@ -259,18 +260,27 @@ class _Making:
         )
 
     async def _fail(self, code: str, message: str) -> None:
-        """It cannot be made; its events are made of this."""
+        """It cannot be made; its events are made of this, unless an attempt before this one left
+        some: then the last one follows these."""
         error = {"code": code, "message": message}
         body = _changed(self._stored.body, status="failed", error=error)
         stored = self._stored
+        left = await asyncio.to_thread(self._store.events, stored.id, _LAST_EVENT)
+        number = sum(first + data.count(b"\n\n") for first, data in left)  # of the last run
+        last = _failed_event(body, number) if left else b""
         log("response", logging.WARNING, response=stored.id, key=self._owner, error=message)
         await asyncio.to_thread(
-            self._store.end_response, self._owner, stored.id, "failed", body, 0, b""
+            self._store.end_response, self._owner, stored.id, "failed", body, number, last
         )
 
 
 def _changed(body: bytes, **changes: Any) -> bytes:
     return json.dumps({**json.loads(body), **changes}).encode()
+
+
+def _failed_event(body: bytes, number: int) -> bytes:
+    head = f'"type":"response.failed","sequence_number":{number}'
+    return f'event: response.failed\ndata: {{{head},"response":{body.decode()}}}\n\n'.encode()
 
 
 def cancelled(stored: StoredResponse) -> bytes:
