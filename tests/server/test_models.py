@@ -345,6 +345,44 @@ def test_memory_that_others_took_counts(folder: Path, monkeypatch: pytest.Monkey
         assert (reply.status, reply.error["code"]) == (503, "model_too_large")
 
 
+def test_who_comes_while_a_worker_ends_waits_for_its_memory(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither loaded nor idle, and what it takes comes back by itself."""
+    path = tmp_path / "red"
+    shutil.copy(folder / "red", path)
+    residency = room_for(folder, 1)
+    begun, may_end = threading.Event(), threading.Event()
+    close = RemoteLLM.close
+
+    async def close_later(self: RemoteLLM) -> None:
+        begun.set()
+        await asyncio.to_thread(may_end.wait, PATIENCE_S)
+        await close(self)
+
+    with serving_all(folder, residency, red=source_of(path)) as server:
+        complete(server, "red")
+        server.wait_until(lambda: model_named(server, "red").is_idle)
+        monkeypatch.setattr(RemoteLLM, "close", close_later)
+        shutil.copy(folder / "blue", tmp_path / "other")
+        (tmp_path / "other").replace(path)
+        thread, _ = answered(lambda: replace_red(server, replacement_of(path)))
+        assert begun.wait(PATIENCE_S)
+        green = model_named(server, "green")
+        waiting, texts = answered(lambda: complete(server, "green"))
+        server.wait_until(lambda: is_looked_at(residency, green) or not waiting.is_alive())
+        may_end.set()
+        waiting.join(PATIENCE_S)
+        thread.join(PATIENCE_S)
+        assert len(texts) == 1
+
+
+def is_looked_at(residency: Residency, model: ModelService) -> bool:
+    """Whether it is known that there was no room for it."""
+    wanted = residency._wanted.get(model)
+    return wanted is not None and wanted.predicted_at > 0
+
+
 # ---- while others are busy
 
 

@@ -269,9 +269,13 @@ class Residency:
         missing = self.missing(need)
         if missing <= 0:
             return True
-        others = [other for other in self.loaded if other.num_bytes_on(need.device)]
-        if missing > sum(other.num_bytes_on(need.device) for other in others):
+        sizes = {other: other.num_bytes_on(need.device) for other in self._models}
+        if missing > sum(sizes.values()):
             raise self._too_large(model, need)  # nobody makes room in vain
+        others = [other for other in self.loaded if sizes[other]]
+        missing -= sum(size for other, size in sizes.items() if other not in others)
+        if missing <= 0:  # once workers have ended that were told to
+            return False
         others.sort(key=lambda other: other.used_at)
         idle_s = _IDLE_FOR_JOBS_S if is_background else 0.0
         for other in others:
