@@ -713,6 +713,23 @@ def lose(server: RunningServer, name: str) -> None:
     server.loop.call_soon_threadsafe(llm.fail, ExecutorError("no worker could be started"))
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/v1/stats?model=red"])
+def test_figures_are_given_where_a_model_is_lost_that_was_asked_for_its_own(
+    folder: Path, path: str
+) -> None:
+    with serving_all(folder) as server:
+        complete(server, "red")
+        llm = model_named(server, "red").loaded
+        assert isinstance(llm, RemoteLLM)
+        os.kill(llm.worker_pid, signal.SIGSTOP)
+        thread, replies = answered(lambda: server.get(path))
+        server.wait_until(lambda: bool(llm._engine._calls))
+        lose(server, "red")
+        thread.join(PATIENCE_S)
+        os.kill(llm.worker_pid, signal.SIGCONT)
+        assert replies[0].status == 200, replies[0].body
+
+
 def test_lines_whose_model_is_lost_are_answered_when_it_is_loaded_again(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -581,7 +581,8 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         if service.residency is None and service.loaded is None:
             _ = service.llm  # a 503
-        snapshots = {m.name: await m.loaded.snapshot() for m in service.models if m.loaded}
+        found = {model.name: await model.snapshot() for model in list(service.models)}
+        snapshots = {name: figures for name, figures in found.items() if figures is not None}
         text = exposition(service, snapshots, await service.figures())
         return Response(text, media_type=CONTENT_TYPE)
 
@@ -602,17 +603,17 @@ def _add_stats(app: FastAPI, service: Service) -> None:
         key = request.scope[SCOPE_KEY].key
         asked = StatsAsked.of(request.query_params)
         model = _model_with_figures(service, asked.model)
-        if model.loaded is None and service.residency is not None:
+        llm = model.loaded if service.residency is not None else model.loaded or model.llm
+        snapshot = await model.snapshot()
+        if llm is None or snapshot is None:
             return _json(stats_of_unloaded(model, await service.figures(), key), {"latest"})
-        llm = model.loaded or model.llm
-        snapshot = await llm.snapshot()
         if not asked.num_steps:
-            return _json(stats_for(model, snapshot, await service.figures(), key), {"latest"})
+            return _json(stats_for(model, llm, snapshot, await service.figures(), key), {"latest"})
         steps = await llm.latest_steps(asked.num_steps, asked.after)
         figures = await service.figures()
         # A hundred steps of a large batch take milliseconds to write.
         return await asyncio.to_thread(
-            lambda: _json(stats_for(model, snapshot, figures, key, steps))
+            lambda: _json(stats_for(model, llm, snapshot, figures, key, steps))
         )
 
 

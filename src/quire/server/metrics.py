@@ -256,23 +256,25 @@ def _whole(query: Mapping[str, str], name: str, most: int) -> int | None:
 
 def stats_for(
     service: ModelService,
+    llm: OnlineModel,
     snapshot: Snapshot,
     figures: ServerFigures,
     key: ApiKey | None,
     steps: Sequence[StepRecord] | None = None,
 ) -> OwnStatsReply | StatsReply:
-    """A key's own figures, or all with the scope `stats` or without keys."""
+    """A key's own figures, or all with the scope `stats` or without keys. `llm`: the model, which
+    may be unloaded meanwhile."""
     uptime_s = time.time() - service.loaded_at
     own = OwnStatsReply(
         status=service.status,
         model=service.name,
         models=[_model_figures(model) for model in service.server.models],
         uptime_s=uptime_s,
-        latest=_latest_steps(service, steps, key, uptime_s - snapshot.at),
+        latest=_latest_steps(service, llm, steps, key, uptime_s - snapshot.at),
         key=None if key is None else key.name,
         own=_key_figures(snapshot, figures, key),
     )
-    return _with_totals(own, service, snapshot, figures) if may_read_totals(key) else own
+    return _with_totals(own, service, llm, snapshot, figures) if may_read_totals(key) else own
 
 
 def stats_of_unloaded(
@@ -309,13 +311,17 @@ def loading_figures(model: ModelService) -> LoadingFigures | None:
 
 
 def _latest_steps(
-    service: ModelService, steps: Sequence[StepRecord] | None, key: ApiKey | None, offset_s: float
+    service: ModelService,
+    llm: OnlineModel,
+    steps: Sequence[StepRecord] | None,
+    key: ApiKey | None,
+    offset_s: float,
 ) -> LatestSteps | None:
     """`offset_s`: from the engine's clock to that of uptime_s."""
-    if steps is None or service.loaded is None:
+    if steps is None:
         return None
     sees_all = may_read_totals(key)
-    floor = _floor(service, service.loaded) if sees_all else None
+    floor = _floor(service, llm) if sees_all else None
     found = LatestSteps(lanes={}, steps=[])
     for step in steps:
         rows = [row for row in step.rows if sees_all or (key is not None and row.key == key.name)]
@@ -347,7 +353,11 @@ def _floor(service: ModelService, llm: OnlineModel) -> Callable[[int], float] | 
 
 
 def _with_totals(
-    own: OwnStatsReply, service: ModelService, snapshot: Snapshot, figures: ServerFigures
+    own: OwnStatsReply,
+    service: ModelService,
+    llm: OnlineModel,
+    snapshot: Snapshot,
+    figures: ServerFigures,
 ) -> StatsReply:
     stats = snapshot.stats
     return StatsReply(
@@ -358,8 +368,8 @@ def _with_totals(
             if key.name in figures.usage
         },
         health=_health_figures(snapshot),
-        device="" if service.loaded is None else service.loaded.device,
-        device_reason="" if service.loaded is None else service.loaded.device_reason,
+        device=llm.device,
+        device_reason=llm.device_reason,
         audit=None if figures.audit is None else AuditFigures(**figures.audit._asdict()),
         num_running=snapshot.num_running,
         num_waiting=snapshot.num_waiting,

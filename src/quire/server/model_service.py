@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from quire.core.errors import ConfigError, ExecutorError
 from quire.core.progress import PhaseTimes, reporting
+from quire.engine.stats import Snapshot
 from quire.llm import OnlineModel
 from quire.llm.assembly import MemoryNeed, predict_memory
 from quire.llm.devices import Options
@@ -191,6 +192,16 @@ class ModelService:
     def loaded(self) -> OnlineModel | None:
         """The model in any state, for figures."""
         return self._llm
+
+    async def snapshot(self) -> Snapshot | None:
+        """Its engine's figures; None where it is not loaded, or is unloaded before they come."""
+        llm = self._llm
+        try:
+            return None if llm is None else await llm.snapshot()
+        except ExecutorError:
+            if self.server.residency is None:
+                raise
+            return None
 
     @property
     def max_context(self) -> int | None:
