@@ -6,6 +6,7 @@ import signal
 import socket
 import stat
 import subprocess
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -206,6 +207,45 @@ def test_a_server_that_ends_drains_the_models_that_were_replaced(model: Path, ot
             await service.replace_model(wanted(other), lambda _: None)
             draining = asyncio.ensure_future(service.drain())
         await draining
+
+    run(work())
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_server_that_ends_while_it_reloads_lets_its_streams_finish(
+    model: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    if not has_room:
+        without_room(monkeypatch)
+    has_begun, may_load = threading.Event(), threading.Event()
+
+    def load(*args: Any) -> RemoteLLM:
+        has_begun.set()
+        assert may_load.wait(PATIENCE_S)
+        return RemoteLLM.load(model, UNREAD, *args)
+
+    async def work() -> None:
+        [expected] = await undisturbed(model, ASKED)
+        async with service_of(model) as service:
+            old = remote_of(service)
+            worker = Path(f"/proc/{old.worker_pid}")
+            async with reading(old, ASKED, [expected]):
+                replacing = service.replace_model(replace(wanted(model), load=load), print)
+                reloading = asyncio.ensure_future(replacing)
+                await asyncio.to_thread(has_begun.wait, PATIENCE_S)
+                draining = asyncio.ensure_future(service.drain())
+                while old._engine._drained is None:
+                    await asyncio.sleep(0.01)
+                may_load.set()
+                assert "1 requests go on in the new worker" in await reloading
+                while worker.exists():
+                    await asyncio.sleep(0.01)
+                assert not draining.done()
+                new = service.loaded
+                assert isinstance(new, RemoteLLM)
+            async with asyncio.timeout(PATIENCE_S / 2):  # well before its own deadline
+                await draining
+            assert not Path(f"/proc/{new.worker_pid}").exists()
 
     run(work())
 

@@ -369,7 +369,8 @@ class ModelService:
                 await draining
         for retiring in self._retiring.values():
             retiring.cancel()
-        await asyncio.gather(*(each.close() for each in served))
+        served += [self._llm, *self._retiring]  # a reload may have ended meanwhile
+        await asyncio.gather(*(each.close() for each in dict.fromkeys(served)))
 
     def give_up(self, reason: str) -> None:
         """Nothing computes any more."""

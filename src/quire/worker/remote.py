@@ -623,6 +623,7 @@ class RemoteEngine:
         self._numbers, self.num_restarts = old._numbers, old.num_restarts
         self._records, old._records = old._records, {}
         self._weights = self._weights if old._weights is None else old._weights
+        self._drained, old._drained = old._drained, None  # whoever waits for it waits for these
         for record in list(self._records.values()):
             record.stream.move_to(self)
             record.is_sent = record.is_taken = record.is_started = False
