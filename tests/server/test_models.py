@@ -28,6 +28,7 @@ from quire.llm.assembly import MemoryNeed
 from quire.llm.devices import Options
 from quire.server import folder_watch
 from quire.server import residency as residency_module
+from quire.server.control import Reload
 from quire.server.dialects.ollama_body import keep_seconds
 from quire.server.errors import ApiError
 from quire.server.jobs import lines as lines_module
@@ -1252,6 +1253,31 @@ def test_a_model_that_is_lost_while_it_is_loaded_anew_leaves_no_worker(folder: P
         assert isinstance(made[0], RemoteLLM)
         assert not os.path.exists(f"/proc/{made[0].worker_pid}")
         assert complete(server, "red") == expected
+
+
+def test_a_reload_reaches_a_model_that_is_being_loaded(folder: Path) -> None:
+    gate = Gate()
+    other = replace(OPTIONS, max_batch_size=4)
+
+    def make(model: str | None, config: str | None) -> Replacement:  # noqa: ARG001
+        assert model is not None
+        load = partial(RemoteLLM.load, model, other)
+        return Replacement((Path(model).name,), model, None, other, load)
+
+    red = source_of(folder / "red", gate.load)
+    with serving_all(folder, red=red, replace=make) as server:
+        thread, texts = answered(lambda: complete(server, "red"))
+        assert gate.has_begun.wait(PATIENCE_S)
+        reloading = asyncio.run_coroutine_threadsafe(
+            server.service._do_reload(Reload(), lambda _: None), server.loop
+        )
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), server.loop).result(PATIENCE_S)
+        gate.is_open.set()
+        assert "1 of 3 models" in reloading.result(PATIENCE_S)
+        thread.join(PATIENCE_S)
+        assert len(texts) == 1
+        llm = model_named(server, "red").loaded
+        assert llm is not None and llm.max_batch_size == 4
 
 
 # ---- the command

@@ -44,6 +44,7 @@ B = TypeVar("B", bound=Strict)
 Replace = Callable[[str | None, str | None], Replacement]
 
 _LISTED_NAMES = 20  # of models, in an error
+_LOOK_S = 0.05  # between looks whether a model is still being loaded
 
 
 class Service:
@@ -443,6 +444,8 @@ class Service:
         self._config = asked.config or self._config
         count = 0
         for model in list(self.models):
+            while model.state is State.LOADING:  # as it was before
+                await asyncio.sleep(_LOOK_S)
             wanted = replace(make(model.source.model, self._config), names=model.model_names)
             if model.loaded is not None:
                 say(await model.replace(wanted, say))
