@@ -353,12 +353,12 @@ def test_two_uploads_at_once_are_one_file(server: RunningServer) -> None:
 def test_an_upload_waits_for_another_with_its_key_longer_than_bodies_may_take(
     text_model: Path, tmp_path: Path
 ) -> None:
-    with fake_server(text_model, state_folder=tmp_path, body_timeout_s=0.2) as server:
+    with fake_server(text_model, state_folder=tmp_path, body_timeout_s=1.0) as server:
         claim = "idempotency 0  file"
         assert server.service.claims.take(claim)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(upload, server, "file")
-            time.sleep(0.6)
+            time.sleep(1.3)
             assert not waiting.done()
             server.service.claims.leave(claim)
             assert waiting.result(PATIENCE_S).status == 200

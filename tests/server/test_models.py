@@ -20,7 +20,7 @@ import pytest
 from tests.cli.program import fails, quire
 from tests.llm.text_models import write_text_model
 from tests.server.processes import serving
-from tests.server.servers import PATIENCE_S, RunningServer, running, settings_of
+from tests.server.servers import PATIENCE_S, RunningServer, running, settings_of, wait_until
 
 from quire.core.errors import ConfigError, ExecutorError
 from quire.llm import OnlineModel
@@ -484,19 +484,24 @@ def test_who_waited_has_a_turn_before_the_next_model_is_loaded(
     monkeypatch.setattr(ModelSource, "need", lambda _: need)
     monkeypatch.setattr(residency_module, "asyncio", _AtOnce())
     loads: list[str] = []
+    residency = room_for(folder, 1)
+
+    def all_wait() -> bool:
+        return sum(wanted.num_calls for wanted in list(residency._wanted.values())) == 12
 
     def load(path: str, *args: Any) -> OnlineModel:
         loads.append(Path(path).name)
-        time.sleep(0.2)  # so that all wait meanwhile
+        if len(loads) == 1:
+            wait_until(all_wait)
         return RemoteLLM.load(path, *args)
 
     sources = {name: source_of(folder / name, load) for name in NAMES}
-    with serving_all(folder, room_for(folder, 1), **sources) as server:
+    with serving_all(folder, residency, **sources) as server:
         threads = [answered(partial(complete, server, name)) for name in NAMES for _ in range(4)]
         for thread, texts in threads:
             thread.join(PATIENCE_S)
             assert texts
-        assert len(loads) <= 6, "models were unloaded before anybody had used them"
+        assert len(loads) == 3, "models were unloaded before anybody had used them"
 
 
 def begin_batch(client: openai.OpenAI, model: str, num_lines: int, max_tokens: int) -> str:
@@ -578,8 +583,10 @@ def test_a_stream_that_is_not_read_keeps_its_model(folder: Path) -> None:
         text = stream.first()
         llm = model_named(server, "red").loaded
         assert isinstance(llm, RemoteLLM)
+        is_kept = True
         while llm.num_live:
-            assert model_named(server, "red").loaded is llm
+            assert is_kept, "while the request had not ended"
+            is_kept = model_named(server, "red").loaded is llm
             time.sleep(0.05)
         text += stream.rest()
         assert text == complete(server, "red", max_tokens=450)
@@ -810,10 +817,10 @@ def test_a_model_that_fails_while_it_is_opened_is_loaded_again(folder: Path) -> 
 
 
 def test_a_server_that_ends_has_a_model_unloaded_that_it_began_to(folder: Path) -> None:
-    with serving_all(folder, Residency(idle_s=0.1)) as server:
+    residency = Residency()
+    with serving_all(folder, residency) as server:
         complete(server, "red")
-        red = model_named(server, "red")
-        llm = red.loaded
+        llm = model_named(server, "red").loaded
         assert isinstance(llm, RemoteLLM)
         close, has_begun, goes_on = llm.close, threading.Event(), threading.Event()
 
@@ -823,6 +830,8 @@ def test_a_server_that_ends_has_a_model_unloaded_that_it_began_to(folder: Path) 
             await close()
 
         llm.close = close_slowly  # type: ignore[method-assign]
+        residency.idle_s = 0.0
+        server.loop.call_soon_threadsafe(residency.look)
         assert has_begun.wait(PATIENCE_S)
         draining = asyncio.run_coroutine_threadsafe(server.service.drain(), server.loop)
         time.sleep(0.2)
@@ -1259,7 +1268,7 @@ def test_a_reload_reaches_a_model_that_is_being_loaded(folder: Path) -> None:
     gate = Gate()
     other = replace(OPTIONS, max_batch_size=4)
 
-    def make(model: str | None, config: str | None) -> Replacement:  # noqa: ARG001
+    def make(model: str | None, config: str | None) -> Replacement:
         assert model is not None
         load = partial(RemoteLLM.load, model, other)
         return Replacement((Path(model).name,), model, None, other, load)

@@ -128,7 +128,7 @@ def test_retry_after_is_right_on_a_steady_load(text_model: Path) -> None:
     with fake_server(text_model, executor, engine) as server, SteadyLoad(server, 18) as load:
         server.wait_until(lambda: len(load.ends) > 80)
         found = []
-        for _ in range(4):
+        for _ in range(20):  # the machine is not steady either
             hint, interval_s = hints_and_pace(server, load)
             if interval_s / 3 < hint < interval_s * 3:
                 return

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -115,6 +115,14 @@ def owner_of(client: Client, pids: list[int]) -> int:
     raise AssertionError("nobody has it")
 
 
+def command_of(pid: int) -> bytes:
+    """Nothing of a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 @dataclass
 class Servers:
     server: ServeProcess
@@ -123,10 +131,11 @@ class Servers:
 
     def pids(self) -> list[int]:
         """Of the API processes."""
-        children = Path(f"/proc/{self.server.process.pid}/task").iterdir()
-        found = [int(pid) for task in children for pid in (task / "children").read_text().split()]
-        named = [(pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in sorted(found)]
-        return [pid for pid, line in named if b"quire.server.processes" in line]
+        found = []
+        for task in Path(f"/proc/{self.server.process.pid}/task").iterdir():
+            with suppress(OSError):  # a thread that has ended meanwhile
+                found += [int(pid) for pid in (task / "children").read_text().split()]
+        return [pid for pid in sorted(found) if b"quire.server.processes" in command_of(pid)]
 
     def client(self, pid: int) -> Client:
         """A new connection to one of the processes: the system chooses, so others are tried."""

@@ -80,11 +80,12 @@ def _descendants(pid: int) -> list[int]:
 
 
 def reach(client: openai.OpenAI, batch: Batch, num_answers: int) -> int:
-    """Wait for so many answers, of a batch that has not ended; how many there are."""
+    """Wait for so many answers of a batch; how many there are. On a busy machine it may have ended
+    before anybody looks."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         found = client.batches.retrieve(batch.id)
-        assert found.status in ("validating", "in_progress", "finalizing"), found
+        assert found.status in ("validating", "in_progress", "finalizing", "completed"), found
         assert found.request_counts is not None
         num_done = found.request_counts.completed + found.request_counts.failed
         if num_done >= num_answers:
