@@ -1005,6 +1005,21 @@ def test_a_file_that_goes_takes_no_model_with_it_that_was_named(
         assert served_names(server) == ["a.gguf", "c.gguf"]
 
 
+def test_who_looks_through_the_models_on_a_thread_sees_all_that_stay(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the lines of a batch are checked, while a file goes."""
+    for name in ("a.gguf", "b.gguf", "c.gguf"):
+        shutil.copy(folder / "red", tmp_path / name)
+    with serving_folder(tmp_path, monkeypatch) as server:
+        looking = iter(server.service.models)
+        found = [next(looking).name]
+        (tmp_path / "a.gguf").unlink()
+        server.wait_until(lambda: served_names(server) == ["b.gguf", "c.gguf"])
+        found += [model.name for model in looking]
+        assert found == ["a.gguf", "b.gguf", "c.gguf"]
+
+
 def test_a_look_that_fails_is_not_the_last(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1056,11 +1071,11 @@ def test_a_file_that_fails_keeps_none_out_that_came_with_it(
 
 def test_files_that_went_are_forgotten(folder: Path) -> None:
     with serving_all(folder) as server:
-        models, residency = server.service.models, server.service.residency
+        residency = server.service.residency
         assert residency is not None
         gone = {folder / "red", folder / "green", folder / "blue", folder / "never-served"}
         left = folder_watch._remove(server.service, residency, gone)
-        assert [model.name for model in models] == ["blue"]
+        assert [model.name for model in server.service.models] == ["blue"]
         assert left == {folder / "blue"}, "the last model goes when there is another one"
 
 

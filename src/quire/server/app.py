@@ -581,7 +581,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         if service.residency is None and service.loaded is None:
             _ = service.llm  # a 503
-        found = {model.name: await model.snapshot() for model in list(service.models)}
+        found = {model.name: await model.snapshot() for model in service.models}
         snapshots = {name: figures for name, figures in found.items() if figures is not None}
         text = exposition(service, snapshots, await service.figures())
         return Response(text, media_type=CONTENT_TYPE)

@@ -44,7 +44,7 @@ def _remove(service: "Service", residency: Residency, gone: set[Path]) -> set[Pa
     left = set()
     for model in [each for each in service.models if _path_in_folder(each) in gone]:
         if len(service.models) > 1:
-            service.models.remove(model)
+            service.models = [each for each in service.models if each is not model]
             residency.leave(model)
             log("model_removed", model=model.name)
         elif (path := _path_in_folder(model)) is not None:
@@ -72,5 +72,5 @@ async def _add(service: "Service", folder: ModelFolder, residency: Residency, pa
         LOGGER.exception("model_left_out")
         return
     if can_be_served:
-        service.models.append(model)
+        service.models = [*service.models, model]
         log("model_added", model=model.name)

@@ -96,6 +96,7 @@ class Service:
         self._watching: asyncio.Task[None] | None = None
         if callable(load):
             load = [ModelSource(settings.model_names, load)]
+        # Threads look through it: it is replaced, never changed.
         self.models = [ModelService(self, source) for source in load]
         pid = os.getpid() if shared is None else os.getppid()
         self.jobs = self._jobs(self.shared.server_name or f"pid {pid}")
