@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import stat
@@ -246,6 +247,26 @@ def test_a_server_that_ends_while_it_reloads_lets_its_streams_finish(
             async with asyncio.timeout(PATIENCE_S / 2):  # well before its own deadline
                 await draining
             assert not Path(f"/proc/{new.worker_pid}").exists()
+
+    run(work())
+
+
+def test_requests_go_on_in_a_worker_that_dies_before_it_takes_them(model: Path) -> None:
+    async def opened() -> RemoteLLM:
+        llm = await asyncio.to_thread(RemoteLLM.load, model, UNREAD)
+        await llm.open()
+        return llm
+
+    async def work() -> None:
+        [expected] = await undisturbed(model, ASKED)
+        old, new = await opened(), await opened()
+        async with reading(old, ASKED, [expected]):
+            os.kill(new.worker_pid, signal.SIGKILL)
+            while not new.is_recovering:
+                await asyncio.sleep(0.01)
+            assert new.take_over(old)
+            await old.end_worker()
+        await new.close()
 
     run(work())
 

@@ -617,8 +617,8 @@ class RemoteEngine:
 
     def take_over(self, old: "RemoteEngine") -> None:
         """Go on with every request of another engine, which ends: of the same weights, so that
-        each gets the tokens that it would have got there."""
-        assert self._transport is not None
+        each gets the tokens that it would have got there. Where its worker has died, they go on
+        in the next one."""
         old._successor = self
         self._numbers, self.num_restarts = old._numbers, old.num_restarts
         self._records, old._records = old._records, {}
@@ -630,7 +630,8 @@ class RemoteEngine:
             if record.is_cancelled:
                 self._cancelled(record)
         self._apart.extend(old._apart)
-        self._resubmit()
+        if self._transport is not None:
+            self._resubmit()
         old._fail_calls(ExecutorError("the worker was replaced"))  # they are made again here
 
     async def suspend(self) -> None:
