@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,8 +104,9 @@ def test_each_channel_gets_the_tokens_of_its_own_requests(model: Path, tmp_path:
 def test_a_channel_that_ends_takes_its_own_requests_with_it(model: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with attached(model, tmp_path, 2) as (owner, [one, other]):
-            [first, second] = asked(2, 400)
-            going = asyncio.ensure_future(one.generate(*first))
+            [(prompt, params), second] = asked(2, 400)
+            # Several completions, so that it cannot have ended before its channel does.
+            going = asyncio.ensure_future(one.generate(prompt, replace(params, n=8)))
             staying = await other.submit(*second)
             while (await owner.snapshot()).num_running < 2:
                 await asyncio.sleep(0.01)
@@ -126,7 +128,7 @@ def test_requests_of_all_channels_go_on_in_the_next_worker(model: Path, tmp_path
                 asyncio.ensure_future(clients[n % 2].generate(*each))
                 for n, each in enumerate(asked(4, 200))
             ]
-            while (await owner.snapshot()).num_running < 4:
+            while (await owner.snapshot()).num_running < 4 and not any(w.done() for w in working):
                 await asyncio.sleep(0.01)
             os.kill(owner.worker_pid, signal.SIGKILL)
             outputs = await asyncio.gather(*working)
