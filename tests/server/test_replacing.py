@@ -211,7 +211,11 @@ def test_requests_of_old_weights_finish_with_them_in_every_process(
             while wait and wait[0].exists():
                 await asyncio.sleep(0.02)
             assert [each.name for each in tmp_path.iterdir()] == ["worker-2"]
-            assert (await second.service.llm.generate("a", SamplingParams(max_tokens=2))).token_ids
+            assert (
+                await second.service.llm.generate(
+                    "a", SamplingParams(max_tokens=2, ignore_eos=True)
+                )
+            ).token_ids
 
     run(work())
 

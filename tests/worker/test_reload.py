@@ -103,7 +103,7 @@ def test_requests_go_on_in_a_worker_with_other_settings(model: Path) -> None:
                 assert "beside the old one" in said[0]
                 new = remote_of(service)
                 assert new is not old and new.max_batch_size == 4 and new.num_restarts == 0
-                late = await old.generate("late", SamplingParams(max_tokens=3))
+                late = await old.generate("late", SamplingParams(max_tokens=3, ignore_eos=True))
                 assert late.token_ids  # it came for the old one
 
     run(work())
@@ -139,7 +139,11 @@ def test_a_model_that_was_replaced_is_closed_once_its_requests_have_ended(
             assert (await stream.output()).error is None
             while worker.exists():
                 await asyncio.sleep(0.05)
-            assert (await remote_of(service).generate("a", SamplingParams(max_tokens=2))).token_ids
+            assert (
+                await remote_of(service).generate(
+                    "a", SamplingParams(max_tokens=2, ignore_eos=True)
+                )
+            ).token_ids
 
     run(work())
 
