@@ -466,6 +466,22 @@ def test_a_model_takes_no_request_from_the_moment_it_is_unloaded(folder: Path) -
         complete(server, "red")
 
 
+def test_a_worker_that_is_killed_while_it_loads_is_replaced_and_nobody_is_refused(
+    folder: Path,
+) -> None:
+    attempts: list[int] = []
+
+    def load(*args: Any) -> OnlineModel:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise ExecutorError("the worker ended while it loaded the model: signal 9")
+        return RemoteLLM.load(*args)
+
+    with serving_all(folder, red=source_of(folder / "red", load)) as server:
+        assert complete(server, "red")
+    assert len(attempts) == 2
+
+
 class _AtOnce:
     """asyncio, where what runs on a thread has ended before anything else runs."""
 

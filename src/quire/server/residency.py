@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.core.errors import QuireError
+from quire.core.errors import ExecutorError, QuireError
 from quire.llm.assembly import MemoryNeed
 from quire.llm.machine import format_bytes
 from quire.server.errors import ApiError
@@ -257,7 +257,11 @@ class Residency:
             return False
         self._yielding.clear()
         log("model_loading", model=model.name, predicted_bytes=model.need.num_bytes)
-        await model.open()
+        try:
+            await model.open()
+        except ExecutorError as error:  # its worker was killed, perhaps by chance
+            log("model_loading", logging.WARNING, model=model.name, after=str(error))
+            await model.open()
         self._finish(model)
         return True
 
