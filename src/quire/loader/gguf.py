@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.metadata import Lazy, Metadata
+from quire.loader.ollama import as_llama_cpp
 from quire.loader.reading import DISK, Cursor, FileBytes, Files, Region
 from quire.loader.tensor import Tensor, packed_size
 from quire.quant.formats import Format, format_of_ggml_type
@@ -56,6 +57,7 @@ class GGUFFile:
                     "split.tensors.count",
                     f"is {expected}, but the {len(parts)} parts hold {len(self.tensors)} tensors",
                 )
+        self.metadata, self.tensors = as_llama_cpp(self.metadata, self.tensors)
         self.parts = tuple(part.path for part in parts)
         self.file_bytes = sum(part.file_bytes for part in parts)
 

@@ -45,6 +45,10 @@ class Metadata(Mapping[str, object]):
     def __len__(self) -> int:
         return len(self._fields)
 
+    def replaced(self, changes: Mapping[str, object]) -> "Metadata":
+        """The same with other values for these fields; None takes a field away."""
+        return Metadata(self._source, {**self._fields, **changes})
+
     def integer(
         self,
         key: str,

@@ -409,7 +409,7 @@ FAMILIES = (
     ),
     Family(
         name="qwen3moe",
-        architectures=("qwen3moe",),
+        architectures=("qwen3moe", "qwen3vlmoe"),
         model_types=("qwen3_moe",),
         qk_norm=NormSpan.HEAD,
         windows=Windows.EVERY,
@@ -421,8 +421,10 @@ FAMILIES = (
             "use_sliding_window": False,
             "sliding_window": 4096,
         },
-        ignores=frozenset({"layer_types"}),
+        # Norms of queries and keys are there whether or not a file says so (Qwen3-Coder's do).
+        ignores=frozenset({"layer_types", "use_qk_norm"}),
         routing=Routing(gguf_normalises=True, layers=RoutedLayers.STEPS),
+        gguf_reads=frozenset({"rope.dimension_sections", "n_deepstack_layers"}),
     ),
     Family(
         name="qwen3moe",
