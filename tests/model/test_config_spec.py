@@ -135,6 +135,16 @@ def test_rope_is_read_from_old_and_new_fields_alike() -> None:
     assert spec(rope_scaling={"type": "dynamic", "factor": 2.0}) == spec()
 
 
+def test_fields_that_change_nothing_in_transformers_are_no_refusal() -> None:
+    """As DeepSeek-R1-0528-Qwen3-8B, Yarn-Llama-2 and Qwen3-Coder have them."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    assert spec(rope_scaling={**yarn, "attn_factor": 0.88, "finetuned": True}) == spec(
+        rope_scaling=yarn
+    )
+    experts = {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    assert spec("qwen3_moe", **experts, use_qk_norm=True) == spec("qwen3_moe", **experts)
+
+
 def test_the_original_context_may_stand_outside_of_the_rope() -> None:
     key = "original_max_position_embeddings"
     yarn = {"rope_type": "yarn", "factor": 4.0, key: 32}

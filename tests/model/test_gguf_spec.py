@@ -199,6 +199,11 @@ def test_what_would_change_the_mathematics_is_refused_by_name(key: str, value: o
 
 def test_a_yarn_attention_factor_of_one_changes_nothing() -> None:
     assert spec(**{"rope.scaling.yarn_attn_factor": 1.0}) == spec()
+    yarn = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+    }  # which llama.cpp scales itself
+    assert spec(**yarn, **{"rope.scaling.yarn_attn_factor": 0.88}) == spec(**yarn)
 
 
 @pytest.mark.parametrize(

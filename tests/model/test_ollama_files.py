@@ -84,6 +84,11 @@ def qwen25vl(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     return fields | {"qwen25vl.vision.block_count": 32}, tensors | EYE
 
 
+def qwen3vlmoe(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    fields = renamed(fields, "qwen3moe.", "qwen3vlmoe.") | {"general.architecture": "qwen3vlmoe"}
+    return fields | {"qwen3vlmoe.vision.block_count": 27}, tensors | EYE
+
+
 def computed(path: Path) -> Floats:
     with load_model(path) as model:
         executor = ReferenceExecutor(model, num_blocks=4)
@@ -113,6 +118,7 @@ def rewritten(path: Path, change: Callable[[Fields, Tensors], tuple[Fields, Tens
         ("olmo3", olmo3),
         ("deepseek2", glm4moelite),
         ("qwen2", qwen25vl),
+        ("qwen3moe", qwen3vlmoe),
     ],
 )
 def test_files_of_ollama_run_as_llama_cpps_do(
@@ -146,7 +152,7 @@ def test_large_gemma3_of_ollama_has_the_rope_scaling_that_its_file_leaves_out(
 def test_tokens_of_pictures_behind_the_embeddings_rows_are_left_out(tmp_path: Path) -> None:
     def with_tokens(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
         tokens = [f"t{number}" for number in range(64)]
-        own = {"tokenizer.ggml.tokens": [*tokens, "<image_soft_token>"]}
+        own: Fields = {"tokenizer.ggml.tokens": [*tokens, "<image_soft_token>"]}
         own |= {"tokenizer.ggml.token_type": [1] * 65, "tokenizer.ggml.model": "llama"}
         return gemma3(fields, tensors)[0] | own, tensors
 

@@ -112,6 +112,8 @@ _ROPE_KEYS = {
         "beta_fast",
         "beta_slow",
         "attention_factor",
+        "attn_factor",  # vLLM's: neither transformers nor llama.cpp computes with it
+        "finetuned",  # how the model was made
         "truncate",
         "mscale",
         "mscale_all_dim",

@@ -130,6 +130,8 @@ def spec_from_gguf(metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelSp
     family = gguf_family(metadata)
     fields = Fields(metadata, "GGUF metadata", f"{metadata.text('general.architecture')}.")
     refused = {**_NEUTRAL_VALUES, **({} if family.routing else _OF_EXPERTS)}
+    if fields.get("rope.scaling.type") == "yarn":  # llama.cpp has the paper's, whatever files say
+        del refused["rope.scaling.yarn_attn_factor"]
     fields.refuse({key: refused[key] for key in refused.keys() - family.gguf_reads})
     fields.refuse_unknown(
         _READ_KEYS | family.gguf_reads | _NEUTRAL_VALUES.keys() | _OF_EXPERTS.keys()

@@ -21,6 +21,8 @@ from tests.model.gguf_families import ARCHITECTURES, write_family
 from tests.oracles.drawn_weights import drawn as drawn_weights
 
 from quire.executors.reference import ReferenceExecutor
+from quire.loader.gguf import GGUFFile
+from quire.loader.gguf_writer import write_gguf as write_fields
 from quire.loader.safetensors import SafetensorsFolder
 from quire.model.families import CONFIG_FAMILIES, GGUF_FAMILIES
 from quire.model.loading import Model, load_model
@@ -73,7 +75,7 @@ def test_every_family_is_compared() -> None:
     compared = {drawn_config(case)["model_type"] for case in CASES} | OF_STORED_FIXTURES
     assert CONFIG_FAMILIES.keys() == compared | OF_SEEING
     written = {*ARCHITECTURES.values()} | OF_STORED_FIXTURES - {"mistral"}
-    also = {"bitnet-25", "bitnet-b1.58"} | {seeing for _, seeing in SEEING}
+    also = {"bitnet-25", "bitnet-b1.58", "qwen3vlmoe"} | {seeing for _, seeing in SEEING}
     assert GGUF_FAMILIES.keys() == written | also
 
 
@@ -144,6 +146,21 @@ def test_files_of_models_that_see_run_as_their_decoder(
     golden = np.load(llama_cpp_files.fixture(case) / "llama-cpp.npz")["logits"]
     found = llama_cpp_files.computed(case, path, as_llama_cpp=True)
     assert llama_cpp_files.nmse(found, golden) <= 1e-6
+
+
+def test_files_of_mixtures_that_see_run_as_their_decoder(folder: Path) -> None:
+    with drawn("qwen3moe", folder) as model:
+        path = write_family("qwen3moe", drawn_config("qwen3moe"), model, folder / "vl.gguf")
+    with GGUFFile(path) as file:
+        own: dict[str, Any] = {
+            key.replace("qwen3moe.", "qwen3vlmoe."): value for key, value in file.metadata.items()
+        }
+        own |= {"general.architecture": "qwen3vlmoe", "qwen3vlmoe.n_deepstack_layers": 3}
+        own["qwen3vlmoe.rope.dimension_sections"] = [4, 2, 2, 0]
+        write_fields(path, own, list(file.tensors.values()))
+    golden = np.load(DRAWN / "qwen3moe" / "golden.npz")["logits"]
+    with load_model(path) as copy:
+        assert relative_error(computed(copy, "qwen3moe"), golden) <= BOUND
 
 
 MROPE = {"mrope_section": [2, 2, 2], "rope_theta": 10000.0}
