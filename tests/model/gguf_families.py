@@ -53,6 +53,11 @@ ARCHITECTURES = {
     "exaone4": "exaone4",
     "glm4moe": "glm4moe",
     "llama4": "llama4",
+    "solar_open": "glm4moe",
+    "hunyuan-dense": "hunyuan-dense",
+    "hunyuan-moe": "hunyuan-moe",
+    "ernie4_5-moe": "ernie4_5-moe",
+    "minimax-m2": "minimax-m2",
     "deepseek2": "deepseek2",
     "deepseek2-lite": "deepseek2",
 }
@@ -163,13 +168,17 @@ def _fields(architecture: str, config: Config) -> dict[str, Field]:
 
 
 def _expert_fields(config: Config) -> dict[str, Field]:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     count = next((config[name] for name in names if config.get(name)), None)
     if count is None:
         return {}
     fields: dict[str, Field] = {
         "expert_count": count,
-        "expert_used_count": config.get("num_experts_per_tok") or config["top_k_experts"],
+        "expert_used_count": next(
+            config[name]
+            for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+            if config.get(name)
+        ),
     }
     if config.get("moe_intermediate_size"):
         fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
@@ -182,7 +191,7 @@ def _expert_fields(config: Config) -> dict[str, Field]:
 def _deepseek_experts(config: Config) -> dict[str, Field]:
     is_third = config["model_type"] != "deepseek_v2"
     fields: dict[str, Field] = {
-        "leading_dense_block_count": config["first_k_dense_replace"],
+        "leading_dense_block_count": config.get("first_k_dense_replace", 0),
         "expert_shared_count": config["n_shared_experts"],
         "expert_weights_scale": float(config["routed_scaling_factor"]),
         "expert_weights_norm": is_third,
@@ -249,6 +258,32 @@ def _gemma4(config: Config) -> dict[str, Field]:
     return fields
 
 
+def _hunyuan(config: Config) -> dict[str, Field]:
+    rope, dims = config["rope_parameters"], config["head_dim"]
+    base = rope["rope_theta"] * rope["alpha"] ** (dims / (dims - 2))
+    fields: dict[str, Field] = {
+        "rope.freq_base": base,
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": 262144,
+    }
+    if "num_experts" in config:
+        size = config["intermediate_size"]
+        fields |= {"expert_feed_forward_length": size, "expert_shared_feed_forward_length": size}
+        fields["expert_shared_count"] = 1
+    return fields
+
+
+def _ernie_moe(config: Config) -> dict[str, Field]:
+    return {
+        "interleave_moe_layer_step": config["moe_layer_interval"],
+        "leading_dense_block_count": config["moe_layer_start_index"],
+        "expert_shared_count": config["moe_num_shared_experts"],
+        "expert_shared_feed_forward_length": config["intermediate_size"]
+        // config["num_key_value_heads"],
+    }
+
+
 def _gpt_oss(config: Config) -> dict[str, Field]:
     return {"expert_feed_forward_length": config["intermediate_size"]}
 
@@ -266,6 +301,13 @@ _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
     "llama4": _llama4,
     "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
+    "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": _hunyuan,
+    "ernie4_5-moe": _ernie_moe,
+    "minimax-m2": lambda config: {
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_gating_func": 2,
+    },
 }
 
 
@@ -288,7 +330,7 @@ def _scaling(architecture: str, config: Config, tensors: dict[str, Floats]) -> d
         num_pairs, share = own["head_dim"] // 2, rope["partial_rotary_factor"]
         turned = np.arange(num_pairs) < num_pairs * share
         tensors["rope_freqs.weight"] = np.where(turned, 1.0, 1e30).astype(np.float32)
-    if kind in ("default", "proportional"):
+    if kind in ("default", "proportional", "dynamic"):
         return {}
     fields: dict[str, Field] = {"rope.scaling.type": kind, "rope.scaling.factor": rope["factor"]}
     if kind == "yarn":

@@ -319,6 +319,67 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
         },
     ),
+    "hunyuan-dense": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 10000.0,
+            },
+        },
+    ),
+    "hunyuan-moe": (
+        "hunyuan_v1_moe",
+        {
+            "head_dim": 12,
+            "num_experts": 8,
+            "moe_topk": 3,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 1000.0,
+                "factor": 1.0,
+                "rope_theta": 10000.0,
+            },
+        },
+    ),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {
+            "moe_intermediate_size": 28,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "solar_open": (
+        "solar_open",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "deepseek2-lite": (
         "deepseek_v2",
         {

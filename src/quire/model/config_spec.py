@@ -128,6 +128,7 @@ _ROPE_KEYS = {
     ),
 }
 _OWN_ROPE_KEYS = {  # of families that read what stands left
+    "alpha": ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "llama_4_scaling_beta": ("llama_4_scaling_beta",),
     "mrope": ("mrope_section", "mrope_interleaved"),
 }
@@ -164,12 +165,22 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
         tied = "tie_word_embeddings"  # the head belongs to the whole model
         if config.get(tied) is not None:
             own[tied] = config[tied]
-    read = {key: value for key, value in own.items() if key not in family.ignores}
+    read = {
+        family.config_keys.get(key, key): _one(value) if key in family.listed_by_layer else value
+        for key, value in own.items()
+        if key not in family.ignores
+    }
     merged = {**_DEFAULTS, **family.config_defaults, **read}
     fields = Fields(Metadata(_FILE, merged), _FILE)
     refused = {**_NEUTRAL_VALUES, **({} if family.routing else _OF_EXPERTS)}
     fields.refuse({key: refused[key] for key in refused.keys() - family.reads})
     return _spec(family, fields)
+
+
+def _one(value: object) -> object:
+    """What a list has for all layers; a list whose items differ as it is, which is refused."""
+    is_same = isinstance(value, list) and value and value.count(value[0]) == len(value)
+    return value[0] if is_same and isinstance(value, list) else value
 
 
 def _spec(family: Family, fields: Fields) -> ModelSpec:
@@ -260,7 +271,8 @@ def _qk_norm(family: Family, fields: Fields, norm: Norm) -> QKNorm | None:
     if family.qk_norm is None or not _says(family.qk_norm_if or True, fields):
         return None
     is_after = family.qk_norm_after_rope
-    own = Norm(epsilon=norm.epsilon, kind=norm.kind, has_weight=not is_after)
+    has_weight = not family.has_bare_qk_norm
+    own = Norm(epsilon=norm.epsilon, kind=norm.kind, has_weight=has_weight)
     return QKNorm(norm=own, span=family.qk_norm, is_after_rope=is_after)
 
 
@@ -456,6 +468,11 @@ def _routed_layers(kind: RoutedLayers, fields: Fields, num_layers: int) -> list[
         case RoutedLayers.AFTER_DENSE:
             first = fields.integer("first_k_dense_replace", 0, low=0, high=limit)
             return [layer >= first for layer in layers]
+        case RoutedLayers.SPAN:
+            fields.refuse({"moe_layer_interval": (1,)})
+            first = fields.integer("moe_layer_start_index", low=0, high=limit)
+            last = fields.integer("moe_layer_end_index", -1, low=-1, high=limit)
+            return [first <= layer and (last < 0 or layer <= last) for layer in layers]
         case RoutedLayers.LISTED:
             listed = _layer_numbers(fields, "moe_layers")
             step = fields.integer("interleave_moe_layer_step", 1, high=limit)
@@ -612,12 +629,25 @@ def _rope(family: Family, fields: Fields, rope: Fields, head_dim: int, base: flo
         raise ModelFileError(f"{_FILE}: {key} must be above 0 and at most 1, got {share}")
     if _is_proportional(family, rope):
         return _proportional_rope(rope, head_dim, share, base)
+    dims = int(head_dim * share)
+    if "rotary_dim" in family.reads and rope.get(key) is None:
+        dims = fields.integer("rotary_dim", dims, high=head_dim)
     return Rope(
-        base=rope.number("rope_theta", base),
-        dims=int(head_dim * share),
+        base=_stretched(family, rope, rope.number("rope_theta", base), dims),
+        dims=dims,
         interleaved=_is_interleaved(family, fields),
         scaling=_scaling(family, fields, rope),
     )
+
+
+def _stretched(family: Family, rope: Fields, base: float, dims: int) -> float:
+    """Hunyuan's rope, which its files call dynamic, has a greater base in any context."""
+    alpha = rope.optional_number("alpha") if "alpha" in family.reads else None
+    if not alpha:
+        return base
+    if alpha < 1 or dims < 3:
+        raise ModelFileError(f"{_FILE}: alpha of a rope must be at least 1, got {alpha}")
+    return float(base * alpha ** (dims / (dims - 2)))
 
 
 def _is_interleaved(family: Family, fields: Fields) -> bool:

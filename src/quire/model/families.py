@@ -57,6 +57,7 @@ class RoutedLayers(StrEnum):
     ALL = "all"
     STEPS = "steps"  # each decoder_sparse_step-th but those of mlp_only_layers
     AFTER_DENSE = "after dense"  # those from first_k_dense_replace on
+    SPAN = "span"  # from moe_layer_start_index to moe_layer_end_index, or to the last
     LISTED = "listed"  # moe_layers; where there is none each interleave_moe_layer_step-th
 
 
@@ -111,7 +112,8 @@ class Family:
     sub_norms: bool = False
     qk_norm: NormSpan | None = None
     qk_norm_if: str | None = None  # there only where this field says so
-    qk_norm_after_rope: bool = False  # and without weights
+    qk_norm_after_rope: bool = False
+    has_bare_qk_norm: bool = False  # without weights
     qkv_bias: bool | str = "attention_bias"
     output_bias: bool | str = "attention_bias"
     ffn_bias: bool | str = False
@@ -139,6 +141,8 @@ class Family:
     config_defaults: Mapping[str, object] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()  # fields that mean something in this family alone
     ignores: frozenset[str] = frozenset()  # fields that mean something in other families alone
+    config_keys: Mapping[str, str] = field(default_factory=dict)  # what others call these fields
+    listed_by_layer: frozenset[str] = frozenset()  # fields that may list one value for all layers
     epsilon: str = "rms_norm_eps"
     dense_size: str = "intermediate_size"
     interleaved_in_config: bool = False  # safetensors' q and k rows are in interleaved rope order
@@ -267,6 +271,10 @@ _OF_DEEPSEEK = Routing(
     layers=RoutedLayers.AFTER_DENSE,
     shared_count="n_shared_experts",
 )
+_HUNYUAN_NORMS = {
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
+}
 # The norm before the feed-forward has another name in GGUF files of these.
 _NORM_BEFORE_FEED = {"post_attention_norm": "ffn_norm"}
 
@@ -969,6 +977,7 @@ FAMILIES = (
         qk_norm=NormSpan.HEAD,
         qk_norm_if="use_qk_norm",
         qk_norm_after_rope=True,
+        has_bare_qk_norm=True,
         windows=Windows.MOST,
         full_every=4,
         is_chunked=True,
@@ -1088,6 +1097,109 @@ FAMILIES = (
             layers=RoutedLayers.AFTER_DENSE,
             shared_count="n_shared_experts",
         ),
+    ),
+    Family(
+        name="hunyuan-dense",
+        architectures=("hunyuan-dense",),
+        model_types=("hunyuan_v1_dense",),
+        qk_norm=NormSpan.HEAD,
+        qk_norm_after_rope=True,
+        config_defaults={"rms_norm_eps": 1e-5},
+        reads=frozenset({"alpha"}),
+        ignores=frozenset({"use_qk_norm"}),
+        config_names=_HUNYUAN_NORMS,
+    ),
+    Family(
+        name="hunyuan-moe",
+        architectures=("hunyuan-moe",),
+        model_types=("hunyuan_v1_moe",),
+        qk_norm=NormSpan.HEAD,
+        qk_norm_after_rope=True,
+        config_defaults={"rms_norm_eps": 1e-5, "num_experts": 1, "num_experts_per_tok": 1},
+        config_keys={"moe_topk": "num_experts_per_tok"},
+        listed_by_layer=frozenset({"moe_topk", "moe_intermediate_size"}),
+        reads=frozenset({"alpha"}),
+        ignores=frozenset({"use_qk_norm"}),
+        routing=Routing(normalises=True, gguf_normalises=True, shared_size="intermediate_size"),
+        config_names={
+            **_HUNYUAN_NORMS,
+            "mlp.gate.wg": "ffn_gate_inp",
+            **{f"mlp.shared_mlp.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")},
+        },
+    ),
+    Family(
+        name="ernie4_5-moe",
+        architectures=("ernie4_5-moe",),
+        model_types=("ernie4_5_moe",),
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        ffn_bias="use_bias",
+        interleaved_in_config=True,
+        interleaved_in_gguf=True,
+        has_extra_layers=True,
+        config_defaults={
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+            "moe_intermediate_size": 1536,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+        config_keys={
+            "moe_num_experts": "num_experts",
+            "moe_k": "num_experts_per_tok",
+            "moe_num_shared_experts": "n_shared_experts",
+        },
+        routing=Routing(
+            normalises=True,
+            gguf_normalises=True,
+            choice_bias=True,
+            layers=RoutedLayers.SPAN,
+            shared_count="n_shared_experts",
+        ),
+    ),
+    Family(
+        name="minimax-m2",
+        architectures=("minimax-m2",),
+        model_types=("minimax_m2",),
+        qkv_bias=False,
+        output_bias=False,
+        qk_norm=NormSpan.PROJECTION,
+        has_extra_layers=True,
+        config_defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 5e6,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        reads=frozenset({"partial_rotary_factor", "rotary_dim"}),
+        ignores=frozenset({"use_qk_norm"}),
+        routing=Routing(
+            scoring=Scoring.SIGMOID, normalises=True, gguf_normalises=True, choice_bias=True
+        ),
+    ),
+    Family(
+        name="glm4moe",
+        model_types=("solar_open",),  # its GGUF files call themselves glm4moe
+        output_bias=False,
+        config_defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "intermediate_size": 10240,  # of no layer
+            "moe_intermediate_size": 1280,
+            "num_experts_per_tok": 8,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+        },
+        reads=frozenset({"partial_rotary_factor"}),
+        routing=replace(_OF_DEEPSEEK, layers=RoutedLayers.ALL),
     ),
 )
 

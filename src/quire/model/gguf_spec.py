@@ -279,11 +279,12 @@ def _qk_norm(
     count = fields.get("expert_count")
     if family.gguf_unnormed_at and isinstance(count, int) and count == family.gguf_unnormed_at:
         return None
-    is_after = family.qk_norm_after_rope
-    if family.qk_norm_if and not is_after and "blk.0.attn_q_norm.weight" not in tensors:
+    has_weights = "blk.0.attn_q_norm.weight" in tensors
+    if family.qk_norm_if and not family.has_bare_qk_norm and not has_weights:
         return None
-    own = Norm(epsilon=norm.epsilon, kind=norm.kind, has_weight=not is_after)
-    return QKNorm(norm=own, span=family.qk_norm, is_after_rope=is_after)
+    has_weight = not family.has_bare_qk_norm
+    own = Norm(epsilon=norm.epsilon, kind=norm.kind, has_weight=has_weight)
+    return QKNorm(norm=own, span=family.qk_norm, is_after_rope=family.qk_norm_after_rope)
 
 
 def _position_scale(family: Family, fields: Fields) -> PositionScale | None:

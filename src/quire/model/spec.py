@@ -670,6 +670,7 @@ class Feature(StrEnum):
     NO_ROPE = "layers without rope"
     HEAD_NORMS = "norms of queries and keys by head"
     OTHER_QK_NORMS = "norms of queries and keys that are not one weight vector by head before rope"
+    QK_NORMS_AFTER_ROPE = "norms of queries and keys after rope"
     VALUE_NORMS = "norms of values"
     SUB_NORMS = "norms before its output projections"
     OTHER_ATTENTION_SCALE = "an attention scale that is not head_dim ** -0.5"
@@ -714,7 +715,8 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.LAYER_NORMS, Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES}
         | {Feature.PARALLEL_HALVES, Feature.RESIDUAL_SCALE, Feature.OUTPUT_SCALE}
         | {Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LAYER_INPUTS}
-        | {Feature.OTHER_QK_NORMS, Feature.VALUE_NORMS, Feature.POSITION_SCALE}
+        | {Feature.OTHER_QK_NORMS, Feature.QK_NORMS_AFTER_ROPE}
+        | {Feature.VALUE_NORMS, Feature.POSITION_SCALE}
         | {Feature.SINKS, Feature.CHUNKS, Feature.SHARED_KV, Feature.LATENT}
         | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.WEIGHED_EXPERT_INPUT}
         | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
@@ -805,6 +807,7 @@ def _attention_features(part: Attention, first: Attention) -> dict[Feature, bool
         Feature.DIFFERENT_ROPES: part.rope is not None and part.rope != first.rope,
         Feature.HEAD_NORMS: is_head_norm,
         Feature.OTHER_QK_NORMS: norm is not None and not is_head_norm,
+        Feature.QK_NORMS_AFTER_ROPE: norm is not None and norm.is_after_rope,
         Feature.VALUE_NORMS: part.value_norm is not None,
         Feature.SUB_NORMS: part.output_norm is not None,
         Feature.OTHER_ATTENTION_SCALE: not part.has_usual_scale,

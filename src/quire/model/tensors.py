@@ -89,6 +89,8 @@ _WHOLE_IN_LAYERS = {
     "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",  # Ernie's
     **{
         f"{module}.experts.{theirs}": ours
         for module in ("mlp", "feed_forward")
@@ -118,6 +120,8 @@ _LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(.+)")
 _PART = re.compile(r"(.+)\.(weight|bias|weight_scale)")
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(0|[1-9][0-9]{0,4})\.(\w+)\.weight")
 
+# What predicts further tokens, where it is not a layer behind the last.
+_EXTRA = re.compile(r"mtp(_\w+)?\..+")
 # Tables that old exporters saved although they follow from the configuration.
 _DERIVED = re.compile(r"(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 # Of models that see or hear: quire runs their decoder.
@@ -135,7 +139,7 @@ def from_hugging_face(family: Family, name: str) -> str | None:
     prefix = _PREFIX.match(name)
     assert prefix is not None  # it may be empty
     rest = name[prefix.end() :]  # checkpoints of the bare decoder leave the prefix out
-    if _DERIVED.fullmatch(rest):
+    if _DERIVED.fullmatch(rest) or (family.has_extra_layers and _EXTRA.fullmatch(rest)):
         return None
     inside = _LAYER.fullmatch(rest)
     ours = _OUTSIDE_LAYERS.get(rest) if inside is None else _in_layer(family, inside[2])
@@ -409,7 +413,7 @@ def _parts(family: Family, spec: ModelSpec, tensor: Tensor, is_gguf: bool) -> It
             yield from _divided_kv_b(tensor, prefix, layer.mixer, layer.mixer.latent)
         case "attn_k" | "attn_v" | "attn_k_norm" if layer.mixer.kv_layer is not None:
             return  # files keep what layers that share keys and values do not use
-        case "ffn_gate_inp_shexp" if tensor.shape[0] == 1:
+        case "ffn_gate_inp_shexp" | "exp_probs_b" if tensor.shape[0] == 1 and len(tensor.shape) > 1:
             yield replace(tensor, shape=tensor.shape[1:])  # a matrix of one row
         case _:
             yield tensor
