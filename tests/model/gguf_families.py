@@ -3,7 +3,7 @@ q and k rows permuted, tensors fused and named as llama.cpp's converter does it.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,14 @@ ARCHITECTURES = {
     "glm4moe": "glm4moe",
     "llama4": "llama4",
     "solar_open": "glm4moe",
+    "stablelm-parallel": "stablelm",
+    "phi2": "phi2",
+    "gptneox": "gptneox",
+    "gptneox-after": "gptneox",
+    "internlm2": "internlm2",
+    "internlm3": "llama",
+    "exaone": "exaone",
+    "minicpm": "minicpm",
     "hunyuan-dense": "hunyuan-dense",
     "hunyuan-moe": "hunyuan-moe",
     "ernie4_5-moe": "ernie4_5-moe",
@@ -62,7 +70,8 @@ ARCHITECTURES = {
     "deepseek2-lite": "deepseek2",
 }
 PERMUTED = {"llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee", "olmo"}
-FUSED_QKV = {"phi3", "chatglm"}
+PERMUTED |= {"internlm2", "minicpm"}
+FUSED_QKV = {"phi3", "chatglm", "gptneox"}
 FUSED_GATE = {"phi3", "glm4", "chatglm"}
 WITH_PATTERN = {"olmo2", "exaone4", "gemma4"}
 WITHOUT_WINDOW = {"starcoder2", "dots1"}  # the converter does not write it
@@ -98,6 +107,10 @@ def write_family(
     architecture = ARCHITECTURES[case]
     tensors = {name: tensor.to_float32() for name, tensor in model.tensors.items()}
     own = _fields(architecture, config) | _scaling(architecture, config, tensors)
+    if (config.get("rope_scaling") or {}).get("rope_type") == "llama3":
+        rope = model.spec.rope
+        plain = replace(rope, scaling=None).frequencies()
+        tensors["rope_freqs.weight"] = (plain / rope.frequencies()).astype(np.float32)
     fields: dict[str, Field] = {
         "general.architecture": architecture,
         "tokenizer.ggml.model": "none",  # which llama.cpp wants said
@@ -134,10 +147,10 @@ def _fields(architecture: str, config: Config) -> dict[str, Field]:
     fields: dict[str, Field] = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
+        "block_count": config.get("num_hidden_layers") or config["num_layers"],
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
-        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"] or heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "rope.dimension_count": int(head_dim * share),
@@ -146,6 +159,7 @@ def _fields(architecture: str, config: Config) -> dict[str, Field]:
     }
     for key, name in (
         ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+        ("layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
         ("layer_norm_eps", "attention.layer_norm_epsilon"),
         ("norm_epsilon", "attention.layer_norm_epsilon"),
         ("norm_eps", "attention.layer_norm_epsilon"),
@@ -297,6 +311,12 @@ _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
     "dots1": _deepseek_experts,
     "olmo": lambda _: {"attention.layer_norm_epsilon": 1e-5},
     "stablelm": lambda _: {"use_parallel_residual": True},
+    "gptneox": lambda config: {"use_parallel_residual": config["use_parallel_residual"]},
+    "minicpm": lambda config: {
+        "embedding_scale": float(config["scale_emb"]),
+        "residual_scale": config["scale_depth"] / config["num_hidden_layers"] ** 0.5,
+        "logit_scale": config["hidden_size"] / config["dim_model_base"],
+    },
     "deepseek2": _deepseek,
     "llama4": _llama4,
     "gemma4": _gemma4,

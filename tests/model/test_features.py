@@ -65,9 +65,11 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.NORMS_AFTER_HALVES: second(mixer_output_norm=NORM),
     Feature.NO_NORMS_BEFORE_HALVES: second(feed_forward_norm=None),
     Feature.DIFFERENT_EPSILONS: second(mixer_norm=OTHER),
-    Feature.PARALLEL_HALVES: second(is_parallel=True),
+    Feature.PARALLEL_HALVES: second(is_parallel=True, feed_forward_norm=None),
+    Feature.PARALLEL_NORMS: second(is_parallel=True),
     Feature.RESIDUAL_SCALE: second(residual_scale=0.5),
     Feature.EMBEDDING_SCALE: replace(LLAMA, embedding_scale=4.0),
+    Feature.HEAD_BIAS: replace(LLAMA, head_bias=True),
     Feature.LOGIT_SCALE: replace(LLAMA, logit_scale=0.5),
     Feature.LOGIT_SOFT_CAP: replace(LLAMA, logit_soft_cap=30.0),
     Feature.LINEAR_SCALES: replace(LLAMA, linear_scales=True),
@@ -78,6 +80,7 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.NO_ROPE: second(mixer=replace(LLAMA.attention, rope=None)),
     Feature.HEAD_NORMS: attention(qk_norm=QKNorm(norm=NORM)),
     Feature.OTHER_QK_NORMS: attention(qk_norm=QKNorm(norm=NORM, span=NormSpan.PROJECTION)),
+    Feature.QK_NORMS_AFTER_ROPE: attention(qk_norm=QKNorm(norm=NORM, is_after_rope=True)),
     Feature.VALUE_NORMS: attention(value_norm=NORM),
     Feature.SUB_NORMS: attention(output_norm=NORM),
     Feature.OTHER_ATTENTION_SCALE: attention(scale=0.1),
@@ -112,7 +115,8 @@ SPECS: dict[Feature, ModelSpec] = {
 }
 OF_SECOND_LAYER = {
     *(Feature.LAYER_NORMS, Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES),
-    *(Feature.DIFFERENT_EPSILONS, Feature.PARALLEL_HALVES, Feature.RESIDUAL_SCALE),
+    *(Feature.DIFFERENT_EPSILONS, Feature.PARALLEL_HALVES, Feature.PARALLEL_NORMS),
+    Feature.RESIDUAL_SCALE,
     *(Feature.DIFFERENT_LAYERS, Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.SHARED_KV),
     *(Feature.OUTPUT_SCALE, Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT),
     *(Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE),
@@ -121,7 +125,12 @@ OF_SECOND_LAYER = {
 }
 OF_MODEL = {
     *(Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LOGIT_SOFT_CAP, Feature.LINEAR_SCALES),
-    Feature.LAYER_INPUTS,
+    *(Feature.LAYER_INPUTS, Feature.HEAD_BIAS),
+}
+WITHIN = {  # what each is a kind of, or has beside it
+    Feature.PARALLEL_HALVES: Feature.NO_NORMS_BEFORE_HALVES,
+    Feature.PARALLEL_NORMS: Feature.PARALLEL_HALVES,
+    Feature.QK_NORMS_AFTER_ROPE: Feature.OTHER_QK_NORMS,
 }
 
 
@@ -135,7 +144,8 @@ def test_each_is_found_where_it_is(feature: Feature) -> None:
     found = dict(reversed(list(features(SPECS[feature]))))  # the first layer of each stays
     layer = 1 if feature in OF_SECOND_LAYER else 0
     assert found[feature] == ("" if feature in OF_MODEL else f" in layer {layer}")
-    assert found.keys() <= {feature, Feature.DIFFERENT_LAYERS, Feature.EXPERTS}
+    others = {Feature.DIFFERENT_LAYERS, Feature.EXPERTS, WITHIN.get(feature)}
+    assert found.keys() <= {feature} | others
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
         },
     ),
+    "stablelm-parallel": (
+        "stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.5},
+    ),
+    "phi2": ("phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
+    "gptneox": (
+        "gpt_neox",
+        {
+            "num_key_value_heads": None,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "gptneox-after": (
+        "gpt_neox",
+        {
+            "num_key_value_heads": None,
+            "use_parallel_residual": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
     "hunyuan-dense": (
         "hunyuan_v1_dense",
         {
@@ -400,31 +429,192 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+OLD_ROPE: dict[str, Any] = {"rope_parameters": None, "rope_theta": 10000.0}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A family that transformers has no code for, and one of its own that computes the same."""
+
+    model_type: str  # transformers' own
+    settings: dict[str, Any]
+    config: dict[str, Any]  # where the family's config.json differs; None is left out
+    names: dict[str, str]  # parts of names of tensors, in the family's; all in one: fused by group
+
+
+TWINS = {
+    "internlm2": Twin(
+        "llama",
+        {"attention_bias": False},
+        {
+            **OLD_ROPE,
+            "model_type": "internlm2",
+            "bias": False,
+            "rope_scaling": {"type": "dynamic", "factor": 2.0},
+        },
+        {
+            "embed_tokens": "tok_embeddings",
+            "lm_head": "output",
+            "self_attn.q_proj": "attention.wqkv",
+            "self_attn.k_proj": "attention.wqkv",
+            "self_attn.v_proj": "attention.wqkv",
+            "self_attn.o_proj": "attention.wo",
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.gate_proj": "feed_forward.w1",
+            "mlp.up_proj": "feed_forward.w3",
+            "mlp.down_proj": "feed_forward.w2",
+        },
+    ),
+    "internlm3": Twin(
+        "llama",
+        {"head_dim": 16},
+        {
+            **OLD_ROPE,
+            "model_type": "internlm3",
+            "attention_bias": None,
+            "mlp_bias": None,
+            "bias": False,
+            "qkv_bias": False,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 6.0},
+        },
+        {},
+    ),
+    "exaone": Twin(
+        "llama",
+        {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}, "rms_norm_eps": 1e-5},
+        {
+            **OLD_ROPE,
+            "model_type": "exaone",
+            "rope_scaling": LLAMA3,
+            "num_layers": 4,
+            "num_hidden_layers": None,
+            "activation_function": "silu",
+            "hidden_act": None,
+            "layer_norm_epsilon": 1e-5,
+            "rms_norm_eps": None,
+        },
+        {
+            "model.": "transformer.",
+            "embed_tokens": "wte",
+            "layers.": "h.",
+            "input_layernorm": "ln_1",
+            "post_attention_layernorm": "ln_2",
+            "self_attn.o_proj": "attn.attention.out_proj",
+            "self_attn.": "attn.attention.",
+            "mlp.gate_proj": "mlp.c_fc_0",
+            "mlp.up_proj": "mlp.c_fc_1",
+            "mlp.down_proj": "mlp.c_proj",
+            "transformer.norm": "transformer.ln_f",
+        },
+    ),
+    "minicpm": Twin(
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 12**-0.5,
+            "logits_scaling": 4.0,
+            "tie_word_embeddings": True,
+        },
+        {
+            **OLD_ROPE,
+            "model_type": "minicpm",
+            "embedding_multiplier": None,
+            "residual_multiplier": None,
+            "attention_multiplier": None,
+            "logits_scaling": None,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 12,
+        },
+        {},
+    ),
+}
+
 
 def main(folder: Path, names: list[str]) -> None:
-    for name in names or CASES:
+    for name in names or [*CASES, *TWINS]:
         target = folder / name
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-        make(*CASES[name], target)
+        if name in TWINS:
+            make_twin(TWINS[name], target)
+        else:
+            make(*CASES[name], target)
         size = sum(file.stat().st_size for file in target.iterdir())
         print(f"{name}: {size} bytes", flush=True)
 
 
 def make(model_type: str, settings: dict[str, Any], target: Path) -> None:
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model.to(torch.float32).save_pretrained(folder)
-        file = folder / "model.safetensors"
-        shapes = {key: list(value.shape) for key, value in sorted(load_file(file).items())}
+        shapes = save_model(model_type, settings, folder)
         weights = {key: drawn(key, tuple(shape)) for key, shape in shapes.items()}
-        save_file(weights, file, metadata={"format": "pt"})
-        stored = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
         shutil.copy(folder / "config.json", target / "config.json")
+        store(folder, weights, shapes, target)
+
+
+def make_twin(twin: Twin, target: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        own = save_model(twin.model_type, twin.settings, folder)
+        config = {**json.loads((folder / "config.json").read_text()), **twin.config}
+        del config["architectures"]
+        kept = {key: value for key, value in config.items() if value is not None}
+        (target / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+        groups: dict[str, list[str]] = {}
+        for key in own:
+            groups.setdefault(named_by(twin, key), []).append(key)
+        shapes: dict[str, list[int]] = {}
+        weights: dict[str, Any] = {}
+        for theirs, keys in sorted(groups.items()):
+            shapes[theirs] = [sum(own[key][0] for key in keys), *own[keys[0]][1:]]
+            whole = drawn(theirs, tuple(shapes[theirs]))
+            weights |= {keys[0]: whole} if len(keys) == 1 else of_groups(whole, keys)
+        store(folder, weights, shapes, target)
+
+
+def named_by(twin: Twin, name: str) -> str:
+    for ours, theirs in twin.names.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def of_groups(whole: Any, names: list[str]) -> dict[str, Any]:
+    """Queries, keys and values of rows that come by key head: its queries, its key, its value."""
+    num_keys, hidden = SIZES["num_key_value_heads"], whole.shape[1]
+    shared = SIZES["num_attention_heads"] // num_keys
+    rows = whole.reshape(num_keys, shared + 2, -1, hidden)
+    parts = {"q": rows[:, :shared], "k": rows[:, shared], "v": rows[:, shared + 1]}
+    found = {}
+    for name in names:
+        part = parts[name.split("_proj")[0][-1]]
+        found[name] = np.ascontiguousarray(part.reshape(-1, hidden))
+    return found
+
+
+def save_model(model_type: str, settings: dict[str, Any], folder: Path) -> dict[str, list[int]]:
+    """The shapes of its tensors, by name."""
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.to(torch.float32).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    return {key: list(value.shape) for key, value in sorted(load_file(file).items())}
+
+
+def store(folder: Path, weights: Any, shapes: dict[str, list[int]], target: Path) -> None:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    stored = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     tokens = np.random.default_rng(7).integers(0, SIZES["vocab_size"], NUM_TOKENS, dtype=np.int32)
     with torch.no_grad():
         logits = stored.eval()(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]

@@ -224,7 +224,8 @@ class Decoder:
         self._embedding_scale = np.float32(spec.embedding_scale)
         self._output_norm = weights.norm("output_norm", spec.output_norm)
         head = self.embedding if spec.tied_head else _decoded(tensors["output.weight"])
-        self._head = Linear(head)
+        bias = _decoded(tensors["output.bias"]) if spec.head_bias else None
+        self._head = Linear(head, bias)
         indices = reported(WEIGHTS, range(spec.num_layers))
         self._layers = [_Layer(spec, tensors, index) for index in indices]
         self._layer_inputs = None if spec.layer_inputs is None else _LayerInputs(spec, tensors)
@@ -234,6 +235,7 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         tied = 0 if self.spec.tied_head else self._head.weight.nbytes
+        tied += 0 if self._head.bias is None else self._head.bias.nbytes
         layers = sum(layer.weight_bytes for layer in self._layers)
         inputs = 0 if self._layer_inputs is None else self._layer_inputs.weight_bytes
         return self.embedding.nbytes + self._small_bytes + tied + layers + inputs
@@ -374,7 +376,8 @@ class _Layer:
         for row, query, x in zip(rows, queries, normed, strict=True):
             mixed = self._mixer_output_norm(self._mixer.attend(row, query, blocks))
             if self._layer.is_parallel:
-                mixed = mixed + self._feed_output_norm(self._feed_forward(x, row.state))
+                own = x if self._layer.feed_forward_norm is None else self._feed_norm(row.state)
+                mixed = mixed + self._feed_output_norm(self._feed_forward(own, row.state))
             row.state = row.state + self._scaled(mixed)
         for row in rows:
             if not self._layer.is_parallel:

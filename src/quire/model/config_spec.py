@@ -12,6 +12,7 @@ from quire.model.families import (
     Facts,
     Family,
     NoRope,
+    Placement,
     RoutedLayers,
     Routing,
     Windows,
@@ -81,6 +82,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
+    "scale_depth": (),
     "sliding_window_pattern": (),
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
@@ -174,6 +176,8 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
     fields = Fields(Metadata(_FILE, merged), _FILE)
     refused = {**_NEUTRAL_VALUES, **({} if family.routing else _OF_EXPERTS)}
     fields.refuse({key: refused[key] for key in refused.keys() - family.reads})
+    if family.placement_if is not None and not fields.boolean(family.placement_if, False):
+        family = replace(family, placement=Placement.BEFORE)
     return _spec(family, fields)
 
 
@@ -204,13 +208,27 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
         feed_forwards=_feed_forwards(family, fields, norm, num_layers),
         num_shared_kv=fields.integer("num_kv_shared_layers", 0, low=0, high=num_layers - 1),
         layer_inputs=_layer_inputs(family, fields, norm),
-        residual_scale=fields.number("residual_multiplier", 1.0),
+        residual_scale=_residual_scale(family, fields, num_layers),
         embedding_scale=fields.number("embedding_multiplier", 1.0),
-        logit_scale=fields.number("logits_scaling", fields.number("logit_scale", 1.0)),
+        logit_scale=_logit_scale(family, fields, hidden_size),
         logit_soft_cap=fields.optional_number("final_logit_softcapping") or 0.0,
         tied_head=fields.boolean("tie_word_embeddings", False),
+        head_bias=family.head_bias,
     )
     return describe(family, facts)
+
+
+def _residual_scale(family: Family, fields: Fields, num_layers: int) -> float:
+    if "scale_depth" in family.reads:  # MiniCPM's
+        return float(fields.number("scale_depth") * num_layers**-0.5)
+    return fields.number("residual_multiplier", 1.0)
+
+
+def _logit_scale(family: Family, fields: Fields, hidden_size: int) -> float:
+    if "scale_depth" in family.reads:
+        base = fields.integer("dim_model_base", hidden_size, high=MAX_SIZES["hidden_size"])
+        return hidden_size / base
+    return fields.number("logits_scaling", fields.number("logit_scale", 1.0))
 
 
 def _context_length(family: Family, fields: Fields) -> int:

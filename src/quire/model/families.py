@@ -31,6 +31,7 @@ class Placement(StrEnum):
     AROUND = "around"  # before and after each half
     AFTER = "after"  # each half
     PARALLEL = "parallel"  # one before both halves, which run side by side
+    PARALLEL_EACH = "parallel each"  # one before each of two halves that run side by side
 
 
 class Windows(StrEnum):
@@ -109,6 +110,7 @@ class Family:
     norm_bias: bool = False
     has_bare_norms: bool = False  # files have no weights of norms: they are ones
     placement: Placement = Placement.BEFORE
+    placement_if: str | None = None  # norms are there only where this field says so, else before
     sub_norms: bool = False
     qk_norm: NormSpan | None = None
     qk_norm_if: str | None = None  # there only where this field says so
@@ -117,6 +119,7 @@ class Family:
     qkv_bias: bool | str = "attention_bias"
     output_bias: bool | str = "attention_bias"
     ffn_bias: bool | str = False
+    head_bias: bool = False
     is_gated: bool = True
     has_sinks: bool = False
     has_latent: bool = False
@@ -150,6 +153,7 @@ class Family:
     has_extra_layers: bool = False  # layers behind the last predict further tokens: left out
     norm_offset: float = 0.0  # what norm weights are stored less of
     expert_layout: ExpertLayout = ExpertLayout.HALVES
+    grouped_qkv: bool = False  # fused rows come by key head: its queries, its key, its value
     config_names: Mapping[str, str] = field(default_factory=dict)  # of parts of a layer, in ours
 
     # ---- GGUF
@@ -181,6 +185,7 @@ class Facts:
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0
     tied_head: bool = False
+    head_bias: bool = False
     linear_scales: bool = False
     sliding_attention: Attention | None = None  # of layers with a window; None: as others'
     num_shared_kv: int = 0  # so many layers at the end make no keys and values of their own
@@ -205,6 +210,7 @@ def describe(family: Family, facts: Facts) -> ModelSpec:
         logit_scale=1.0 / scale if family.divides_logits and scale else scale,
         logit_soft_cap=facts.logit_soft_cap,
         tied_head=facts.tied_head,
+        head_bias=facts.head_bias,
         layer_inputs=facts.layer_inputs,
         linear_scales=facts.linear_scales,
     )
@@ -238,13 +244,13 @@ def _layer(family: Family, facts: Facts, mixer: Attention, feed: Dense | Experts
     placement = family.placement
     before = facts.norm if placement is not Placement.AFTER else None
     after = facts.norm if placement in (Placement.AROUND, Placement.AFTER) else None
-    is_parallel = placement is Placement.PARALLEL
+    is_parallel = placement in (Placement.PARALLEL, Placement.PARALLEL_EACH)
     return Layer(
         mixer=mixer,
         feed_forward=feed,
         mixer_norm=before,
         mixer_output_norm=after,
-        feed_forward_norm=None if is_parallel else before,
+        feed_forward_norm=None if placement is Placement.PARALLEL else before,
         feed_forward_output_norm=after,
         is_parallel=is_parallel,
         residual_scale=facts.residual_scale,
@@ -759,6 +765,10 @@ FAMILIES = (
         model_types=("stablelm",),
         norm=NormKind.LAYER,
         norm_bias=True,
+        placement=Placement.PARALLEL,
+        placement_if="use_parallel_residual",
+        qk_norm=NormSpan.EACH_HEAD,
+        qk_norm_if="qk_layernorm",
         qkv_bias="use_qkv_bias",
         output_bias=False,
         epsilon="layer_norm_eps",
@@ -767,7 +777,7 @@ FAMILIES = (
             "num_key_value_heads": 32,
             "partial_rotary_factor": 0.25,
         },
-        reads=frozenset({"partial_rotary_factor"}),
+        reads=frozenset({"partial_rotary_factor", "use_parallel_residual", "qk_layernorm"}),
         # Files of models whose halves follow each other say true as well: tensors tell.
         gguf_reads=frozenset({"use_parallel_residual"}),
     ),
@@ -1097,6 +1107,115 @@ FAMILIES = (
             layers=RoutedLayers.AFTER_DENSE,
             shared_count="n_shared_experts",
         ),
+    ),
+    Family(
+        name="phi2",
+        architectures=("phi2",),
+        model_types=("phi",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        placement=Placement.PARALLEL,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        head_bias=True,
+        is_gated=False,
+        epsilon="layer_norm_eps",
+        gguf_activation=Activation.GELU_TANH,
+        config_defaults={
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+        reads=frozenset({"partial_rotary_factor"}),
+        config_names={"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
+    ),
+    Family(
+        name="gptneox",
+        architectures=("gptneox",),
+        model_types=("gpt_neox",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        placement=Placement.PARALLEL_EACH,
+        placement_if="use_parallel_residual",
+        ffn_bias=True,
+        is_gated=False,
+        epsilon="layer_norm_eps",
+        gguf_activation=Activation.GELU,
+        grouped_qkv=True,
+        config_defaults={
+            "attention_bias": True,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "use_parallel_residual": True,
+        },
+        config_keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+        reads=frozenset({"partial_rotary_factor", "use_parallel_residual"}),
+        gguf_reads=frozenset({"use_parallel_residual"}),
+        config_names={
+            "attention.query_key_value": "attn_qkv",
+            "attention.dense": "attn_output",
+            "mlp.dense_h_to_4h": "ffn_up",
+            "mlp.dense_4h_to_h": "ffn_down",
+        },
+    ),
+    Family(
+        name="internlm2",
+        architectures=("internlm2",),
+        model_types=("internlm2",),
+        qkv_bias="bias",
+        output_bias="bias",
+        interleaved_in_gguf=True,
+        grouped_qkv=True,
+        config_defaults={"bias": True},
+        config_names={
+            "attention_norm": "attn_norm",
+            "attention.wqkv": "attn_qkv",
+            "attention.wo": "attn_output",
+            "ffn_norm": "ffn_norm",
+            "feed_forward.w1": "ffn_gate",
+            "feed_forward.w3": "ffn_up",
+            "feed_forward.w2": "ffn_down",
+        },
+    ),
+    Family(
+        name="llama",
+        model_types=("internlm3",),  # its GGUF files call themselves llama
+        qkv_bias="qkv_bias",
+        output_bias="bias",
+        ffn_bias="bias",
+        config_defaults={"rms_norm_eps": 1e-5},
+    ),
+    Family(
+        name="exaone",
+        architectures=("exaone",),
+        model_types=("exaone",),
+        config_defaults={"rms_norm_eps": 1e-5},
+        config_keys={
+            "num_layers": "num_hidden_layers",
+            "activation_function": "hidden_act",
+            "layer_norm_epsilon": "rms_norm_eps",
+        },
+        config_names={
+            "ln_1": "attn_norm",
+            "ln_2": "ffn_norm",
+            **{f"attn.attention.{x}_proj": f"attn_{x}" for x in "qkv"},
+            "attn.attention.out_proj": "attn_output",
+            "mlp.c_fc_0": "ffn_gate",
+            "mlp.c_fc_1": "ffn_up",
+        },
+    ),
+    Family(
+        name="minicpm",
+        architectures=("minicpm",),
+        model_types=("minicpm",),
+        interleaved_in_gguf=True,
+        divides_logits=True,
+        config_defaults={"scale_depth": 1.0},
+        config_keys={"scale_emb": "embedding_multiplier"},
+        reads=frozenset({"embedding_multiplier", "scale_depth", "longrope"}),
+        gguf_reads=frozenset({*_GRANITE_KEYS, "rope.scaling.attn_factor"}),
     ),
     Family(
         name="hunyuan-dense",

@@ -15,6 +15,7 @@ from quire.model.families import (
     Facts,
     Family,
     NoRope,
+    Placement,
     Routing,
     Windows,
     describe,
@@ -130,13 +131,23 @@ def spec_from_gguf(metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelSp
     family = gguf_family(metadata)
     fields = Fields(metadata, "GGUF metadata", f"{metadata.text('general.architecture')}.")
     refused = {**_NEUTRAL_VALUES, **({} if family.routing else _OF_EXPERTS)}
-    if fields.get("rope.scaling.type") == "yarn":  # llama.cpp has the paper's, whatever files say
+    if fields.text("rope.scaling.type", "") == "yarn":  # llama.cpp's is the paper's in any case
         del refused["rope.scaling.yarn_attn_factor"]
     fields.refuse({key: refused[key] for key in refused.keys() - family.gguf_reads})
     fields.refuse_unknown(
         _READ_KEYS | family.gguf_reads | _NEUTRAL_VALUES.keys() | _OF_EXPERTS.keys()
     )
-    return _spec(family, fields, tensors)
+    return _spec(_placed(family, fields, tensors), fields, tensors)
+
+
+def _placed(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Family:
+    """Halves that share a norm are told by its absence, others by a key."""
+    if family.placement_if is None:
+        return family
+    is_there = "blk.0.ffn_norm.weight" not in tensors
+    if family.placement is Placement.PARALLEL_EACH:
+        is_there = fields.boolean("use_parallel_residual", True)
+    return family if is_there else replace(family, placement=Placement.BEFORE)
 
 
 def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> ModelSpec:
@@ -168,6 +179,7 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
         logit_scale=fields.number("logit_scale", 1.0) or 1.0,
         logit_soft_cap=fields.number("final_logit_softcapping", 0.0),
         tied_head=family.gguf_tied_head or "output.weight" not in tensors,
+        head_bias=family.head_bias,
         linear_scales="blk.0.attn_q.scale" in tensors,
     )
     return describe(family, facts)

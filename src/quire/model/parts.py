@@ -23,9 +23,10 @@ _FEED_FORWARD = ("ffn_", "exp_probs_b.", "pre_ffw_norm", "post_ffw_norm")
 def first_layers(model: Model, count: int) -> Model:
     """The embedding and the first `count` layers. Nobody asks for its logits: where it must have a
     head, that is the embedding, which takes no memory of its own."""
-    spec = replace(model.spec, layers=model.spec.layers[:count], tied_head=True)
+    spec = replace(model.spec, layers=model.spec.layers[:count], tied_head=True, head_bias=False)
     others = _others(model.tensors)
-    others.pop("output.weight", None)
+    for name in ("output.weight", "output.bias"):
+        others.pop(name, None)
     return replace(model, spec=spec, tensors={**others, **_layers(model.tensors, 0, count)})
 
 

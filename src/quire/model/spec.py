@@ -262,7 +262,8 @@ class Layer:
     """x + mixer(norm(x)), then x + feed_forward(norm(x)); `mixer` is where a layer that keeps a
     state instead of keys and values gets its description.
 
-    Where it is parallel both halves take the mixer's normed input, and are added together.
+    Where it is parallel both halves take the layer's input, and are added together; the
+    feed-forward takes it as the mixer does where it has no norm of its own.
     """
 
     mixer: Attention
@@ -316,6 +317,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0  # as attention's
     tied_head: bool = False  # logits come from the embedding matrix
+    head_bias: bool = False
     layer_inputs: LayerInputs | None = None
     linear_scales: bool = False  # each linear's output is multiplied by a scalar (its .scale)
 
@@ -325,6 +327,8 @@ class ModelSpec:
         for name in ("embedding_scale", "logit_scale"):
             _check_scale(name, getattr(self, name))
         _check_cap("logit_soft_cap", self.logit_soft_cap)
+        if self.head_bias and (self.tied_head or self.logit_scale != 1.0):
+            raise UnsupportedModelError("a head that is tied or scaled cannot have a bias")
         seen: dict[Layer, Layer] = {}
         for layer in self.layers:
             if layer not in seen:
@@ -604,6 +608,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     shapes |= _norm_shapes("output_norm", spec.output_norm, (spec.hidden_size,))
     if not spec.tied_head:
         shapes["output.weight"] = (spec.vocabulary_size, spec.hidden_size)
+    if spec.head_bias:
+        shapes["output.bias"] = (spec.vocabulary_size,)
     if spec.layer_inputs is not None:
         every = spec.num_layers * spec.layer_inputs.size
         shapes["per_layer_token_embd.weight"] = (spec.vocabulary_size, every)
@@ -660,8 +666,10 @@ class Feature(StrEnum):
     NO_NORMS_BEFORE_HALVES = "attention or feed-forward without a norm before it"
     DIFFERENT_EPSILONS = "norms of different epsilons"
     PARALLEL_HALVES = "attention and feed-forward side by side"
+    PARALLEL_NORMS = "attention and feed-forward side by side with a norm each"
     RESIDUAL_SCALE = "a scale on what a layer adds"
     EMBEDDING_SCALE = "scaled embeddings"
+    HEAD_BIAS = "a head with a bias"
     LOGIT_SCALE = "scaled logits"
     LOGIT_SOFT_CAP = "a soft cap on logits"
     LINEAR_SCALES = "linears with a scale of their own"
@@ -713,7 +721,8 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE}
         | {Feature.GELU, Feature.GELU_TANH, Feature.CLAMPED_SWIGLU, Feature.UNGATED}
         | {Feature.LAYER_NORMS, Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES}
-        | {Feature.PARALLEL_HALVES, Feature.RESIDUAL_SCALE, Feature.OUTPUT_SCALE}
+        | {Feature.PARALLEL_HALVES, Feature.PARALLEL_NORMS, Feature.HEAD_BIAS}
+        | {Feature.RESIDUAL_SCALE, Feature.OUTPUT_SCALE}
         | {Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LAYER_INPUTS}
         | {Feature.OTHER_QK_NORMS, Feature.QK_NORMS_AFTER_ROPE}
         | {Feature.VALUE_NORMS, Feature.POSITION_SCALE}
@@ -764,6 +773,7 @@ def features(spec: ModelSpec) -> Iterator[tuple[Feature, str]]:
     """What a model has beyond a llama, and where: " in layer N", or "" for the whole model."""
     whole = {
         Feature.EMBEDDING_SCALE: spec.embedding_scale != 1.0,
+        Feature.HEAD_BIAS: spec.head_bias,
         Feature.LOGIT_SCALE: spec.logit_scale != 1.0,
         Feature.LOGIT_SOFT_CAP: spec.logit_soft_cap != 0.0,
         Feature.LINEAR_SCALES: spec.linear_scales,
@@ -791,6 +801,7 @@ def _layer_features(spec: ModelSpec, layer: Layer) -> dict[Feature, bool]:
         Feature.NORMS_AFTER_HALVES: any(norm is not None for norm in after),
         Feature.NO_NORMS_BEFORE_HALVES: any(norm is None for norm in before),
         Feature.PARALLEL_HALVES: layer.is_parallel,
+        Feature.PARALLEL_NORMS: layer.is_parallel and layer.feed_forward_norm is not None,
         Feature.RESIDUAL_SCALE: layer.residual_scale != 1.0,
         Feature.OUTPUT_SCALE: layer.has_output_scale,
         Feature.DIFFERENT_LAYERS: _sizes(layer) != _sizes(first),

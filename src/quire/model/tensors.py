@@ -26,6 +26,15 @@ _OUTSIDE_LAYERS = {
     "norm.weight": "output_norm.weight",
     "norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
+    "lm_head.bias": "output.bias",
+    # Phi's, GPT-NeoX's, InternLM's and EXAONE's
+    **{
+        f"{name}.{x}": f"output_norm.{x}"
+        for name in ("final_layernorm", "final_layer_norm", "ln_f")
+        for x in ("weight", "bias")
+    },
+    **{f"{name}.weight": "token_embd.weight" for name in ("embed_in", "tok_embeddings", "wte")},
+    **{f"{name}.weight": "output.weight" for name in ("embed_out", "output")},
     "embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
     "per_layer_model_projection.weight": "per_layer_model_proj.weight",
     "per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
@@ -114,16 +123,22 @@ _EXPERT_MATRICES = {
     "w2": "down",  # Mixtral's
 }
 
+# One expert of a stack, or the norm of one head.
+_STACKED = re.compile(r"(blk\.\d+\.(?:ffn_\w+_exps|attn_[qk]_norm))\.(\d+)\.weight", re.ASCII)
 _IN_OUR_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([\w.]+)\.(\w+)", re.ASCII)
-_PREFIX = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?")
-_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(.+)")
+_PREFIX = re.compile(r"(language_model\.)?((model|gpt_neox|transformer)\.)?(language_model\.)?")
+_LAYER = re.compile(r"(?:layers|h)\.(0|[1-9][0-9]{0,3})\.(.+)")
 _PART = re.compile(r"(.+)\.(weight|bias|weight_scale)")
+_HEAD_NORM = re.compile(r"self_attn\.([qk])_layernorm\.norms\.(0|[1-9][0-9]{0,4})\.weight")
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(0|[1-9][0-9]{0,4})\.(\w+)\.weight")
 
 # What predicts further tokens, where it is not a layer behind the last.
 _EXTRA = re.compile(r"mtp(_\w+)?\..+")
 # Tables that old exporters saved although they follow from the configuration.
-_DERIVED = re.compile(r"(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
+_DERIVED = re.compile(
+    r"((layers|h)\.[0-9]+\.(self_attn|attention|attn\.attention)\.)?(rotary_emb|rotary)\.inv_freq"
+    r"|layers\.[0-9]+\.attention\.(bias|masked_bias)"  # GPT-NeoX's mask
+)
 # Of models that see or hear: quire runs their decoder.
 _NOT_OF_DECODER = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision"
@@ -156,6 +171,9 @@ def _in_layer(family: Family, name: str) -> str | None:
     expert = _EXPERT.fullmatch(name)
     if expert is not None and expert[2] in _EXPERT_MATRICES:
         return f"ffn_{_EXPERT_MATRICES[expert[2]]}_exps.{expert[1]}.weight"
+    head = _HEAD_NORM.fullmatch(name)  # of StableLM
+    if head is not None:
+        return f"attn_{head[1]}_norm.{head[2]}.weight"
     part = _PART.fullmatch(name)
     ours = None if part is None else family.config_names.get(part[1], _IN_LAYERS.get(part[1]))
     return None if part is None or ours is None else f"{ours}.{part[2]}"
@@ -354,7 +372,7 @@ def arranged(
     found: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
-        stacked = re.fullmatch(r"(blk\.\d+\.ffn_\w+_exps)\.(\d+)\.weight", name)
+        stacked = _STACKED.fullmatch(name)
         if stacked is not None:
             stacks.setdefault(f"{stacked[1]}.weight", {})[int(stacked[2])] = tensor
         elif 0 <= _layer_of(name) < spec.num_layers:
@@ -398,6 +416,8 @@ def _parts(family: Family, spec: ModelSpec, tensor: Tensor, is_gguf: bool) -> It
     index, stem, suffix = inside.groups()
     prefix, layer = f"blk.{index}.", spec.layers[int(index)]
     match stem:
+        case "attn_qkv" if family.grouped_qkv and not is_gguf:
+            yield from _divided_groups(tensor, prefix, suffix, layer.mixer)
         case "attn_qkv":
             yield from _divided_qkv(tensor, prefix, suffix, layer.mixer)
         case "ffn_gate_up":
@@ -431,6 +451,30 @@ def _divided_qkv(tensor: Tensor, prefix: str, suffix: str, part: Attention) -> I
     for name, size in sizes.items():
         yield _rows(f"{prefix}{name}.{suffix}", tensor, start, start + size)
         start += size
+
+
+def _divided_groups(tensor: Tensor, prefix: str, suffix: str, part: Attention) -> Iterator[Tensor]:
+    """Of each key head in turn: the queries that use it, its key and its value."""
+    shared, groups, size = part.num_heads // part.num_kv_heads, part.num_kv_heads, part.head_dim
+    if tensor.shape[0] != groups * (shared + 2) * size:
+        raise ModelFileError(
+            f"tensor {tensor.name} has shape {list(tensor.shape)}, expected "
+            f"{groups * (shared + 2) * size} rows: queries, keys and values"
+        )
+    _check_divisible(tensor)
+    head_bytes = tensor.nbytes // tensor.shape[0] * size
+    ends = {"q": (0, shared), "k": (shared, shared + 1), "v": (shared + 1, shared + 2)}
+    for name, (start, stop) in ends.items():
+        pieces = [
+            (
+                tensor,
+                (group * (shared + 2) + start) * head_bytes,
+                (group * (shared + 2) + stop) * head_bytes,
+            )
+            for group in range(groups)
+        ]
+        shape = (groups * (stop - start) * size, *tensor.shape[1:])
+        yield _joined(f"{prefix}attn_{name}.{suffix}", shape, pieces)
 
 
 def _layout(family: Family, tensor: Tensor, hidden_size: int, axis: int) -> ExpertLayout:

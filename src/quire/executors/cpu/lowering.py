@@ -262,9 +262,9 @@ class _Lowering:
         if isinstance(part, Experts):
             self._add_experts(prefix, layer, part)
             return
-        # Parallel halves take the mixer's normed input.
+        # Parallel halves may share the mixer's norm.
         name, norm = "ffn_norm", layer.feed_forward_norm
-        if layer.is_parallel:
+        if layer.is_parallel and norm is None:
             name, norm = "attn_norm", layer.mixer_norm
         before = self._norm(f"{prefix}{name}", norm)
         down = self._add_dense(prefix, part, self._quantised_for(prefix, part, before))
