@@ -866,6 +866,25 @@ FAMILIES = (
         gguf_names={"ffn_up": "ffn_gate_up"},
     ),
     Family(
+        name="glm4",
+        model_types=("glm4v_text",),
+        qkv_bias=True,
+        placement=Placement.AROUND,
+        output_bias=False,
+        interleaved_in_config=True,
+        interleaved_in_gguf=True,
+        config_defaults={
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+        reads=frozenset({"partial_rotary_factor", "mrope"}),
+        config_names={
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+        },
+    ),
+    Family(
         name="glm4moe",
         architectures=("glm4moe",),
         model_types=("glm4_moe",),
@@ -1238,7 +1257,7 @@ FAMILIES = (
         config_keys={"moe_topk": "num_experts_per_tok"},
         listed_by_layer=frozenset({"moe_topk", "moe_intermediate_size"}),
         reads=frozenset({"alpha"}),
-        ignores=frozenset({"use_qk_norm"}),
+        ignores=frozenset({"use_qk_norm", "n_group", "topk_group", "routed_scaling_factor"}),
         routing=Routing(normalises=True, gguf_normalises=True, shared_size="intermediate_size"),
         config_names={
             **_HUNYUAN_NORMS,
@@ -1337,6 +1356,13 @@ WITH_SENSES = {
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "internvl": "qwen2",
     "llava": "llama",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
+    "idefics3": "llama",
+    "smolvlm": "llama",
+    "aya_vision": "cohere2",
+    "cohere2_vision": "cohere2",
+    "glm4v": "glm4v_text",
 }
 
 

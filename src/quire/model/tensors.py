@@ -126,7 +126,9 @@ _EXPERT_MATRICES = {
 # One expert of a stack, or the norm of one head.
 _STACKED = re.compile(r"(blk\.\d+\.(?:ffn_\w+_exps|attn_[qk]_norm))\.(\d+)\.weight", re.ASCII)
 _IN_OUR_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([\w.]+)\.(\w+)", re.ASCII)
-_PREFIX = re.compile(r"(language_model\.)?((model|gpt_neox|transformer)\.)?(language_model\.)?")
+_PREFIX = re.compile(
+    r"(language_model\.)?((model|gpt_neox|transformer)\.)?((language|text)_model\.)?"
+)
 _LAYER = re.compile(r"(?:layers|h)\.(0|[1-9][0-9]{0,3})\.(.+)")
 _PART = re.compile(r"(.+)\.(weight|bias|weight_scale)")
 _HEAD_NORM = re.compile(r"self_attn\.([qk])_layernorm\.norms\.(0|[1-9][0-9]{0,4})\.weight")
@@ -141,8 +143,8 @@ _DERIVED = re.compile(
 )
 # Of models that see or hear: quire runs their decoder.
 _NOT_OF_DECODER = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision"
-    r"|embed_audio)\..+"
+    r"(model\.)?((visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision"
+    r"|embed_audio|connector)\..+|image_newline)"
 )
 
 

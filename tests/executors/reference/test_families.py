@@ -37,6 +37,7 @@ ONES = np.ones(7, np.float32)
 SEEING = [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")]  # the second with a decoder of the first
 OF_STORED_FIXTURES = {"llama", "mistral", "qwen2", "qwen3", "bitnet"}
 OF_SEEING = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}
+OF_SEEING |= {"glm4v_text"}
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +207,58 @@ def test_safetensors_of_models_that_see_run_as_their_decoder(
         found = logits(executor, row(golden["tokens"].tolist(), SCATTERED_BLOCKS))
         executor.close()
     assert relative_error(found, golden["logits"]) <= BOUND
+
+
+@pytest.mark.parametrize(
+    ("model_type", "prefix", "other"),
+    [
+        ("smolvlm", "model.text_model.", "model.connector.modality_projection.proj.weight"),
+        ("idefics3", "model.text_model.", "model.vision_model.embeddings.x.weight"),
+        ("llava_next", "language_model.model.", "image_newline"),
+        ("llava_onevision", "model.language_model.", "model.image_newline"),
+        ("aya_vision", "language_model.model.", "multi_modal_projector.linear_1.weight"),
+        ("cohere2_vision", "model.language_model.", "model.vision_tower.x.weight"),
+    ],
+)
+def test_decoders_of_models_that_see_say_what_they_are(
+    model_type: str, prefix: str, other: str, tmp_path: Path
+) -> None:
+    source = FIXTURES / "families" / "llama"
+    text = json.loads((source / "config.json").read_text())
+    config = {"model_type": model_type, "text_config": text, "vision_config": {"hidden_size": 7}}
+    with SafetensorsFolder(source) as files:
+        weights = {
+            name.replace("model.", prefix) if name.startswith("model.") else name: x.to_float32()
+            for name, x in files.tensors.items()
+        }
+    golden = np.load(source / "golden.npz")
+    with load_model(stored(tmp_path / "seeing", config, {**weights, other: ONES})) as model:
+        executor = ReferenceExecutor(model, num_blocks=16)
+        found = logits(executor, row(golden["tokens"].tolist(), SCATTERED_BLOCKS))
+        executor.close()
+    assert relative_error(found, golden["logits"]) <= BOUND
+
+
+def test_glm_that_sees_runs_as_its_decoder(tmp_path: Path) -> None:
+    text = {**drawn_config("glm4"), "model_type": "glm4v_text", "head_dim": None}
+    text |= {"num_attention_heads": 3, "num_key_value_heads": 1}
+    shapes = json.loads((DRAWN / "glm4" / "tensors.json").read_text())
+    sizes = {"q_proj": 48, "k_proj": 16, "v_proj": 16}
+    for name, shape in shapes.items():
+        part = name.split(".")[-2]
+        shape[0] = sizes.get(part, shape[0])
+        if part == "o_proj":
+            shape[1] = 48
+    weights = {name: drawn_weights(name, tuple(shape)) for name, shape in shapes.items()}
+    plain = {**text, "model_type": "glm4", "head_dim": 16}
+    text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [2, 1, 1]}
+    inner = {name.replace("model.", "model.language_model."): x for name, x in weights.items()}
+    seeing = {"model_type": "glm4v", "text_config": text, "vision_config": {}}
+    with (
+        load_model(stored(tmp_path / "plain", plain, weights)) as model,
+        load_model(stored(tmp_path / "seeing", seeing, inner)) as other,
+    ):
+        assert computed(other, "glm4").tobytes() == computed(model, "glm4").tobytes()
 
 
 def stacked(weights: dict[str, Floats], *, is_transposed: bool) -> dict[str, Floats]:
