@@ -54,6 +54,7 @@ ARCHITECTURES = {
     "glm4moe": "glm4moe",
     "llama4": "llama4",
     "solar_open": "glm4moe",
+    "mistral4": "mistral4",
     "stablelm-parallel": "stablelm",
     "phi2": "phi2",
     "gptneox": "gptneox",
@@ -203,12 +204,12 @@ def _expert_fields(config: Config) -> dict[str, Field]:
 
 
 def _deepseek_experts(config: Config) -> dict[str, Field]:
-    is_third = config["model_type"] != "deepseek_v2"
+    is_third = config["model_type"] not in ("deepseek_v2", "mistral4")
     fields: dict[str, Field] = {
         "leading_dense_block_count": config.get("first_k_dense_replace", 0),
         "expert_shared_count": config["n_shared_experts"],
         "expert_weights_scale": float(config["routed_scaling_factor"]),
-        "expert_weights_norm": is_third,
+        "expert_weights_norm": config["model_type"] != "deepseek_v2",
     }
     if is_third:
         fields["expert_gating_func"] = 2  # absent: softmax
@@ -318,6 +319,7 @@ _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
         "logit_scale": config["hidden_size"] / config["dim_model_base"],
     },
     "deepseek2": _deepseek,
+    "mistral4": _deepseek,
     "llama4": _llama4,
     "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
@@ -360,10 +362,12 @@ def _scaling(architecture: str, config: Config, tensors: dict[str, Floats]) -> d
             if name in rope:
                 fields[f"rope.scaling.yarn_{name}"] = rope[name]
     if rope.get("mscale_all_dim"):
-        unit = 0.1 if architecture == "deepseek2" else 1.0
+        unit = 0.1 if architecture in ("deepseek2", "mistral4") else 1.0
         fields["rope.scaling.yarn_log_multiplier"] = unit * rope["mscale_all_dim"]
     if rope.get("llama_4_scaling_beta"):
         fields["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        if architecture == "mistral4":
+            fields["attention.temperature_length"] = rope["original_max_position_embeddings"]
     return fields
 
 

@@ -26,6 +26,9 @@ from safetensors.numpy import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parent))
 from drawn_weights import drawn  # type: ignore[import-not-found,unused-ignore]
 
+transformers.AutoModelForCausalLM.register(
+    transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+)
 NUM_TOKENS = 40
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -318,6 +321,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
             "n_routed_experts": 8,
             "num_experts_per_tok": 3,
+        },
+    ),
+    "mistral4": (
+        "mistral4",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 20,
+            "q_lora_rank": 28,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
         },
     ),
     "stablelm-parallel": (

@@ -358,6 +358,7 @@ def _latent_attention(fields: Fields, num_heads: int) -> Attention:
         qkv_bias=fields.boolean("attention_bias", False),
         output_bias=fields.boolean("attention_bias", False),
         scale=head_dim**-0.5 * _yarn_scale(_rope_fields(fields)),
+        position_scale=_position_scale(fields),
         latent=Latent(
             kv_rank=fields.integer("kv_lora_rank", high=size_limit),
             rope_dims=rope_dims,
@@ -643,6 +644,8 @@ def _rope(family: Family, fields: Fields, rope: Fields, head_dim: int, base: flo
     share = rope.number(key, fields.number(key, 1.0))
     if key not in family.reads:
         rope.refuse({key: (1.0,)})
+    if family.has_latent:  # the size of the rotated part is a field of its own
+        share = 1.0
     if not 0 < share <= 1:
         raise ModelFileError(f"{_FILE}: {key} must be above 0 and at most 1, got {share}")
     if _is_proportional(family, rope):

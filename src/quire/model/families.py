@@ -1128,6 +1128,71 @@ FAMILIES = (
         ),
     ),
     Family(
+        name="mistral4",
+        architectures=("mistral4",),
+        model_types=("mistral4",),
+        has_latent=True,
+        interleaved_in_config=True,
+        interleaved_in_gguf=True,
+        config_defaults={
+            "kv_lora_rank": 256,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "q_lora_rank": 1024,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        reads=frozenset(
+            {"kv_lora_rank", "rope_interleave", "llama_4_scaling_beta", "partial_rotary_factor"}
+        ),
+        routing=Routing(
+            num_group_best=2, layers=RoutedLayers.AFTER_DENSE, shared_count="n_shared_experts"
+        ),
+        gguf_reads=frozenset(
+            {
+                "attention.kv_lora_rank",
+                "attention.q_lora_rank",
+                "attention.key_length_mla",
+                "attention.value_length_mla",
+                "attention.temperature_length",
+                "attention.temperature_scale",
+                "rope.scaling.yarn_log_multiplier",
+            }
+        ),
+    ),
+    Family(
+        name="glm4moe",
+        model_types=("glm4v_moe_text",),  # GLM-4.5V
+        output_bias=False,
+        config_defaults={
+            "attention_bias": True,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        reads=frozenset({"partial_rotary_factor", "mrope"}),
+        routing=_OF_DEEPSEEK,
+        has_extra_layers=True,
+    ),
+    Family(
         name="phi2",
         architectures=("phi2",),
         model_types=("phi",),
@@ -1363,6 +1428,7 @@ WITH_SENSES = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
     "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
 }
 
 

@@ -219,7 +219,7 @@ def _attention(
     num_heads = fields.integer("attention.head_count", high=MAX_SIZES["num_heads"])
     norm = _norm(family, fields)
     if family.has_latent:
-        return _latent_attention(fields, num_heads, norm)
+        return _latent_attention(family, fields, num_heads, norm)
     limit = MAX_SIZES["num_kv_heads"]
     has_bias = any(f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_qkv"))
     scale = fields.number("attention.scale", 0.0)
@@ -312,7 +312,7 @@ def _position_scale(family: Family, fields: Fields) -> PositionScale | None:
     return PositionScale(factor=factor, length=length)
 
 
-def _latent_attention(fields: Fields, num_heads: int, norm: Norm) -> Attention:
+def _latent_attention(family: Family, fields: Fields, num_heads: int, norm: Norm) -> Attention:
     """Files say the sizes of the cached vector; those of heads have the suffix _mla. Older files,
     whose keys and values have one matrix (attn_kv_b), say those of heads."""
     limit, size_limit = MAX_SIZES["head_dim"], MAX_SIZES["hidden_size"]
@@ -328,6 +328,7 @@ def _latent_attention(fields: Fields, num_heads: int, norm: Norm) -> Attention:
         head_dim=head_dim,
         value_dim=fields.integer(f"attention.value_length{suffix}", high=limit),
         scale=head_dim**-0.5 * extended * extended,
+        position_scale=_position_scale(family, fields),
         latent=Latent(
             kv_rank=fields.integer("attention.kv_lora_rank", high=size_limit),
             rope_dims=rope_dims,

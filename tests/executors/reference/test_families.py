@@ -37,7 +37,7 @@ ONES = np.ones(7, np.float32)
 SEEING = [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")]  # the second with a decoder of the first
 OF_STORED_FIXTURES = {"llama", "mistral", "qwen2", "qwen3", "bitnet"}
 OF_SEEING = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}
-OF_SEEING |= {"glm4v_text"}
+OF_SEEING |= {"glm4v_text", "glm4v_moe_text"}
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +259,25 @@ def test_glm_that_sees_runs_as_its_decoder(tmp_path: Path) -> None:
         load_model(stored(tmp_path / "seeing", seeing, inner)) as other,
     ):
         assert computed(other, "glm4").tobytes() == computed(model, "glm4").tobytes()
+
+
+def test_a_mixture_of_glm_that_sees_runs_as_its_decoder(tmp_path: Path) -> None:
+    config = {**drawn_config("glm4moe"), "use_qk_norm": False}
+    shapes = json.loads((DRAWN / "glm4moe" / "tensors.json").read_text())
+    weights = {
+        name: drawn_weights(name, tuple(shape))
+        for name, shape in shapes.items()
+        if "q_norm" not in name and "k_norm" not in name
+    }
+    text = {**config, "model_type": "glm4v_moe_text"}
+    text["rope_parameters"] = {**config["rope_parameters"], "mrope_section": [2, 1, 1]}
+    seeing = {"model_type": "glm4v_moe", "text_config": text, "vision_config": {}}
+    inner = {name.replace("model.", "model.language_model."): x for name, x in weights.items()}
+    with (
+        load_model(stored(tmp_path / "plain", config, weights)) as model,
+        load_model(stored(tmp_path / "seeing", seeing, inner)) as other,
+    ):
+        assert computed(other, "glm4moe").tobytes() == computed(model, "glm4moe").tobytes()
 
 
 def stacked(weights: dict[str, Floats], *, is_transposed: bool) -> dict[str, Floats]:
