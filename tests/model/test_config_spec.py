@@ -210,9 +210,34 @@ def test_rope_scaling_that_we_do_not_compute_is_refused(
 def test_an_unknown_model_type_is_named_with_those_we_run() -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=r"'mamba' \(model_type\).*supported: arcee, bitnet, cohere, .*, llama, .*, qwen3",
+        match=r"'maxima' \(model_type\).*supported: arcee, bitnet, cohere, .*, llama, .*, qwen3",
     ):
-        spec("mamba")
+        spec("maxima")
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("mamba", "state-space layers"),
+        ("qwen3_next", "gated delta networks"),
+        ("lfm2", "short convolutions"),
+        ("gpt2", "learned positions"),
+    ],
+)
+def test_what_a_known_architecture_has_beyond_us_is_said(name: str, part: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError,
+        match=rf"^architecture '{name}' \(model_type\) is not supported: it has {part}, which quire "
+        "does not run$",
+    ):
+        spec(name)
+
+
+def test_state_space_layers_of_granite_4_are_refused_before_its_experts() -> None:
+    config = {**drawn_config("granite-shared"), "num_local_experts": 8}
+    config["layer_types"] = ["mamba", "attention", "mamba", "mamba"]
+    with pytest.raises(UnsupportedModelError, match=r"layer_types = \['mamba', .*is not supported"):
+        spec_from_config(config)
 
 
 def test_soft_caps_are_read_and_null_is_none() -> None:
@@ -282,6 +307,8 @@ def test_what_transformers_writes_today_is_read(family: str) -> None:
 
 def in_the_older_form(config: dict[str, Any]) -> dict[str, Any]:
     """As files on the hub mostly are: rope_theta and rope_scaling, and no list of layers."""
+    if "rope_scaling" in config:
+        return config
     if "per_layer_config" in config:  # gemma4, whose ropes were never told otherwise
         own = next(iter(config["per_layer_config"].values()))
         heads = {"num_global_key_value_heads": own.get("num_key_value_heads")}

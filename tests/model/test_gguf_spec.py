@@ -77,10 +77,10 @@ def test_each_architecture_has_its_own_parts(
 def test_an_unknown_architecture_is_named_with_those_we_run() -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=r"'mamba' \(general.architecture\).*supported: arcee, bitnet, bitnet-25, "
+        match=r"'maxima' \(general.architecture\).*supported: arcee, bitnet, bitnet-25, "
         r"bitnet-b1\.58, .*, llama, .*, qwen2, ",
     ):
-        spec("mamba")
+        spec("maxima")
 
 
 def test_a_missing_architecture_is_named() -> None:

@@ -174,6 +174,8 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
     }
     merged = {**_DEFAULTS, **family.config_defaults, **read}
     fields = Fields(Metadata(_FILE, merged), _FILE)
+    if "position_embedding_type" in family.reads:
+        _refuse_other_layers(fields)
     refused = {**_NEUTRAL_VALUES, **({} if family.routing else _OF_EXPERTS)}
     fields.refuse({key: refused[key] for key in refused.keys() - family.reads})
     if family.placement_if is not None and not fields.boolean(family.placement_if, False):
@@ -526,8 +528,6 @@ def _layer_numbers(fields: Fields, key: str) -> frozenset[int] | None:
 
 def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if family.windows is Windows.NONE:
-        if "position_embedding_type" in family.reads:
-            _refuse_other_layers(fields)
         fields.refuse({"use_sliding_window": (False,)})
         if fields.get("use_sliding_window") is None:
             fields.refuse({"sliding_window": ()})

@@ -1432,7 +1432,42 @@ WITH_SENSES = {
 }
 
 
+# What architectures that are met often have and quire does not run, by the names of both files.
+_LACKING: Mapping[str, tuple[str, ...]] = {
+    "state-space layers": (
+        *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "plamo2"),
+        *("falcon_h1", "falcon-h1", "nemotron_h", "nemotron_h_moe", "granitehybrid"),
+    ),
+    "gated delta networks": (
+        *("qwen3_next", "qwen3next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen35", "qwen35moe", "kimi_linear", "kimi-linear", "olmo_hybrid"),
+    ),
+    "recurrent layers": ("rwkv", "rwkv6", "rwkv7", "recurrent_gemma", "xlstm"),
+    "short convolutions": ("lfm2", "lfm2_moe", "lfm2moe", "lfm2_vl"),
+    "alternating updates of several states": ("gemma3n", "gemma3n_text"),
+    "attention to tokens that an index chooses": (
+        *("deepseek_v32", "deepseek32", "deepseek_v4", "glm_moe_dsa", "glm-dsa"),
+    ),
+    "attention to what an encoder makes": (
+        *("mllama", "t5", "t5gemma", "bart", "whisper", "t5encoder"),
+    ),
+    "attention to later tokens": (
+        *("bert", "nomic-bert", "nomic_bert", "modernbert", "xlm-roberta", "gemma-embedding"),
+    ),
+    "learned positions": ("gpt2", "gpt_bigcode", "starcoder", "opt", "gpt_neo"),
+    "positions by distance alone (ALiBi)": ("bloom", "mpt"),
+    "a router that masks experts (SparseMixer)": ("phimoe",),
+    "an activation with weights (xIELU)": ("apertus",),
+}
+
+
 def find_family(families: Mapping[str, Family], field_name: str, name: str) -> Family:
+    for part, names in _LACKING.items():
+        if name in names:
+            raise UnsupportedModelError(
+                f"architecture {name!r} ({field_name}) is not supported: it has {part}, which "
+                "quire does not run"
+            )
     if name not in families:
         raise UnsupportedModelError(
             f"architecture {name!r} ({field_name}) is not supported; "
