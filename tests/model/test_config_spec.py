@@ -227,8 +227,8 @@ def test_an_unknown_model_type_is_named_with_those_we_run() -> None:
 def test_what_a_known_architecture_has_beyond_us_is_said(name: str, part: str) -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=rf"^architecture '{name}' \(model_type\) is not supported: it has {part}, which quire "
-        "does not run$",
+        match=rf"^architecture '{name}' \(model_type\) is not supported: it has {part}, which "
+        "quire does not run$",
     ):
         spec(name)
 
