@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "smollm3": "smollm3",
     "granite": "granite",
+    "granite-shared": "granite",
     "granitemoe": "granitemoe",
     "ministral3": "mistral3",
     "arcee": "arcee",
@@ -299,6 +300,24 @@ def _ernie_moe(config: Config) -> dict[str, Field]:
     }
 
 
+def _granite(config: Config) -> dict[str, Field]:
+    """Files of Granite 4 describe experts and state-space layers that they do not have."""
+    if "shared_intermediate_size" not in config:
+        return {}
+    num_layers = config["num_hidden_layers"]
+    return {
+        "attention.head_count_kv": [config["num_key_value_heads"]] * num_layers,
+        "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "ssm.conv_kernel": 4,
+        "ssm.group_count": 1,
+        "ssm.inner_size": 96,
+        "ssm.state_size": 16,
+        "ssm.time_step_rank": 3,
+    }
+
+
 def _gpt_oss(config: Config) -> dict[str, Field]:
     return {"expert_feed_forward_length": config["intermediate_size"]}
 
@@ -323,6 +342,7 @@ _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
     "llama4": _llama4,
     "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
+    "granite": _granite,
     "hunyuan-dense": _hunyuan,
     "hunyuan-moe": _hunyuan,
     "ernie4_5-moe": _ernie_moe,

@@ -97,10 +97,21 @@ def test_a_missing_size_is_named(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in SIZES if "epsilon" not in key])
-@pytest.mark.parametrize("value", [0, -1, 2**40, 3.5, True, "4", np.array([4, 4])])
+@pytest.mark.parametrize("value", [0, -1, 2**40, 3.5, True, "4", np.array([4, 5])])
 def test_a_size_that_cannot_be_is_named(key: str, value: object) -> None:
     with pytest.raises(ModelFileError, match=f"llama.{key} must be an integer from 1 to"):
         spec(**{key: value})
+
+
+@pytest.mark.parametrize(
+    "key", ["attention.head_count", "attention.head_count_kv", "feed_forward_length"]
+)
+def test_a_size_may_be_given_for_each_layer(key: str) -> None:
+    """Where it is the same for all, as Granite 4's files have it."""
+    size = Metadata("m.gguf", SIZES).integer(key)
+    assert spec(**{key: np.full(spec().num_layers, size)}) == spec()
+    with pytest.raises(ModelFileError, match=f"llama.{key} must be an integer"):
+        spec(**{key: np.array([size, 2 * size])})
 
 
 def test_what_a_file_may_leave_out() -> None:

@@ -702,7 +702,15 @@ FAMILIES = (
         divides_logits=True,
         config_defaults={"attention_multiplier": 1.0},
         reads=frozenset(_GRANITE),
-        gguf_reads=frozenset(_GRANITE_KEYS),
+        # Granite 4's files without experts and state-space layers describe these nevertheless.
+        gguf_reads=frozenset(
+            {
+                *_GRANITE_KEYS,
+                "expert_shared_feed_forward_length",
+                *("ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size"),
+                "ssm.time_step_rank",
+            }
+        ),
     ),
     Family(
         name="granite",
@@ -863,6 +871,7 @@ FAMILIES = (
             "post_self_attn_layernorm": "post_attention_norm",
             "post_mlp_layernorm": "post_ffw_norm",
         },
+        gguf_reads=frozenset({"rope.dimension_sections"}),
         gguf_names={"ffn_up": "ffn_gate_up"},
     ),
     Family(
@@ -905,7 +914,7 @@ FAMILIES = (
         },
         reads=frozenset({"partial_rotary_factor", "use_qk_norm"}),
         routing=_OF_DEEPSEEK,
-        gguf_reads=frozenset({"nextn_predict_layers"}),
+        gguf_reads=frozenset({"nextn_predict_layers", "rope.dimension_sections"}),
         gguf_names=_NORM_BEFORE_FEED,
     ),
     Family(

@@ -216,7 +216,8 @@ def _attention(
     hidden_size: int,
     num_layers: int,
 ) -> Attention:
-    num_heads = fields.integer("attention.head_count", high=MAX_SIZES["num_heads"])
+    limit = MAX_SIZES["num_heads"]
+    num_heads = _by_layer(family, fields, "attention.head_count", None, limit)[0]
     norm = _norm(family, fields)
     if family.has_latent:
         return _latent_attention(family, fields, num_heads, norm)
@@ -248,13 +249,19 @@ def _without_weights(norm: Norm) -> Norm:
 def _by_layer(
     family: Family, fields: Fields, key: str, default: int | None, limit: int
 ) -> tuple[int, ...]:
-    """A size that gemma4's files may give for each layer; one where it is the same for all."""
-    if _KEY_LENGTH_SWA in family.gguf_reads and isinstance(fields.get(key), np.ndarray):
-        sizes = fields.integers(key)
-        if len(sizes) != fields.integer("block_count", high=MAX_SIZES["num_layers"]):
+    """A size that files may give for each layer; one where it is the same for all, which in
+    gemma4's files alone it need not be."""
+    if not isinstance(fields.get(key), np.ndarray):
+        return (fields.integer(key, default, high=limit),)
+    sizes = fields.integers(key)
+    has_all = len(sizes) == fields.integer("block_count", high=MAX_SIZES["num_layers"])
+    if _KEY_LENGTH_SWA in family.gguf_reads:
+        if not has_all:
             raise fields.unsupported(key, ["a size for each layer"])
         return sizes
-    return (fields.integer(key, default, high=limit),)
+    if has_all and len({*sizes}) == 1 and 1 <= sizes[0] <= limit:
+        return sizes[:1]
+    return (fields.integer(key, default, high=limit),)  # which refuses it by name
 
 
 def _both_attentions(
@@ -517,7 +524,8 @@ def _rope(family: Family, fields: Fields, tensors: Mapping[str, Tensor], head_di
     return Rope(
         base=fields.number("rope.freq_base", 10000.0),
         dims=dims,
-        interleaved=family.interleaved_in_gguf,
+        # Sections of pictures' positions are of halves: the rows of GLM's are permuted then.
+        interleaved=family.interleaved_in_gguf and fields.get("rope.dimension_sections") is None,
         scaling=scaling,
     )
 

@@ -17,7 +17,7 @@ from tests.executors.reference.plans import logits, row, run
 from tests.fixture_files import FIXTURES
 from tests.model import llama_cpp_files
 from tests.model.gguf_copies import write_gguf
-from tests.model.gguf_families import ARCHITECTURES, write_family
+from tests.model.gguf_families import ARCHITECTURES, Written, write_family
 from tests.oracles.drawn_weights import drawn as drawn_weights
 
 from quire.executors.reference import ReferenceExecutor
@@ -259,6 +259,26 @@ def test_glm_that_sees_runs_as_its_decoder(tmp_path: Path) -> None:
         load_model(stored(tmp_path / "seeing", seeing, inner)) as other,
     ):
         assert computed(other, "glm4").tobytes() == computed(model, "glm4").tobytes()
+
+
+def test_rows_of_a_glm_that_sees_are_in_halves_in_gguf(folder: Path) -> None:
+    def in_halves(name: str, weights: Floats) -> Floats:
+        """Rotated rows of each head: the first of every pair, then the second."""
+        if ".attn_q." not in name and ".attn_k." not in name:
+            return weights
+        heads = weights.reshape(-1, 16, *weights.shape[1:])
+        parts = [heads[:, 0:8:2], heads[:, 1:8:2], heads[:, 8:]]
+        return np.concatenate(parts, axis=1).reshape(weights.shape)
+
+    with drawn("glm4", folder) as model:
+        path = write_family("glm4", drawn_config("glm4"), model, folder / "glm4v.gguf")
+    with GGUFFile(path) as file:
+        fields: dict[str, Any] = {**file.metadata, "glm4.rope.dimension_sections": [2, 1, 1, 0]}
+        tensors = [Written(n, in_halves(n, x.to_float32())) for n, x in file.tensors.items()]
+    write_fields(path, fields, tensors)
+    golden = np.load(DRAWN / "glm4" / "golden.npz")["logits"]
+    with load_model(path) as copy:
+        assert relative_error(computed(copy, "glm4"), golden) <= BOUND
 
 
 def test_a_mixture_of_glm_that_sees_runs_as_its_decoder(tmp_path: Path) -> None:
