@@ -136,7 +136,9 @@ def test_rope_is_read_from_old_and_new_fields_alike() -> None:
 
 
 def test_fields_that_change_nothing_in_transformers_are_no_refusal() -> None:
-    """As DeepSeek-R1-0528-Qwen3-8B, Yarn-Llama-2 and Qwen3-Coder have them."""
+    """As DeepSeek-R1-0528-Qwen3-8B, Yarn-Llama-2, Qwen3-Coder and dots.llm1 have them."""
+    dots = drawn_config("dots1")
+    assert spec_from_config({**dots, "scoring_func": "noaux_tc"}) == spec_from_config(dots)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     assert spec(rope_scaling={**yarn, "attn_factor": 0.88, "finetuned": True}) == spec(
         rope_scaling=yarn

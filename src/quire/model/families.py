@@ -831,7 +831,8 @@ FAMILIES = (
             "sliding_window": 4096,
             "max_window_layers": 62,
         },
-        ignores=frozenset({"use_sliding_window"}),
+        # Its files call their scoring, which is a sigmoid, noaux_tc.
+        ignores=frozenset({"use_sliding_window", "scoring_func"}),
         routing=_OF_DEEPSEEK,
     ),
     Family(
