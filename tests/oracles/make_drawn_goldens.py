@@ -413,7 +413,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "head_dim": 16,
             "num_local_experts": 8,
-            "num_experts_per_tok": 3,
+            "num_experts_per_tok": 5,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,

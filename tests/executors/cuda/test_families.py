@@ -29,9 +29,12 @@ ON_CUDA = {  # of the drawn families
     *("exaone4", "glm4", "starcoder2", "command-r", "cohere2"),
     *("mixtral", "qwen3moe", "qwen3moe-dense", "gpt-oss", "granitemoe", "olmoe"),
     *("stablelm", "ernie4_5", "glm", "olmo", "arcee", "nemotron"),
-    *("qwen2moe", "glm4moe", "dots1"),
+    *("qwen2moe", "glm4moe", "dots1", "solar_open", "ernie4_5-moe", "minimax-m2"),
+    *("stablelm-parallel", "gptneox-after", "internlm2", "internlm3", "exaone", "minicpm"),
+    "granite-shared",
 }
-NEAR_TIES = {"qwen2moe": 6}  # tokens before one whose experts change with what is rounded
+# Tokens before one whose experts change with what is rounded.
+NEAR_TIES = {"qwen2moe": 6, "solar_open": 9, "ernie4_5-moe": 9, "minimax-m2": 9}
 PROMPT = (3, 1, 4, 1, 5, 9)
 
 
