@@ -57,6 +57,18 @@ def test_a_chat_is_streamed_in_lines(tiny: RunningServer) -> None:
     assert last["eval_count"] == 6 and last["total_duration"] > 0
 
 
+@pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
+def test_programs_need_not_say_that_a_body_is_json(tiny: RunningServer, kind: str) -> None:
+    """As curl posts Ollama's examples, and LiteLLM what it has a key for; pages may not."""
+    body = json.dumps({"model": NAME, "messages": MESSAGES, "stream": False, "options": OPTIONS})
+    reply = tiny.post("/api/chat", body.encode(), {"Content-Type": kind})
+    assert (reply.status, reply.json["eval_count"]) == (200, 6)
+    for page in ({"Origin": "http://localhost:1"}, {"Sec-Fetch-Site": "cross-site"}):
+        refused = tiny.post("/api/chat", body.encode(), {"Content-Type": kind, **page})
+        assert refused.status == 415, page
+    assert tiny.post("/v1/completions", body.encode(), {"Content-Type": kind}).status == 415
+
+
 @pytest.mark.parametrize(
     ("path", "given"),
     [

@@ -129,7 +129,7 @@ class Middleware:
             return
         check_path(call.path)  # before its content type: there it may be right
         is_upload = call.path == UPLOADS
-        _check_content_type(headers, "multipart/form-data" if is_upload else "application/json")
+        _check_content_type(headers, call.path)
         key = call.key
         if key is not None:
             self._limits.enter(key)
@@ -294,11 +294,18 @@ def _too_large(limit: int) -> ApiError:
     )
 
 
-def _check_content_type(headers: Headers, wanted: str) -> None:
+def _check_content_type(headers: Headers, path: str) -> None:
     """JSON, but for files: web pages can post forms and plain text across origins without a
-    preflight. Of a form that a page posts the origin is checked before."""
+    preflight. Of a form that a page posts the origin is checked before.
+
+    Ollama reads any body as JSON: its documentation's curl posts a form, and LiteLLM, where it has
+    a key, names no type. Such bodies are taken on its routes of programs that are no browser: those
+    send Origin with every POST."""
+    wanted = "multipart/form-data" if path == UPLOADS else "application/json"
     kind = _header(headers, b"content-type").partition(";")[0].strip().lower()
-    if kind != wanted:
+    is_browser = any(name in (b"origin", b"sec-fetch-site") for name, _ in headers)
+    is_ollama = path.startswith("/api/") and not is_browser
+    if kind != wanted and not (is_ollama and kind in ("", "application/x-www-form-urlencoded")):
         raise ApiError(
             415,
             f"the content type must be {wanted}, got {kind!r:.100}",
