@@ -50,6 +50,20 @@ _INVOKE = '<invoke name="weather">\n<parameter name="city">5</parameter>\n'
 _INVOKE += '<parameter name="days">3</parameter>\n</invoke>\n'
 _DSML = _INVOKE.replace("<", "<｜DSML｜").replace("<｜DSML｜/", "</｜DSML｜")
 _DSML = _DSML.replace('name="city"', 'name="city" string="true"')
+_NAMED = '<function name="weather"><param name="city">5</param>'
+_HUNYUAN = "<tool_call:x>weather<tool_sep:x>\n<arg_key:x>city</arg_key:x>\n<arg_value:x>5"
+_HUNYUAN += "</arg_value:x>\n<arg_key:x>days</arg_key:x>\n<arg_value:x>3</arg_value:x>\n"
+_HUNYUAN = f"{_HUNYUAN}</tool_call:x>\n".replace(":x>", ":opensource>")
+_HUNYUAN_MARKS = "{% set HYTK = ':opensource' %} '<tool_calls{}>' '<think{}>' '</think{}>'"
+_SOLAR = f"<|tool_call:begin|>a1<|tool_call:name|>weather<|tool_call:args|>{WRITTEN}"
+_SOLAR += "<|tool_call:end|>"
+_KIMI_ARGUMENT = '<|open|>argument key="%s" type="%s"<|sep|>%s<|close|>argument<|sep|>'
+_KIMI_TAGS = '<|open|>call tool="weather" index="1"<|sep|>' + _KIMI_ARGUMENT % ("city", "string", 5)
+_KIMI_TAGS += _KIMI_ARGUMENT % ("days", "number", 3) + "<|close|>call<|sep|>"
+_KIMI_MARKS = "<|open|> <|close|> <|sep|>"
+_MINIMAX = '<invoke name="weather"><city>5</city><days>3</days><more><item><a>b</a></item><item>'
+_MINIMAX += "</item><item>2</item></more></invoke>\n"
+_MINIMAX = f"\n{_MINIMAX}{_MINIMAX}".replace("<", "]<]minimax[>[<")
 _HARMONY = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + WRITTEN
 _ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
 _HARMONY_MARKS = "<|channel|> <|message|> functions."
@@ -185,6 +199,117 @@ SAMPLES = {
         (PLAIN, PLAIN),
     ),
     "tool code": Sample("```tool_code", '```tool_code\nweather(city="5", days=3)\n```', (PLAIN,)),
+    "python, bare": Sample(
+        "", '\n[weather(city="5", days=3), weather(city="5", days=3)]', (PLAIN, PLAIN)
+    ),
+    "python, bare, of no tool": Sample(
+        "", "[other(city=5)] is a call.", (), "[other(city=5)] is a call."
+    ),
+    "python, bare, broken": Sample("", "[weather(city=] So.", (), "[weather(city=] So."),
+    "python, bare, cut": Sample("", "[weather", (), "[weather"),
+    "python, a line each": Sample(
+        "<function_calls>",
+        "<function_calls>\nweather(city='5', days=3)\nweather(city='5', days=3)\n</function_calls>",
+        (PLAIN, PLAIN),
+    ),
+    "python, a line end in a text": Sample(
+        "List of tools: [",
+        "<|tool_call_start|>[weather(city='a\nb', more=None, x={'y': true})]<|tool_call_end|>",
+        (("weather", {"city": "a\nb", "more": None, "x": {"y": True}}),),
+    ),
+    "a list of objects": Sample("", f"[{_OBJECT}, {_OBJECT}]", (CALL, CALL)),
+    "a list of other objects": Sample("", '[{"age": 3}]', (), '[{"age": 3}]'),
+    "a list of numbers": Sample("", "[1, 2]", (), "[1, 2]"),
+    "a list after a call": Sample("", f"<tool_call>{_OBJECT}</tool_call>[1, 2]", (CALL,), "[1, 2]"),
+    "functools, bare": Sample("functools[", f"{_OBJECT},{_OBJECT}", (CALL, CALL)),
+    "gemma, words of Python": Sample(
+        "<|tool_call> <tool_call|>",
+        '<|tool_call>call:weather{city:<|"|>None<|"|>,more:[None,True]}<tool_call|>',
+        (("weather", {"city": "None", "more": [None, True]}),),
+    ),
+    "function gemma": Sample(
+        "<start_function_call>",
+        "<start_function_call>call:weather{city:<escape>5<escape>,days:<escape>3<escape>}"
+        "<end_function_call>",
+        (PLAIN,),
+    ),
+    "named objects": Sample(
+        "<|tools_prefix|>",
+        f'Look:<|tools_prefix|>[{{"weather": {WRITTEN}}}, {{"weather": {WRITTEN}}}]'
+        "<|tools_suffix|>",
+        (CALL, CALL),
+        "Look:",
+    ),
+    "named objects, broken": Sample(
+        "<|tools_prefix|>",
+        "<|tools_prefix|>[{}]<|tools_suffix|>",
+        (),
+        "<|tools_prefix|>[{}]<|tools_suffix|>",
+    ),
+    "named parameters": Sample(
+        '<function name="x"><param name="y">',
+        f'Look:\n{_NAMED}<param name="days">3</param></function>\n{_NAMED}'
+        "<param name=\"more\"><![CDATA[{'a': True}]]></param></function>",
+        (PLAIN, ("weather", {"city": "5", "more": {"a": True}})),
+        "Look:",
+    ),
+    "internlm": Sample(
+        "<|action_start|> <|plugin|>",
+        f"So.<|action_start|><|plugin|>\n{_OBJECT}<|action_end|>",
+        (CALL,),
+        "So.",
+    ),
+    "solar": Sample(
+        "<|tool_call:begin|>", f"<|tool_calls|>{_SOLAR}{_SOLAR}<|calls|>", (CALL, CALL)
+    ),
+    "gigachat": Sample(
+        "<|role_sep|> <|message_sep|> function call",
+        f"So.<|message_sep|>\n\nfunction call<|role_sep|>\n{_OBJECT}",
+        (CALL,),
+        "So.",
+    ),
+    "function_call": Sample(
+        "<function_call>", f"<function_call> {_OBJECT}\n<function_call> {_OBJECT}", (CALL, CALL)
+    ),
+    "hunyuan": Sample(
+        _HUNYUAN_MARKS,
+        "<think:opensource>Hm.</think:opensource>So.<tool_calls:opensource>\n"
+        f"{_HUNYUAN}{_HUNYUAN}</tool_calls:opensource>",
+        (PLAIN, PLAIN),
+        "So.",
+        "Hm.",
+    ),
+    "kimi's tags": Sample(
+        _KIMI_MARKS,
+        "Hm.<|close|>think<|sep|><|open|>response<|sep|>So.<|close|>response<|sep|>"
+        f"<|open|>tools<|sep|>{_KIMI_TAGS}{_KIMI_TAGS}<|close|>tools<|sep|><|close|>message<|sep|>",
+        (PLAIN, PLAIN),
+        "So.",
+        "Hm.",
+        is_thinking=True,
+    ),
+    "minimax's tags": Sample(
+        "]<]minimax[>[ <tool_call> <mm:think> </mm:think>",
+        f"</mm:think>So.]<]minimax[>[<tool_call>{_MINIMAX}]<]minimax[>[</tool_call>",
+        (("weather", {**PLAIN[1], "more": [{"a": "b"}, None, 2]}),) * 2,
+        "So.",
+    ),
+    "apriel's reasoning": Sample(
+        "Here are my reasoning steps: [BEGIN FINAL RESPONSE]",
+        "Hm.\n[BEGIN FINAL RESPONSE]\nYes.",
+        (),
+        "Yes.",
+        "Hm.",
+        is_thinking=True,
+    ),
+    "the end of reasoning alone": Sample("<think> </think>", "</think>Yes.", (), "Yes."),
+    "values as Python writes them": Sample(
+        "<seed:tool_call>",
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>[1]</parameter>\n"
+        "<parameter=more>{'a': [True, None]}</parameter>\n<parameter=other>[x]</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        (("weather", {"city": "[1]", "more": {"a": [True, None]}, "other": "[x]"}),),
+    ),
     "harmony, content": Sample(
         _HARMONY_MARKS,
         f"{_ANALYSIS}<|channel|>final<|message|>It <|rains.",

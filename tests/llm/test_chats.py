@@ -268,6 +268,46 @@ def test_a_template_without_a_system_message_gets_tools_in_the_users(tmp_path: P
 
 
 @pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        ({"description": "d", "parameters": {"properties": {"a": {}}}}, "f(a): d"),
+        ({"parameters": {"type": "object"}}, "f(): "),
+        ({"description": None, "parameters": None}, "f(): "),
+        ({}, "f(): "),
+    ],
+)
+def test_tools_may_leave_out_what_a_template_needs(
+    tmp_path: Path, function: Any, shown: str
+) -> None:
+    """gpt-oss's fails without a description, Seed-OSS's without properties."""
+    template = (
+        "{% for t in tools or [] %}{% set f = t.function %}"
+        "{{ f.name + '(' + f.parameters.properties.keys() | join(',') + '): ' + f.description }}"
+        "{% endfor %}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    )
+    path = write_text_model(tmp_path / "model.gguf", chat_template=template)
+    tools = [{"type": "function", "function": {"name": "f", **function}}]
+    with LLM(path, device="reference", kv_memory="4MiB") as llm:
+        assert llm.prompts.read_chat("hi", ChatOptions(tools)).text == f"{shown}[hi]"
+
+
+def test_a_template_that_fails_on_a_message_says_so_though_there_are_tools(tmp_path: Path) -> None:
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.content + m.more }}{% endfor %}"
+    path = write_text_model(tmp_path / "model.gguf", chat_template=template)
+    message = {"role": "user", "content": "hi"}
+    with (
+        LLM(path, device="reference", kv_memory="4MiB") as llm,
+        pytest.raises(RequestError, match="fails on the messages"),
+    ):
+        llm.prompts.read_chat([message], ChatOptions(ONE))
+
+
+def test_markers_of_several_control_tokens_are_looked_for_by_each() -> None:
+    form = form_of("<|open|> <|close|> <|sep|>")
+    assert {"<|open|>", "<|close|>", "<|sep|>"} < set(form.markers)
+
+
+@pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "a", "x": {1}}}]}, "tools"),

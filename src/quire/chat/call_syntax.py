@@ -1,4 +1,4 @@
-"""Tool calls in syntaxes that are not JSON: XML-like parameters, Gemma's and Python's.
+"""Tool calls in syntaxes that are not JSON alone: XML-like parameters, Gemma's and Python's.
 
 A reader gets the text between a call's markers and the types of the tools' parameters; it gives the
 calls in it, or None (or ValueError, RecursionError) where that is no call. Values become JSON by
@@ -24,6 +24,16 @@ ReadCalls = Callable[[str, ParameterTypes], list[ReadCall] | None]
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>|$)\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+_NAMED_PARAMETER = re.compile(r"<param name=\"([^\"]+)\">(.*?)(?:</param>|$)", re.DOTALL)
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
+_KIMI_CALL = re.compile(
+    r"<\|open\|>call tool=\"([^\"]+)\"[^<]*<\|sep\|>(.*?)<\|close\|>call<\|sep\|>", re.DOTALL
+)
+_KIMI_ARGUMENT = re.compile(
+    r"<\|open\|>argument key=\"([^\"]+)\" type=\"(\w+)\"<\|sep\|>(.*?)<\|close\|>argument<\|sep\|>",
+    re.DOTALL,
+)
+MINIMAX_MARK = "]<]minimax[>["  # before every tag of MiniMax-M3's
 _INVOKE = re.compile(
     r"<(?:｜DSML｜)?invoke name=\"([^\"]+)\">(.*?)(?:</(?:｜DSML｜)?invoke>|$)", re.DOTALL
 )
@@ -59,6 +69,76 @@ def read_invocations(text: str, types: ParameterTypes) -> list[ReadCall] | None:
     return calls or None
 
 
+def read_named_parameters(text: str, types: ParameterTypes) -> list[ReadCall] | None:
+    """name"><param name="key">value</param>, after <function name=" """
+    name, found, body = text.partition('">')
+    if not found or not name:
+        return None
+    values = {}
+    for key, value in _NAMED_PARAMETER.findall(body):
+        whole = _CDATA.fullmatch(value)
+        values[key] = _value(whole[1] if whole else value, name, key, types)
+    return [_call(name, values)]
+
+
+def read_kimi(text: str, _: ParameterTypes) -> list[ReadCall] | None:
+    """<|open|>call tool="name" index="1"<|sep|> with <|open|>argument key="key" type="string"..."""
+    calls = []
+    for name, body in _KIMI_CALL.findall(text):
+        values = {
+            key: value if kind == "string" else strict_json(value)
+            for key, kind, value in _KIMI_ARGUMENT.findall(body)
+        }
+        calls.append(_call(name, values))
+    return calls or None
+
+
+def read_named_objects(text: str, _: ParameterTypes) -> list[ReadCall] | None:
+    """[{"name": {"key": "value"}}, ...]"""
+    calls = []
+    for item in strict_json(text):
+        if not isinstance(item, dict) or len(item) != 1:
+            return None
+        name, values = next(iter(item.items()))
+        if not isinstance(values, dict):
+            return None
+        calls.append(_call(name, values))
+    return calls or None
+
+
+def read_minimax_tags(text: str, types: ParameterTypes) -> list[ReadCall] | None:
+    """<invoke name="name"><key>value</key><list><item>1</item></list></invoke>, a mark before each
+    tag."""
+    calls = []
+    stack: list[tuple[str, list[tuple[str, Any]], str]] = []  # tag, children, text
+    for part in text.split(MINIMAX_MARK)[1:]:
+        found = re.match(r"<(/?)([^<>]+)>(.*)", part, re.DOTALL)
+        if found is None:
+            return None
+        if not found[1]:
+            stack.append((found[2], [], found[3]))
+            continue
+        tag, children, letters = stack.pop() if stack else ("", [], "")
+        if tag.partition(" ")[0] != found[2]:
+            return None
+        if tag.startswith('invoke name="'):
+            calls.append(_call(tag[len('invoke name="') : -1], dict(children)))
+        elif stack:
+            invoked = stack[0][0][len('invoke name="') : -1] if len(stack) == 1 else ""
+            stack[-1][1].append((tag, _tag_value(children, letters, invoked, tag, types)))
+    return calls or None
+
+
+def _tag_value(
+    children: list[tuple[str, Any]], letters: str, tool: str, key: str, types: ParameterTypes
+) -> Any:
+    if not children:
+        return _value(letters, tool, key, types) if letters or tool else None
+    if all(tag == "item" for tag, _ in children):
+        return [value for _, value in children]
+    return dict(children)
+
+
 def read_arg_keys(text: str, types: ParameterTypes) -> list[ReadCall] | None:
     """name<arg_key>key</arg_key><arg_value>value</arg_value>"""
     name = text.partition("<arg_key>")[0].strip()
@@ -72,12 +152,40 @@ def read_arg_keys(text: str, types: ParameterTypes) -> list[ReadCall] | None:
     return [_call(name, values)]
 
 
+def read_suffixed_arg_keys(text: str, types: ParameterTypes) -> list[ReadCall] | None:
+    """<tool_call:x>name<tool_sep:x><arg_key:x>..., Hunyuan's tags with a suffix each; several."""
+    plain = re.sub(r"<(/?(?:tool_call|tool_sep|arg_key|arg_value)):\w+>", r"<\1>", text)
+    calls: list[ReadCall] = []
+    for part in plain.split("<tool_call>")[1:]:
+        read = read_arg_keys(part.partition("</tool_call>")[0].replace("<tool_sep>", ""), types)
+        if read is None:
+            return None
+        calls += read
+    return calls or None
+
+
 def read_gemma(text: str, _: ParameterTypes) -> list[ReadCall] | None:
     """call:name{key:<|"|>text<|"|>,other:1}"""
+    found = _gemma_call(text, '<|"|>')
+    return None if found is None else [_call(*found)]
+
+
+def read_function_gemma(text: str, types: ParameterTypes) -> list[ReadCall] | None:
+    """call:name{key:<escape>value<escape>}: values of any type are between the marks."""
+    found = _gemma_call(text, "<escape>")
+    if found is None:
+        return None
+    name, values = found
+    for key, value in values.items():
+        values[key] = _value(value, name, key, types) if isinstance(value, str) else value
+    return [_call(name, values)]
+
+
+def _gemma_call(text: str, quote: str) -> tuple[str, dict[str, Any]] | None:
     found = re.fullmatch(r"\s*call:([^\s{]+)(\{.*\})\s*", text, re.DOTALL)
     if found is None:
         return None
-    parts = found[2].split('<|"|>')
+    parts = found[2].split(quote)
     if len(parts) % 2 == 0:
         return None  # a text without an end
     written = [
@@ -85,21 +193,38 @@ def read_gemma(text: str, _: ParameterTypes) -> list[ReadCall] | None:
         for number, part in enumerate(parts)
     ]
     values = strict_json("".join(written))
-    return [_call(found[1], values)] if isinstance(values, dict) else None
+    return (found[1], values) if isinstance(values, dict) else None
 
 
 def _quoted_keys(text: str) -> str:
-    return re.sub(r"([{,]\s*)([^\s{},:\"\[\]]+)(\s*:)", r'\1"\2"\3', text)
+    text = re.sub(r"([{,]\s*)([^\s{},:\"\[\]]+)(\s*:)", r'\1"\2"\3', text)
+    return re.sub(r"(?<=[:,\[])(None|True|False)\b", lambda word: _WORDS[word[0]], text)
+
+
+_WORDS = {"None": "null", "True": "true", "False": "false"}  # as Python writes JSON's
 
 
 def read_python(text: str, _: ParameterTypes) -> list[ReadCall] | None:
-    """[name(key="text", other=1), ...], or one call without the list."""
-    try:
-        parsed = ast.parse(text.strip(), mode="eval").body
-        nodes = parsed.elts if isinstance(parsed, ast.List | ast.Tuple) else [parsed]
-        return [_python_call(node) for node in nodes] or None
-    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-        return None
+    """[name(key="text", other=1), ...], or calls without the list, one a line."""
+    whole = text.strip()
+    for written in (whole, whole.replace("\n", "\\n")):  # line ends in texts may not be escaped
+        try:
+            return _python_calls(written)
+        except SyntaxError:
+            continue
+        except (ValueError, RecursionError, MemoryError, TypeError):
+            return None
+    return None
+
+
+def _python_calls(text: str) -> list[ReadCall] | None:
+    nodes: list[ast.expr] = []
+    for statement in ast.parse(text).body:
+        if not isinstance(statement, ast.Expr):
+            return None
+        found = statement.value
+        nodes += found.elts if isinstance(found, ast.List | ast.Tuple) else [found]
+    return [_python_call(node) for node in nodes] or None
 
 
 def _python_call(node: ast.expr) -> ReadCall:
@@ -137,6 +262,16 @@ def _value(text: str, tool: str, key: str, types: ParameterTypes) -> Any:
     try:
         return strict_json(text)
     except (ValueError, RecursionError):
+        return _python_value(text)
+
+
+def _python_value(text: str) -> Any:
+    """Some templates write what is no text as Python does; what is neither is text."""
+    if text.strip()[:1] not in ("{", "[") and text.strip() not in _WORDS:
+        return text
+    try:
+        return _literal(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
         return text
 
 

@@ -8,16 +8,23 @@ name followed by its arguments in JSON, or in a syntax of its own, which is read
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quire.chat.call_syntax import (
+    MINIMAX_MARK,
     ReadCalls,
     read_arg_keys,
+    read_function_gemma,
     read_gemma,
     read_invocations,
+    read_kimi,
+    read_minimax_tags,
+    read_named_objects,
+    read_named_parameters,
     read_parameters,
     read_python,
+    read_suffixed_arg_keys,
 )
 
 _JSON_CALL = '{"name": "%s", "arguments": '
@@ -39,7 +46,9 @@ class CallForm:
     separators: str = ""  # characters between calls, beside white space
     header: re.Pattern[str] | None = None  # between call_open and the { of arguments: the name
     read: ReadCalls | None = None  # reads what is between call_open and closes[0]
-    bare_json: bool = False  # an answer that begins with a JSON object may be a call
+    # An answer that begins with a JSON object, or with a list of them or of calls in Python, may be
+    # calls.
+    bare_json: bool = False
     extra_markers: tuple[str, ...] = ()
     max_calls: int = 16  # of one answer that a grammar holds
     id_length: int = 0  # of a call's id, where the template checks it
@@ -85,13 +94,17 @@ class ChatForm:
     calls: CallForm
     reasoning: ReasoningForm | None = None
     is_harmony: bool = False
+    wrappers: tuple[str, ...] = ()  # around content, of which they are no part
 
     @cached_property
     def markers(self) -> tuple[str, ...]:
+        """Those that are made of several control tokens, and each of these."""
         if self.is_harmony:
             return HARMONY_MARKERS
         tags = () if self.reasoning is None else (self.reasoning.open, self.reasoning.close)
-        return (*self.calls.markers, *tags)
+        whole = (*self.calls.markers, *tags, *self.wrappers)
+        parts = (part for mark in whole for part in re.findall(r"<\|\w+\|>", mark) if part != mark)
+        return (*whole, *dict.fromkeys(parts))
 
 
 def _tagged(name: str, opened: str, closed: str, **more: str) -> CallForm:
@@ -194,6 +207,43 @@ _COMMAND = _tagged(
     "<|END_ACTION|>",
     prefix='{"tool_call_id": "0", "tool_name": "%s", "parameters": ',
 )
+_NAMED_OBJECTS = CallForm(
+    "named-objects",
+    call_open="<|tools_prefix|>",
+    closes=("<|tools_suffix|>",),
+    read=read_named_objects,
+    begin="<|tools_prefix|>[",
+    prefix='{"%s": ',
+    suffix="}",
+    between=", ",
+    end="]<|tools_suffix|>",
+)
+_INTERNLM = CallForm(
+    "internlm",
+    call_open="<|action_start|>",
+    closes=("<|action_end|>", "<|plugin|>"),
+    prefix=f"<|action_start|><|plugin|>\n{_JSON_CALL}",
+    suffix="}<|action_end|>",
+)
+_SOLAR = CallForm(
+    "solar",
+    call_open="<|tool_call:begin|>",
+    section_opens=("<|tool_calls|>",),
+    closes=("<|tool_call:end|>", "<|calls|>"),
+    header=re.compile(
+        r"(?P<id>[\w-]+)<\|tool_call:name\|>" + _NAME + r"<\|tool_call:args\|>\s*(?=\{)"
+    ),
+    extra_markers=("<|tool_call:name|>", "<|tool_call:args|>"),
+)
+_GIGACHAT = CallForm("gigachat", call_open="<|message_sep|>\n\nfunction call<|role_sep|>\n")
+_FUNCTION_CALL = CallForm(
+    "function_call",
+    call_open="<function_call>",
+    closes=("</function_call>",),
+    prefix=f"<function_call> {_JSON_CALL}",
+    suffix="}",
+    between="\n",
+)
 _ACTION = CallForm(
     "action", section_opens=("Action:\n```json", "Action: ```json"), separators="[],`"
 )
@@ -213,7 +263,27 @@ def _read(name: str, opened: str, closed: str, read: ReadCalls, *extra: str) -> 
     return CallForm(name, call_open=opened, closes=(closed,), read=read, extra_markers=extra)
 
 
+_KIMI_TAGS = CallForm(
+    "kimi-tags",
+    call_open="<|open|>tools<|sep|>",
+    closes=("<|close|>tools<|sep|>", "<|close|>message<|sep|>"),
+    read=read_kimi,
+)
+_KIMI_WRAPPERS = (
+    "<|open|>response<|sep|>",
+    "<|close|>response<|sep|>",
+    "<|close|>message<|sep|>",
+)
+_MINIMAX_TAGS = _read(
+    "minimax-tags",
+    f"{MINIMAX_MARK}<tool_call>",
+    f"{MINIMAX_MARK}</tool_call>",
+    read_minimax_tags,
+    MINIMAX_MARK,
+)
 _XML = _read("xml", "<tool_call>", "</tool_call>", read_parameters)
+_PYTHON = _read("python", "<|tool_call_start|>", "<|tool_call_end|>", read_python)
+_FUNCTOOLS = replace(_tagged("functools", "functools", ""), bare_json=True)
 _Test = Callable[[str], bool]
 
 
@@ -244,6 +314,30 @@ _CALL_FORMS: tuple[tuple[_Test, CallForm], ...] = (
         _has("｜DSML｜"),
         _read("dsml-calls", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", read_invocations),
     ),
+    (_has("<|open|>", "<|close|>", "<|sep|>"), _KIMI_TAGS),
+    (_has(MINIMAX_MARK, "<tool_call>"), _MINIMAX_TAGS),
+    (
+        _has("<start_function_call>"),
+        _read(
+            "function-gemma",
+            "<start_function_call>",
+            "<end_function_call>",
+            read_function_gemma,
+            "<escape>",
+        ),
+    ),
+    (_has("<|tools_prefix|>"), _NAMED_OBJECTS),
+    (_has("<|tool_call:begin|>"), _SOLAR),
+    (_has("<|action_start|>", "<|plugin|>"), _INTERNLM),
+    (
+        _has("<tool_calls:opensource>"),
+        _read(
+            "hunyuan",
+            "<tool_calls:opensource>",
+            "</tool_calls:opensource>",
+            read_suffixed_arg_keys,
+        ),
+    ),
     (_has("<function=", "<parameter=", "<tool_call>"), _XML),
     (_has("<arg_key>", "<tool_call>"), _read("glm", "<tool_call>", "</tool_call>", read_arg_keys)),
     (_has("<｜tool▁calls▁begin｜>", "```json"), _DEEPSEEK_R1),
@@ -256,19 +350,24 @@ _CALL_FORMS: tuple[tuple[_Test, CallForm], ...] = (
     (_has("<tool_calls>"), _tagged("tool-calls", "<tool_calls>", "</tool_calls>")),
     (_has("<|tool_call|>", "<|/tool_call|>"), _tagged("phi", "<|tool_call|>", "<|/tool_call|>")),
     (_has("<|tool_call|>"), _tagged("granite", "<|tool_call|>", "")),
-    (
-        _has("<|tool_list_start|>"),
-        _read("python", "<|tool_call_start|>", "<|tool_call_end|>", read_python),
-    ),
-    (
-        _has("<|tool_call_start|>"),
-        _read("python", "<|tool_call_start|>", "<|tool_call_end|>", read_python),
-    ),
+    (_has("<|tool_list_start|>"), _PYTHON),
+    (_has("<|tool_call_start|>"), _PYTHON),
     (_has("<|function_call|>"), _tagged("function-call", "<|function_call|>", "")),
     (_has("Action:", "```json", "tool_name"), _ACTION),
+    (_has("List of tools: ["), _PYTHON),  # LFM2.5's, which shows tools and no calls
+    (
+        _has("<function_calls>"),
+        _read("python", "<function_calls>", "</function_calls>", read_python),
+    ),
     (_has("<tool_call>"), HERMES),
+    (
+        _has('<function name="', "<param name="),
+        _read("named-parameters", '<function name="', "</function>", read_named_parameters),
+    ),
+    (_has("<function_call>"), _FUNCTION_CALL),
+    (_has("<|role_sep|>", "<|message_sep|>", "function call"), _GIGACHAT),
     (_has("<function=", "</function>"), _FUNCTION_TAG),
-    (_has("functools["), _tagged("functools", "functools", "")),
+    (_has("functools["), _FUNCTOOLS),
     (_has("<|python_tag|>"), _LLAMA),
     (_has('"parameters": dictionary'), _LLAMA),
     (_has("```tool_code"), _read("tool-code", "```tool_code", "```", read_python)),
@@ -281,15 +380,25 @@ _REASONING_FORMS = (
     ReasoningForm("<|channel>thought", "<channel|>"),
     ReasoningForm("<|inner_prefix|>", "<|inner_suffix|>"),
     ReasoningForm("<thinking>", "</thinking>"),
+    ReasoningForm("<mm:think>", "</mm:think>"),
+    ReasoningForm("<think:opensource>", "</think:opensource>"),
+    ReasoningForm("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
+_KIMI_REASONING = ReasoningForm("<|open|>think<|sep|>", "<|close|>think<|sep|>")
+_SUFFIX = re.compile(r"set HYTK = '(:\w+)'")  # of Hunyuan's tags, which are written by format()
 
 
 def form_of(template: str | None) -> ChatForm:
     """The form of answers that a chat template is for; generic where nothing tells."""
     text = template or ""
+    suffix = _SUFFIX.search(text)
+    if suffix is not None:
+        text = text.replace("{}", suffix[1])
     calls = next((form for test, form in _CALL_FORMS if test(text)), GENERIC)
     if calls is HARMONY:
         return ChatForm(calls, is_harmony=True)
+    if calls is _KIMI_TAGS:
+        return ChatForm(calls, _KIMI_REASONING, wrappers=_KIMI_WRAPPERS)
     reasoning = next(
         (form for form in _REASONING_FORMS if form.open in text and form.close in text), None
     )

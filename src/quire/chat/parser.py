@@ -10,6 +10,7 @@ come; a call that breaks off after that has been seen by streams, and in `answer
 
 import hashlib
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from quire.chat.answers import (
     ToolCall,
     ToolCallBegin,
 )
-from quire.chat.call_syntax import ParameterTypes, strict_json
+from quire.chat.call_syntax import ParameterTypes, read_python, strict_json
 from quire.chat.forms import GENERIC, CallForm, ChatForm
 from quire.chat.object_scanner import ObjectScanner
 
@@ -33,6 +34,9 @@ _LETTERS = string.ascii_letters + string.digits
 _NAME_KEYS = ("name", "tool_name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _KNOWN_KEYS = {*_NAME_KEYS, *_ARGUMENT_KEYS, "type", "id", "tool_call_id"}
+_LISTED = re.compile(r"\[\s*(?=\{)")  # objects
+_PYTHON_LIST = re.compile(r"\[\s*([A-Za-z_][\w.]*)\(")
+_MAY_BE_LIST = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*)?\Z")  # of either, as far as it has come
 MAX_HEADER = 600  # characters of a call before its arguments
 
 
@@ -81,6 +85,10 @@ class AnswerParser:
     ) -> None:
         self.call_ids = CallIds()
         self._calls_form: CallForm = GENERIC if form is None else form.calls
+        self._separators = self._calls_form.separators
+        self._read = self._calls_form.read  # of calls in a syntax of their own, and their end
+        self._close = next(iter(self._calls_form.closes), "")
+        self._wrappers = () if form is None else form.wrappers
         self._reasoning = None if form is None else form.reasoning
         self._tools: Mapping[str, Mapping[str, bool]] = tools or {}
         self._has_tools = form is not None and bool(tools)
@@ -154,23 +162,44 @@ class AnswerParser:
         text = self._text.lstrip()
         if not text and not self._is_ended:
             return False
-        tag = None if self._reasoning is None else self._reasoning.open
-        if tag is not None and text.startswith(tag):
+        tags: dict[str, Callable[[], bool]] = {}
+        if self._reasoning is not None:  # the end alone: there is no reasoning
+            tags = {
+                self._reasoning.open: self._thinking,
+                self._reasoning.close: self._after_thinking,
+            }
+        tag = next((tag for tag in tags if text.startswith(tag)), None)
+        if tag is not None:
             self._text = text[len(tag) :]
-            self._state = self._thinking
-        elif tag is not None and tag.startswith(text) and text and not self._is_ended:
-            return False  # may become the tag
+            self._state = tags[tag]
+        elif not self._is_ended and text and any(tag.startswith(text) for tag in tags):
+            return False  # may become one
         else:
-            self._begin_content()
+            self._state = self._begin_content
         return True
 
-    def _begin_content(self) -> None:
-        """After reasoning, or where there is none."""
+    def _begin_content(self) -> bool:
+        """After reasoning, or where there is none: calls that nothing marks, or content."""
         self._state = self._content
-        if self._has_tools and self._calls_form.bare_json and self._text.lstrip().startswith("{"):
-            self._raw, self._text = "", self._text.lstrip()
+        if not (self._has_tools and self._calls_form.bare_json):
+            return True
+        text = self._text.lstrip()
+        if not self._is_ended and _MAY_BE_LIST.match(text):
+            self._state = self._begin_content
+            return False
+        listed, python = _LISTED.match(text), _PYTHON_LIST.match(text)
+        if listed is not None or text.startswith("{"):
+            self._raw, self._text = "", text
+            if listed is not None:
+                self._take(listed.end())
+                self._separators = "[],"
             self._object = ObjectScanner(is_bare=True)
             self._state = self._in_object
+        elif python is not None and python[1] in self._tools:
+            self._raw, self._text = "", text
+            self._read, self._close = read_python, ""
+            self._state = self._in_syntax
+        return True
 
     def _thinking(self) -> bool:
         assert self._reasoning is not None
@@ -202,15 +231,18 @@ class AnswerParser:
         self._text = self._text.lstrip()
         if not self._text and not self._is_ended:
             return False
-        self._begin_content()
+        self._state = self._begin_content
         return True
 
     def _content(self) -> bool:
-        opens = self._calls_form.opens if self._has_tools else ()
+        opens = (*(self._calls_form.opens if self._has_tools else ()), *self._wrappers)
         found = min(((at, o) for o in opens if (at := self._text.find(o)) >= 0), default=None)
         if found is not None:
             at, opened = found
             self._say(self._text[:at])
+            if opened in self._wrappers:
+                self._text = self._text[at + len(opened) :]
+                return True
             self._raw, self._text = (
                 self._text[at : at + len(opened)],
                 self._text[at + len(opened) :],
@@ -248,6 +280,7 @@ class AnswerParser:
         """The state after a marker that begins calls."""
         form = self._calls_form
         if form.read is not None:
+            self._read, self._close = form.read, form.closes[0]
             return self._in_syntax
         if form.header is not None and opened == form.call_open:
             return self._in_header
@@ -278,7 +311,7 @@ class AnswerParser:
         """White space, separators and markers of ends."""
         form = self._calls_form
         while True:
-            rest = self._text.lstrip(string.whitespace + form.separators)
+            rest = self._text.lstrip(string.whitespace + self._separators)
             closed = next((mark for mark in form.closes if rest.startswith(mark)), "")
             taken = len(self._text) - len(rest) + len(closed)
             if not taken:
@@ -290,8 +323,9 @@ class AnswerParser:
         is_call = bool(self._said) and isinstance(self._said[-1], _Call)
         raw, self._raw = self._raw, ""
         self._state = self._content
-        if not (is_call and _is_closed(raw, self._calls_form)):
+        if not (is_call and _is_closed(raw, self._calls_form, self._separators)):
             self._fail(raw)
+        self._separators = self._calls_form.separators
         return True
 
     def _fail(self, raw: str) -> None:
@@ -414,17 +448,16 @@ class AnswerParser:
 
     def _in_syntax(self) -> bool:
         """Calls in a syntax of their own, read when they are whole."""
-        form = self._calls_form
-        assert form.read is not None
-        close = form.closes[0]
-        at = self._text.find(close, self._num_searched)
+        assert self._read is not None
+        close = self._close
+        at = self._text.find(close, self._num_searched) if close else -1
         if at < 0 and not self._is_ended:
             self._num_searched = max(0, len(self._text) - len(close))
             return False
         self._num_searched = 0
         body = self._text if at < 0 else self._text[:at]
         try:
-            calls = form.read(body, self._tools)
+            calls = self._read(body, self._tools)
         except (ValueError, RecursionError):
             calls = None
         self._take(len(body) + (len(close) if at >= 0 else 0))
@@ -451,12 +484,12 @@ class AnswerParser:
             self._events.append(ArgumentsDelta(self._num_calls - 1, text))
 
 
-def _is_closed(raw: str, form: CallForm) -> bool:
+def _is_closed(raw: str, form: CallForm, separators: str) -> bool:
     """Whether only separators and ends came since the last call."""
     rest = raw
     for mark in form.closes:
         rest = rest.replace(mark, "")
-    return not rest.strip(string.whitespace + form.separators)
+    return not rest.strip(string.whitespace + separators)
 
 
 def overlap(text: str, marker: str) -> int:

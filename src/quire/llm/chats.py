@@ -268,7 +268,13 @@ class ChatForms:
             continue_final_message=continue_final_message,
         )
         if not tools or shown:
-            return render(messages)
+            try:
+                return render(messages)
+            except RequestError:
+                whole = _completed(shown or [])
+                if whole == (shown or []):
+                    raise
+                return render(messages, tools=whole)
         try:
             return render(_introduced(messages, tools, "system"))
         except RequestError:  # some templates have no system message
@@ -392,6 +398,18 @@ def _chosen_name(choice: Any) -> str:
             f"tool_choice must name a function, got {choice!r:.100}", param="tool_choice"
         )
     return name
+
+
+def _completed(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools with what they may leave out, as empty: some templates fail where it is not there, such
+    as gpt-oss's without a description."""
+    whole = []
+    for tool in tools:
+        function = {name: value for name, value in tool["function"].items() if value is not None}
+        parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
+        function = {"description": "", **function, "parameters": parameters}
+        whole.append({**tool, "function": function})
+    return whole
 
 
 # ---- for templates without tools

@@ -21,7 +21,15 @@ _MAX_KEPT = 64  # roles
 _NAME, _KEY, _FIRST, _SECOND = "probedcall", "probedkey", "probedone", "probedtwo"
 _ID = "probe0001"  # Mistral's templates want nine letters or digits
 _USER = {"role": "user", "content": "x"}
-_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {}}}
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"p": {"type": "string", "description": "p"}},
+    "required": ["p"],
+}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": _PARAMETERS},
+}
 _RESULT = {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": "x"}
 _PARTS = [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
 
