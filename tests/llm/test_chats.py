@@ -302,6 +302,20 @@ def test_a_template_that_fails_on_a_message_says_so_though_there_are_tools(tmp_p
         llm.prompts.read_chat([message], ChatOptions(ONE))
 
 
+def test_calls_without_arguments_are_shown_as_text_too(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    path = write_text_model(tmp_path / "model.gguf", chat_template=template)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+    with LLM(path, device="reference", kv_memory="4MiB") as llm:
+        text = llm.prompts.read_chat(messages).text
+    assert text is not None and '{"name": "f", "arguments": {}}' in text
+
+
 def test_markers_of_several_control_tokens_are_looked_for_by_each() -> None:
     form = form_of("<|open|> <|close|> <|sep|>")
     assert {"<|open|>", "<|close|>", "<|sep|>"} < set(form.markers)

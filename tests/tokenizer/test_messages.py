@@ -32,6 +32,20 @@ def test_an_assistant_who_only_calls_tools_has_said_nothing() -> None:
         assert '"arguments": {"a": [1]}' in text  # as templates expect them: no string
 
 
+@pytest.mark.parametrize("arguments", ["", " ", None])
+@pytest.mark.parametrize("written", ["| tojson", "+ ''"])
+def test_a_call_without_arguments_has_none(arguments: str | None, written: str) -> None:
+    """As clients make of a stream in which none came; both of templates that take objects and of
+    those that take text."""
+    source = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    source += f"{{{{ c.function.name }}}}{{{{ c.function.arguments {written} }}}}"
+    template = ChatTemplate(source + "{% endfor %}{% endfor %}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert (
+        template.render([{"role": "assistant", "content": "", "tool_calls": [call]}]).text == "f{}"
+    )
+
+
 def test_other_fields_reach_the_template_as_they_are() -> None:
     message = {"role": "tool", "content": "3", "name": "f", "tool_call_id": "1", "more": {"a": [1]}}
     assert '"more": {"a": [1]}' in rendered(message)

@@ -444,7 +444,8 @@ def _as_text(message: Message, number: int) -> Message:
                 param="messages",
             )
         arguments = function.get("arguments")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+        is_text = isinstance(arguments, str) and arguments.strip()
+        text = arguments if is_text else json.dumps(arguments or {})
         name = json.dumps(function["name"], ensure_ascii=False)
         texts.append(f'<tool_call>\n{{"name": {name}, "arguments": {text}}}\n</tool_call>')
     return {"role": message["role"], "content": "\n".join(texts)}

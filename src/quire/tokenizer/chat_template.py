@@ -427,6 +427,8 @@ def _plain_calls(copier: _Copier, calls: Any, where: str, forms: TemplateForms) 
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _wrong(where, f"[{n}].function must be an object with a name")
         arguments = function.get("arguments")
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+            arguments = function["arguments"] = "{}"  # as clients put streams of none together
         path = f"{where}[{n}].function.arguments"
         if isinstance(arguments, str) and forms.takes_objects:
             function["arguments"] = copier.plain(_parsed(arguments, path), path)
