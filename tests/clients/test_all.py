@@ -66,7 +66,8 @@ def test_lm_evaluation_harness_scores_as_llm_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_guidellm_counts_every_token_of_every_answer(route: str, tmp_path: Path) -> None:
-    model = write_text_model(tmp_path / "text.gguf")
+    """guidellm asks for no temperature: the file's own makes every answer the same, of 8 tokens."""
+    model = write_text_model(tmp_path / "text.gguf", sampling={"top_k": 1})
     questions = json.loads((TASKS / "facts.json").read_text())
     prompts = [{"prompt": each["question"]} for each in questions]
     data = tmp_path / "prompts.json"

@@ -23,8 +23,12 @@ SUNNY = "It is sunny."
 THOUGHT = "<think>Hm.</think>"
 
 
+def call_with(arguments: str, name: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
 def call_with_bob(name: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {BOB}}}\n</tool_call>'
+    return call_with(BOB, name)
 
 
 # What the model answers each client, in order.
@@ -37,6 +41,18 @@ ANSWERS = {
     "litellm_dialects.py": [WEATHER, SUNNY, WEATHER, SUNNY],
     "litellm_tools.py": [*(WEATHER, SUNNY) * 2, WEATHER, THOUGHT + "Yes.", SUNNY, BOB],
     "ollama_tools.py": [*(WEATHER, SUNNY) * 2, THOUGHT + "Yes.", BOB, SUNNY],
+    "agents_sdk.py": [
+        *(WEATHER, SUNNY, THOUGHT + WEATHER, SUNNY),
+        *(call_with("{}", "transfer_to_a"), SUNNY, BOB),
+    ]
+    * 2,
+    "langgraph_agents.py": [THOUGHT + WEATHER, SUNNY] * 8,
+    "smolagents_tools.py": [
+        WEATHER,
+        call_with('{"answer": "sunny"}', "final_answer"),
+        "Thoughts: so.\n<code>\nfinal_answer(weather(city='Paris'))\n</code>",
+    ],
+    "sdks.mjs": [THOUGHT + WEATHER, WEATHER, SUNNY, BOB, THOUGHT + WEATHER, SUNNY],
     "openai_tools.mjs": [WEATHER, SUNNY, THOUGHT + "Yes."],
     "ai_sdk.mjs": [BOB, WEATHER, SUNNY, WEATHER, "Sunny."],
     "ai_sdk_responses.mjs": [THOUGHT + WEATHER, SUNNY, WEATHER, "Sunny."],

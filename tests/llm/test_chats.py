@@ -306,7 +306,7 @@ def test_calls_without_arguments_are_shown_as_text_too(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
     path = write_text_model(tmp_path / "model.gguf", chat_template=template)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
-    messages = [
+    messages: list[dict[str, object]] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "done"},
