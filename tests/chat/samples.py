@@ -260,7 +260,11 @@ SAMPLES = {
         "So.",
     ),
     "solar": Sample(
-        "<|tool_call:begin|>", f"<|tool_calls|>{_SOLAR}{_SOLAR}<|calls|>", (CALL, CALL)
+        "<|tool_call:begin|>",
+        f"<|think|>Hm.<|end|><|begin|>assistant<|tool_calls|>{_SOLAR}{_SOLAR}<|calls|>",
+        (CALL, CALL),
+        None,
+        "Hm.",
     ),
     "gigachat": Sample(
         "<|role_sep|> <|message_sep|> function call",

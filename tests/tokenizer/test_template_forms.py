@@ -77,6 +77,16 @@ def test_calls_reach_a_template_in_its_own_form(
     assert template.render(without).text == expected
 
 
+@pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_reaches_a_template_by_the_name_that_it_reads(given: str, read: str) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m." + read + " }}:{{ m.content }}{% endfor %}"
+    )
+    message = {"role": "assistant", "content": "Yes.", given: "Hm."}
+    assert template.render([message]).text == "Hm.:Yes."
+
+
 def test_text_beside_calls_stays() -> None:
     expected = transformers_renders(BOTH, messages=calling("so:", OBJECT))
     assert ChatTemplate(BOTH).render(calling("so:", TEXTUAL)).text == expected

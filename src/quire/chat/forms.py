@@ -385,6 +385,7 @@ _REASONING_FORMS = (
     ReasoningForm("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
 _KIMI_REASONING = ReasoningForm("<|open|>think<|sep|>", "<|close|>think<|sep|>")
+_SOLAR_REASONING = ReasoningForm("<|think|>", "<|end|><|begin|>assistant")  # a message of its own
 _SUFFIX = re.compile(r"set HYTK = '(:\w+)'")  # of Hunyuan's tags, which are written by format()
 
 
@@ -399,6 +400,8 @@ def form_of(template: str | None) -> ChatForm:
         return ChatForm(calls, is_harmony=True)
     if calls is _KIMI_TAGS:
         return ChatForm(calls, _KIMI_REASONING, wrappers=_KIMI_WRAPPERS)
+    if calls is _SOLAR:
+        return ChatForm(calls, _SOLAR_REASONING)
     reasoning = next(
         (form for form in _REASONING_FORMS if form.open in text and form.close in text), None
     )

@@ -28,7 +28,6 @@ from quire.server.schemas import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    Message,
 )
 from quire.server.streaming import StreamReply
 from quire.server.submission import (
@@ -185,7 +184,10 @@ def read_conversation(
     service: ModelService, llm: OnlineModel, call: Call, body: ChatRequest
 ) -> Prepared:
     """The prompt of a conversation, with its tools; not for the event loop."""
-    messages = [_history_message(message) for message in body.messages]
+    messages = [
+        message.model_dump(exclude_none=True, exclude={"cache_control"})
+        for message in body.messages
+    ]
     tools = [
         tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in body.tools or ()
     ]
@@ -206,17 +208,6 @@ def read_conversation(
         continue_final_message=bool(body.continue_final_message),
         last=_last(llm, body),
     )
-
-
-def _history_message(message: Message) -> dict[str, Any]:
-    """With the reasoning by the names that templates read; gpt-oss takes `thinking` or content."""
-    found = message.model_dump(exclude_none=True, exclude={"cache_control"})
-    reasoning = found.get("reasoning_content") or found.get("reasoning")
-    if reasoning:
-        found |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        if not found.get("content"):
-            found["thinking"] = reasoning
-    return found
 
 
 def _prepare_text(

@@ -167,6 +167,7 @@ MAX_VALUES = 200_000  # of a request: messages, their fields, and all that is in
 _MAX_DEPTH = 64
 _MAX_INTEGER_BITS = 4096
 _MAX_NEW_ROLES = 8  # of one conversation; each is probed
+_REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 _SHOWN_KEY_LENGTH = 40  # characters of a key that an error repeats
 
 
@@ -392,7 +393,20 @@ def _plain_message(
         copy["content"] = None if forms.takes_null else ""
     else:
         raise _wrong(where, ".content is missing")
-    return copy
+    return _with_reasoning(copy)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """With the reasoning by each name that templates read, whichever the client has for it.
+
+    gpt-oss's template refuses `thinking` beside text and calls."""
+    reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name)), None)
+    if reasoning is None:
+        return message
+    names = set(_REASONING_NAMES)
+    if message["content"] and message.get("tool_calls"):
+        names.discard("thinking")
+    return {**dict.fromkeys(names, reasoning), **message}
 
 
 def _plain_content(content: Any, role: str, where: str, forms: TemplateForms) -> Any:
