@@ -64,6 +64,9 @@ _KIMI_MARKS = "<|open|> <|close|> <|sep|>"
 _MINIMAX = '<invoke name="weather"><city>5</city><days>3</days><more><item><a>b</a></item><item>'
 _MINIMAX += "</item><item>2</item></more></invoke>\n"
 _MINIMAX = f"\n{_MINIMAX}{_MINIMAX}".replace("<", "]<]minimax[>[<")
+_MUSE_MARKS = "<atem:function_calls> <|message|>"
+_MUSE = "<|start|>assistant to=weather<|message|><atem:function_calls>\n"
+_MUSE += _INVOKE.replace("<", "<atem:").replace("<atem:/", "</atem:") + "</atem:function_calls>"
 _HARMONY = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + WRITTEN
 _ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
 _HARMONY_MARKS = "<|channel|> <|message|> functions."
@@ -314,6 +317,15 @@ SAMPLES = {
         "</function>\n</seed:tool_call>",
         (("weather", {"city": "[1]", "more": {"a": [True, None]}, "other": "[x]"}),),
     ),
+    "muse, calls": Sample(
+        _MUSE_MARKS,
+        f" to=self<|message|>Hm.<|eom|>{_MUSE}<|eom|>{_MUSE}",
+        (PLAIN, PLAIN),
+        None,
+        "Hm.",
+    ),
+    "muse, content": Sample(_MUSE_MARKS, " to=user<|message|>Yes.", (), "Yes."),
+    "muse, broken": Sample(_MUSE_MARKS, " to=weather<|message|>Yes <.", (), "Yes <."),
     "harmony, content": Sample(
         _HARMONY_MARKS,
         f"{_ANALYSIS}<|channel|>final<|message|>It <|rains.",

@@ -35,11 +35,12 @@ _KIMI_ARGUMENT = re.compile(
 )
 MINIMAX_MARK = "]<]minimax[>["  # before every tag of MiniMax-M3's
 _INVOKE = re.compile(
-    r"<(?:｜DSML｜)?invoke name=\"([^\"]+)\">(.*?)(?:</(?:｜DSML｜)?invoke>|$)", re.DOTALL
+    r"<(?:｜DSML｜|atem:)?invoke name=\"([^\"]+)\">(.*?)(?:</(?:｜DSML｜|atem:)?invoke>|$)",
+    re.DOTALL,
 )
 _INVOKED_PARAMETER = re.compile(
-    r"<(?:｜DSML｜)?parameter name=\"([^\"]+)\"(?: string=\"(true|false)\")?>"
-    r"(.*?)(?:</(?:｜DSML｜)?parameter>|$)",
+    r"<(?:｜DSML｜|atem:)?parameter name=\"([^\"]+)\"(?: string=\"(true|false)\")?>"
+    r"(.*?)(?:</(?:｜DSML｜|atem:)?parameter>|$)",
     re.DOTALL,
 )
 

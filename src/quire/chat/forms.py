@@ -253,6 +253,11 @@ HARMONY = CallForm(
     begin="<|start|>assistant",  # grammars hold for what follows the reasoning
     max_calls=1,
 )
+MUSE = CallForm(
+    "muse",
+    read=read_invocations,
+    extra_markers=("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+)
 HARMONY_ANSWER = "<|start|>assistant<|channel|>final<|message|>"
 HARMONY_MARKERS = tuple(
     f"<|{name}|>" for name in ("start", "channel", "message", "constrain", "end", "call", "return")
@@ -294,6 +299,7 @@ def _has(*marks: str) -> _Test:
 # The first whose marks the template has.
 _CALL_FORMS: tuple[tuple[_Test, CallForm], ...] = (
     (_has("<|channel|>", "<|message|>", "functions."), HARMONY),
+    (_has("<atem:", "<|message|>"), MUSE),
     (
         _has("<|tool_call>", "<tool_call|>"),
         _read("gemma", "<|tool_call>", "<tool_call|>", read_gemma, '<|"|>'),

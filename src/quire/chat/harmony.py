@@ -1,9 +1,9 @@
-"""HarmonyParser: answers in gpt-oss's format."""
+"""HarmonyParser: answers in gpt-oss's format; MuseParser: in Muse's, which is like it."""
 
 import re
 
 from quire.chat.call_syntax import ParameterTypes, strict_json
-from quire.chat.forms import ChatForm
+from quire.chat.forms import MUSE, ChatForm
 from quire.chat.parser import MAX_HEADER, AnswerParser, overlap
 
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -16,6 +16,8 @@ _HARMONY_BEGIN = re.compile(
 
 class HarmonyParser(AnswerParser):
     """Of gpt-oss's format: messages with a channel each, and a recipient where they are calls."""
+
+    _ends: tuple[str, ...] = _MESSAGE_ENDS
 
     def __init__(self, form: ChatForm, tools: ParameterTypes | None = None) -> None:
         super().__init__(form, tools)
@@ -42,16 +44,19 @@ class HarmonyParser(AnswerParser):
             self._text = "" if self._is_ended else self._text
             return False
         self._raw, self._text = head + found, rest
+        self._state = self._message
+        self._begin_message(head)
+        return True
+
+    def _begin_message(self, head: str) -> None:
         to = _RECIPIENT.search(head)
         self._is_reasoning = "<|channel|>analysis" in head and to is None
-        self._state = self._message
         if to is not None and self._has_tools:
             self._begin(to[1].removeprefix("functions."))
-        return True
 
     def _message(self) -> bool:
         found = min(
-            ((at, mark) for mark in _MESSAGE_ENDS if (at := self._text.find(mark)) >= 0),
+            ((at, mark) for mark in self._ends if (at := self._text.find(mark)) >= 0),
             default=None,
         )
         if found is not None:
@@ -62,7 +67,7 @@ class HarmonyParser(AnswerParser):
             return True
         keep = 0
         if not self._is_ended:
-            keep = max(overlap(self._text, mark) for mark in _MESSAGE_ENDS)
+            keep = max(overlap(self._text, mark) for mark in self._ends)
         self._give(self._text[: len(self._text) - keep])
         self._text = self._text[len(self._text) - keep :]
         if self._is_ended:
@@ -91,10 +96,45 @@ class HarmonyParser(AnswerParser):
         self._call = None
 
 
+class MuseParser(HarmonyParser):
+    """Messages to the model itself are reasoning, those to the user content, and those to tools
+    hold calls."""
+
+    _ends = ("<|eom|>", "<|eot|>", "<|start|>")
+    _written: list[str] | None = None  # of a message that holds calls
+
+    def _begin_message(self, head: str) -> None:
+        to = _RECIPIENT.search(head)
+        self._is_reasoning = to is not None and to[1] == "self"
+        if to is not None and to[1] not in ("self", "user") and self._has_tools:
+            self._written = []
+
+    def _give(self, text: str) -> None:
+        if self._written is not None:
+            self._written.append(text)
+        else:
+            super()._give(text)
+
+    def _end_message(self, *, is_whole: bool) -> None:
+        if self._written is not None:
+            text, self._written = "".join(self._written), None
+            assert self._read is not None
+            calls = self._read(text, self._tools)
+            for call in calls or ():
+                self._begin(call.name)
+                self._add_arguments(call.arguments)
+            if calls is None:
+                self._say_now(text)
+            self._call = None
+        super()._end_message(is_whole=is_whole)
+
+
 def parser_of(
     form: ChatForm, tools: ParameterTypes | None = None, *, is_thinking: bool = False
 ) -> AnswerParser:
     """A parser for one completion; see AnswerParser."""
     if form.is_harmony:
         return HarmonyParser(form, tools)
+    if form.calls is MUSE:
+        return MuseParser(form, tools)
     return AnswerParser(form, tools, is_thinking=is_thinking)
