@@ -192,7 +192,7 @@ def test_a_model_that_cannot_chat_says_so(llm: LLM, tmp_path: Path) -> None:
         llm.chat(question)
     plain = write_text_model(tmp_path / "plain.gguf", chat_template=None)
     with LLM(plain, kv_memory=KV_MEMORY) as model:
-        with pytest.raises(RequestError, match="no chat template, .* give one"):
+        with pytest.raises(RequestError, match=r"no chat template, .* give one"):
             model.chat(question)
         assert model.generate("hi", GREEDY)[0].error is None
 

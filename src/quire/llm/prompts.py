@@ -205,8 +205,8 @@ class PromptReader:
             )
         if tokenizer.chat_template is None:
             raise RequestError(
-                "this model has no chat template, so it cannot chat: give one (--chat-template), or "
-                "use generate",
+                "this model has no chat template, so it cannot chat: give one (--chat-template), "
+                "or use generate",
                 param="messages",
             )
         tokens = {
