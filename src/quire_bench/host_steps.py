@@ -120,7 +120,8 @@ class HostSteps:
     def _use_pool(self) -> None:
         threads = self._grammars._threads
         if threads.pool is None and self._grammars._vocabulary is not None:
-            threads.pool = MaskPool(self._grammars._vocabulary.vocab_size, _POOL_THREADS)
+            size = self._grammars._vocabulary.vocab_size
+            threads.pool = MaskPool(size, self._grammars._end_token_ids, _POOL_THREADS)
 
     def _run(self, engine: Engine, kind: str) -> KindFigures:
         parts = _Parts()

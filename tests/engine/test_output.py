@@ -11,7 +11,7 @@ from tests.engine.simulated import END_TOKEN, finish, new_engine, outputs, solo,
 from tests.engine.toys import Letters, Multiples, ended, greedy, mask, rows_of, toy_engine
 
 from quire.core.errors import OverloadedError, RequestError, RowFaultError
-from quire.core.plan import Breakers, FollowingMask, StepResult, allows
+from quire.core.plan import Breakers, FollowingMasks, StepResult, allows
 from quire.core.request import (
     Completion,
     Ended,
@@ -425,15 +425,15 @@ def test_no_step_waits_for_a_mask_whose_token_never_comes(
     free = engine.add_request(PROMPT, greedy(10))
     while len(executor.plans) < 3:
         engine.step()
-    waiting: list[FollowingMask] = []
+    waiting: list[FollowingMasks] = []
     if how == "failed":
         executor.faults.raises = lambda row: len(executor.plans) < 5
         collect = executor.collect  # a real one would not end before its masks are given
 
         def collect_given(ticket: Any, timeout_s: float | None = None) -> StepResult:
             masks = [row.allowed for row in ticket.plan.sequences]
-            following = [one for one in masks if isinstance(one, FollowingMask)]
-            waiting.extend(one for one in following if not one._is_given.is_set())
+            following = [one for one in masks if isinstance(one, FollowingMasks)]
+            waiting.extend(one for one in following if not one._is_settled.is_set())
             return collect(ticket, timeout_s)
 
         monkeypatch.setattr(executor, "collect", collect_given)
@@ -446,9 +446,9 @@ def test_no_step_waits_for_a_mask_whose_token_never_comes(
         engine.close()
     found = {} if how == "interrupted" else finish(engine)
     masks = [row.allowed for row in rows_of(executor, 1)]
-    following = [one for one in masks if isinstance(one, FollowingMask)]
+    following = [one for one in masks if isinstance(one, FollowingMasks)]
     assert len(following) >= 3 and waiting == []
-    assert all(one._is_given.is_set() for one in following)
+    assert all(one._is_settled.is_set() for one in following)
     if how == "failed":
         assert tokens_of(found[free.id]) == solo(PROMPT, greedy(10))
         assert [token % 7 for token in found[held.id].token_ids] == [0] * 9
@@ -556,6 +556,9 @@ class Later:
     def result(self) -> bytes:
         assert self.is_started, "a step waits for a mask that nobody computes"
         return self._bits
+
+    def row(self) -> None:
+        return None
 
 
 class Promising(Multiples):
@@ -813,9 +816,9 @@ def test_the_quick_way_reports_what_the_general_way_reports(
     assert len(quick) > 60
     accepted: list[int] = []
 
-    def refuse(_: Lifecycle, _sequence: object, token: int, _now: float) -> bool:
-        accepted.append(token)
-        return False
+    def refuse(lifecycle: Lifecycle, sequence: Any, result: Any, now: float) -> None:
+        accepted.append(result.token)
+        lifecycle._accept(sequence, result, now)
 
     monkeypatch.setattr(Lifecycle, "_accept_plain", refuse)
     assert events_of_a_run() == quick
@@ -851,7 +854,7 @@ def planned_and_told(
 
 
 def _kind_of(allowed: object) -> object:
-    return type(allowed) if isinstance(allowed, FollowingMask) else allowed
+    return type(allowed) if isinstance(allowed, FollowingMasks) else allowed
 
 
 @pytest.mark.parametrize(
@@ -870,7 +873,7 @@ def test_the_short_way_plans_and_tells_the_same(params: SamplingParams) -> None:
     assert (rows, pieces) == planned_and_told(params, is_short=False)
     assert len(pieces) >= 3 * 6
     masks = [row.allowed for step in rows for row in step]
-    assert (FollowingMask in masks) is (params.structured is not None)
+    assert (FollowingMasks in masks) is (params.structured is not None)
 
 
 def test_a_grammar_that_raises_while_a_row_is_planned_the_short_way_ends_its_request() -> None:

@@ -163,6 +163,24 @@ def test_masks_of_a_step_are_made_in_one_call_that_needs_no_thread_of_ours_for_e
     assert not alone
 
 
+def test_a_mask_that_is_not_used_for_some_calls_keeps_a_copy_and_not_all_of_its_call() -> None:
+    made, found, digits = digits_grammars(1)
+    found += [made(SamplingParams(structured=Constraint.regex("[0-9]{20}"))) for _ in range(2)]
+    for grammar in found[1:]:
+        grammar.accept(digits[0])
+    held, *_ = promised_masks(made, found, at_once=True)
+    bits = held.result()
+    assert tokens_in(bits) == digits[:1]
+    for _ in range(6):
+        place = held.row()
+        assert place is None or place.bits[place.row].tobytes() == bits
+        for grammar in found[1:]:
+            grammar.accept(digits[0])
+        others = promised_masks(made, found[1:], at_once=True)
+        assert all(mask.row() is not None for mask in others), "these are used before the next"
+    assert held.row() is None and held.result() == bits
+
+
 def test_masks_that_took_long_together_are_made_alone_until_the_slow_one_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -271,7 +289,7 @@ def large() -> int:
     sizes = [line.split()[0].split("-") for line in open("/proc/self/maps")]
     return sum(int(end, 16) - int(start, 16) >= STACK_BYTES for start, end in sizes)
 before = large()
-pool = MaskPool(100, num_threads=3)
+pool = MaskPool(100, (), num_threads=3)
 print(large() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

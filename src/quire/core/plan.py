@@ -76,35 +76,43 @@ class History(NamedTuple):
         return History(prompt, self.completion[max(0, len(self.completion) - length) :])
 
 
+class MaskRow(NamedTuple):
+    """A mask among those that were computed with it."""
+
+    bits: Any  # array [masks, words]: int32, the lowest bit first
+    row: int
+
+
 class PendingMask(Protocol):
     """A grammar mask that is computed while the step's layers are; needed when a row is sampled."""
 
     def result(self) -> bytes:
         """Wait for it. Never raises: a mask that cannot be computed allows nothing."""
 
+    def row(self) -> MaskRow | None:
+        """Wait for it, and say where it is instead of copying it; None: result() alone has it."""
 
-class FollowingMask:
-    """The mask of a row that follows a sample: it depends on that token, and is given once
-    the token is known, while the row's step is under way."""
+
+class FollowingMasks:
+    """The masks of a step's rows that follow samples: each depends on such a token, and is given
+    once that is known, while the step is under way."""
 
     def __init__(self) -> None:
-        self._given: bytes | PendingMask | None = None
-        self._is_given = LazyEvent()
+        self._given: dict[int, bytes | PendingMask | None] = {}  # by sequence
+        self._is_settled = LazyEvent()
 
-    def give(self, mask: "bytes | PendingMask | None") -> None:
-        """The first one counts. None: any token may come."""
-        if not self._is_given.is_set():
-            self._given = mask
-            self._is_given.set()
+    def give(self, sequence_id: int, mask: bytes | PendingMask | None) -> None:
+        """None: any token may come."""
+        self._given[sequence_id] = mask
 
-    def give_up(self) -> None:
-        """Nobody wants the row any more; the step must not wait for it."""
-        self.give(b"")
+    def settle(self) -> None:
+        """No more are given: nobody wants the other rows, and the step must not wait for them."""
+        self._is_settled.set()
 
-    def result(self) -> bytes | None:
-        self._is_given.wait()
-        given = self._given
-        return given if given is None or isinstance(given, bytes) else given.result()
+    def of(self, sequence_id: int) -> bytes | PendingMask | None:
+        """What was given, once all are; a row that nobody wants is allowed nothing."""
+        self._is_settled.wait()
+        return self._given.get(sequence_id, b"")
 
 
 class SequencePlan(NamedTuple):
@@ -126,7 +134,7 @@ class SequencePlan(NamedTuple):
     completion_position: int = 0  # of the token to sample: 0 for the first after the prompt
     history: History | None = None  # only where sampling.params.needs_history
     # Grammar mask: bit t of the little-endian bit string allows t. Within a process it may also be
-    # a PendingMask; see mask().
+    # a PendingMask, or the step's FollowingMasks; see mask().
     allowed: Any = None
     prompt_targets: tuple[int, ...] = ()  # score these as the tokens after each new position
     other_tables: tuple[tuple[int, ...], ...] = ()  # of the groups after the first
@@ -152,8 +160,13 @@ class SequencePlan(NamedTuple):
 
     def mask(self) -> bytes | None:
         """The grammar mask, waited for where it is not there yet."""
-        allowed: bytes | PendingMask | FollowingMask | None = self.allowed
-        return allowed if allowed is None or isinstance(allowed, bytes) else allowed.result()
+        given = self.given_mask()
+        return given if given is None or isinstance(given, bytes) else given.result()
+
+    def given_mask(self) -> bytes | PendingMask | None:
+        """The same before it is computed; waited for where it depends on a token."""
+        allowed: bytes | PendingMask | FollowingMasks | None = self.allowed
+        return allowed.of(self.sequence_id) if isinstance(allowed, FollowingMasks) else allowed
 
     def resolved(self, sampled: int) -> "SequencePlan":
         """The same row once the sample it follows is known."""

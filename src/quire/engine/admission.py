@@ -314,7 +314,7 @@ class Admission:
             # Rows without extras are planned as decode steps, which sample.
             has_row_extras=has_others or grammar is not None,
             has_mask_alone=grammar is not None and not has_others,
-            is_plain=grammar is None and (transcript is None or transcript.plain_text is not None),
+            is_plain=transcript is None or transcript.plain_text is not None,
             needs_last_token="dry" in params.order,
             stop_token_ids=frozenset(stop_ids),
             prompt_length=len(request.prompt),

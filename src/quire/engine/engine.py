@@ -589,5 +589,4 @@ def _resolved(row: Row) -> SequencePlan:
 
 def _give_up_masks(flight: Flight) -> None:
     """Those that were not given: no token came that they depend on."""
-    for mask in flight.step.following_masks:
-        mask.give_up()
+    flight.step.following_masks.settle()

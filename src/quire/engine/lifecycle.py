@@ -86,8 +86,9 @@ class Lifecycle:
             if plan.want is Want.SAMPLE:
                 before = sequence.last_token_at
                 gaps[before] = gaps.get(before, 0) + 1
-                is_plain = sequence.is_plain and before  # a first token is more than a token
-                if not is_plain or not self._accept_plain(sequence, result, now):
+                if sequence.is_plain and before:  # a first token is more than a token
+                    self._accept_plain(sequence, result, now)
+                else:
                     self._accept(sequence, result, now)
                 continue
             sequence.row_computed()
@@ -111,16 +112,29 @@ class Lifecycle:
         if result.prompt_logprobs:
             sequence.live.add_prompt_logprobs(start, result.prompt_logprobs)
 
-    def _accept_plain(self, sequence: Sequence, result: SequenceResult, now: float) -> bool:
-        """_accept() in half the time, for a token that ends nothing; False: nothing was done."""
+    def _accept_plain(self, sequence: Sequence, result: SequenceResult, now: float) -> None:
+        """_accept() in half the time, where the token ends nothing."""
         token, logprob = result.token, result.logprob
         length = len(sequence.tokens) + 1
         if token is None or token in sequence.stop_token_ids or length >= sequence.max_length:
-            return False
+            self._accept(sequence, result, now)
+            return
+        completes = False
+        if sequence.grammar is not None:
+            try:
+                completes = sequence.completes_grammar(token)
+            except Exception as error:
+                sequence.sampled(token, logprob, now)
+                self._stats.completion_tokens += 1
+                self._fail_grammar(sequence, error, now)
+                return
         try:
-            text = sequence.sampled_plainly(token, logprob, now)
+            text = None if completes else sequence.sampled_plainly(token, logprob, now)
         except Exception:
-            return False  # _accept() will meet it again
+            text = None  # _accept() will meet it again
+        if text is None:
+            self._accept(sequence, result, now, completes_grammar=completes)
+            return
         self._stats.completion_tokens += 1
         live = sequence.live
         if live.wants_pieces:
@@ -128,10 +142,16 @@ class Lifecycle:
             logprobs = () if logprob is None else (logprob,)
             piece = (name, index, (token,), text, logprobs, None, None, False)
             self.events.append(_new_tuple(Piece, piece))
-        return True
 
-    def _accept(self, sequence: Sequence, result: SequenceResult, now: float) -> None:
-        """Append a sampled token, then apply the stop rules."""
+    def _accept(
+        self,
+        sequence: Sequence,
+        result: SequenceResult,
+        now: float,
+        completes_grammar: bool | None = None,
+    ) -> None:
+        """Append a sampled token, then apply the stop rules. `completes_grammar`: what its grammar
+        said of the token; None: it was not asked yet."""
         token = result.token
         live = sequence.live
         if token is None:
@@ -145,7 +165,9 @@ class Lifecycle:
         if is_first:
             self._begin_completion(sequence, now)
         reason: FinishReason | None = None
-        if sequence.grammar is not None and self._completes_grammar(sequence, token, now):
+        if completes_grammar is None and sequence.grammar is not None:
+            completes_grammar = self._completes_grammar(sequence, token, now)
+        if completes_grammar:
             reason = FinishReason.STOP
         elif sequence.is_done:
             return  # its grammar failed
@@ -205,8 +227,11 @@ class Lifecycle:
         try:
             return sequence.completes_grammar(token)
         except Exception as error:
-            self._fail_row(sequence.live, _caused(f"the grammar failed: {error}", error), now)
+            self._fail_grammar(sequence, error, now)
             return False
+
+    def _fail_grammar(self, sequence: Sequence, error: Exception, now: float) -> None:
+        self._fail_row(sequence.live, _caused(f"the grammar failed: {error}", error), now)
 
     def _reason_to_stop(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.sampling.params

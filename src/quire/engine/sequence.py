@@ -20,7 +20,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from quire.core.plan import Breakers, FollowingMask, PendingMask, Sampling, TokenLogprob, Want
+from quire.core.plan import Breakers, FollowingMasks, PendingMask, Sampling, TokenLogprob, Want
 from quire.core.request import Completion, FinishReason, Request, WaitReason
 from quire.core.sampling import SamplingParams
 from quire.kvcache import BlockTable
@@ -183,7 +183,8 @@ class Sequence:
     key: str  # of its queue: its request's, or one for all without fairness
     transcript: Transcript | None = None
     grammar: Grammar | None = None
-    following_mask: FollowingMask | None = None  # of its row that follows a pending sample
+    # Of the step that has a row of it which follows a pending sample.
+    following_masks: FollowingMasks | None = None
     goal: Want = Want.SAMPLE  # what its last known token is computed for
     stop_token_ids: frozenset[int] = frozenset()
     prompt_length: int = 0
@@ -202,7 +203,7 @@ class Sequence:
     is_newly_admitted: bool = False  # no token since it was admitted
     has_row_extras: bool = False  # its rows carry history, a mask or prompt targets
     has_mask_alone: bool = False  # of these a mask and nothing else
-    is_plain: bool = False  # no grammar and no stop strings: see sampled_plainly()
+    is_plain: bool = False  # no stop strings: see sampled_plainly()
     needs_last_token: bool = False  # a row is planned when the token before its sample is known
     wait_reason: WaitReason | None = None
     wait_since: float = 0.0
@@ -262,13 +263,10 @@ class Sequence:
         self.wait_reason = reason
         self.wait_since = now
 
-    def mask_of_next(self, *, follows_sample: bool) -> bytes | PendingMask | FollowingMask | None:
-        """The mask of its next sample; one that depends on a pending token is given later."""
-        assert self.grammar is not None
-        if not follows_sample:
-            return self.grammar.allowed()
-        self.following_mask = FollowingMask()
-        return self.following_mask
+    def mask_follows(self, masks: FollowingMasks) -> FollowingMasks:
+        """The mask of its next row depends on a pending token: it is given to these."""
+        self.following_masks = masks
+        return masks
 
     # ---- with a step's result
 
@@ -279,9 +277,9 @@ class Sequence:
             self.grammar.accept(token)
         if self.grammar.is_complete:
             return True
-        if self.following_mask is not None:
-            self.following_mask.give(self.grammar.allowed())
-            self.following_mask = None
+        if self.following_masks is not None:
+            self.following_masks.give(self.id, self.grammar.allowed())
+            self.following_masks = None
         return False
 
     def retried(self, step_id: int) -> None:

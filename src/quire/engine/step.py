@@ -7,7 +7,7 @@ from typing import NamedTuple
 from quire.core.errors import QuireError, RowFaultError
 from quire.core.plan import (
     BlockCopy,
-    FollowingMask,
+    FollowingMasks,
     History,
     PendingMask,
     SequencePlan,
@@ -56,12 +56,8 @@ class Step:
     num_tokens: int = 0
     context: int = 0  # positions its rows attend to, their own included
     planned_at: float = 0.0
-    following_masks: list[FollowingMask] = field(default_factory=list)
-
-    def add_mask(self, mask: bytes | PendingMask | FollowingMask | None) -> None:
-        """Note the mask of a row where it depends on a token that is pending."""
-        if isinstance(mask, FollowingMask):
-            self.following_masks.append(mask)
+    # Of the rows whose mask depends on a token that is pending.
+    following_masks: FollowingMasks = field(default_factory=FollowingMasks)
 
     def plan(self) -> StepPlan:
         copies = tuple([copy for row in self.rows for copy in row.copies])
@@ -185,13 +181,14 @@ class RowPlanner:
 
     def _mask_of(
         self, step: Step, sequence: Sequence, follows_sample: bool
-    ) -> bytes | PendingMask | FollowingMask | None:
+    ) -> bytes | PendingMask | FollowingMasks | None:
         """The mask of its row; a grammar that raises fails the sequence, whose row has none."""
+        if follows_sample:
+            return sequence.mask_follows(step.following_masks)
+        assert sequence.grammar is not None
         try:
-            mask = sequence.mask_of_next(follows_sample=follows_sample)
+            return sequence.grammar.allowed()
         except Exception as error:
             fault = RowFaultError(f"the grammar failed: {error}")
             self._failed.append((sequence, fault))
             return None
-        step.add_mask(mask)
-        return mask

@@ -48,6 +48,9 @@ class _FilteredMask:
     def result(self) -> bytes:
         return _within(self._mask.result(), self._permitted)
 
+    def row(self) -> None:
+        return None
+
 
 def _within(mask: bytes, permitted: int) -> bytes:
     bits = int.from_bytes(mask, "little") & permitted

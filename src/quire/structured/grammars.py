@@ -159,7 +159,7 @@ class Grammars:
                 )
                 if NUM_POOL_THREADS > 1:
                     size = self._vocabulary.vocab_size
-                    self._threads.pool = MaskPool(size, NUM_POOL_THREADS)
+                    self._threads.pool = MaskPool(size, self._end_token_ids, NUM_POOL_THREADS)
             return self._vocabulary
 
 
@@ -230,9 +230,11 @@ class MatcherGrammar:
         if self._first is not None:
             return self._first
         if self._mask is None:
-            matcher = self._matcher if self._is_shared else None
-            self._mask = Mask(self._compute, matcher, self._finished)
-            self._threads.promise(self._mask)
+            if self._is_shared:
+                self._mask = self._threads.share(self._compute, self._matcher, self._finished)
+            else:
+                self._mask = Mask(self._compute)
+                self._threads.promise(self._mask)
         return self._mask
 
     @property
@@ -249,7 +251,7 @@ class MatcherGrammar:
 
     def accept(self, token: int) -> None:
         if self._mask is not None:
-            self._mask.result()  # the matcher is used by one thread at a time
+            self._mask.wait()  # the matcher is used by one thread at a time
             seconds = self._mask.seconds
             self._is_slow = seconds is not None and seconds > SLOW_S
             self._is_shared = seconds is not None  # else find out whether it is the slow one

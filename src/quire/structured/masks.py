@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,9 +20,9 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.core.lazy_event import LazyEvent
+from quire.core.plan import MaskRow
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -33,34 +34,45 @@ STACK_BYTES = 64 << 20  # several times what the checker's process has
 SLOW_S = 0.004  # of processor time
 _SHARE = 32  # masks that are not worth waking another thread for
 _NICENESS = 10
+_CALLS_REMEMBERED = 4  # two steps may be under way, each with masks of two calls
+_new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
 
 
 class Mask:
     """A PendingMask: the bits of one grammar's next tokens, or b"" with the failure."""
 
-    __slots__ = ("_bits", "_compute", "_done", "failure", "finish", "matcher", "seconds")
+    __slots__ = (
+        "__weakref__",
+        "_bits",
+        "_compute",
+        "_done",
+        "_place",
+        "failure",
+        "finish",
+        "matcher",
+        "seconds",
+    )
 
     def __init__(
         self,
         compute: Callable[[], bytes],
         matcher: "LLMatcher | None" = None,
         finish: Callable[[bytes], bytes] = bytes,
+        done: LazyEvent | None = None,
     ) -> None:
-        """With a matcher it may be computed in one call with others, instead of by `compute`: then
-        `finish` makes the mask of the matcher's bits."""
+        """With a matcher it is computed in one call with others, instead of by `compute`, and there
+        once `done` is set. `finish` makes the mask of the matcher's bits; it changes none where
+        these allow no end token."""
         self._compute = compute
         self.matcher = matcher
         self.finish = finish
         self._bits = b""
-        self._done = LazyEvent()
+        self._place: MaskRow | None = None  # where it is, instead of _bits
+        self._done = LazyEvent() if done is None else done
         self.failure: str | None = None
         # Of processor time: on a busy machine quick masks take long, too. None: of those that were
         # computed with it some took long.
         self.seconds: float | None = 0.0
-
-    def done_with(self, event: LazyEvent) -> None:
-        """It is there once the event is set."""
-        self._done = event
 
     def compute(self) -> None:
         self.compute_alone()
@@ -75,13 +87,16 @@ class Mask:
             self._failed(error)
         self.seconds = time.thread_time() - started
 
-    def make_of(self, bits: bytes, seconds: float | None) -> None:
+    def make_of(self, bits: bytes) -> None:
         """Make it of its matcher's bits; it does not count as done yet."""
         try:
             self._bits = self.finish(bits)
         except BaseException as error:
             self._failed(error)
-        self.seconds = seconds
+
+    def made_at(self, place: MaskRow) -> None:
+        """It is there as it is to be; it does not count as done yet."""
+        self._place = place
 
     def _failed(self, error: BaseException) -> None:
         self.failure = str(error) or type(error).__name__
@@ -92,40 +107,75 @@ class Mask:
     def is_done(self) -> bool:
         return self._done.is_set()
 
+    def wait(self) -> None:
+        self._done.wait()
+
     def result(self) -> bytes:
         self._done.wait()
-        return self._bits
+        place = self._place
+        return self._bits if place is None else _copied(place)
+
+    def keep_copy(self) -> None:
+        """Keep none of those that were computed with it."""
+        if self._place is not None:
+            self._bits = _copied(self._place)
+            self._place = None
+
+    def row(self) -> MaskRow | None:
+        self._done.wait()
+        return self._place
+
+
+def _copied(place: MaskRow) -> bytes:
+    found: bytes = place.bits[place.row].tobytes()
+    return found
 
 
 class MaskPool:
     """llguidance's threads, for masks of so many tokens."""
 
-    def __init__(self, vocabulary_size: int, num_threads: int) -> None:
+    def __init__(
+        self, vocabulary_size: int, end_token_ids: Sequence[int], num_threads: int
+    ) -> None:
         from llguidance import LLExecutor  # the package may be missing
 
         with _rust_threads_of(STACK_BYTES):
             self._executor = LLExecutor(num_threads)
         self._num_words = -(-vocabulary_size // 32)
-        self._buffers = threading.local()
+        ends = [divmod(token, 8) for token in end_token_ids if token < vocabulary_size]
+        self._end_bytes = np.array([byte for byte, _ in ends], np.intp)
+        self._end_bits = np.array([1 << bit for _, bit in ends], np.uint8)
+        self._earlier: deque[list[weakref.ref[Mask]]] = deque()  # of the last calls
 
     def compute(self, masks: Sequence[Mask]) -> None:
         """Make them all, which have matchers, in one call while the GIL is free."""
-        bits = self._buffer(len(masks))
+        bits = np.empty((len(masks), self._num_words), np.int32)
         matchers = [(mask.matcher, row) for row, mask in enumerate(masks) if mask.matcher]
         started = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(
             matchers, bits.ctypes.data, self._num_words * bits.itemsize, len(bits)
         )
-        seconds = 0.0 if time.perf_counter() - started <= SLOW_S else None
-        for mask, row in zip(masks, bits, strict=False):
-            mask.make_of(row.tobytes(), seconds)
+        is_slow = time.perf_counter() - started > SLOW_S
+        ends = bits.view(np.uint8)[:, self._end_bytes] & self._end_bits
+        may_end: list[bool] = np.asarray(ends.any(axis=1)).tolist()
+        for (matcher, row), mask in zip(matchers, masks, strict=True):
+            if may_end[row] or matcher.is_error():
+                mask.make_of(bits[row].tobytes())
+            else:
+                mask.made_at(_new_tuple(MaskRow, (bits, row)))
+            if is_slow:
+                mask.seconds = None
+        self._remember(masks)
 
-    def _buffer(self, num_rows: int) -> npt.NDArray[np.int32]:
-        """Of the thread that calls."""
-        kept: npt.NDArray[np.int32] | None = getattr(self._buffers, "bits", None)
-        if kept is None or len(kept) < num_rows:
-            kept = self._buffers.bits = np.empty((num_rows, self._num_words), np.int32)
-        return kept
+    def _remember(self, masks: Sequence[Mask]) -> None:
+        """Most are used before the next call. One that is not (its sequence was pre-empted or
+        paused) does not keep the memory of all that were computed with it."""
+        self._earlier.append([weakref.ref(mask) for mask in masks])
+        if len(self._earlier) > _CALLS_REMEMBERED:
+            for reference in self._earlier.popleft():
+                mask = reference()
+                if mask is not None:
+                    mask.keep_copy()
 
 
 _Job = Callable[[], None]
@@ -145,11 +195,19 @@ class MaskThreads:
 
     def promise(self, mask: Mask) -> None:
         """Compute it from the next start() on."""
-        if self.pool is None or mask.matcher is None:
+        self._promised.append(mask)
+
+    def share(
+        self, compute: Callable[[], bytes], matcher: "LLMatcher", finish: Callable[[bytes], bytes]
+    ) -> Mask:
+        """Promise a mask that is computed in one call with others where there is a pool."""
+        if self.pool is None:
+            mask = Mask(compute)
             self._promised.append(mask)
         else:
-            mask.done_with(self._shared_done)
+            mask = Mask(compute, matcher, finish, self._shared_done)
             self._shared.append(mask)
+        return mask
 
     def start(self, *, at_once: bool = False) -> None:
         """`at_once`: make those of one call before it returns. A thread of ours would wait for

@@ -19,7 +19,7 @@ from quire.core.errors import (
 )
 from quire.core.plan import (
     BlockCopy,
-    FollowingMask,
+    FollowingMasks,
     History,
     Sampling,
     SequencePlan,
@@ -148,17 +148,19 @@ def test_a_row_that_follows_a_step_is_submitted_before_its_mask_is_known(
 ) -> None:
     """The mask depends on the token that is followed; the next step waits for it, no earlier."""
     table = (5,)
-    masks = [FollowingMask(), FollowingMask()]
+    masks = [FollowingMasks(), FollowingMasks()]
     first = StepPlan(1, (row(PROMPT, TABLE, want=Want.SAMPLE),))
     free = row(PROMPT, table, want=Want.SAMPLE, sequence_id=1)
     held = row((), TABLE, start=5, want=Want.SAMPLE, follows=1, allowed=masks[0])
     third = row((), TABLE, start=6, want=Want.SAMPLE, follows=2, allowed=masks[1])
     tickets = [executor.submit(first), executor.submit(StepPlan(2, (held, free)))]
     [one] = executor.collect(tickets[0], 60).sequences
-    masks[0].give(bytes([0, 8]))
+    masks[0].give(0, bytes([0, 8]))
+    masks[0].settle()
     tickets.append(executor.submit(StepPlan(3, (third,))))
     two, beside = executor.collect(tickets[1], 60).sequences
-    masks[1].give(bytes([0, 16]))
+    masks[1].give(0, bytes([0, 16]))
+    masks[1].settle()
     [three] = executor.collect(tickets[2], 60).sequences
     [alone] = run(executor, free, step_id=4)
     assert (two.token, three.token) == (11, 12)
@@ -178,6 +180,9 @@ def test_a_step_is_packed_before_the_masks_of_the_one_before_are_waited_for(
             done.append("mask")
             return bytes([0, 8])
 
+        def row(self) -> None:
+            return None
+
     def packed(*given: Any) -> Any:
         done.append("pack")
         return pack(*given)
@@ -192,10 +197,10 @@ def test_a_step_is_packed_before_the_masks_of_the_one_before_are_waited_for(
 
 
 def test_a_step_whose_masks_are_given_up_ends(executor: CudaExecutor) -> None:
-    mask = FollowingMask()
-    held = row(PROMPT, TABLE, want=Want.SAMPLE, allowed=mask)
+    masks = FollowingMasks()
+    held = row(PROMPT, TABLE, want=Want.SAMPLE, allowed=masks)
     ticket = executor.submit(StepPlan(1, (held,)))
-    mask.give_up()
+    masks.settle()
     [nothing] = executor.collect(ticket, 60).sequences
     assert nothing.fault == "the mask allows no token"
 

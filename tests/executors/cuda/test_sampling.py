@@ -14,7 +14,7 @@ from tests.executors.cuda.samplers_on_gpu import plan_of
 from tests.executors.sampler_cases import make_case, without_chain
 
 from quire.core.errors import RowFaultError
-from quire.core.plan import History, Sampling, SequencePlan, Want
+from quire.core.plan import FollowingMasks, History, MaskRow, Sampling, SequencePlan, Want
 from quire.core.sampling import MAX_LOGPROBS, SamplingParams, draw_bits
 from quire.executors.cuda import chain, sampling
 from quire.executors.cuda.chain import SampleRow
@@ -457,14 +457,14 @@ class Sent:
 
     def _note(self, step: Any) -> None:
         sampler = self.sampler
-        count = len(step.words) * kernels.WORDS
+        count = step.num_rows * kernels.WORDS
         self.steps.append(
             (
                 sampler._step.buffer[:count].tolist(),
                 sampler._rows.edit_tokens[: 2 * step.num_edits].tolist(),
                 sampler._masks.buffer[: len(step.masks) * sampler._mask_words].tolist(),
                 [request.head_row for request in step.chained],
-                (step.is_sampled, step.has_weighed, step.is_scored),
+                step.kinds,
                 step.faults,
             )
         )
@@ -523,6 +523,59 @@ def test_rows_of_a_plan_are_sent_as_rows_one_by_one_are(
         assert len(together.steps) == len(each.steps)
         assert together.steps[-1:] == each.steps[-1:]
     assert len(each.steps) > 6
+
+
+class Computed:
+    """A mask that was computed with others."""
+
+    def __init__(self, bits: Any, row: int) -> None:
+        self._place = MaskRow(bits, row)
+
+    def result(self) -> bytes:
+        return bytes(self._place.bits[self._place.row].tobytes())
+
+    def row(self) -> MaskRow:
+        return self._place
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 4, 5), (3, 1, 0, 5), (0, 1, None, 3)])
+@pytest.mark.parametrize("more_words", [-1, 0, 2])
+def test_masks_of_one_array_are_sent_as_masks_one_by_one_are(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[int | None, ...], more_words: int
+) -> None:
+    together, each = Sent(monkeypatch), Sent(monkeypatch)
+    width = -(-VOCABULARY // 32) + more_words
+    bits = np.random.default_rng(7).integers(-(2**31), 2**31, (6, width), np.int32)
+    hows = [Sampling(SamplingParams(temperature=0.0), 1, index) for index in range(len(order))]
+    alone = np.ones((1, width), np.int32)  # in an array of its own
+    masks = [Computed(alone, 0) if row is None else Computed(bits, row) for row in order]
+    for position in range(2):
+        followed = FollowingMasks()
+        plans = []
+        for number, (how, mask) in enumerate(zip(hows, masks, strict=True)):
+            followed.give(number, mask)
+            plan = plan_of(SampleRow(how, position), number)
+            plans.append(plan._replace(allowed=followed if position else mask))
+        followed.settle()
+        as_bytes = [plan._replace(allowed=plan.mask()) for plan in plans]
+        slots = list(range(len(plans)))
+        for sent, rows in ((together, plans), (each, as_bytes)):
+            assert not sent.sampler.sample_plans(rows, [-1] * len(rows), slots).faults
+    assert together.steps == each.steps and len(each.steps) == 2
+
+
+def test_rows_whose_sequences_change_places_are_sent_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, fresh = Sent(monkeypatch), Sent(monkeypatch)
+    values: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 3}, {"logprobs": 2}, {}]
+    hows = [Sampling(SamplingParams(**each), 5, at) for at, each in enumerate(values)]
+    for order in ((0, 1, 2, 3), (0, 1, 2, 3), (3, 1, 2, 0), (3, 1), (3, 1, 2, 0), (0,), (0, 1)):
+        plans = [plan_of(SampleRow(hows[at], 4), row) for row, at in enumerate(order)]
+        fresh.sampler._usual = None
+        for sent in (kept, fresh):
+            sent.sampler.sample_plans(plans, [-1] * len(plans), list(range(len(plans))))
+    assert kept.steps == fresh.steps and len(kept.steps) == 6
 
 
 @pytest.mark.parametrize("more", [{}, {"min_tokens": 2}])

@@ -292,11 +292,11 @@ class CudaExecutor(ExecutorBase):
     def _pack(self, ticket: CudaTicket) -> PackedStep | None:
         """The sound rows, packed; None: there is none."""
         plans: Sequence[SequencePlan] = ticket.plan.sequences
-        body = self._sound_rows(PlanColumns.of(plans)) if plans else None
-        packed: list[PackedRow] = []
+        columns = PlanColumns.of(plans) if plans else None
+        body = None if columns is None else self._sound_rows(columns)
         if body is None:
             packed = self._pack_each(ticket)
-            plans = [row.plan for row in packed]
+            plans, columns = [row.plan for row in packed], None
             body = BodyRows.of(packed, self.capacity.windows) if packed else None
         if body is None:
             return None
@@ -313,7 +313,7 @@ class CudaExecutor(ExecutorBase):
             ids = [ids[index] for index in sampled]
             has_more = has_more or max(wants) >= Want.LOGITS
         slots = self._samples.take(ticket.plan.step_id, ids)
-        ticket.computed = StepRows(plans, body, sampled, slots, has_more)
+        ticket.computed = StepRows(plans, body, sampled, slots, has_more, columns)
         self._number_head_rows(ticket)
         return self._runner.pack(body, ticket.computed.lasts, slots)
 
@@ -429,7 +429,8 @@ class CudaExecutor(ExecutorBase):
         rows = ticket.computed
         assert rows is not None
         plans = rows.sampled_plans
-        found = self._sampler.sample_plans(plans, rows.sampled_sources, rows.slots)
+        columns = rows.columns if rows.sampled is None else None
+        found = self._sampler.sample_plans(plans, rows.sampled_sources, rows.slots, columns)
         if found.faults:
             sampled = [row for row in ticket.one_by_one() if row.head_row is not None]
             for index, fault in found.faults.items():

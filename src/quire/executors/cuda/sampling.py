@@ -6,8 +6,9 @@ beyond temperature, top-k, top-p, min-p, penalties and DRY are sampled by chain.
 """
 
 import math
+import operator
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 import triton
 
 from quire.core.errors import RowFaultError
-from quire.core.plan import History, Sampling, SequencePlan
+from quire.core.plan import FollowingMasks, History, MaskRow, Sampling, SequencePlan
 from quire.core.sampling import MAX_LOGPROBS, SamplingParams
 from quire.executors.base import NO_SAMPLING
 from quire.executors.cuda import chain
@@ -26,6 +27,7 @@ from quire.executors.cuda.kernels import sampling as kernels
 from quire.executors.cuda.kernels import scoring
 from quire.executors.cuda.kernels.sampling import RowInput, Workspace
 from quire.executors.cuda.planes import Array
+from quire.executors.cuda.step_input import PlanColumns
 from quire.executors.cuda.token_counts import CountChange, TokenCounts
 from quire.executors.cuda.upload import Upload
 from quire.executors.dry import dry_penalties
@@ -156,26 +158,71 @@ def _kind(params: SamplingParams) -> int:
     return kernels.ALL if params.top_p == 1.0 else kernels.WEIGHED
 
 
+class _Usual(NamedTuple):
+    """Rows that need nothing but their position, slot and mask, as a step sends them: the same in
+    every step of the same sequences."""
+
+    samplings: tuple[Sampling | None, ...]
+    masked: tuple[int, ...]  # the rows that have a mask
+    others: tuple[int, ...]  # the rows that need more, whose words are not here
+    words: npt.NDArray[np.int32]  # [rows of the graph, words]; positions, slots and masks are 0
+    is_sampled: npt.NDArray[np.int32]  # [rows]: 0 or 1
+    kinds: "_Kinds"
+
+    def is_of(self, samplings: Sequence[Sampling | None], masked: tuple[int, ...]) -> bool:
+        return (
+            len(samplings) == len(self.samplings)
+            and masked == self.masked
+            and all(map(operator.is_, samplings, self.samplings))
+        )
+
+
+class _Kinds(NamedTuple):
+    """Which kernels some rows need."""
+
+    is_sampled: bool
+    has_weighed: bool
+    is_scored: bool
+
+    @classmethod
+    def of(cls, words: npt.NDArray[np.int32]) -> "_Kinds":
+        kinds = words[:, kernels.KIND]
+        is_sampled, has_weighed = kinds != kernels.SKIP, kinds == kernels.WEIGHED
+        return cls(
+            bool(is_sampled.any()),
+            bool(has_weighed.any()),
+            bool(words[:, kernels.NUM_TOP].any()),
+        )
+
+
 class _Step:
     """What a step sends, while it is packed."""
 
     def __init__(self, num_rows: int) -> None:
-        self.words = [_NOTHING] * num_rows
+        self.num_rows = num_rows  # of the graph
+        self.usual: _Usual | None = None
+        self.words: dict[int, bytes] = {}  # by head row, of the rows that are packed one by one
         self.edits: list[bytes] = []
         self.num_edits = 0
-        self.masks: list[bytes] = []
-        self.masked_rows: list[int] = []  # whose words lack the index of their mask
+        self.masks: list[bytes | MaskRow] = []
+        self.masked_rows: list[int] = []  # usual ones, whose words lack the index of their mask
         self.mask_indices: list[int] = []
         self.chained: list[SampleRequest] = []
         self.faults: dict[int, str] = {}
-        self.is_sampled = False  # by the kernels
-        self.has_weighed = False  # rows of that kind
-        self.is_scored = False
+        self.kinds = _Kinds(False, False, False)
 
     def asks_nothing(self) -> bool:
         """Whether every row has its token already: the argmax."""
-        is_packed = not self.chained and not self.faults
-        return is_packed and self.words.count(_NOTHING) == len(self.words)
+        is_packed = not self.chained and not self.faults and not self.masked_rows
+        is_usual = self.usual is None or not any(self.usual.kinds)
+        return is_packed and is_usual and all(words == _NOTHING for words in self.words.values())
+
+    def add_masks(self, masks: Mapping[int, bytes | MaskRow]) -> None:
+        """Those of usual rows, by head row."""
+        first = len(self.masks)
+        self.masks += masks.values()
+        self.masked_rows += masks
+        self.mask_indices += range(first, len(self.masks))
 
     def add_mask(self, mask: bytes | None) -> int:
         """Its index among those of the step; -1: none."""
@@ -214,9 +261,7 @@ class Sampler:
         self._scored = self._scoring(num_rows)
         self._counts = TokenCounts(self._work.counts)
         self._by_sampling: dict[int, _Known] = {}  # by Sampling's id
-        # The words of rows that need nothing but their position and slot, which are 0 here.
-        self._usual_words: dict[int, bytes] = {}  # likewise
-        self._masked_words: dict[int, bytes] = {}  # likewise, of rows with a mask, whose index is 0
+        self._usual: _Usual | None = None  # of the last step
         self._graphs: dict[int, tuple[Any, Any, Any]] = {}
         self._chained_at_once = num_rows
 
@@ -294,44 +339,67 @@ class Sampler:
         return step.faults
 
     def sample_plans(
-        self, plans: Sequence[SequencePlan], sources: Sequence[int], slots: Sequence[int]
+        self,
+        plans: Sequence[SequencePlan],
+        sources: Sequence[int],
+        slots: Sequence[int],
+        columns: PlanColumns | None = None,
     ) -> Sampled:
         """sample() for the rows of a head that want more than the argmax, which all have by now.
-        `sources`: the slots of pending tokens; -1: none. Rows that need only their position and
-        slot are packed together, by words that were made when their sequence was first sampled."""
-        usual = list(map(self._usual_words.get, [id(plan.sampling) for plan in plans]))
-        others = [
-            head_row
-            for head_row, plan in enumerate(plans)
-            if usual[head_row] is None or plan.allowed is not None or plan.history is not None
-        ]
-        if not others and usual.count(_NOTHING) == len(usual):
+        `sources`: the slots of pending tokens; -1: none. Rows that need only their position, slot
+        and mask are packed together, by words that were made when their sequence was first sampled.
+        `columns`: of these plans, where the caller has them."""
+        if not plans:
             return Sampled({}, is_scored=False)
+        columns = columns or PlanColumns.of(plans)
+        masks = _masks_of(columns)
         step = _Step(self._padded(len(plans)))
-        step.words[: len(plans)] = [_NOTHING if words is None else words for words in usual]
+        step.usual = usual = self._usual_rows(columns.sampling, tuple(masks), step.num_rows)
+        others = usual.others
+        if any(columns.history):
+            others = tuple({*others, *(at for at, seen in enumerate(columns.history) if seen)})
+        if not others and not masks and not any(usual.kinds):
+            return Sampled({}, is_scored=False)
         with self._counted_again_after_errors():
-            for head_row in others:
-                if not self._pack_masked(step, head_row, plans[head_row]):
+            if not others:
+                step.add_masks(masks)
+            for head_row in sorted({*others, *masks}) if others else ():
+                if head_row in masks and head_row not in others:
+                    step.add_masks({head_row: masks[head_row]})
+                else:
                     self._pack_plan(step, head_row, plans[head_row], sources, slots)
             if step.asks_nothing():
                 return Sampled({}, is_scored=False)
-            positions = [plan.completion_position for plan in plans]
-            self._send(step, np.array([positions, slots], np.int32))
+            self._send(step, columns.completion_position, slots)
             self._launch_step(step)
-        return Sampled(step.faults, step.is_scored)
+        return Sampled(step.faults, step.kinds.is_scored)
 
-    def _pack_masked(self, step: _Step, head_row: int, plan: SequencePlan) -> bool:
-        """A row that needs nothing but its position, slot and mask; False: it needs more."""
-        words = self._masked_words.get(id(plan.sampling))
-        if words is None or plan.history is not None:
-            return False
-        mask = plan.mask()
-        if mask is None:
-            return False
-        step.words[head_row] = words
-        step.masked_rows.append(head_row)
-        step.mask_indices.append(step.add_mask(mask))
-        return True
+    def _usual_rows(
+        self, samplings: tuple[Sampling | None, ...], masked: tuple[int, ...], num_rows: int
+    ) -> _Usual:
+        """Those of the last step, where it had the same sequences."""
+        kept = self._usual
+        if kept is not None and len(kept.words) == num_rows and kept.is_of(samplings, masked):
+            return kept
+        known = []
+        for sampling in samplings:
+            assert sampling is not None, NO_SAMPLING
+            known.append(self._find(sampling))
+        found = [each.usual for each in known]
+        for head_row in masked:
+            found[head_row] = known[head_row].masked
+        given = [_NOTHING if words is None else words for words in found]
+        given += [_NOTHING] * (num_rows - len(given))
+        words = np.frombuffer(b"".join(given), np.int32).reshape(-1, kernels.WORDS)
+        self._usual = _Usual(
+            samplings,
+            masked,
+            tuple([head_row for head_row, words in enumerate(found) if words is None]),
+            words,
+            (words[: len(samplings), kernels.KIND] != kernels.SKIP).astype(np.int32),
+            _Kinds.of(words),
+        )
+        return self._usual
 
     def _padded(self, num_rows: int) -> int:
         """Also the rows that a graph has beyond the step's: none of them is sampled."""
@@ -346,15 +414,15 @@ class Sampler:
             raise
 
     def _launch_step(self, step: "_Step") -> None:
-        num_rows = len(step.words)
-        if step.is_sampled:
-            if step.has_weighed:
+        num_rows = step.num_rows
+        if step.kinds.is_sampled:
+            if step.kinds.has_weighed:
                 self._run(num_rows, 1, self._launch_with_rounds)
             else:
                 self._run(num_rows, 0, self._launch)
         for start in range(0, len(step.chained), self._chained_at_once):
             self._chain(step.chained[start : start + self._chained_at_once])
-        if step.is_scored:
+        if step.kinds.is_scored:
             self._run(num_rows, 2, self._launch_scores)
 
     def _pack_plan(
@@ -368,7 +436,6 @@ class Sampler:
         how = plan.sampling
         assert how is not None, NO_SAMPLING
         if wants_argmax(plan):
-            self._find(how)
             step.words[head_row] = _NOTHING
             return
         pending = None if sources[head_row] < 0 else sources[head_row]
@@ -381,12 +448,7 @@ class Sampler:
         if known is None:
             if len(self._by_sampling) >= _MAX_KNOWN:
                 self._by_sampling.clear()
-                self._usual_words.clear()
-                self._masked_words.clear()
             known = self._by_sampling[id(sampling)] = _known(sampling)
-            if known.usual is not None and known.masked is not None:
-                self._usual_words[id(sampling)] = known.usual
-                self._masked_words[id(sampling)] = known.masked
         return known
 
     def _pack(self, step: _Step, request: SampleRequest) -> None:
@@ -453,25 +515,27 @@ class Sampler:
         if highest >= self._width:
             raise RowFaultError(f"a token id is beyond the {self._width} logits")
 
-    def _send(self, step: _Step, places: npt.NDArray[np.int32] | None = None) -> None:
-        """`places`: positions and slots of the first rows, for those that are sampled."""
+    def _send(self, step: _Step, positions: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
+        """`positions` and `slots`: of the usual rows and of those between them."""
         self._counts.count_fresh()
-        rows = np.frombuffer(b"".join(step.words), np.int32).reshape(-1, kernels.WORDS)
-        kinds = rows[:, kernels.KIND]
-        is_sampled = kinds != kernels.SKIP
-        step.is_sampled = bool(is_sampled.any())
-        step.has_weighed = bool((kinds == kernels.WEIGHED).any())
-        step.is_scored = bool(rows[:, kernels.NUM_TOP].any())
         host = self._step.host()
-        count = rows.size
-        words = host[:count].reshape(rows.shape)
-        words[:] = rows
-        if places is not None:
-            num_rows = places.shape[1]
-            for word, values in zip((kernels.POSITION, kernels.SLOT), places, strict=True):
-                words[:num_rows, word] = values * is_sampled[:num_rows]
-        if step.masked_rows:
-            words[step.masked_rows, kernels.MASK] = step.mask_indices
+        count = step.num_rows * kernels.WORDS
+        words = host[:count].reshape(step.num_rows, kernels.WORDS)
+        usual = step.usual
+        if usual is None:
+            words[:] = 0
+        else:
+            step.kinds = usual.kinds
+            words[:] = usual.words
+            is_sampled = usual.is_sampled
+            words[: len(is_sampled), kernels.POSITION] = np.array(positions, np.int32) * is_sampled
+            words[: len(is_sampled), kernels.SLOT] = np.array(slots, np.int32) * is_sampled
+            if step.masked_rows:
+                words[step.masked_rows, kernels.MASK] = step.mask_indices
+        if step.words:
+            each = np.frombuffer(b"".join(step.words.values()), np.int32)
+            words[list(step.words)] = each.reshape(-1, kernels.WORDS)
+            step.kinds = _Kinds.of(words)
         if step.num_edits:
             start = self._rows.words.numel()
             count = start + 2 * step.num_edits
@@ -480,14 +544,20 @@ class Sampler:
         if step.masks:
             self._send_masks(step.masks)
 
-    def _send_masks(self, masks: Sequence[bytes]) -> None:
+    def _send_masks(self, masks: Sequence[bytes | MaskRow]) -> None:
         """A mask has a bit a token; what it lacks is not allowed."""
-        width = 4 * self._mask_words
-        host = self._masks.host().view(np.uint8).data
-        for start, mask in zip(range(0, len(host), width), masks, strict=False):
-            whole = mask if len(mask) == width else mask[:width].ljust(width, b"\0")
-            host[start : start + width] = whole
-        self._masks.send(len(masks) * self._mask_words)
+        host = self._masks.host()[: len(masks) * self._mask_words].reshape(len(masks), -1)
+        together = _of_one_array(masks)
+        if together is not None:
+            bits, rows = together
+            width = min(bits.shape[1], self._mask_words)
+            host[:, :width] = bits[rows, :width]
+            host[:, width:] = 0
+        else:
+            width = 4 * self._mask_words
+            whole = [_as_bytes(mask)[:width].ljust(width, b"\0") for mask in masks]
+            host[:] = np.frombuffer(b"".join(whole), np.int32).reshape(host.shape)
+        self._masks.send(host.size)
 
     def _chain(self, requests: Sequence[SampleRequest]) -> None:
         index = self._integers([request.head_row for request in requests])
@@ -619,6 +689,40 @@ class Sampler:
         )
         self._launch_scores(count, logits, scored)
         return Scores(_to_host(scored.results[:count]), width)
+
+
+def _masks_of(rows: PlanColumns) -> dict[int, bytes | MaskRow]:
+    """By row, waited for; of the rows that have one."""
+    if rows.allowed.count(None) == len(rows.allowed):
+        return {}
+    found: dict[int, bytes | MaskRow] = {}
+    for row, (sequence_id, allowed) in enumerate(zip(rows.sequence_id, rows.allowed, strict=True)):
+        mask = allowed.of(sequence_id) if isinstance(allowed, FollowingMasks) else allowed
+        if mask is not None:
+            found[row] = mask if isinstance(mask, bytes) else mask.row() or mask.result()
+    return found
+
+
+def _of_one_array(
+    masks: Sequence[bytes | MaskRow],
+) -> tuple[npt.NDArray[np.int32], slice | list[int]] | None:
+    """The array that holds all of them, and their rows; None: there is none."""
+    if not isinstance(masks[0], MaskRow):
+        return None
+    bits, rows = masks[0].bits, []
+    for mask in masks:
+        if isinstance(mask, bytes) or mask.bits is not bits:
+            return None
+        rows.append(mask.row)
+    in_order = rows == list(range(rows[0], rows[0] + len(rows)))
+    return bits, slice(rows[0], rows[-1] + 1) if in_order else rows
+
+
+def _as_bytes(mask: bytes | MaskRow) -> bytes:
+    if isinstance(mask, bytes):
+        return mask
+    found: bytes = mask.bits[mask.row].tobytes()
+    return found
 
 
 def _dry_edits(row: SampleRow, history: History) -> bytes:

@@ -27,7 +27,7 @@ from quire.executors.base import (
 from quire.executors.cuda.kernels import layers
 from quire.executors.cuda.planes import Array
 from quire.executors.cuda.sampling import Scores
-from quire.executors.cuda.step_input import BodyRows, Integers, PackedRow
+from quire.executors.cuda.step_input import BodyRows, Integers, PackedRow, PlanColumns
 
 _new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
 # In the order in which _plain_results() writes them.
@@ -70,6 +70,7 @@ class StepRows(NamedTuple):
     sampled: Sequence[int] | None  # indices; None: all are
     slots: Sequence[int]  # of the sampled ones' tokens
     has_more: bool = False  # a row wants logits, a pooled state or scores of its prompt
+    columns: PlanColumns | None = None  # of `plans`, where they were wanted before
 
     @property
     def sampled_plans(self) -> Sequence[SequencePlan]:
