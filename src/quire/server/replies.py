@@ -416,6 +416,13 @@ class TextLogprobs(NamedTuple):
     num_characters: int
 
 
+class _WrittenText(NamedTuple):
+    """A token's text."""
+
+    json: str
+    length: int  # of the text
+
+
 class LogprobWriter:
     """Log-probabilities as JSON; without a tokenizer, or `as_ids`, tokens are written as
     token_id:N."""
@@ -424,6 +431,7 @@ class LogprobWriter:
         self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
         self._spelling = cache(self._spelling_of)
+        self._written = cache(self._written_text)
 
     def for_chat(self, scores: Sequence[TokenLogprob]) -> str:
         """ChatLogprobs as JSON."""
@@ -444,18 +452,18 @@ class LogprobWriter:
         """`offset`: characters of the completion before the first of these tokens. An echoed prompt
         begins with a token without a score, `first`, and has offsets of its own."""
         ids = [] if first is None else [first]
-        texts = [self._text(token) for token in [*ids, *(score.token for score in scores)]]
+        texts = [self._written(token) for token in [*ids, *(score.token for score in scores)]]
         offsets = list(prompt_offsets)
         start = offset
         for text in texts[len(offsets) :]:
             offsets.append(offset)
-            offset += len(text)
+            offset += text.length
         none = ["null"] * len(ids)
         logprobs = ",".join([*none, *(repr(finite(score.logprob)) for score in scores)])
         tops = ",".join([*none, *(self._top_by_text(score) for score in scores)])
         written = (
-            f'{{"tokens":{json.dumps(texts)},"token_logprobs":[{logprobs}],'
-            f'"top_logprobs":[{tops}],"text_offset":{json.dumps(offsets)}}}'
+            f'{{"tokens":[{", ".join([text.json for text in texts])}],'
+            f'"token_logprobs":[{logprobs}],"top_logprobs":[{tops}],"text_offset":{offsets}}}'
         )
         return TextLogprobs(written, offset - start)
 
@@ -475,8 +483,13 @@ class LogprobWriter:
         """By text; of tokens with the same text the likeliest counts, which comes first."""
         found: dict[str, float] = {}
         for token, logprob in score.top:
-            found.setdefault(self._text(token), finite(logprob))
-        return json.dumps(found)
+            found.setdefault(self._written(token).json, logprob)
+        entries = [f"{text}: {finite(logprob)!r}" for text, logprob in found.items()]
+        return f"{{{', '.join(entries)}}}"
+
+    def _written_text(self, token: int) -> _WrittenText:
+        text = self._text(token)
+        return _WrittenText(json.dumps(text), len(text))
 
     def _text(self, token: int) -> str:
         if self._tokenizer is None or self._as_ids:
