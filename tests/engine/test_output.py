@@ -848,7 +848,7 @@ def planned_and_told(
     for live in engine._lifecycle.live.values():
         for sequence in live.sequences:
             if not is_short:
-                sequence.is_plain = sequence.has_mask_alone = False
+                sequence.is_plain = sequence.has_short_extras = False
     pieces = [event for event in engine.run() if isinstance(event, Piece)]
     return rows, pieces
 
@@ -865,8 +865,9 @@ def _kind_of(allowed: object) -> object:
         greedy(9, structured=REGEX),
         greedy(9, structured=REGEX, logprobs=1),
         greedy(9, structured=REGEX, presence_penalty=0.5),
+        greedy(9, repetition_penalty=1.5),
     ],
-    ids=["plain", "logprobs", "mask", "mask and logprobs", "mask and history"],
+    ids=["plain", "logprobs", "mask", "mask and logprobs", "mask and history", "history"],
 )
 def test_the_short_way_plans_and_tells_the_same(params: SamplingParams) -> None:
     rows, pieces = planned_and_told(params, is_short=True)

@@ -293,7 +293,8 @@ class Admission:
         if transcript is not None and not is_done:
             text = transcript.add_all(given, params.min_tokens)
         logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
-        has_others = is_whole or params.max_tokens == 0 or params.needs_history
+        has_others = is_whole or params.max_tokens == 0
+        has_short_extras = grammar is not None or params.needs_history
         return Sequence(
             id=number,
             live=live,
@@ -312,8 +313,9 @@ class Admission:
             grammar=grammar,
             goal=_goal(params, pooling=pooling),
             # Rows without extras are planned as decode steps, which sample.
-            has_row_extras=has_others or grammar is not None,
-            has_mask_alone=grammar is not None and not has_others,
+            has_row_extras=has_others or has_short_extras,
+            has_short_extras=has_short_extras and not has_others,
+            needs_history=params.needs_history,
             is_plain=transcript is None or transcript.plain_text is not None,
             needs_last_token="dry" in params.order,
             stop_token_ids=frozenset(stop_ids),

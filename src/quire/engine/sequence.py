@@ -202,7 +202,8 @@ class Sequence:
     is_running: bool = False
     is_newly_admitted: bool = False  # no token since it was admitted
     has_row_extras: bool = False  # its rows carry history, a mask or prompt targets
-    has_mask_alone: bool = False  # of these a mask and nothing else
+    has_short_extras: bool = False  # of these a mask, a history or both, and nothing else
+    needs_history: bool = False
     is_plain: bool = False  # no stop strings: see sampled_plainly()
     needs_last_token: bool = False  # a row is planned when the token before its sample is known
     wait_reason: WaitReason | None = None

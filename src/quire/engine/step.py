@@ -36,6 +36,7 @@ _ROW_FIELDS = (
     "other_tables",
 )
 check_fields(SequencePlan, _ROW_FIELDS)
+check_fields(History, ("prompt", "completion"))
 
 
 class Row(NamedTuple):
@@ -84,21 +85,25 @@ class RowPlanner:
         plan_other: Callable[[Step, Sequence], None],
     ) -> None:
         """Add a row of one token for each running sequence: nearly all of a large batch have a
-        writable next position and no row extras, or a mask alone, and are planned here in half the
-        time of plan_row(); `plan_other` plans the rest."""
+        writable next position and no row extras, or a mask and a history alone, and are planned
+        here in half the time of plan_row(); `plan_other` plans the rest."""
         rows, step_id = step.rows, step.id
         num_tokens = context = 0
         for sequence in sequences:
             if not sequence.is_running:
                 continue
             start = sequence.num_computed
-            is_masked = sequence.has_mask_alone
-            if start >= sequence.num_writable or (sequence.has_row_extras and not is_masked):
+            has_extras = sequence.has_row_extras
+            if start >= sequence.num_writable or (has_extras and not sequence.has_short_extras):
                 plan_other(step, sequence)
                 continue
             tokens = sequence.tokens
             is_known = start < len(tokens)
-            allowed = self._mask_of(step, sequence, not is_known) if is_masked else None
+            allowed = history = None
+            if has_extras and sequence.grammar is not None:
+                allowed = self._mask_of(step, sequence, not is_known)
+            if has_extras and sequence.needs_history:
+                history = _history_of(sequence)
             table = sequence.block_table
             plan = (
                 sequence.id,
@@ -109,7 +114,7 @@ class RowPlanner:
                 _SAMPLE,
                 sequence.sampling,
                 start + 1 - sequence.prompt_length,
-                None,  # history
+                history,
                 allowed,
                 (),  # prompt targets
                 table.other_ids,
@@ -168,10 +173,8 @@ class RowPlanner:
     def _add_extras(self, step: Step, row: SequencePlan, sequence: Sequence) -> SequencePlan:
         """What only some rows carry: history for penalties, a mask, prompt tokens to score."""
         prompt = sequence.request.prompt
-        params = sequence.request.params
-        if row.want is Want.SAMPLE and params.needs_history:
-            completion = tuple(sequence.tokens[len(prompt) :])
-            row = row._replace(history=History(prompt, completion))
+        if row.want is Want.SAMPLE and sequence.needs_history:
+            row = row._replace(history=_history_of(sequence))
         if row.want is Want.SAMPLE and sequence.grammar is not None:
             row = row._replace(allowed=self._mask_of(step, sequence, row.follows is not None))
         if sequence.live.prompt_logprobs is not None and sequence.sampling.index == 0:
@@ -192,3 +195,9 @@ class RowPlanner:
             fault = RowFaultError(f"the grammar failed: {error}")
             self._failed.append((sequence, fault))
             return None
+
+
+def _history_of(sequence: Sequence) -> History:
+    """Of its next row."""
+    completion = tuple(sequence.tokens[sequence.prompt_length :])
+    return _new_tuple(History, (sequence.live.request.prompt, completion))

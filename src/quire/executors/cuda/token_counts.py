@@ -61,6 +61,12 @@ class TokenCounts:
         known = self._known.get(id(row.sampling))
         if known is not None:
             self._known.move_to_end(id(row.sampling))
+            is_next = high == known.high + 1 and low == known.low and history.completion
+            if is_next and known.prompt is history.prompt:  # the usual step
+                token = history.completion[-1]
+                if 0 <= token < self._counts.shape[1]:
+                    known.high = high
+                    return CountChange(known.row, (token, _NO_TOKEN), (1, 0))
             change = _moved(known, history, low, high)
             if change is not None:
                 self._check([token for token in change.tokens if token != _NO_TOKEN])
