@@ -14,7 +14,15 @@ from tests.executors.cuda.samplers_on_gpu import plan_of
 from tests.executors.sampler_cases import make_case, without_chain
 
 from quire.core.errors import RowFaultError
-from quire.core.plan import FollowingMasks, History, MaskRow, Sampling, SequencePlan, Want
+from quire.core.plan import (
+    FollowingMasks,
+    History,
+    MaskRow,
+    Sampling,
+    SequencePlan,
+    TokenLogprob,
+    Want,
+)
 from quire.core.sampling import MAX_LOGPROBS, SamplingParams, draw_bits
 from quire.executors.cuda import chain, sampling
 from quire.executors.cuda.chain import SampleRow
@@ -636,7 +644,10 @@ def test_scores_of_all_rows_are_those_of_each() -> None:
     results = rng.normal(size=(5, scoring.RESULTS))
     results[:, 1 : 2 + MAX_LOGPROBS] = rng.integers(1, 1000, (5, 1 + MAX_LOGPROBS))
     for width in (3, 1000):
-        scores = Scores(results, width)
-        wanted = [5, None, 0, MAX_LOGPROBS, 1]
-        each = [None if n is None else scores.of(row, n) for row, n in enumerate(wanted)]
-        assert scores.of_all(wanted) == each
+        for wanted in ([5, None, 0, MAX_LOGPROBS, 1], [2] * 5, [0] * 5, [None, 0, 0, None, 0]):
+            scores = Scores(results, width, wanted)
+            each = [
+                None if n is None else TokenLogprob(7 + row, *scores.of(row, n))
+                for row, n in enumerate(wanted)
+            ]
+            assert scores.of_all(range(7, 12)) == each

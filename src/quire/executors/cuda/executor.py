@@ -296,7 +296,7 @@ class CudaExecutor(ExecutorBase):
         body = None if columns is None else self._sound_rows(columns)
         if body is None:
             packed = self._pack_each(ticket)
-            plans, columns = [row.plan for row in packed], None
+            plans, columns = tuple([row.plan for row in packed]), None
             body = BodyRows.of(packed, self.capacity.windows) if packed else None
         if body is None:
             return None
@@ -305,12 +305,12 @@ class CudaExecutor(ExecutorBase):
                 f"the step has {body.num_tokens} tokens; this executor takes "
                 f"{self.capacity.max_step_tokens}"
             )
-        sampled, ids = None, [plan.sequence_id for plan in plans]
-        wants = [plan.want for plan in plans]
-        has_more = any(plan.prompt_targets for plan in plans)
+        columns = columns or PlanColumns.of(plans)
+        sampled, ids, wants = None, columns.sequence_id, columns.want
+        has_more = any(columns.prompt_targets)
         if wants.count(Want.SAMPLE) < len(wants):
             sampled = [index for index, want in enumerate(wants) if want is Want.SAMPLE]
-            ids = [ids[index] for index in sampled]
+            ids = tuple([ids[index] for index in sampled])
             has_more = has_more or max(wants) >= Want.LOGITS
         slots = self._samples.take(ticket.plan.step_id, ids)
         ticket.computed = StepRows(plans, body, sampled, slots, has_more, columns)
@@ -323,10 +323,10 @@ class CudaExecutor(ExecutorBase):
         step."""
         capacity = self.capacity
         num_others = len(capacity.windows) - 1
-        if any(rows.prompt_targets) or any(len(each) != num_others for each in rows.other_tables):
+        if any(rows.prompt_targets) or set(map(len, rows.other_tables)) != {num_others}:
             return None
         wanted = zip(rows.want, rows.sampling, strict=True)
-        if any(how is None and want is Want.SAMPLE for want, how in wanted):
+        if not all(rows.sampling) and (Want.SAMPLE, None) in wanted:
             return None
         sources = self._samples.sources_of(rows.follows, rows.sequence_id)
         if sources is None:
@@ -361,8 +361,7 @@ class CudaExecutor(ExecutorBase):
             seen = known.of(rows.sequence_id, tables, firsts)
             if seen is None:
                 return None
-            held = firsts + np.fromiter(map(len, seen.tables), np.int32, len(ends))
-            if (ends > BLOCK_SIZE * held).any():
+            if (ends > BLOCK_SIZE * (firsts + seen.lengths)).any():
                 return None
             found.append(seen)
         return found

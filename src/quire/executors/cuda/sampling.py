@@ -8,8 +8,9 @@ beyond temperature, top-k, top-p, min-p, penalties and DRY are sampled by chain.
 import math
 import operator
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,15 @@ import torch
 import triton
 
 from quire.core.errors import RowFaultError
-from quire.core.plan import FollowingMasks, History, MaskRow, Sampling, SequencePlan
+from quire.core.plan import (
+    FollowingMasks,
+    History,
+    MaskRow,
+    Sampling,
+    SequencePlan,
+    TokenLogprob,
+    check_fields,
+)
 from quire.core.sampling import MAX_LOGPROBS, SamplingParams
 from quire.executors.base import NO_SAMPLING
 from quire.executors.cuda import chain
@@ -44,6 +53,8 @@ _NOTHING = bytes(4 * kernels.WORDS)
 _MAX_KNOWN = 4096
 _ALIGNED = 4  # words
 _NO_CHANGE = CountChange(-1)
+_new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
+check_fields(TokenLogprob, ("token", "logprob", "rank", "top"))  # as Scores.of_all() writes them
 
 
 class Tile(NamedTuple):
@@ -168,6 +179,7 @@ class _Usual(NamedTuple):
     words: npt.NDArray[np.int32]  # [rows of the graph, words]; positions, slots and masks are 0
     is_sampled: npt.NDArray[np.int32]  # [rows]: 0 or 1
     kinds: "_Kinds"
+    num_top: tuple[int | None, ...]  # likeliest tokens that each row wants beside its score
 
     def is_of(self, samplings: Sequence[Sampling | None], masked: tuple[int, ...]) -> bool:
         return (
@@ -398,6 +410,7 @@ class Sampler:
             words,
             (words[: len(samplings), kernels.KIND] != kernels.SKIP).astype(np.int32),
             _Kinds.of(words),
+            tuple([each.sampling.params.logprobs for each in known]),
         )
         return self._usual
 
@@ -670,7 +683,8 @@ class Sampler:
 
     def scores_on_host(self, num_rows: int) -> "Scores":
         """Those of the rows that were sampled last."""
-        return Scores(_to_host(self._scored.results[:num_rows]), self._width)
+        wanted = () if self._usual is None else self._usual.num_top
+        return Scores(_to_host(self._scored.results[:num_rows]), self._width, wanted)
 
     def score(self, logits: Array, tokens: Sequence[int], num_top: int) -> "Scores":
         """Of other logits than those that are sampled, as many rows at most; on the host once the
@@ -740,6 +754,7 @@ class Scores(NamedTuple):
 
     results: npt.NDArray[np.float64]  # [rows, scoring.RESULTS]
     width: int  # of the vocabulary
+    wanted: Sequence[int | None] = ()  # by row of a plan: see of_all()
 
     def of(self, row: int, num_top: int) -> tuple[float, int, tuple[tuple[int, float], ...]]:
         """Log-probability, rank, and (token, log-probability) of the likeliest."""
@@ -749,23 +764,30 @@ class Scores(NamedTuple):
         top = zip(tokens, found[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + num_top], strict=True)
         return found[0], int(found[1]), tuple(top)
 
-    def of_all(
-        self, wanted: Sequence[int | None]
-    ) -> list[tuple[float, int, tuple[tuple[int, float], ...]] | None]:
-        """of() each row with the number of likeliest that it wants; None where it wants none."""
+    def of_all(self, tokens: Sequence[int]) -> list[TokenLogprob | None]:
+        """of() each row, with its token and the number of likeliest that it wants; None where it
+        wants none. All rows have the largest number at first: zip() makes their pairs without
+        Python work for each."""
+        wanted = self.wanted
         most = min(max((count or 0 for count in wanted), default=0), self.width)
-        first, second = 2, 2 + MAX_LOGPROBS
-        scores = self.results[: len(wanted), 0].tolist()
-        ranks = self.results[: len(wanted), 1].astype(np.int64).tolist()
-        tokens = self.results[: len(wanted), first : first + most].astype(np.int64).tolist()
-        others = self.results[: len(wanted), second : second + most].tolist()
-        columns = zip(wanted, scores, ranks, tokens, others, strict=True)
-        return [
-            None
-            if count is None
-            else (score, rank, tuple(zip(likeliest[:count], beside[:count], strict=True)))
-            for count, score, rank, likeliest, beside in columns
-        ]
+        results = self.results[: len(wanted)]
+        ranks = results[:, 1].astype(np.int64).tolist()
+        likeliest = results[:, 2 : 2 + most].astype(np.int64).ravel().tolist()
+        beside = results[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + most].ravel().tolist()
+        pairs = zip(likeliest, beside, strict=True)
+        tops: Iterable[tuple[tuple[int, float], ...]] = zip(*[pairs] * most, strict=True)
+        if not most:
+            tops = repeat((), len(wanted))
+        if wanted.count(most) < len(wanted):
+            tops = [top[:count] for top, count in zip(tops, wanted, strict=True)]
+        rows = zip(tokens, results[:, 0].tolist(), ranks, tops, strict=True)
+        entries: list[TokenLogprob | None] = list(map(_new_tuple, repeat(TokenLogprob), rows))
+        if None in wanted:
+            return [
+                None if count is None else entry
+                for entry, count in zip(entries, wanted, strict=True)
+            ]
+        return entries
 
 
 def _to_host(array: Array) -> npt.NDArray[np.float64]:

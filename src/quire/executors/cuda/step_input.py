@@ -14,6 +14,7 @@ The buffer is sent with one copy.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_not
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from quire.executors.cuda.decoder import BodyField, BodyInput, group_field, num_
 from quire.executors.cuda.planes import Array
 
 Integers = npt.NDArray[np.int32]
+_NO_TABLE: Integers = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,8 @@ class BodyRows(NamedTuple):
             seen = first_blocks(window, starts)
             bounds = zip(tables, seen.tolist(), ends, strict=True)
             arrays = [np.array(table[first:end], np.int32) for table, first, end in bounds]
-            groups.append(GroupTables(seen, arrays))
+            lengths = np.fromiter(map(len, arrays), np.int32, len(arrays))
+            groups.append(GroupTables(seen, arrays, lengths))
         return cls(
             starts,
             counts,
@@ -127,6 +130,7 @@ class GroupTables(NamedTuple):
 
     firsts: Integers  # those blocks' places in their tables
     tables: Sequence[Integers]
+    lengths: Integers  # of the tables
 
 
 def first_blocks(window: Window | None, starts: Integers) -> Integers:
@@ -141,6 +145,16 @@ def first_blocks(window: Window | None, starts: Integers) -> Integers:
     return places
 
 
+class _LastTables(NamedTuple):
+    """The rows of a step, and what became of their tables."""
+
+    sequence_ids: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    firsts: Integers
+    arrays: list[Integers]
+    lengths: Integers
+
+
 class TableArrays:
     """A group's block tables as arrays, each kept while its sequence has the same table (the same
     object: who plans a step never changes a table, but makes another) and sees as much of it."""
@@ -150,25 +164,50 @@ class TableArrays:
         self._most = most
         # By sequence: the table, its first block that is seen, and the blocks from there on.
         self._known: dict[int, tuple[tuple[int, ...], int, Integers]] = {}
+        self._last: _LastTables | None = None
 
     def of(
-        self, sequence_ids: Iterable[int], tables: Iterable[tuple[int, ...]], firsts: Integers
+        self,
+        sequence_ids: tuple[int, ...],
+        tables: tuple[tuple[int, ...], ...],
+        firsts: Integers,
     ) -> GroupTables | None:
-        """None: an entry of a table that a row may see is no block."""
+        """None: an entry of a table that a row may see is no block. Of the rows of the last step
+        those alone are looked at that have another table since, or see less of it."""
+        last = self._last
+        changed: Sequence[int] = range(len(tables))
+        if last is not None and last.sequence_ids == sequence_ids:
+            changed = _differing(map(is_not, tables, last.tables), last.firsts != firsts)
+            arrays, lengths = last.arrays.copy(), last.lengths.copy()
+        else:
+            arrays, lengths = [_NO_TABLE] * len(tables), np.empty(len(tables), np.int32)
+        for row in changed:
+            found = self._array(sequence_ids[row], tables[row], int(firsts[row]))
+            if found is None:
+                return None
+            arrays[row] = found
+            lengths[row] = len(found)
+        self._last = _LastTables(sequence_ids, tables, firsts, arrays, lengths)
+        return GroupTables(firsts, arrays, lengths)
+
+    def _array(self, sequence_id: int, table: tuple[int, ...], first: int) -> Integers | None:
         known = self._known
-        found = []
-        rows = zip(sequence_ids, tables, firsts.tolist(), strict=True)
-        for sequence_id, table, first in rows:
-            kept = known.get(sequence_id)
-            if kept is None or kept[0] is not table or kept[1] != first:
-                seen = table[first:]
-                if not seen or min(seen) < 0 or max(seen) >= self._num_blocks:
-                    return None
-                if len(known) >= self._most:
-                    known.clear()
-                kept = known[sequence_id] = (table, first, np.array(seen, np.int32))
-            found.append(kept[2])
-        return GroupTables(firsts, found)
+        kept = known.get(sequence_id)
+        if kept is None or kept[0] is not table or kept[1] != first:
+            seen = table[first:]
+            if not seen or min(seen) < 0 or max(seen) >= self._num_blocks:
+                return None
+            if len(known) >= self._most:
+                known.clear()
+            kept = known[sequence_id] = (table, first, np.array(seen, np.int32))
+        return kept[2]
+
+
+def _differing(are_others: Iterable[bool], see_others: npt.NDArray[np.bool_]) -> Sequence[int]:
+    """The rows of which either is true."""
+    either = np.fromiter(are_others, np.bool_, len(see_others)) | see_others
+    found: list[int] = np.flatnonzero(either).tolist()
+    return found
 
 
 def pack_body(
@@ -266,10 +305,9 @@ def _pack_tables(group: GroupTables, spans: _Spans, places: _Places, offset: int
     does not see are not sent."""
     ends = -(-(spans.starts + spans.counts) // BLOCK_SIZE)
     counts = ends - group.firsts
-    used = [
-        table if count == len(table) else table[:count]
-        for table, count in zip(group.tables, counts.tolist(), strict=True)
-    ]
+    used = group.tables
+    if (counts != group.lengths).any():
+        used = [table[:count] for table, count in zip(used, counts.tolist(), strict=True)]
     stops = np.cumsum(counts, dtype=np.int32)
     flat = np.concatenate(used)
     begins = stops - ends  # where each whole table would begin

@@ -220,26 +220,17 @@ def _plain_results(ticket: CudaTicket) -> tuple[SequenceResult, ...] | None:
     if not finite.all() or not (sampled[:, 1] == layers.FINITE).all():
         return None
     plans, tokens = ticket.plan.sequences, sampled[:, 0].tolist()
-    scores: Iterable[TokenLogprob | None] = repeat(None, len(plans))
+    computed = ticket.computed
+    if computed is None or computed.columns is None:
+        ids: Sequence[int] = [plan.sequence_id for plan in plans]
+    else:
+        ids = computed.columns.sequence_id
+    none = repeat(None)
+    scores: Iterable[TokenLogprob | None] = none
     if ticket.scores is not None:
-        scores = _sample_scores(ticket.scores, plans, tokens)
-    return tuple(
-        [
-            _new_tuple(SequenceResult, (plan[0], token, score, (), None, None, None))
-            for plan, token, score in zip(plans, tokens, scores, strict=True)
-        ]
-    )
-
-
-def _sample_scores(
-    scores: Scores, plans: Sequence[SequencePlan], tokens: Sequence[int]
-) -> list[TokenLogprob | None]:
-    """Of every row of the head; None for a row that wants none."""
-    wanted = [None if plan.sampling is None else plan.sampling.params.logprobs for plan in plans]
-    return [
-        None if score is None else _new_tuple(TokenLogprob, (token, *score))
-        for token, score in zip(tokens, scores.of_all(wanted), strict=True)
-    ]
+        scores = ticket.scores.of_all(tokens)
+    rows = zip(ids, tokens, scores, repeat(()), none, none, none)
+    return tuple(map(_new_tuple, repeat(SequenceResult), rows))
 
 
 def _result(ticket: CudaTicket, row: StepRow, samples: SampleRing) -> SequenceResult:

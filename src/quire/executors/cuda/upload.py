@@ -25,8 +25,9 @@ class Upload:
     def host(self) -> npt.NDArray[np.int32]:
         """Memory to fill and then to send; it stays as it is until `send`."""
         sent = self._sent[self._next]
-        if sent is not None:
-            sent.synchronize()  # long done: three have been sent since
+        # Long done: three have been sent since. Asking keeps the GIL, waiting gives it away.
+        if sent is not None and not sent.query():
+            sent.synchronize()
         words: npt.NDArray[np.int32] = self._hosts[self._next].numpy()
         return words
 
@@ -36,6 +37,6 @@ class Upload:
         self._next = (index + 1) % len(self._hosts)
         self.buffer[:count].copy_(self._hosts[index][:count], non_blocking=True)
         if self.buffer.is_cuda:
-            event = torch.cuda.Event()
+            event = self._sent[index] or torch.cuda.Event()
             event.record()
             self._sent[index] = event
