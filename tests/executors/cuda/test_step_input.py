@@ -1,5 +1,6 @@
 """What the kernels read about a step: every token's place, padding that touches nothing."""
 
+import random
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from quire.executors.cuda.graphs import sizes_up_to  # noqa: E402
 from quire.executors.cuda.step_input import (  # noqa: E402
     Layout,
     PackedRow,
+    TableArrays,
     pack_body,
 )
 
@@ -134,3 +136,24 @@ def test_chunks_and_single_tokens_pack_together_as_each_does_alone() -> None:
         entries += len(table)
     assert not fields[5, tile:].any(), "tiles beyond are of no token"
     assert (fields[3, sum(counts) :] == -1).all(), "padding is written nowhere"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tables_that_are_kept_from_step_to_step_are_those_of_a_step_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    kept = TableArrays(64, 12)
+    tables = {name: (name, name + 8) for name in range(8)}
+    ids = tuple(tables)
+    for _ in range(40):
+        if rng.random() < 0.2:
+            ids = tuple(rng.sample(sorted(tables), rng.randint(1, 8)))
+        if rng.random() < 0.5:
+            name = rng.choice(ids)
+            tables[name] = (*tables[name][-3:], rng.randrange(65))  # 64 is no block
+        firsts = np.array([rng.random() < 0.1 for _ in ids], np.int32)
+        given = ids, tuple([tables[name] for name in ids]), firsts
+        found, alone = kept.of(*given), TableArrays(64, 12).of(*given)
+        assert (found is None) == (alone is None)
+        if found is not None and alone is not None:
+            assert [table.tolist() for table in found.tables] == [t.tolist() for t in alone.tables]
+            assert found.lengths.tolist() == alone.lengths.tolist() == list(map(len, alone.tables))
