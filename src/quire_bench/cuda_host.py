@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from quire.core.plan import SequencePlan
 from quire.executors.cuda import CudaConfig, CudaExecutor
@@ -37,7 +36,6 @@ class ScriptedCudaExecutor(CudaExecutor):
     spent on the device's part: the tokens, and copies that a GPU would make."""
 
     def __init__(self, model: Model, config: CudaConfig, script: Sequence[int]) -> None:
-        torch.set_num_threads(1)  # copies that a GPU would make need no other threads
         one_layer = replace(model.spec, layers=model.spec.layers[:1])
         super().__init__(replace(model, spec=one_layer), config)
         self._script = tuple(script)

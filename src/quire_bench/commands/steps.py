@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if kind not in KINDS:
             raise ConfigError(f"--kinds: {kind!r} is none of {', '.join(KINDS)}")
     os.environ.setdefault("TRITON_INTERPRET", "1")  # nothing is launched, and no compiler needed
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: copies that a GPU makes need no others
     try:
         figures = measure_steps(args.model, args.rows, args.steps, kinds, args.rounds)
     except ImportError as error:

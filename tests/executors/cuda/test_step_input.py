@@ -142,7 +142,7 @@ def test_chunks_and_single_tokens_pack_together_as_each_does_alone() -> None:
 def test_tables_that_are_kept_from_step_to_step_are_those_of_a_step_alone(seed: int) -> None:
     rng = random.Random(seed)
     kept = TableArrays(64, 12)
-    tables = {name: (name, name + 8) for name in range(8)}
+    tables: dict[int, tuple[int, ...]] = {name: (name, name + 8) for name in range(8)}
     ids = tuple(tables)
     for _ in range(40):
         if rng.random() < 0.2:
