@@ -6,8 +6,8 @@ them, and one call that writes them all would hold the interpreter for as long.
 
 import json
 from collections.abc import Sequence
-from functools import cache
 from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, Field
 
@@ -423,6 +423,16 @@ class _WrittenText(NamedTuple):
     length: int  # of the text
 
 
+class _Written(NamedTuple):
+    """What was written of a tokenizer's tokens: the same in every stream."""
+
+    texts: dict[int, _WrittenText]
+    spellings: dict[int, str]  # see LogprobWriter._spelling()
+
+
+_written: WeakKeyDictionary[Tokenizer, _Written] = WeakKeyDictionary()
+
+
 class LogprobWriter:
     """Log-probabilities as JSON; without a tokenizer, or `as_ids`, tokens are written as
     token_id:N."""
@@ -430,8 +440,10 @@ class LogprobWriter:
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
-        self._spelling = cache(self._spelling_of)
-        self._written = cache(self._written_text)
+        if tokenizer is None or as_ids:
+            self._known = _Written({}, {})
+        else:
+            self._known = _written.setdefault(tokenizer, _Written({}, {}))
 
     def for_chat(self, scores: Sequence[TokenLogprob]) -> str:
         """ChatLogprobs as JSON."""
@@ -475,9 +487,13 @@ class LogprobWriter:
         """A TopLogprob as JSON, without its end."""
         return f'{self._spelling(token)},"logprob":{finite(logprob)!r}'
 
-    def _spelling_of(self, token: int) -> str:
-        spelled = json.dumps(self._bytes(token))
-        return f'{{"token":{json.dumps(self._text(token))},"bytes":{spelled}'
+    def _spelling(self, token: int) -> str:
+        found = self._known.spellings.get(token)
+        if found is None:
+            spelled = json.dumps(self._bytes(token))
+            found = f'{{"token":{json.dumps(self._text(token))},"bytes":{spelled}'
+            self._known.spellings[token] = found
+        return found
 
     def _top_by_text(self, score: TokenLogprob) -> str:
         """By text; of tokens with the same text the likeliest counts, which comes first."""
@@ -487,9 +503,12 @@ class LogprobWriter:
         entries = [f"{text}: {finite(logprob)!r}" for text, logprob in found.items()]
         return f"{{{', '.join(entries)}}}"
 
-    def _written_text(self, token: int) -> _WrittenText:
-        text = self._text(token)
-        return _WrittenText(json.dumps(text), len(text))
+    def _written(self, token: int) -> _WrittenText:
+        found = self._known.texts.get(token)
+        if found is None:
+            text = self._text(token)
+            found = self._known.texts[token] = _WrittenText(json.dumps(text), len(text))
+        return found
 
     def _text(self, token: int) -> str:
         if self._tokenizer is None or self._as_ids:
