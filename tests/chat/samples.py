@@ -249,6 +249,12 @@ SAMPLES = {
         (),
         "<|tools_prefix|>[{}]<|tools_suffix|>",
     ),
+    "named objects, no list": Sample(
+        "<|tools_prefix|>",
+        "<|tools_prefix|>5<|tools_suffix|>",
+        (),
+        "<|tools_prefix|>5<|tools_suffix|>",
+    ),
     "named parameters": Sample(
         '<function name="x"><param name="y">',
         f'Look:\n{_NAMED}<param name="days">3</param></function>\n{_NAMED}'
@@ -326,6 +332,15 @@ SAMPLES = {
     ),
     "muse, content": Sample(_MUSE_MARKS, " to=user<|message|>Yes.", (), "Yes."),
     "muse, broken": Sample(_MUSE_MARKS, " to=weather<|message|>Yes <.", (), "Yes <."),
+    "muse, a number that JSON has not": Sample(
+        _MUSE_MARKS,
+        f" to=weather<|message|>{_INVOKE.replace('3', '1e999')}",
+        (),
+        _INVOKE.replace("3", "1e999"),
+    ),
+    "muse, a header without a recipient": Sample(
+        _MUSE_MARKS, " to<|message|>Yes.", (), " to<|message|>Yes."
+    ),
     "harmony, content": Sample(
         _HARMONY_MARKS,
         f"{_ANALYSIS}<|channel|>final<|message|>It <|rains.",

@@ -162,3 +162,57 @@ def test_a_parser_knows_when_no_reasoning_can_come_any_more() -> None:
     parser.feed("No reasoning")
     assert not parser.may_think
     assert parser_for(SAMPLES["harmony, call"]).may_think, "each message may be reasoning"
+
+
+_KIMI_OPEN = "<|open|>tools<|sep|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "repeated"),
+    [
+        ("xml", "<tool_call>", "\n"),
+        ("xml", "<tool_call>", "<function="),
+        ("xml", "<tool_call><function=weather>", "<parameter="),
+        ("kimi's tags", _KIMI_OPEN, '<|open|>call tool="weather"<|sep|>'),
+        (
+            "kimi's tags",
+            f'{_KIMI_OPEN}<|open|>call tool="weather"<|sep|>',
+            '<|open|>argument key="city" type="string"<|sep|>',
+        ),
+    ],
+)
+def test_what_a_model_repeats_takes_no_quadratic_time(name: str, begin: str, repeated: str) -> None:
+    """It would not end: a million characters squared are a million million."""
+    text = begin + repeated * (1_000_000 // len(repeated)) + "<|close|>call<|sep|>"
+    sample = SAMPLES[name]._replace(text=text, is_thinking=False)
+    assert said(parsed(sample, [text])[0])[0] in ((), (("weather", {}),))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("xml", '<tool_call><function=weather><parameter=days>"\\ud83d"', {"days": "\ud83d"}),
+        ("python", "<|tool_call_start|>weather(city='\\ud83d')", {"city": "\ud83d"}),
+        (
+            "hermes",
+            '<tool_call>{"arguments": {"city": "\\ud83d"}, "name": "weather"}',
+            {"city": "\ud83d"},
+        ),
+        ("hermes", '<tool_call>{"name": "w\\ud83d", "arguments": {}}', None),
+        ("hermes", '<tool_call>{"arguments": {}, "name": "w\\ud83d"}', None),
+        (
+            "hermes",
+            '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"\\ud83d\\"}"}',
+            None,
+        ),
+    ],
+)
+def test_halves_of_surrogate_pairs_stay_escapes(
+    name: str, text: str, arguments: dict[str, str] | None
+) -> None:
+    """No reply could hold them."""
+    answer, _ = parsed(SAMPLES[name]._replace(text=text), [text])
+    assert [json.loads(call.arguments) for call in answer.tool_calls] == (
+        [] if arguments is None else [arguments]
+    )
+    assert "".join((answer.content or "", *map("".join, answer.tool_calls))).encode()

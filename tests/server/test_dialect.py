@@ -8,7 +8,7 @@ from quire.chat import Answer, ToolCall
 from quire.core.errors import RequestError
 from quire.core.request import FinishReason
 from quire.server import app
-from quire.server.dialect import finish_word
+from quire.server.dialect import arguments_object, finish_word
 from quire.server.errors import OPENAI_ERRORS, ApiError, ErrorShape
 from quire.server.schemas import ChatRequest
 from quire.server.submission import ErrorMapper
@@ -24,6 +24,19 @@ def test_calls_that_the_model_finished_are_a_reason_of_their_own() -> None:
     assert finish_word(FinishReason.STOP, CALLS) == "tool_calls"
     assert finish_word(FinishReason.LENGTH, CALLS) == "length"
     assert finish_word(FinishReason.STOP, Answer("text")) == "stop"
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ('{"a": "\\ud83d!"}', {"a": "\ufffd!"}),
+        ('{"a": "\\ud83d\\ude00"}', {"a": "\U0001f600"}),
+        ('{"a": 1', {}),
+        ('{"a": ' + "[" * 100_000, {}),
+    ],
+)
+def test_arguments_as_an_object_are_what_a_reply_can_hold(text: str, given: dict[str, str]) -> None:
+    assert arguments_object(text) == given
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ it is JSON.
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -22,17 +22,13 @@ class ReadCall(NamedTuple):
 ParameterTypes = Mapping[str, Mapping[str, bool]]
 ReadCalls = Callable[[str, ParameterTypes], list[ReadCall] | None]
 
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>|$)\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+# What a model writes may be anything and long: each pattern takes time in proportion to the text.
+_FUNCTION = re.compile(r"<function=([^<>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 _NAMED_PARAMETER = re.compile(r"<param name=\"([^\"]+)\">(.*?)(?:</param>|$)", re.DOTALL)
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
-_KIMI_CALL = re.compile(
-    r"<\|open\|>call tool=\"([^\"]+)\"[^<]*<\|sep\|>(.*?)<\|close\|>call<\|sep\|>", re.DOTALL
-)
-_KIMI_ARGUMENT = re.compile(
-    r"<\|open\|>argument key=\"([^\"]+)\" type=\"(\w+)\"<\|sep\|>(.*?)<\|close\|>argument<\|sep\|>",
-    re.DOTALL,
-)
+_KIMI_CALL = re.compile(r"<\|open\|>call tool=\"([^\"]+)\"[^<]*<\|sep\|>")
+_KIMI_ARGUMENT = re.compile(r"<\|open\|>argument key=\"([^\"]+)\" type=\"(\w+)\"<\|sep\|>")
 MINIMAX_MARK = "]<]minimax[>["  # before every tag of MiniMax-M3's
 _INVOKE = re.compile(
     r"<(?:｜DSML｜|atem:)?invoke name=\"([^\"]+)\">(.*?)(?:</(?:｜DSML｜|atem:)?invoke>|$)",
@@ -85,19 +81,26 @@ def read_named_parameters(text: str, types: ParameterTypes) -> list[ReadCall] | 
 def read_kimi(text: str, _: ParameterTypes) -> list[ReadCall] | None:
     """<|open|>call tool="name" index="1"<|sep|> with <|open|>argument key="key" type="string"..."""
     calls = []
-    for name, body in _KIMI_CALL.findall(text):
+    for call, body in _closed(text, _KIMI_CALL, "<|close|>call<|sep|>"):
         values = {
-            key: value if kind == "string" else strict_json(value)
-            for key, kind, value in _KIMI_ARGUMENT.findall(body)
+            argument[1]: value if argument[2] == "string" else strict_json(value)
+            for argument, value in _closed(body, _KIMI_ARGUMENT, "<|close|>argument<|sep|>")
         }
-        calls.append(_call(name, values))
+        calls.append(_call(call[1], values))
     return calls or None
+
+
+def _closed(text: str, opened: re.Pattern[str], close: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Each part that has a beginning and an end: its beginning, and what is between them."""
+    for part in text.split(close)[:-1]:
+        if (found := opened.search(part)) is not None:
+            yield found, part[found.end() :]
 
 
 def read_named_objects(text: str, _: ParameterTypes) -> list[ReadCall] | None:
     """[{"name": {"key": "value"}}, ...]"""
-    calls = []
-    for item in strict_json(text):
+    items, calls = strict_json(text), []
+    for item in items if isinstance(items, list) else ():
         if not isinstance(item, dict) or len(item) != 1:
             return None
         name, values = next(iter(item.items()))
@@ -277,7 +280,23 @@ def _python_value(text: str) -> Any:
 
 
 def _call(name: str, values: Mapping[str, Any]) -> ReadCall:
-    return ReadCall(name, json.dumps(values, ensure_ascii=False, allow_nan=False))
+    return ReadCall(name, json_text(values))
+
+
+def json_text(value: Any) -> str:
+    """Without NaN and Infinity (ValueError). Halves of surrogate pairs, which a model may write as
+    escapes and no reply can hold, stay escapes."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_text(text) else json.dumps(value)
+
+
+def is_text(text: str) -> bool:
+    """Whether it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def strict_json(text: str) -> Any:

@@ -8,10 +8,9 @@ from quire.chat.parser import MAX_HEADER, AnswerParser, overlap
 
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-# How a header may begin, as far as it has come.
-_HARMONY_BEGIN = re.compile(
-    r"$|<\|?$|<\||to=|assistant|a(?:s(?:s(?:i(?:s(?:t(?:an?)?)?)?)?)?)?$|to?$"
-)
+# How a header begins, and how as far as it has come.
+_BEGIN = re.compile(r"\Z|<\||to=|assistant")
+_MAY_BEGIN = re.compile(_BEGIN.pattern + r"|<\Z|a(?:s(?:s(?:i(?:s(?:t(?:an?)?)?)?)?)?)?\Z|to?\Z")
 
 
 class HarmonyParser(AnswerParser):
@@ -35,7 +34,8 @@ class HarmonyParser(AnswerParser):
     def _message_header(self) -> bool:
         """Up to <|message|>: the channel and the recipient."""
         head, found, rest = self._text.partition("<|message|>")
-        if len(head) > MAX_HEADER or not _HARMONY_BEGIN.match(head.lstrip()):
+        begin = _BEGIN if found else _MAY_BEGIN
+        if len(head) > MAX_HEADER or not begin.match(head.lstrip()):
             self._state = self._content  # not the format at all
             return True
         if not found:
@@ -118,8 +118,7 @@ class MuseParser(HarmonyParser):
     def _end_message(self, *, is_whole: bool) -> None:
         if self._written is not None:
             text, self._written = "".join(self._written), None
-            assert self._read is not None
-            calls = self._read(text, self._tools)
+            calls = self._calls_in(text)
             for call in calls or ():
                 self._begin(call.name)
                 self._add_arguments(call.arguments)

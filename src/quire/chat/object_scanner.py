@@ -1,6 +1,6 @@
 """ObjectScanner: finds the end of a JSON object in text that comes in pieces."""
 
-from quire.chat.call_syntax import strict_json
+from quire.chat.call_syntax import is_text, strict_json
 
 
 class ObjectScanner:
@@ -107,9 +107,10 @@ class ObjectScanner:
                     value = strict_json(self.text[begin:end])
                 except (ValueError, RecursionError):
                     return None
-                if isinstance(value, str):
-                    self._names[keys] = value
-                return value if isinstance(value, str) else None
+                if not isinstance(value, str) or not is_text(value):
+                    return None
+                self._names[keys] = value
+                return value
         return None
 
     def span_of(self, keys: tuple[str, ...]) -> tuple[int, int] | None:

@@ -9,7 +9,6 @@ come; a call that breaks off after that has been seen by streams, and in `answer
 """
 
 import hashlib
-import json
 import re
 import secrets
 import string
@@ -26,7 +25,14 @@ from quire.chat.answers import (
     ToolCall,
     ToolCallBegin,
 )
-from quire.chat.call_syntax import ParameterTypes, read_python, strict_json
+from quire.chat.call_syntax import (
+    ParameterTypes,
+    ReadCall,
+    is_text,
+    json_text,
+    read_python,
+    strict_json,
+)
 from quire.chat.forms import GENERIC, CallForm, ChatForm
 from quire.chat.object_scanner import ObjectScanner
 
@@ -435,12 +441,12 @@ class AnswerParser:
             return
         name = next((value[key] for key in _NAME_KEYS if key in value), None)
         arguments: Any = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name or not is_text(name):
             raise ValueError("a call has a name")
-        if isinstance(arguments, str):
+        if isinstance(arguments, str) and is_text(arguments):
             text, arguments = arguments, strict_json(arguments)
         else:
-            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            text = json_text(arguments)
         if not isinstance(arguments, dict) and arguments is not None:
             raise ValueError("arguments are an object")
         self._begin(name)
@@ -448,7 +454,6 @@ class AnswerParser:
 
     def _in_syntax(self) -> bool:
         """Calls in a syntax of their own, read when they are whole."""
-        assert self._read is not None
         close = self._close
         at = self._text.find(close, self._num_searched) if close else -1
         if at < 0 and not self._is_ended:
@@ -456,10 +461,7 @@ class AnswerParser:
             return False
         self._num_searched = 0
         body = self._text if at < 0 else self._text[:at]
-        try:
-            calls = self._read(body, self._tools)
-        except (ValueError, RecursionError):
-            calls = None
+        calls = self._calls_in(body)
         self._take(len(body) + (len(close) if at >= 0 else 0))
         if calls is None:
             return self._refuse()
@@ -469,6 +471,13 @@ class AnswerParser:
         self._call, self._raw = None, ""
         self._state = self._between
         return True
+
+    def _calls_in(self, text: str) -> list[ReadCall] | None:
+        assert self._read is not None
+        try:
+            return self._read(text, self._tools)
+        except (ValueError, RecursionError):
+            return None
 
     def _begin(self, name: str, given_id: str | None = None) -> None:
         self._space = ""

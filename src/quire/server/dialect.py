@@ -157,10 +157,13 @@ def finish_word(reason: FinishReason | None, answer: Answer) -> FinishWord:
 
 def arguments_object(text: str) -> dict[str, Any]:
     """A call's arguments as the APIs that want an object have them; a call that the length cut off
-    has no whole ones."""
+    has no whole ones. Halves of surrogate pairs, which no reply can hold, become U+FFFD."""
     try:
         found = json.loads(text)
-    except ValueError:
+        if "\\u" in text:
+            plain = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            found = json.loads(plain.decode("utf-16", "replace"))
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
