@@ -209,3 +209,69 @@ def test_a_replica_that_is_not_there_is_an_error_and_is_tried_again() -> None:
         ingress.reports.close()
 
     run(work)
+
+
+def test_a_reader_that_is_lost_leaves_the_one_in_its_place() -> None:
+    async def work(server: ReportServer, _: Lost) -> None:
+        ingress = Ingress("one")
+        lost = await ingress.reports.reader_of(server.address)
+        lost.lose("a test")
+        again = await ingress.reports.reader_of(server.address)
+        assert again is not lost
+        assert await ingress.reports.reader_of(server.address) is again
+        ingress.reports.close()
+
+    run(work)
+
+
+def test_connections_that_ended_or_failed_are_not_kept() -> None:
+    async def work(server: ReportServer, _: Lost) -> None:
+        with socket.create_server((HOST, 0)) as closed:
+            port = closed.getsockname()[1]
+        ingress = Ingress("one")
+        with pytest.raises(OSError, match="Connect"):
+            await ingress.reports.reader_of(msgspec.msgpack.encode(Address(HOST, port, b"")))
+        reader = await ingress.reports.reader_of(server.address)
+        reader.lose("a test")
+        await asyncio.sleep(0)
+        assert not ingress.reports._readers
+        ingress.reports.close()
+
+    run(work)
+
+
+def test_two_connections_of_an_ingress_have_a_channel_each() -> None:
+    """The first is not waited for by then: its thread was between two statements."""
+
+    async def work(server: ReportServer, lost: Lost) -> None:
+        waiting = server.channel_of("one")
+        (ours, theirs), (further, other) = socket.socketpair(), socket.socketpair()
+        assert server.connect("one", ours) is waiting
+        second = server.connect("one", further)
+        assert second is not waiting and server.channel_of("one") is second
+        for each in (ours, theirs, further, other):
+            each.close()
+        assert lost.channels == []
+
+    run(work)
+
+
+def test_an_ingress_that_connects_late_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It connects after the replica has looked, and before it forgets the channel."""
+
+    class Late(IngressChannel):
+        num_asked = 0
+
+        @property
+        def is_connected(self) -> bool:
+            self.num_asked += 1
+            return self.num_asked > 1
+
+    async def work(server: ReportServer, lost: Lost) -> None:
+        monkeypatch.setattr(reports, "IngressChannel", Late)
+        monkeypatch.setattr(reports, "_NEVER_CONNECTED_S", -1.0)
+        channel = server.channel_of("one")
+        server.beat()
+        assert lost.channels == [] and not channel.is_closed
+
+    run(work)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -124,12 +125,13 @@ class ReportServer:
                 found = self._channels[ingress] = IngressChannel()
             return found
 
-    def _unconnected(self, ingress: str) -> IngressChannel:
-        """For a connection. An ingress that connects again has given up the one before."""
+    def connect(self, ingress: str, connection: socket.socket) -> IngressChannel:
+        """An ingress that connects again has given up the connection before."""
         with self._lock:
             found = self._channels.get(ingress)
             if found is None or found.is_closed or found.is_connected:
                 found = self._channels[ingress] = IngressChannel()
+            found.connect(connection)
             return found
 
     def beat(self) -> None:
@@ -140,8 +142,8 @@ class ReportServer:
         for ingress, channel in channels:
             if channel.is_connected:
                 channel.send(_NOTHING)
-            elif channel.made_at < late:
-                self._drop(ingress, channel)
+            elif channel.made_at < late and self._forget(ingress, channel):
+                self._drop(channel)
 
     def _accept(self) -> None:
         while True:
@@ -166,15 +168,22 @@ class ReportServer:
         connection.close()
 
     def _serve_ingress(self, connection: socket.socket, ingress: str) -> None:
-        channel = self._unconnected(ingress)
-        channel.connect(connection)
+        channel = self.connect(ingress, connection)
         channel.run(lambda _: None)
-        self._drop(ingress, channel)
-
-    def _drop(self, ingress: str, channel: IngressChannel) -> None:
         with self._lock:
             if self._channels.get(ingress) is channel:
                 del self._channels[ingress]
+        self._drop(channel)
+
+    def _forget(self, ingress: str, channel: IngressChannel) -> bool:
+        """Whether it was forgotten: it may have been connected meanwhile."""
+        with self._lock:
+            if channel.is_connected or self._channels.get(ingress) is not channel:
+                return False
+            del self._channels[ingress]
+            return True
+
+    def _drop(self, channel: IngressChannel) -> None:
         channel.close()
         self._on_lost(channel)
 
@@ -255,6 +264,7 @@ class ReplicaReports:
         found = self._readers.get(address)
         if found is None or (found.done() and _is_over(found)):
             found = self._readers[address] = asyncio.create_task(self._connect(address))
+            found.add_done_callback(partial(self._connected, address))
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         return await asyncio.shield(found)
@@ -267,8 +277,19 @@ class ReplicaReports:
             _, reader = await loop.create_connection(
                 lambda: ReportReader(hello, self._take), where.host, where.port
             )
-        reader.lost.add_done_callback(lambda _: self._readers.pop(address, None))
         return reader
+
+    def _connected(self, address: bytes, connecting: "asyncio.Task[ReportReader]") -> None:
+        """Keep it as long as it lasts; by its end another one may have its place."""
+
+        def forget(_: object = None) -> None:
+            if self._readers.get(address) is connecting:
+                del self._readers[address]
+
+        if _is_over(connecting):
+            forget()
+        else:
+            connecting.result().lost.add_done_callback(forget)
 
     async def _watch(self) -> None:
         while True:
