@@ -123,6 +123,10 @@ def test_what_cannot_work_is_said_in_a_line_before_anything_starts(
             ([str(model), "--port", port], f"cannot listen at 127.0.0.1:{port}"),
             ([str(model), "--direct-port", port], f"cannot listen at 127.0.0.1:{port}"),
             ([str(model), "--port", port, "--direct-port", port], "is Serve's"),
+            ([str(model), "--direct-port", "65536"], "from 1 to 65535, got 65536"),
+            ([str(model), "--direct-port", "0"], "from 1 to 65535, got 0"),
+            ([str(model), "--replica-silence", "0"], "must be 4 s or more, got 0"),
+            ([str(model), "--replica-silence", "nan"], "must be 4 s or more, got nan"),
         ):
             address = [] if "--address" in options else ["--address", "local"]
             assert main(["ray", "serve", *options, *address]) == 1

@@ -25,6 +25,7 @@ from quire.llm.devices import Options
 from quire.ray.cluster import SILENCE_S, ClusterLLM
 from quire.ray.ingresses import OneIngress, SeveralIngresses, for_several
 from quire.ray.replica import ModelReplica
+from quire.ray.reports import HEARTBEAT_S
 from quire.server import KeyRing, ServerSettings, Service, create_app, read_keys
 from quire.server.middleware import App
 from quire.server.model_service import ModelSource, State
@@ -76,6 +77,11 @@ class ReplicaConfig:
             raise ConfigError("a replica's CPUs and GPUs must be 0 or more")
         if not 0 < self.target_load <= 1:
             raise ConfigError(f"target_load must be above 0 and at most 1, got {self.target_load}")
+        if not self.silence_s >= 2 * HEARTBEAT_S:
+            raise ConfigError(
+                f"a replica says something every {HEARTBEAT_S:g} s: --replica-silence must be "
+                f"{2 * HEARTBEAT_S:g} s or more, got {self.silence_s:g}"
+            )
         if self.routing not in ROUTINGS:
             raise ConfigError(f"routing must be one of {ROUTINGS}, got {self.routing!r}")
 
@@ -102,6 +108,8 @@ class ClusterConfig:
                 raise ConfigError(f"two models are called {name!r}: name them otherwise")
         if self.num_ingresses < 1:
             raise ConfigError(f"there must be an ingress, got {self.num_ingresses}")
+        if self.direct_port is not None and not 1 <= self.direct_port <= 65535:
+            raise ConfigError(f"--direct-port must be from 1 to 65535, got {self.direct_port}")
         self._check_state_folder()
 
     def _check_state_folder(self) -> None:
