@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from quire.core.request import FinishReason, Piece, RequestMetrics, Status
+from quire.ray import replica
 from quire.ray.cluster import ClusterEngine
 from quire.ray.reports import ReportServer
 from quire.worker import messages as wire
+from quire.worker.process import STUCK_EXIT, WorkerEngine
 
 PATIENCE_S = 60.0
 
@@ -22,12 +24,15 @@ Behaviour = Callable[[ReportServer, str, str], None]
 class Answer:
     """What Serve gives for a call that streams."""
 
-    def __init__(self, contents: list[bytes]) -> None:
+    def __init__(self, contents: list[bytes], *, has_end: bool) -> None:
         self._contents = contents
+        self._has_end = has_end
         self.is_cancelled = False
 
     async def __anext__(self) -> bytes:
         if not self._contents:
+            if not self._has_end:
+                await asyncio.Event().wait()
             raise StopAsyncIteration
         return self._contents.pop(0)
 
@@ -42,6 +47,7 @@ class Handle:
         self._server = server
         self._behaviours = list(behaviours)
         self.num_asked = 0
+        self.ends_answers = True
 
     def options(self, **_: Any) -> "Handle":
         return self
@@ -51,7 +57,7 @@ class Handle:
         assert isinstance(command, wire.Submit)
         self._behaviours[self.num_asked](self._server, ingress, command.request_id)
         self.num_asked += 1
-        return Answer([self._server.address])
+        return Answer([self._server.address], has_end=self.ends_answers)
 
 
 def say(server: ReportServer, ingress: str, *reports: wire.Report) -> None:
@@ -104,3 +110,37 @@ def test_times_are_since_the_arrival_here_whatever_the_replicas_clock() -> None:
     metrics = output.metrics
     assert num_asked == 1
     assert metrics.finished_at - metrics.arrived_at == pytest.approx(3.0)
+
+
+def test_a_request_whose_time_ends_as_it_is_paused_ends() -> None:
+    def accept(server: ReportServer, ingress: str, name: str) -> None:
+        say(server, ingress, wire.Accepted(name))
+
+    async def main() -> None:
+        handle: Any = Handle(ReportServer("127.0.0.1", lambda _: None), accept)
+        handle.ends_answers = False
+        facts: Any = SimpleNamespace(max_unread_tokens=1000)
+        engine = ClusterEngine(handle, facts)
+        stream = await engine.submit([1, 2, 3])
+        [live] = engine._live.values()
+        assert live.task is not None
+        engine.pause(stream)
+        live.task.cancel()  # as asyncio.timeout does
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.wait([live.task])
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_replica_whose_engines_thread_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heartbeats would go on."""
+
+    def fail(_: WorkerEngine) -> None:
+        raise KeyError("a test")
+
+    ended: list[int] = []
+    monkeypatch.setattr(WorkerEngine, "_run", fail)
+    monkeypatch.setattr("os._exit", ended.append)
+    replica.ReplicaEngine._run(object.__new__(replica.ReplicaEngine))
+    assert ended == [STUCK_EXIT]

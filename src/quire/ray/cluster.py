@@ -243,8 +243,9 @@ class ClusterEngine:
             try:
                 await asyncio.shield(live.attempt)
             except asyncio.CancelledError:
-                if not live.attempt.cancelled():
-                    raise  # this task was cancelled; else the attempt, by a pause
+                own = asyncio.current_task()
+                if not live.attempt.cancelled() or (own is not None and own.cancelling()):
+                    raise  # this task was cancelled; else the attempt alone, by a pause
             except OverloadedError as error:
                 if not live.record.accepted.done():
                     raise

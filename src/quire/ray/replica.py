@@ -6,6 +6,7 @@ of each request, so that a replica may die at any time.
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,9 @@ from quire.llm.devices import Options
 from quire.ray.reports import HEARTBEAT_S, IngressChannel, ReportServer
 from quire.worker import messages as wire
 from quire.worker.channel import Channel
-from quire.worker.process import WorkerEngine
+from quire.worker.process import STUCK_EXIT, WorkerEngine
+
+_log = logging.getLogger(__name__)
 
 
 class ReplicaEngine(WorkerEngine):
@@ -31,6 +34,13 @@ class ReplicaEngine(WorkerEngine):
         super().__init__(assembly, channel)
         self._loop = asyncio.get_running_loop()
         self._ends: dict[str, tuple[asyncio.Event, Channel]] = {}  # by request; of the event loop
+
+    def _run(self) -> None:
+        try:
+            super()._run()
+        except BaseException:
+            _log.exception("the engine's thread failed")
+            os._exit(STUCK_EXIT)  # heartbeats would go on, and its requests would wait for ever
 
     def add(self, command: wire.Submit, channel: Channel) -> asyncio.Event:
         """On the event loop. Set when the engine has reported its end, or nobody waits for it."""
