@@ -12,11 +12,11 @@ from tests.fixture_files import FIXTURES
 from tests.model.gguf_copies import write_gguf
 from tests.model.gguf_families import Floats, Written, write_family
 
-from quire.core.errors import UnsupportedModelError
+from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.executors.reference import ReferenceExecutor
 from quire.loader.gguf import GGUFFile
 from quire.loader.gguf_writer import write_gguf as write_fields
-from quire.model.loading import load_model
+from quire.model.loading import load_model, read_tokenizer
 from quire.model.rope import LinearScaling
 
 Fields = dict[str, Any]
@@ -172,3 +172,30 @@ def test_what_is_not_known_in_a_file_of_ollama_is_refused(tmp_path: Path) -> Non
         path = write_family("gpt-oss", drawn_config("gpt-oss"), model, tmp_path / "model.gguf")
     with pytest.raises(UnsupportedModelError, match=r"gpt-oss\.attention\.twist"):
         load_model(rewritten(path, odd))
+
+
+@pytest.mark.parametrize(
+    ("case", "own", "told"),
+    [
+        ("gpt-oss", {"gpt-oss.block_count": 7}, "block_count is another value than"),
+        ("gpt-oss", {"tokenizer.ggml.pre": [1, 2]}, r"pre must be a string|pre = "),
+        ("gpt-oss", {"tensor": "blk.0.attn_output.weight"}, "by Ollama's and by llama.cpp's name"),
+        ("gemma3", {"gemma3.rope.freq_base": 5.0}, "is another value than that of"),
+        ("gemma3", {"gemma3.rope.global.freq_base": [1.0, 2.0]}, "must be a finite number"),
+        ("gemma3", {"gemma3.context_length": "long"}, "must be an integer"),
+    ],
+)
+def test_what_a_file_of_ollama_contradicts_or_says_wrongly_is_a_model_file_error(
+    case: str, own: Fields, told: str, tmp_path: Path
+) -> None:
+    def wrong(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+        fields, tensors = {"gpt-oss": gpt_oss, "gemma3": gemma3}[case](fields, tensors)
+        if "tensor" in own:
+            return fields, tensors | {own["tensor"]: np.ones((4, 4), np.float32)}
+        tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]}
+        return fields | tokens | {"tokenizer.ggml.merges": ["a b"]} | own, tensors
+
+    with load_model(write_drawn(case, tmp_path / "folder")) as model:
+        path = write_family(case, drawn_config(case), model, tmp_path / "model.gguf")
+    with pytest.raises(ModelFileError, match=told), load_model(rewritten(path, wrong)) as model:
+        read_tokenizer(model)

@@ -5,8 +5,9 @@ hears in the same file, which is left out here: quire runs the decoder.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from quire.loader.tensor import Tensor
 
 _LONG_GEMMA3 = 131_072  # contexts of those that were trained on shorter ones and then extended
 _TOKENS = ("tokens", "scores", "token_type")  # of the tokenizer: one item a token
-_WRONG_TOKENIZERS = (None, "", "default", "llama")
+_WRONG_TOKENIZERS = ("", "default", "llama")
 _NOT_OF_DECODER = ("v.", "mm.", "a.", "model.vision_tower.")  # tensors
 _LAYER = re.compile(r"blk\.[0-9]+\.")
 _KEYS_NOT_OF_DECODER = ("vision.", "mm.", "audio.", "image_token_index", "spatial_merge_size")
@@ -102,7 +103,7 @@ def as_llama_cpp(
     form = _FORMS.get(name) if isinstance(name, str) else None
     if form is None or not _is_of_ollama(f"{name}.", form, metadata, tensors):
         return metadata, dict(tensors)
-    kept = dict(_renamed(form, tensors))
+    kept = _renamed(form, metadata, tensors)
     changes = {
         "general.architecture": form.architecture,
         **_keys(f"{name}.", form, metadata),
@@ -125,12 +126,16 @@ def _keys(prefix: str, form: _Form, metadata: Metadata) -> dict[str, object]:
     for name in metadata:
         if name.startswith(prefix):
             key = name.removeprefix(prefix)
-            changes[name] = None
+            changes.setdefault(name, None)
             ours = form.keys.get(key, key)
-            value = metadata[name]
+            value: Any = metadata[name]
             is_empty = isinstance(value, str) and not value  # the kind of a scaling there is not
             if ours is not None and not key.startswith(_KEYS_NOT_OF_DECODER) and not is_empty:
-                changes[f"{form.architecture}.{ours}"] = value
+                llama_cpps = f"{form.architecture}.{ours}"
+                other: Any = metadata.get(llama_cpps) if llama_cpps != name else None
+                if other is not None and not np.array_equal(other, value):
+                    raise metadata.error(name, f"is another value than that of {llama_cpps}")
+                changes[llama_cpps] = value
     for key, value in form.missing.items():
         changes.setdefault(f"{form.architecture}.{key}", value)
     if form.architecture == "gemma3":
@@ -151,7 +156,7 @@ def _tokenizer(form: _Form, metadata: Metadata, tensors: Mapping[str, Tensor]) -
     changes: dict[str, object] = {
         f"tokenizer.ggml.{key}": name
         for key, name in form.tokenizer.items()
-        if metadata.get(f"tokenizer.ggml.{key}") in _WRONG_TOKENIZERS
+        if _is_wrong(metadata.get(f"tokenizer.ggml.{key}"))
     }
     embedding = tensors.get("token_embd.weight")
     if embedding is not None and embedding.shape:
@@ -162,6 +167,11 @@ def _tokenizer(form: _Form, metadata: Metadata, tensors: Mapping[str, Tensor]) -
     return changes
 
 
+def _is_wrong(tokenizer: object) -> bool:
+    """What is no text is left for whoever reads the field to refuse."""
+    return tokenizer is None or (isinstance(tokenizer, str) and tokenizer in _WRONG_TOKENIZERS)
+
+
 def _first(metadata: Metadata, key: str, count: int) -> Callable[[], object]:
     def decode() -> object:
         items = metadata[key]
@@ -170,14 +180,15 @@ def _first(metadata: Metadata, key: str, count: int) -> Callable[[], object]:
     return decode
 
 
-def _renamed(form: _Form, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _renamed(form: _Form, metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    kept: dict[str, Tensor] = {}
     for theirs, tensor in tensors.items():
         if theirs.startswith(_NOT_OF_DECODER):
             continue
         layer = _LAYER.match(theirs)
         part = theirs[layer.end() :] if layer else ""
-        if layer and part in form.names:
-            name = f"{layer[0]}{form.names[part]}"
-            yield name, replace(tensor, name=name)
-        else:
-            yield theirs, tensor
+        name = f"{layer[0]}{form.names[part]}" if layer and part in form.names else theirs
+        if name in kept:
+            raise metadata.error(f"tensor {name}", "is there by Ollama's and by llama.cpp's name")
+        kept[name] = tensor if name == theirs else replace(tensor, name=name)
+    return kept
