@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -116,6 +117,25 @@ def test_who_does_not_know_the_secret_gets_nothing(said: bytes) -> None:
         assert await ingress.heard(1) == ["a"]
         assert lost.channels == []
         ingress.reports.close()
+
+    run(work)
+
+
+def test_a_hello_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_CONNECT_S", 0.3)
+
+    async def work(server: ReportServer, _: Lost) -> None:
+        where = msgspec.msgpack.decode(server.address, type=Address)
+        with socket.create_connection((where.host, where.port), PATIENCE_S) as connection:
+            connection.settimeout(0.05)
+            connection.sendall(b"\xff\0\0\0")
+            with suppress(ConnectionError):
+                for _byte in range(200):  # 10 s of them: each within the time that a hello has
+                    with suppress(TimeoutError):
+                        connection.sendall(b"x")
+                        if connection.recv(1) == b"":
+                            return
+                raise AssertionError("it was not given up")
 
     run(work)
 

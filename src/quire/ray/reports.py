@@ -159,7 +159,6 @@ class ReportServer:
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError, msgspec.DecodeError):
             set_up(connection)
-            connection.settimeout(_CONNECT_S)
             hello = _read_hello(_read_frame(connection))
             if hmac.compare_digest(hello.secret, self._secret):
                 self._serve_ingress(connection, hello.ingress)
@@ -192,8 +191,10 @@ _NOTHING = wire.encode(wire.Events([], []))
 
 
 def _read_frame(connection: socket.socket) -> bytes:
-    reader, size = FrameReader(), 0
+    """The first one; an OSError where it is too long or takes too long, however it trickles."""
+    reader, size, deadline = FrameReader(), 0, time.monotonic() + _CONNECT_S
     while size < _HELLO_BYTES:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         data = connection.recv(_HELLO_BYTES)
         size += len(data)
         if messages := reader.feed(data):
