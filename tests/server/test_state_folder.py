@@ -1,5 +1,6 @@
 """A state folder that cannot be used: said when the server starts, in words."""
 
+import asyncio
 import errno
 import json
 import logging
@@ -18,6 +19,7 @@ from tests.worker.test_server import SMALL, ask
 
 from quire.core.errors import ConfigError
 from quire.server.answers.store import DATABASE as ANSWERS
+from quire.server.control import control_socket, running_servers, socket_folder
 from quire.server.jobs.store import DATABASE as JOBS
 from quire.server.state_folder import check_state_folder
 from quire.server.usage_file import UsageFile
@@ -62,6 +64,27 @@ def test_a_read_only_folder_is_refused_if_it_was_named_and_else_logged(
             check_state_folder(tmp_path, is_named=False)
     [fields] = logged(caplog)
     assert fields["error"] == "Read-only file system" and "503" in fields["consequence"]
+
+
+def test_a_folder_that_becomes_read_only_does_not_keep_the_server_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its control socket cannot be removed then. The next look at the folder finds it dead."""
+
+    async def run() -> None:
+        async with control_socket(tmp_path, refused):
+            assert running_servers(tmp_path) == [os.getpid()]
+            refuse(monkeypatch, "unlink", errno.EROFS)
+
+    async def refused(*_: object) -> str:
+        raise AssertionError
+
+    asyncio.run(run())
+    assert running_servers(tmp_path) == []
+    monkeypatch.undo()
+    assert list(socket_folder(tmp_path).iterdir()) != []
+    assert running_servers(tmp_path) == []
+    assert list(socket_folder(tmp_path).iterdir()) == []
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])

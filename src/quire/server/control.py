@@ -65,7 +65,14 @@ async def control_socket(state: Path, handle: Handler) -> AsyncIterator[None]:
         yield
     finally:
         server.close()
-        path.unlink(missing_ok=True)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """A socket that nobody answers. In a folder that can no longer be written it stays, and whoever
+    looks there finds it dead."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _bound(folder: Path, name: str) -> socket.socket:
@@ -147,7 +154,7 @@ def running_servers(state: Path) -> list[int]:
         try:
             _connected(state, int(path.stem)).close()
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
+            _remove(path)
         except OSError:
             continue
         else:
