@@ -11,7 +11,8 @@ from tests.cli.program import COMMAND, environment, fails, quire, without_native
 from tests.fixture_files import FIXTURES, fixture_file
 from tests.llm.text_models import CHAT_TEMPLATE, write_text_model
 
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.cli import generate, program
 
 TINY = fixture_file("tiny/Q4_0.gguf")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -136,6 +137,30 @@ def test_what_the_context_leaves_is_used_where_nothing_is_said(text_model: Path)
     [output] = json.loads(run.out)["outputs"]
     num_tokens = len(output["prompt_token_ids"]) + len(output["completions"][0]["token_ids"])
     assert num_tokens == 40
+
+
+def test_a_reader_that_goes_away_ends_the_engine_too(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine left behind still computes while Python ends, and its threads abort the program."""
+    calls = []
+
+    class Watched(AsyncLLM):
+        async def close(self) -> None:
+            await super().close()
+            calls.append("close")
+
+    def print_once(*_: object, **__: object) -> None:
+        calls.append("print")
+        if len(calls) > 1:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("quire.AsyncLLM", Watched)
+    monkeypatch.setattr(generate, "print", print_once, raising=False)
+    monkeypatch.setattr(program, "_leave_quietly", lambda code: code)
+    options = ("--kv-memory", "4MiB", "--ignore-eos")
+    assert program.main(["generate", "--model", str(text_model), "--prompt", "hi", *options]) == 141
+    assert calls == ["print", "print", "print", "close"]
 
 
 def test_ctrl_c_ends_it_with_130(text_model: Path) -> None:

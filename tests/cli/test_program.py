@@ -163,6 +163,22 @@ def test_interrupts_and_exhaustion_have_exit_codes(
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.parametrize(
+    ("command", "ended"),
+    [("generate", (1, "quire: the prompt is empty\n")), ("chat", (0, ""))],
+)
+def test_an_input_that_is_closed_is_an_empty_one(
+    text_model: Path, command: str, ended: tuple[int, str]
+) -> None:
+    run = subprocess.run(
+        ["sh", "-c", '"$@" <&-', "sh", *COMMAND, command, "--model", str(text_model)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert (run.returncode, run.stderr) == ended
+
+
 def test_an_output_that_is_closed_or_full_is_no_accident() -> None:
     closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *COMMAND, "doctor"], capture_output=True)
     assert (closed.returncode, closed.stderr) == (0, b"")

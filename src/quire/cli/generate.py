@@ -159,9 +159,11 @@ async def _print_stream(
             count += len(piece.token_ids)
             reason = piece.finish_reason
     finally:
-        if count:
-            print(flush=True)
-        await llm.close()
+        try:
+            if count:
+                print(flush=True)
+        finally:
+            await llm.close()  # also where the reader of the output has gone away
     elapsed = time.monotonic() - started
     why = (
         f"; stopped at {length_limit(params, llm.sampling_defaults)}" if reason == "length" else ""

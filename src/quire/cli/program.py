@@ -143,6 +143,8 @@ def _open_closed_streams() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free: this one
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if sys.stderr is None:
