@@ -73,6 +73,13 @@ def last_events(answers: list[Future[bytes]]) -> list[str]:
     return [events(answer.result(PATIENCE_S))[-1] for answer in answers]
 
 
+def test_it_says_which_models_of_a_folder_it_serves(text_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(text_model.read_bytes()[:1000])
+    (tmp_path / "whole.gguf").symlink_to(text_model)
+    with serving("--models", tmp_path, "--kv-memory", "4MiB") as server:
+        assert f"quire serves whole.gguf at {server.url}/v1" in server.greeting
+
+
 @pytest.mark.parametrize("device", ["reference", "cpu"])
 def test_it_says_where_it_is_and_how_to_try_it(text_model: Path, device: str) -> None:
     with serving(text_model, "--device", device, "--kv-memory", "4MiB") as server:

@@ -120,11 +120,10 @@ def _serve_on_demand(args: argparse.Namespace, settings: ServerSettings, options
         load = partial(_load_remote, wanted.model, options, args.hang)
         return replace(wanted, options=options, load=load)
 
-    names = [source.names[0] for source in sources]
     serve(
         settings,
         sources,
-        lambda address: _greet(address, settings, names),
+        lambda address: _greet(address, settings, residency.names),  # some may be left out
         replace=replaced,
         residency=residency,
         folder=folder,

@@ -87,6 +87,10 @@ class Residency:
         return self._budgets.get(device, self._given)
 
     @property
+    def names(self) -> Sequence[str]:
+        return [model.name for model in self._models]
+
+    @property
     def loaded(self) -> Sequence[ModelService]:
         return [model for model in self._models if model.loaded is not None]
 
